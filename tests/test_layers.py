@@ -84,6 +84,7 @@ PURE_FILES = (
     "train/shrink.py",
     "train/stage_partition.py",
     "train/job.py",
+    "train/resume_check.py",
     "train/stop.py",
     "train/submitit_task.py",
     "train/inference_request.py",
@@ -109,7 +110,7 @@ MAY_LAUNCH = {
 }
 """Files of these folders that see the launcher all the same."""
 
-PLANNERS = ["build", "inference", "job", "plan", "worker"]
+PLANNERS = ["build", "inference", "job", "plan", "resume_check", "worker"]
 """Files of train that read the configuration; the others get plain arguments."""
 
 MAY_CALL_TORCH_DISTRIBUTED = {

@@ -210,6 +210,13 @@ def test_an_unknown_name_is_answered_with_the_valid_ones(capsys):
     assert all(name in said for name in GENERATORS)
 
 
+def test_a_schedule_that_would_take_minutes_is_refused_as_in_a_file(capsys):
+    assert main(sized("interleaved", 1000, 1000)) == 2
+    assert "are 2,000,000 passes; at most 32,768 are made" in capsys.readouterr().err
+    assert main(sized("auto", 100, 100)) == 2
+    assert "are 10,000 passes; at most 4,096 are made" in capsys.readouterr().err
+
+
 def test_counts_below_one_are_refused_with_the_numbers(capsys):
     assert main(sized("1f1b", 0, 8)) == 2
     assert "0 ranks, 8 microbatches" in capsys.readouterr().err

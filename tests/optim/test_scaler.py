@@ -106,6 +106,10 @@ def refusals() -> None:
         scaler.load_state_dict(GradScaler(enabled=False).state_dict())
     with pytest.raises(ValueError, match="growth_factor is 1 and"):
         GradScaler(growth_factor=1.0)
+    # torch's takes the device first
+    assert GradScaler("cpu", init_scale=8.0).get_scale() == 8.0
+    with pytest.raises(ValueError, match="device is cuda, but the ranks communicate on cpu"):
+        GradScaler("cuda")
     with pytest.raises(ValueError, match="clip_mode is 'agc'"):
         NativeScalerPP()(None, optimizer, clip_mode="agc")
 

@@ -38,6 +38,9 @@ def test_one_size_is_inferred(open_size):
         ([("data", None), ("pipe", 3)], 8, "does not divide the 8 ranks"),
         ([("data", 2), ("pipe", 2)], 8, "is 4 ranks, but the world has 8"),
         ([("data", 3.5), ("pipe", 2)], 7, "axis data has size 3.5"),
+        (("data", 2), 2, r"the axes are \('data', 2\); give a list of pairs such as"),
+        ("data", 2, "the axes are 'data'; give a list of pairs"),
+        ([["data"], ["pipe", 2]], 2, "give a list of pairs"),
     ],
 )
 def test_what_does_not_tile_is_refused(axes, world, text):

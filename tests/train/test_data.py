@@ -239,7 +239,7 @@ def test_token_files_give_their_ids(tmp_path, dtype):
 @pytest.mark.parametrize(
     "content,dtype,words",
     [
-        (b"", "uint16", "0 bytes"),
+        (b"", "uint16", "ids.bin is empty"),
         (b"abc", "uint16", "3 bytes"),
         (b"abcd", "int32", "uint8, uint16, uint32"),
         (None, "uint16", "No such file"),

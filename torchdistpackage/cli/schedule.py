@@ -15,7 +15,7 @@ from torchdistpackage.schedule.autoschedule import synthesize
 from torchdistpackage.schedule.costs import StageCosts, read_costs
 from torchdistpackage.schedule.draw import trace
 from torchdistpackage.schedule.engine import DEFAULT_COSTS, Timeline, simulate
-from torchdistpackage.schedule.generators import GENERATORS, build, canonical
+from torchdistpackage.schedule.generators import GENERATORS, MAX_CELLS, TWO_CHUNKS, build, canonical
 from torchdistpackage.schedule.resolve import csv_text, from_csv, to_csv
 
 WIDEST_CELLS = 200
@@ -113,6 +113,12 @@ def _schedule(
             name = canonical(name)
         if ranks is None or microbatches is None:
             raise ConfigError(f"{name} needs --stages P (pipe ranks) and --microbatches M")
+        most = MAX_CELLS[name == "auto"]
+        if (cells := ranks * microbatches * (chunks or (2 if name in TWO_CHUNKS else 1))) > most:
+            raise ConfigError(
+                f"{name}: {microbatches:,} microbatches in all stages are {cells:,} passes; at "
+                f"most {most:,} are made"
+            )
         if name != "auto":
             return build(name, ranks, microbatches, chunks)
         v = 1 if chunks is None else chunks

@@ -9,12 +9,8 @@ from torchdistpackage.config.types import AUTO, CUSTOM, SCHEDULES
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import CostsFile, read_costs
-from torchdistpackage.schedule.generators import TWO_CHUNKS
+from torchdistpackage.schedule.generators import MAX_CELLS, TWO_CHUNKS
 from torchdistpackage.schedule.resolve import csv_text, from_csv
-
-MAX_CELLS = (1 << 15, 1 << 12)
-"""Microbatches times stages of a schedule that is made, by name or by a search (`auto`): larger
-ones take minutes."""
 
 
 def piece_names(layers: int) -> tuple[str, ...]:

@@ -35,12 +35,14 @@ class GradScaler(torch.amp.GradScaler):
     All ranks of `group` make each call but `scale`, also those that hold no parameter of an
     optimizer. `step` waits for the host, once, to learn the decision.
 
+    device: that of the group's tensors, as torch's scaler is given it; None: the same.
     init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
     group: ranks that decide together; default all ranks of tpc's topology, or of the job.
     """
 
     def __init__(
         self,
+        device: torch.device | str | None = None,
         *,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
@@ -55,13 +57,17 @@ class GradScaler(torch.amp.GradScaler):
                 f"the first must be above 1 and the second between 0 and 1"
             )
         self._group = resolve_group(group, "global")
-        device = primitives.device_of(self._group)
+        own = primitives.device_of(self._group)
+        if device is not None and torch.device(device).type != own.type:
+            raise ValueError(
+                f"device is {device}, but the ranks communicate on {own.type}; leave it out"
+            )
         super().__init__(
-            device.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+            own.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
         self._taken: dict[int, bool] = {}
         if enabled:  # not by the first loss, which some stages never see
-            self._lazy_init_scale_growth_tracker(device)
+            self._lazy_init_scale_growth_tracker(own)
 
     @property
     def skipped(self) -> bool:

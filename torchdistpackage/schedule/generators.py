@@ -46,6 +46,10 @@ GENERATORS: dict[str, Generator] = {
 TWO_CHUNKS = frozenset({"interleaved", "looped-bfs", "interleaved-zb", "zb-v", "dualpipe-v"})
 """Schedules that have two stages a rank unless they are asked for another number."""
 
+MAX_CELLS = (1 << 15, 1 << 12)
+"""Microbatches times stages of a schedule that is made, by name or by a search (`auto`): larger
+ones take minutes."""
+
 _OTHER_NAMES = {
     "interleaved1f1b": "interleaved",
     "interleavedzerobubble": "interleaved-zb",

@@ -21,7 +21,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torchdistpackage.errors import TopologyError
 
@@ -295,6 +295,17 @@ ALIASES: dict[str, tuple[View, tuple[str, ...]]] = {
 }
 
 
+def _pairs(sizes: Axes) -> list[tuple[str, Size]]:
+    """The axes as a list; in this place ("data", 2) is easily written for [("data", 2)]."""
+    pairs: list[Any] = list(sizes.items() if isinstance(sizes, Mapping) else sizes)
+    for pair in pairs:
+        if not isinstance(pair, Sequence) or len(pair) != 2 or not isinstance(pair[0], str):  # pyright: ignore[reportUnknownArgumentType]
+            raise TopologyError(
+                f"the axes are {sizes!r}; give a list of pairs such as [('data', 2), ('pipe', 4)]"
+            )
+    return [(name, size) for name, size in pairs]
+
+
 def topology(sizes: Axes, world_size: int, *, expert: int = 1) -> Topology:
     """Build both views from `[(axis, size), ...]` or `{axis: size, ...}`, outermost first.
 
@@ -306,7 +317,7 @@ def topology(sizes: Axes, world_size: int, *, expert: int = 1) -> Topology:
             `world_size`, `expert` does not divide the data axis, or an axis has the name of a
             group that follows from the others.
     """
-    axes = list(sizes.items() if isinstance(sizes, Mapping) else sizes)
+    axes = _pairs(sizes)
     if taken := [name for name, _ in axes if name in ("model", "global", *ALIASES)]:
         raise TopologyError(
             f"{taken[0]!r} is no axis: that group follows from the axes; leave it out"

@@ -259,9 +259,11 @@ def _map(path: Path, dtype: str) -> npt.NDArray[np.unsignedinteger]:
     try:
         size_bytes = path.stat().st_size
         width = np.dtype(dtype).itemsize
-        if size_bytes == 0 or size_bytes % width:
+        if size_bytes == 0:
+            raise DataError(f"{path} is empty; is it the right file, and complete?")
+        if size_bytes % width:
             raise DataError(
-                f"{path} has {size_bytes} bytes, which is not one or more ids of {width} bytes "
+                f"{path} has {size_bytes} bytes, which is no whole number of ids of {width} bytes "
                 f"({dtype}); is the file complete, and of another dtype?"
             )
         return np.asarray(np.memmap(path, dtype, mode="r"))
