@@ -1,5 +1,6 @@
 """The run is a value: typed, comparable, and the same after a way through YAML."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ PLAIN = st.recursive(
 )
 FREE_FORM = st.dictionaries(WORDS, PLAIN, max_size=4)
 PATHS = st.text(st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"]), min_size=1, max_size=8)
+PATHS = PATHS.filter(lambda text: not re.search(r"^~|\$[A-Za-z_{]", text))
 LINES = WORDS.filter(lambda text: bool(text.strip()) and text.isprintable())
 SLURM = st.fixed_dictionaries(
     {},

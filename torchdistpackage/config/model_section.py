@@ -120,7 +120,7 @@ class ModelSection(NamedSection):
     @field_validator("lora", mode="before")
     @classmethod
     def _lora_has_keys(cls, value: object) -> object:
-        """Nothing under `lora:` is none; of `lora: {}` somebody expects adapters."""
+        """Nothing under `lora:` is none; who writes `lora: {}` expects adapters."""
         if value == {}:
             raise ValueError(NO_LAYERS)
         return value

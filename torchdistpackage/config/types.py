@@ -101,8 +101,9 @@ def _schedule(value: str) -> str:
 
 
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-_SHELL = re.compile(r"^~|\$[A-Za-z_{]")
 """What ends a line, or the text itself, on its way into a script or a call of the system."""
+_FOR_A_SHELL = re.compile(r"^~|\$[A-Za-z_{]")
+"""What is expanded in a shell, and here is part of a name."""
 MAX_NAME_BYTES = 200
 """Of a folder's name, which file systems end at 255: what a sweep adds has to fit as well."""
 _MAX_PATH_BYTES, _MAX_PART_BYTES = 4000, 255
@@ -114,7 +115,7 @@ def _path(value: str) -> str:
         raise ValueError("no path")
     if max(map(len, parts)) > _MAX_PART_BYTES:
         raise ValueError("no file has such a name")
-    if _SHELL.search(value):
+    if _FOR_A_SHELL.search(value):
         raise ValueError("a shell would have expanded it")
     return value
 

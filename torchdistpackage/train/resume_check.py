@@ -65,17 +65,17 @@ def refuse_other_model(path: Path, plan: Plan) -> None:
     shapes = {x.name: x.shape for x in plan.layouts.values() if plan.is_trained(x.name)}
     if not shapes:
         return
-    manifest, precision = read_manifest(path), plan.config.precision
+    manifest, weights = read_manifest(path), plan.numbers.weights.dtype
     if differences := manifest.differences(shapes):
         raise CheckpointError(
             f"{path} is of another model than this run: {differences}. Go on with the model it was "
             f"written with, begin anew with --resume never, or change run.name"
         )
     dtypes = {manifest.tensors[name].dtype for name in shapes}
-    if ("float64" in dtypes) != (precision.dtype == "float64"):
+    if ("float64" in dtypes) != (weights == "float64"):
         raise CheckpointError(
-            f"{path} has weights of {' and '.join(sorted(dtypes))}, which a run of precision.dtype="
-            f"{precision.dtype} does not read. Go on with the precision it was written with, "
+            f"{path} has weights of {' and '.join(sorted(dtypes))}, which a run with weights of "
+            f"{weights} does not read. Go on with the precision.dtype it was written with, "
             f"begin anew with --resume never, or change run.name"
         )
 
