@@ -51,7 +51,7 @@ def test_the_same_batches_with_validations_between_wherever_the_run_begins(round
         seen = []
         for step in range(start, 5):
             seen += [made.of_training(step, index) for index in range(rounds)]
-            seen.append(made.of_validation(step))
+            seen += [made.of_validation(step, index) for index in range(rounds)]
         made.close()
         found.append([(x.tolist(), y.tolist()) for x, y in seen])
         assert len(source.asked) == len(set(source.asked)) == len(seen), "none is made twice"
