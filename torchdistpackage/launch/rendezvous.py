@@ -99,17 +99,14 @@ def _local(env: Env) -> Rendezvous | None:
     """Processes of this package's own starter, which meet at a file."""
     if "TDP_STORE" not in env:
         return None
-    rank, world_size, local_rank, local_world_size = _integers(
+    place = _integers(
         env,
         ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
         found="TDP_STORE",
         advice="unset TDP_STORE, which another run left behind",
     )
     return Rendezvous(
-        rank,
-        world_size,
-        local_rank,
-        local_world_size,
+        *place,
         node=0,
         address="127.0.0.1",
         ports=(),

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchdistpackage.config.hugging_face import tokenizer_file, vocabulary_size
 from torchdistpackage.train.token_cache import load_tokenizer
 
 _BYTES = 256
@@ -13,9 +12,8 @@ _UNFINISHED = "\ufffd"
 
 
 class TokenCodec(Protocol):
-    """Text to ids and back. num_ids: one more than the largest id. stop: the end of text."""
+    """Text to ids and back. stop: the end of text."""
 
-    num_ids: int
     stop: int | None
 
     def encode(self, text: str) -> list[int]: ...
@@ -28,7 +26,7 @@ class TokenCodec(Protocol):
 class ByteCodec:
     """Tokens are the bytes of the text in UTF-8."""
 
-    num_ids, stop = _BYTES, None
+    stop = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -48,7 +46,6 @@ class TokenizerCodec:
         self._tokenizer: Any
         self._tokenizer, self.stop = load_tokenizer(Path(path))
         self._special = special
-        self.num_ids = vocabulary_size(tokenizer_file(Path(path)))
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=self._special).ids
