@@ -171,10 +171,6 @@ def _falcon_sizes(s: Settings) -> Sizes:
     return replace(_sizes(s, s["ffn_hidden_size"] or 4 * s["hidden_size"]), kv_heads=keys)
 
 
-def _falcon_embed(w: Weights, s: Settings, n: Sizes) -> None:
-    w.table("transformer.word_embeddings", n.vocab, n.dim)
-
-
 def _falcon_block(w: Weights, s: Settings, n: Sizes) -> None:
     size = (n.heads + 2 * n.kv_heads) * n.head_dim
     # for each key head its query heads, the key, the value
@@ -230,7 +226,7 @@ FALCON = Family(
     _FALCON,
     _falcon_sizes,
     "transformer.h",
-    _falcon_embed,
+    lambda w, s, n: w.table("transformer.word_embeddings", n.vocab, n.dim),
     _falcon_block,
     _last_norm("transformer.ln_f"),
     "transformer.word_embeddings",

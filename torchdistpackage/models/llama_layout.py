@@ -35,10 +35,6 @@ def _llama_sizes(s: Settings) -> Sizes:
     )
 
 
-def _llama_embed(w: Weights, s: Settings, n: Sizes) -> None:
-    w.table("model.embed_tokens", n.vocab, n.dim, n.padding)
-
-
 def _llama_block(w: Weights, s: Settings, n: Sizes) -> None:
     _attention(w, n, s["attention_bias"], s["attention_bias"])
     _gated_mlp(w, n, s["mlp_bias"])
@@ -100,7 +96,7 @@ def _like_llama(settings: Settings, block: Part = _llama_block, head: Part = _ll
         {**_LLAMA, **settings},
         _llama_sizes,
         "model.layers",
-        _llama_embed,
+        lambda w, s, n: w.table("model.embed_tokens", n.vocab, n.dim, n.padding),
         block,
         head,
         "model.embed_tokens",
