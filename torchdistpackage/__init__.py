@@ -4,8 +4,9 @@ A name is loaded on first use, so that importing this package, or anything in it
 only computes (topologies, layouts, schedules, configurations, launching), imports no torch.
 """
 
+import importlib
+
 from torchdistpackage.compat import paths
-from torchdistpackage.lazy import resolve
 
 __version__ = "0.1.0"
 
@@ -118,7 +119,8 @@ paths.install()
 def __getattr__(name: str) -> object:
     if name not in NAMES:
         return paths.lookup(__name__, name)
-    return resolve(f"{__name__}.{NAMES[name]}")
+    module, _, attribute = NAMES[name].partition(":")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
 
 
 def __dir__() -> list[str]:
