@@ -128,7 +128,7 @@ MAY_CALL_TORCH_DISTRIBUTED = {
 MAY_LOAD_BY_NAME = {
     "__init__.py": "public names, on first use",
     "compat/paths.py": "old names, on first use",
-    "lazy.py": "public names of the packages below, commands, and what a name in a table stands for",
+    "lazy.py": "public names of packages, commands, and what a name in a table stands for",
     "launch/entrypoint.py": "the function that a user names",
     "launch/fork_server.py": "the preload list, which is given as names so that it needs no torch",
     "harness/late/streams.py": "doubles in modules of ddp that ask for the device",
