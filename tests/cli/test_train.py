@@ -75,6 +75,15 @@ def test_data_that_is_not_there_is_refused_before_a_rank_starts(tmp_path, capsys
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_module_that_is_not_there_is_refused_before_a_rank_starts(tmp_path, capsys):
+    own = tmp_path / "own.yaml"
+    own.write_text("model: {target: 'nopkg.toy:build', loss: 'tests.train.sources:squared_error'}")
+    assert main(["train", str(own), f"run.dir={tmp_path / 'runs'}"]) == 2
+    said = capsys.readouterr().err
+    assert "own.yaml:1: model.target: nopkg.toy:build: there is no module nopkg" in said
+    assert "1 problem" in said and not (tmp_path / "runs").exists()
+
+
 def checkpoint(folder: Path) -> Path:
     """A complete one, of no tensor."""
     step = folder / "step_000003"

@@ -1,5 +1,6 @@
 """Batches made ahead are those made when they are due: contents, errors, and one at a time."""
 
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -105,6 +106,20 @@ def test_another_number_of_samples_is_refused(ahead):
     with pytest.raises(DataError, match="2 inputs and 3 targets where 3 samples"):
         made.of_training(1, 0)
     made.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (([1, 2, 3], [4, 5, 6]), "gave (list, list); a batch is (inputs, targets), two tensors"),
+        ((torch.zeros(3),), "gave (Tensor); a batch is (inputs, targets)"),
+    ],
+)
+def test_a_batch_that_is_no_pair_of_tensors_is_refused(given, said):
+    source = Source()
+    source.batch = lambda *args, first: given  # type: ignore[method-assign]
+    with pytest.raises(DataError, match=re.escape(said)):
+        batches(source, ahead=False).of_training(1, 0)
 
 
 def test_the_thread_ends_with_the_run_and_nobody_waits_for_a_source_that_hangs():

@@ -10,7 +10,7 @@ from tests.train import parity
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.config.load import loads
-from torchdistpackage.errors import DataError
+from torchdistpackage.errors import ConfigError, DataError
 from torchdistpackage.train.build import build_data
 from torchdistpackage.train.plan import make_plan
 
@@ -97,6 +97,16 @@ def test_evaluation_is_that_of_one_process_and_leaves_training_bitwise_alone(ran
     ((_, truth),) = ranks(1).run(train_with, [*layers, "pipeline.microbatches=1"], True)
     (_, losses), *_ = ranks(4).run(train_with, [*extra, "model.dropout=0.0"], True)
     assert losses == pytest.approx(truth, abs=1e-12)
+
+
+def no_model() -> None:
+    target = ["model.target=builtins:list", "data.target=tests.train.sources:Line"]
+    with pytest.raises(ConfigError, match=r"model\.target builtins:list returned a list"):
+        parity.trainer(["data.global_batch=24", "pipeline.microbatches=1", *target])
+
+
+def test_a_target_that_makes_no_module_is_refused_by_name(ranks):
+    ranks(1).run(no_model)
 
 
 def validation(extra: list[str]) -> float | None:

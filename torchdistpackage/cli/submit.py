@@ -20,7 +20,6 @@ from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import extra_of
 from torchdistpackage.config.types import MAX_NAME_BYTES
-from torchdistpackage.launch.entrypoint import missing_module
 from torchdistpackage.launch.lock import hold
 from torchdistpackage.launch.slurm.by_submitit import check as check_submitit
 from torchdistpackage.launch.slurm.by_submitit import submit as submitit_submit
@@ -37,7 +36,7 @@ from torchdistpackage.launch.slurm.submit import (
     submit_prepared,
 )
 from torchdistpackage.launch.slurm_env import scrub_slurm_env
-from torchdistpackage.train.job import prepare_folder
+from torchdistpackage.train.job import prepare_folder, unknown_modules
 from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.submitit_task import TrainingTask
 
@@ -172,14 +171,7 @@ def _unknown_modules(run: RunConfig) -> list[Problem]:
     """Import paths that lead nowhere from here; in a container or conda they may lead somewhere."""
     if extra_of(run.launch.slurm, "container") or extra_of(run.launch.slurm, "conda"):
         return []
-    model, data = run.model, run.data
-    paths = {"model.target": model.target, "model.loss": model.loss, "data.target": data.target}
-    where = [str(Path.cwd()), *sys.path]
-    return [
-        run.problem(name, f"{path}: there is no module {missing} here or on the import path")
-        for name, path in paths.items()
-        if path is not None and (missing := missing_module(path, where))
-    ]
+    return unknown_modules(run, str(Path.cwd()))
 
 
 def _note(notes: Sequence[str]) -> None:

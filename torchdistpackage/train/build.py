@@ -22,7 +22,7 @@ from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.param_spec import batch_group
 from torchdistpackage.ddp.param_sync import ReplicatedTensor, sync_module_states
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.errors import DataError, LayoutError, ScheduleError
+from torchdistpackage.errors import ConfigError, DataError, LayoutError, ScheduleError
 from torchdistpackage.harness.watchdog import HangWatchdog
 from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.layout.layout import Layout
@@ -251,6 +251,11 @@ def _stage(plan: Plan, device: torch.device) -> tuple[TrainStages, dict[str, Lay
     else:
         torch.manual_seed(config.run.seed)
         whole = user_object(config.model.target)(**config.model.args)
+        if not isinstance(whole, nn.Module):
+            raise ConfigError(
+                f"model.target {config.model.target} returned a {type(whole).__name__}, which is "
+                f"no torch.nn.Module; name a function that returns one, or the class of one"
+            )
         place = plan.schedule.placement
         stages, by_name = chunks_of(whole, place, tpc.get_pp_rank(), cut=own_cut(plan, whole))
         for module in stages.values():

@@ -301,6 +301,11 @@ class Batches:
             self._per_round,
             first=index * self._num_data * self._per_round,
         )
+        if not 2 <= len(found) <= 3 or any(not isinstance(x, Tensor | None) for x in found):
+            raise DataError(
+                f"the data source gave ({', '.join(type(x).__name__ for x in found)}); a batch is "
+                f"(inputs, targets), two tensors, and position_ids if there are any"
+            )
         given = zip(found, DataBatch._fields, strict=False)  # two of them, or all
         names = [(len(x), name) for x, name in given if x is not None]
         if any(n != self._per_round for n, _ in names):

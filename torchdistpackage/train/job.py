@@ -18,11 +18,12 @@ from pathlib import Path
 
 from torchdistpackage.checkpoint.commit import latest
 from torchdistpackage.config.check import absent_files, wrong_files
-from torchdistpackage.config.errors import ConfigErrors
+from torchdistpackage.config.errors import ConfigErrors, Problem
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import MAX_PROCS
 from torchdistpackage.errors import LaunchError
+from torchdistpackage.launch.entrypoint import missing_module
 from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.launch.lock import Lock, take
 from torchdistpackage.launch.process import SignalFlag
@@ -240,7 +241,8 @@ def _start_ranks(path: str, overrides: list[str], resume: str) -> int:
         text = f"{num_procs:,} processes on this machine, where {MAX_PROCS:,} are allowed; "
         raise ConfigErrors(path, [config.problem("parallel", text + "submit a job instead")])
     plan = make_plan(config, num_procs, path)
-    if found := absent_files(config) + wrong_files(config):
+    modules = unknown_modules(config, os.environ.get("TDP_CODE") or str(Path.cwd()))
+    if found := absent_files(config) + wrong_files(config) + modules:
         raise ConfigErrors(path, found)
     files = RunDir(run_folder(config).absolute())
     with only_writer(files.run):
@@ -333,6 +335,18 @@ def cannot_write(folder: Path, error: OSError) -> LaunchError:
         f"the run folder {folder} cannot be written: {error.strerror} ({error.filename}); make "
         f"room, or set run.dir or run.name"
     )
+
+
+def unknown_modules(config: RunConfig, folder: str) -> list[Problem]:
+    """Import paths of the file that lead nowhere from `folder`."""
+    model, data = config.model, config.data
+    paths = {"model.target": model.target, "model.loss": model.loss, "data.target": data.target}
+    where = [folder, *sys.path]
+    return [
+        config.problem(name, f"{path}: there is no module {missing} here or on the import path")
+        for name, path in paths.items()
+        if path is not None and (missing := missing_module(path, where))
+    ]
 
 
 @contextmanager
