@@ -192,6 +192,17 @@ def run(**values: Any) -> RunConfig:
             "attention and MLP of each layer, the head; set pipe to 10 or less, or set layers to 5",
         ),
         (
+            {
+                "parallel__pipe": 3,
+                "model__layers": 2,
+                "pipeline__schedule": "zb-v",
+                "pipeline__chunks": 5,
+            },
+            None,
+            "parallel.pipe",
+            "parallel.pipe=3 x 5 chunks, as pipeline.chunks has them, makes 15 stages, but",
+        ),
+        (
             {"parallel__pipe": 4, "pipeline__schedule": "zb-v", "model__layers": 2},
             None,
             "parallel.pipe",
@@ -284,7 +295,7 @@ def run(**values: Any) -> RunConfig:
             {"optim__warmup_steps": 20, "train__steps": 10},
             None,
             "optim.warmup_steps",
-            "optim.warmup_steps=20 is more than train.steps=10; set it to 10 or less",
+            "optim.warmup_steps=20 is more than train.steps=10; set warmup_steps to 10 or less",
         ),
         (
             {"model__name": "gpt", "model__target": "a:b"},

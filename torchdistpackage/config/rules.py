@@ -198,7 +198,8 @@ def _warmup_fits(c: RunConfig, world_size: int | None) -> str | None:
     if warmup <= steps:
         return None
     return (
-        f"optim.warmup_steps={warmup} is more than train.steps={steps}; set it to {steps} or less"
+        f"optim.warmup_steps={warmup} is more than train.steps={steps}; set warmup_steps to "
+        f"{steps} or less"
     )
 
 

@@ -137,7 +137,8 @@ def _stages_have_pieces(c: RunConfig, world_size: int | None) -> str | None:
     if stages <= pieces:
         return None
     chunks = stages // pipe
-    each = f" x {chunks} chunks, as pipeline.schedule={name} has them," if chunks > 1 else ""
+    whose = "pipeline.chunks" if c.pipeline.chunks else f"pipeline.schedule={name}"
+    each = f" x {chunks} chunks, as {whose} has them," if chunks > 1 else ""
     fits = pieces // chunks
     offer = f"set pipe to {fits} or less, or " if fits else ""
     return (
