@@ -8,21 +8,17 @@ from pathlib import Path
 import torch
 
 from tests.train import parity
-from tests.train.sources import UnevenTokens
 from tests.train.transformers_ranks import (
     RUN,
-    SEQ_LEN,
     STEPS,
-    VOCAB,
     Answer,
+    alone,
     everywhere_float64,
-    loss_of,
     steps_of,
     trainer,
     whole,
 )
 from torchdistpackage.train.train_state import TrainState, save_state
-from torchdistpackage.train.update import warmup_cosine
 
 PREFIX = "base_model.model."
 
@@ -72,7 +68,7 @@ def peft_model(folder: str, initial: dict[str, torch.Tensor], options: dict):
 def of_peft(folder: str, initial: dict[str, torch.Tensor], options: dict) -> Answer:
     """`lora_steps` of transformers and peft in one process, without this package."""
     section = parity.config([*RUN, f"model.hf={folder}"])
-    data, optim = UnevenTokens(SEQ_LEN, VOCAB), section.optim
+    optim = section.optim
     model = peft_model(folder, initial, options)
     trained = {plain(n): p for n, p in model.named_parameters() if p.requires_grad}
     adam = torch.optim.AdamW(
@@ -82,20 +78,8 @@ def of_peft(folder: str, initial: dict[str, torch.Tensor], options: dict) -> Ans
         eps=optim.eps,
         weight_decay=optim.weight_decay,
     )
-    grads, losses = [], []
-    for step in range(1, STEPS + 1):
-        ids, targets = data.batch("train", section.run.seed, step, 0, 1, section.data.global_batch)
-        adam.zero_grad()
-        with everywhere_float64():
-            loss = loss_of(model, ids, targets)
-            loss.backward()
-        adam.param_groups[0]["lr"] = optim.lr * warmup_cosine(
-            step - 1, warmup_steps=0, num_steps=section.train.steps, min_ratio=optim.min_lr_ratio
-        )
-        adam.step()
-        losses.append(loss.item())
-        grads.append(whole({name: p.grad for name, p in trained.items()}))
-    return Answer(whole({plain(n): p for n, p in model.named_parameters()}), grads, losses)
+    gradients, losses = alone(model, trained, adam, section)
+    return Answer(whole({plain(n): p for n, p in model.named_parameters()}), gradients, losses)
 
 
 def save_after(overrides: list[str], folder: str, num: int) -> list[float]:

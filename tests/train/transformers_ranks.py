@@ -7,10 +7,11 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.train import parity
 from tests.train.sources import UnevenTokens
+from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.train_state import TrainState, resume, save_state
 from torchdistpackage.train.update import warmup_cosine
@@ -75,7 +76,6 @@ def of_transformers(folder: str) -> Answer:
     from transformers import AutoModelForCausalLM
 
     section = parity.config([*RUN, f"model.hf={folder}"])
-    data = UnevenTokens(SEQ_LEN, VOCAB)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
     named = dict(model.named_parameters())
     optim = section.optim
@@ -87,6 +87,18 @@ def of_transformers(folder: str) -> Answer:
         {"params": [p for p in named.values() if p.dim() <= 1], "weight_decay": 0.0},
     ]
     adam = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    gradients, losses = alone(model, named, adam, section)
+    return Answer(whole(named), gradients, losses)
+
+
+def alone(
+    model: nn.Module,
+    trained: Mapping[str, Tensor],
+    adam: torch.optim.Optimizer,
+    section: RunConfig,
+) -> tuple[list[parity.Held], list[float]]:
+    """Gradients and losses of a plain model's first steps, at the run's learning rates."""
+    data, optim = UnevenTokens(SEQ_LEN, VOCAB), section.optim
     gradients, losses = [], []
     for step in range(1, STEPS + 1):
         ids, targets = data.batch("train", section.run.seed, step, 0, 1, section.data.global_batch)
@@ -94,7 +106,7 @@ def of_transformers(folder: str) -> Answer:
         with everywhere_float64():
             loss = loss_of(model, ids, targets)
             loss.backward()
-        gradients.append(whole({name: p.grad for name, p in named.items()}))
+        gradients.append(whole({name: p.grad for name, p in trained.items()}))
         for group in adam.param_groups:
             group["lr"] = optim.lr * warmup_cosine(
                 step - 1,
@@ -104,7 +116,7 @@ def of_transformers(folder: str) -> Answer:
             )
         adam.step()
         losses.append(loss.item())
-    return Answer(whole(named), gradients, losses)
+    return gradients, losses
 
 
 def whole(tensors: Mapping[str, Tensor | None]) -> parity.Held:
