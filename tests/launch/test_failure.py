@@ -35,6 +35,7 @@ def left(rank: int, time_s: float, code: int) -> Failure:
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3"
 WAITED = "RuntimeError: Timed out waiting 30000ms for recv operation to complete"
 STORE = "DistNetworkError: failed to recv, got 0 bytes. Broken pipe"
+SAVING = "CheckpointError: saving step_2 failed on rank 1 on n1: OSError: timed out"
 NCCL = "DistBackendError: NCCL error: remote process exited or there was a network error"
 
 
@@ -45,6 +46,7 @@ NCCL = "DistBackendError: NCCL error: remote process exited or there was a netwo
         ([error(0, 1, "ValueError: x"), error(1, 2, "KeyError: y")], 0),
         ([error(0, 2, "ValueError: x"), error(1, 1, "KeyError: y")], 1),
         ([error(0, 1, GLOO), error(1, 2, "KeyError: y")], 1),
+        ([error(0, 1, SAVING), error(1, 2, SAVING)], 1),
         ([error(0, 1, STORE), error(1, 2, NCCL), error(2, 3, "OSError: disk full")], 2),
         ([error(0, 1, GLOO), error(1, 2, WAITED)], 0),
         ([error(0, 1, GLOO), killed(1, 2, signal.SIGKILL)], 1),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -55,6 +56,9 @@ _CONSEQUENCES = (
     *("broken pipe", "socket closed", "remote process exited", "peer closed"),
     *("timed out", "timeout", "time limit"),
 )
+
+# By which `fail_together` names the rank that raised, on all ranks.
+_ON_RANK = re.compile(r" failed on rank (\d+) on ")
 
 # Modules whose frames stand before the user's in every traceback and explain nothing.
 _CALLERS = (
@@ -108,6 +112,8 @@ def is_secondary(failure: Failure) -> bool:
         return False
     # An abort is how NCCL's watchdog and C++ end a rank that waited in vain; its output says so.
     text = (failure.detail if aborted else failure.error).lower()
+    if named := _ON_RANK.search(text):
+        return int(named[1]) != failure.rank
     return any(phrase in text for phrase in _CONSEQUENCES)
 
 
