@@ -125,11 +125,6 @@ def token_losses(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return nn.functional.cross_entropy(*flat, reduction="sum"), (targets != -100).sum()
 
 
-def token_losses_of_gpt(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of logits (S, B, V)."""
-    return token_losses(outputs.transpose(0, 1), targets)
-
-
 class Signalled(UnevenTokens):
     """One rank gets a signal at a moment of step 3: while it waits for data, between two rounds of
     gradients, in a validation after that step, or some time later, wherever it then is."""

@@ -142,17 +142,23 @@ class GPT(Grouped):
         return losses.sum(), (targets != ignore_index).sum()
 
     def whole_logits(self, logits: Tensor) -> Tensor:
-        """(..., V), equal over the group, from logits (..., V/n)."""
-        vocab, size = self.shape.vocab, self.group.size()
-        sizes = [chunk(vocab, size, index)[1] for index in range(size)]
-        return collectives.gather(logits, -1, self.group, sizes)
+        """Those (B, S, V) of all tokens, in the order of targets, equal over the group.
+
+        logits (S, B, V/n) as `forward` gives them.
+        """
+        return self._joined(logits).transpose(0, 1)
 
     def logits_at(self, logits: Tensor, position: int) -> Tensor:
         """Those (V,) of one position of the first sample, equal over the group.
 
         logits (S, B, V/n) as `forward` gives them.
         """
-        return self.whole_logits(logits[position, 0])
+        return self._joined(logits[position, 0])
+
+    def _joined(self, logits: Tensor) -> Tensor:
+        vocab, size = self.shape.vocab, self.group.size()
+        sizes = [chunk(vocab, size, index)[1] for index in range(size)]
+        return collectives.gather(logits, -1, self.group, sizes)
 
     def _rotary(self, x: Tensor, position_ids: Tensor | None) -> Tables | None:
         if self.shape.position != "rotary":

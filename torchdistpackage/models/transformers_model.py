@@ -148,7 +148,7 @@ class TransformersStage(nn.Module):
         return total, (targets != ignore_index).sum()
 
     def whole_logits(self, logits: Tensor) -> Tensor:
-        """(..., V), equal over the group, from logits (..., V/n)."""
+        """Logits (..., V), equal over the group, from those (..., V/n) of `forward`."""
         return logits if self._vocab is None else self._vocab.join(logits)
 
     def logits_at(self, logits: Tensor, position: int) -> Tensor:
