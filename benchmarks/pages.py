@@ -60,10 +60,20 @@ def _table(found: Iterator[Judged]) -> Iterator[str]:
         yield f"| {each.what} | {each.ratio:.3f} | {half} |"
 
 
+def _days(results: Mapping) -> Iterator[str]:
+    """Those of the parts too: a run may measure some of them anew."""
+    for key, value in results.items():
+        if key == "date":
+            yield value[:10]
+        elif isinstance(value, Mapping):
+            yield from _days(value)
+
+
 def measured(results: Mapping) -> str:
     """When, and on what."""
-    machine = results["machine"]
+    machine, days = results["machine"], sorted(_days(results))
+    when = " to ".join(dict.fromkeys((days[0], days[-1])))
     return (
-        f"Measured {results['date'][:10]} on {machine['system']}, {machine['cores']} cores, "
+        f"Measured {when} on {machine['system']}, {machine['cores']} cores, "
         f"torch {machine['torch']}, load {machine['load'][0]:.1f} when it ended."
     )

@@ -127,11 +127,22 @@ def latest(folder: str | Path, *, checksums: bool = False) -> Path | None:
 
     Sizes of all files are checked, their checksums only on demand: that reads everything.
     """
-    for path in candidates(Path(folder)):
+    path, damaged = newest_complete(Path(folder), checksums=checksums)
+    for skipped, problem in damaged:
+        warn_skipped(skipped, problem)
+    return path
+
+
+def newest_complete(
+    folder: Path, *, checksums: bool = False
+) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """The newest complete checkpoint, or None, and the newer ones, each with what is wrong."""
+    damaged: list[tuple[Path, str]] = []
+    for path in candidates(folder):
         if (problem := damage(path, checksums=checksums)) is None:
-            return path
-        warn_skipped(path, problem)
-    return None
+            return path, damaged
+        damaged.append((path, problem))
+    return None, damaged
 
 
 def candidates(folder: Path) -> list[Path]:

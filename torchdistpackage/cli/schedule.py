@@ -15,7 +15,7 @@ from torchdistpackage.schedule.autoschedule import synthesize
 from torchdistpackage.schedule.costs import StageCosts, read_costs
 from torchdistpackage.schedule.draw import trace
 from torchdistpackage.schedule.engine import DEFAULT_COSTS, Timeline, simulate
-from torchdistpackage.schedule.generators import GENERATORS, MAX_CELLS, TWO_CHUNKS, build, canonical
+from torchdistpackage.schedule.generators import GENERATORS, MAX_CELLS, build, canonical, num_chunks
 from torchdistpackage.schedule.resolve import csv_text, from_csv, to_csv
 
 WIDEST_CELLS = 200
@@ -114,7 +114,7 @@ def _schedule(
         if ranks is None or microbatches is None:
             raise ConfigError(f"{name} needs --stages P (pipe ranks) and --microbatches M")
         most = MAX_CELLS[name == "auto"]
-        if (cells := ranks * microbatches * (chunks or (2 if name in TWO_CHUNKS else 1))) > most:
+        if (cells := ranks * microbatches * num_chunks(name, chunks)) > most:
             raise ConfigError(
                 f"{name}: {microbatches:,} microbatches in all stages are {cells:,} passes; at "
                 f"most {most:,} are made"

@@ -109,7 +109,7 @@ def create(
     if group.group_name != called:
         raise CommError(
             f"torch {torch.__version__} calls {what} {group.group_name!r}, not {called!r}, so its "
-            f"members may not meet; use torch 2.11 to 2.14, or report this"
+            f"members may not meet; use torch 2.11 to 2.13, or report this"
         )
     mark_made(group, store, called)
     return group
@@ -242,7 +242,7 @@ def _named(name: str) -> Iterator[None]:
     if _torch_naming is None:
         raise CommError(
             f"torch {torch.__version__} names groups in a way that is not known here; use torch "
-            f"2.11 to 2.14"
+            f"2.11 to 2.13"
         )
     with _lock:
         _num_inside += 1

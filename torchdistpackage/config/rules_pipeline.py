@@ -9,7 +9,7 @@ from torchdistpackage.config.types import AUTO, CUSTOM, SCHEDULES
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import CostsFile, read_costs
-from torchdistpackage.schedule.generators import MAX_CELLS, TWO_CHUNKS
+from torchdistpackage.schedule.generators import MAX_CELLS, TWO_CHUNKS, num_chunks
 from torchdistpackage.schedule.resolve import csv_text, from_csv
 
 
@@ -28,7 +28,7 @@ def num_stages(config: RunConfig) -> int:
     name, chunks = config.pipeline.schedule, config.pipeline.chunks
     if name == CUSTOM:
         return custom_schedule(config).num_stages
-    return config.parallel.pipe * (chunks or (2 if name in TWO_CHUNKS else 1))
+    return config.parallel.pipe * num_chunks(name, chunks)
 
 
 def custom_schedule(config: RunConfig) -> Schedule:

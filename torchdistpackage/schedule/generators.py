@@ -69,6 +69,11 @@ def canonical(name: str) -> str:
     return spellings[plain]
 
 
+def num_chunks(name: str, chunks: int | None = None) -> int:
+    """Stages on each rank: `chunks`, or as many as the schedule of this name in GENERATORS has."""
+    return chunks or (2 if name in TWO_CHUNKS else 1)
+
+
 def build(name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None) -> Schedule:
     """The named schedule with its messages, fused and checked: ready to run or draw.
 
@@ -78,8 +83,7 @@ def build(name: str, num_ranks: int, num_microbatches: int, chunks: int | None =
         ScheduleError: no generator by that name, or a count below 1.
     """
     ours = canonical(name)
-    if chunks is None:
-        chunks = 2 if ours in TWO_CHUNKS else 1
+    chunks = num_chunks(ours) if chunks is None else chunks
     if min(num_ranks, num_microbatches, chunks) < 1:
         raise ScheduleError(
             f"{ours}: {num_ranks} ranks, {num_microbatches} microbatches, {chunks} chunks; "

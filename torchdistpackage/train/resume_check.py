@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchdistpackage.checkpoint.commit import candidates, damage, none_complete
+from torchdistpackage.checkpoint.commit import candidates, damage, newest_complete, none_complete
 from torchdistpackage.checkpoint.manifest import read_manifest
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
@@ -40,13 +40,10 @@ def resumed_from(resume: str, own: Path) -> Path | None:
     if resume == "never":
         return None
     if resume == "auto":
-        found, problem = candidates(own), None
-        for path in found:
-            if (problem := damage(path)) is None:
-                return path
-        if problem is not None:
-            raise none_complete(own, len(found), problem)
-        return None
+        newest, damaged = newest_complete(own)
+        if newest is None and damaged:
+            raise none_complete(own, len(damaged), damaged[-1][1])
+        return newest
     path = named_folder(resume)
     if inside := candidates(path) or candidates(path / own.name):
         raise CheckpointError(

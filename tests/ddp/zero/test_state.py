@@ -184,7 +184,7 @@ def bytes_needed() -> None:
     if world().rank() == 0:
         assert meter.now == whole and meter.peak <= whole + 1000, (meter.now, meter.peak)
     else:
-        assert meter.now <= 1000 and meter.peak <= whole / 2 / 4 + 1000, (meter.now, meter.peak)
+        assert meter.now == 0 and meter.peak <= whole / 2 / 4 + 1000, (meter.now, meter.peak)
     assert len(state["state"]) == 2 * (world().rank() == 0)
 
 
