@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from torchdistpackage.checkpoint.manifest import Manifest
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import load
 from torchdistpackage.launch.lock import hold
@@ -59,6 +60,18 @@ def calls(work: Path) -> list[list[str]]:
     noted = work.parent / "noted"
     text = noted.read_text() if noted.exists() else ""
     return [call.split("\n")[:-1] for call in text.split("---\n")[:-1]]
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_the_job_queues(work: Path, capsys):
+    step = work / "runs" / "one" / "checkpoints" / "step_000003"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text(Manifest(3, 0, (), {}, {}).to_json())
+    for words in ([], ["--dry-run"]):
+        assert main(["submit", "run.yaml", *words]) == 1
+        assert f"tdp: {step} is of another model than this run: " in capsys.readouterr().err
+    assert calls(work) == [] and [x.name for x in step.parents[1].iterdir()] == ["checkpoints"]
+    assert main(["submit", "run.yaml", "--fresh"]) == 0
+    assert len(calls(work)) == 1 and not step.exists()
 
 
 def test_a_run_is_submitted_with_all_that_it_needs(work: Path, capsys):

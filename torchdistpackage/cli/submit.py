@@ -36,7 +36,7 @@ from torchdistpackage.launch.slurm.submit import (
     submit_prepared,
 )
 from torchdistpackage.launch.slurm_env import scrub_slurm_env
-from torchdistpackage.train.job import prepare_folder, unknown_modules
+from torchdistpackage.train.job import check_checkpoint, prepare_folder, unknown_modules
 from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.submitit_task import TrainingTask
 
@@ -104,6 +104,8 @@ def submit(
     )
     if via == "submitit":
         check_submitit(prepared.job, prepared.runs[0][1].launch.requeue)
+    for _, run in () if fresh else prepared.runs:
+        check_checkpoint(run, "auto", job_shape(run).world_sizes[0])
     _note(prepared.notes)
     if dry_run:
         typer.echo(prepared.text, nl=False)

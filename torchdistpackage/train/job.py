@@ -88,7 +88,7 @@ def launch(path: str, overrides: list[str], resume: str = "auto") -> int:
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     resume = "auto" if again else resume
     if rendezvous.rank == 0:
-        _check_checkpoint(config, resume, rendezvous.world_size)
+        check_checkpoint(config, resume, rendezvous.world_size)
     if attempt_id(os.environ) != "local":
         return _be_rank_in_job(config, rendezvous.rank, resume)
     return _be_rank(config, resume)
@@ -129,7 +129,7 @@ def _lead(
             f"there, and a job cannot move them away under itself; use tdp submit --fresh, or name "
             f"another run with run.name=..."
         )
-    _check_checkpoint(config, resume, num_ranks)
+    check_checkpoint(config, resume, num_ranks)
     prepare_folder(config, resume)
     start = _this_start(files, 0)
     decision = files.decision(start.start)
@@ -227,8 +227,8 @@ def _be_rank_in_job(config: RunConfig, rank: int, resume: str) -> int:
     return requeue_self(files, os.environ) if rank == 0 else 0
 
 
-def _check_checkpoint(config: RunConfig, resume: str, num_ranks: int) -> None:
-    """Raises CheckpointError if what a launcher's ranks would resume from is none for this run."""
+def check_checkpoint(config: RunConfig, resume: str, num_ranks: int) -> None:
+    """Raises CheckpointError if what such a start would resume from is none for this run."""
     checkpoint = resumed_from(resume, run_folder(config) / CHECKPOINTS)
     if checkpoint is not None:
         refuse_other_model(checkpoint, make_plan(config, num_ranks))

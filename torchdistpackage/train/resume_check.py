@@ -66,14 +66,14 @@ def refuse_other_model(path: Path, plan: Plan) -> None:
     if differences := manifest.differences(shapes):
         raise CheckpointError(
             f"{path} is of another model than this run: {differences}. Go on with the model it was "
-            f"written with, begin anew with --resume never, or change run.name"
+            f"written with, begin anew with --resume never (tdp submit --fresh), or change run.name"
         )
     dtypes = {manifest.tensors[name].dtype for name in shapes}
     if ("float64" in dtypes) != (weights == "float64"):
         raise CheckpointError(
             f"{path} has weights of {' and '.join(sorted(dtypes))}, which a run with weights of "
             f"{weights} does not read. Go on with the precision.dtype it was written with, "
-            f"begin anew with --resume never, or change run.name"
+            f"begin anew with --resume never (tdp submit --fresh), or change run.name"
         )
 
 
