@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
+
+from tests import deprecations
 
 if TYPE_CHECKING:
     from torchdistpackage.harness.pool import RankPool, Ranks
@@ -29,7 +32,7 @@ UNDER_LATE = ("ddp", "comm", "parallel", "optim")
 """Folders whose bodies run under the late transport too: their first case in the small set. So do
 those of torchshard's names (`test_torchshard*`), which are layers as well."""
 PRELOAD = (
-    *("pytest", "torch._dynamo", "torch.testing", "hypothesis"),
+    *("tests.deprecations", "pytest", "torch._dynamo", "torch.testing", "hypothesis"),
     *("torchdistpackage.train.worker", "torchdistpackage.cli.train", "torchdistpackage.models.gpt"),
     "torchdistpackage.compat.torchdistpackage.tensor_blocks",
     *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
@@ -46,7 +49,7 @@ def pool(request: pytest.FixtureRequest) -> Generator[RankPool]:
 
     files = {item.path: item.module for item in request.session.items if hasattr(item, "module")}
     own = dict.fromkeys(x for file in files.values() for x in getattr(file, "RANKS_IMPORT", ()))
-    with RankPool(preload=(*PRELOAD, *own)) as pool:
+    with RankPool(preload=(*PRELOAD, *own), warnings=deprecations.FILTERS) as pool:
         yield pool
 
 
@@ -133,6 +136,15 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, default)
 
 
+def pytest_warning_recorded(warning_message: warnings.WarningMessage, nodeid: str) -> None:
+    """What this process is warned of; ranks write of theirs by themselves."""
+    deprecations.write(
+        warning_message.category,
+        warning_message.message,
+        f"{warning_message.filename}:{warning_message.lineno} in {nodeid}",
+    )
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every body on ranks of these folders, under both transports."""
     path = metafunc.definition.path.relative_to(Path(__file__).parent)
@@ -165,7 +177,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Say what the small set left out, and what runs on gloo alone."""
+    """Say what each folder cost, what the small set left out, and what runs on gloo alone."""
+    seconds: Counter[str] = Counter()
+    for report in (x for found in terminalreporter.stats.values() for x in found):
+        if isinstance(report, pytest.TestReport):
+            seconds["/".join(report.nodeid.split("/")[:2]).partition("::")[0]] += report.duration
+    if seconds:
+        folders = ", ".join(f"{name} {cost:.1f}" for name, cost in seconds.most_common())
+        terminalreporter.write_line(f"seconds by folder: {folders}")
     if own := config.stash[OWN_TRANSPORT]:
         reasons = ", ".join(f"{why} {number}" for why, number in Counter(own.values()).items())
         terminalreporter.write_line(f"not under the late transport: {len(own)} bodies ({reasons})")

@@ -181,6 +181,7 @@ def test_cleanups_run_where_their_module_is_loaded_and_nothing_survives_close() 
         assert pool(2).run(num_cleaned) == [1, 1]
         pids = [*pool(2).run(os.getpid), *pool(1).run(os.getpid), *pool(1).run(os.getppid)]
         folder = pool.server.folder
+        pool(1).run(warn)  # an error in the pool of these tests alone, which asks for it
         assert len({pid for pid in pids if is_alive(pid)}) == 4
     assert survivors(pids, 0) == []
     assert not folder.exists()
@@ -193,7 +194,7 @@ def fail_on(rank: int) -> None:
 
 
 def warn() -> None:
-    warnings.warn("old name", DeprecationWarning, stacklevel=1)
+    warnings.warn("old name", UserWarning, stacklevel=1)
 
 
 def die(how: str) -> None:
@@ -214,8 +215,14 @@ def test_an_exception_fails_the_run_with_its_traceback(ranks: RankPool) -> None:
 
 
 def test_a_warning_is_an_error(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match="DeprecationWarning: old name"):
+    with pytest.raises(RankError, match="UserWarning: old name"):
         ranks(2).run(warn)
+
+
+@pytest.mark.parametrize("options", ["raise", "error::int", "error::NoWarning", "", "error,"])
+def test_unknown_filters_of_warnings_are_refused(options: str) -> None:
+    with pytest.raises(LaunchError, match=f"^warnings='{options}': .* is not an action"):
+        RankPool(1, warnings=options)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ This file needs no torch: only the ranks do, so a function may be given by its n
 
 from __future__ import annotations
 
+import builtins
 import math
 import os
 import signal
@@ -38,6 +39,9 @@ from torchdistpackage.topology.mesh import topology, whole_size
 CLEANUPS = ("torchdistpackage.comm.tpc:tpc.destroy",)
 _PRELOAD = ("torch", "torch.distributed", "numpy", "torchdistpackage.harness.pool_worker")
 _STACKS_S = 2.0
+
+WarningFilter = tuple[str, type[Warning]]
+_ACTIONS = ("default", "error", "ignore", "always", "module", "once")
 
 Axes = Sequence[tuple[str, int | None]]
 """(axis, size), outermost first; the size of one may be None: what the others leave."""
@@ -75,7 +79,13 @@ class RankPool:
 
     Every size has processes of its own: a fork is cheaper than leaving and joining a group when
     tests take turns in their sizes, and ranks that wait cost only memory that they share.
-    `preload`: more modules to import before the ranks are forked, e.g. "pytest".
+    preload: more modules to import before the ranks are forked, e.g. "pytest".
+    warnings: what a warning does in the ranks, as Python's option -W has it: "error" fails the run,
+    "error,default::FutureWarning" but for warnings of one kind. By default it is printed to the
+    rank's output, which a failure shows.
+
+    Raises:
+        LaunchError: there is no such action or kind.
     """
 
     def __init__(
@@ -85,9 +95,11 @@ class RankPool:
         *,
         preload: Sequence[str] = (),
         cleanups: Sequence[str] = CLEANUPS,
+        warnings: str = "default",
     ) -> None:
         self.max_size = max_size
         self.timeout_s = timeout_s
+        self.filters = warning_filters(warnings)
         self.cleanups = tuple(cleanups)
         self.server = ForkServer((*_PRELOAD, *preload))
         self._sets: dict[int, Ranks] = {}
@@ -119,6 +131,28 @@ class RankPool:
         self.close()
 
 
+def warning_filters(options: str) -> tuple[WarningFilter, ...]:
+    """(action, category) of each option "action" or "action::category", where a later one counts
+    more.
+
+    Raises:
+        LaunchError: there is no such action, or no such category among Python's own.
+    """
+    filters: list[WarningFilter] = []
+    for option in options.split(","):
+        action, _, name = option.partition("::")
+        category: object = getattr(builtins, name or "Warning", None)
+        if action not in _ACTIONS or not (
+            isinstance(category, type) and issubclass(category, Warning)
+        ):
+            raise LaunchError(
+                f"warnings={options!r}: {option!r} is not an action ({', '.join(_ACTIONS)}), "
+                f'alone or with one of Python\'s own categories, such as "error::UserWarning"'
+            )
+        filters.append((action, category))
+    return tuple(filters)
+
+
 class Ranks:
     """The ranks of one world; get it from a `RankPool`."""
 
@@ -139,9 +173,8 @@ class Ranks:
     ) -> list[Any]:
         """Call `fn(*args, **kwargs)` on every rank; the results by rank.
 
-        Inside, the default process group is exactly this world, the random seeds are 0, torch has
-        one thread and warnings are errors. `fn` is found by name, arguments and results are
-        pickled.
+        Inside, the default process group is exactly this world, the random seeds are 0 and torch
+        has one thread. `fn` is found by name, arguments and results are pickled.
         transport: `gloo`, or `late`, which delivers as late as NCCL may (docs/late_transport.md).
 
         Raises:
@@ -196,7 +229,7 @@ class Ranks:
             }
             for file in (self._stacks(rank), self._output(rank)):
                 file.write_bytes(b"")
-            args = (rank, self.world_size, str(self._stacks(rank)))
+            args = (rank, self.world_size, str(self._stacks(rank)), self._pool.filters)
             target = "torchdistpackage.harness.pool_worker:serve"
             self._group.start(target, args, environment, self._output(rank))
 
@@ -271,11 +304,12 @@ def run_ranks(
     world_size: int,
     timeout_s: float = 60.0,
     transport: str = "gloo",
+    warnings: str = "default",
     **kwargs: Any,
 ) -> list[Any]:
-    """Call `fn(*args, **kwargs)` once on `world_size` new ranks; as `Ranks.run`."""
+    """Call `fn(*args, **kwargs)` once on `world_size` new ranks; as `Ranks.run` of a `RankPool`."""
     preload = [name for name in ("pytest",) if name in sys.modules]
-    with RankPool(world_size, timeout_s, preload=preload) as pool:
+    with RankPool(world_size, timeout_s, preload=preload, warnings=warnings) as pool:
         return pool(world_size).run(fn, *args, transport=transport, **kwargs)
 
 

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -36,7 +36,7 @@ from torchdistpackage.harness.late.group import register
 from torchdistpackage.harness.late.orders import LATE, is_late
 from torchdistpackage.harness.late.strict import strictness
 from torchdistpackage.harness.late.world import world
-from torchdistpackage.harness.pool import Answer, Axes, Job
+from torchdistpackage.harness.pool import Answer, Axes, Job, WarningFilter
 from torchdistpackage.launch.entrypoint import EntryPoint, Result, load_and_call, run_catching
 from torchdistpackage.launch.failure import Failure
 from torchdistpackage.launch.files import atomic_write
@@ -83,11 +83,13 @@ def run_worker(
     return result
 
 
-def serve(channel: Channel, rank: int, world_size: int, stacks: str) -> None:
+def serve(
+    channel: Channel, rank: int, world_size: int, stacks: str, filters: Sequence[WarningFilter]
+) -> None:
     """Do jobs until the pool is gone."""
     torch.set_num_threads(1)
     with Path(stacks).open("w", encoding="utf-8") as stacks_file:
-        worker = _PoolWorker(rank, world_size, stacks_file)
+        worker = _PoolWorker(rank, world_size, stacks_file, filters)
         while True:
             try:
                 job = cast(Job, channel.recv())
@@ -98,7 +100,10 @@ def serve(channel: Channel, rank: int, world_size: int, stacks: str) -> None:
 
 
 class _PoolWorker:
-    def __init__(self, rank: int, world_size: int, stacks_file: TextIO) -> None:
+    def __init__(
+        self, rank: int, world_size: int, stacks_file: TextIO, filters: Sequence[WarningFilter]
+    ) -> None:
+        self._filters = filters
         self._rank = rank
         self._world_size = world_size
         self._stacks_file = stacks_file
@@ -127,7 +132,8 @@ class _PoolWorker:
         environment, folder = dict(os.environ), Path.cwd()
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("error")
+                for action, category in self._filters:
+                    warnings.simplefilter(action, category)  # type: ignore[arg-type]
                 yield
         finally:
             os.environ.clear()

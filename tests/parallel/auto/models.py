@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from copy import deepcopy
 from typing import Any
 
@@ -55,6 +56,12 @@ def randomised(model: nn.Module) -> Any:
             noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
             parameter.copy_(0.2 * noise + parameter)
     return model
+
+
+def cache_name(model: nn.Module) -> str:
+    """What this release of transformers calls the cache, in arguments and outputs."""
+    known = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in known else "past_key_values"
 
 
 def prompt() -> dict[str, Tensor]:

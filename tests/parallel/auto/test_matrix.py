@@ -13,7 +13,14 @@ import transformers
 from torch import nn
 
 import torchdistpackage.compat.tensor_parallel as tp
-from tests.parallel.auto.models import language_model, prompt, same_state, same_training, twin
+from tests.parallel.auto.models import (
+    cache_name,
+    language_model,
+    prompt,
+    same_state,
+    same_training,
+    twin,
+)
 from tests.parallel.auto.test_any_module import MODULES, as_before, chain, convolutions
 
 KINDS = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
@@ -98,18 +105,19 @@ def decodes(family: str, num: int | None) -> None:
     """Three calls with the cache of the one before, by ids and by embeddings, then a backward."""
     model = language_model(family).eval()
     split = tp.tensor_parallel(twin(model), num and ["cpu"] * num)
+    name = cache_name(model)
     ids = prompt()["input_ids"]
     embedded = model.get_input_embeddings()(ids).detach()
     for inputs in ({"input_ids": ids}, {"inputs_embeds": embedded}):
         caches: list[Any] = [None, None]
         logits = []
         for start, end in ((0, 4), (4, 5), (5, 7)):
-            step = {name: x[:, start:end] for name, x in inputs.items()}
+            step = {key: x[:, start:end] for key, x in inputs.items()}
             found = [
-                each(**step, past_key_values=cache, use_cache=True)
+                each(**step, **{name: cache}, use_cache=True)
                 for each, cache in zip((split, model), caches, strict=True)
             ]
-            caches = [each.past_key_values for each in found]
+            caches = [each[name] for each in found]
             torch.testing.assert_close(found[0].logits, found[1].logits, atol=1e-11, rtol=0)
             logits.append([each.logits for each in found])
         whole = torch.cat([each[0] for each in logits], 1)

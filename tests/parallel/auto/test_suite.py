@@ -12,7 +12,14 @@ from torch import nn
 from torchdistpackage.compat.tensor_parallel.state_actions import Scale, Split
 
 import torchdistpackage.compat.tensor_parallel as tp
-from tests.parallel.auto.models import language_model, prompt, randomised, same_state, twin
+from tests.parallel.auto.models import (
+    cache_name,
+    language_model,
+    prompt,
+    randomised,
+    same_state,
+    twin,
+)
 from tests.parallel.auto.test_families import FAMILIES, HALF
 
 FULL = pytest.mark.full
@@ -179,9 +186,9 @@ def test_hidden_states_in_three_steps(family, num, sharded):
             if model.config.is_encoder_decoder:
                 step |= {"input_ids": ids, "decoder_input_ids": ids[:, start:stop]}
             if cached:
-                step |= {"past_key_values": cache, "use_cache": True}
+                step |= {cache_name(model): cache, "use_cache": True}
             out = each(**step)
-            cache = out.past_key_values if cached else None
+            cache = out[cache_name(model)] if cached else None
             hidden = "decoder_hidden_states" if "decoder_hidden_states" in out else "hidden_states"
             made += [out.logits, out[hidden][-1]]
         found.append(made)
