@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 PLOT = ["matplotlib>=3.7"]
-TOOLS = ["pytest>=8", "hypothesis>=6", "ruff>=0.9", "pyright[nodejs]>=1.1.390"]
+TOOLS = ["pytest>=8.4", "hypothesis>=6.100", "ruff>=0.9", "pyright[nodejs]>=1.1.390"]
 HF = [
     "transformers>=4.50",
     "tokenizers>=0.21",
