@@ -7,8 +7,8 @@ from setuptools import find_packages, setup
 PLOT = ["matplotlib>=3.7"]
 TOOLS = ["pytest>=8.4", "hypothesis>=6.100", "ruff>=0.9", "pyright[nodejs]>=1.1.390"]
 HF = [
-    "transformers>=4.50",
-    "tokenizers>=0.21",
+    "transformers>=4.56",
+    "tokenizers>=0.22",
     "jinja2>=3.1.6",
     "peft>=0.14",
     "accelerate>=1.2",
@@ -17,7 +17,7 @@ HF = [
 TYPES = ["spmd_types>=0.3.1,<0.4"]
 SITE = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
 PARQUET = ["pyarrow>=15"]
-INT8 = ["bitsandbytes>=0.45"]
+INT8 = ["bitsandbytes>=0.45.1"]
 DEV = [*TOOLS, *PLOT, *HF, *TYPES, *SITE, *PARQUET, *INT8, "scikit-learn>=1.4"]
 
 setup(
@@ -36,7 +36,7 @@ setup(
         "numpy>=1.26",
         "pyyaml>=6",
         "pydantic>=2.7",
-        "typer>=0.12",
+        "typer>=0.16",
         "rich>=13",
         "safetensors>=0.4.3",
         "submitit>=1.5",
