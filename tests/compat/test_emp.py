@@ -234,6 +234,30 @@ def test_all_wrong_variables_are_named_at_once(monkeypatch):
         assert part in str(caught.value)
 
 
+def test_a_configuration_is_printed_and_read_again(monkeypatch, capsys):
+    made = settings(batch=(int, 1), alpha=(float | None, None))()
+    made.print_fields()
+    assert (
+        capsys.readouterr().out == "Settings: Fields:\nbatch: int = 1\nalpha: float | None = None\n"
+    )
+    monkeypatch.setenv("MLCONFIG_batch", "4")
+    made.update_based_on_env_vars()
+    assert made.batch == 4
+    monkeypatch.setenv("MLCONFIG_beta", "4")
+    with pytest.raises(ConfigError, match="MLCONFIG_beta=4; there are MLCONFIG_batch, MLCONFIG_al"):
+        made.verify_unknown_env_vars()
+
+
+def test_where_the_logs_go_follows_the_environment(monkeypatch, tmp_path):
+    import torchdistpackage.compat.emp as emp
+
+    monkeypatch.setenv("EMP_LOG_LEVEL", "debug")
+    monkeypatch.setenv("EMP_DATA_DIR", str(tmp_path))
+    assert tmp_path == emp.DATA_DIR
+    assert tmp_path / "logs" == emp.LOG_DIR
+    assert emp.default_log_level == "DEBUG"
+
+
 def test_logging_has_a_file_for_each_rank(tmp_path, monkeypatch):
     import logging
 

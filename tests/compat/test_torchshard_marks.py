@@ -111,6 +111,10 @@ def followed() -> None:
     one_head = ts.distributed.scatter(x).view(4, 3, 1, 4)
     assert torch.equal(ts.distributed.gather(one_head, -1), x.view(4, 3, 1, 8))  # or features
     assert torch.equal(ts.distributed.gather(one_head, 2), x.view(4, 3, 2, 4))
+    second = ts.distributed.scatter(torch.ones(2, 4, 3), 1)  # here 1 is not the last dim
+    assert second.sum(2).shape == (2, 2)
+    with pytest.raises(LayoutError, match="of whose dim 1 this rank holds 2 of 4"):
+        second.sum(1)
     part = ts.distributed.scatter(x)
     assert part.max().item() == x.chunk(2, -1)[ts.distributed.get_rank()].max()  # to look at
     assert torch.equal(part, part.clone()) and len(part) == 4 and part.tolist()

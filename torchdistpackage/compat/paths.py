@@ -131,7 +131,10 @@ OLD_PATHS: dict[str, Names] = {
 }
 """Old path below the package -> where its names are; a file that is there now has its own."""
 
-PROGRAMS = {"tools.slurm_job_monitor": "cli/jobs.py"}
+PROGRAMS = {
+    "dist.py_comm_test": "compat/torchdistpackage/dist.py",
+    "tools.slurm_job_monitor": "cli/jobs.py",
+}
 """Old path that was run with `python -m` -> the file of this package that is run now."""
 
 

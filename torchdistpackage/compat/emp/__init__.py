@@ -16,8 +16,14 @@ _CLASSES = (
 )
 
 for _below, _names in {
-    "": {f"{_HERE}.devices": _TOP},
-    ".core": {f"{_HERE}.devices": (*_TOP, *_CLASSES)},
+    "": {
+        f"{_HERE}.devices": _TOP,
+        f"{_HERE}.environment": ("DATA_DIR", "LOG_DIR", "default_log_level"),
+    },
+    ".core": {
+        f"{_HERE}.devices": (*_TOP, *_CLASSES, "EmptyModule", "to_rank_fn"),
+        "comm.random": ("seed_all",),
+    },
     ".core.function": {
         f"{_HERE}.devices": (
             "to_rank_fn",
@@ -27,9 +33,11 @@ for _below, _names in {
             "EmptyModule",
         )
     },
-    ".core.distributed": {f"{_HERE}.devices": ("send_tensor", "receive_tensor", "DTYPE_MAP")},
+    ".core.distributed": {
+        f"{_HERE}.devices": ("send_tensor", "receive_tensor", "DTYPE_MAP", "REV_DTYPE_MAP")
+    },
     ".core.random": {"comm.random": ("seed_all",)},
-    ".utils": {},
+    ".utils": {f"{_HERE}.environment": ("setup_logging",)},
     ".utils.config": {f"{_HERE}.environment": ("BaseConfig",)},
     ".utils.log": {f"{_HERE}.environment": ("setup_logging",)},
 }.items():

@@ -140,6 +140,7 @@ DTYPE_MAP = {
     torch.uint64: 16,
 }
 """Numbers of dtypes in its messages; ours carry their names, so other dtypes travel too."""
+REV_DTYPE_MAP = {number: dtype for dtype, number in DTYPE_MAP.items()}
 
 _FIRST_TAG = 0x10000
 _NUM_TAGS = 0x40000000

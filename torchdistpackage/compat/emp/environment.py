@@ -40,7 +40,31 @@ class BaseConfig:
         return "MLCONFIG_"
 
     def __post_init__(self) -> None:
-        problems = self._unknown()
+        problems: list[str] = []
+        for step in (self.verify_unknown_env_vars, self.update_based_on_env_vars):
+            try:
+                step()
+            except ConfigError as error:
+                problems.append(str(error))
+        if problems:
+            raise ConfigError(f"{type(self).__name__}: " + "; ".join(problems))
+        self.confirm_validity()
+
+    def verify_unknown_env_vars(self) -> None:
+        """
+        Raises:
+            ConfigError: variables with the prefix are no fields; names all of them.
+        """
+        if unknown := self._unknown():
+            raise ConfigError("; ".join(unknown))
+
+    def update_based_on_env_vars(self) -> None:
+        """Set the fields whose variables are set.
+
+        Raises:
+            ConfigError: values are not of their field's type; names all of them.
+        """
+        problems: list[str] = []
         hints = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
             name = f"{self.envvar_prefix}{field.name}"
@@ -49,12 +73,21 @@ class BaseConfig:
                     setattr(self, field.name, _read(text, hints[field.name]))
                 except (ValueError, TypeError, SyntaxError) as error:
                     problems.append(f"{name}={text}: no {_shown(hints[field.name])} ({error})")
-        if problems:
-            raise ConfigError(f"{type(self).__name__}: " + "; ".join(problems))
         local_rank = int(os.environ.get("LOCAL_RANK", "-1"))
         if local_rank >= 0 and any(f.name == "local_rank" for f in dataclasses.fields(self)):
             setattr(self, "local_rank", local_rank)  # noqa: B010
-        self.confirm_validity()
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    def print_fields(self) -> None:
+        """Print the names, types and defaults of all fields, a line each."""
+        lines = [f"{type(self).__name__}: Fields:"]
+        for field in dataclasses.fields(self):
+            default = None if field.default is dataclasses.MISSING else field.default
+            if field.default_factory is not dataclasses.MISSING:
+                default = field.default_factory()
+            lines.append(f"{field.name}: {_shown(field.type)} = {default!r}")
+        sys.stdout.write("\n".join(lines) + "\n")
 
     def confirm_validity(self) -> None:
         """For subclasses: raise if the values do not go together."""
@@ -126,6 +159,17 @@ def default_level() -> str | int:
 def log_folder() -> Path:
     """Where the files go."""
     return Path(os.environ.get("EMP_DATA_DIR") or "data") / "logs"
+
+
+def __getattr__(name: str) -> object:
+    """DATA_DIR, LOG_DIR and default_log_level, as the environment says at this moment."""
+    if name == "DATA_DIR":
+        return log_folder().parent
+    if name == "LOG_DIR":
+        return log_folder()
+    if name == "default_log_level":
+        return default_level()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def setup_logging(

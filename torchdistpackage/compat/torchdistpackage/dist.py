@@ -2,16 +2,20 @@
 
 The tests are called by hand on every rank of a group; they are the bench's own measurement with one
 size, and return the same figures by the factors that the earlier ones used, which are those of
-harness/operations.py. By their suffixes ranks that hold different parameters write different files,
-and replicas the same one; the checkpoints of this package need none.
+harness/operations.py. `python -m torchdistpackage.dist.py_comm_test` runs the first of them.
+
+By their suffixes ranks that hold different parameters write different files, and replicas the same
+one; the checkpoints of this package need none.
 """
 
 import statistics
+import sys
 
 import torch
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.calls import GroupMember, make_input, sync, tdp_call
@@ -20,6 +24,8 @@ from torchdistpackage.harness.operations import COLLECTIVES
 
 MODES = ("all_reduce", "all_gather", "reduce_scatter")
 NUM_ITERATIONS, NUM_WARMUP = 20, 3
+GPU_ELEMENTS, CPU_ELEMENTS = 1801705472, 1 << 24
+"""What the program gathers: as many bytes as before, 7.2 GB; on CPUs 67 MB."""
 
 
 def test_collection(
@@ -81,3 +87,20 @@ def get_mp_ckpt_suffix() -> str:
         f"_{short}_{tpc.get_group_rank(axis)}" for short, axis in places if tpc.is_mode_inited(axis)
     ]
     return "".join(used) + ".pth"
+
+
+def main() -> None:
+    """The earlier program: an all-gather over all ranks, which rank 0 reports in a line."""
+    rank, size, *_ = setup_distributed()
+    num = (GPU_ELEMENTS if torch.cuda.is_available() else CPU_ELEMENTS) // size * size
+    bandwidth, time_s = test_collection(num, "all_gather")
+    if rank == 0:
+        sys.stdout.write(
+            f"all_gather of {num} float32 elements over {size} ranks: "
+            f"bandwidth {bandwidth:.3f} GB/s, median of {NUM_ITERATIONS} calls {time_s:.6f} s\n"
+        )
+    leave()
+
+
+if __name__ == "__main__":
+    main()

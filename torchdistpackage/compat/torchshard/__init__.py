@@ -38,6 +38,7 @@ _FUNCTIONS = (
     "cross_entropy_loss",
     "ParallelCrossEntropy",
 )
+_REDUCTION = ("get_enum", "legacy_get_string", "legacy_get_enum")
 _HERE = "compat.torchshard"
 
 for _below, _names in {
@@ -46,6 +47,7 @@ for _below, _names in {
         f"{_HERE}.marks": ("set_attribute", *_REGISTER),
         f"{_HERE}.state": (*_DDP, *_STATE_DICTS),
     },
+    "._tensor": {f"{_HERE}.cuts": ("slice",)},
     ".distributed": {},
     ".distributed.comm": {f"{_HERE}.distributed": (*_PLAIN, *_CLASSES)},
     ".distributed.core": {f"{_HERE}.distributed": _GROUPS},
@@ -53,6 +55,7 @@ for _below, _names in {
         f"{_HERE}.layers": (*_LINEAR, *_LOSS, *_SPARSE, "Embedding"),
         f"{_HERE}.base": ("shard_init_helper_",),
     },
+    ".nn._reduction": {f"{_HERE}.reduction": _REDUCTION},
     ".nn.functional": {f"{_HERE}.functional": _FUNCTIONS},
     ".nn.init": {f"{_HERE}.base": ("shard_init_helper_",)},
     ".nn.modules": {f"{_HERE}.layers": (*_LINEAR, *_LOSS, *_SPARSE)},

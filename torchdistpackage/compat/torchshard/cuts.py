@@ -19,11 +19,13 @@ class Cut:
 
     loose: here it is 1 long and a view made it, in front of a dim that may be meant as well, since
         one head of 24 and 24 features behind a new dim are the same shape.
+    by_hand: the mark was set on a tensor of which nothing else says that it is a part.
     """
 
     dim: int
     length: int
     loose: bool = field(default=False, compare=False)
+    by_hand: bool = field(default=False, compare=False)
 
     def behind(self, x: Tensor) -> "Cut":
         """A loose one, as that of the next dim of `x`."""

@@ -77,8 +77,8 @@ def scatter(tensor: Tensor, dim: int | None = -1) -> Tensor:
     if dim is None:
         return tensor
     out = _another(collectives.scatter(marks.unmarked(tensor), dim, group), tensor)
-    if dim in marks.LAST and dim % out.dim() == out.dim() - 1:
-        return marks.mark(out, out.dim() - 1, value=dim)
+    if dim in marks.LAST:
+        return marks.mark(out, dim % out.dim(), value=dim)
     marks.set_attribute(out, dim)
     return out
 
@@ -101,7 +101,8 @@ def gather(tensor: Tensor, dim: int | None = -1) -> Tensor:
         sizes = [chunk(cut.length, size, index)[1] for index in range(size)]
     out = _another(collectives.gather(marks.unmarked(tensor), dim, group, sizes), tensor)
     if cut is not None and not here:
-        return marks.mark(out, cut.dim, cut.length)
+        marks.follow(out, cut)
+        return out
     marks.set_attribute(out, None)
     return out
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchdistpackage.comm import collectives
 from torchdistpackage.compat.torchshard.cuts import Cut, check_tensors, cut_of
-from torchdistpackage.compat.torchshard.marks import LAST, mark, replacements, unmarked
+from torchdistpackage.compat.torchshard.marks import LAST, mark, unmarked
 from torchdistpackage.compat.torchshard.model_groups import get_group
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import chunk
@@ -175,33 +175,42 @@ def parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy`, also of logits that are marked as split by class.
+    """`torch.nn.functional.cross_entropy`, also of logits that are split by class.
 
-    input (N, C) or (N, C/n); class weights are given for all C.
+    input (N, C) and target (N,); with more dims (N, ..., C) and (N, ...), or torch's own order
+    (N, C, ...). The classes are the dim that is split; of whole logits, that of the two with which
+    target fits. Class weights are given for all C. "none" has the shape of target.
 
     Raises:
-        LayoutError: the split dim is not the class dim, the last of two.
+        LayoutError: the split dim is neither dim 1 nor the last one, shapes do not fit, or whole
+            logits fit target in both orders.
         DataError: a target is outside 0..C-1.
         ValueError: an operand is no tensor.
     """
     class_weights = {} if weight is None else {"weight": weight}
     check_tensors("parallel_cross_entropy", input=input, target=target, **class_weights)
-    cut = cut_of(input)
-    if cut is None:
-        return F.cross_entropy(
-            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
-        )
     if size_average is not None or reduce is not None:
         from torch.nn import _reduction
 
         reduction = _reduction.legacy_get_string(size_average, reduce)
-    if cut.dim != input.dim() - 1 or input.dim() > 2:
+    cut = cut_of(input)
+    if cut is None:
+        logits = input.movedim(-1, 1) if _classes_are_last(input, target) else input
+        return F.cross_entropy(
+            logits,
+            target,
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+    if cut.dim != input.dim() - 1 and cut.dim != 1:
         raise LayoutError(
-            f"cross entropy takes logits (N, C) that are split along C, not {tuple(input.shape)} "
-            f"split along dim {cut.dim}"
+            f"cross entropy takes logits that are split along their classes, dim 1 or the last "
+            f"one, not {tuple(input.shape)} split along dim {cut.dim}"
         )
     return vocab_parallel_cross_entropy(
-        unmarked(input),
+        unmarked(input).movedim(cut.dim, -1),
         target,
         get_group(),
         vocab=cut.length,
@@ -212,8 +221,51 @@ def parallel_cross_entropy(
     )
 
 
-replacements["cross_entropy"] = parallel_cross_entropy
-"""torch's own function, given a split tensor."""
+def _classes_are_last(logits: Tensor, target: Tensor) -> bool:
+    """Whether whole logits are (N, ..., C) of more than two dims, where torch's are (N, C, ...).
+
+    Raises:
+        LayoutError: both fit, and mean different losses.
+    """
+    if logits.dim() < 3 or target.shape != logits.shape[:-1]:
+        return False
+    if target.shape == (logits.shape[0], *logits.shape[2:]):
+        raise LayoutError(
+            f"the classes of logits {tuple(logits.shape)} with targets {tuple(target.shape)} may "
+            f"be dim 1 or the last one; give them as (N, C) and (N,)"
+        )
+    return True
+
+
+def torch_cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """What `torch.nn.functional.cross_entropy` is of a split tensor.
+
+    torchshard leaves that function alone: it takes logits for whole whatever their mark says. So a
+    mark by hand does not tell what is meant, and is refused; a split that is known is followed.
+
+    Raises:
+        LayoutError: of logits that are marked by hand, or whose classes are not dim 1; else as
+            `parallel_cross_entropy`.
+    """
+    cut = cut_of(input)
+    if cut is not None and input.dim() > 1:
+        shape, width = tuple(input.shape), input.shape[cut.dim]
+        if cut.by_hand and width != cut.length:
+            raise LayoutError(
+                f"torch.nn.functional.cross_entropy of logits {shape} that were marked as split by "
+                f"register_parallel_dim: they may be all {width} classes or this rank's part of "
+                f"{cut.length}; leave the mark out where they are whole, and call "
+                f"torchshard.nn.functional.parallel_cross_entropy (ParallelCrossEntropyLoss) where "
+                f"they are a part"
+            )
+        if cut.dim != 1:
+            raise LayoutError(
+                f"torch.nn.functional.cross_entropy takes classes as dim 1, not logits {shape} "
+                f"split along dim {cut.dim}; torchshard.nn.functional.parallel_cross_entropy takes "
+                f"them as the last one too"
+            )
+    return parallel_cross_entropy(input, target, *args, **kwargs)
+
 
 cross_entropy_loss = parallel_cross_entropy
 """The page's name."""

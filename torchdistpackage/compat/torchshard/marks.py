@@ -9,6 +9,7 @@ is a plain attribute, next to `order_type`: 0 for a weight (out, in), 1 for (in,
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
@@ -20,6 +21,7 @@ from torchdistpackage.compat.torchshard import rules
 from torchdistpackage.compat.torchshard.cuts import (
     Cut,
     Touches,
+    argument,
     check_tensors,
     cut_of,
     refusal,
@@ -27,6 +29,7 @@ from torchdistpackage.compat.torchshard.cuts import (
 )
 from torchdistpackage.compat.torchshard.model_groups import get_group_size, get_rank
 from torchdistpackage.compat.torchshard.rules import indexed
+from torchdistpackage.lazy import resolve
 
 MARK, ORDER = "parallel_dim", "order_type"
 LAST = (-1, 1)
@@ -53,8 +56,8 @@ class SplitTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs, name = dict(kwargs or {}), rules.name_of(func)
-        if name in replacements and any(cut_of(x) for x in tensors(args)):
-            return replacements[name](*args, **kwargs)
+        if name in REPLACEMENTS and cut_of(argument(args, kwargs, 0, "input")):
+            return resolve(REPLACEMENTS[name])(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             # an overload comes from a dispatch mode, of a call that was followed already
             overload = isinstance(func, torch._ops.OpOverload)
@@ -70,8 +73,9 @@ class SplitTensor(Tensor):
                 cut = rule(args, kwargs, out)
             except Touches:
                 raise refusal(name, args, kwargs) from None
-            for x in tensors(out if isinstance(out, list | tuple) else [out]):
-                if cut is not None:
+            if cut is not None:
+                cut = replace(cut, by_hand=_by_hand(args, kwargs))
+                for x in tensors(out if isinstance(out, list | tuple) else [out]):
                     follow(x, cut)
             return out
 
@@ -87,12 +91,21 @@ class SplitTensor(Tensor):
         return twin
 
 
-replacements: dict[str, Callable[..., Any]] = {}
-"""Functions of torch that are others for split tensors, by name."""
+REPLACEMENTS = {
+    "cross_entropy": "torchdistpackage.compat.torchshard.functional:torch_cross_entropy",
+}
+"""Functions of torch that are others for a split `input`, by name, in files that import this one:
+a program may call torch's before it has used any of those files."""
 
 
 def _split(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return any(cut_of(x) is not None for x in tensors([*args, *kwargs.values()]))
+
+
+def _by_hand(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether nothing but marks by hand says that the result is a part."""
+    cuts = map(cut_of, tensors([*args, *kwargs.values()]))
+    return all(cut.by_hand for cut in cuts if cut is not None)
 
 
 def _fits(args: Sequence[Any]) -> bool:
@@ -144,7 +157,11 @@ def set_attribute(tensor: Tensor, value: object = None, order_type: int = 0) -> 
             tensor.__class__ = SplitParameter
         note(tensor, value, order_type)
     elif value in LAST and tensor.dim():
-        mark(tensor, tensor.dim() - 1, value=value)
+        last, cut = tensor.dim() - 1, cut_of(tensor)
+        if cut is not None and cut.dim == last:
+            tensor.__dict__["_mark"] = value  # its length is known, also where parts are uneven
+        else:
+            mark(tensor, last, value=value, by_hand=True)
     else:
         if isinstance(tensor, SplitTensor):
             tensor.__class__ = Tensor
@@ -177,14 +194,16 @@ def note(parameter: nn.Parameter, value: object, order_type: int = 0) -> None:
     marked_parameters[id(parameter)] = parameter
 
 
-def mark(x: Tensor, dim: int, length: int | None = None, value: object = -1) -> Tensor:
+def mark(
+    x: Tensor, dim: int, length: int | None = None, value: object = -1, by_hand: bool = False
+) -> Tensor:
     """`x` itself, marked as split along `dim`, `length` long over the group (default: evenly)."""
     if length is None:
         length = x.shape[dim] * get_group_size()
     if type(x) is Tensor:
         x.__class__ = SplitTensor
     if isinstance(x, SplitTensor):
-        x.__dict__.update(_cut=Cut(dim, length), _mark=value)
+        x.__dict__.update(_cut=Cut(dim, length, by_hand=by_hand), _mark=value)
     else:
         setattr(x, MARK, value)
     return x
