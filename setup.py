@@ -17,7 +17,7 @@ HF = [
 TYPES = ["spmd_types>=0.3.1,<0.4"]
 SITE = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
 PARQUET = ["pyarrow>=15"]
-INT8 = ["bitsandbytes>=0.45.1"]
+INT8 = ["bitsandbytes>=0.45.5"]
 DEV = [*TOOLS, *PLOT, *HF, *TYPES, *SITE, *PARQUET, *INT8, "scikit-learn>=1.4"]
 
 setup(
@@ -36,9 +36,9 @@ setup(
         "numpy>=1.26",
         "pyyaml>=6",
         "pydantic>=2.7",
-        "typer>=0.16",
+        "typer>=0.19",
         "rich>=13",
-        "safetensors>=0.4.3",
+        "safetensors>=0.4.5",
         "submitit>=1.5",
         "cloudpickle>=2.2",
     ],
