@@ -1,6 +1,7 @@
-"""Layers whose wrapper was dropped sum their partial gradients again at once: nothing here waits
-for Python to collect garbage, which is off."""
+"""Layers whose wrapper was dropped sum their partial gradients again at once, and a backward that
+is still to come reduces: nothing here waits for Python to collect garbage, which is off."""
 
+import copy
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,11 +9,14 @@ from weakref import ref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.ddp.test_own_groups import Net, backward, expect, whole
+from tests.ddp.test_own_groups import CLOSE, Net, backward, expect, whole
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.ddp.bucket_comm import GradBuckets
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
+from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import CommError
 
@@ -122,14 +126,125 @@ def test_a_layer_sums_at_once_when_its_wrapper_is_dropped(ranks, data):
     ranks(2 * data).run(dropped, [("data", data), ("tensor", 2)])
 
 
-def too_early() -> None:
+def trained_between() -> None:
+    """The layers sum in the plain module's training, and the reducer in the backward after it."""
+    tpc.setup_process_groups([("tensor", 2)])
+    group = tpc.get_group("tensor")
+    net = Net(group)
+    loss = NaiveDDP(net)(rows(group)).square().sum()
+    for run in (lambda: backward(net, group, 0), loss.backward, lambda: backward(net, group, 0)):
+        net.zero_grad()
+        run()
+        expect(net, group, 1)
+
+
+def test_outputs_of_a_dropped_wrapper_still_reduce_after_the_plain_module_was_trained(ranks):
+    ranks(2).run(trained_between)
+
+
+class Looking(nn.Module):
+    """Sees row `step` of a table, and numbers of this rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.last = nn.Embedding(8, 4), nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, x: Tensor, row: int) -> Tensor:
+        return self.last(x.tanh() + self.table(torch.tensor([row])))
+
+
+def one_forward(run: nn.Module, x: Tensor) -> object:
+    loss = run(x, 1).square().sum()
+    del run
+    loss.backward()
+    return loss
+
+
+def two_forwards(run: nn.Module, x: Tensor) -> object:
+    """One backward for two outputs, and another one for a third."""
+    first, second, third = (run(x * i, i) for i in (1, 2, 3))
+    del run
+    (first.square().sum() + second.sum()).backward()
+    third.square().sum().backward()
+    return first, second, third
+
+
+def penalized(run: nn.Module, x: Tensor) -> object:
+    """The hooks run in torch.autograd.grad as well, which gives parameters nothing."""
+    x = x.requires_grad_()
+    out = run(x, 1)
+    del run
+    (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    (slope.square().sum() + out.sum()).backward()
+    return out
+
+
+def living() -> list[str]:
+    kinds = (NaiveDDP, Reducer, GradBuckets, Looking)
+    return [type(x).__name__ for x in gc.get_objects() if type(x) in kinds]
+
+
+def unnamed() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parts = [whole(5, 4, seed=r) for r in range(size)]
+    torch.manual_seed(0)
+    start = Looking()
+    for use in (one_forward, two_forwards, penalized):
+        sums = [torch.zeros_like(p) for p in start.parameters()]
+        for part in parts:  # each with gradients of its own; then the mean, in one process
+            one = copy.deepcopy(start)
+            use(one, part.clone())
+            for total, p in zip(sums, one.parameters(), strict=True):
+                total += p.grad / size
+        del one
+        for options in ({}, {"embedding_rows": use is not penalized}):
+            net = copy.deepcopy(start)
+            with no_garbage_collection():
+                kept = use(NaiveDDP(net, **options), parts[rank].clone())
+                assert living() == ["Looking", "Looking"], "the start and the net"
+                assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
+                for p, wanted in zip(net.parameters(), sums, strict=True):
+                    torch.testing.assert_close(p.grad, wanted, **CLOSE)
+                del net, p
+                assert living() == ["Looking"], "what is left of it is its outputs' graph"
+            del kept
+
+
+def test_a_wrapper_without_a_name_reduces_and_is_freed(ranks):
+    ranks(2).run(unnamed)
+
+
+def without_a_backward() -> None:
+    net = Looking()
+    with no_garbage_collection():
+        out = NaiveDDP(net)(torch.zeros(1, 4, dtype=torch.float64), 1)
+        assert "NaiveDDP" not in living() and "Reducer" not in living()
+        del out
+        assert living() == ["Looking"]
+        net.out = NaiveDDP(net)(torch.zeros(1, 4, dtype=torch.float64), 1)  # as in a cache
+        del net
+    assert living() == []
+
+
+def test_outputs_that_are_dropped_without_a_backward_leave_nothing(ranks):
+    ranks(2).run(without_a_backward)
+
+
+def too_late() -> None:
     """What nobody is left to reduce is refused."""
     tpc.setup_process_groups([("tensor", 2)])
     net = Net(tpc.get_group("tensor"))
     loss = NaiveDDP(net)(rows(tpc.get_group("tensor"))).sum()
-    with pytest.raises(CommError, match="dropped"):
+    loss.backward(retain_graph=True)
+    with pytest.raises(CommError, match=r"dropped since.*keep it until the last"):
+        loss.backward()
+    optimizer = zero(net)
+    loss = net(rows(tpc.get_group("tensor"))).sum()
+    del optimizer
+    with pytest.raises(CommError, match=r"dropped since"):
         loss.backward()
 
 
-def test_a_backward_after_its_wrapper_was_dropped_is_refused(ranks):
-    ranks(2).run(too_early)
+def test_a_backward_for_which_nobody_is_left_is_refused(ranks):
+    ranks(2).run(too_late)

@@ -204,3 +204,15 @@ def per_parameter_groups() -> None:
 
 def test_experts_are_averaged_over_groups_of_their_own(ranks):
     ranks(4).run(per_parameter_groups)
+
+
+def compiled_whole() -> None:
+    ddp, reference = both(blocks, bucket_cap_mb=SMALL_MIB)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.compile on its own parts
+        ddp.compile(backend="eager")
+        follow(ddp, reference, squares)
+
+
+def test_the_wrapper_may_be_compiled_with_its_module(ranks):
+    ranks(2).run(compiled_whole)

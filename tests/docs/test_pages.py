@@ -16,7 +16,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
 def test_the_tables_of_the_yaml_follow_the_schema():
-    command = [sys.executable, str(ROOT / "scripts" / "docs"), "--check"]
+    command = [sys.executable, str(ROOT / "scripts" / "config_tables.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -1,10 +1,15 @@
-"""docs/index.md leads to every page, and the site builds with every link in it."""
+"""docs/index.md leads to every page, and the site builds with every link in it, by the call that
+CONTRIBUTING.md has."""
 
+import ast
+import hashlib
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,29 +25,74 @@ def test_the_index_names_every_page_once():
     )
 
 
-def build(project: Path, out: Path) -> subprocess.CompletedProcess[str]:
+def call(project: Path, script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Where python3 is no Python that could run it."""
+    path = f"{project.parent / 'bin'}:{os.environ['PATH']}"
     return subprocess.run(
-        [sys.executable, project / "scripts" / "site", out],
-        env={**os.environ, "PYTHONPATH": str(project)},
+        [project / "scripts" / script, *arguments],
+        env={**os.environ, "PYTHONPATH": str(project), "PATH": path},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 
+def write_program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A copy that a test may break."""
+    """A copy that a test may break; its environment is the one that runs the tests."""
     copy = tmp_path / "project"
     folders = ("docs", "scripts", "torchdistpackage", "examples", "benchmarks", "configs", "tests")
     for folder in folders:
         shutil.copytree(ROOT / folder, copy / folder)
     for page in (*ROOT.glob("*.md"), ROOT / "LICENSE", ROOT / "setup.py"):
         shutil.copy(page, copy)
+    write_program(copy / ".venv" / "bin" / "python", f'exec "{sys.executable}" "$@"')
+    made_from = (copy / "setup.py", copy / "scripts" / "requirements.lock")
+    known = hashlib.sha256(b"".join(path.read_bytes() for path in made_from)).hexdigest()
+    (copy / ".venv" / "stamp").write_text(f"{known} {platform.python_version()} {copy}\n")
+    write_program(tmp_path / "bin" / "python3", "exit 1")
     return copy
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "code", "says"),
+    [
+        ("site", (), 2, "scripts/site FOLDER"),
+        ("docs", ("--check",), 0, ""),
+    ],
+)
+def test_a_script_runs_in_the_environment(project: Path, script, arguments, code, says):
+    done = call(project, script, *arguments)
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert says in done.stderr
+
+
+def imported(text: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").partition(".")[0]
+
+
+def test_a_script_for_any_python_needs_nothing_but_python():
+    """The others begin with the environment of scripts/env."""
+    texts = {x.name: x.read_text("utf-8") for x in (ROOT / "scripts").iterdir() if x.is_file()}
+    found = [name for name, text in texts.items() if text.startswith("#!/usr/bin/env python3")]
+    assert "slurm_cluster" in found
+    known = {*sys.stdlib_module_names, "slurm"}
+    parts = [x.read_text("utf-8") for x in (ROOT / "scripts" / "slurm").glob("*.py")]
+    for text in [*(texts[name] for name in found), *parts]:
+        assert {*imported(text)} <= known
 
 
 @pytest.mark.full
 def test_the_site_has_every_page_and_the_api(project: Path, tmp_path: Path):
-    done = build(project, tmp_path / "site")
+    done = call(project, "site", tmp_path / "site")
     assert done.returncode == 0, done.stderr
     pages = {x.stem for x in (project / "docs").glob("*.md")} - {"index"}
     assert all((tmp_path / "site" / name / "index.html").exists() for name in pages)
@@ -55,5 +105,5 @@ def test_the_site_has_every_page_and_the_api(project: Path, tmp_path: Path):
 def test_a_link_that_leads_nowhere_is_refused(project: Path, tmp_path: Path, link: str):
     page = project / "docs" / "ema.md"
     page.write_text(f"{page.read_text('utf-8')}\n[x]({link})\n", "utf-8")
-    done = build(project, tmp_path / "site")
+    done = call(project, "site", tmp_path / "site")
     assert done.returncode != 0 and link.lstrip("./") in done.stderr

@@ -1,11 +1,14 @@
 """Who is to blame for a hang: tables of what ranks may leave, and the words that must come out."""
 
 import json
+import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from torchdistpackage.harness.hang import dump as dumps
+from torchdistpackage.harness.hang import shutdown
 from torchdistpackage.harness.hang.diagnosis import Cause, Diagnosis, diagnose
 from torchdistpackage.harness.hang.dump import Dump, Process, State
 from torchdistpackage.launch.failure import Failure, FailureKind, report, root_cause, to_json
@@ -203,6 +206,35 @@ def test_who_raised_because_a_peer_was_gone_is_no_culprit_while_there_is_one():
     assert first.startswith("hang: rank 1 on node01 is gone") and "then rank 0 raised" in second
     alone = told(raised, one(1, snapshot((0, 1), call("all_reduce", 4))))
     assert [c.rank for c in alone.suspects] == [0], "a time limit of its own, say"
+
+
+def lost_a_peer(tmp_path: Path, then: Dump) -> str:
+    """The report of rank 1, which raised as rank 0 is gone, while rank 2 is about to say `then`."""
+    folder = dumps.Folder(tmp_path, "1")
+    folder.make()
+    error = to_json(replace(LOST, rank=1))
+    folder.write(one(0, state=State.HERE))
+    folder.write(one(1, state=State.RAISED, error=error, neighbours={0: ""}, reports=True))
+    folder.write(one(2, WAITING, reports=True))
+    soon = threading.Timer(0.3, folder.write, [then])
+    soon.start()
+    found = shutdown.Shutdown(folder, 1, 3, None, None).report(alarm_s=50.0)
+    soon.join()
+    assert found is not None and [c.rank for c in found.suspects][:2] == [0, 1]
+    return found.text
+
+
+def test_the_report_waits_a_moment_for_those_that_may_lose_the_same_peer(tmp_path):
+    error = to_json(replace(LOST, rank=2))
+    text = lost_a_peer(tmp_path, one(2, state=State.RAISED, error=error, reports=True))
+    assert "then ranks 1, 2 raised what the loss of a peer brings about" in text
+
+
+def test_the_report_says_who_waits_still_though_its_peer_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutdown, "GATHER_S", 0.5)
+    text = lost_a_peer(tmp_path, one(2, WAITING, reports=True))
+    assert "then rank 1 raised what the loss of a peer brings about" in text
+    in_line(text, "rank 2 on node02 waits in all_reduce number 4")
 
 
 def test_of_several_that_raised_the_first_comes_first():

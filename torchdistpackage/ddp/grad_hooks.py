@@ -35,7 +35,7 @@ class Removable(Protocol):
 
 
 class GradHooks:
-    """Hooks on `parameters` until `remove`, or the end of this. also: removed with them.
+    """Hooks on `parameters` until `remove`, or the end of `owner`. also: removed with them.
 
     on_grad_ready: called when a gradient is there. exclusive: no other may hook these parameters.
     """
@@ -55,13 +55,16 @@ class GradHooks:
             for i, p in enumerate(parameters)
         ]
         handles += also
-        self._end = finalize(self, remove_hooks, handles)
+        self._end = finalize(owner, remove_hooks, handles)
         self._end.atexit = False
         _all.add(self)
 
+    @property
+    def are_on(self) -> bool:
+        return self._end.alive
+
     def remove(self) -> None:
         self._end()
-        _all.discard(self)
 
 
 _all: WeakSet[GradHooks] = WeakSet()
@@ -74,7 +77,7 @@ def hooked_names(shared: Sequence[ParamSpec], *, exclusive: bool = False) -> lis
     """
 
     def find() -> list[str]:
-        hooks = [h for h in _all if h.exclusive or not exclusive]
+        hooks = [h for h in _all if h.are_on and (h.exclusive or not exclusive)]
         return [s.name for s in shared if any(id(s.parameter) in h.ids for h in hooks)]
 
     if not find():

@@ -90,7 +90,8 @@ class NaiveDDP(Wrapper):
 
     Raises:
         CommError: `dp_rank0` is not in a parameter's group, or modules differ between ranks; in
-            a training forward: it returns no tensor; in a backward: this was dropped before it.
+            a training forward: it returns no tensor; in a backward: this was dropped before it, and
+            it is not the first one over its graph, or that was compiled.
         LayoutError: layers split parameters over ranks of the group.
         ValueError: invalid options, all of them; `embedding_rows` on a device.
     """
@@ -152,7 +153,7 @@ class NaiveDDP(Wrapper):
         outputs = self.module(*args, **kwargs)
         if self.training and torch.is_grad_enabled() and not self._reducer.held:
             self._check_reachable(outputs)
-        return self._reducer.watch(outputs)
+        return self._reducer.watch(outputs, survives=True)
 
     def _check_reachable(self, outputs: object) -> None:
         """No backward could be seen to come if there were no tensor to hook."""

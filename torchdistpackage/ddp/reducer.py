@@ -11,13 +11,13 @@ buckets wait for the end; which parameters do so is learned in the first reducti
 therefore nothing leaves early. Or a `ReadyPolicy` (ready.py) says which gradients are final.
 
 Nothing that outlives a call keeps the reducer, neither what it owns nor an output that it watches:
-a layer whose partial sums it sums instead does so again as soon as the reducer is dropped.
+a layer whose partial sums it sums instead does so again as soon as the reducer is dropped. Its
+state may live on for a backward that is still to come (output_hook.py).
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from functools import partial
 from weakref import ref
 
 import torch
@@ -30,7 +30,8 @@ from torchdistpackage.ddp.bucket_comm import (
     read_used_flags,
 )
 from torchdistpackage.ddp.bucket_plan import BucketPlan
-from torchdistpackage.ddp.grad_hooks import GradHooks, OnGradReady, on_backward_start
+from torchdistpackage.ddp.grad_hooks import GradHooks, OnGradReady, Removable, on_backward_start
+from torchdistpackage.ddp.output_hook import output_hook
 from torchdistpackage.ddp.param_spec import ParamSpec, take_over
 from torchdistpackage.ddp.ready import (
     ARMING,
@@ -88,12 +89,13 @@ class Reducer:
 
     # -- one backward: watched, reached, launched, finished ---------------------------------
 
-    def watch(self, outputs: object, *, wait: bool = True) -> object:
+    def watch(self, outputs: object, *, wait: bool = True, survives: bool = False) -> object:
         """The same outputs, whose backward will reduce; call it on what a forward returns.
 
         outputs: a tensor, or tuples, lists, dicts and dataclasses of them. Those without gradient
         get an anchor, so that a loss that uses no parameter still reduces, with zeros.
         wait: whether the end of that backward waits for the sums; if not, `finish()` does.
+        survives: whether it reduces also where this reducer was dropped since; else it is refused.
         """
         if not self.shared:
             return outputs
@@ -112,19 +114,23 @@ class Reducer:
         if self.held or not torch.is_grad_enabled():
             return outputs
         self.open = True
-        return on_backward_start(outputs, partial(_reached, ref(self), current, wait))
+        return on_backward_start(outputs, output_hook(self, current, wait, survives))
 
-    def reached(self, made_in: int, wait: bool) -> None:
-        """A backward is at an output that a forward made in graph task `made_in`."""
+    def reached(self, made_in: int, wait: bool) -> bool:
+        """A backward is at an output that a forward made in graph task `made_in`.
+
+        Returns whether it is one that reduces.
+        """
         current = torch._C._current_graph_task_id()
         with ARMING:
             if current == self._task or (made_in != -1 and made_in == self._task):
-                return
+                return True
             if torch.is_grad_enabled() and not gives_any(self.parameters):
-                return  # autograd.grad(..., create_graph=True) inside a loss
+                return False  # autograd.grad(..., create_graph=True) inside a loss
             if self._task != -1:
                 self._abandon()
             self._arm(current, wait)
+            return True
 
     def _arm(self, task: int, wait: bool) -> None:
         if self.phase is not _IDLE:
@@ -299,7 +305,12 @@ class Reducer:
         self._planner, self._check_used = parts.planner, parts.check_used
         self._next_plan: BucketPlan | None = None
         self._reset(_IDLE)
-        on_grad_ready, also = self.grad_ready_hook(), [*take_over(shared), *parts.handles]
+        self.hook_parameters(parts.handles)
+
+    def hook_parameters(self, also: Iterable[Removable] = ()) -> None:
+        """Hook the parameters until `remove()`, or the end of this. also: removed with them."""
+        self.me = ref(self)
+        on_grad_ready, also = self.grad_ready_hook(), [*take_over(self.shared), *also]
         self._grad_hooks = GradHooks(on_grad_ready, self, self.parameters, self._exclusive, also)
 
     def _repack(self) -> None:
@@ -350,13 +361,3 @@ def _accumulated(me: "ref[Reducer]", index: int, parameter: Tensor) -> None:
             queue = self._queue()
             assert queue is not None  # the backward, or the block, that runs keeps it
             queue.launch_ready()
-
-
-def _reached(me: "ref[Reducer]", made_in: int, wait: bool, grad: Tensor) -> None:
-    """Hook of an output that was watched."""
-    if (self := me()) is None:
-        raise CommError(
-            "a backward came to what a NaiveDDP or ZeroOptimizer returned that was dropped since, "
-            "so that its gradients would not be reduced; keep it until the backward is over"
-        )
-    self.reached(made_in, wait)

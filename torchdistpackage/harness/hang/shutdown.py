@@ -14,7 +14,13 @@ from pathlib import Path
 
 from torchdistpackage.harness.hang.diagnosis import Diagnosis, diagnose
 from torchdistpackage.harness.hang.dump import Dump, Folder, State, states
-from torchdistpackage.launch.failure import Failure, FailureKind, to_json
+from torchdistpackage.launch.failure import (
+    Failure,
+    FailureKind,
+    from_json,
+    is_secondary,
+    to_json,
+)
 from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.launch.supervisor import noted_stopped
 from torchdistpackage.topology.mesh import Mesh
@@ -107,11 +113,22 @@ class Shutdown:
 
 
 def _complete(dumps: dict[int, Dump], world_size: int) -> bool:
-    """Whether all have answered, are gone or are stopped."""
+    """Whether all have answered, are gone or are stopped, and none is about to say more."""
     letters = states(dumps)
-    return len(dumps) == world_size and all(
+    if len(dumps) < world_size or _loses_a_peer(dumps):
+        return False
+    return all(
         (dump.answers and not dump.more) or letters.get(rank) in ("", "T", "t")
         for rank, dump in dumps.items()
+    )
+
+
+def _loses_a_peer(dumps: dict[int, Dump]) -> bool:
+    """Whether a rank raised because it lost a peer, and others, in their loops, may do so next."""
+    found = {dump.state for dump in dumps.values()}
+    return {State.RAISED, State.DUMPED} <= found and any(
+        dump.state is State.RAISED and is_secondary(from_json(dump.error))
+        for dump in dumps.values()
     )
 
 
