@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.auto.nested import map_leaves
+from torchdistpackage.parallel.auto.nested import map_leaves, once_each
 from torchdistpackage.parallel.auto.thread_maps import GradientToAll
 
 TWINS = "_tdp_twins"
@@ -83,7 +83,7 @@ def joined_outputs(outputs: Sequence[Any], index: int, full_gradients: bool = Fa
 
     full_gradients: the gradient of a tensor in it goes to all shards.
     """
-    return map_leaves(partial(_joined_output, index, full_gradients), *outputs)
+    return map_leaves(once_each(partial(_joined_output, index, full_gradients)), *outputs)
 
 
 def _joined_output(index: int, full: bool, *outputs: Any) -> Any:

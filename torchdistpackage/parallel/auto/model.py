@@ -41,6 +41,7 @@ from torchdistpackage.parallel.auto.gradients import (
 )
 from torchdistpackage.parallel.auto.layerwise import get_default_config
 from torchdistpackage.parallel.auto.layouts import layout_of_cut
+from torchdistpackage.parallel.auto.nested import once_each
 from torchdistpackage.parallel.auto.places import Place, places_of, stand_in, withdraw
 from torchdistpackage.parallel.auto.read_weights import rank_calls
 from torchdistpackage.parallel.auto.reporting import LOG
@@ -263,7 +264,7 @@ class TensorParallel(nn.Module):
             return FromFirst.apply(x, group.rank() == 0) if x.requires_grad else x
 
         args, kwargs = map_tensors(args, entering), map_tensors(kwargs, entering)
-        return map_tensors(module(*args, **kwargs), leaving)
+        return map_tensors(module(*args, **kwargs), once_each(leaving))
 
     def _draws(self) -> list[ShardDraws] | None:
         """For each thread a stream of random numbers, all alike; None: nothing is drawn."""
