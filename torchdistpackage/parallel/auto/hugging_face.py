@@ -183,7 +183,7 @@ class ShardedModelCalls(nn.Module):
         """Raises LayoutError where scores of attention are wanted and shards have heads apart."""
         if wanted is None:
             wanted = getattr(self.config, "output_attentions", False)
-        if wanted and self.wrapped_model.has_heads_apart:
+        if wanted and self.tensor_parallel_config.has_heads_apart:
             raise LayoutError(
                 "output_attentions=True: each shard has the scores of its own heads alone, which "
                 "are not joined; leave it out, or ask the model that was split"

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -23,7 +22,12 @@ from torchdistpackage.errors import CommError, LayoutError
 from torchdistpackage.layout.mark import Layouts, collect, mark_parameter
 from torchdistpackage.parallel.auto import saving
 from torchdistpackage.parallel.auto.actions import StateAction
-from torchdistpackage.parallel.auto.caches import joined_outputs, split_inputs
+from torchdistpackage.parallel.auto.caches import (
+    enter_caches,
+    joined_outputs,
+    split_inputs,
+    with_caches_marked,
+)
 from torchdistpackage.parallel.auto.devices import DeviceLike, check_device_ids, output_index
 from torchdistpackage.parallel.auto.draws import (
     ShardDraws,
@@ -238,15 +242,16 @@ class TensorParallel(nn.Module):
                 f"the shards; leave out .to(device) and .cuda() behind tensor_parallel"
             )
         with self._lock, self._weights():
-            inputs = split_inputs(args, kwargs, self.devices, self._has_full_gradients)
+            inputs = split_inputs(args, kwargs, self.devices, self.tensor_parallel_config)
             outputs = run_threads(modules, inputs, self.devices, self._draws())
         return joined_outputs(outputs, self.output_device_index, self._has_full_gradients)
 
     def _call_rank(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         group = self._group
         assert group is not None
+        enter_caches([*args, *kwargs.values()], self.tensor_parallel_config, group)
         with self._draws_of_rank(group), rank_calls():
-            return self._call_on_rank(group, module, args, kwargs)
+            return with_caches_marked(self._call_on_rank(group, module, args, kwargs))
 
     def _call_on_rank(
         self, group: Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -281,12 +286,6 @@ class TensorParallel(nn.Module):
             self._draws_alike = True
         draw_in_recomputation(self.module_shards[0], group.rank())
         return ShardDraws(group.rank(), default_draw)
-
-    @property
-    def has_heads_apart(self) -> bool:
-        """Whether the plan deals attention heads: it then changes how many a module has."""
-        changed = chain.from_iterable(self.tensor_parallel_config.attr_rules.values())
-        return any("head" in str(attribute) for attribute in changed)
 
     @property
     def _has_full_gradients(self) -> bool:
