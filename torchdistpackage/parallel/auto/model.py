@@ -22,6 +22,7 @@ from torchdistpackage.errors import CommError, LayoutError
 from torchdistpackage.layout.mark import Layouts, collect, mark_parameter
 from torchdistpackage.parallel.auto import saving
 from torchdistpackage.parallel.auto.actions import StateAction
+from torchdistpackage.parallel.auto.adapters import TakesNoAdapters, add_adapter_rules
 from torchdistpackage.parallel.auto.caches import (
     enter_caches,
     joined_outputs,
@@ -49,7 +50,7 @@ from torchdistpackage.parallel.auto.nested import once_each
 from torchdistpackage.parallel.auto.places import Place, places_of, stand_in, withdraw
 from torchdistpackage.parallel.auto.read_weights import rank_calls
 from torchdistpackage.parallel.auto.reporting import LOG
-from torchdistpackage.parallel.auto.rules import Config, add_lora_rules
+from torchdistpackage.parallel.auto.rules import Config
 from torchdistpackage.parallel.auto.shard import (
     check_is_container,
     check_plan,
@@ -64,7 +65,7 @@ MUCH = 0.1
 """Share of extra parameters a device from which on it is worth a warning."""
 
 
-class TensorParallel(nn.Module):
+class TensorParallel(TakesNoAdapters):
     """`module`, of which each device computes a part of every layer.
 
     device_ids: devices of this process, default all GPUs; several times "cpu" is fine. One device
@@ -177,7 +178,7 @@ class TensorParallel(nn.Module):
             raise LayoutError(f"tensor_parallel_config is a {type(config).__name__}; pass a Config")
         if config is None:
             config = get_default_config(module, range(num))
-        self.tensor_parallel_config = config = add_lora_rules(module, config)
+        self.tensor_parallel_config = config = add_adapter_rules(module, config)
         check_plan(config, module)
         return config
 
