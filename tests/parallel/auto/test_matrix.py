@@ -10,6 +10,7 @@ import accelerate
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import nn
 
 import torchdistpackage.compat.tensor_parallel as tp
@@ -165,11 +166,13 @@ def test_saved_converted_and_loaded_by_accelerate(tmp_path, num, family):
     )
     assert set(state) >= set(split.state_dict()) and len(state) >= len(split.state_dict())
     torch.save(state, tmp_path / "shards.bin")
-    again = tp.tensor_parallel(zeroed(model), ["cpu"] * num)
-    accelerate.load_checkpoint_in_model(
-        again, str(tmp_path / "shards.bin"), device_map=tp.infer_sharded_device_map(again)
-    )
-    same_state(again, model, atol=0)
+    apart = {key: part.clone(memory_format=torch.contiguous_format) for key, part in state.items()}
+    save_file(apart, tmp_path / "shards.safetensors", {"format": "pt"})
+    for file in ("shards.bin", "shards.safetensors"):
+        again = tp.tensor_parallel(zeroed(model), ["cpu"] * num)
+        places = tp.infer_sharded_device_map(again)
+        accelerate.load_checkpoint_in_model(again, str(tmp_path / file), device_map=places)
+        same_state(again, model, atol=0)
 
 
 def zeroed(model: nn.Module) -> Any:

@@ -1,24 +1,30 @@
 """Inputs for every shard, and of the outputs the one that is returned.
 
 A key-value cache is an object that layers write to. Each shard has one of its own, with the heads
-that it computes: a cache that comes in empty is copied, and the copies go with it as twins. What a
-caller does to the cache (reorder it for beams, crop it) is done to the twins too.
+that it computes: a cache that comes in is copied, what it holds already is cut by heads, and the
+copies go with it as twins. What a caller does to the cache (reorder it for beams, crop it) is done
+to the twins too. Of ranks each keeps its part in the cache that it was given.
 """
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, ValuesView
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchdistpackage.comm import collectives
+from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.auto.nested import map_leaves
+from torchdistpackage.parallel.auto.cache_heads import CacheHeads, Place, filled_places
+from torchdistpackage.parallel.auto.nested import map_leaves, once_each
+from torchdistpackage.parallel.auto.rules import Config
 from torchdistpackage.parallel.auto.thread_maps import GradientToAll
 
 TWINS = "_tdp_twins"
+PART = "_tdp_is_part"
 MIRRORED = (
     "reorder_cache",
     "crop",
@@ -54,28 +60,32 @@ def split_inputs(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     devices: Sequence[torch.device],
-    full_gradients: bool = False,
+    config: Config | None = None,
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """The arguments for each shard: tensors on its device, its cache, everything else as it is.
 
-    Shards get copies of their own of tensors that they might write to. full_gradients: the first
-    shard alone passes its gradient back, as each has all of it.
+    Shards get copies of their own of tensors that they might write to. config: the plan, by
+    which caches are cut; where each shard has full gradients the first one alone passes them back.
     """
-    num = len(devices)
+    heads = CacheHeads() if config is None else CacheHeads.of(config)
     return [
-        map_leaves(partial(_for_shard, rank, device, num, full_gradients), (args, kwargs))
-        for rank, device in enumerate(devices)
+        map_leaves(partial(_for_shard, rank, devices, heads), (args, kwargs))
+        for rank in range(len(devices))
     ]
 
 
-def _for_shard(rank: int, device: torch.device, num: int, full: bool, value: Any) -> Any:
+def _for_shard(rank: int, devices: Sequence[torch.device], heads: CacheHeads, value: Any) -> Any:
     if isinstance(value, Tensor):
-        source = value.detach() if full and rank > 0 else value
-        moved = source.to(device, non_blocking=True)
-        return moved.clone() if moved is source and rank > 0 else moved
+        source = value.detach() if heads.full_gradients and rank > 0 else value
+        return _own(source, rank, devices[rank])
     if is_cache(value):
-        return twins_of(value, num)[rank]
+        return twins_of(value, devices, heads)[rank]
     return value
+
+
+def _own(source: Tensor, rank: int, device: torch.device) -> Tensor:
+    moved = source.to(device, non_blocking=True)
+    return moved.clone() if moved is source and rank > 0 else moved
 
 
 def joined_outputs(outputs: Sequence[Any], index: int, full_gradients: bool = False) -> Any:
@@ -83,7 +93,7 @@ def joined_outputs(outputs: Sequence[Any], index: int, full_gradients: bool = Fa
 
     full_gradients: the gradient of a tensor in it goes to all shards.
     """
-    return map_leaves(partial(_joined_output, index, full_gradients), *outputs)
+    return map_leaves(once_each(partial(_joined_output, index, full_gradients)), *outputs)
 
 
 def _joined_output(index: int, full: bool, *outputs: Any) -> Any:
@@ -101,28 +111,74 @@ def is_cache(value: Any) -> bool:
     return module is not None and isinstance(value, (module.Cache, module.EncoderDecoderCache))
 
 
-def twins_of(value: Any, num: int) -> list[Any]:
+def twins_of(value: Any, devices: Sequence[torch.device], heads: CacheHeads) -> list[Any]:
     """The caches of all shards, of which `value` is one.
 
     Raises:
-        LayoutError: it is filled, but not by these shards.
+        LayoutError: it is filled, but not by these shards or the model that was split.
     """
     twins = getattr(value, TWINS, None)
     if twins is None:
-        if (length := int(value.get_seq_length())) > 0:
-            raise LayoutError(
-                f"a {type(value).__name__} of {length} tokens was filled by another model, with "
-                f"the heads of all shards; begin with an empty cache, or none"
-            )
+        filled = filled_places(value, heads.are_apart)
+        for at, key in filled:
+            heads.is_whole(type(value).__name__, None, at[key])
         # later shards first: the copies must not copy twins
-        twins = [value, *(copy.deepcopy(value) for _ in range(num - 1))]
+        others = range(1, len(devices))
+        twins = [value, *(_copied(value, rank, devices[rank], heads, filled) for rank in others)]
+        for at, key in filled:
+            at[key] = heads.part(at[key], 0)
         _mirror(value, twins)
-    if len(twins) != num:
+    if len(twins) != len(devices):
         raise LayoutError(
-            f"a {type(value).__name__} of {len(twins)} shards came to a module of {num}; pass a "
-            f"cache to the model that made it"
+            f"a {type(value).__name__} of {len(twins)} shards came to a module of {len(devices)}; "
+            f"pass a cache to the model that made it"
         )
     return twins
+
+
+def _copied(
+    value: Any, rank: int, device: torch.device, heads: CacheHeads, filled: list[Place]
+) -> Any:
+    """A copy with the part of `rank` of keys and values, through which gradients pass."""
+    known: dict[int, Any] = {}
+    for at, _ in filled:
+        for tensor in at.values() if isinstance(at, dict) else ():
+            if isinstance(tensor, Tensor):
+                known[id(tensor)] = _own(tensor, rank, device)
+            elif isinstance(tensor, torch.device):
+                known[id(tensor)] = device
+    for at, key in filled:
+        known[id(at[key])] = _own(heads.part(at[key], rank), rank, device)
+    return copy.deepcopy(value, known)
+
+
+def enter_caches(values: Sequence[Any], config: Config, group: Group) -> None:
+    """Leave in each cache that comes to a rank its part, unless the shard filled it itself.
+
+    Raises:
+        LayoutError: see `twins_of`.
+    """
+    heads, rank = CacheHeads.of(config), group.rank()
+    for value in values:
+        if not is_cache(value) or getattr(value, PART, False):
+            continue
+        for at, key in filled_places(value, heads.are_apart):
+            if not heads.is_whole(type(value).__name__, rank, at[key]):
+                continue
+            if at[key].requires_grad and (heads.are_apart or not heads.full_gradients):
+                at[key] = collectives.copy(at[key], group)
+            if heads.are_apart:
+                at[key] = heads.part(at[key], rank)
+        setattr(value, PART, True)
+
+
+def with_caches_marked(output: Any) -> Any:
+    """`output` of the shard of a rank, of whose caches it is noted that they are its own."""
+    values = output.values() if isinstance(output, Mapping) else output
+    for value in values if isinstance(values, (tuple, list, ValuesView)) else ():
+        if is_cache(value):
+            setattr(value, PART, True)
+    return output
 
 
 def _mirror(value: Any, twins: list[Any]) -> None:

@@ -87,8 +87,17 @@ class FromFirst(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, is_first: bool) -> Tensor:
         ctx.is_first = is_first
-        return x.view_as(x)
+        return own_of_caller(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad if ctx.is_first else torch.zeros_like(grad), None
+
+
+def own_of_caller(x: Tensor) -> Tensor:
+    """An output for the forward of a Function to return, which the caller may change in place.
+
+    It has the memory of `x`, and with it its version, by which autograd sees changes of what a
+    backward needs. A leaf or a view has memory that others read under other names: it is copied.
+    """
+    return x.clone() if x.is_leaf or x._is_view() else x.detach()

@@ -16,6 +16,7 @@ from torch import nn
 from torchdistpackage.comm import collectives
 from torchdistpackage.errors import LayoutError, NotAvailableError
 from torchdistpackage.layout.mark import Layouts
+from torchdistpackage.parallel.auto.adapters import TakesNoAdapters
 from torchdistpackage.parallel.auto.devices import DeviceLike, check_device_ids
 from torchdistpackage.parallel.auto.draws import may_draw, use_draws_of_first
 from torchdistpackage.parallel.auto.families.registry import plan_for
@@ -95,7 +96,7 @@ def of_family(cls: type, family: Any) -> type:
     return type(family.__name__, (cls, family), fields)
 
 
-class ShardedModelCalls(nn.Module):
+class ShardedModelCalls(TakesNoAdapters):
     """What a sharded model does itself, and not as its family does."""
 
     def __init__(
@@ -183,7 +184,7 @@ class ShardedModelCalls(nn.Module):
         """Raises LayoutError where scores of attention are wanted and shards have heads apart."""
         if wanted is None:
             wanted = getattr(self.config, "output_attentions", False)
-        if wanted and self.wrapped_model.has_heads_apart:
+        if wanted and self.tensor_parallel_config.has_heads_apart:
             raise LayoutError(
                 "output_attentions=True: each shard has the scores of its own heads alone, which "
                 "are not joined; leave it out, or ask the model that was split"
@@ -214,6 +215,20 @@ class ShardedModelCalls(nn.Module):
             "resize_token_embeddings needs whole tables, which the shards do not have; resize the "
             "model first, then split it"
         )
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """A part by its name. The table of tokens is that of all shards, to be called alone.
+
+        So peft calls it, to put prompts before the tokens.
+        """
+        found = super().get_submodule(target)
+        if not isinstance(getattr(found, "tp_wrapped_module", found), nn.Embedding):
+            return found
+        shards = self.wrapped_model.module_shards
+        table = shards[0].get_input_embeddings()
+        if found is not table and found is not getattr(table, "tp_wrapped_module", None):
+            return found
+        return PartOfShards(self.wrapped_model, [s.get_input_embeddings() for s in shards])
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         """The encoder of all shards, to be called alone."""

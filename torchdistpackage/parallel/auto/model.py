@@ -10,7 +10,6 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -23,7 +22,13 @@ from torchdistpackage.errors import CommError, LayoutError
 from torchdistpackage.layout.mark import Layouts, collect, mark_parameter
 from torchdistpackage.parallel.auto import saving
 from torchdistpackage.parallel.auto.actions import StateAction
-from torchdistpackage.parallel.auto.caches import joined_outputs, split_inputs
+from torchdistpackage.parallel.auto.adapters import TakesNoAdapters, add_adapter_rules
+from torchdistpackage.parallel.auto.caches import (
+    enter_caches,
+    joined_outputs,
+    split_inputs,
+    with_caches_marked,
+)
 from torchdistpackage.parallel.auto.devices import DeviceLike, check_device_ids, output_index
 from torchdistpackage.parallel.auto.draws import (
     ShardDraws,
@@ -41,10 +46,11 @@ from torchdistpackage.parallel.auto.gradients import (
 )
 from torchdistpackage.parallel.auto.layerwise import get_default_config
 from torchdistpackage.parallel.auto.layouts import layout_of_cut
+from torchdistpackage.parallel.auto.nested import once_each
 from torchdistpackage.parallel.auto.places import Place, places_of, stand_in, withdraw
 from torchdistpackage.parallel.auto.read_weights import rank_calls
 from torchdistpackage.parallel.auto.reporting import LOG
-from torchdistpackage.parallel.auto.rules import Config, add_lora_rules
+from torchdistpackage.parallel.auto.rules import Config
 from torchdistpackage.parallel.auto.shard import (
     check_is_container,
     check_plan,
@@ -59,7 +65,7 @@ MUCH = 0.1
 """Share of extra parameters a device from which on it is worth a warning."""
 
 
-class TensorParallel(nn.Module):
+class TensorParallel(TakesNoAdapters):
     """`module`, of which each device computes a part of every layer.
 
     device_ids: devices of this process, default all GPUs; several times "cpu" is fine. One device
@@ -172,7 +178,7 @@ class TensorParallel(nn.Module):
             raise LayoutError(f"tensor_parallel_config is a {type(config).__name__}; pass a Config")
         if config is None:
             config = get_default_config(module, range(num))
-        self.tensor_parallel_config = config = add_lora_rules(module, config)
+        self.tensor_parallel_config = config = add_adapter_rules(module, config)
         check_plan(config, module)
         return config
 
@@ -237,15 +243,16 @@ class TensorParallel(nn.Module):
                 f"the shards; leave out .to(device) and .cuda() behind tensor_parallel"
             )
         with self._lock, self._weights():
-            inputs = split_inputs(args, kwargs, self.devices, self._has_full_gradients)
+            inputs = split_inputs(args, kwargs, self.devices, self.tensor_parallel_config)
             outputs = run_threads(modules, inputs, self.devices, self._draws())
         return joined_outputs(outputs, self.output_device_index, self._has_full_gradients)
 
     def _call_rank(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         group = self._group
         assert group is not None
+        enter_caches([*args, *kwargs.values()], self.tensor_parallel_config, group)
         with self._draws_of_rank(group), rank_calls():
-            return self._call_on_rank(group, module, args, kwargs)
+            return with_caches_marked(self._call_on_rank(group, module, args, kwargs))
 
     def _call_on_rank(
         self, group: Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -263,7 +270,7 @@ class TensorParallel(nn.Module):
             return FromFirst.apply(x, group.rank() == 0) if x.requires_grad else x
 
         args, kwargs = map_tensors(args, entering), map_tensors(kwargs, entering)
-        return map_tensors(module(*args, **kwargs), leaving)
+        return map_tensors(module(*args, **kwargs), once_each(leaving))
 
     def _draws(self) -> list[ShardDraws] | None:
         """For each thread a stream of random numbers, all alike; None: nothing is drawn."""
@@ -280,12 +287,6 @@ class TensorParallel(nn.Module):
             self._draws_alike = True
         draw_in_recomputation(self.module_shards[0], group.rank())
         return ShardDraws(group.rank(), default_draw)
-
-    @property
-    def has_heads_apart(self) -> bool:
-        """Whether the plan deals attention heads: it then changes how many a module has."""
-        changed = chain.from_iterable(self.tensor_parallel_config.attr_rules.values())
-        return any("head" in str(attribute) for attribute in changed)
 
     @property
     def _has_full_gradients(self) -> bool:

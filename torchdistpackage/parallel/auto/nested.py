@@ -92,6 +92,22 @@ def map_leaves(fn: Callable[..., Any], *values: Any) -> Any:
     return fn(*values)
 
 
+def once_each(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, which is called once for the same objects: what was one object is one in the results.
+
+    It is for one walk through structures, which keep the objects alive.
+    """
+    made: dict[tuple[int, ...], Any] = {}
+
+    def call(*values: Any) -> Any:
+        key = tuple(map(id, values))
+        if key not in made:
+            made[key] = fn(*values)
+        return made[key]
+
+    return call
+
+
 def find_tied_weight_aliases(
     module: nn.Module,
     destination: dict[int, list[str]] | None = None,

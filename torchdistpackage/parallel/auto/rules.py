@@ -43,6 +43,7 @@ class Config:
     split_modules: patterns of modules that work on split values, in which shards draw different
         random numbers: dropout layers, and attention for the dropout of scores.
     is_general: of a family, some of whose models lack what a rule speaks of; that is not reported.
+    key_heads: of each shard, the heads of a key-value cache that it has, in its order; None: all.
     joins: how a module that reads the weight of a layer itself gets it whole (read_weights.py).
     """
 
@@ -53,6 +54,7 @@ class Config:
     full_gradients: bool = False
     split_modules: tuple[Any, ...] = ()
     is_general: bool = False
+    key_heads: tuple[tuple[int, ...], ...] | None = None
     joins: dict[Any, Join] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __init__(
@@ -64,11 +66,13 @@ class Config:
         full_gradients: bool = False,
         split_modules: Iterable[Any] = (),
         is_general: bool = False,
+        key_heads: Iterable[Iterable[int]] | None = None,
     ):
         """Raises LayoutError, of all rules at once, where one says no action."""
         problems: list[str] = []
         self.full_gradients = full_gradients
         self.is_general = is_general
+        self.key_heads = None if key_heads is None else tuple(map(tuple, key_heads))
         self.joins = {}
         self.split_modules = tuple(map(re.compile, split_modules))
         self.state_rules = {}
@@ -107,6 +111,12 @@ class Config:
             ]
         if problems:
             raise LayoutError("rules that say no action: " + "; ".join(problems))
+
+    @property
+    def has_heads_apart(self) -> bool:
+        """Whether it deals attention heads: it then changes how many a module has."""
+        changed = chain.from_iterable(self.attr_rules.values())
+        return any("head" in str(attribute) for attribute in changed)
 
     def create_collective_ops(
         self,

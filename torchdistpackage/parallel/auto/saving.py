@@ -164,15 +164,17 @@ def convert_state_dict(
     return made
 
 
-def infer_sharded_device_map(tp_model: nn.Module) -> dict[str, torch.device]:
-    """Name of each parameter and buffer, tied ones under all names -> the device it belongs on.
+def infer_sharded_device_map(tp_model: nn.Module) -> dict[str, str]:
+    """Name of each parameter and buffer, tied ones under all names -> its device, as "cuda:1".
+
+    They are texts, as safetensors, through which accelerate loads, takes no torch.device.
 
     Raises:
         KeyError: a name is of no shard.
     """
     devices: Any = tp_model.devices
     tensors = [*tp_model.named_parameters(), *tp_model.named_buffers()]
-    places = {id(tensor): devices[shard_of(name, len(devices))] for name, tensor in tensors}
+    places = {id(tensor): str(devices[shard_of(name, len(devices))]) for name, tensor in tensors}
     aliases = find_tied_weight_aliases(tp_model)
     return {alias: places[key] for key, names in aliases.items() for alias in names}
 

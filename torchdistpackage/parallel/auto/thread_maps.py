@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.errors import CommError
+from torchdistpackage.parallel.auto.gradients import own_of_caller
 from torchdistpackage.parallel.auto.rendezvous import CollectiveOperation, current_run, joins, sums
 
 
@@ -67,7 +68,7 @@ class GradientToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, index: int, *xs: Tensor) -> Tensor:
         ctx.devices = [x.device for x in xs]
-        return xs[index].view_as(xs[index])
+        return own_of_caller(xs[index])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -41,6 +41,9 @@ class TensorParallelWrapper(nn.Module):
         self.sizes: dict[str, int] = {}
         self._only_copies = all(map(is_copy, input_actions.values()))
 
+    def extra_repr(self) -> str:  # which peft shows where it is to put an adapter here
+        return f"of shard {self.rank} of {self.world_size}, which takes adapters before the split"
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # a copy does something in the backward alone
         if self.input_actions and (torch.is_grad_enabled() or not self._only_copies):

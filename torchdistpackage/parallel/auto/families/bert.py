@@ -29,5 +29,6 @@ def get_bert_config(model_config: Any, devices: Sequence[Any]) -> Config:
     decoder = "predictions\\.decoder"
     rules.head(decoder, model_config)
     rules.same_state("predictions\\.bias", f"{decoder}\\.bias")
+    rules.key_heads = heads.keys
     rules.draws_apart("(attention|crossattention)\\.self")
     return rules.config()

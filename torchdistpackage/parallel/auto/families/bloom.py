@@ -40,5 +40,6 @@ def get_bloom_config(model_config: Any, devices: Sequence[Any]) -> Config:
     rules.enter("mlp", "hidden_states")
     rules.embedding("word_embeddings", dim)
     rules.head("lm_head", model_config)
+    rules.key_heads = heads.keys
     rules.draws_apart("self_attention")
     return rules.config()

@@ -54,5 +54,6 @@ def get_codegen_config(model_config: Any, devices: Sequence[Any]) -> Config:
     rules.enter("mlp")
     rules.embedding("wte", dim)
     rules.head("lm_head", model_config)
+    rules.key_heads = merged
     rules.draws_apart("attn")
     return rules.config()

@@ -41,6 +41,8 @@ def get_refined_web_config(model_config: Any, devices: Sequence[Any]) -> Config:
     rules.enter("mlp")
     rules.embedding("word_embeddings", dim)
     rules.head("lm_head", model_config)
+    # in this arrangement each query head has a copy of its key in the cache
+    rules.key_heads = heads.queries if is_new else heads.keys
     rules.draws_apart("self_attention")
     return rules.config()
 

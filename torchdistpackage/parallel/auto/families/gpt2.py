@@ -36,5 +36,6 @@ def get_gpt2_config(model_config: Any, devices: Sequence[Any]) -> Config:
     rules.attribute("crossattention\\.c_attn", nf=lambda value, *, rank: 2 * heads.width(rank=rank))
     rules.attribute("q_attn", nf=heads.width)
     rules.attribute("mlp\\.c_fc", nf=even_part_of(num))
+    rules.key_heads = heads.keys
     rules.draws_apart("(attn|crossattention)")
     return rules.config()

@@ -24,5 +24,6 @@ def get_gpt_neox_config(model_config: Any, devices: Sequence[Any]) -> Config:
     rules.enter("mlp")
     rules.embedding("embed_in", dim)
     rules.head("(embed_out|lm_head)", model_config)  # by release
+    rules.key_heads = heads.keys
     rules.draws_apart("attention")
     return rules.config()

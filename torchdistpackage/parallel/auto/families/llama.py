@@ -40,6 +40,7 @@ def attention(rules: FamilyRules, model_config: Any) -> Heads:
         num_key_value_groups=heads.num_groups,
         hidden_size=heads.width,
     )
+    rules.key_heads = heads.keys
     rules.draws_apart("self_attn")
     return heads
 

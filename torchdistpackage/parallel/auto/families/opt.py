@@ -23,5 +23,6 @@ def get_opt_config(model_config: Any, devices: Sequence[Any]) -> Config:
     rules.embedding("embed_tokens", model_config.word_embed_proj_dim)
     rules.embedding("embed_positions", dim)
     rules.head("lm_head", model_config)
+    rules.key_heads = heads.keys
     rules.draws_apart("self_attn")
     return rules.config()

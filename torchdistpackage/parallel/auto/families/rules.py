@@ -1,5 +1,6 @@
 """Rules that the plans of several families share."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torchdistpackage.layout.partition import even_sizes
@@ -18,6 +19,8 @@ class FamilyRules:
         self.outputs: dict[str, Any] = {}
         self.attributes: dict[str, Any] = {}
         self.split: list[str] = []
+        self.key_heads: Sequence[Sequence[int]] | None = None
+        """Of each shard, those in its key-value cache."""
 
     def column(self, name: str, action: StateAction | None = None, *, dim: int = 0) -> None:
         """A layer cut by outputs, which stay apart. dim: of its weight that is the outputs'."""
@@ -71,7 +74,14 @@ class FamilyRules:
 
     def config(self) -> Config:
         return Config(
-            self.state, self.inputs, self.outputs, self.attributes, True, self.split, True
+            self.state,
+            self.inputs,
+            self.outputs,
+            self.attributes,
+            full_gradients=True,
+            split_modules=self.split,
+            is_general=True,
+            key_heads=self.key_heads,
         )
 
 

@@ -26,5 +26,6 @@ def get_t5_config(model_config: Any, devices: Sequence[Any]) -> Config:
     rules.enter("DenseReluDense")
     rules.embedding("(shared|embed_tokens)", model_config.d_model)
     rules.head("lm_head", model_config)
+    rules.key_heads = heads.keys
     rules.draws_apart(attention, "DenseReluDense\\.dropout")
     return rules.config()

@@ -1,0 +1,110 @@
+"""Which key and value heads of a cache each shard has, and where a cache holds them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.parallel.auto.rules import Config
+
+HEAD_DIM = 1
+"""Of keys and values (batch, heads, tokens, width)."""
+Place = tuple[Any, Any]
+"""A container, and the key of a tensor in it."""
+
+
+@dataclass(frozen=True)
+class CacheHeads:
+    """What each shard has of the keys and values of the model that was split.
+
+    key_heads: its heads by rank, in its order; None: all of them. is_known: whether the plan says
+    so. full_gradients: see `Config`.
+    """
+
+    key_heads: tuple[tuple[int, ...], ...] | None = None
+    is_known: bool = True
+    full_gradients: bool = False
+
+    @classmethod
+    def of(cls, config: Config) -> "CacheHeads":
+        is_known = config.key_heads is not None or not config.has_heads_apart
+        return cls(config.key_heads, is_known, config.full_gradients)
+
+    @property
+    def are_apart(self) -> bool:
+        return self.key_heads is not None or not self.is_known
+
+    def is_whole(self, kind: str, rank: int | None, tensor: Tensor) -> bool:
+        """Whether keys or values in a `kind` have the heads of all shards; else those of `rank`.
+
+        Raises:
+            LayoutError: they have another number of heads, or the plan does not say which.
+        """
+        num = tensor.shape[HEAD_DIM]
+        if not self.is_known:
+            raise LayoutError(
+                f"a {kind} with keys of {num} heads was filled before it came to the split model, "
+                f"whose plan splits heads and does not say which; pass key_heads to its Config, or "
+                f"begin with an empty cache"
+            )
+        if self.key_heads is None:
+            return True
+        total = max(map(max, self.key_heads)) + 1
+        if num == total:
+            return True
+        if rank is not None and num == len(self.key_heads[rank]):
+            return False
+        raise LayoutError(
+            f"a {kind} has keys of {num} heads, but the model that was split has {total}; pass a "
+            f"cache that this model or the unsplit one has filled, or begin with an empty one"
+        )
+
+    def part(self, tensor: Tensor, rank: int) -> Tensor:
+        """Of keys or values of all heads those of `rank`."""
+        if self.key_heads is None:
+            return tensor.detach() if self.full_gradients and rank > 0 else tensor
+        mine = torch.tensor(self.key_heads[rank], device=tensor.device)
+        return tensor.index_select(HEAD_DIM, mine)
+
+
+def filled_places(value: Any, apart: bool) -> list[Place]:
+    """Where a cache holds keys and values.
+
+    Raises:
+        LayoutError: shards have heads `apart`, and it holds something in another form, such as
+            quantised.
+    """
+    places: list[Place] = []
+    for name in ("layers", "key_cache", "value_cache"):  # the last two until transformers 4.53
+        for each in caches_in(value):
+            held = vars(each).get(name)
+            for at, layer in enumerate(held if isinstance(held, list) else ()):
+                places += [(held, at)] if name != "layers" else _places_of_layer(layer, apart)
+    return [(at, key) for at, key in places if holds_numbers(at[key])]
+
+
+def caches_in(value: Any) -> list[Any]:
+    both = ("self_attention_cache", "cross_attention_cache")
+    return [value, *(getattr(value, name) for name in both if hasattr(value, name))]
+
+
+def _places_of_layer(layer: Any, apart: bool) -> list[Place]:
+    held = vars(layer)
+    others = [n for n, x in held.items() if n not in ("keys", "values") and holds_numbers(x)]
+    if others and apart:
+        raise LayoutError(
+            f"a {type(layer).__name__} was filled before it came to the split model, and of its "
+            f"{', '.join(others)} no part of a shard is known; begin with an empty cache"
+        )
+    return [(held, name) for name in ("keys", "values") if name in held]
+
+
+def holds_numbers(value: Any) -> bool:
+    """Whether it is a tensor, more than a count, or has such in it."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        return any(map(holds_numbers, value))
+    return isinstance(value, Tensor) and value.numel() > 1
