@@ -120,7 +120,7 @@ def _data_keys(
     if reads_text:
         keys["data.dtype"] = plain.dtype
     if not reads_text or folder is None:
-        keys["data.cache"] = "null"
+        keys |= {"data.cache": "null", "data.bos": "auto", "data.eos": "auto"}
     return keys
 
 

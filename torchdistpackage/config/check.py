@@ -30,6 +30,7 @@ from torchdistpackage.config.slurm import (
     job_geometry,
     problems,
 )
+from torchdistpackage.config.text_ends import text_ends
 from torchdistpackage.errors import ConfigError, DataError
 
 _SECTIONS = tuple(RunConfig.model_fields)
@@ -173,7 +174,9 @@ def _of_tokenizer(config: RunConfig) -> Iterator[str]:
             if (hf := config.model.hf) is not None:
                 fix = f"use the tokenizer of {hf}"
             yield f"{folder} has {size} ids, but model.vocab is {vocab}; {fix}"
-        if config.data.field == "messages" and chat_template(file.parent) is None:
+        if config.data.field != "messages":
+            text_ends(file, config.data.bos, config.data.eos)
+        elif chat_template(file.parent) is None:
             yield no_chat_template(file.parent)
     except DataError as error:
         yield str(error).removeprefix("data.tokenizer ")

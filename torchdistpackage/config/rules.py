@@ -219,6 +219,19 @@ def _tokenizer_is_for_text(c: RunConfig, world_size: int | None) -> str | None:
     return None
 
 
+@rule("data.bos", "data.eos", "data.tokenizer", "data.field")
+def _ends_are_added_to_texts(c: RunConfig, world_size: int | None) -> str | None:
+    for key, value in (("data.bos", c.data.bos), ("data.eos", c.data.eos)):
+        if value == "on" and c.data.tokenizer is None:
+            return f"{key}=on, but without data.tokenizer there is no such token; leave it out"
+        if value == "on" and c.data.field == "messages":
+            return (
+                f"{key}=on, but with data.field=messages the chat template writes all special "
+                f"tokens; leave it out"
+            )
+    return None
+
+
 @rule("data.document_masks", "data.tokenizer", "model.name", "model.target")
 def _documents_are_known(c: RunConfig, world_size: int | None) -> str | None:
     if not c.data.document_masks:

@@ -85,7 +85,7 @@ def perform(
 def write_texts(model: StagedModel, request: GenerateRequest, write: Write) -> None:
     """Each prompt and what follows it, token by token."""
     path = request.tokenizer
-    codec = ByteCodec() if path is None else TokenizerCodec(path, special=False)
+    codec = ByteCodec() if path is None else TokenizerCodec(path)
     timeout_s = start_timeout_s(model.plan.config)
     for number, (text, prompt) in enumerate(zip(request.texts, request.prompts, strict=True), 1):
         if len(request.texts) > 1:

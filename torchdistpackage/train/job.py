@@ -300,7 +300,8 @@ def run_folder(config: RunConfig) -> Path:
 def text_source(config: RunConfig) -> TextSource:
     """What a run with data.tokenizer has tokenized."""
     data = config.data
-    return TextSource(data.name or "", data.path or "", data.tokenizer or "", data.field)
+    where = data.name or "", data.path or "", data.tokenizer or ""
+    return TextSource(*where, data.field, data.bos, data.eos)
 
 
 def token_cache_folder(config: RunConfig) -> Path:
