@@ -89,6 +89,8 @@ PURE_FILES = (
     "train/submitit_task.py",
     "train/inference_request.py",
     "train/prompts.py",
+    "train/split.py",
+    "train/texts.py",
     "train/token_cache.py",
     "train/trace_file.py",
     "cli/*.py",

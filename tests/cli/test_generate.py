@@ -16,8 +16,8 @@ from torchdistpackage.cli import _inference
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import loads
 from torchdistpackage.train.inference_request import GenerateRequest
-from torchdistpackage.train.job import text_source
 from torchdistpackage.train.prompts import TokenizerCodec
+from torchdistpackage.train.texts import text_source
 from torchdistpackage.train.token_cache import tokenized
 
 FLOAT64 = "precision.dtype=float64"

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchdistpackage.config.data_split import split_at_end
 from torchdistpackage.errors import DataError
 
 
@@ -230,7 +231,7 @@ def _place(name: str) -> float:
 
 
 def _split_at_end(ids: Ids, val_fraction: float) -> Corpus:
-    cut = len(ids) - round(len(ids) * val_fraction)
+    cut, _ = split_at_end(len(ids), val_fraction)
     return Corpus(ids[:cut], ids[cut:])
 
 

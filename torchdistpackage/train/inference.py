@@ -33,11 +33,12 @@ from torchdistpackage.train.inference_request import (
     RankRefusal,
     TrainedWeights,
 )
-from torchdistpackage.train.job import CHECKPOINTS, add_user_code, text_source, token_cache_folder
+from torchdistpackage.train.job import CHECKPOINTS, add_user_code
 from torchdistpackage.train.packing import PackedDataset
 from torchdistpackage.train.plan import Plan, make_plan
 from torchdistpackage.train.prompts import ByteCodec, GrowingText, TokenizerCodec
 from torchdistpackage.train.staged_model import StagedModel
+from torchdistpackage.train.texts import text_source, token_cache_folder
 from torchdistpackage.train.token_cache import tokenized
 
 Answer = EvalResult | RankRefusal | None
