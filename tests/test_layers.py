@@ -88,6 +88,7 @@ PURE_FILES = (
     "train/stop.py",
     "train/submitit_task.py",
     "train/inference_request.py",
+    "train/mapped.py",
     "train/prompts.py",
     "train/split.py",
     "train/texts.py",

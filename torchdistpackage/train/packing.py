@@ -86,9 +86,10 @@ class PackedDataset:
         the CPU; targets of -100 do not count.
 
         Raises:
-            DataError: no such split or data index.
+            DataError: no such split or data index, or a file became shorter.
         """
         check_place(split, data_index, num_data)
+        self.text.check()
         # training steps are counted from 1, batches of a validation from 0
         before = (step - 1 if split == "train" else step) * self._global_batch
         number, per_epoch = before + first + data_index * per_rank, self.num_samples[split]

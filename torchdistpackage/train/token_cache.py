@@ -47,6 +47,7 @@ from torchdistpackage.train.documents import (
     documents_of,
     files_of,
 )
+from torchdistpackage.train.mapped import MappedFile
 
 _FORMAT = 3
 _AT_ONCE = 512
@@ -74,6 +75,12 @@ class TokenizedText:
     vocab: int
     eos: int | None
     files: list[tuple[str, int]]
+    mapped: tuple[MappedFile, ...]
+
+    def check(self) -> None:
+        """Before a read of tokens or counted: raises DataError if their file became shorter."""
+        for file in self.mapped:
+            file.check()
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
@@ -302,8 +309,11 @@ def _read(folder: Path) -> TokenizedText:
         types = {"tokens": meta["dtype"], "ends": "int64", "places": "float64"}
         if (folder / "counted.bin").exists():
             types |= {"counted": "uint8", "prompts": "int64"}
+        paths = {name: folder / f"{name}.bin" for name in types}
+        # only these are read again and again
+        mapped = tuple(MappedFile.of(paths[n]) for n in ("tokens", "counted") if n in paths)
         found = {
-            name: np.asarray(np.memmap(folder / f"{name}.bin", dtype, mode="r"))
+            name: np.asarray(np.memmap(paths[name], dtype, mode="r"))
             for name, dtype in types.items()
         }
         files = [(str(name), int(first)) for name, first in meta["files"]]
@@ -317,4 +327,4 @@ def _read(folder: Path) -> TokenizedText:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"the cache entry {folder} is damaged ({error}); remove it") from error
     masks = found.get("counted"), found.get("prompts")
-    return TokenizedText(folder, tokens, ends, places, *masks, vocab, eos, files)
+    return TokenizedText(folder, tokens, ends, places, *masks, vocab, eos, files, mapped)
