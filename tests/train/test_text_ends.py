@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from tests.train import parity
 from tests.train.texts import json_lines, pairs, save_lines, save_tokenizer, sentences
 from torchdistpackage.config.check import wrong_files
 from torchdistpackage.config.load import loads
 from torchdistpackage.config.text_ends import text_ends
-from torchdistpackage.errors import ConfigError, DataError
+from torchdistpackage.errors import DataError
 from torchdistpackage.train.documents import TextSource
 from torchdistpackage.train.packing import PackedDataset
 from torchdistpackage.train.token_cache import tokenized
@@ -119,22 +118,6 @@ def test_a_token_that_is_not_there_is_refused_before_ranks_start(tmp_path):
     for eos in ("auto", "on"):
         assert "'<end>', which is no token of tokenizer.json" in refused(eos=eos)
     assert documents(replace(source, eos="off"), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "text"),
-    [
-        (["data.bos=on"], "data.bos=on, but without data.tokenizer there is no such token"),
-        (["data.name=text", "data.path=x", "data.eos=on"], "data.eos=on, but without"),
-        (
-            ["data={name: jsonl, path: x, tokenizer: t, field: messages, bos: on}"],
-            "data.bos=on, but with data.field=messages the chat template writes all special",
-        ),
-    ],
-)
-def test_choices_without_a_meaning_are_refused(overrides, text):
-    with pytest.raises(ConfigError, match=text):
-        parity.config(overrides)
 
 
 def test_a_chat_has_the_tokens_of_its_template_alone(tmp_path):
