@@ -66,19 +66,25 @@ def test_ids_have_the_loss_of_transformers(tmp_path, capsys, layout):
 
 
 @pytest.mark.parametrize(
-    "field", ["text", pytest.param("prompt+completion", marks=pytest.mark.full)]
+    ("field", "bos"),
+    [
+        ("text", False),
+        ("text", True),
+        pytest.param("prompt+completion", False, marks=pytest.mark.full),
+        pytest.param("prompt+completion", True, marks=pytest.mark.full),
+    ],
 )
-def test_documents_have_the_masks_of_training(tmp_path, capsys, field):
+def test_documents_have_the_masks_of_training(tmp_path, capsys, field, bos):
     """Neither what begins a document counts, nor a prompt."""
-    source = save_tokenizer(folders.save("llama", tmp_path / "source"), VOCAB)
-    codec = TokenizerCodec(source, special=False)
+    source = save_tokenizer(folders.save("llama", tmp_path / "source"), VOCAB, bos=bos)
+    codec = TokenizerCodec(source)
     texts = [(x[:6], x[6:20]) for x in sentences(5)]
     names = ("text",) if field == "text" else ("prompt", "completion")
     rows = [dict(zip(names, x if len(names) > 1 else x[1:], strict=True)) for x in texts]
     file = save_lines(tmp_path / "data.jsonl", rows)
     tokens, counts = list[int](), list[bool]()
     for prompt, text in texts:
-        before = codec.encode(prompt) if len(names) > 1 else []
+        before = [*[2] * bos, *(codec.encode(prompt) if len(names) > 1 else [])]
         ids = [*before, *codec.encode(text), 1]
         tokens += ids
         counts += [i >= len(before) and i > 0 for i in range(len(ids))]

@@ -14,7 +14,11 @@ from tests.train.texts import save_tokenizer
 from torchdistpackage.checkpoint.manifest import read_manifest
 from torchdistpackage.cli import _inference
 from torchdistpackage.cli.main import main
+from torchdistpackage.config.load import loads
+from torchdistpackage.train.inference_request import GenerateRequest
 from torchdistpackage.train.prompts import TokenizerCodec
+from torchdistpackage.train.texts import text_source
+from torchdistpackage.train.token_cache import tokenized
 
 FLOAT64 = "precision.dtype=float64"
 
@@ -33,7 +37,7 @@ def run(ranks, tmp_path):
 
 def test_a_folder_writes_what_transformers_does_until_its_text_ends(pooled, tmp_path, capsys):
     source = save_tokenizer(folders.save("llama", tmp_path / "source"), VOCAB)
-    codec = TokenizerCodec(source, special=True)
+    codec = TokenizerCodec(source)
     prompt = "alpha beta"
     truth = of_transformers("llama", codec.encode(prompt), 10)
     options = ["--prompt", prompt, "--max-new-tokens", "10", FLOAT64]
@@ -45,6 +49,28 @@ def test_a_folder_writes_what_transformers_does_until_its_text_ends(pooled, tmp_
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, truth[at]]}))
     assert main(["generate", str(source), *options]) == 0
     assert capsys.readouterr().out == f"{prompt}{codec.decode(truth[:at])}\n"
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_prompt_begins_as_documents_do_in_training(tmp_path, monkeypatch, bos):
+    """Of a run and of a folder, with each choice."""
+    asked: list[GenerateRequest] = []
+    monkeypatch.setattr(_inference, "on_ranks", lambda *args: asked.append(args[-1]))
+    folder = save_tokenizer(folders.save("llama", tmp_path / "source"), VOCAB, bos=bos)
+    (tmp_path / "text.txt").write_text("alpha beta")
+    data = {"name": "text", "path": str(tmp_path / "text.txt"), "tokenizer": str(folder)}
+    for choice in ("auto", "off"):
+        text = json.dumps({"model": {"vocab": VOCAB}, "data": {**data, "bos": choice}})
+        config = loads(text)
+        (tmp_path / "resolved.yaml").write_text(config.to_yaml())
+        prompt = ["--prompt", "alpha beta"]
+        assert main(["generate", str(tmp_path), *prompt, "--checkpoint", str(tmp_path)]) == 0
+        assert main(["generate", str(folder), *prompt, f"data.bos={choice}"]) == 0
+        of_run, of_folder = asked[-2:]
+        document = tokenized(text_source(config), tmp_path / "cache").tokens.tolist()
+        assert of_run.prompts == of_folder.prompts == (tuple(document[:-1]),)
+        assert (of_run.prompts[0][0] == 2) == (bos and choice == "auto")
+    assert main(["generate", str(folder), *prompt, "data.bos=on"]) == (0 if bos else 2)
 
 
 def test_several_prompts_of_a_run_one_of_them_in_a_file(pooled, run, tmp_path, capsys):

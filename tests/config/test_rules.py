@@ -278,6 +278,24 @@ def run(**values: Any) -> RunConfig:
             "data.name=jsonl needs data.tokenizer, a folder with tokenizer.json",
         ),
         (
+            {"data__bos": "on"},
+            None,
+            "data.bos",
+            "data.bos=on, but without data.tokenizer there is no such token; leave it out",
+        ),
+        (
+            {
+                "data__name": "jsonl",
+                "data__path": "x",
+                "data__tokenizer": "t",
+                "data__field": "messages",
+                "data__eos": "on",
+            },
+            None,
+            "data.eos",
+            "data.eos=on, but with data.field=messages the chat template writes all special tokens",
+        ),
+        (
             {"data__document_masks": True},
             None,
             "data.document_masks",

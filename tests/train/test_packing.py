@@ -156,10 +156,10 @@ def test_every_layout_sees_the_same_samples_across_epochs(tmp_path, split):
 def test_equal_texts_are_on_one_side_and_sides_share_none(tmp_path):
     texts = sentences(60) * 2
     data = dataset(json_lines(tmp_path, texts), tmp_path, val_fraction=0.3)
-    train, val = ({texts[i] for i in data._documents[s]} for s in ("train", "val"))
+    train, val = ({texts[i] for i in data.split.parts[s].documents} for s in ("train", "val"))
     assert train and val and not train & val and len(train | val) == 60
     few = dataset(json_lines(tmp_path, sentences(2)), tmp_path, val_fraction=1e-9, seq_len=1)
-    assert [len(few._documents[s]) for s in ("train", "val")] == [1, 1]
+    assert [len(few.split.parts[s].documents) for s in ("train", "val")] == [1, 1]
 
 
 def test_files_of_a_folder_are_documents(tmp_path):

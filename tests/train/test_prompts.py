@@ -20,21 +20,17 @@ def test_a_letter_of_several_bytes_is_shown_when_it_is_whole():
 
 
 def test_what_a_tokenizer_makes_of_a_text_comes_back(tmp_path):
-    codec = TokenizerCodec(save_tokenizer(tmp_path), special=False)
+    codec = TokenizerCodec(save_tokenizer(tmp_path))
     assert codec.stop == 1
     parts = shown(codec, "alpha beta", " gamma \u20ac delta")
     assert "".join(parts) == " gamma \u20ac delta" and len(parts) > 4
     assert codec.decode([*codec.encode("alpha"), codec.stop]) == "alpha"
 
 
-def test_a_tokenizer_adds_what_belongs_around_a_text_where_it_is_asked(tmp_path):
-    from tokenizers import Tokenizer, processors
-
-    file = save_tokenizer(tmp_path) / "tokenizer.json"
-    made = Tokenizer.from_file(str(file))
-    made.post_processor = processors.TemplateProcessing(
-        single="<pad> $A", special_tokens=[("<pad>", 0)]
-    )
-    made.save(str(file))
-    plain, special = (TokenizerCodec(file, special=x).encode("alpha") for x in (False, True))
-    assert special == [0, *plain]
+def test_a_prompt_begins_as_a_document_does_and_has_no_end(tmp_path):
+    file = save_tokenizer(tmp_path, bos=True) / "tokenizer.json"
+    plain, begun = (TokenizerCodec(file, bos=x) for x in ((), (2,)))
+    assert begun.encode("alpha") == [2, *plain.encode("alpha")]
+    assert begun.encode("<s>alpha") == plain.encode("<s>alpha") == begun.encode("alpha")
+    assert begun.encode("") == [], "a prompt without a token is refused"
+    assert "".join(shown(begun, "alpha beta", " gamma")) == " gamma"

@@ -12,20 +12,25 @@ WORDS = [
 ]
 
 
-def save_tokenizer(folder: Path, vocab: int = 300) -> Path:
-    """A byte-level BPE in `folder`, as save_pretrained leaves it."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def save_tokenizer(folder: Path, vocab: int = 300, *, bos: bool = False) -> Path:
+    """A byte-level BPE in `folder`, as save_pretrained leaves it. bos: it puts <s>, 2, before each
+    text, as that of Llama 3 does.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
-        special_tokens=["<pad>", "</s>"],
+        special_tokens=["<pad>", "</s>", *["<s>"] * bos],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     made.train_from_iterator([" ".join(WORDS)] * 4, trainer)
+    if bos:
+        around = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+        made.post_processor = processors.Sequence([processors.ByteLevel(), around])
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
     config = {"eos_token": {"content": "</s>"}, "tokenizer_class": "PreTrainedTokenizerFast"}

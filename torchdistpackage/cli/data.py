@@ -7,7 +7,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from torchdistpackage.cli._common import Config, Overrides
 from torchdistpackage.config.load import load
 from torchdistpackage.errors import ConfigError, DataError
-from torchdistpackage.train.job import text_source, token_cache_folder
+from torchdistpackage.train.split import split_documents
+from torchdistpackage.train.texts import text_source, token_cache_folder
 from torchdistpackage.train.token_cache import cut_documents, tokenized
 
 data = typer.Typer(no_args_is_help=True)
@@ -45,5 +46,6 @@ def tokenize(config: Config, overrides: Overrides = None) -> None:
         f"{len(found.tokens):,} tokens of {len(found.ends):,} documents, vocabulary "
         f"{found.vocab:,}, in {found.folder}"
     )
-    if note := cut_documents(found, run.data.seq_len):
+    split = split_documents(found, run.data.val_fraction)
+    for note in filter(None, (split.note, cut_documents(found, run.data.seq_len))):
         typer.echo(f"note: {note}")

@@ -25,7 +25,7 @@ from torchdistpackage.config.schema import DataSection
 from torchdistpackage.errors import DataError
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.train.inference_request import EvalRequest, EvalResult
-from torchdistpackage.train.job import text_source, token_cache_folder
+from torchdistpackage.train.texts import text_source, token_cache_folder
 from torchdistpackage.train.token_cache import tokenized
 
 _COMMAND = "tdp eval"
@@ -120,7 +120,7 @@ def _data_keys(
     if reads_text:
         keys["data.dtype"] = plain.dtype
     if not reads_text or folder is None:
-        keys["data.cache"] = "null"
+        keys |= {"data.cache": "null", "data.bos": "auto", "data.eos": "auto"}
     return keys
 
 

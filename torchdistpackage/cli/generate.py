@@ -11,8 +11,10 @@ from torchdistpackage.bounded import parse_json
 from torchdistpackage.cli import _inference as inference
 from torchdistpackage.cli._common import ListedIn, refusal
 from torchdistpackage.cli._inference import Changes, Checkpoint, Pipe, Target, Tensor, Tokenizer
+from torchdistpackage.config.schema import DataSection
 from torchdistpackage.errors import DataError
 from torchdistpackage.models.registry import model_of
+from torchdistpackage.train.documents import TextSource
 from torchdistpackage.train.inference_request import GenerateRequest, Sampling
 from torchdistpackage.train.prompts import ByteCodec, TokenCodec, TokenizerCodec
 
@@ -77,7 +79,8 @@ def generate(
             f"{target} has no tokenizer, and its tokens are no bytes; give --tokenizer FOLDER"
         )
     else:
-        codec = _codec(folder, source, problems)
+        data = source.own.data if config is None else config.data
+        codec = _codec(folder, source, data, problems)
     encoded = [] if codec is None else [codec.encode(text) for text in texts]
     problems += _prompt_problems(encoded, texts, source.window)
     stops = _stops(source, codec, problems)
@@ -96,16 +99,17 @@ def generate(
 
 
 def _codec(
-    folder: Path | None, source: inference.ModelSource, problems: list[str]
+    folder: Path | None, source: inference.ModelSource, data: DataSection, problems: list[str]
 ) -> TokenCodec | None:
-    """A run learned texts as they are; a folder's model what its tokenizer makes of them."""
+    """What makes ids of prompts as `data` does of documents, whose end is yet to come."""
     if folder is None:
         return ByteCodec()
     if wrong := source.tokenizer_problems(folder):
         problems += wrong
         return None
     try:
-        return TokenizerCodec(folder, special=not source.is_run)
+        ends = TextSource("text", "", str(folder), data.field, data.bos, "off").ends
+        return TokenizerCodec(folder, bos=ends.bos)
     except DataError as error:
         problems.append(str(error))
         return None

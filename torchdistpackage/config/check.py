@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from torchdistpackage.config import rules
+from torchdistpackage.config.data_split import split_at_end, too_few_tokens
 from torchdistpackage.config.errors import Problem
 from torchdistpackage.config.hugging_face import (
     chat_template,
@@ -30,6 +31,7 @@ from torchdistpackage.config.slurm import (
     job_geometry,
     problems,
 )
+from torchdistpackage.config.text_ends import text_ends
 from torchdistpackage.errors import ConfigError, DataError
 
 _SECTIONS = tuple(RunConfig.model_fields)
@@ -158,7 +160,22 @@ def absent_files(config: RunConfig) -> list[Problem]:
 
 def wrong_files(config: RunConfig) -> list[Problem]:
     """What the data section names and is there, but is of no use to this run."""
-    return [config.problem("data.tokenizer", text) for text in _of_tokenizer(config)]
+    found = {"data.tokenizer": _of_tokenizer(config), "data.path": _of_size(config)}
+    return [config.problem(key, text) for key, texts in found.items() for text in texts]
+
+
+def _of_size(config: RunConfig) -> Iterator[str]:
+    """Of one file of bytes or token ids, which is cut near its end."""
+    data = config.data
+    path = Path(data.path or "")
+    if data.name not in ("text", "tokens") or data.tokenizer is not None or not path.is_file():
+        return
+    width = 1 if data.name == "text" else int(data.dtype.removeprefix("uint")) // 8
+    total = path.stat().st_size // width
+    numbers = split_at_end(total, data.val_fraction)
+    for split, number in zip(("train", "val"), numbers, strict=True):
+        if text := too_few_tokens(split, number, data.seq_len, total=total):
+            yield f"{path}: {text}"
 
 
 def _of_tokenizer(config: RunConfig) -> Iterator[str]:
@@ -173,7 +190,9 @@ def _of_tokenizer(config: RunConfig) -> Iterator[str]:
             if (hf := config.model.hf) is not None:
                 fix = f"use the tokenizer of {hf}"
             yield f"{folder} has {size} ids, but model.vocab is {vocab}; {fix}"
-        if config.data.field == "messages" and chat_template(file.parent) is None:
+        if config.data.field != "messages":
+            text_ends(file, config.data.bos, config.data.eos)
+        elif chat_template(file.parent) is None:
             yield no_chat_template(file.parent)
     except DataError as error:
         yield str(error).removeprefix("data.tokenizer ")

@@ -228,7 +228,7 @@ def vocabulary_size(file: Path) -> int:
     Raises:
         DataError: it is no tokenizer of the tokenizers library.
     """
-    found = _mapping(file)
+    found = read_tokenizer(file)
     try:
         vocab = cast(list[Any] | dict[str, int], found["model"]["vocab"])
         added = cast(list[dict[str, int]], found.get("added_tokens") or [])
@@ -237,6 +237,23 @@ def vocabulary_size(file: Path) -> int:
         return max([*ids, *(token["id"] for token in added)], default=-1) + 1
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{file} is no tokenizer of the tokenizers library: {error!r}") from error
+
+
+def read_tokenizer(file: Path) -> dict[str, Any]:
+    """The content of a tokenizer.json; raises DataError if it is no JSON mapping."""
+    return _mapping(file)
+
+
+def token_id(tokenizer: Mapping[str, Any], text: str) -> int | None:
+    """The id of a token in the content of a tokenizer.json; None if it has no such token."""
+    added = cast(list[dict[str, Any]], tokenizer.get("added_tokens") or [])
+    if (number := {x.get("content"): x.get("id") for x in added}.get(text)) is not None:
+        return number
+    model = cast(dict[str, Any], tokenizer.get("model") or {})
+    vocab = cast(list[list[Any]] | dict[str, int], model.get("vocab") or {})
+    if isinstance(vocab, dict):
+        return vocab.get(text)
+    return next((i for i, (token, *_) in enumerate(vocab) if token == text), None)
 
 
 def special_tokens(folder: Path) -> dict[str, str]:

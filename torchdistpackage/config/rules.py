@@ -219,6 +219,27 @@ def _tokenizer_is_for_text(c: RunConfig, world_size: int | None) -> str | None:
     return None
 
 
+@rule("data.bos", "data.tokenizer", "data.field")
+def _bos_is_added_to_texts(c: RunConfig, world_size: int | None) -> str | None:
+    return _added_to_texts("data.bos", c.data.bos, c.data)
+
+
+@rule("data.eos", "data.tokenizer", "data.field")
+def _eos_is_added_to_texts(c: RunConfig, world_size: int | None) -> str | None:
+    return _added_to_texts("data.eos", c.data.eos, c.data)
+
+
+def _added_to_texts(key: str, value: str, data: DataSection) -> str | None:
+    if value == "on" and data.tokenizer is None:
+        return f"{key}=on, but without data.tokenizer there is no such token; leave it out"
+    if value == "on" and data.field == "messages":
+        return (
+            f"{key}=on, but with data.field=messages the chat template writes all special tokens; "
+            f"leave it out"
+        )
+    return None
+
+
 @rule("data.document_masks", "data.tokenizer", "model.name", "model.target")
 def _documents_are_known(c: RunConfig, world_size: int | None) -> str | None:
     if not c.data.document_masks:

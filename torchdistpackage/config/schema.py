@@ -127,6 +127,14 @@ class DataSection(NamedSection):
         default="text",
         description="Field or column; with prompt+completion or messages prompts are masked.",
     )
+    bos: k.TextEnd = Field(
+        default="auto",
+        description="Begin-of-text token before each document; auto: as the tokenizer adds it.",
+    )
+    eos: k.TextEnd = Field(
+        default="auto",
+        description="End-of-text token behind each document; auto: if the tokenizer has one.",
+    )
     cache: k.PathOrNull = Field(
         default=None, description="Folder of tokenized texts; null: tokens in run.dir."
     )

@@ -294,6 +294,7 @@ TextField = Annotated[
     Expected("the name of a field, prompt+completion, or messages"),
 ]
 TokenDtype = Literal["uint8", "uint16", "uint32"]
+TextEnd = Literal["auto", "on", "off"]
 
 
 class Section(BaseModel):

@@ -60,6 +60,11 @@ _CONSEQUENCES = (
 # By which `fail_together` names the rank that raised, on all ranks.
 _ON_RANK = re.compile(r" failed on rank (\d+) on ")
 
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: " (perhaps the kernel, out of memory)",
+    signal.SIGBUS: " (perhaps a mapped file, such as data, became shorter, or /dev/shm is full)",
+}
+
 # Modules whose frames stand before the user's in every traceback and explain nothing.
 _CALLERS = (
     "torchdistpackage.launch.entrypoint",
@@ -146,7 +151,7 @@ def summary(failure: Failure) -> str:
         return f"hang: it {failure.error}"
     code = failure.exit_code
     if failure.kind is FailureKind.SIGNAL and code is not None:
-        hint = " (perhaps the kernel, out of memory)" if code == -signal.SIGKILL else ""
+        hint = _HINTS.get(-code, "")
         name = {s.value: f" ({s.name})" for s in signal.Signals}.get(-code, "")
         return f"killed by signal {-code}{name}{hint}"
     error = f": {failure.error}" if failure.error else ""

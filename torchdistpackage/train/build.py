@@ -40,7 +40,6 @@ from torchdistpackage.train.callbacks import (
     StragglerCheck,
 )
 from torchdistpackage.train.data import DataSource, TokenDataset
-from torchdistpackage.train.job import text_source, token_cache_folder
 from torchdistpackage.train.log import StepLog
 from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.packing import PackedDataset
@@ -50,6 +49,7 @@ from torchdistpackage.train.recompute import recompute_blocks, recompute_within
 from torchdistpackage.train.staged_model import LossFn, StagedModel, TrainStages
 from torchdistpackage.train.step import Trainer, from_user, token_cross_entropy
 from torchdistpackage.train.stop import StopController
+from torchdistpackage.train.texts import text_source, token_cache_folder
 from torchdistpackage.train.token_cache import tokenized
 from torchdistpackage.train.trace import StepTrace
 from torchdistpackage.train.train_state import TrainState
@@ -210,7 +210,7 @@ def build_data(plan: Plan) -> DataSource:
             document_masks=section.document_masks,
         )
     found = read_corpus(section, section.val_fraction)
-    return TokenDataset(
+    data = TokenDataset(
         found.train,
         found.val,
         plan.config.model.vocab,
@@ -218,6 +218,8 @@ def build_data(plan: Plan) -> DataSource:
         num_val=plan.config.train.eval_batches * section.global_batch,
         global_batch=section.global_batch,
     )
+    data.check_length("val")  # now, and not in the first validation
+    return data
 
 
 def read_corpus(section: DataSection, val_fraction: float) -> corpus.Corpus:

@@ -19,18 +19,28 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchdistpackage.config.data_split import split_at_end
 from torchdistpackage.errors import DataError
+from torchdistpackage.train.mapped import MappedFile
 
 
 class ConcatView:
     """`parts`, 1-D arrays of one dtype one after another: read by position and by slices of step 1.
 
     Only the slice that is asked for is copied, and only where it lies in several of them.
+    files: of each part, if it is mapped; a read raises DataError if its file became shorter.
     """
 
-    def __init__(self, parts: Sequence[npt.NDArray], dtype: npt.DTypeLike):
+    def __init__(
+        self,
+        parts: Sequence[npt.NDArray],
+        dtype: npt.DTypeLike,
+        files: Sequence[MappedFile | None] | None = None,
+    ):
         self.dtype = np.dtype(dtype)
-        self._parts = [part for part in parts if len(part)]
+        files = [None] * len(parts) if files is None else files
+        pairs = [(part, file) for part, file in zip(parts, files, strict=True) if len(part)]
+        self._parts, self._files = [part for part, _ in pairs], [file for _, file in pairs]
         self._ends = list(accumulate(map(len, self._parts)))
 
     def __len__(self) -> int:
@@ -45,7 +55,9 @@ class ConcatView:
         pieces = []
         i = bisect_right(self._ends, start)
         while start < stop:
-            part, end = self._parts[i], self._ends[i]
+            part, end, file = self._parts[i], self._ends[i], self._files[i]
+            if file is not None:
+                file.check()
             pieces.append(part[start - end + len(part) : stop - end + len(part)])
             start, i = end, i + 1
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, self.dtype), *pieces])
@@ -118,9 +130,9 @@ def text(path: str | Path, val_fraction: float) -> Corpus:
         if len(names) > 1:
             return _split_by_file(path, names, val_fraction)
         path = path / names[0]
-    ids = _map(path, "uint8")
+    ids, file = _map(path, "uint8")
     _check_text(path, ids[:_HEAD_BYTES].tobytes())
-    return _split_at_end(ids, val_fraction)
+    return _split_at_end(ids, file, val_fraction)
 
 
 def tokens(path: str | Path, dtype: str, val_fraction: float) -> Corpus:
@@ -133,7 +145,7 @@ def tokens(path: str | Path, dtype: str, val_fraction: float) -> Corpus:
     """
     if dtype not in TOKEN_DTYPES:
         raise DataError(f"token ids of type {dtype!r} in {path}; use {', '.join(TOKEN_DTYPES)}")
-    return _split_at_end(_map(Path(path), dtype), val_fraction)
+    return _split_at_end(*_map(Path(path), dtype), val_fraction)
 
 
 def entropies(train: Ids, val: Ids, vocab: int = BYTE_VOCAB) -> tuple[float, float]:
@@ -199,27 +211,31 @@ def _split_by_file(root: Path, names: Sequence[str], val_fraction: float) -> Cor
     if len(in_val) == len(names):
         in_val.remove(max(names, key=lambda name: place[name]))
     contents = _contents(root, names)
-    sides = ([name for name in contents if (name in in_val) is side] for side in (False, True))
-    return Corpus(*(ConcatView([contents[name] for name in side], np.uint8) for side in sides))
+    sides = ([x for name, x in contents.items() if (name in in_val) is s] for s in (False, True))
+    return Corpus(*(ConcatView([x for x, _ in s], np.uint8, [f for _, f in s]) for s in sides))
 
 
-def _contents(root: Path, names: Sequence[str]) -> dict[str, npt.NDArray[np.uint8]]:
-    """The bytes of those files that are not as one before them."""
+_Content = tuple[npt.NDArray[np.uint8], MappedFile | None]
+
+
+def _contents(root: Path, names: Sequence[str]) -> dict[str, _Content]:
+    """The bytes of those files that are not as one before them, and the file if it is mapped."""
     sizes = {name: _text_size(root / name) for name in names}
     mapped = set(sorted(names, key=sizes.__getitem__, reverse=True)[:MOST_MAPPED])
     of_size = Counter(sizes.values())
-    found: dict[str, npt.NDArray[np.uint8]] = {}
+    found: dict[str, _Content] = {}
     seen: set[bytes] = set()
     for name, size in sizes.items():
         if not size:
             continue
-        content = _whole(root / name, size, mapped=name in mapped)
+        file = MappedFile.of(root / name) if name in mapped else None
+        content = _whole(root / name, size, mapped=file is not None)
         if of_size[size] > 1:
             digest = hashlib.blake2b(content.data).digest()
             if digest in seen:
                 continue
             seen.add(digest)
-        found[name] = content
+        found[name] = content, file
     return found
 
 
@@ -229,9 +245,9 @@ def _place(name: str) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
-def _split_at_end(ids: Ids, val_fraction: float) -> Corpus:
-    cut = len(ids) - round(len(ids) * val_fraction)
-    return Corpus(ids[:cut], ids[cut:])
+def _split_at_end(ids: npt.NDArray, file: MappedFile, val_fraction: float) -> Corpus:
+    cut, _ = split_at_end(len(ids), val_fraction)
+    return Corpus(*(ConcatView([side], ids.dtype, [file]) for side in (ids[:cut], ids[cut:])))
 
 
 def _text_size(path: Path) -> int:
@@ -255,9 +271,10 @@ def _whole(path: Path, num_bytes: int, *, mapped: bool) -> npt.NDArray[np.uint8]
         raise DataError(f"cannot read {num_bytes} bytes of {path}: {error}") from error
 
 
-def _map(path: Path, dtype: str) -> npt.NDArray[np.unsignedinteger]:
+def _map(path: Path, dtype: str) -> tuple[npt.NDArray[np.unsignedinteger], MappedFile]:
     try:
-        size_bytes = path.stat().st_size
+        file = MappedFile.of(path)
+        size_bytes = file.num_bytes
         width = np.dtype(dtype).itemsize
         if size_bytes == 0:
             raise DataError(f"{path} is empty; is it the right file, and complete?")
@@ -266,7 +283,7 @@ def _map(path: Path, dtype: str) -> npt.NDArray[np.unsignedinteger]:
                 f"{path} has {size_bytes} bytes, which is no whole number of ids of {width} bytes "
                 f"({dtype}); is the file complete, and of another dtype?"
             )
-        return np.asarray(np.memmap(path, dtype, mode="r"))
+        return np.asarray(np.memmap(path, dtype, mode="r")), file
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.random import seed_from
+from torchdistpackage.config.data_split import too_few_tokens
 from torchdistpackage.errors import DataError
 from torchdistpackage.train.corpus import MAX_TABLE_VOCAB, Ids, entropies
 
@@ -88,7 +89,7 @@ class TokenDataset:
         self.num_val = num_val
         self._global_batch = global_batch
         self._ids: dict[str, Ids] = {"train": train, "val": val}
-        self._check_length("train")
+        self.check_length("train")
         for split, ids in self._ids.items():
             if np.iinfo(ids.dtype).max >= vocab:
                 self._check_ids(split, ids[:_CHECK_AT_START], np.zeros(1, np.int64))
@@ -137,17 +138,14 @@ class TokenDataset:
         return (hashed(sample, seed_from("data", seed, step)) % num_starts).astype(np.int64)
 
     def _spaced(self, sample: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        self._check_length("val")
+        self.check_length("val")
         last = len(self._ids["val"]) - self.seq_len - 1
         return (sample % self.num_val) * last // max(self.num_val - 1, 1)
 
-    def _check_length(self, split: str) -> None:
-        if len(self._ids[split]) < self.seq_len + 1:
-            raise DataError(
-                f"the {split} split has {len(self._ids[split])} tokens, but one sample takes "
-                f"{self.seq_len + 1} (data.seq_len {self.seq_len} and the next token); shorten "
-                f"data.seq_len, use more text" + (" or raise data.val_fraction" * (split == "val"))
-            )
+    def check_length(self, split: Split) -> None:
+        """Raises DataError if the split is shorter than one window."""
+        if text := too_few_tokens(split, len(self._ids[split]), self.seq_len):
+            raise DataError(text)
 
     def _check_ids(self, split: str, ids: npt.NDArray, starts: npt.NDArray[np.int64]) -> None:
         """Refuse ids outside the vocabulary; row i of `ids` begins at token starts[i]."""

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchdistpackage.bounded import parse_json
+from torchdistpackage.config.text_ends import TextEnds, text_ends
+from torchdistpackage.config.types import TextEnd
 from torchdistpackage.errors import DataError
 
 PAIRS = "prompt+completion"
@@ -28,13 +30,26 @@ class TextSource:
     """What to tokenize. kind: text, jsonl or parquet; path: a file, or a folder of such files.
 
     field: of a jsonl line or parquet column; `prompt+completion` reads these two, `messages` is a
-    chat. tokenizer: a folder with tokenizer.json, or that file.
+    chat. tokenizer: a folder with tokenizer.json, or that file. bos, eos: see `text_ends`.
     """
 
     kind: str
     path: str
     tokenizer: str
     field: str = "text"
+    bos: TextEnd = "auto"
+    eos: TextEnd = "auto"
+
+    @property
+    def ends(self) -> TextEnds:
+        """What stands around each document; around a chat nothing, as a template has written it.
+
+        Raises:
+            DataError: see `text_ends`.
+        """
+        if self.field == CHAT:
+            return TextEnds()
+        return text_ends(Path(self.tokenizer), self.bos, self.eos)
 
 
 class Document(NamedTuple):

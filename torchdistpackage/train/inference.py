@@ -33,11 +33,12 @@ from torchdistpackage.train.inference_request import (
     RankRefusal,
     TrainedWeights,
 )
-from torchdistpackage.train.job import CHECKPOINTS, add_user_code, text_source, token_cache_folder
+from torchdistpackage.train.job import CHECKPOINTS, add_user_code
 from torchdistpackage.train.packing import PackedDataset
 from torchdistpackage.train.plan import Plan, make_plan
 from torchdistpackage.train.prompts import ByteCodec, GrowingText, TokenizerCodec
 from torchdistpackage.train.staged_model import StagedModel
+from torchdistpackage.train.texts import text_source, token_cache_folder
 from torchdistpackage.train.token_cache import tokenized
 
 Answer = EvalResult | RankRefusal | None
@@ -85,7 +86,7 @@ def perform(
 def write_texts(model: StagedModel, request: GenerateRequest, write: Write) -> None:
     """Each prompt and what follows it, token by token."""
     path = request.tokenizer
-    codec = ByteCodec() if path is None else TokenizerCodec(path, special=False)
+    codec = ByteCodec() if path is None else TokenizerCodec(path)
     timeout_s = start_timeout_s(model.plan.config)
     for number, (text, prompt) in enumerate(zip(request.texts, request.prompts, strict=True), 1):
         if len(request.texts) > 1:

@@ -51,9 +51,9 @@ from torchdistpackage.launch.slurm.run_dir import (
 from torchdistpackage.launch.supervisor import WatchedRank, supervise
 from torchdistpackage.launch.workers import run_local
 from torchdistpackage.lazy import resolve
-from torchdistpackage.train.documents import TextSource
 from torchdistpackage.train.plan import local_procs, make_plan
 from torchdistpackage.train.resume_check import named_folder, refuse_other_model, resumed_from
+from torchdistpackage.train.texts import wrong_texts
 
 WORKER = "torchdistpackage.train.worker"
 WORKER_MAIN = f"{WORKER}:worker_main"
@@ -244,6 +244,8 @@ def _start_ranks(path: str, overrides: list[str], resume: str) -> int:
     modules = unknown_modules(config, os.environ.get("TDP_CODE") or str(Path.cwd()))
     if found := absent_files(config) + wrong_files(config) + modules:
         raise ConfigErrors(path, found)
+    if found := wrong_texts(config):  # the ranks find what is made here
+        raise ConfigErrors(path, found)
     files = RunDir(run_folder(config).absolute())
     with only_writer(files.run):
         if (checkpoint := resumed_from(resume, files.run / CHECKPOINTS)) is not None:
@@ -295,17 +297,6 @@ RESOLVED = "resolved.yaml"
 def run_folder(config: RunConfig) -> Path:
     """`run.dir` / `run.name`."""
     return Path(config.run.dir) / config.run.name
-
-
-def text_source(config: RunConfig) -> TextSource:
-    """What a run with data.tokenizer has tokenized."""
-    data = config.data
-    return TextSource(data.name or "", data.path or "", data.tokenizer or "", data.field)
-
-
-def token_cache_folder(config: RunConfig) -> Path:
-    """Where tokenized texts are kept, for all runs of a folder."""
-    return Path(config.data.cache or Path(config.run.dir) / "tokens")
 
 
 def prepare_folder(config: RunConfig, resume: str) -> Path:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torchdistpackage.comm.random import seed_from
 from torchdistpackage.errors import DataError
 from torchdistpackage.train.data import Split, check_place, hashed
+from torchdistpackage.train.split import SplitPart, split_documents
 from torchdistpackage.train.step import IGNORE
 from torchdistpackage.train.token_cache import TokenizedText
 
@@ -35,7 +36,7 @@ class PackedDataset:
     """Samples of `seq_len` tokens from whole documents; see `DataSource`.
 
     global_batch: samples in a step, or in a batch of a validation. val_fraction: part of the
-    documents that only validation sees, by a hash of their text; it begins again after its last
+    documents that only validation sees, see `split_documents`; it begins again after its last
     sample. 1: all, with no training.
     document_masks: batches come with position_ids, from 0 in each piece of a document, see
     `DataBatch`.
@@ -57,13 +58,8 @@ class PackedDataset:
     ):
         self.text, self.seq_len, self._global_batch = text, seq_len, global_batch
         self._document_masks = document_masks
-        self._starts = text.starts
-        lengths = text.ends - self._starts
-        self._lengths = lengths
+        self.split = split_documents(text, val_fraction)
         self._trains = val_fraction < 1
-        in_val = _in_val(text.places, val_fraction) if self._trains else text.places < 1
-        self._documents = {"train": np.flatnonzero(~in_val), "val": np.flatnonzero(in_val)}
-        self._tokens = {s: int(lengths[found].sum()) for s, found in self._documents.items()}
         self._orders: dict[tuple[str, int, int], DocumentOrder] = {}
         if problems := [*self._problems(vocab), *self._long_prompts()]:
             raise DataError("; ".join(problems))
@@ -71,7 +67,9 @@ class PackedDataset:
     @property
     def num_samples(self) -> dict[str, int]:
         """Samples in an epoch, of each split."""
-        return {split: -(-(n - 1) // self.seq_len) for split, n in self._tokens.items()}
+        return {
+            s: -(-(part.num_tokens - 1) // self.seq_len) for s, part in self.split.parts.items()
+        }
 
     def batch(
         self,
@@ -88,9 +86,10 @@ class PackedDataset:
         the CPU; targets of -100 do not count.
 
         Raises:
-            DataError: no such split or data index.
+            DataError: no such split or data index, or a file became shorter.
         """
         check_place(split, data_index, num_data)
+        self.text.check()
         # training steps are counted from 1, batches of a validation from 0
         before = (step - 1 if split == "train" else step) * self._global_batch
         number, per_epoch = before + first + data_index * per_rank, self.num_samples[split]
@@ -100,13 +99,14 @@ class PackedDataset:
         for row in range(per_rank):
             epoch, sample = divmod(number + row, per_epoch)
             order = self._order(split, seed, epoch if split == "train" else 0)
-            begins = self._fill(order, sample * self.seq_len, ids[row], targets[row])
+            part = self.split.parts[split]
+            begins = self._fill(part, order, sample * self.seq_len, ids[row], targets[row])
             positions[row] = _positions(begins, self.seq_len)
         found = torch.from_numpy(ids), torch.from_numpy(targets)
         return (*found, torch.from_numpy(positions)) if self._document_masks else found
 
     def _fill(
-        self, order: DocumentOrder, at: int, ids: npt.NDArray, targets: npt.NDArray
+        self, part: SplitPart, order: DocumentOrder, at: int, ids: npt.NDArray, targets: npt.NDArray
     ) -> list[int]:
         """The sample that begins at token `at` of an epoch, document by document; where each
         begins in it, what is filled up with zeros too.
@@ -119,11 +119,9 @@ class PackedDataset:
         while at < stop:
             document = int(order.documents[i])
             end = min(int(order.ends[i]), stop)
-            offset = int(self._lengths[document]) - (int(order.ends[i]) - at)
-            source = slice(
-                int(self._starts[document]) + offset,
-                int(self._starts[document]) + offset + end - at,
-            )
+            offset = int(part.lengths[document]) - (int(order.ends[i]) - at)
+            first = int(part.starts[document]) + offset
+            source = slice(first, first + end - at)
             where = slice(at - begin, end - begin)
             begins.append(at - begin)
             tokens[where] = text.tokens[source]
@@ -140,14 +138,15 @@ class PackedDataset:
     def _order(self, split: str, seed: int, epoch: int) -> DocumentOrder:
         key = (split, seed if split == "train" else 0, epoch)
         if key not in self._orders:
-            documents = self._documents[split]
+            part = self.split.parts[split]
+            documents = part.documents
             if split == "train":
                 keys = hashed(documents, seed_from("documents", seed, epoch))
                 documents = documents[np.argsort(keys, kind="stable")]
                 # two epochs at most: a step may reach into the next one
                 kept = [k for k in self._orders if k[0] == split][-1:]
                 self._orders = {k: o for k, o in self._orders.items() if k[0] != split or k in kept}
-            self._orders[key] = DocumentOrder(documents, np.cumsum(self._lengths[documents]))
+            self._orders[key] = DocumentOrder(documents, np.cumsum(part.lengths[documents]))
         return self._orders[key]
 
     def _problems(self, vocab: int) -> list[str]:
@@ -157,14 +156,7 @@ class PackedDataset:
                 f"the tokenizer has {self.text.vocab} ids, but model.vocab is {vocab}; set "
                 f"model.vocab to {self.text.vocab} or more"
             )
-        for split, number in self._tokens.items():
-            if self._trains and number < self.seq_len + 1:
-                problems.append(
-                    f"the {split} split has {number} tokens in {len(self._documents[split])} "
-                    f"documents, but one sample takes {self.seq_len + 1}; shorten data.seq_len, or "
-                    f"use more text" + " or a larger data.val_fraction" * (split == "val")
-                )
-        return problems
+        return [*problems, *(self.split.problems(self.seq_len) if self._trains else ())]
 
     def _long_prompts(self) -> list[str]:
         """Of documents whose prompt alone fills a sample."""
@@ -184,13 +176,3 @@ def _positions(begins: list[int], seq_len: int) -> npt.NDArray[np.int64]:
     inside = np.asarray([x for x in begins if x < seq_len], np.int64)
     first[inside] = inside
     return np.arange(seq_len) - np.maximum.accumulate(first)
-
-
-def _in_val(places: npt.NDArray[np.float64], val_fraction: float) -> npt.NDArray[np.bool_]:
-    """By their hash; with few documents at least one on each side, where there are two texts."""
-    in_val = places < val_fraction
-    if not in_val.any():
-        in_val = places == places.min()
-    if in_val.all():
-        in_val = places != places.max()
-    return in_val

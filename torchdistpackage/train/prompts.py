@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from torchdistpackage.config.text_ends import TextEnds
 from torchdistpackage.train.token_cache import load_tokenizer
 
 _BYTES = 256
@@ -16,7 +17,9 @@ class TokenCodec(Protocol):
 
     stop: int | None
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """None of a text without a token."""
+        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Without special tokens, and without ids that stand for nothing."""
@@ -36,19 +39,20 @@ class ByteCodec:
 
 
 class TokenizerCodec:
-    """A tokenizer.json. special: add what the tokenizer puts around a text, such as its begin.
+    """A tokenizer.json. bos: ids that stand before each text, see `text_ends`.
 
     Raises:
         DataError: the tokenizers library is missing, or the file is none of its.
     """
 
-    def __init__(self, path: str | Path, *, special: bool):
+    def __init__(self, path: str | Path, *, bos: tuple[int, ...] = ()):
         self._tokenizer: Any
         self._tokenizer, self.stop = load_tokenizer(Path(path))
-        self._special = special
+        self._ends = TextEnds(bos)
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=self._special).ids
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._ends.around(ids) if ids else []
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)

@@ -32,10 +32,10 @@ import numpy.typing as npt
 from torchdistpackage.bounded import parse_json
 from torchdistpackage.config.hugging_face import (
     described_by,
-    special_tokens,
     tokenizer_file,
     vocabulary_size,
 )
+from torchdistpackage.config.text_ends import TextEnds, end_of_text
 from torchdistpackage.errors import DataError
 from torchdistpackage.train.chat import ChatTemplate
 from torchdistpackage.train.documents import (
@@ -47,14 +47,13 @@ from torchdistpackage.train.documents import (
     documents_of,
     files_of,
 )
+from torchdistpackage.train.mapped import MappedFile
 
 _FORMAT = 3
 _AT_ONCE = 512
 """Documents that the tokenizer's threads get together."""
 MOST_PROBLEMS = 20
 """Lines named in one error."""
-_ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
-"""Names of the end of text, where no file of the tokenizer says which it is."""
 
 Progress = Callable[[int, int], None]
 """Told (bytes of text read, of all) now and then."""
@@ -76,6 +75,12 @@ class TokenizedText:
     vocab: int
     eos: int | None
     files: list[tuple[str, int]]
+    mapped: tuple[MappedFile, ...]
+
+    def check(self) -> None:
+        """Before a read of tokens or counted: raises DataError if their file became shorter."""
+        for file in self.mapped:
+            file.check()
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
@@ -108,15 +113,15 @@ def tokenized(source: TextSource, cache: Path, progress: Progress | None = None)
         DataError: a file or the tokenizer is missing or wrong, by file and line; of many wrong
             lines the first ones.
     """
-    vocabulary = tokenizer_file(Path(source.tokenizer))
+    vocabulary, ends = tokenizer_file(Path(source.tokenizer)), source.ends
     files = files_of(source.kind, Path(source.path))
-    folder = cache / _digest(source, vocabulary, files)
+    folder = cache / _digest(source, ends, vocabulary, files)
     if not folder.exists():
         try:
             cache.mkdir(parents=True, exist_ok=True)
             with _locked(cache / f"{folder.name}.lock"):
                 if not folder.exists():
-                    _make(source, vocabulary, files, folder, progress)
+                    _make(source, ends, vocabulary, files, folder, progress)
         except OSError as error:
             raise DataError(f"cannot write the cache {folder}: {error.strerror}") from error
     return _read(folder)
@@ -141,20 +146,15 @@ def load_tokenizer(path: Path) -> tuple[Any, int | None]:
         raise DataError(f"{file} is no tokenizer of the tokenizers library: {error}") from error
     found.no_padding()
     found.no_truncation()
-    return found, _eos(found, file.parent)
+    return found, end_of_text(file)
 
 
-def _eos(tokenizer: Any, folder: Path) -> int | None:
-    if (name := special_tokens(folder).get("eos_token")) is not None:
-        return tokenizer.token_to_id(name)
-    ids = (tokenizer.token_to_id(name) for name in _ENDS)
-    return next((number for number in ids if number is not None), None)
-
-
-def _digest(source: TextSource, vocabulary: Path, files: list[Path]) -> str:
+def _digest(source: TextSource, ends: TextEnds, vocabulary: Path, files: list[Path]) -> str:
     """Of contents, not of times: a copy elsewhere finds the same entry."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(f"{_FORMAT} {source.kind} {source.field} {len(files)}".encode())
+    if ends.bos or source.eos == "off":  # else as in entries that are older than the choice
+        digest.update(f" {ends.bos} {ends.eos}".encode())
     beside = described_by(vocabulary.parent, chat=source.field == CHAT)
     for path in (vocabulary, *beside, *files):
         try:
@@ -175,15 +175,14 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _make(
-    source: TextSource, vocabulary: Path, files: list[Path], folder: Path, progress: Progress | None
+    source: TextSource,
+    ends: TextEnds,
+    vocabulary: Path,
+    files: list[Path],
+    folder: Path,
+    progress: Progress | None,
 ) -> None:
     tokenizer, eos = load_tokenizer(vocabulary)
-    name = special_tokens(vocabulary.parent).get("eos_token")
-    if eos is None and name is not None and source.field != CHAT:
-        raise DataError(
-            f"the eos_token of {vocabulary.parent} is {name!r}, which is no token of "
-            f"{vocabulary.name}, so no document would end; name one that is, or none"
-        )
     reader = ChatTemplate(vocabulary.parent).document if source.field == CHAT else None
     vocab = vocabulary_size(vocabulary)
     draft = folder.with_name(f"{folder.name}.{os.getpid()}.draft")
@@ -192,9 +191,7 @@ def _make(
     try:
         with ExitStack() as stack:
             writer = _Writer(draft, vocab, stack, masks=source.field in (CHAT, PAIRS))
-            # a template has written the end of a chat already
-            end = [] if eos is None or source.field == CHAT else [eos]
-            origins = _write(source, reader, tokenizer, end, files, writer, progress)
+            origins = _write(source, reader, tokenizer, ends, files, writer, progress)
         if not writer.num_tokens:
             raise DataError(f"{source.path} holds no token; put texts there")
         meta = {"source": asdict(source), "dtype": writer.dtype.name, "vocab": vocab, "eos": eos}
@@ -230,7 +227,7 @@ def _write(
     source: TextSource,
     reader: Reader | None,
     tokenizer: Any,
-    end: list[int],
+    ends: TextEnds,
     files: list[Path],
     writer: _Writer,
     progress: Progress | None,
@@ -249,7 +246,7 @@ def _write(
             problems += [str(x) for x in batch if isinstance(x, DataError)]
             where = f"{path}: documents {number + 1} to {number + len(batch)}"
             if not problems:  # else the rest is only looked through
-                encoded = _encoded(tokenizer, documents, end, where)
+                encoded = _encoded(tokenizer, documents, ends, where)
                 for document, (ids, counted) in zip(documents, encoded, strict=True):
                     writer.add(document, ids, counted)
             number += len(batch)
@@ -266,9 +263,9 @@ def _write(
 
 
 def _encoded(
-    tokenizer: Any, batch: list[Document], end: list[int], where: str
+    tokenizer: Any, batch: list[Document], ends: TextEnds, where: str
 ) -> Iterator[tuple[npt.NDArray, npt.NDArray[np.uint8]]]:
-    """(ids, 1 where one counts) of each document, with `end` behind it."""
+    """(ids, 1 where one counts) of each document, with `ends` around it."""
 
     def encode(texts: list[str]) -> list[Any]:
         try:
@@ -279,9 +276,10 @@ def _encoded(
     in_pairs = any(x.prompt for x in batch)
     prompts = [x.ids for x in encode([x.prompt for x in batch])] if in_pairs else [[]] * len(batch)
     for document, prompt, text in zip(batch, prompts, encode([x.text for x in batch]), strict=True):
-        ids = np.asarray([*prompt, *text.ids, *end], np.int64)
+        ids = np.asarray(ends.around([*prompt, *text.ids]), np.int64)
         counted = np.ones(len(ids), np.uint8)
-        counted[: len(prompt)] = 0
+        if document.prompt:  # with what stands before it
+            counted[: len(ids) - len(text.ids) - len(ends.eos)] = 0
         if document.spans is not None:
             counted[:] = _within(text.offsets, document.spans)
         yield ids, counted
@@ -311,8 +309,11 @@ def _read(folder: Path) -> TokenizedText:
         types = {"tokens": meta["dtype"], "ends": "int64", "places": "float64"}
         if (folder / "counted.bin").exists():
             types |= {"counted": "uint8", "prompts": "int64"}
+        paths = {name: folder / f"{name}.bin" for name in types}
+        # only these are read again and again
+        mapped = tuple(MappedFile.of(paths[n]) for n in ("tokens", "counted") if n in paths)
         found = {
-            name: np.asarray(np.memmap(folder / f"{name}.bin", dtype, mode="r"))
+            name: np.asarray(np.memmap(paths[name], dtype, mode="r"))
             for name, dtype in types.items()
         }
         files = [(str(name), int(first)) for name, first in meta["files"]]
@@ -326,4 +327,4 @@ def _read(folder: Path) -> TokenizedText:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"the cache entry {folder} is damaged ({error}); remove it") from error
     masks = found.get("counted"), found.get("prompts")
-    return TokenizedText(folder, tokens, ends, places, *masks, vocab, eos, files)
+    return TokenizedText(folder, tokens, ends, places, *masks, vocab, eos, files, mapped)

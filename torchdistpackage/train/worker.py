@@ -100,8 +100,9 @@ def _train(
             print_line(note)
     trainer = build(plan, rendezvous.rank, joined.device)
     data = trainer.data if rendezvous.rank == 0 else None
-    if isinstance(data, PackedDataset) and (note := cut_documents(data.text, data.seq_len)):
-        print_line(f"note: {note}")
+    if isinstance(data, PackedDataset):
+        for note in filter(None, (data.split.note, cut_documents(data.text, data.seq_len))):
+            print_line(f"note: {note}")
     if rendezvous.rank == 0 and config.train.recompute != "none":
         # a chain of your own may have no blocks, and a limit may be large enough
         names = ", ".join(trainer.recomputed) or "nothing"
