@@ -7,8 +7,8 @@ from setuptools import find_packages, setup
 PLOT = ["matplotlib>=3.7"]
 TOOLS = ["pytest>=8", "hypothesis>=6", "ruff>=0.9", "pyright[nodejs]>=1.1.390"]
 HF = [
-    "transformers>=4.50",
-    "tokenizers>=0.21",
+    "transformers>=4.56",
+    "tokenizers>=0.22",
     "jinja2>=3.1.6",
     "peft>=0.14",
     "accelerate>=1.2",

@@ -13,7 +13,13 @@ from torchdistpackage.config.check import absent_files, wrong_files
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.models.transformers_layout import layouts, open_folder, shape_of_section
+from torchdistpackage.models.transformers_layout import (
+    global_name,
+    layouts,
+    open_folder,
+    shape_of_section,
+    sources,
+)
 from torchdistpackage.train.plan import make_plan, num_parameters, num_trained, stage_loads
 
 LLAMA = {
@@ -183,6 +189,9 @@ def test_masks_that_older_folders_hold_are_not_read(tmp_path):
     masks = {f"{path}.bias": np.ones((1, 1, 8, 8), bool), f"{path}.masked_bias": np.zeros(1)}
     save_file(held | masks, tmp_path / "model.safetensors")
     assert open_folder(tmp_path, shape).places.keys() == layouts(shape).keys()
+    # as transformers saves it, and called in its modules before that was renamed
+    assert {s.key for parts in sources(shape).values() for s in parts} == held.keys()
+    assert global_name(shape, "embed_out.weight") == "lm_head.weight"
 
 
 def test_a_folder_without_weights_is_refused_but_its_config_is_taken(tmp_path):
@@ -306,3 +315,15 @@ def test_packages_that_are_missing_are_said_before_the_run(tmp_path, monkeypatch
     (problem,) = absent_files(config)
     assert problem.path == "model.lora.target"
     assert problem.text.startswith("needs peft, which is not installed; install the extra hf: pip")
+
+
+@pytest.mark.parametrize("command", [["eval", "--data"], ["generate", "--prompt"]], ids=str)
+def test_packages_that_are_too_old_are_said_before_ranks_load_a_folder(
+    tmp_path, monkeypatch, capsys, command
+):
+    folder_of(tmp_path)
+    named(tmp_path, model_type="mistral")  # of the same names; a Llama is our own GPT
+    monkeypatch.setattr("torchdistpackage.config.packages.version", lambda _: "4.55.0")
+    assert main([command[0], str(tmp_path), command[1], str(tmp_path / "config.json")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "model.hf: needs transformers 4.56 or newer, but transformers 4.55.0 is" in said

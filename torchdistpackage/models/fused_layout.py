@@ -209,7 +209,7 @@ GPT_NEOX = Family(
     _neox_block,
     _last_norm("gpt_neox.final_layer_norm"),
     "gpt_neox.embed_in",
-    other_names={"embed_out.weight": "lm_head.weight"},
+    saved_names={"embed_out.weight": "lm_head.weight"},
 )
 BLOOM = Family(
     _BLOOM,

@@ -297,6 +297,7 @@ def layouts(
 def global_name(shape: TransformersShape, name: str) -> str:
     """Of a parameter that transformers' module calls `name`, with peft's layers in it or not."""
     n, name = shape.kind, name.replace(".base_layer.", ".").replace(".default.", ".")
+    name = n.saved_names.get(name, name)
     is_tied = shape.sizes.tied and name == f"{n.output}.weight"
     return f"{n.table}.weight" if is_tied else name
 
@@ -345,7 +346,11 @@ def sources(shape: TransformersShape) -> dict[str, tuple[Source, ...]]:
     """For each parameter that is trained, by global name in order, the tensor of a folder that it
     is."""
     if shape.lora is None:
-        return {name: (Source(name, layout.shape),) for name, layout in layouts(shape).items()}
+        saved = {name: as_saved for as_saved, name in shape.kind.saved_names.items()}
+        return {
+            name: (Source(saved.get(name, name), layout.shape),)
+            for name, layout in layouts(shape).items()
+        }
     return {
         name: (Source(peft_name(name), layout.shape),)
         for name, layout in layouts(shape).items()
@@ -380,4 +385,4 @@ def open_folder(folder: str | Path, shape: TransformersShape) -> WeightFolder:
     """
     expected = {name: x.shape for name, x in layouts(replace(shape, lora=None)).items()}
     again = f"{shape.kind.output}.weight" if shape.sizes.tied else None
-    return find_tensors(folder, expected, again, shape.kind.other_names)
+    return find_tensors(folder, expected, again, shape.kind.saved_names)
