@@ -216,6 +216,36 @@ def test_tensors_that_are_missing_or_others_are_all_said(tmp_path):
     assert "model.norm.bias is not expected" in text
 
 
+@pytest.mark.parametrize("block_bytes", [1 << 20, 100])
+def test_a_tied_head_that_is_not_the_embedding_is_not_dropped(tmp_path, monkeypatch, block_bytes):
+    """transformers keeps both then, and trains another model than the tied one."""
+    monkeypatch.setattr("torchdistpackage.bounded._BLOCK_BYTES", block_bytes)
+    settings = {**LLAMA, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    shape, hf = shape_of_section({"hf": str(tmp_path)}, 8, False), f"model.hf={tmp_path}"
+    held = {name: np.ones(x.shape, np.float32) for name, x in layouts(shape).items()}
+    table, index = held["model.embed_tokens.weight"], tmp_path / "model.safetensors.index.json"
+    files = {**dict.fromkeys(held, "model.safetensors"), "lm_head.weight": "head.safetensors"}
+    save_file(held, tmp_path / "model.safetensors")
+    index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+    save_file({"lm_head.weight": table}, tmp_path / "head.safetensors")
+    assert open_folder(tmp_path, shape).places.keys() == layouts(shape).keys()
+    other = table.copy()
+    other[-1, -1] = 2
+    for head in (other, table.astype(np.float64)):
+        save_file({"lm_head.weight": head}, tmp_path / "head.safetensors")
+        text = refusal(hf)
+        assert (
+            "config.json ties the output matrix to the embedding, but lm_head.weight in "
+            "head.safetensors differs from model.embed_tokens.weight; set tie_word_embeddings to "
+            "false in config.json to train both"
+        ) in text
+        (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "tie_word_embeddings": False}))
+        assert make_plan(loads("{}", overrides=[hf]), 1).layouts["lm_head.weight"]
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+
+
 def test_a_shard_that_is_missing_is_refused(tmp_path):
     held = folder_of(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")

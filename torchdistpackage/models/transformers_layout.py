@@ -384,5 +384,6 @@ def open_folder(folder: str | Path, shape: TransformersShape) -> WeightFolder:
             of another shape or type.
     """
     expected = {name: x.shape for name, x in layouts(replace(shape, lora=None)).items()}
-    again = f"{shape.kind.output}.weight" if shape.sizes.tied else None
-    return find_tensors(folder, expected, again, shape.kind.saved_names)
+    kind = shape.kind
+    tied = (f"{kind.output}.weight", f"{kind.table}.weight") if shape.sizes.tied else None
+    return find_tensors(folder, expected, tied, kind.saved_names)
