@@ -20,7 +20,13 @@ from torchdistpackage.models.transformers_layout import (
     shape_of_section,
     sources,
 )
-from torchdistpackage.train.plan import make_plan, num_parameters, num_trained, stage_loads
+from torchdistpackage.train.plan import (
+    make_plan,
+    num_parameters,
+    num_trained,
+    stage_loads,
+    too_long,
+)
 
 LLAMA = {
     "model_type": "llama",
@@ -268,6 +274,77 @@ def test_a_plan_says_what_goes_with_what(tmp_path, capsys):
     shape = shape_of_section({"hf": named(tmp_path)}, 8, False)
     count = sum(np.prod(x.shape) for x in layouts(shape).values())
     assert f"{count:,} parameters" in shown
+
+
+MADE_FOR = {
+    "llama, by default": ({}, 2048),
+    "mistral, by default": ({"model_type": "mistral"}, 131072),
+    "plain": ({"max_position_embeddings": 64}, 64),
+    "linear": (
+        {"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        256,
+    ),
+    "llama3": (
+        {
+            "max_position_embeddings": 131072,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+        131072,
+    ),
+    "yarn, counted before": (
+        {
+            "max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        256,
+    ),
+    "no numbers": (
+        {"max_position_embeddings": 64, "rope_scaling": {"factor": "4", "type": "linear"}},
+        64,
+    ),
+    "alibi": ({"model_type": "falcon", "num_attention_heads": 4, "alibi": True}, 1 << 20),
+    "bloom": ({"model_type": "bloom", "num_attention_heads": 4}, 1 << 20),
+}
+
+
+@pytest.mark.parametrize("case", MADE_FOR)
+def test_sequences_longer_than_positions_are_made_for_are_told_of(tmp_path, case):
+    changes, longest = MADE_FOR[case]
+    hf = f"model.hf={named(tmp_path, **changes)}"
+    plans = [
+        make_plan(loads("{}", overrides=[hf, f"data.seq_len={length}"]), 1)
+        for length in (longest, longest + 1)
+    ]
+    fits, beyond = map(too_long, plans)
+    assert fits is None
+    if longest == 1 << 20:  # distances of any length
+        assert beyond is None
+    else:
+        assert beyond is not None
+        assert beyond.startswith(f"data.seq_len={longest + 1}, but the positions of {tmp_path}/")
+        assert f"are made for {longest} tokens" in beyond
+        assert f"set seq_len to {longest} or less" in beyond
+
+
+def test_a_plan_warns_of_sequences_that_are_too_long(tmp_path, capsys):
+    run = tmp_path / "run.yaml"
+    run.write_text(f"model: {{hf: {named(tmp_path, max_position_embeddings=64)}}}\n")
+    assert main(["plan", str(run), "data.seq_len=65"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "warning: data.seq_len=65, but the positions of" in said
+    assert main(["plan", str(run), "data.seq_len=64"]) == 0
+    assert "warning" not in capsys.readouterr().out
 
 
 # -- adapters --------------------------------------------------------------------------------

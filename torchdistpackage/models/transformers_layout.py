@@ -11,11 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchdistpackage.config.hugging_face import read_config
+from torchdistpackage.config.hugging_face import ORIGINAL, read_config, rope_parameters
 from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.layout.layout import HeadSplit, Layout
 from torchdistpackage.layout.partition import either, nearest
+from torchdistpackage.layout.rope import scaled_length
 from torchdistpackage.models.families_layout import FAMILIES
 from torchdistpackage.models.family_layout import Family, Sizes, Weight, Weights
 from torchdistpackage.models.hugging_face_layout import (
@@ -75,6 +76,16 @@ class TransformersShape:
         """The longest sequence that the model is made for; seq_len where config.json has none."""
         found = self.sizes.positions or self.given.get("max_position_embeddings")
         return found if isinstance(found, int) and found > 0 else self.seq_len
+
+    @property
+    def longest_seq_len(self) -> int:
+        """Tokens that its positions are made for, as they are scaled; seq_len if for any number."""
+        positions, rope = self.settings.get("max_position_embeddings"), rope_parameters(self.given)
+        if self.sizes.positions is not None or positions is None or documents_by(self) == "not":
+            return self.num_positions
+        read = rope.get("factor"), rope.get(ORIGINAL, self.given.get(ORIGINAL))
+        factor, original = (x if type(x) in (int, float) and 0 < x <= _MOST else None for x in read)
+        return scaled_length(positions, factor, original)
 
 
 def shape_of_section(
@@ -208,9 +219,6 @@ def can_share(shape: TransformersShape, tensor: int) -> bool:
     if not shape.kind.shares_keys:
         return False
     return tensor % n.kv_heads == 0 and n.heads % tensor == 0
-
-
-GOES_WITH = ("data", "zero", "pipe", "tensor", "sequence_parallel")
 
 
 def goes_with(shape: TransformersShape) -> tuple[tuple[str, str], ...]:
