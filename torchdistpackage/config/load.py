@@ -318,17 +318,29 @@ def _collect(section: type[Section], path: str) -> None:
 _collect(RunConfig, "")
 
 
+_ELSEWHERE = {"batch_size": "data.global_batch", "learning_rate": "optim.lr"}
+"""What other trainers call a key, where ours looks otherwise."""
+_FAR = 0.85
+"""For names of other sections, of which some looks like anything."""
+
+
 def unknown_key(section: str, key: str) -> tuple[str, frozenset[str]]:
     """What to say of a key that `section` does not have, and the paths it may stand for.
 
-    Where a key of that name belongs, else the nearest of the section, or of all, or valid names.
+    Where a key of that name belongs, else the nearest of the section, or one very near of any
+    other, or valid names.
     """
+    if "epoch" in key.lower():
+        length = "train.steps"
+        return f"unknown key; set {length}, of data.global_batch samples each", frozenset({length})
     here = SECTIONS[section].model_fields
     last = {path: path.rpartition(".")[2] for path in (*SECTIONS, *KEYS) if path}
     belongs = [path for path in last if last[path] == key]
     close = nearest(key, here)
     options = belongs + ([f"{section}.{close}".removeprefix(".")] if close else [])
-    if not options and (far := nearest(key, last.values())):
+    if (ours := _ELSEWHERE.get(key)) is not None:
+        options = [ours]
+    if not options and (far := nearest(key, last.values(), _FAR)):
         options = [path for path in last if last[path] == far]
     if not options:
         return f"unknown key; valid here: {', '.join(here)}", frozenset()
