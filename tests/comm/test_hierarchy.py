@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from torchdistpackage.comm import primitives as p
 from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.group_state import state_of
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.transport import hierarchical
 from torchdistpackage.errors import CommError
@@ -93,11 +94,11 @@ def test_ranks_agree_to_the_bit(ranks):
 def others() -> None:
     """What is no large sum goes flat; all of them stand in the record as one call."""
     group, start = by_node([0, 1, 2, 3], [0, 0, 1, 1])
-    rank, num = dist.get_rank(), recorder.line(group).issued
+    rank, num = dist.get_rank(), state_of(group).issued
     assert (start(torch.full((500,), float(rank)), group, p.MAX).wait() == 3).all()
     assert (start(torch.full((CHUNK_BYTES // 8,), 1.0), group, p.SUM).wait() == 4).all()
     assert (start(torch.ones(500), group, p.SUM).wait() == 4).all()
-    assert recorder.line(group).issued == recorder.line(group).done == num + 3
+    assert state_of(group).issued == state_of(group).done == num + 3
     mine = [e for e in recorder.snapshot()["calls"] if e["operation"] == "all_reduce"]
     assert [entry["shape"] for entry in mine[-3:]] == [[500], [CHUNK_BYTES // 8], [500]]
     other = Groups(rank).of([0, 1, 2, 3], use="another")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from torchdistpackage.comm import groups, objects, primitives
-from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.group_state import state_of
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, LayoutError
 
@@ -210,10 +210,10 @@ def beside_gpus() -> None:
         assert got["x"].tolist() == [0, 1, 2]
         assert used == [("broadcast", id(twin))]
         # pickled objects too, whose sizes torch would read from the device one by one
-        members, before = primitives.ranks_of(group), recorder.line(twin).issued
+        members, before = primitives.ranks_of(group), state_of(twin).issued
         assert primitives.gather_objects(dist.get_rank(), group) == list(members)
         assert primitives.broadcast_object(dist.get_rank(), group, members[1]) == members[1]
-        assert recorder.line(group).issued == 0 and recorder.line(twin).issued == before + 2
+        assert state_of(group).issued == 0 and state_of(twin).issued == before + 2
         tpc.destroy()  # and what was made for its groups
         assert group not in groups._on_cpu
         assert twin not in dist.distributed_c10d._world.pg_map

@@ -34,26 +34,30 @@ def test_another_jobs_store_is_passed_over_and_left_as_it_was(start):
     assert (other.num_keys(), torchs.num_keys()) == (2, 0)
 
 
-def join_at(place: tuple[int, str], ports: tuple[int, ...]) -> tuple[int, list[object]]:
-    rank, token = place
+def join_as_told(ports: tuple[int, ...], folder: Path) -> tuple[int, list[object]]:
+    """Where a job of two ranks met, and who is in it; it ends once both jobs have met, as the
+    second one may else meet at the first one's port."""
+    rank, token = int(os.environ["TEST_RANK"]), os.environ["TEST_TOKEN"]
     joined = join(
         Rendezvous(rank, 2, rank, 2, 0, "127.0.0.1", ports, token, "test"), init_timeout_s=15
     )
     said = primitives.gather_objects((token, rank))
+    (folder / f"{token}{rank}").touch()
+    end_s = time.monotonic() + 30
+    while len(list(folder.iterdir())) < 4:
+        assert time.monotonic() < end_s, "the other job has not met"
+        time.sleep(0.01)
     leave()
     return joined.port, said
 
 
-def join_as_told(ports: tuple[int, ...]) -> tuple[int, list[object]]:
-    return join_at((int(os.environ["TEST_RANK"]), os.environ["TEST_TOKEN"]), ports)
-
-
-def test_two_jobs_on_the_same_candidates_never_mix(start):
+def test_two_jobs_on_the_same_candidates_never_mix(start, tmp_path):
     ports = tuple(int(find_free_port()) for _ in range(3))
     told = start(
         join_as_told,
         [{"TEST_RANK": str(r), "TEST_TOKEN": t} for r in (1, 0) for t in ("a", "b")],
         ports,
+        tmp_path,
     )
     at = {said[0][0]: port for port, said in told}
     assert at.keys() == {"a", "b"} and at["a"] != at["b"]

@@ -5,9 +5,9 @@ Read in this order.
 Start           runtime (`setup_distributed`), rendezvous_store (where ranks meet).
 Groups          creation (one group, its time limit, the default group), groups (those of one rank,
                 their companions, and which lost messages), tpc (their names).
-Calls           backends (where gloo and NCCL differ), dtypes, work (a call and what is left of it),
-                primitives (the collectives), transport/ (made of messages on gloo, or swapped by a
-                socket of two ranks).
+Calls           backends (where gloo and NCCL differ), group_state (what is known of a group),
+                dtypes, work (a call and what is left of it),
+                primitives (the collectives), transport/ (made of messages on gloo).
 Autograd        autograd (maps and their transposes), collectives (the public functions).
 Messages        p2p, tensor_meta (descriptions of messages), objects (anything that pickles).
 Watching        flight_recorder (the last calls), debug_checks (calls are compared), moments (time

@@ -22,7 +22,6 @@ class Transport:
     queued: a call returns before it is done and runs later, in order, on a stream of the group;
         `wait()` holds up the current stream and not the host, and p2p tags are ignored.
     direct: parts of a collective go by point-to-point messages, each with a time limit.
-    swapped_bytes: up to here two ranks swap what they add up; -1: never.
     averages: ReduceOp.AVG is there for floats.
     device_type: where tensors must be.
     host_backend: that of a group of the same ranks for what is in host memory, where calls of this
@@ -32,14 +31,12 @@ class Transport:
     name: str
     queued: bool = False
     direct: bool = False
-    swapped_bytes: int = -1
     averages: bool = False
     device_type: str = "cpu"
     host_backend: str = "gloo"
 
 
-# a swap takes a quarter of what gloo's all_reduce does
-GLOO = Transport("gloo", direct=True, swapped_bytes=2**16)
+GLOO = Transport("gloo", direct=True)
 NCCL = Transport("nccl", queued=True, averages=True, device_type="cuda")
 _transports = {"gloo": GLOO, "nccl": NCCL}
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm.backends import device_of, transport_of
-from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.group_state import drop_states, state_of
 from torchdistpackage.errors import CommError, LaunchError
 from torchdistpackage.launch.failure import Failure, FailureKind, to_json
 from torchdistpackage.launch.files import atomic_write
@@ -126,7 +126,7 @@ def mark_made(group: Group, store: dist.Store, name: str) -> None:
 def end(group: Group) -> None:
     """End a group, once each member has it."""
     await_members(group)
-    recorder.forget(group)
+    drop_states(group)
     dist.destroy_process_group(group)
 
 
@@ -210,8 +210,8 @@ def set_timeout(group: Group, seconds: float) -> None:
     """How long a later operation of the group may take before it fails."""
     limit = timedelta(seconds=seconds)
     _set_timeout(limit, group)
-    if recorder.line(group).direct:  # with a limit, a wait on NCCL would block the host
-        recorder.limit(group, limit)
+    if state_of(group).direct:  # with a limit, a wait on NCCL would block the host
+        state_of(group).limit = limit
 
 
 # -- the name ----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchdistpackage.comm.backends import device_of
 from torchdistpackage.comm.flight_recorder import dtype_name, recorder
+from torchdistpackage.comm.group_state import state_of
 from torchdistpackage.errors import CommError
 
 TEXT_BYTES = 192
@@ -95,7 +96,7 @@ def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tenso
     device, me = device_of(group), dist.get_rank()
     # both sides of a pair in one order, what goes up first: NCCL knows no tags
     messages = sorted(messages, key=lambda m: (m[0] == "send") != (me < m[2]))
-    tags = (_SENDS, _RECEIVES) if recorder.line(group).direct else (0, 0)
+    tags = (_SENDS, _RECEIVES) if state_of(group).direct else (0, 0)
     described = [f"{what} {dtype_name(x.dtype)}{list(x.shape)}" for what, x, _ in messages]
     rooms = [torch.empty(TEXT_BYTES, dtype=torch.uint8, device=device) for _ in messages]
     operations: list[dist.P2POp] = []
@@ -103,7 +104,7 @@ def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tenso
         here, there = tags if what == "send" else reversed(tags)
         operations.append(dist.P2POp(dist.irecv, room, peer, group, there))
         operations.append(dist.P2POp(dist.isend, _written(text).to(device), peer, group, here))
-    limit = recorder.line(group).limit
+    limit = state_of(group).limit
     try:
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait() if limit is None else work.wait(limit)
@@ -131,10 +132,10 @@ def _gathered(mine: Tensor, group: dist.ProcessGroup, described: str) -> list[Te
     try:
         dist.all_gather(seen, mine, group=group)
     except RuntimeError as error:
-        line = recorder.line(group)
+        state = state_of(group)
         raise CommError(
-            f"call number {line.issued + 1} of ranks {line.ranks}, here {described}, could not be "
-            f"compared: a member did not come to it, or refused it, and says why itself: {error}"
+            f"call number {state.issued + 1} of ranks {state.ranks}, here {described}, could not "
+            f"be compared: a member did not come to it, or refused it, and says why itself: {error}"
         ) from error
     return seen
 
@@ -149,14 +150,14 @@ def _told(operation: str, x: Tensor | None, facts: Sequence[object]) -> str:
 
 
 def _difference(group: dist.ProcessGroup, texts: list[str]) -> CommError:
-    ranks, line = dist.get_process_group_ranks(group), recorder.line(group)
+    ranks, state = dist.get_process_group_ranks(group), state_of(group)
     sides: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         sides.setdefault(text, []).append(rank)
     shown = "; ".join(f"{_ranks(who)} {text}" for text, who in sides.items())
-    where = f"the {line.axis} group of ranks" if line.axis else "the group of ranks"
+    where = f"the {state.axis} group of ranks" if state.axis else "the group of ranks"
     return CommError(
-        f"call number {line.issued + 1} over {where} {tuple(ranks)} differs: {shown}; "
+        f"call number {state.issued + 1} over {where} {tuple(ranks)} differs: {shown}; "
         f"all members must make the same calls in the same order"
     )
 

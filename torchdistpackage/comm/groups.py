@@ -38,7 +38,7 @@ from torchdistpackage.comm.creation import (
     ranks_of,
     set_timeout,
 )
-from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.group_state import state_of
 from torchdistpackage.errors import CommError
 from torchdistpackage.layout.derive import Creation
 from torchdistpackage.topology.mesh import Mesh
@@ -170,7 +170,7 @@ def make_duplex_groups(groups: Iterable[Group]) -> None:
         CommError: a member did not come within the time limit of its group.
     """
     for group, _ in for_each_group(groups, lambda group: group, min_size=2):
-        if recorder.line(group).direct:
+        if state_of(group).direct:
             limit = group._get_backend(torch.device("cpu")).options._timeout
             _companion(group, _reverse_groups, "twin", limit.total_seconds())
             deprioritize()  # it is in no record, where others come by

@@ -14,7 +14,8 @@ from torch import Tensor
 from torchdistpackage.comm import debug_checks
 from torchdistpackage.comm.backends import require_host_memory
 from torchdistpackage.comm.dtypes import in_place_of, to_bytes
-from torchdistpackage.comm.flight_recorder import LINE, Call, GroupLog, recorder
+from torchdistpackage.comm.flight_recorder import GROUP, Call, recorder
+from torchdistpackage.comm.group_state import GroupState, state_of
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.work import Work, failed
 from torchdistpackage.errors import CommError
@@ -54,31 +55,31 @@ def start_send(x: Tensor, group: Group, target: int) -> Work:
     other there: post both in one `Post`.
     """
     peer = _peer(group, target, "send to")
-    line = recorder.line(group)
-    if line.direct and not x.is_cpu:
+    state = state_of(group)
+    if state.direct and not x.is_cpu:
         require_host_memory("send", group, x)
-    call = recorder.begin_message("send", line, x, target, recorder.action)
+    call = recorder.begin_message("send", state, x, target, recorder.action)
     try:
         work = group.send([to_bytes(x)], peer, 0)
     except RuntimeError as error:
         raise failed(call, error) from error
-    return Work(x, (work,), (call,), None, call[LINE].limit)
+    return Work(x, (work,), (call,), None, call[GROUP].limit)
 
 
 def start_receive(x: Tensor, group: Group, source: int) -> Work:
     """`receive`, begun; `x` must not be read until `wait()`."""
     peer = _peer(group, source, "receive from")
-    line = recorder.line(group)
-    if line.direct and not x.is_cpu:
+    state = state_of(group)
+    if state.direct and not x.is_cpu:
         require_host_memory("receive", group, x)
     # what is not contiguous, or of a dtype that travels as bytes, arrives in a room of its own
     room = to_bytes(x)
-    call = recorder.begin_message("receive", line, x, source, recorder.action)
+    call = recorder.begin_message("receive", state, x, source, recorder.action)
     try:
         work = group.recv([room], peer, 0)
     except RuntimeError as error:
         raise failed(call, error) from error
-    return Work(x, (work,), (call,), in_place_of(x, room), call[LINE].limit)
+    return Work(x, (work,), (call,), in_place_of(x, room), call[GROUP].limit)
 
 
 _Posted = tuple[str, Tensor, int, object]
@@ -88,11 +89,11 @@ _Posted = tuple[str, Tensor, int, object]
 class Post:
     """Messages of one rank, to be posted together by `go()`."""
 
-    __slots__ = ("_flight", "_group", "_line", "_receives", "_sends")
+    __slots__ = ("_group", "_receives", "_sends", "_state", "_work")
 
     def __init__(self, group: Group, timeout_s: float | None = None):
-        self._group, self._line = group, recorder.line(group)
-        self._flight = Work(limit=_limit(self._line, timeout_s))
+        self._group, self._state = group, state_of(group)
+        self._work = Work(limit=_limit(self._state, timeout_s))
         self._receives: list[_Posted] = []
         self._sends: list[_Posted] = []
 
@@ -101,14 +102,14 @@ class Post:
         for x in tensors:
             if x is not None and x.numel():
                 self._receives.append(("receive", to_bytes(x), source, recorder.action))
-        return self._flight
+        return self._work
 
     def send(self, tensors: Sequence[Tensor | None], target: int) -> Work:
         """Tensors for global rank `target`; they must stay as they are until they have left."""
         for x in tensors:
             if x is not None and x.numel():
                 self._sends.append(("send", to_bytes(x), target, recorder.action))
-        return self._flight
+        return self._work
 
     def go(self) -> Work:
         """Begin all; in the debug mode compare them with the peers' first.
@@ -121,23 +122,23 @@ class Post:
             if x.nbytes > SMALL_BYTES:
                 messages = self._receives + self._sends
                 break
-        flight = self._flight
+        work = self._work
         if not messages:
-            return flight
+            return work
         if recorder.checks:
             debug_checks.agree_messages(self._group, [message[:3] for message in messages])
-        begin, line = recorder.begin_message, self._line
-        made = [begin(what, line, x, peer, action) for what, x, peer, action in messages]
+        begin, state = recorder.begin_message, self._state
+        made = [begin(what, state, x, peer, action) for what, x, peer, action in messages]
         try:
-            flight._works = self._issue(messages)
+            work._works = self._issue(messages)
         except RuntimeError as error:
             raise failed(made[0], error) from error
-        flight._keep, flight._calls = messages, made
-        return flight
+        work._keep, work._calls = messages, made
+        return work
 
     def _issue(self, messages: list[_Posted]) -> list[dist.Work]:
-        group, ranks = self._group, self._line.ranks
-        if not self._line.direct:
+        group, ranks = self._group, self._state.ranks
+        if not self._state.direct:
             # one batch, which NCCL runs as one: its number of works is its own
             return dist.batch_isend_irecv(
                 [
@@ -168,7 +169,7 @@ class P2PChannel:
     (`groups.make_duplex_groups`): a rank that posts on a connection waits while gloo reads from it.
     """
 
-    __slots__ = ("_issue", "_line", "_tag", "_timeout")
+    __slots__ = ("_issue", "_state", "_tag", "_timeout")
 
     def __init__(
         self,
@@ -178,22 +179,22 @@ class P2PChannel:
         tag: int = 0,
         down: Group | None = None,
     ):
-        self._line, mine, down = recorder.line(group), group.rank(), down or group
-        self._tag, self._timeout = tag, _limit(self._line, timeout_s)
+        self._state, mine, down = state_of(group), group.rank(), down or group
+        self._tag, self._timeout = tag, _limit(self._state, timeout_s)
         # a bound method is made once, and not for every message
         self._issue: dict[tuple[str, int], tuple[int, _Issue]] = {}
-        for i, rank in enumerate(self._line.ranks):
+        for i, rank in enumerate(self._state.ranks):
             self._issue["receive", rank] = i, (down if i > mine else group).recv
             self._issue["send", rank] = i, (down if i < mine else group).send
 
     @property
     def is_direct(self) -> bool:
         """Whether messages of the group may go so."""
-        return self._line.direct
+        return self._state.direct
 
     def limit(self, timeout_s: float | None) -> None:
         """How long a message may take from now on."""
-        self._timeout = _limit(self._line, timeout_s)
+        self._timeout = _limit(self._state, timeout_s)
 
     def receive(self, tensors: Sequence[Tensor], source: int) -> Work:
         """Room to be filled by global rank `source`."""
@@ -204,11 +205,11 @@ class P2PChannel:
         return self._begin("send", tensors, target)
 
     def _begin(self, what: str, tensors: Sequence[Tensor], peer: int) -> Work:
-        line, action, (place, issue) = self._line, recorder.action, self._issue[what, peer]
+        state, action, (place, issue) = self._state, recorder.action, self._issue[what, peer]
         made: list[Call] = []
         works: list[dist.Work] = []
         for x in tensors:
-            made.append(recorder.begin_message(what, line, x, peer, action))
+            made.append(recorder.begin_message(what, state, x, peer, action))
             try:
                 works.append(issue([x], place, self._tag))
             except RuntimeError as error:
@@ -216,16 +217,16 @@ class P2PChannel:
         return Work(None, works, made, None, self._timeout, tensors)
 
 
-def _limit(line: GroupLog, timeout_s: float | None) -> timedelta | None:
+def _limit(state: GroupState, timeout_s: float | None) -> timedelta | None:
     # with a limit, a wait on NCCL would block the host; its watchdog has the limit already
-    if not line.direct:
+    if not state.direct:
         return None
-    return timedelta(seconds=timeout_s) if timeout_s else line.limit
+    return timedelta(seconds=timeout_s) if timeout_s else state.limit
 
 
 def _peer(group: Group, rank: int, what: str) -> int:
     """Position of global `rank` in the group."""
-    ranks = recorder.line(group).ranks
+    ranks = state_of(group).ranks
     if rank not in ranks or ranks.index(rank) == group.rank():
         raise CommError(
             f"cannot {what} rank {rank}: it is not another rank of the group of ranks {ranks}; "

@@ -6,8 +6,7 @@ backend become CommError with the operation and the group's ranks in the text. W
 collective returns a `Work`; what goes in must stay as it is until its `wait()`.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from operator import index
 from typing import Any
 
@@ -32,8 +31,9 @@ from torchdistpackage.comm.dtypes import (
     to_reducible,
 )
 from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.group_state import state_of
 from torchdistpackage.comm.groups import on_cpu
-from torchdistpackage.comm.transport.pairwise import GATHERED, REDUCED, SUMMED, pairwise
+from torchdistpackage.comm.transport.pairwise import GATHERED, SUMMED, pairwise
 from torchdistpackage.comm.work import NO_FACTS, Work, run_async, run_sync
 from torchdistpackage.errors import CommError, LayoutError
 
@@ -45,9 +45,9 @@ gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 WAITED_FOR_BYTES = 2**16
-"""Up to this a gather that the host waits for is gloo's own where it is no swap: what it costs is
-waiting, and less of that where a thread of gloo posts the messages than where this one does, which
-then waits for the connection too."""
+"""Up to this an even gather that the host waits for is gloo's own: what it costs is waiting, and
+less of that where a thread of gloo posts the messages than where this one does, which then waits
+for the connection too."""
 
 Sizes = Sequence[int]
 """Lengths along one dim, one for each rank of a group, in its order; some may be 0."""
@@ -133,11 +133,6 @@ def sizes_of_ranks(
     return known
 
 
-def is_swapped(x: Tensor, group: Group) -> bool:
-    """Whether calls on `x` that the host waits for are swaps between two ranks."""
-    return x.nbytes <= recorder.line(group).swapped_bytes
-
-
 # -- collectives, along dim 0 ------------------------------------------------------------
 
 
@@ -153,19 +148,8 @@ def all_reduce(
         return Work(x) if async_op else x
     wire, finish = to_reducible(x, op)
     facts = (str(op),) if recorder.checks else NO_FACTS
-    go, line = run_async if async_op else run_sync, recorder.line(group)
-    if wire.nbytes <= line.swapped_bytes and wire.is_cpu and op == SUM:
-        rooms = [wire, wire]
-        rooms[1 - line.index] = room = torch.empty_like(wire)
-        summed = partial(_add_to, x, wire, room, finish)
-        return go("all_reduce", group, x, facts, summed, pairwise, REDUCED, [wire, wire], rooms)
+    go = run_async if async_op else run_sync
     return go("all_reduce", group, x, facts, finish, dist.all_reduce, wire, op)
-
-
-def _add_to(x: Tensor, wire: Tensor, room: Tensor, finish: Callable[[], Tensor] | None) -> Tensor:
-    with torch.inference_mode(wire.is_inference()):
-        wire.add_(room)
-    return x if finish is None else finish()
 
 
 def start_all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = SUM) -> Work:
@@ -185,13 +169,12 @@ def all_gather(
     """
     if group.size() == 1:
         return Work(x) if async_op else x
-    line, lengths = recorder.line(group), _rows(x, group, sizes, cut=False)
-    direct = line.direct
+    state, lengths = state_of(group), _rows(x, group, sizes, cut=False)
+    direct = state.direct
     is_even = sizes is None or lengths.count(lengths[0]) == len(lengths)
     if direct:
         require_host_memory("all_gather", group, x)
-        waits = is_even and not async_op and x.nbytes <= WAITED_FOR_BYTES
-        direct = not waits or x.nbytes <= line.swapped_bytes
+        direct = not is_even or async_op or x.nbytes > WAITED_FOR_BYTES
     mine, out = to_bytes(x), x.new_empty((sum(lengths), *x.shape[1:]))
     joined = out if mine.dtype is x.dtype else to_bytes(out)
     facts = NO_FACTS if sizes is None else ("rows of each rank", *lengths)
@@ -215,14 +198,14 @@ def reduce_scatter(
     """
     if group.size() == 1:
         return Work(x) if async_op else x
-    line, lengths = recorder.line(group), _rows(x, group, sizes, cut=True)
-    if line.direct:
+    state, lengths = state_of(group), _rows(x, group, sizes, cut=True)
+    if state.direct:
         require_host_memory("reduce_scatter", group, x)
     facts = NO_FACTS if sizes is None else ("rows of each rank", *lengths)
     wire, ask = as_added(x), ("reduce_scatter", group, x, facts)
     go = run_async if async_op else run_sync
-    if line.direct:
-        parts, mine = wire.split_with_sizes(lengths), line.index
+    if state.direct:
+        parts, mine = wire.split_with_sizes(lengths), state.index
         rooms = [part if part is parts[mine] else torch.empty_like(parts[mine]) for part in parts]
         finish = lambda: from_added(added(rooms, mine), x.dtype)  # noqa: E731
         return go(*ask, finish, pairwise, SUMMED, parts, rooms)
@@ -255,7 +238,7 @@ def all_to_all(
     received = sent
     if receive_sizes is not None:
         received = list(sizes_of_ranks(receive_sizes, group, "receive_sizes", CommError))
-    if recorder.line(group).direct:
+    if state_of(group).direct:
         require_host_memory("all_to_all", group, x)
     out = x.new_empty((sum(received), *x.shape[1:]))
     if recorder.checks and send_sizes is not None:

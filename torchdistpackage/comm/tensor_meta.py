@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchdistpackage.comm.backends import require_host_memory
 from torchdistpackage.comm.dtypes import to_bytes
-from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.group_state import state_of
 from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.p2p import P2PChannel
 from torchdistpackage.comm.primitives import Group
@@ -256,7 +256,7 @@ class MetaChannel:
     def __init__(
         self, group: Group, device: torch.device, timeout_s: float | None, *, always: bool
     ):
-        if recorder.line(group).direct:
+        if state_of(group).direct:
             require_host_memory("messages between stages", group, torch.empty(0, device=device))
         self.always, self.device = always, device
         self._wire = P2PChannel(on_cpu(group), timeout_s, tag=TAG)

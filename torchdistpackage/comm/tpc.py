@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchdistpackage.comm.creation import Group, is_joined, ranks_of, world
-from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.group_state import name_axis
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.errors import CommError, LaunchError, TopologyError
 from torchdistpackage.layout.derive import creations
@@ -203,7 +203,7 @@ class ProcessTopology:
         if mode not in found:
             mesh, axes = self._named(mode)
             found[mode] = self.groups.along(mesh, axes)
-            recorder.name(found[mode], mode)
+            name_axis(found[mode], mode)
         return found[mode]
 
     def get_ranks_in_group(self, mode: str) -> list[int]:

@@ -15,7 +15,7 @@ from torchdistpackage.comm import debug_checks
 from torchdistpackage.comm.flight_recorder import (
     ACTION,
     FAILED,
-    LINE,
+    GROUP,
     OPERATION,
     PEER,
     SEQUENCE,
@@ -23,6 +23,7 @@ from torchdistpackage.comm.flight_recorder import (
     WAITING,
     Call,
     recorder,
+    returned,
 )
 from torchdistpackage.errors import CommError
 from torchdistpackage.schedule.actions import Action
@@ -54,8 +55,8 @@ class Work:
     def __del__(self) -> None:
         if self._calls:
             call = self._calls[0]
-            if call[PEER] is None and call[STATE] != FAILED and call[LINE].direct:
-                call[LINE].left += self._works
+            if call[PEER] is None and call[STATE] != FAILED and call[GROUP].direct:
+                call[GROUP].left += self._works
 
     def forget(self) -> None:
         """Keep no tensor alive: of a queued transport, which keeps what is on its way itself."""
@@ -78,7 +79,7 @@ class Work:
                     for call, work in zip(self._calls, self._works, strict=False):
                         call[STATE] = WAITING
                         work.wait() if limit is None else work.wait(limit)
-                        call[STATE] = call[LINE].passed
+                        call[STATE] = returned(call[GROUP])
             except RuntimeError as error:
                 raise failed(call, error) from error
             recorder.end(call, since_s)
@@ -107,7 +108,7 @@ def run_sync(operation: str, group: Group, x, facts, finish, function, *args) ->
     try:
         works = function(*args, group=group)
         if works.__class__ is list:
-            wait_works(works, call[LINE].limit)
+            wait_works(works, call[GROUP].limit)
     except RuntimeError as error:
         raise failed(call, error) from error
     recorder.end(call, since_s)
@@ -124,7 +125,7 @@ def run_async(operation: str, group: Group, x, facts, finish, function, *args) -
     except RuntimeError as error:
         raise failed(call, error) from error
     if works.__class__ is list:  # of transport/pairwise.py; each message may take the limit
-        return Work(x, works, (call,), finish, call[LINE].limit)
+        return Work(x, works, (call,), finish, call[GROUP].limit)
     return Work(x, (works,), (call,), finish)
 
 
@@ -136,8 +137,8 @@ def wait_works(works: Sequence[dist.Work], limit: timedelta | None) -> None:
 
 def failed(call: Call, error: Exception) -> CommError:
     """The error of a backend in `call`, with its place."""
-    line, call[STATE] = call[LINE], FAILED
-    where = f"the {line.axis} group of ranks" if line.axis else "ranks"
+    state, call[STATE] = call[GROUP], FAILED
+    where = f"the {state.axis} group of ranks" if state.axis else "ranks"
     peer = ""
     if call[PEER] is not None:
         peer = f" {'to' if call[OPERATION] == 'send' else 'from'} rank {call[PEER]}"
@@ -145,6 +146,6 @@ def failed(call: Call, error: Exception) -> CommError:
     if isinstance(action, Action):
         action = f"{action.kind} of stage {action.stage}, microbatch {action.microbatch}"
     return CommError(
-        f"{call[OPERATION]}{peer}{f' for {action}' if action else ''} over {where} {line.ranks} "
+        f"{call[OPERATION]}{peer}{f' for {action}' if action else ''} over {where} {state.ranks} "
         f"failed (number {call[SEQUENCE]}): {error}"
     )

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.backends import backend_of
-from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.group_state import state_of
 from torchdistpackage.comm.primitives import Group, set_timeout
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.comm_test_report import (
@@ -141,14 +141,14 @@ def limited(groups: Iterable[Group], seconds: float) -> Iterator[None]:
     before = []
     for group in {group for group in groups if backend_of(group) == "gloo"}:
         limit = group._get_backend(torch.device("cpu")).options._timeout
-        before.append((group, limit, recorder.line(group).limit))
+        before.append((group, limit, state_of(group).limit))
         set_timeout(group, seconds)
     try:
         yield
     finally:
         for group, limit, recorded in before:
             set_timeout(group, limit.total_seconds())
-            recorder.line(group).limit = recorded
+            state_of(group).limit = recorded
 
 
 class SharedStatus:

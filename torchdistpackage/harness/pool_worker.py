@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.creation import end_processes, forget
 from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.group_state import state_of
 from torchdistpackage.comm.groups import is_interrupted
 from torchdistpackage.comm.runtime import join, leave
 from torchdistpackage.comm.tpc import tpc
@@ -213,7 +214,7 @@ class _PoolWorker:
         """What is under way in the world would be taken for messages of the next job."""
         assert self._default is not None
         # A receive posted ahead of a call may still wait for the message of that number.
-        return is_interrupted(self._default) or recorder.line(self._default).expected > 0
+        return is_interrupted(self._default) or state_of(self._default).expected > 0
 
     def _leave(self) -> None:
         self._default = None

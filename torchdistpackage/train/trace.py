@@ -18,7 +18,7 @@ from torchdistpackage.comm.flight_recorder import ACTION as CALL_ACTION
 from torchdistpackage.comm.flight_recorder import (
     BEGAN_S,
     DTYPE,
-    LINE,
+    GROUP,
     OPERATION,
     PEER,
     SHAPE,
@@ -132,12 +132,12 @@ class StepTrace(Callback):
 
 
 def _call_slice(call: Call, end_s: float, waited_s: float) -> CallSlice:
-    line, peer = call[LINE], call[PEER]
+    state, peer = call[GROUP], call[PEER]
     to = "" if peer is None else f" {'to' if call[OPERATION] == 'send' else 'from'} {peer}"
     shape = () if call[SHAPE] is None else tuple(call[SHAPE])
     dtype = "" if call[DTYPE] is None else dtype_name(call[DTYPE])
     action = "" if call[CALL_ACTION] is None else str(call[CALL_ACTION])
-    group = line.axis or f"ranks {', '.join(map(str, line.ranks))}"
+    group = state.axis or f"ranks {', '.join(map(str, state.ranks))}"
     return CallSlice(
         group, f"{call[OPERATION]}{to}", call[BEGAN_S], end_s, waited_s, shape, dtype, action
     )

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.comm.test_twins import each_way, noted
 from tests.parallel.pipeline.whole_model import DIM, batch, chain, same, same_gradients
 from torchdistpackage.comm.debug_checks import checked_calls
-from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.group_state import state_of
 from torchdistpackage.comm.groups import Groups, reverse_group
 from torchdistpackage.comm.tensor_meta import MetaChannel
 from torchdistpackage.errors import CommError
@@ -242,11 +242,11 @@ def member_elsewhere(when: int) -> str:
 
     sent = 0
     while True:
-        sent = sum(recorder.line(group).sent.values())
+        sent = sum(state_of(group).sent.values())
         try:
             executor.run(stage_of)
         except CommError as error:
-            assert not first or sum(recorder.line(group).sent.values()) == sent
+            assert not first or sum(state_of(group).sent.values()) == sent
             return f"{run}: {error}" if first else str(run)
         run += 1
 

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from tests.parallel.pipeline.whole_model import batch, chain
 from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.group_state import state_of
 from torchdistpackage.parallel.pipeline.executor import Executor, autograd
 from torchdistpackage.schedule.actions import Batch, flatten
 from torchdistpackage.schedule.generators import build
@@ -28,7 +29,7 @@ def recorded(name: str, direct: bool, own_backward: bool) -> None:
     handles: list[Handle] = []
     batches: list[list[str]] = []
     group = dist.group.WORLD
-    recorder.line(group).direct = direct
+    state_of(group).direct = direct
     schedule = build(name, p, m)
     last = schedule.num_stages - 1
     x, model = batch(m)[0], chain(last + 1)
@@ -76,7 +77,7 @@ def recorded(name: str, direct: bool, own_backward: bool) -> None:
         assert ["irecv", "isend"] in map(sorted, batches)
     else:
         assert {call["state"] for call in last_calls} == {"done"}
-    recorder.line(group).direct = True
+    state_of(group).direct = True
 
 
 @pytest.mark.own_transport("sets the transport itself")

@@ -28,6 +28,7 @@ from torch import Tensor
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.dtypes import added, to_reducible
 from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.group_state import state_of
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.primitives import SUM, Group, ranks_of, start_all_reduce
 from torchdistpackage.comm.transport.pairwise import post_receives, post_sends
@@ -58,7 +59,7 @@ def hierarchical_all_reduce(
     Raises:
         CommError: `nodes` does not name one for each rank.
     """
-    if group.size() == 1 or not recorder.line(group).direct:
+    if group.size() == 1 or not state_of(group).direct:
         return None
     if nodes is None:
         nodes = primitives.gather_objects(socket.gethostname(), group)  # type: ignore[assignment]

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.comm.flight_recorder import GroupLog, recorder
-from torchdistpackage.comm.transport.swap import connect
+from torchdistpackage.comm.group_state import state_of
 
 Group = dist.ProcessGroup
-GATHERED, SUMMED, REDUCED, EXPECTED_GATHERED, EXPECTED_SUMMED = range(5)
+GATHERED, SUMMED, EXPECTED_GATHERED, EXPECTED_SUMMED = range(4)
 """Kinds of calls that are made of messages."""
 PIECE_BYTES = 2**20
 """Longer messages travel in even pieces of about this, so that a notice of readiness to receive,
@@ -36,28 +35,24 @@ def pairwise(
     """send[i] to rank i of the group, receive[i] from it; mine are copied. The caller waits.
 
     All are contiguous. Empty ones do not travel, so both sides must know which are.
-    async_op: computation goes on meanwhile, so nothing is swapped (swap.py).
     """
-    line = recorder.line(group)
-    if line.left:
-        line.settle()
-    tag = call_tag(kind, line.issued)
-    if line.swapped_bytes < 0 or async_op or not _swap(line, tag, send, receive, group):
-        works = post_receives(receive, group, tag) + post_sends(send, group, tag)
-    else:
-        works = []
-    if (mine := receive[line.index]) is not send[line.index]:
-        mine.copy_(send[line.index])
+    state = state_of(group)
+    if state.left:
+        state.settle()
+    tag = call_tag(kind, state.issued)
+    works = post_receives(receive, group, tag) + post_sends(send, group, tag)
+    if (mine := receive[state.index]) is not send[state.index]:
+        mine.copy_(send[state.index])
     return works
 
 
 def expected_tag(kind: int, group: Group) -> int:
     """For a call of which receives are posted ahead: members count these alike, apart from calls
     in general, of which others may come first."""
-    line = recorder.line(group)
-    line.settle()
-    line.expected += 1
-    return call_tag(kind, line.expected)
+    state = state_of(group)
+    state.settle()
+    state.expected += 1
+    return call_tag(kind, state.expected)
 
 
 def call_tag(kind: int, number: int) -> int:
@@ -74,12 +69,12 @@ def post_receives(
     from it, which may be for long where all cores compute, so traffic that computation is to hide
     has a connection for each way.
     """
-    line, reverse = recorder.line(group), reverse or group
-    mine = line.index
+    state, reverse = state_of(group), reverse or group
+    mine = state.index
     # the first to be sent to me is the first that I say I am ready for
     return [
         (reverse if i > mine else group).recv([x], i, tag)
-        for i in reversed(line.others)
+        for i in reversed(state.others)
         for x in _pieces(parts[i])
     ]
 
@@ -88,31 +83,13 @@ def post_sends(
     parts: Sequence[Tensor], group: Group, tag: int, reverse: Group | None = None
 ) -> list[dist.Work]:
     """parts[i] to rank i of the group, except mine; reverse: as above."""
-    line, reverse = recorder.line(group), reverse or group
-    mine = line.index
+    state, reverse = state_of(group), reverse or group
+    mine = state.index
     return [
         (reverse if i < mine else group).send([x], i, tag)
-        for i in line.others
+        for i in state.others
         for x in _pieces(parts[i])
     ]
-
-
-def _swap(
-    line: GroupLog, tag: int, send: Sequence[Tensor], receive: Sequence[Tensor], group: Group
-) -> bool:
-    """Whether two ranks have swapped these parts by their socket: small ones, if there is one."""
-    sent, room = send[1 - line.index], receive[1 - line.index]
-    num_sent, num_received = sent.nbytes, room.nbytes
-    if not num_sent or not num_received or num_sent + num_received > 2 * line.swapped_bytes:
-        return False
-    with line.lock:  # threads in calls on one group go one after the other
-        if line.swap is None:
-            line.swap = connect(group, line)
-            if line.swap is None:
-                line.swapped_bytes = -1
-                return False
-        line.swap.swap(tag, sent, room, line.limit)
-    return True
 
 
 def _pieces(x: Tensor) -> Sequence[Tensor]:

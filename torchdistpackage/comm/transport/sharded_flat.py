@@ -20,7 +20,8 @@ from torch import Tensor
 
 from torchdistpackage.comm.backends import require_host_memory
 from torchdistpackage.comm.dtypes import as_added, to_bytes
-from torchdistpackage.comm.flight_recorder import dtype_name, recorder
+from torchdistpackage.comm.flight_recorder import dtype_name
+from torchdistpackage.comm.group_state import state_of
 from torchdistpackage.comm.groups import reverse_group
 from torchdistpackage.comm.primitives import gather_into, scatter_into
 from torchdistpackage.comm.transport.pairwise import (
@@ -134,7 +135,7 @@ def prepost_all_gather_v(
 
 def posts_ahead(group: Group) -> bool:
     """Whether the `prepost_` functions post receives, for which the memory must be there."""
-    return group.size() > 1 and recorder.line(group).direct
+    return group.size() > 1 and state_of(group).direct
 
 
 class _FlatShards:
@@ -165,7 +166,7 @@ class _FlatShards:
                 f"{tuple(flat.shape)}, stride {flat.stride()} and dtype {dtype_name(flat.dtype)}; "
                 f"use a contiguous one of one dim that is long enough, of floats or int64"
             )
-        if recorder.line(group).direct:
+        if state_of(group).direct:
             require_host_memory(what, group, flat)
         if wire is not None and not (wire.is_floating_point and flat.is_floating_point()):
             raise CommError(
