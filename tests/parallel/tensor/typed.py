@@ -34,7 +34,7 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.bucket_comm import BucketMember, Start
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.parallel.tensor import cross_entropy, loss_terms, marked, overlapped, products
+from torchdistpackage.parallel.tensor import cross_entropy, loss_terms, products
 from torchdistpackage.parallel.tensor.products import multiply
 
 assert fake_pg  # which makes the back end `fake` known
@@ -73,9 +73,8 @@ def typed_world(data: int = 2, tensor: int = 2) -> Iterator[None]:
         for function, hook in hooks:
             patch.setattr(function, "spmd_typecheck", staticmethod(hook), raising=False)
         # a node that does several things at once is typed as what it stands for
-        patch.setattr(overlapped, "_product", lambda x, ends, *given: multiply(x, *given))
         patch.setattr(products, "_ColumnProduct", SimpleNamespace(apply=_column_product))
-        patch.setattr(marked, "copy_together", _copy_together)
+        patch.setattr(products, "_RowProduct", SimpleNamespace(apply=_row_product))
         # and what is written in place keeps its first type
         patch.setattr(products, "Reduce", lambda group, in_place: autograd.Reduce(group))
         try:
@@ -118,7 +117,7 @@ def type_parameters(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
     """
     summed: dict[int, Group] = {}
     if isinstance(module, NaiveDDP):
-        summed = {id(s.parameter): s.group for s in module.reducer.shared}
+        summed = {id(s.parameter): s.group for s in module.reducer.specs}
         module = module.module
     for name, parameter in module.named_parameters():
         axes = axes_in(summed[id(parameter)]) if summed else ()
@@ -172,12 +171,14 @@ class Sums:
                     )
 
 
-def _column_product(x: Tensor, into: autograd.LinearMap, num: int, *given: Tensor) -> list[Tensor]:
+def _column_product(
+    x: Tensor, into: autograd.LinearMap, chunks: object, num: int, *given: Tensor
+) -> list[Tensor]:
     return [multiply(autograd.apply(into, x), given[:num], given[num:])]
 
 
-def _copy_together(xs: Sequence[Tensor], group: Group) -> list[Tensor]:
-    return [autograd.apply(autograd.IdentityForward(group), x) for x in xs]
+def _row_product(x: Tensor, scatter: autograd.LinearMap, chunks: object, weight: Tensor) -> Tensor:
+    return autograd.apply(scatter, multiply(x, (weight,), ()))
 
 
 def _through(outputs: Tensor, *, x: Tensor, linear: autograd.LinearMap) -> None:

@@ -1,12 +1,11 @@
 """Gathers and reduce-scatters along a sequence in chunks, between which a product computes.
 
 A gather begins with all chunks under way; the rows that are here come first, then chunk by chunk
-those of the others. A reduce-scatter sends a chunk as soon as its rows are computed. What a call
-began is finished by `Handoff.take`, or by going through the arrivals.
+those of the others. A reduce-scatter sends a chunk as soon as its rows are computed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,18 +21,6 @@ MAX_CHUNKS = 4
 
 Rows = slice
 """Of a whole sequence."""
-
-
-@dataclass(slots=True, eq=False)
-class Handoff:
-    """What one node began, for another one to finish."""
-
-    finish: Callable[[], Tensor] | None = None
-
-    def take(self) -> Callable[[], Tensor] | None:
-        """`finish`, once; None: nothing was begun."""
-        finish, self.finish = self.finish, None
-        return finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +82,6 @@ class Arrivals:
                     with torch.no_grad():
                         self.into[where].copy_(part)
                     yield where
-
-    def whole(self) -> Tensor:
-        """The sequence, once all of it is there."""
-        for _ in self:
-            pass
-        return self.into
-
-
-@dataclass(slots=True, eq=False)
-class Coming:
-    """What a gather's node began, for the product behind it."""
-
-    arrivals: Arrivals | None = field(default=None)
-
-    def take(self) -> Arrivals | None:
-        arrivals, self.arrivals = self.arrivals, None
-        return arrivals
 
 
 def start_gather(x: Tensor, chunks: Chunks) -> Arrivals:

@@ -6,7 +6,7 @@ and pickles. Children do so first and outer modules after them, as outer ones sp
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Self
 
@@ -18,7 +18,7 @@ from torchdistpackage.comm.tpc import group_again, resolve_group
 from torchdistpackage.errors import CommError, LaunchError
 from torchdistpackage.layout.mark import Layouts, mark_of, mark_parameter
 from torchdistpackage.parallel.tensor.full import FullTensors
-from torchdistpackage.parallel.tensor.sharing import copy_to_sharing, copy_together
+from torchdistpackage.parallel.tensor.sharing import copy_to_sharing
 
 
 class Marked(FullTensors, nn.Module):
@@ -70,22 +70,6 @@ class Marked(FullTensors, nn.Module):
         if (mark := mark_of(parameter)) is not None and mark.layout.is_shared:
             return copy_to_sharing(parameter, mark.layout, self.group)
         return collectives.copy(parameter, self.group)
-
-    def summed_together(self, *parameters: nn.Parameter | None) -> Sequence[Tensor | None]:
-        """`summed` of parameters of one dim whose gradients come at once: one sum for all."""
-        first, group = parameters[0], self.group
-        for parameter in parameters:
-            if (
-                first is None
-                or parameter is None
-                or parameter.dtype is not first.dtype
-                or parameter.requires_grad is not first.requires_grad
-                or (mark := mark_of(parameter)) is None
-                or mark.num_reducers
-                or mark.layout.is_shared
-            ):
-                return tuple([self.summed(p) for p in parameters])
-        return parameters if group is None else copy_together(parameters, group)  # type: ignore
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)

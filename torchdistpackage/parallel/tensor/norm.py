@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.parallel.tensor import layouts as cut
 from torchdistpackage.parallel.tensor.init import ONES, ZEROS, Initial
 from torchdistpackage.parallel.tensor.layouts import Layouts
-from torchdistpackage.parallel.tensor.marked import Marked
+from torchdistpackage.parallel.tensor.marked import Marked, is_reduced
 
 
 class _Norm(Marked):
@@ -58,8 +59,18 @@ class LayerNorm(_Norm, nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
             return super().forward(x)
-        weight, bias = self.summed_together(self.weight, self.bias)
+        weight, bias = self._summed_pair(self.weight, self.bias)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+    def _summed_pair(
+        self, weight: nn.Parameter | None, bias: nn.Parameter | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """`summed` of both, in one message where the layer sums both."""
+        is_own = weight is not None and bias is not None and weight.dtype == bias.dtype
+        if not is_own or is_reduced(weight) or is_reduced(bias):
+            return self.summed(weight), self.summed(bias)
+        both = collectives.copy(torch.stack([weight, bias]), self.group)
+        return both[0], both[1]
 
 
 class RMSNorm(_Norm, nn.RMSNorm):

@@ -1,6 +1,6 @@
 """Products of several weights with one input, and the gradients of each factor.
 
-Free of communication and of autograd's nodes: products.py and overlapped.py make nodes of them.
+Free of communication and of autograd's nodes: products.py makes nodes of them.
 """
 
 from collections.abc import Sequence

@@ -1,15 +1,16 @@
 """Products of a tensor-parallel layer, whose communication runs while they compute.
 
 A column product is one node of autograd: its backward computes the input's gradient, begins to sum
-it over the group, and computes the gradients of the weights meanwhile. With `overlap` the forward's
-gather, and both ends of a row product, run in chunks as well (overlapped.py). Megatron-LM does the
-first by default and calls the second tp_comm_overlap.
+it over the group, and computes the gradients of the weights meanwhile. With `overlap` every gather
+and reduce-scatter runs in chunks (chunked.py), between which the product computes, and a row
+product is one node as well. Megatron-LM does the first by default and calls the second
+tp_comm_overlap.
 
 Where a gradient of a gradient is asked for, the backward is made of differentiable operations, and
 nothing overlaps. The pipeline's split backward knows the node: see deferred_wgrad.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +26,13 @@ from torchdistpackage.comm.autograd import (
     apply,
 )
 from torchdistpackage.comm.primitives import Group, Sizes, check_sizes
-from torchdistpackage.comm.work import Work
-from torchdistpackage.parallel.tensor.overlapped import overlapped_column, overlapped_row
+from torchdistpackage.parallel.tensor.chunked import (
+    Chunks,
+    Rows,
+    num_chunks_of,
+    start_gather,
+    start_scatter,
+)
 from torchdistpackage.parallel.tensor.product_gradients import (
     as_matrix,
     input_gradient,
@@ -34,6 +40,7 @@ from torchdistpackage.parallel.tensor.product_gradients import (
     multiply,
     parameter_gradient,
     places_of,
+    row_bytes,
 )
 
 
@@ -58,12 +65,14 @@ def column_product(
     sizes = check_sizes(x, 0, sizes, group, cut=False) if sequence_parallel else None
     x, weights, biases = _autocast(x, weights, biases)
     given = [b for b in biases if b is not None]
-    if overlap and sequence_parallel:
-        return overlapped_column(x, weights, given, AllGather(group, 0, sizes))
     into = AllGather(group, 0, sizes) if sequence_parallel else IdentityForward(group)
+    chunks = None
+    if overlap and sequence_parallel:
+        lengths = sizes or (x.shape[0],) * group.size()
+        chunks = Chunks.of(lengths, num_chunks_of(lengths, row_bytes(x)), group)
     if torch.is_grad_enabled():
-        return _ColumnProduct.apply(x, into, len(weights), *weights, *given)[0]
-    return multiply(into(x), weights, given)
+        return _ColumnProduct.apply(x, into, chunks, len(weights), *weights, *given)[0]
+    return _multiply_into(x, into, chunks, weights, given)[0]
 
 
 def row_product(
@@ -95,14 +104,21 @@ def row_product(
         y = F.linear(x, weight)
         return apply(plain, y) if bias is None else _ScatterAdd.apply(y, bias, plain)
     x, (weight,), _ = _autocast(x, (weight,), ())
-    y = overlapped_row(x, weight, plain)
+    lengths = sizes or (x.shape[0] // group.size(),) * group.size()
+    num_bytes = row_bytes(x) // max(x.shape[-1], 1) * weight.shape[0]  # of a row of the result
+    chunks = Chunks.of(lengths, num_chunks_of(lengths, num_bytes), group)
+    if torch.is_grad_enabled():
+        y = _RowProduct.apply(x, plain, chunks, weight)
+    else:
+        y = _multiply_and_scatter(x, weight, chunks)
     return _plus(y, None if bias is None else apply(IdentityForward(group), bias))
 
 
 class _ColumnProduct(torch.autograd.Function):
     """x as a map brings it together, and its products with the weights side by side.
 
-    The first of the two is a result for gradients of gradients alone.
+    chunks: in which x comes and its gradient goes, or None. The second result, x brought together,
+    is there for gradients of gradients alone.
     """
 
     @staticmethod
@@ -110,15 +126,16 @@ class _ColumnProduct(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         into: AllGather | IdentityForward,
+        chunks: Chunks | None,
         num_weights: int,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
         weights, biases = parameters[:num_weights], parameters[num_weights:]
-        whole = into(x)
+        y, whole = _multiply_into(x, into, chunks, weights, biases)
         ctx.save_for_backward(whole, *weights)
         ctx.set_materialize_grads(False)
-        ctx.into, ctx.places = into, places_of(weights, len(biases))
-        return multiply(whole, weights, biases), whole
+        ctx.into, ctx.chunks, ctx.places = into, chunks, places_of(weights, len(biases))
+        return y, whole
 
     @staticmethod
     def deferred_gradient(node: Any, argument: int) -> tuple[Any, ...]:
@@ -128,33 +145,141 @@ class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, of_whole: Tensor | None) -> tuple[Any, ...]:
         whole, *weights = ctx.saved_tensors
-        for_x, *for_parameters = is_wanted(ctx, 3)
-        dx, work = of_whole, None
-        if grad is not None and for_x:
-            dx = input_gradient(grad, weights)
-            dx = dx if of_whole is None else dx + of_whole
-        if for_x and dx is not None and not torch.is_grad_enabled():
-            work = _start_sum(dx, ctx.into)
+        for_x, *for_parameters = is_wanted(ctx, 4)
+        dx, finish = None, None
+        if for_x and torch.is_grad_enabled():
+            dx = of_whole
+            if grad is not None:
+                dx = input_gradient(grad, weights)
+                dx = dx if of_whole is None else dx + of_whole
+            dx = None if dx is None else apply(ctx.into.transposed(), dx)
+        elif for_x and (grad is not None or of_whole is not None):
+            finish = _start_sum(grad, of_whole, weights, whole, ctx.into, ctx.chunks)
         grads = [
             parameter_gradient(whole, grad, *place) if wanted and grad is not None else None
             for place, wanted in zip(ctx.places, for_parameters, strict=True)
         ]
-        if work is not None:
-            dx = work.wait()
-        elif for_x and dx is not None:
-            dx = apply(ctx.into.transposed(), dx)
-        return dx, None, None, *grads
+        if finish is not None:
+            dx = finish()
+        return dx, None, None, None, *grads
 
 
-def _start_sum(dx: Tensor, into: AllGather | IdentityForward) -> Work:
-    """The sum over the group of the gradients of what `into` made, begun; what two ranks swap is
-    summed at once, as that takes less time than a start."""
-    later = not primitives.is_swapped(dx, into.group)
+def _multiply_into(
+    x: Tensor,
+    into: AllGather | IdentityForward,
+    chunks: Chunks | None,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """The products side by side, and x as `into` brings it together."""
+    if chunks is None:
+        whole = into(x)
+        return multiply(whole, weights, biases), whole
+    arrivals = start_gather(x, chunks)
+    whole = arrivals.into
+    y = x.new_empty((*whole.shape[:-1], sum(weight.shape[0] for weight in weights)))
+    for rows in arrivals:
+        y[rows] = multiply(whole[rows], weights, biases)
+    return y, whole
+
+
+def _start_sum(
+    grad: Tensor | None,
+    of_whole: Tensor | None,
+    weights: Sequence[Tensor],
+    like: Tensor,
+    into: AllGather | IdentityForward,
+    chunks: Chunks | None,
+) -> Callable[[], Tensor]:
+    """Begin the sum over the group of the gradients of what `into` made; to be called for it.
+
+    grad, of_whole: the gradients of the products, and one that came to `into`'s result itself.
+    like: of the shape and dtype of that result.
+    """
+
+    def gradient(rows: Rows) -> Tensor:
+        if grad is None:
+            assert of_whole is not None
+            return of_whole[rows]
+        dx = input_gradient(grad[rows], weights)
+        return dx if of_whole is None else dx + of_whole[rows]
+
+    if chunks is not None:
+        return start_scatter(chunks, like[:0], lambda rows, buffer: buffer.copy_(gradient(rows)))
+    dx = gradient(slice(None))
     if isinstance(into, AllGather):
-        total = primitives.reduce_scatter(dx, into.group, into.sizes, later)
-    else:
-        total = primitives.all_reduce(dx, into.group, async_op=later)
-    return total if later else Work(total)
+        return primitives.reduce_scatter(dx, into.group, into.sizes, async_op=True).wait
+    return primitives.all_reduce(dx, into.group, async_op=True).wait
+
+
+class _RowProduct(torch.autograd.Function):
+    """My rows of the sum over the group of x W^T; both ways the rows travel in `chunks`.
+
+    A deferred gradient of W needs the gradient of all rows, which this backward brings together.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scatter: ReduceScatter, chunks: Chunks, weight: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.scatter, ctx.chunks = scatter, chunks
+        ctx.gathered, (ctx.place,) = _Gathered(), places_of((weight,), 0)
+        return _multiply_and_scatter(x, weight, chunks)
+
+    @staticmethod
+    def deferred_gradient(node: Any, argument: int) -> tuple[Any, ...]:
+        """How `deferred_wgrad` has that of the weight computed later."""
+        node.gathered.is_awaited = True
+        return _deferred_row_gradient, node.gathered, node.place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight = is_wanted(ctx, 3)
+        if torch.is_grad_enabled():
+            whole = apply(ctx.scatter.transposed(), grad)
+            dx = input_gradient(whole, (weight,)) if for_x else None
+        else:
+            arrivals = start_gather(grad, ctx.chunks)
+            whole, dx = arrivals.into, x.new_empty(x.shape) if for_x else None
+            for rows in arrivals:
+                if dx is not None:
+                    dx[rows] = input_gradient(whole[rows], (weight,))
+        if ctx.gathered.is_awaited:
+            ctx.gathered.grad = whole
+        of_weight = parameter_gradient(x, whole, *ctx.place) if for_weight else None
+        return dx, None, None, of_weight
+
+
+class _Gathered:
+    """The gradient of all rows of a row product, kept where that of its weight comes later."""
+
+    def __init__(self) -> None:
+        self.is_awaited = False
+        self.grad: Tensor | None = None
+
+    def take(self) -> Tensor:
+        """The gradient, once."""
+        grad, self.grad = self.grad, None
+        assert grad is not None
+        return grad
+
+
+def _deferred_row_gradient(
+    x: Tensor, grad: Tensor, gathered: _Gathered, place: tuple[int, int, bool, bool]
+) -> Tensor:
+    """Of the weight; `grad` is that of this rank's rows alone."""
+    return parameter_gradient(x, gathered.take(), *place)
+
+
+def _multiply_and_scatter(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
+    like, matrix = x.new_empty((0, *x.shape[1:-1], weight.shape[0])), weight.t()
+
+    def compute(rows: Rows, buffer: Tensor) -> object:
+        return torch.mm(as_matrix(x[rows]), matrix, out=as_matrix(buffer))
+
+    return start_scatter(chunks, like, compute)()
 
 
 class _ScatterAdd(torch.autograd.Function):
