@@ -14,7 +14,6 @@ import pytest
 from tests import package_files
 from tests.package_files import (
     ROOT,
-    file_of,
     files,
     imports,
     module_of,
@@ -105,7 +104,6 @@ COMM_MAY_LAUNCH = {
     "comm/runtime.py": "turns what the launcher found out, once agreed on, into a process group",
     "comm/rendezvous_store.py": "where the launcher says that the ranks meet",
     "comm/creation.py": "leaves a rank's last words where its launcher looks for them",
-    "comm/transport/swap.py": "listens where gloo would, by addresses that the launcher reads",
 }
 
 MAY_LAUNCH = {
@@ -310,11 +308,14 @@ def test_modules_are_loaded_by_text_only_where_there_is_a_reason():
     assert set(found) <= set(MAY_LOAD_BY_NAME), found
 
 
-CORES = {
-    "ddp/naive_ddp.py": ("NaiveDDP", "Reducer"),
-    "ddp/zero/optimizer.py": ("ZeroOptimizer", "ShardedOptimizerBase", "Reducer"),
+OPTIONS_OF = {
+    "ddp/reducer.py": (
+        *("naive_ddp", "options", "scheduled_ready", "bucket_tuning", "sparse_grads"),
+        *("param_sync", "comm_hooks", "expert_grads"),
+    ),
+    "ddp/zero/bucket.py": ("optimizer", "options", "offload", "stage3", "state_dict"),
 }
-"""File of a core -> the classes in it, or in what it imports, that are given extensions."""
+"""Mechanism -> files of its options: who makes it imports both and passes in what it needs."""
 
 
 def reachable(start: Path) -> set[Path]:
@@ -327,28 +328,12 @@ def reachable(start: Path) -> set[Path]:
     return found
 
 
-def extensions() -> dict[str, tuple[Path, str]]:
-    """Core class -> file and attribute that `SERVED_BY` of lazy.py names."""
-    (table,) = (
-        ast.literal_eval(node.value)
-        for node in package_files.tree(ROOT / "lazy.py").body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SERVED_BY"
-    )
-    named = {core: serving.split(":") for core, serving in table.items()}
-    return {core: (file_of(module) or Path(), name) for core, (module, name) in named.items()}
-
-
-@pytest.mark.parametrize("core", CORES)
-def test_a_core_imports_no_extension(core: str):
-    """None that serves it, and nothing that only such a file imports."""
-    own, serving = reachable(ROOT / core), extensions()
-    for name in CORES[core]:
-        path, attribute = serving[name]
-        assert path not in own, name_of(path)
-        defined = {n.name for n in package_files.tree(path).body if isinstance(n, ast.ClassDef)}
-        assert attribute in defined
-    plugged = {"bucket_tuning", "sparse_grads", "param_sync", "offload", "stage3", "state_gather"}
-    assert not plugged & {path.stem for path in own if path.is_relative_to(ROOT / "ddp")}
+@pytest.mark.parametrize("mechanism", OPTIONS_OF)
+def test_a_mechanism_imports_none_of_its_options(mechanism: str):
+    folder = (ROOT / mechanism).parent
+    options = {folder / f"{name}.py" for name in OPTIONS_OF[mechanism]}
+    assert all(path.exists() for path in options)
+    assert not options & reachable(ROOT / mechanism)
 
 
 SAMPLES = {

@@ -31,7 +31,6 @@ PLAN: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("gpts", tuple(RATES), ("*",)),
     ("gpt", ("1g",), FEW),
     ("gpt", ("4g", "free"), FEWEST),
-    ("gptu", ("1g",), (ALONE, BEST, "NaiveDDP", "NaiveDDP, rows")),
     ("tiny", ("free",), (ALONE, "torch DDP", f"{BEST}*", "NaiveDDP", "ZeRO-[12]", EARLIER)),
 ]
 """Model, links and sides of the whole run. gpt takes seconds a step, and hides what others send."""

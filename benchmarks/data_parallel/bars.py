@@ -22,7 +22,6 @@ CLOSE = (
     *(HOOK, WIRE, EARLIER),
 )
 """Sides a few percent from a bar, which take more turns."""
-DENSE, ROWS = "NaiveDDP", "NaiveDDP, rows"
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,6 @@ BARS = [
     Bar(WIRE, f"{HOOK}, our threads", "1g", "mlp", None, None),
     Bar(WIRE, HOOK, "1g", "gpts", None, None),
     Bar(OURS, BEST_YIELDS, "free", "tiny", None, None),
-    *(Bar(ROWS, DENSE, "1g", model, None, 0.90) for model in ("gpts", "gptu")),
 ]
 
 

@@ -13,7 +13,7 @@ from benchmarks.turns import rounds_s, spread_ms
 from torchdistpackage.launch.workers import run_local
 
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "benchmarks.data_parallel.rounds")
-STEPS = {"mlp": 2, "gpts": 1, "gpt": 1, "gptu": 1, "tiny": 5}
+STEPS = {"mlp": 2, "gpts": 1, "gpt": 1, "tiny": 5}
 """Steps of a turn: a turn takes half a second to two."""
 
 

@@ -29,7 +29,7 @@ def measure(link: Link, rounds: int) -> dict:
     """rows: by side, between steps, at the worst moment of a step, and the optimizer's state.
     bars: no copy of a gradient beyond the largest one; states of a share of 1/n and 2 %."""
     link.shape(None)
-    sides = [name for name in SIDES if "wire" not in name and "rows" not in name]
+    sides = [name for name in SIDES if "wire" not in name]
     rows = run_local(rank_main, (link.hosts, sides), num_procs=2, preload=PRELOAD, env=link.env)[0]
     plain = rows[ALONE]
     largest = max(p.nbytes for p in CASE.make().parameters()) / MB

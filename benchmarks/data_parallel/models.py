@@ -2,8 +2,7 @@
 
 mlp: 8 x Linear(1024), batch 256: 33.6 MB of gradients. gpts: a GPT of 6 layers, width 384, 8192
 tokens, tied, 4 sequences of 64: 55.3 MB, bound by communication. gpt: the same on sequences of
-256, bound by computation. gptu: gpts with an embedding and a head of their own. tiny: 2,000
-parameters of 16 or 256 elements.
+256, bound by computation. tiny: 2,000 parameters of 16 or 256 elements.
 """
 
 from collections.abc import Callable
@@ -46,14 +45,13 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """tokens (B, S) -> logits (B, S, VOCAB)."""
 
-    def __init__(self, num_positions: int, *, tied: bool):
+    def __init__(self, num_positions: int):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCAB, DIM), nn.Embedding(num_positions, DIM)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)
         nn.init.normal_(self.tokens.weight, std=0.02)
-        if tied:
-            self.head.weight = self.tokens.weight
+        self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
@@ -62,7 +60,7 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def _gpt(seq_len: int, *, tied: bool = True) -> Case:
+def _gpt(seq_len: int) -> Case:
     def draw(generator: torch.Generator) -> tuple[Tensor, ...]:
         tokens = torch.randint(VOCAB, (BATCH, seq_len + 1), generator=generator)
         return tokens[:, :-1], tokens[:, 1:]
@@ -71,7 +69,7 @@ def _gpt(seq_len: int, *, tied: bool = True) -> Case:
         return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
     return Case(
-        make=lambda: GPT(seq_len, tied=tied),
+        make=lambda: GPT(seq_len),
         draw=draw,
         loss=loss,
         blocks=lambda model: list(model.blocks),
@@ -112,6 +110,5 @@ CASES = {
     ),
     "gpts": _gpt(64),
     "gpt": _gpt(256),
-    "gptu": _gpt(64, tied=False),
     "tiny": Case(make=Tiny, draw=_draw_pairs(8, 16), loss=_distance, blocks=lambda model: []),
 }

@@ -153,7 +153,6 @@ SIDES = {
     "NaiveDDP, bf16 wire": Side(
         partial(naive, comm_hook=bf16_compress), BF16, share=0.5, warm_up_steps=4
     ),
-    "NaiveDDP, rows": Side(partial(naive, embedding_rows=True), warm_up_steps=4),
     "ZeRO-1": Side(partial(zero, stage=1)),
     "ZeRO-2": Side(partial(zero, stage=2)),
     EARLIER: Side(earlier),

@@ -83,7 +83,6 @@ PAGES = Pages(
         "ZeRO-1, bf16 wire / torch DDP, bf16 hook, 1g mlp",
         "ZeRO-3 / FSDP2, 1g mlp",
         "ZeRO-3 / FSDP2, 1g gpts",
-        "NaiveDDP, rows / NaiveDDP, 1g gptu",
         "all-reduce by node / flat ring, 16 MiB, 2 x 2 ranks",
     ),
 )

@@ -34,8 +34,8 @@ def batch(step: int) -> Tensor:
 
 
 def members(ddp: NaiveDDP) -> list[list[str]]:
-    shared = ddp.reducer.shared
-    return [[shared[i].name for i in b.members] for b in ddp.reducer.grad_buckets.buckets]
+    specs = ddp.reducer.specs
+    return [[specs[i].name for i in b.members] for b in ddp.reducer.grad_buckets.buckets]
 
 
 def follows_gradients(set_to_none: bool, keep_order: bool) -> None:

@@ -69,7 +69,7 @@ def never_backward(net: Net, group, refs: list) -> object:
 
 
 def refreshed(net: Net, group, refs: list) -> object:
-    ddp = NaiveDDP(net, embedding_rows=True)
+    ddp = NaiveDDP(net)
     ddp.refresh()
     with ddp.no_sync():
         ddp(rows(group)).sum().backward()
@@ -198,17 +198,16 @@ def unnamed() -> None:
             for total, p in zip(sums, one.parameters(), strict=True):
                 total += p.grad / size
         del one
-        for options in ({}, {"embedding_rows": use is not penalized}):
-            net = copy.deepcopy(start)
-            with no_garbage_collection():
-                kept = use(NaiveDDP(net, **options), parts[rank].clone())
-                assert living() == ["Looking", "Looking"], "the start and the net"
-                assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
-                for p, wanted in zip(net.parameters(), sums, strict=True):
-                    torch.testing.assert_close(p.grad, wanted, **CLOSE)
-                del net, p
-                assert living() == ["Looking"], "what is left of it is its outputs' graph"
-            del kept
+        net = copy.deepcopy(start)
+        with no_garbage_collection():
+            kept = use(NaiveDDP(net), parts[rank].clone())
+            assert living() == ["Looking", "Looking"], "the start and the net"
+            assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
+            for p, wanted in zip(net.parameters(), sums, strict=True):
+                torch.testing.assert_close(p.grad, wanted, **CLOSE)
+            del net, p
+            assert living() == ["Looking"], "what is left of it is its outputs' graph"
+        del kept
 
 
 def test_a_wrapper_without_a_name_reduces_and_is_freed(ranks):

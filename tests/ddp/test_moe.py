@@ -130,9 +130,9 @@ def what_left_when(overlap: bool) -> tuple[list[int], list[str]]:
     sent: list[int] = []
     start = AllReduceBucket.launch
 
-    def launch(carrier: AllReduceBucket) -> None:
-        sent.append(carrier.gradients.flat.numel())
-        start(carrier)
+    def launch(bucket_comm: AllReduceBucket) -> None:
+        sent.append(bucket_comm.gradients.flat.numel())
+        start(bucket_comm)
 
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     before, expert_grads.BUCKET_BYTES, AllReduceBucket.launch = (

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.ddp.one_process import expect_same
+from torchdistpackage.ddp.bucket_comm import ReducerParts
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.reducer import Reducer
+from torchdistpackage.ddp.scheduled_ready import LastBackwardPolicy
 from torchdistpackage.errors import CommError
 
 DIM, PER_RANK = 4, 2
@@ -67,6 +69,7 @@ def reducer_of(module: nn.Module, *, last: tuple[str, ...] = ()) -> Reducer:
             for n, p in module.named_parameters()
         ],
         cap_bytes=TINY_BYTES,
+        parts=ReducerParts(scheduled_ready=LastBackwardPolicy),
     )
 
 
@@ -102,7 +105,7 @@ def only_in_final_blocks(twice: bool) -> None:
 
 
 def _members(reducer: Reducer, bucket) -> list[ParamSpec]:
-    return [reducer.shared[i] for i in bucket.members]
+    return [reducer.specs[i] for i in bucket.members]
 
 
 @pytest.mark.parametrize("twice", [False, True], ids=["plain", "reentrant checkpoint"])

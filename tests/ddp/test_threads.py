@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchdistpackage.ddp.bucket_comm import ReducerParts
 from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.reducer import Reducer
+from torchdistpackage.ddp.scheduled_ready import LastBackwardPolicy
 
 PATIENCE_S = 1.0
 
@@ -36,8 +38,9 @@ def two_threads() -> tuple[list[int], int]:
     completes that one."""
     weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     # the first bucket is that of the last parameter
-    shared = [ParamSpec(f"w{i}", w, dist.group.WORLD) for i, w in enumerate(reversed(weights))]
-    reducer = Reducer(shared, cap_bytes=1)
+    specs = [ParamSpec(f"w{i}", w, dist.group.WORLD) for i, w in enumerate(reversed(weights))]
+    parts = ReducerParts(scheduled_ready=LastBackwardPolicy)
+    reducer = Reducer(specs, cap_bytes=1, parts=parts)
     launched: list[int] = []
     looked, sends = threading.Event(), threading.Event()
     under_way, most = 0, 0

@@ -189,7 +189,7 @@ def test_microbatches_left_over_are_reduced_by_hand(ranks):
 def wrapped_again() -> None:
     net = nn.Sequential(nn.Embedding(64, 2), nn.Linear(2, 2))
     for _ in range(2):
-        ddp = NaiveDDP(net, embedding_rows=True)
+        ddp = NaiveDDP(net)
         ddp(torch.tensor([dist.get_rank()])).sum().backward()
         gone = weakref.ref(ddp), weakref.ref(ddp.reducer)
         del ddp

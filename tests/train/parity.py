@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.checkpoint.parts import ShardedState, TopologyRank
+from torchdistpackage.checkpoint.parts import TopologyRank
 from torchdistpackage.config.load import loads
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.optim.sharded import ShardedOptimizer
 from torchdistpackage.train.build import build
 from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.step import Trainer
@@ -31,11 +32,11 @@ def trainer(overrides: list[str]) -> Trainer:
 def held(run: Trainer, pick: str) -> Held:
     """Every block of parameters ("data") or gradients ("grad") of this rank, or of its shards."""
     place = TopologyRank(run.plan.topology, run.rank)
-    if pick == "data" and isinstance(run.optimizer, ShardedState):
+    if pick == "data" and isinstance(run.optimizer, ShardedOptimizer):
         run.optimizer.finish()
     named = [(run.layouts[name], p) for name, p in run.stage.named_parameters()]
     mine = [place.whole(layout, x) for layout, p in named if (x := getattr(p, pick)) is not None]
-    if pick == "grad" and isinstance(run.optimizer, ShardedState):
+    if pick == "grad" and isinstance(run.optimizer, ShardedOptimizer):
         layouts = {p: layout for layout, p in named}
         shards = run.optimizer.shards
         mine = [place.sliced(layouts[s.parameter], s, s.tensor.grad) for s in shards]

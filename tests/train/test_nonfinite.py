@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.train import metrics_page, parity
-from torchdistpackage.checkpoint.parts import ShardedState
 from torchdistpackage.errors import NonFiniteError
+from torchdistpackage.optim.sharded import ShardedOptimizer
 from torchdistpackage.train.build import make_loop
 from torchdistpackage.train.nonfinite import explain
 from torchdistpackage.train.step import Trainer
@@ -57,7 +57,7 @@ class Fault:
 
 def everything(run: Trainer) -> list[Tensor]:
     """Copies of all that a step updates on this rank."""
-    if isinstance(run.optimizer, ShardedState):
+    if isinstance(run.optimizer, ShardedOptimizer):
         run.optimizer.finish()
     state = run.update.inner.state.values() if run.update.inner is not None else ()
     return [

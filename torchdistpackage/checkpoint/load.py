@@ -30,7 +30,6 @@ from torchdistpackage.checkpoint.parts import (
     MASTER,
     Params,
     SavedTensor,
-    ShardedState,
     TopologyRank,
     has_master,
     params_of,
@@ -43,6 +42,7 @@ from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.derive import Box
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.optim.sharded import ShardedOptimizer
 from torchdistpackage.topology.mesh import Topology
 
 STEP = "step"
@@ -121,7 +121,7 @@ def load(
     """
     path, group = Path(path), resolve_group(group, "global")
     doing = f"loading {path}"
-    if isinstance(optimizer, ShardedState):
+    if isinstance(optimizer, ShardedOptimizer):
         optimizer.finish()
     with fail_together(group, doing):
         params = params_of(params, topology, rank)
@@ -177,7 +177,7 @@ class ShardReader:
             if key != MASTER:
                 self._keys[owner].append(key)
         layouts = dict(params.values())
-        is_sharded = isinstance(optimizer, ShardedState)
+        is_sharded = isinstance(optimizer, ShardedOptimizer)
         masters = self._ask_states(layouts) if is_sharded else set[Tensor]()
         counted: set[str] = set()
         for param, layout in params.values():
@@ -233,7 +233,7 @@ class ShardReader:
         groups = self._optimizer.param_groups
         hyper: dict[Tensor, Mapping[str, Any]] = {x: g for g in groups for x in g["params"]}
         shards: dict[Tensor, Any] = dict.fromkeys(hyper)
-        if isinstance(self._optimizer, ShardedState):
+        if isinstance(self._optimizer, ShardedOptimizer):
             shards = {shard.tensor: shard for shard in self._optimizer.shards}
         for tensor, shard in shards.items():
             layout = layouts.get(tensor if shard is None else shard.parameter)
@@ -262,13 +262,13 @@ class ShardReader:
         dtype = getattr(torch, entry.dtype)
         if key == STEP or entry.shape != layout.shape:
             on_device = hyper.get("capturable") or hyper.get("fused")
-            room = torch.empty((), dtype=dtype, device=of.device if on_device else "cpu")
-            self._ask(place.number(one, shard, room), layout.name)
+            buffer = torch.empty((), dtype=dtype, device=of.device if on_device else "cpu")
+            self._ask(place.number(one, shard, buffer), layout.name)
         else:
             # zeros, as padding that a layout has is in no file
-            room = torch.zeros_like(of, dtype=dtype, requires_grad=False)
-            self._ask(place.part(one, shard, room), layout.name)
-        return room
+            buffer = torch.zeros_like(of, dtype=dtype, requires_grad=False)
+            self._ask(place.part(one, shard, buffer), layout.name)
+        return buffer
 
     # -- boxes -------------------------------------------------------------------------
 
@@ -282,9 +282,9 @@ class ShardReader:
         for where, target in mine.parts:
             covered = 0
             for piece, of_piece, of_box in entry.covering(where):
-                room = target[of_box]
-                covered += room.numel()
-                self._reads[piece.file].append((piece.key, of_piece, room))
+                buffer = target[of_box]
+                covered += buffer.numel()
+                self._reads[piece.file].append((piece.key, of_piece, buffer))
             if covered != target.numel():
                 box = ", ".join(f"{s.start}:{s.stop}" for s in where)
                 raise CheckpointError(

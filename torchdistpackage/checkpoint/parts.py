@@ -5,19 +5,21 @@ uses: a writer copies out of the views, a reader into them.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.ddp.wrapper_state import unwrap_model
+from torchdistpackage.ddp.zero.state_dict import MASTER
 from torchdistpackage.errors import CheckpointError, LayoutError
 from torchdistpackage.layout.derive import Box, blocks, local_shape, owner, owns, parts
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import collect, mark_of
+from torchdistpackage.optim.sharded import ShardedOptimizer
 from torchdistpackage.topology.mesh import Topology
 
 Params = Mapping[str, tuple[Tensor, Layout]]
@@ -53,10 +55,6 @@ def params_of(params: Params | nn.Module, topology: Topology, rank: int) -> Para
     return found
 
 
-MASTER = "master"
-"""Key of the wide copy of a narrow parameter; all other keys are the inner optimizer's."""
-
-
 class OptimizerShard(Protocol):
     """Elements [start, stop) of `parameter` in memory order, as an optimizer that shards has them.
 
@@ -68,22 +66,6 @@ class OptimizerShard(Protocol):
     start: int
     stop: int
     group: Group
-
-
-@runtime_checkable
-class ShardedState(Protocol):
-    """An optimizer over shards, as ddp/zero has it.
-
-    held: for each param group its parameters; `bounds` of each say who has which elements, all
-    zero where it is frozen. finish: parameters are full and current. arrive: none is on its way.
-    """
-
-    state: Any
-    shards: Sequence[Any]
-    held: Sequence[Sequence[Any]]
-
-    def finish(self) -> None: ...
-    def arrive(self) -> None: ...
 
 
 Parts = tuple[tuple[Box, Tensor], ...]
@@ -183,11 +165,11 @@ def held(
         first.setdefault(layout.name, (param, layout))
     layouts = dict(first.values())
     from_shards: set[Tensor] = set()  # of which this rank may have none
-    if isinstance(optimizer, ShardedState):
-        members = (h for group in optimizer.held for h in group if any(h.bounds))
-        from_shards = {h.shared.parameter for h in members}
+    if isinstance(optimizer, ShardedOptimizer):
+        members = (h for group in optimizer.partitions for h in group if any(h.bounds))
+        from_shards = {h.spec.parameter for h in members}
     yield from (place.whole(x, p) for p, x in first.values() if p not in from_shards)
-    if isinstance(optimizer, ShardedState):
+    if isinstance(optimizer, ShardedOptimizer):
         for shard in optimizer.shards:
             layout = layouts.get(shard.parameter)
             if layout is None:

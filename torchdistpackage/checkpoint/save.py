@@ -22,12 +22,13 @@ from torch import Tensor, nn
 
 from torchdistpackage.checkpoint.commit import commit, folder_name, make_temporary, retain, settle
 from torchdistpackage.checkpoint.manifest import Fact, FileFacts, Manifest, TensorChunk, TensorEntry
-from torchdistpackage.checkpoint.parts import Params, ShardedState, TopologyRank, held, params_of
+from torchdistpackage.checkpoint.parts import Params, TopologyRank, held, params_of
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.flight_recorder import dtype_name
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.errors import CheckpointError
+from torchdistpackage.optim.sharded import ShardedOptimizer
 from torchdistpackage.topology.mesh import Topology
 
 Extras = Mapping[str, int | Tensor]
@@ -67,7 +68,7 @@ def save(
     ranks = primitives.ranks_of(group)
     doing = f"writing the checkpoint of step {step} to {folder}"
     temporary = folder
-    if isinstance(optimizer, ShardedState):
+    if isinstance(optimizer, ShardedOptimizer):
         optimizer.arrive()  # a gather in flight has the slices that are written
     with fail_together(group, doing):
         params = params_of(params, topology, rank)

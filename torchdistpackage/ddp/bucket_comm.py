@@ -10,7 +10,7 @@ device synchronisation, and any other has one.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torchdistpackage.comm import primitives
 from torchdistpackage.ddp.bucket_plan import Bucket, BucketPlan, BucketPlanner, plan_buckets
 from torchdistpackage.ddp.grad_bucket import GradBucket, move
-from torchdistpackage.ddp.grad_hooks import Removable
 from torchdistpackage.ddp.param_spec import ParamSpec
 
 SMALL_BYTES, STAGED_BYTES = 8 * 2**10, 64 * 2**10
@@ -106,19 +105,19 @@ class AllReduceBucket:
         self._narrows = self.gradients.is_wider and not keep_wide
         self._flags = self.gradients.flat[bucket.used_flags :]
         self._without: list[int] = []
-        self._pending: CommWork | None = None
+        self._work: CommWork | None = None
 
     def launch(self) -> None:
         without = self.gradients.complete()
         if self._group.size() > 1:
             self._without = without
             set_used_flags(self._flags, without)
-        self._pending = self._start(self.gradients.flat, self._group, self._op)
+        self._work = self._start(self.gradients.flat, self._group, self._op)
 
     def wait(self) -> None:
-        assert self._pending is not None
-        self._pending.wait()
-        self._pending = None
+        assert self._work is not None
+        self._work.wait()
+        self._work = None
         if self._narrows and not self._without:
             self.gradients.cast_grads()
 
@@ -132,9 +131,9 @@ class AllReduceBucket:
             self.gradients.cast_grads()
 
     def abandon(self) -> None:
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
         self.gradients.undivide()
 
 
@@ -146,58 +145,61 @@ def set_used_flags(flags: Tensor, without: Sequence[int]) -> None:
         flags.index_fill_(0, places.to(flags.device, non_blocking=True), 0)
 
 
-def read_used_flags(carriers: Sequence[BucketComm]) -> None:
+def read_used_flags(bucket_comms: Sequence[BucketComm]) -> None:
     """Read the flags that must be, of buckets whose sums are there: the host waits at most once."""
     unread: dict[torch.device, list[AllReduceBucket]] = {}
-    for carrier in carriers:
-        if isinstance(carrier, AllReduceBucket) and carrier._without:
-            unread.setdefault(carrier._flags.device, []).append(carrier)
+    for bucket_comm in bucket_comms:
+        if isinstance(bucket_comm, AllReduceBucket) and bucket_comm._without:
+            unread.setdefault(bucket_comm._flags.device, []).append(bucket_comm)
     for on_device in unread.values():
-        read = torch.cat([carrier._flags for carrier in on_device]).tolist()
-        for carrier in on_device:
-            carrier.learn(read[: len(carrier._flags)])
-            del read[: len(carrier._flags)]
+        read = torch.cat([bucket_comm._flags for bucket_comm in on_device]).tolist()
+        for bucket_comm in on_device:
+            bucket_comm.learn(read[: len(bucket_comm._flags)])
+            del read[: len(bucket_comm._flags)]
 
 
 class ReducerParts(NamedTuple):
-    """What extensions give a reducer.
+    """What the owner of a reducer gives it for the owner's options.
 
-    make_bucket_comm: makes what becomes of a bucket. after: launched last, without parameters.
-    planner: chooses order and sizes of buckets. check_used: called after each reduction with the
-    parameters and whether each got a gradient here. handles: of hooks, removed with ours.
+    make_bucket_comm: makes what becomes of a bucket. planner: chooses order and sizes of buckets.
+    check_used: called after each reduction with the parameters and whether each got a gradient
+    here. scheduled_ready: makes the `ScheduledReady` of `Reducer.scheduled`; a class of
+    scheduled_ready.py, which imports the reducer.
     """
 
     make_bucket_comm: Callable[[Bucket, Sequence[ParamSpec]], BucketComm] = AllReduceBucket
-    after: Sequence[BucketComm] = ()
     planner: BucketPlanner | None = None
     check_used: Callable[[Sequence[ParamSpec], Sequence[bool]], object] | None = None
-    handles: Sequence[Removable] = ()
+    scheduled_ready: Callable[[Any], Any] | None = None
 
 
 class GradSlot:
     """One parameter: its bucket, its place in it, and `home`, the view that is its `.grad`.
 
-    has_grad: a gradient came since the last reduction. may_repeat: more may come in a backward.
+    bucket: number of the bucket. bucket_comm: what becomes of that. is_small: its gradient is
+    copied to the bucket together with others (`GradBuckets.stage`).
+    has_grad: a gradient came since the last reduction; `Reducer` alone sets it, in the hook.
+    may_repeat: more may come in a backward; `Reducer.mark_repeating` alone sets it.
     """
 
     __slots__ = (
-        "bucket", "carrier", "has_grad", "home", "index",
-        "is_small", "may_repeat", "num_bytes", "place", "shared",
+        "bucket", "bucket_comm", "has_grad", "home", "index",
+        "is_small", "may_repeat", "num_bytes", "place", "spec",
     )  # fmt: skip
-    carrier: BucketComm
+    bucket_comm: BucketComm
     home: Tensor | None
 
-    def __init__(self, index: int, shared: ParamSpec):
-        self.index, self.shared, self.has_grad, self.may_repeat = index, shared, False, False
+    def __init__(self, index: int, spec: ParamSpec):
+        self.index, self.spec, self.has_grad, self.may_repeat = index, spec, False, False
         self.bucket = self.place = 0
-        self.num_bytes = shared.parameter.numel() * shared.parameter.element_size()
+        self.num_bytes = spec.parameter.numel() * spec.parameter.element_size()
         # what must be added up in fp32 goes to its bucket at once
-        waits = not (shared.is_wider or shared.sparse_rows)
+        waits = not (spec.is_wider or spec.sparse_rows)
         self.is_small = waits and self.num_bytes <= SMALL_BYTES
 
 
 class GradBuckets:
-    """Slots in the order of `shared`, buckets and their carriers in that of leaving.
+    """Slots in the order of `specs`; buckets, and the `BucketComm` of each, in that of leaving.
 
     num_early: how many of these may leave while a backward runs. staged: slots of small gradients
     that wait to be copied together.
@@ -205,16 +207,16 @@ class GradBuckets:
 
     def __init__(
         self,
-        shared: Sequence[ParamSpec],
+        specs: Sequence[ParamSpec],
         parts: ReducerParts,
         packing: BucketPlan,
         moving: Collection[nn.Parameter],
     ):
-        self._shared, self._parts = shared, parts
+        self._specs, self._parts = specs, parts
         self.staged: list[GradSlot] = []
         self.staged_bytes = 0
-        self.slots = [GradSlot(i, s) for i, s in enumerate(shared)]
-        if len({s.parameter.device for s in shared}) > 1:  # gradients come in a thread for each
+        self.slots = [GradSlot(i, s) for i, s in enumerate(specs)]
+        if len({s.parameter.device for s in specs}) > 1:  # gradients come in a thread for each
             for slot in self.slots:
                 slot.is_small = False
         self.pack(packing, moving)
@@ -222,52 +224,62 @@ class GradBuckets:
     def leave(self) -> set[nn.Parameter]:
         """Give up all buckets, one by one; returns the parameters whose gradients were in them."""
         moving: set[nn.Parameter] = set()
-        self.carriers.clear()
+        self.bucket_comms.clear()
         for bucket in self.buckets:
             slots = [self.slots[i] for i in bucket.members]
-            left = slots[0].carrier.gradients.detach_views()
-            moving.update(slots[place].shared.parameter for place in left)
+            left = slots[0].bucket_comm.gradients.detach_views()
+            moving.update(slots[place].spec.parameter for place in left)
             for slot in slots:
-                del slot.carrier, slot.home
+                del slot.bucket_comm, slot.home
         return moving
 
     def num_bytes(self, b: int) -> int:
         """Of bucket `b`."""
         bucket = self.buckets[b]
-        return bucket.num_elements * self._shared[bucket.members[0]].sum_dtype.itemsize
+        return bucket.num_elements * self._specs[bucket.members[0]].sum_dtype.itemsize
 
     def take_has_grad(self) -> list[bool]:
         """Whether each parameter got a gradient since this was asked last; rows count as if."""
-        fired = [slot.has_grad or slot.shared.sparse_rows for slot in self.slots]
+        fired = [slot.has_grad or slot.spec.sparse_rows for slot in self.slots]
         for slot in self.slots:
             slot.has_grad = False
         return fired
+
+    def stage(self, slot: GradSlot) -> None:
+        """A small gradient came: it is copied to its bucket with others, once they are enough."""
+        self.staged.append(slot)
+        self.staged_bytes += slot.num_bytes
+        if self.staged_bytes >= STAGED_BYTES:
+            self.flush_staged()
+
+    def drop_staged(self) -> None:
+        """The backward failed: gradients that wait to be copied stay where they came."""
+        self.staged, self.staged_bytes = [], 0
 
     def flush_staged(self) -> None:
         """Copy what waits for it, so that every gradient is in its bucket."""
         if self.staged:
             slots, self.staged, self.staged_bytes = self.staged, [], 0
-            for carrier in {slot.carrier for slot in slots}:
-                carrier.gradients.allocate()  # ZeRO's memory goes between reductions
-            move([slot.home for slot in slots], [slot.shared for slot in slots])
+            for bucket_comm in {slot.bucket_comm for slot in slots}:
+                bucket_comm.gradients.allocate()  # ZeRO's memory goes between reductions
+            move([slot.home for slot in slots], [slot.spec for slot in slots])
 
     def pack(self, packing: BucketPlan, moving: Collection[nn.Parameter]) -> None:
         """Make buckets by this plan, between two reductions. moving: those with a gradient."""
-        early = [s.entry(i) for i, s in enumerate(self._shared) if s.is_early]
-        later = [s.entry(i) for i, s in enumerate(self._shared) if not s.is_early]
+        early = [s.entry(i) for i, s in enumerate(self._specs) if s.is_early]
+        later = [s.entry(i) for i, s in enumerate(self._specs) if not s.is_early]
         cap, order, first_bytes = packing.cap_bytes, packing.order, packing.first_bytes
         first = plan_buckets(early, cap, order=order, first_bytes=first_bytes)
         self.num_early = len(first)
         self.buckets = [*first, *plan_buckets(later, cap)]
-        self.carriers: list[BucketComm] = []
+        self.bucket_comms: list[BucketComm] = []
         for b, bucket in enumerate(self.buckets):
-            members = [self._shared[i] for i in bucket.members]
-            carrier = self._parts.make_bucket_comm(bucket, members)
-            self.carriers.append(carrier)
-            views = carrier.gradients.views
+            members = [self._specs[i] for i in bucket.members]
+            bucket_comm = self._parts.make_bucket_comm(bucket, members)
+            self.bucket_comms.append(bucket_comm)
+            views = bucket_comm.gradients.views
             for place, (i, view) in enumerate(zip(bucket.members, views, strict=True)):
                 slot = self.slots[i]
-                slot.bucket, slot.carrier, slot.place, slot.home = b, carrier, place, view
-                if self._shared[i].parameter in moving:
-                    carrier.gradients.absorb(place)
-        self.carriers += self._parts.after
+                slot.bucket, slot.bucket_comm, slot.place, slot.home = b, bucket_comm, place, view
+                if self._specs[i].parameter in moving:
+                    bucket_comm.gradients.absorb(place)

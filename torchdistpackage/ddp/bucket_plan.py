@@ -108,17 +108,17 @@ def plan_buckets(
     last: dict[Hashable, list[BucketEntry]] = {}  # those that still take members
     used_bytes: dict[Hashable, int] = {}
     for entry in coming:
-        size, held = _aligned(entry) * entry.element_bytes, last.get(entry.key)
+        size, members = _aligned(entry) * entry.element_bytes, last.get(entry.key)
         used = used_bytes.get(entry.key, 0)
-        is_first = bool(found) and held is found[0]
+        is_first = bool(found) and members is found[0]
         limit = first_bytes if is_first and first_bytes is not None else cap_bytes
-        if held is None or (used + size > limit and used > limit * SLIGHT):
-            held, used = last[entry.key], used_bytes[entry.key] = [], 0
-            found.append(held)
-        held.append(entry)
+        if members is None or (used + size > limit and used > limit * SLIGHT):
+            members, used = last[entry.key], used_bytes[entry.key] = [], 0
+            found.append(members)
+        members.append(entry)
         used_bytes[entry.key] = used + size
-    found.sort(key=lambda held: place[held[-1].index])
-    return tuple(_bucket(held) for held in found)
+    found.sort(key=lambda members: place[members[-1].index])
+    return tuple(_bucket(members) for members in found)
 
 
 def _bucket(entries: Sequence[BucketEntry]) -> Bucket:

@@ -50,11 +50,9 @@ class BucketTuner:
     that size stays.
     """
 
-    def __init__(
-        self, shared: Sequence[ParamSpec], cap_bytes: int, candidates_bytes: Sequence[int]
-    ):
-        self._shared = [(i, s) for i, s in enumerate(shared) if s.is_early]
-        self._device = self._shared[0][1].parameter.device
+    def __init__(self, specs: Sequence[ParamSpec], cap_bytes: int, candidates_bytes: Sequence[int]):
+        self._specs = [(i, s) for i, s in enumerate(specs) if s.is_early]
+        self._device = self._specs[0][1].parameter.device
         self._now = clock_of(self._device)
         self._cap_bytes, self._candidates_bytes = cap_bytes, candidates_bytes
         self._rounds = 0
@@ -94,13 +92,13 @@ class BucketTuner:
                 self._rounds = SIZED
                 return None
             self._link = self._measure(self._group)
-            order = arrival_order([i for i, _ in self._shared], self._soonest_s, late)
+            order = arrival_order([i for i, _ in self._specs], self._soonest_s, late)
             self._order = self._agreed(order)
             return BucketPlan(self._cap_bytes, order=self._order)
         if self._rounds == SIZED:
             mine = BucketPlan(self._cap_bytes)
             if self._group is not None and self._group.rank() == 0:
-                entries = [s.entry(i) for i, s in self._shared]
+                entries = [s.entry(i) for i, s in self._specs]
                 sizes = self._candidates_bytes
                 mine = choose_plan(entries, self._soonest_s, self._order, self._link, sizes)
             cap, first = self._agreed((mine.cap_bytes, mine.first_bytes or mine.cap_bytes))
@@ -120,12 +118,12 @@ class BucketTuner:
 
         Collective over every group of this rank, in one order.
         """
-        groups: dict[tuple[int, ...], Group] = {ranks_of(s.group): s.group for _, s in self._shared}
+        groups: dict[tuple[int, ...], Group] = {ranks_of(s.group): s.group for _, s in self._specs}
         widest = max(groups, key=lambda ranks: (len(ranks), [-r for r in ranks]))
         is_inside = all(set(widest).issuperset(ranks) for ranks in groups)
         places = {key: place for place, key in enumerate(groups)}
         facts = [
-            (i, s.name, s.parameter.numel(), places[ranks_of(s.group)]) for i, s in self._shared
+            (i, s.name, s.parameter.numel(), places[ranks_of(s.group)]) for i, s in self._specs
         ]
         digest = zlib.crc32(repr(facts).encode())
         is_same: dict[tuple[int, ...], bool] = {}

@@ -77,9 +77,9 @@ class ShardedEMA:
             for i, (name, p) in enumerate(named.items())
         }
         self._averages = {
-            name: named[name].detach().to(held.dtype, copy=True)
-            for name, held in self._owned.items()
-            if held.owner == self._rank
+            name: named[name].detach().to(average.dtype, copy=True)
+            for name, average in self._owned.items()
+            if average.owner == self._rank
         }
         saved = module.state_dict(keep_vars=True).keys()
         buffers = {name: b for name, b in module.named_buffers() if name in saved}
@@ -150,16 +150,18 @@ class ShardedEMA:
             LayoutError: a parameter is not there or has another shape.
         """
         named = dict(unwrap_model(model).named_parameters())
-        for name, held in self._owned.items():
-            if name not in named or named[name].shape != held.shape:
-                raise _unlike(name, held.shape, named.get(name))
+        for name, average in self._owned.items():
+            if name not in named or named[name].shape != average.shape:
+                raise _unlike(name, average.shape, named.get(name))
         before = {name: named[name].detach().clone() for name in self._owned}
         try:
             with torch.no_grad():
                 for name, average in self._averages.items():
                     named[name].copy_(average)
                 for rank in primitives.ranks_of(self._group):
-                    theirs = [named[n] for n, held in self._owned.items() if held.owner == rank]
+                    theirs = [
+                        named[n] for n, average in self._owned.items() if average.owner == rank
+                    ]
                     broadcast_tensors(theirs, self._group, rank)
             yield
         finally:

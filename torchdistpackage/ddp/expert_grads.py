@@ -32,6 +32,7 @@ from torchdistpackage.ddp.bucket_comm import AllReduceBucket, GradSlot, ReducerP
 from torchdistpackage.ddp.bucket_plan import MIB
 from torchdistpackage.ddp.options import reduce_op_problems, refuse
 from torchdistpackage.ddp.param_spec import ParamSpec
+from torchdistpackage.ddp.ready import ReadyPolicy
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError
 
@@ -119,16 +120,16 @@ _HOLDER = "_expert_gradients"
 
 
 class _KeepAlive:
-    """Keeps `held` as long as the parameter whose attribute this is; a saved one keeps nothing."""
+    """Keeps `reducer` as long as the parameter whose attribute this is; a copy keeps nothing."""
 
-    def __init__(self, held: "ExpertReducer"):
-        self.held = held
+    def __init__(self, reducer: "ExpertReducer"):
+        self.reducer = reducer
 
     def __reduce__(self):
         return OrderedDict, ()
 
 
-class CountReady:
+class CountReady(ReadyPolicy):
     """A gradient is final when it has come as often as in the first iteration.
 
     num_backwards: in one iteration; a further one is counted in full.
@@ -137,9 +138,9 @@ class CountReady:
     def __init__(self, reducer: Reducer, num_backwards: int):
         self._reducer, self._num_backwards = reducer, num_backwards
         self._expected: list[int] = []
-        self._times = [0] * len(reducer.shared)
+        self._times = [0] * len(reducer.specs)
         for slot in reducer.grad_buckets.slots:
-            slot.may_repeat = True
+            reducer.mark_repeating(slot)
 
     def is_last(self, slot: GradSlot, parameter: Tensor) -> bool:
         i = slot.index
@@ -148,12 +149,12 @@ class CountReady:
             return False
         if self._times[i] == self._expected[i] + 1:
             self._expected[i] += self._num_backwards
-            self._reducer.pending_counts[slot.bucket] += 1
+            self._reducer.hold_back(slot)
         return self._times[i] == self._expected[i]
 
     def late(self, slot: GradSlot) -> CommError:
         return CommError(
-            f"expert parameter {slot.shared.name} got gradient {self._times[slot.index] + 1} of "
+            f"expert parameter {slot.spec.name} got gradient {self._times[slot.index] + 1} of "
             f"this iteration after its bucket had left: call moe_dp_iter_step() after every "
             f"{self._num_backwards} backwards (num_grad_acc_iter), or give sync=True"
         )
@@ -222,7 +223,7 @@ class ExpertReducer:
         """Take the hooks off and end the group; gradients stay. All ranks call it."""
         self._reducer.remove()
         for parameter in self._parameters:
-            if getattr(vars(parameter).get(_HOLDER), "held", None) is self:
+            if getattr(vars(parameter).get(_HOLDER), "reducer", None) is self:
                 delattr(parameter, _HOLDER)
         self._parameters = ()
         self._groups.destroy()

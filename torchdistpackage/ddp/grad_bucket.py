@@ -120,17 +120,17 @@ class GradBucket:
 
     def cast_grads(self) -> None:
         """Each `.grad` in its parameter's dtype, and no memory here until it is needed again."""
-        for shared, view in zip(self.members, self.views, strict=True):
-            if shared.parameter.grad is view:
-                shared.parameter.grad = view.to(shared.parameter.dtype)
+        for spec, view in zip(self.members, self.views, strict=True):
+            if spec.parameter.grad is view:
+                spec.parameter.grad = view.to(spec.parameter.dtype)
         self.flat.untyped_storage().resize_(0)
 
     def detach_views(self) -> list[int]:
         """Give each gradient that lives here memory of its own; returns whose these are."""
         left: list[int] = []
-        for place, (shared, view) in enumerate(zip(self.members, self.views, strict=True)):
-            if shared.parameter.grad is view:
-                shared.parameter.grad = view.clone()
+        for place, (spec, view) in enumerate(zip(self.members, self.views, strict=True)):
+            if spec.parameter.grad is view:
+                spec.parameter.grad = view.clone()
                 left.append(place)
         return left
 
@@ -146,11 +146,11 @@ def move(views: Sequence[Tensor], members: Sequence[ParamSpec]) -> None:
     """Copy each member's gradient to its view, which takes its place, many at a time."""
     homes: list[Tensor] = []
     grads: list[Tensor] = []
-    for view, shared in zip(views, members, strict=True):
-        parameter, grad = shared.parameter, shared.parameter.grad
+    for view, spec in zip(views, members, strict=True):
+        parameter, grad = spec.parameter, spec.parameter.grad
         # a call for each would be as long as the copy, and nearly all are plain
         if grad is None or grad.is_sparse or grad.requires_grad or grad._base is not None:
-            grad = _taken(view, shared)
+            grad = _taken(view, spec)
         else:
             parameter.grad = view
         if grad is not None:
@@ -160,17 +160,17 @@ def move(views: Sequence[Tensor], members: Sequence[ParamSpec]) -> None:
         torch._foreach_copy_(homes, grads)
 
 
-def _taken(view: Tensor, shared: ParamSpec, *, shared_too: bool = False) -> Tensor | None:
+def _taken(view: Tensor, spec: ParamSpec, *, shared_too: bool = False) -> Tensor | None:
     """The gradient to copy to `view`, which has taken its place; None if it stays where it is.
 
     shared_too: also one in the bucket of another reducer.
     """
-    parameter, grad = shared.parameter, shared.parameter.grad
+    parameter, grad = spec.parameter, spec.parameter.grad
     if grad is None or grad is view:
         return None
     if grad.is_sparse:
         raise CommError(
-            f"parameter {shared.name} has a sparse gradient, which no Embedding(sparse=True) of "
+            f"parameter {spec.name} has a sparse gradient, which no Embedding(sparse=True) of "
             f"the wrapped module announced; look it up through one, or use sparse=False"
         )
     base = grad._base

@@ -70,7 +70,7 @@ class GradHooks:
 _all: WeakSet[GradHooks] = WeakSet()
 
 
-def hooked_names(shared: Sequence[ParamSpec], *, exclusive: bool = False) -> list[str]:
+def hooked_names(specs: Sequence[ParamSpec], *, exclusive: bool = False) -> list[str]:
     """Names of the parameters that hooks of an owner in use lie on.
 
     exclusive: only hooks that must stay the only ones.
@@ -78,7 +78,7 @@ def hooked_names(shared: Sequence[ParamSpec], *, exclusive: bool = False) -> lis
 
     def find() -> list[str]:
         hooks = [h for h in _all if h.are_on and (h.exclusive or not exclusive)]
-        return [s.name for s in shared if any(id(s.parameter) in h.ids for h in hooks)]
+        return [s.name for s in specs if any(id(s.parameter) in h.ids for h in hooks)]
 
     if not find():
         return []

@@ -135,8 +135,8 @@ class _JoinContext:
 
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
         """All as on a rank of each group that had data for longest."""
-        for group, held in for_each_group(self._ddp.replicas(), min_size=2):
-            broadcast_tensors([replica.tensor for replica in held], group, self._last(group))
+        for group, members in for_each_group(self._ddp.replicas(), min_size=2):
+            broadcast_tensors([replica.tensor for replica in members], group, self._last(group))
         group = self._ddp.group
         for optimizer in optimizers:
             mine = primitives.ranks_of(group)[group.rank()] == self._last(group)
@@ -175,7 +175,7 @@ class _JoinContext:
 
     def _forwarding(self, *_: object) -> None:
         ddp = self._ddp
-        follows = ddp.broadcast_buffers and ddp.training and not ddp.reducer.held
+        follows = ddp.broadcast_buffers and ddp.training and not ddp.reducer.only_accumulates
         self._say(_JoinState.BUFFERS if follows else _JoinState.FORWARD)
 
     def _launching(self, bucket: int) -> None:

@@ -5,10 +5,8 @@ The wrapper equalises parameters and buffers once and gives every gradient to th
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +14,9 @@ from torch import Tensor, nn
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.ddp.bucket_comm import CommHook, ReducerParts
+from torchdistpackage.ddp.bucket_comm import CommHook
 from torchdistpackage.ddp.grad_hooks import hooked_names, tensors_in
+from torchdistpackage.ddp.options import ResolvedOptions
 from torchdistpackage.ddp.param_spec import (
     ParamSpec,
     ReplicatedTensor,
@@ -29,29 +28,8 @@ from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.wrapper_state import ModuleWatch, Wrapper
 from torchdistpackage.errors import CommError
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.lazy import extensions_of
 
 _LOG = logging.getLogger(__name__)
-
-
-class DDPExtensions(Protocol):
-    """What NaiveDDP, which imports no extension, is given for its options; shared by its copies.
-
-    verify_params_match, sync_module_states: as in param_sync.py. cap_bytes: size of a bucket until
-    something is measured. mean: whether gradients are averaged. prepare: the parameters as they are
-    to be reduced, and the reducer's parts; `is_reducing` says whether the backward that runs is one
-    that reduces.
-    """
-
-    @property
-    def cap_bytes(self) -> int: ...
-    @property
-    def mean(self) -> bool: ...
-    def verify_params_match(self, replicas: Iterable[ReplicatedTensor]) -> None: ...
-    def sync_module_states(self, replicas: Iterable[ReplicatedTensor], source: int | None): ...
-    def prepare(
-        self, module: nn.Module, shared: Sequence[ParamSpec], is_reducing: Callable[[], bool]
-    ) -> tuple[list[ParamSpec], ReducerParts]: ...
 
 
 class NaiveDDP(Wrapper):
@@ -80,8 +58,6 @@ class NaiveDDP(Wrapper):
         and AdamW; else `.grad` is a copy in the parameter's dtype.
     keep_order: keep the buckets' order of registration and size, instead of rebuilding them in
         the order of the gradients, so that every step makes the same calls.
-    embedding_rows: send gradients of lookups in `nn.Embedding` as rows, where these are few.
-        Such a lookup cannot be differentiated twice. CPU only.
 
     Parameters that the module gains later, or that are no longer frozen, are added at the next
     forward, on all ranks. Those frozen or removed later count as unused until `refresh()`.
@@ -93,11 +69,11 @@ class NaiveDDP(Wrapper):
             a training forward: it returns no tensor; in a backward: this was dropped before it, and
             it is not the first one over its graph, or that was compiled.
         LayoutError: layers split parameters over ranks of the group.
-        ValueError: invalid options, all of them; `embedding_rows` on a device.
+        ValueError: invalid options, all of them.
     """
 
     _of_this_process = ("_group", "_reducer", "_module_watch")
-    _shared_by_copies = ("_group", "_extensions")
+    _shared_by_copies = ("_group", "_options")
     _reducer: Reducer | None = None
     _module_watch: ModuleWatch | None = None
 
@@ -119,14 +95,13 @@ class NaiveDDP(Wrapper):
         comm_hook: CommHook = primitives.start_all_reduce,
         fp32_grads: bool = False,
         keep_order: bool = False,
-        embedding_rows: bool = False,
     ):
         super().__init__(module, process_group)
         self.source, self.broadcast_buffers = dp_rank0, broadcast_buffers
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self._num_backwards, self._overlap = num_grad_acc_iter, not sync
+        self._num_grad_acc_iter, self._overlap = num_grad_acc_iter, not sync
         self._verbose, self._given = verbose, layouts
-        self._extensions: DDPExtensions = extensions_of("NaiveDDP")(
+        self._options = ResolvedOptions(
             module,
             reduce_op=reduce_op,
             bucket_cap_mb=bucket_cap_mb,
@@ -135,10 +110,9 @@ class NaiveDDP(Wrapper):
             strict=strict,
             comm_hook=comm_hook,
             fp32_grads=fp32_grads,
-            embedding_rows=embedding_rows,
         )
         self._read_layouts()
-        self._extensions.verify_params_match(self.replicas())
+        self._options.verify_params_match(self.replicas())
         self.broadcast_params()
         self._start()
 
@@ -148,10 +122,10 @@ class NaiveDDP(Wrapper):
         elif self._module_watch.has_changed():
             self.refresh()
         follows = self.broadcast_buffers and self.training and self._module_watch.has_buffers()
-        if follows and not self._reducer.held:
+        if follows and not self._reducer.only_accumulates:
             self.follow_buffers()
         outputs = self.module(*args, **kwargs)
-        if self.training and torch.is_grad_enabled() and not self._reducer.held:
+        if self.training and torch.is_grad_enabled() and not self._reducer.only_accumulates:
             self._check_reachable(outputs)
         return self._reducer.watch(outputs, survives=True)
 
@@ -181,9 +155,9 @@ class NaiveDDP(Wrapper):
         known = set(map(id, self.reducer.parameters))
         self._read_layouts()
         replicas = self.replicas()
-        self._extensions.verify_params_match(replicas)
+        self._options.verify_params_match(replicas)
         new = [r for r in replicas if id(r.tensor) not in known]
-        self._extensions.sync_module_states(new, self.source)
+        self._options.sync_module_states(new, self.source)
         self._start()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -198,11 +172,11 @@ class NaiveDDP(Wrapper):
 
     def broadcast_params(self) -> None:
         """Set parameters and buffers, frozen ones too, to those of their group's first rank."""
-        self._extensions.sync_module_states(self.replicas(), self.source)
+        self._options.sync_module_states(self.replicas(), self.source)
 
     def follow_buffers(self) -> None:
         """Set buffers to those of global rank `source`, by default the group's first."""
-        self._extensions.sync_module_states(self._own_buffers(), self.source)
+        self._options.sync_module_states(self._own_buffers(), self.source)
 
     def replicas(self) -> list[ReplicatedTensor]:
         """Replicated parameters, frozen ones too, and buffers, by the names of layouts."""
@@ -212,27 +186,24 @@ class NaiveDDP(Wrapper):
 
     def _start(self) -> None:
         """Make the reducer, or let it own what there is now."""
-        shared = [self._share(n, p) for n, p in self._own_parameters() if p.requires_grad]
+        specs = [self._share(n, p) for n, p in self._own_parameters() if p.requires_grad]
         # alone, gradients are what autograd makes, unless they must be added up in more bits
-        shared = [s for s in shared if s.group.size() > 1 or s.is_wider]
-        if names := hooked_names(shared, exclusive=True):
+        specs = [s for s in specs if s.group.size() > 1 or s.is_wider]
+        if names := hooked_names(specs, exclusive=True):
             raise CommError(
-                f"{len(names)} of {len(shared)} parameters belong to a ZeroOptimizer, which "
+                f"{len(names)} of {len(specs)} parameters belong to a ZeroOptimizer, which "
                 f"reduces their gradients itself: {', '.join(names[:3])}; train the module without "
                 f"NaiveDDP, or call the remove() of that optimizer first"
             )
-        me = ref(self)  # hooks of extensions must not keep it
-        shared, parts = self._extensions.prepare(
-            self.module, shared, lambda: (ddp := me()) is not None and ddp.reducer.is_reducing
-        )
+        specs, parts = self._options.prepare(self.module, specs)
         self._module_watch = ModuleWatch(self.module)
         if self._reducer is not None:
-            self._reducer.renew(shared, parts)
+            self._reducer.renew(specs, parts)
             return
         self._reducer = Reducer(
-            shared,
-            cap_bytes=self._extensions.cap_bytes,
-            num_backwards=self._num_backwards,
+            specs,
+            cap_bytes=self._options.cap_bytes,
+            num_backwards=self._num_grad_acc_iter,
             overlap=self._overlap,
             parts=parts,
         )
@@ -253,11 +224,11 @@ class NaiveDDP(Wrapper):
 
     def _share(self, name: str, parameter: nn.Parameter) -> ParamSpec:
         group, layout = self._get_group(name, parameter), self._layouts.get(name)
-        return ParamSpec.from_layout(name, parameter, layout, group, mean=self._extensions.mean)
+        return ParamSpec.from_layout(name, parameter, layout, group, mean=self._options.mean)
 
     def _own_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.module.named_parameters() if n not in self._ignored]
 
     def _own_buffers(self) -> list[ReplicatedTensor]:
-        held = self.module.named_buffers()
-        return [ReplicatedTensor(n, b, self.group) for n, b in held if n not in self._ignored]
+        buffers = self.module.named_buffers()
+        return [ReplicatedTensor(n, b, self.group) for n, b in buffers if n not in self._ignored]

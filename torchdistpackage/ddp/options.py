@@ -1,12 +1,12 @@
-"""What NaiveDDP is given for its options: planner, sparse gradients, hooks, checks of replicas.
+"""What NaiveDDP makes of its options: planner, sparse gradients, hooks, checks of replicas.
 
-The core knows their protocols alone; this file, which `torchdistpackage.ddp` registers, makes them.
+NaiveDDP imports this file. The reducer imports none of it: it gets what is made here as its
+`ReducerParts`, so that who follows a gradient meets an option only where it is set.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
-from functools import partial
 
 from torch import nn
 
@@ -20,14 +20,15 @@ from torchdistpackage.ddp.bucket_comm import AllReduceBucket, BucketComm, CommHo
 from torchdistpackage.ddp.bucket_plan import MIB, Bucket, BucketSizes, bucket_sizes
 from torchdistpackage.ddp.bucket_tuning import BucketTuner
 from torchdistpackage.ddp.param_spec import ParamSpec
-from torchdistpackage.ddp.sparse_grads import SparseRows
+from torchdistpackage.ddp.scheduled_ready import LastBackwardPolicy
+from torchdistpackage.ddp.sparse_grads import SparseGrad, mark_sparse
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass
 class ResolvedOptions:
-    """The `DDPExtensions` of one NaiveDDP and of its copies, also those from a pickle.
+    """The options of one NaiveDDP and of its copies, also those from a pickle.
 
     plans: whether order and sizes of buckets follow what is measured. given_bytes: of a bucket, 0
     to measure. mean: whether gradients are averaged. The others are as NaiveDDP has them.
@@ -41,7 +42,6 @@ class ResolvedOptions:
     strict: bool
     comm_hook: CommHook
     fp32_grads: bool
-    embedding_rows: bool
     _by_node: dict[tuple[int, ...], CommHook] | None = None
 
     verify_params_match = staticmethod(param_sync.verify_params_match)
@@ -69,41 +69,41 @@ class ResolvedOptions:
         return self.given_bytes or _sizes().default_bytes
 
     def prepare(
-        self, module: nn.Module, shared: Sequence[ParamSpec], is_reducing: Callable[[], bool]
+        self, module: nn.Module, specs: Sequence[ParamSpec]
     ) -> tuple[list[ParamSpec], ReducerParts]:
-        """Collective where a group has four ranks or more, the first time."""
-        rows = SparseRows(module, shared, lookups=self.embedding_rows, counts=is_reducing)
+        """The parameters as they are to be reduced, and the reducer's parts.
+
+        Collective where a group has four ranks or more, the first time.
+        """
+        marked = mark_sparse(module, specs)
         if self._by_node is None:
-            self._by_node = _hooks_by_node(rows.shared)
-            self._log(type(module).__name__, rows.shared)
+            self._by_node = _hooks_by_node(marked)
+            self._log(type(module).__name__, marked)
         tuner = None
-        if self.plans and any(s.is_early for s in rows.shared):
+        if self.plans and any(s.is_early for s in marked):
             candidates_bytes = () if self.given_bytes else _sizes().candidates_bytes
-            tuner = BucketTuner(rows.shared, self.cap_bytes, candidates_bytes)
-        return rows.shared, ReducerParts(
-            make_bucket_comm=partial(self._make_bucket_comm, rows),
-            after=rows.after,
+            tuner = BucketTuner(marked, self.cap_bytes, candidates_bytes)
+        return marked, ReducerParts(
+            make_bucket_comm=self._make_bucket_comm,
             planner=tuner,
             check_used=param_sync.check_unused_parameters if self.strict else None,
-            handles=rows.handles,
+            scheduled_ready=LastBackwardPolicy,
         )
 
     def __getstate__(self) -> dict[str, object]:
         """Hooks have groups, which no pickle holds."""
         return {**vars(self), "_by_node": None}
 
-    def _make_bucket_comm(
-        self, rows: SparseRows, bucket: Bucket, members: Sequence[ParamSpec]
-    ) -> BucketComm:
+    def _make_bucket_comm(self, bucket: Bucket, members: Sequence[ParamSpec]) -> BucketComm:
         if members[0].sparse_rows:
-            return rows.make_bucket_comm(members[0])
+            return SparseGrad(members[0])
         hook = self.comm_hook
         if hook is primitives.start_all_reduce and self._by_node is not None:
             hook = self._by_node.get(ranks_of(members[0].group), hook)
         return AllReduceBucket(bucket, members, hook=hook, keep_wide=self.fp32_grads)
 
-    def _log(self, name: str, shared: Sequence[ParamSpec]) -> None:
-        wider = [s for s in shared if s.is_wider]
+    def _log(self, name: str, specs: Sequence[ParamSpec]) -> None:
+        wider = [s for s in specs if s.is_wider]
         if wider:
             dtype = str(wider[0].parameter.dtype).removeprefix("torch.")
             cast = f"cast to {dtype} (fp32_grads=True keeps it)"
@@ -150,10 +150,10 @@ def _sizes() -> BucketSizes:
     return bucket_sizes(queued=primitives.is_queued(world()))
 
 
-def _hooks_by_node(shared: Sequence[ParamSpec]) -> dict[tuple[int, ...], CommHook]:
+def _hooks_by_node(specs: Sequence[ParamSpec]) -> dict[tuple[int, ...], CommHook]:
     """Of the groups whose nodes have several ranks each, at least two and two; collective."""
     found = {
         ranks_of(group): hierarchical_all_reduce(group)
-        for group, _ in for_each_group(shared, min_size=4)
+        for group, _ in for_each_group(specs, min_size=4)
     }
     return {ranks: start for ranks, start in found.items() if start is not None}

@@ -191,10 +191,10 @@ def sum_group(layout: Layout | None, group: Group, over: Collection[int] | None 
     return group if same else tpc.groups.of(ranks)
 
 
-def take_over(shared: Iterable[ParamSpec]) -> list[Mark]:
+def take_over(specs: Iterable[ParamSpec]) -> list[Mark]:
     """Marks of the parameters whose layers need not sum, as they are summed here; to `remove`."""
     taken: list[Mark] = []
-    for s in shared:
+    for s in specs:
         mark, group = mark_of(s.parameter), group_of(s.parameter)
         if mark is None or group is None:
             continue

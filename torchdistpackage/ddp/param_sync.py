@@ -54,8 +54,8 @@ def verify_params_match(replicas: Iterable[ReplicatedTensor]) -> None:
         CommError: they do not; with the first difference and both sides, on all ranks of the group.
             Or one of them cannot be sent.
     """
-    for group, held in for_each_group(replicas, min_size=2):
-        facts = [(r.name, _kind(r.tensor)) for r in held]
+    for group, members in for_each_group(replicas, min_size=2):
+        facts = [(r.name, _kind(r.tensor)) for r in members]
         digest = hashlib.sha256(repr(facts).encode()).digest()
         mine = [int.from_bytes(digest[at : at + 8], "big", signed=True) for at in (0, 8)]
         if _all_equal(torch.tensor(mine, device=primitives.device_of(group)), group):
@@ -72,9 +72,9 @@ def sync_module_states(replicas: Iterable[ReplicatedTensor], source: int | None 
     Raises:
         CommError: `source` is not in one of the groups.
     """
-    for group, held in for_each_group(replicas, min_size=2):
+    for group, members in for_each_group(replicas, min_size=2):
         # not through autograd's count of changes: batch norm saves buffers that it never reads
-        for tensors in _messages([r.tensor.data for r in held if r.tensor.numel()]):
+        for tensors in _messages([r.tensor.data for r in members if r.tensor.numel()]):
             _broadcast(tensors, group, primitives.source_in(group, source))
 
 
@@ -84,13 +84,13 @@ def find_differences(replicas: Iterable[ReplicatedTensor]) -> list[Difference]:
     Reads every tensor twice, on its device, and waits for that device once for each group.
     """
     found: list[Difference] = []
-    for group, held in for_each_group(replicas, min_size=2):
-        table = torch.stack([_hash(r.tensor).to(primitives.device_of(group)) for r in held])
-        if _all_equal((table * _odd_numbers(len(held), table)[:, None]).sum(0), group):
+    for group, members in for_each_group(replicas, min_size=2):
+        table = torch.stack([_hash(r.tensor).to(primitives.device_of(group)) for r in members])
+        if _all_equal((table * _odd_numbers(len(members), table)[:, None]).sum(0), group):
             continue
         ranks = ranks_of(group)
         tables = primitives.all_gather(table[None], group).tolist()
-        for place, replica in enumerate(held):
+        for place, replica in enumerate(members):
             hashes = [tuple(of_rank[place]) for of_rank in tables]
             common, number = Counter(hashes).most_common(1)[0]
             if number < len(ranks):
@@ -116,22 +116,22 @@ def check_replicas(replicas: Iterable[ReplicatedTensor]) -> None:
         )
 
 
-def check_unused_parameters(shared: Sequence[ParamSpec], has_grad: Sequence[bool]) -> None:
+def check_unused_parameters(specs: Sequence[ParamSpec], has_grad: Sequence[bool]) -> None:
     """Compare over each group which of its parameters got a gradient, `has_grad` on this rank.
 
     Raises:
         CommError: some rank did not use some; on all ranks of the group, by name.
     """
-    used_here = {id(s): used for s, used in zip(shared, has_grad, strict=True)}
+    used_here = {id(s): used for s, used in zip(specs, has_grad, strict=True)}
     unused: list[str] = []
-    for group, members in for_each_group(shared):
+    for group, members in for_each_group(specs):
         flags, device = [used_here[id(s)] for s in members], members[0].parameter.device
         used = torch.tensor(flags, dtype=torch.int32, device=device)
         primitives.all_reduce(used, group, primitives.MIN)
         unused += [s.name for s, by_all in zip(members, used.tolist(), strict=True) if not by_all]
     if unused:
         raise CommError(
-            f"{len(unused)} of {len(shared)} parameters got no gradient on some rank in this step: "
+            f"{len(unused)} of {len(specs)} parameters got no gradient on some rank in this step: "
             f"{', '.join(sorted(unused)[:MAX_NAMES])}; freeze them, use them, or leave strict off"
         )
 
@@ -139,15 +139,15 @@ def check_unused_parameters(shared: Sequence[ParamSpec], has_grad: Sequence[bool
 def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Those that travel together; a large one alone."""
     alike: dict[object, list[Tensor]] = {}
-    room: dict[object, int] = {}
+    left_bytes: dict[object, int] = {}
     for x in tensors:
         kind = x.dtype, x.device
-        if kind in alike and room[kind] < x.nbytes:
+        if kind in alike and left_bytes[kind] < x.nbytes:
             yield alike.pop(kind)
         if kind not in alike:
-            alike[kind], room[kind] = [], MESSAGE_BYTES
+            alike[kind], left_bytes[kind] = [], MESSAGE_BYTES
         alike[kind].append(x)
-        room[kind] -= x.nbytes
+        left_bytes[kind] -= x.nbytes
     yield from alike.values()
 
 

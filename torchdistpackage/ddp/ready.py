@@ -103,9 +103,9 @@ def queue_of(task: int) -> BackwardQueue:
     return _of_task.get(task) or _of_task.setdefault(task, BackwardQueue(task))
 
 
-def came_late(shared: ParamSpec) -> CommError:
+def came_late(spec: ParamSpec) -> CommError:
     return CommError(
-        f"parameter {shared.name} received a gradient after it was taken for complete: call "
+        f"parameter {spec.name} received a gradient after it was taken for complete: call "
         f"finish() before the next backward, and where reentrant checkpointing uses it at times, "
         f"give torch.utils.checkpoint use_reentrant=False"
     )

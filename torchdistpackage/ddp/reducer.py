@@ -15,7 +15,7 @@ a layer whose partial sums it sums instead does so again as soon as the reducer 
 state may live on for a backward that is still to come (output_hook.py).
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from weakref import ref
@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.ddp.bucket_comm import (
-    STAGED_BYTES,
     GradBuckets,
+    GradSlot,
     ReducerParts,
     read_used_flags,
 )
 from torchdistpackage.ddp.bucket_plan import BucketPlan
-from torchdistpackage.ddp.grad_hooks import GradHooks, OnGradReady, Removable, on_backward_start
+from torchdistpackage.ddp.grad_hooks import GradHooks, OnGradReady, on_backward_start
 from torchdistpackage.ddp.output_hook import output_hook
 from torchdistpackage.ddp.param_spec import ParamSpec, take_over
 from torchdistpackage.ddp.ready import (
@@ -43,7 +43,6 @@ from torchdistpackage.ddp.ready import (
     queue_of,
 )
 from torchdistpackage.errors import CommError
-from torchdistpackage.lazy import extensions_of
 
 
 class ReductionPhase(Enum):
@@ -59,17 +58,30 @@ _current_graph_task_id = torch._C._current_graph_task_id
 class Reducer:
     """Owns the gradients of its parameters; see the module's text.
 
-    cap_bytes: size of a bucket. num_backwards: reduce once every `num_backwards` backwards.
-    overlap: False launches all at the end. exclusive: no wrapper may own these parameters too.
+    specs: the parameters, and over which group each is summed.
+    cap_bytes: size of a bucket.
+    num_backwards: reduce once every `num_backwards` backwards.
+    overlap: False launches all at the end.
+    exclusive: no wrapper may own these parameters too.
+    parts: what the owner's options ask for.
 
-    next_bucket: the first that was not launched. pending_counts: of each bucket, gradients that are
-    not complete. on_launch: called with the number of each bucket that is launched. held: backwards
-    of forwards made meanwhile only accumulate. open: a forward or a gradient waits for a reduction.
+    Others may read these, and change them by methods of this class alone:
+
+    phase: what was launched of the reduction that runs (`ReductionPhase`).
+    next_bucket: the first bucket that was not launched.
+    pending_counts: of each bucket, how many gradients are awaited before it may leave. A policy
+        changes it by `complete` and `hold_back`.
+    leaves_early: whether buckets leave during a backward; not before one reduction has shown which
+        gradients come several times.
+    only_accumulates: backwards of forwards made meanwhile leave their gradients unreduced (`hold`).
+    open: a forward or a gradient waits for a reduction.
+    grad_buckets: the memory of the gradients, and what becomes of each bucket.
+    on_launch: for tests and debugging; called with the number of each bucket that is launched.
     """
 
     def __init__(
         self,
-        shared: Sequence[ParamSpec],
+        specs: Sequence[ParamSpec],
         *,
         cap_bytes: int,
         num_backwards: int = 1,
@@ -80,12 +92,12 @@ class Reducer:
         self._num_backwards, self._overlap = num_backwards, overlap
         self._cap_bytes, self._exclusive = cap_bytes, exclusive
         self.on_launch: Callable[[int], object] = lambda b: None
-        self.held = self.open = False
+        self.only_accumulates = self.open = False
         self._policy: ReadyPolicy | None = None
         self._queue: Callable[[], BackwardQueue | None] = lambda: None
         self._task = -1  # the graph task that armed us, -1 for none
         self._num_done = 0  # backwards since the last reduction
-        self._own(shared, parts or ReducerParts())
+        self._own(specs, parts or ReducerParts())
 
     # -- one backward: watched, reached, launched, finished ---------------------------------
 
@@ -97,21 +109,21 @@ class Reducer:
         wait: whether the end of that backward waits for the sums; if not, `finish()` does.
         survives: whether it reduces also where this reducer was dropped since; else it is refused.
         """
-        if not self.shared:
+        if not self.specs:
             return outputs
         current = torch._C._current_graph_task_id()
         if current == -1:
             # no backward is running, so whatever is still armed ended in an exception
             if self._task != -1:
                 self._abandon()
-            if self.held and self.phase is _SENT:
+            if self.only_accumulates and self.phase is _SENT:
                 self.finish()  # what accumulates now is not of the sums under way
             if not self.open and self.phase is _IDLE:
                 self._repack()
-        elif self._task == -1 and not self.held:
+        elif self._task == -1 and not self.only_accumulates:
             # recomputed inside the backward of another: that one is the outermost
             self._arm(current, wait)
-        if self.held or not torch.is_grad_enabled():
+        if self.only_accumulates or not torch.is_grad_enabled():
             return outputs
         self.open = True
         return on_backward_start(outputs, output_hook(self, current, wait, survives))
@@ -170,7 +182,7 @@ class Reducer:
     def _launch(self, b: int) -> None:
         self.grad_buckets.flush_staged()
         self.on_launch(b)
-        self.grad_buckets.carriers[b].launch()
+        self.grad_buckets.bucket_comms[b].launch()
 
     def launch_early(self, task: int) -> None:
         """Graph task `task`, the outermost, is over: launch the early buckets, complete or not."""
@@ -190,48 +202,56 @@ class Reducer:
             return
         self.begin()
         buckets, planner = self.grad_buckets, self._planner
-        self._launch_until(len(buckets.carriers))
+        self._launch_until(len(buckets.bucket_comms))
         if planner is not None:
             planner.arrived(0)
-        for b, carrier in enumerate(buckets.carriers):
-            carrier.wait()
+        for b, bucket_comm in enumerate(buckets.bucket_comms):
+            bucket_comm.wait()
             if planner is not None and b < buckets.num_early:
                 planner.arrived(buckets.num_bytes(b))
-        read_used_flags(buckets.carriers)
+        read_used_flags(buckets.bucket_comms)
         if planner is not None:
             self._next_plan = planner.decide([s.index for s in buckets.slots if s.may_repeat])
             self._planner = None if planner.is_over else planner
         self._reset(_IDLE)
         self.leaves_early, self.open, self._num_done = self._overlap, False, 0
         if self._check_used is not None:
-            self._check_used(self.shared, buckets.take_has_grad())
+            self._check_used(self.specs, buckets.take_has_grad())
 
     def _abandon(self) -> None:
         """An exception ended a backward: let what has left arrive, and start over."""
         self._task, self._num_done = -1, 0
-        for carrier in self.grad_buckets.carriers:
-            carrier.abandon()
-        self.grad_buckets.staged, self.grad_buckets.staged_bytes = [], 0
+        for bucket_comm in self.grad_buckets.bucket_comms:
+            bucket_comm.abandon()
+        self.grad_buckets.drop_staged()
         self._reset(_IDLE)
 
     # -- what else callers use ---------------------------------------------------------------
 
     @property
     def num_buckets(self) -> int:
-        return len(self.grad_buckets.carriers)
+        return len(self.grad_buckets.bucket_comms)
 
-    @property
-    def is_reducing(self) -> bool:
-        """Whether gradients of the backward that runs are for a reduction of their own."""
-        return self.phase is _REDUCING
+    def complete(self, slot: GradSlot) -> None:
+        """One gradient of the slot's bucket is awaited no more; `launch_complete` may follow."""
+        self.pending_counts[slot.bucket] -= 1
+
+    def hold_back(self, slot: GradSlot) -> None:
+        """One more gradient of the slot's bucket is awaited before it leaves."""
+        self.pending_counts[slot.bucket] += 1
+
+    def mark_repeating(self, slot: GradSlot) -> None:
+        """Gradients of this parameter may come several times in one backward, so that its bucket
+        waits for the end of each from here on."""
+        slot.may_repeat = True
 
     def hold(self) -> None:
         """Backwards of forwards made from now on only accumulate, until `release`."""
-        self.held = True
+        self.only_accumulates = True
 
     def release(self) -> None:
         """End `hold`."""
-        self.held = False
+        self.only_accumulates = False
 
     def follow(self, policy: ReadyPolicy) -> BackwardQueue:
         """Let `policy` say which gradients are final, while what this returns is kept."""
@@ -250,7 +270,12 @@ class Reducer:
         self.watch(())  # nothing runs: forget a backward that failed
         if self.phase is not _IDLE:
             self.finish()
-        policy = extensions_of("Reducer")(self)
+        if self._scheduled_ready is None:
+            raise CommError(
+                "this Reducer was made without `scheduled_ready`, which says by a schedule which "
+                "gradients are final; give its ReducerParts scheduled_ready=LastBackwardPolicy"
+            )
+        policy = self._scheduled_ready(self)
         queue, is_over = self.follow(policy), False
         try:
             with self.no_sync():
@@ -267,18 +292,18 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """`hold` inside the block; what held before holds after."""
-        before, self.held = self.held, True
+        """`hold` inside the block; as before it after."""
+        before, self.only_accumulates = self.only_accumulates, True
         try:
             yield
         finally:
-            self.held = before
+            self.only_accumulates = before
 
     def grad_ready_hook(self) -> OnGradReady:
         """Called for each gradient that is there."""
         return _accumulated
 
-    def renew(self, shared: Sequence[ParamSpec], parts: ReducerParts) -> None:
+    def renew(self, specs: Sequence[ParamSpec], parts: ReducerParts) -> None:
         """Own these parameters from here on, on all ranks; gradients that are there stay.
 
         Raises:
@@ -287,7 +312,7 @@ class Reducer:
         if self.phase is not _IDLE:
             raise CommError("parameters changed during a reduction; call finish() before")
         self.remove()
-        self._own(shared, parts, self.grad_buckets.leave())
+        self._own(specs, parts, self.grad_buckets.leave())
 
     def remove(self) -> None:
         """Take the hooks off the parameters; gradients stay where they are."""
@@ -295,23 +320,24 @@ class Reducer:
 
     def _own(
         self,
-        shared: Sequence[ParamSpec],
+        specs: Sequence[ParamSpec],
         parts: ReducerParts,
         moving: Collection[nn.Parameter] = (),
     ) -> None:
-        self.shared, self.leaves_early = list(shared), False
-        self.parameters = tuple(s.parameter for s in shared)
-        self.grad_buckets = GradBuckets(self.shared, parts, BucketPlan(self._cap_bytes), moving)
+        self.specs, self.leaves_early = list(specs), False
+        self.parameters = tuple(s.parameter for s in specs)
+        self.grad_buckets = GradBuckets(self.specs, parts, BucketPlan(self._cap_bytes), moving)
         self._planner, self._check_used = parts.planner, parts.check_used
+        self._scheduled_ready = parts.scheduled_ready
         self._next_plan: BucketPlan | None = None
         self._reset(_IDLE)
-        self.hook_parameters(parts.handles)
+        self.hook_parameters()
 
-    def hook_parameters(self, also: Iterable[Removable] = ()) -> None:
-        """Hook the parameters until `remove()`, or the end of this. also: removed with them."""
+    def hook_parameters(self) -> None:
+        """Hook the parameters until `remove()`, or the end of this."""
         self.me = ref(self)
-        on_grad_ready, also = self.grad_ready_hook(), [*take_over(self.shared), *also]
-        self._grad_hooks = GradHooks(on_grad_ready, self, self.parameters, self._exclusive, also)
+        hook, taken = self.grad_ready_hook(), take_over(self.specs)
+        self._grad_hooks = GradHooks(hook, self, self.parameters, self._exclusive, taken)
 
     def _repack(self) -> None:
         """Go over to the plan that was agreed on last, before anything leaves in the old one."""
@@ -333,7 +359,7 @@ def _accumulated(me: "ref[Reducer]", index: int, parameter: Tensor) -> None:
     slot = buckets.slots[index]
     bucket, policy = slot.bucket, self._policy
     if bucket < self.next_bucket:
-        raise came_late(slot.shared) if policy is None else policy.late(slot)
+        raise came_late(slot.spec) if policy is None else policy.late(slot)
     self.open = slot.has_grad = True
     if phase is _IDLE:
         is_final = False
@@ -342,21 +368,19 @@ def _accumulated(me: "ref[Reducer]", index: int, parameter: Tensor) -> None:
     elif _current_graph_task_id() == self._task:
         is_final = self.leaves_early and phase is _REDUCING and not slot.may_repeat
     else:  # of a backward inside the one that armed us, and so may be others
-        is_final, slot.may_repeat = False, True
-        if slot.carrier.gradients.is_divided(slot.place):
-            raise came_late(slot.shared)
+        is_final = False
+        self.mark_repeating(slot)
+        if slot.bucket_comm.gradients.is_divided(slot.place):
+            raise came_late(slot.spec)
     if slot.is_small and phase is _REDUCING:
-        buckets.staged.append(slot)
-        buckets.staged_bytes += slot.num_bytes
-        if buckets.staged_bytes >= STAGED_BYTES:
-            buckets.flush_staged()
+        buckets.stage(slot)
     elif parameter.grad is not slot.home:
         is_divided = is_final and not slot.may_repeat
-        slot.carrier.gradients.absorb(slot.place, is_final=is_divided)
+        slot.bucket_comm.gradients.absorb(slot.place, is_final=is_divided)
     if self._planner is not None and phase is not _IDLE:
         self._planner.came(index)
     if is_final:
-        self.pending_counts[bucket] -= 1
+        self.complete(slot)
         if not self.pending_counts[bucket] and bucket == self.next_bucket:
             queue = self._queue()
             assert queue is not None  # the backward, or the block, that runs keeps it

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from torchdistpackage.ddp.bucket_comm import GradSlot
-from torchdistpackage.ddp.ready import came_late
+from torchdistpackage.ddp.ready import ReadyPolicy, ScheduledReady, came_late
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError
 
 
-class LastBackwardPolicy:
-    """The `ScheduledReady` of a reducer."""
+class LastBackwardPolicy(ReadyPolicy, ScheduledReady):
+    """Says which gradients of a reducer are final, by what its caller says of the backwards."""
 
     def __init__(self, reducer: Reducer):
         self._reducer = reducer
@@ -51,7 +51,7 @@ class LastBackwardPolicy:
         reducer = self._reducer
         if reducer.leaves_early:
             for index in new:
-                reducer.pending_counts[reducer.grad_buckets.slots[index].bucket] -= 1
+                reducer.complete(reducer.grad_buckets.slots[index])
             reducer.launch_complete()
 
     def is_last(self, slot: GradSlot, parameter: Tensor) -> bool:
@@ -66,17 +66,18 @@ class LastBackwardPolicy:
         if self._pending is None or id(parameter) in self._pending:
             return False
         if slot.may_repeat or not self._reducer.leaves_early:
-            slot.may_repeat = slot.may_repeat or index in self._came
+            if index in self._came:
+                self._reducer.mark_repeating(slot)
             self._came.add(index)
             return False
         self._complete.add(index)
         return True
 
     def late(self, slot: GradSlot) -> CommError:
-        return came_late(slot.shared)
+        return came_late(slot.spec)
 
     def _begin(self) -> None:
         self._reducer.begin()
         if not self._indices:
             # only now: a wrapper takes new parameters in at its first forward
-            self._indices = {id(s.parameter): i for i, s in enumerate(self._reducer.shared)}
+            self._indices = {id(s.parameter): i for i, s in enumerate(self._reducer.specs)}

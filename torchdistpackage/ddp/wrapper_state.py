@@ -83,13 +83,13 @@ class ModuleWatch:
         modules = list(module.modules())
         self._tables = [table for m in modules for table in (m._modules, m._parameters)]
         self._buffers = [m._buffers for m in modules]
-        self._held = self._all()
+        self._known = self._all()
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
 
     def has_changed(self) -> bool:
         """Whether modules or parameters came, went or were replaced, or frozen ones are no more."""
         now = self._all()
-        is_same = len(now) == len(self._held) and all(map(is_, now, self._held))
+        is_same = len(now) == len(self._known) and all(map(is_, now, self._known))
         return not is_same or any(map(_requires_grad, self._frozen))
 
     def has_buffers(self) -> bool:
@@ -129,6 +129,6 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 def aliases(module: nn.Module) -> dict[str, str]:
     """Further name -> first name, of the parameters and buffers that have several."""
     first: dict[object, str] = {}
-    held = (module.named_parameters, module.named_buffers)
-    named = chain.from_iterable(names(remove_duplicate=False) for names in held)
+    both = (module.named_parameters, module.named_buffers)
+    named = chain.from_iterable(names(remove_duplicate=False) for names in both)
     return {name: first[x] for name, x in named if first.setdefault(x, name) != name}

@@ -10,7 +10,6 @@ each rank adds up its shards, over all ranks.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -19,28 +18,19 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.ddp.param_spec import follows, group_of
-from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.ddp.zero.param_shard import ParamPartition, ParamShard
-from torchdistpackage.ddp.zero.state_dict import owners_of
+from torchdistpackage.ddp.zero.param_shard import ParamShard
+from torchdistpackage.ddp.zero.sharded_base import owners_of
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import holders_along, replica_ranks, spoken_places
 from torchdistpackage.layout.layout import Axes, HeadSplit, Layout
 from torchdistpackage.layout.mark import layout_of
+from torchdistpackage.optim.sharded import ShardedOptimizer
 from torchdistpackage.topology.mesh import Mesh
 
 INF = float("inf")
 Kind = tuple[torch.dtype, torch.device]
 _HALVES = (torch.float16, torch.bfloat16)
 REPLICATED = Layout("", ())
-
-
-@runtime_checkable
-class ShardedOptimizer(Protocol):
-    """An optimizer that keeps a part of each parameter here: ZeroOptimizer."""
-
-    held: Sequence[Sequence[ParamPartition]]
-    shards: Sequence[ParamShard]
-    reducer: Reducer
 
 
 @dataclass
@@ -53,7 +43,7 @@ class NormTerm:
     share: float = 1.0
     over: Group | None = None
     counts: bool = True
-    held: list[Tensor] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
 
 
 @torch.no_grad()
@@ -87,43 +77,46 @@ def clip_grad_norm_(
         raise ValueError(
             f"norm_type is {norm_type}; clip by a positive one, or by inf, the largest element"
         )
-    owners, held = [parameters], list[Tensor]()
+    owners, tensors = [parameters], list[Tensor]()
     if not isinstance(parameters, ShardedOptimizer):
-        held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        owners = owners_of(held)
+        tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        owners = owners_of(tensors)
     if owners:
         group = resolve_group(group, "global")
-        shards = _shards_of(owners, held)
-        parts, held = counted_shards(shards, group), [shard.tensor for shard in shards]
+        shards = _shards_of(owners, tensors)
+        parts, tensors = counted_shards(shards, group), [shard.tensor for shard in shards]
     else:
         if group is None and tpc.is_set:
             group = tpc.get_group("model")
-        parts = counted(held, layouts, group)
+        parts = counted(tensors, layouts, group)
     norm = _norm(parts, norm_type, group)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the {norm_type:g}-norm of the gradients of all stages is {norm.item()}; look for "
             f"the first step with a large loss, or clip with error_if_nonfinite=False"
         )
-    scale_gradients(held, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    scale_gradients(tensors, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
-def _shards_of(owners: Sequence[ShardedOptimizer], held: Sequence[Tensor]) -> list[ParamShard]:
+def _shards_of(
+    owners: Sequence[ShardedOptimizer], parameters: Sequence[Tensor]
+) -> list[ParamShard]:
     """The shards of these parameters, or all, with their sums in them."""
     for owner in owners:
         owner.reducer.finish()
-    if not held:
+    if not parameters:
         return [shard for owner in owners for shard in owner.shards]
-    owned = {id(h.shared.parameter) for owner in owners for some in owner.held for h in some}
-    others = [p for p in held if p.grad is not None and id(p) not in owned]
+    owned = {id(h.spec.parameter) for owner in owners for some in owner.partitions for h in some}
+    others = [p for p in parameters if p.grad is not None and id(p) not in owned]
     if others:
         raise LayoutError(
-            f"of {len(held)} parameters to clip a ZeroOptimizer shards {len(held) - len(others)}, "
-            f"and {len(others)} have gradients of their own, the first of shape "
-            f"{tuple(others[0].shape)}; clip them apart: the optimizer, and the others"
+            f"of {len(parameters)} parameters to clip a ZeroOptimizer shards "
+            f"{len(parameters) - len(others)}, and {len(others)} have gradients of their own, the "
+            f"first of shape {tuple(others[0].shape)}; clip them apart: the optimizer, and the "
+            f"others"
         )
-    given = {id(p) for p in held}
+    given = {id(p) for p in parameters}
     return [s for owner in owners for s in owner.shards if id(s.parameter) in given]
 
 
@@ -138,7 +131,7 @@ def _norm(parts: Sequence[NormTerm], norm_type: float, group: Group | None) -> T
         where = _device_of([part], device)
         if part.over is not None:
             where = primitives.device_of(part.over)
-        power = grad_sq_norm(part.held, norm_type, where)
+        power = grad_sq_norm(part.tensors, norm_type, where)
         if part.over is not None:
             power = primitives.all_reduce(power, part.over, reduce)
         if where != device:
@@ -155,7 +148,7 @@ def _norm(parts: Sequence[NormTerm], norm_type: float, group: Group | None) -> T
 
 def _device_of(parts: Sequence[NormTerm], default: torch.device | None = None) -> torch.device:
     """Where the gradients are."""
-    grads = (p.grad for part in parts for p in part.held if p.grad is not None)
+    grads = (p.grad for part in parts for p in part.tensors if p.grad is not None)
     first = next(grads, None)
     return (default or torch.device("cpu")) if first is None else first.device
 
@@ -222,19 +215,19 @@ def counted(
             and (layouts is not None or follows(layout, parameter))
         ):
             if _counts_here(layout, among):
-                mine.held.append(_counted_part(parameter))
+                mine.tensors.append(_counted_part(parameter))
         elif (over := _cut_over(layout, parameter)) is not None:
             first = min({*ranks_of(over)} & (among or {*ranks_of(over)}))
             part = NormTerm(over=over, counts=among is None or first == _me(over))
             term = cut.setdefault(ranks_of(over), part)
             if _holders_over(layout, over).start == over.rank():
-                term.held.append(_counted_part(parameter))
+                term.tensors.append(_counted_part(parameter))
         else:
             unsharded.append(parameter)
     if all(part.counts for part in cut.values()) and (
         not tpc.is_set or _counts_here(REPLICATED, among)
     ):
-        mine.held += unsharded
+        mine.tensors += unsharded
     return [mine, *(cut[ranks] for ranks in sorted(cut))]
 
 
@@ -271,7 +264,7 @@ def counted_shards(shards: Iterable[ParamShard], group: Group) -> list[NormTerm]
                 f"over {sorted(among)}; leave group= out, or name one that has them all"
             )
         if share := _share(shard, among):
-            parts.setdefault(share, NormTerm(share)).held.append(shard.tensor)
+            parts.setdefault(share, NormTerm(share)).tensors.append(shard.tensor)
     return list(parts.values())
 
 

@@ -7,12 +7,12 @@ one stage.
 
 from typing import TYPE_CHECKING
 
-from torchdistpackage.checkpoint.parts import ShardedState
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.param_sync import ReplicatedTensor, check_replicas
 from torchdistpackage.errors import NonFiniteError
 from torchdistpackage.harness.stragglers.compare import Comparison
 from torchdistpackage.layout.derive import replica_ranks
+from torchdistpackage.optim.sharded import ShardedOptimizer
 from torchdistpackage.train.nonfinite import explain
 from torchdistpackage.train.plan import Plan, stage_loads
 from torchdistpackage.train.step import Trainer
@@ -68,7 +68,7 @@ class ReplicaCheck(Callback):
                 self()
 
     def __call__(self) -> None:
-        if isinstance(self._trainer.optimizer, ShardedState):
+        if isinstance(self._trainer.optimizer, ShardedOptimizer):
             self._trainer.optimizer.finish()
         check_replicas(
             ReplicatedTensor(

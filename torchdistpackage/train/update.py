@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from torchdistpackage.checkpoint.parts import ShardedState, TopologyRank
+from torchdistpackage.checkpoint.parts import TopologyRank
 from torchdistpackage.layout.derive import owns
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.optim.clip import scale_gradients
+from torchdistpackage.optim.sharded import ShardedOptimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ def reduced_grads(
 ) -> tuple[ReducedGrad, ...]:
     """Every gradient that this rank holds after the sum, in the order of its parameters."""
     trained = [(layouts[n], p) for n, p in stage.named_parameters() if p.requires_grad]
-    if isinstance(optimizer, ShardedState):
+    if isinstance(optimizer, ShardedOptimizer):
         layout_of = {parameter: layout for layout, parameter in trained}
         order = {parameter: i for i, (_, parameter) in enumerate(trained)}
         shards = sorted(optimizer.shards, key=lambda shard: order[shard.parameter])

@@ -14,7 +14,7 @@ from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.transport.sharded_flat import start_all_gather_v
 from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.zero.param_shard import ParamPartition
-from torchdistpackage.ddp.zero.state_dict import ShardedOptimizerBase
+from torchdistpackage.ddp.zero.sharded_base import ShardedOptimizerBase
 from torchdistpackage.layout.partition import greedy_partition
 
 
@@ -81,16 +81,16 @@ class ByHand(ShardedOptimizerBase):
             )
         super().__init__(inner, held)
 
-    def share(self, shared: ParamSpec, owner: int, whole: bool) -> ParamPartition:
-        p, num_ranks, index = shared.parameter, shared.group.size(), shared.group.rank()
+    def share(self, spec: ParamSpec, owner: int, whole: bool) -> ParamPartition:
+        p, num_ranks, index = spec.parameter, spec.group.size(), spec.group.rank()
         if not p.requires_grad:
-            return ParamPartition(shared, (0,) * (num_ranks + 1), None)
+            return ParamPartition(spec, (0,) * (num_ranks + 1), None)
         step = -(-p.numel() // num_ranks)
         bounds = tuple(min(p.numel(), r * step) for r in range(num_ranks + 1))
         if whole:
             bounds = tuple(0 if r <= owner else p.numel() for r in range(num_ranks + 1))
         start, stop = bounds[index], bounds[index + 1]
-        held = ParamPartition(shared, bounds, None, whole, master=p.dtype != torch.float64)
+        held = ParamPartition(spec, bounds, None, whole, master=p.dtype != torch.float64)
         if start < stop:
             values = p.detach().clone() if whole else held.flat(p.detach())[start:stop].clone()
             held = replace(held, mine=nn.Parameter(values.double()))
@@ -98,34 +98,34 @@ class ByHand(ShardedOptimizerBase):
 
     @torch.no_grad()
     def step(self, closure=None):
-        for held in (h for members in self.held for h in members):
-            grad, (start, stop) = held.shared.parameter.grad, held.range
+        for held in (h for members in self.partitions for h in members):
+            grad, (start, stop) = held.spec.parameter.grad, held.range
             if held.mine is not None and grad is not None:
                 mine = grad if held.whole else held.flat(grad)[start:stop]
                 held.mine.grad = mine.to(held.mine.dtype)
         self.inner.step()
-        for held in (h for members in self.held for h in members):
+        for held in (h for members in self.partitions for h in members):
             if held.bounds[-1]:
-                held.shared.parameter.copy_(self.joined(held))
+                held.spec.parameter.copy_(self.joined(held))
 
     def joined(self, held: ParamPartition) -> Tensor:
-        p = held.shared.parameter
+        p = held.spec.parameter
         flat = torch.zeros(p.numel(), dtype=torch.float64)
         start, stop = held.range
         if held.mine is not None:
             flat[start:stop] = held.flat(held.mine) if held.whole else held.mine
-        return held.shaped(start_all_gather_v(flat, held.bounds, held.shared.group).wait())
+        return held.shaped(start_all_gather_v(flat, held.bounds, held.spec.group).wait())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for held in (h for members in self.held for h in members):
-            held.shared.parameter.grad = None
+        for held in (h for members in self.partitions for h in members):
+            held.spec.parameter.grad = None
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        for held in (h for members in self.held for h in members):
+        for held in (h for members in self.partitions for h in members):
             if held.mine is not None and held.master:
                 start, stop = held.range
-                value = held.shared.parameter
+                value = held.spec.parameter
                 held.mine.copy_(value if held.whole else held.flat(value)[start:stop])
 
 

@@ -65,7 +65,7 @@ def where_the_bytes_are(dtype: torch.dtype, stage: int) -> None:
 
     optimizer = meter.run(train)
     kept = [s.tensor for s in optimizer.shards]
-    kept += [bucket.carrier.total for bucket in optimizer._buckets]
+    kept += [bucket.bucket_comm.total for bucket in optimizer._buckets]
     kept += [x for state in optimizer.state.values() for x in state.values()]
     held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
     host, device = sum(held.values()), meter.now - sum(held.values())

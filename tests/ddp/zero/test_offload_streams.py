@@ -266,14 +266,14 @@ def read_first_elsewhere(stage: int) -> list[bool]:
         bucket.parameters._streams = streams
     optimizer.step()
     for bucket in optimizer._buckets:
-        pending = bucket.parameters._pending
+        pending = bucket.parameters._work
 
         class Noted:
             def wait(self, pending=pending):
                 ordered.append(streams.current() is streams.computing)
                 pending.wait()
 
-        bucket.parameters._pending = Noted()
+        bucket.parameters._work = Noted()
     with streams.on(side):
         for p in net.parameters():
             p.sum()

@@ -28,7 +28,7 @@ def room(options: dict) -> tuple[int, int, int, int, int]:
     parameters after a step."""
     net, size = build(), world().size()
     zero = ZeroOptimizer(adamw(net), net, bucket_cap_mb=0.04, **options)
-    gradients = [bucket.carrier.gradients.flat for bucket in zero._buckets]
+    gradients = [bucket.bucket_comm.gradients.flat for bucket in zero._buckets]
     parameters = [bucket.parameters.flat for bucket in zero._buckets]
     most: list[int] = []
     zero.reducer.on_launch = lambda b: most.append(held(gradients))

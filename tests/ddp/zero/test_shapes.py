@@ -57,8 +57,8 @@ def aligned(dtype: torch.dtype, wire: torch.dtype | None, whole: bool) -> list[i
         whole=whole,
     )
     for bucket in zero._buckets:
-        for flat in (bucket.parameters.flat, bucket.carrier.gradients.flat):
-            mine = bucket.line.mine(flat)
+        for flat in (bucket.parameters.flat, bucket.bucket_comm.gradients.flat):
+            mine = bucket.layout.mine(flat)
             from_begin = mine.data_ptr() - flat.data_ptr()
             assert from_begin % SLICE_BYTES == 0 and mine.nbytes % SLICE_BYTES == 0
             itemsize = min(x.itemsize for x in (dtype, flat.dtype, wire or flat.dtype))

@@ -19,8 +19,9 @@ from torchdistpackage.ddp.grad_hooks import OnGradReady
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.optim.clip import ShardedOptimizer, clip_grad_norm_
+from torchdistpackage.optim.clip import clip_grad_norm_
 from torchdistpackage.optim.scaler import GradScaler
+from torchdistpackage.optim.sharded import ShardedOptimizer
 
 
 class EveryBackwardReducer(Reducer):

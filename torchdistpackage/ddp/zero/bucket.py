@@ -46,29 +46,29 @@ class ShardedBucket:
     """Its parameters, its gradients, and what of them this rank owns.
 
     is_whole: each member has one owner. is_rounded: parameters have fewer digits than their
-    masters. passes: parameters are gathered only where they are used (stage 3).
+    masters. gathers: parameters are gathered only where they are used (stage 3).
     """
 
-    line: FlatLayout
+    layout: FlatLayout
     parameters: ParamBuffer
-    carrier: ReduceScatterBucket
+    bucket_comm: ReduceScatterBucket
     shards: list[ParamShard]
     is_whole: bool
     is_rounded: bool
-    passes: bool
+    gathers: bool
 
     def wait(self) -> None:
         """Until the host may read the sum and write what is stepped, where it keeps them."""
-        self.carrier.wait_offloaded()
+        self.bucket_comm.wait_offloaded()
         self.parameters.wait()
 
-    def held(self) -> list[ParamPartition]:
+    def partitions(self) -> list[ParamPartition]:
         """For each member, who owns what of it."""
-        line, mine = self.line, {shard.place: shard.tensor for shard in self.shards}
+        layout, mine = self.layout, {shard.place: shard.tensor for shard in self.shards}
         kind = self.is_whole, self.is_rounded
         return [
-            ParamPartition(shared, line.bounds_of(place), mine.get(place), *kind)
-            for place, shared in enumerate(line.members)
+            ParamPartition(spec, layout.bounds_of(place), mine.get(place), *kind)
+            for place, spec in enumerate(layout.members)
         ]
 
 
@@ -89,7 +89,7 @@ class BucketSharder:
     owner_of: Mapping[str, int] | None
     make_store: MakeStore | None
     _flags: dict[object, UsedFlags] = field(default_factory=dict)
-    _copies: dict[torch.device, MasterStore] = field(default_factory=dict)
+    _stores: dict[torch.device, MasterStore] = field(default_factory=dict)
 
     @contextmanager
     def stepping(self, buckets: Sequence[ShardedBucket], some: Sequence[int]) -> Iterator[None]:
@@ -97,47 +97,47 @@ class BucketSharder:
         for b in some:
             buckets[b].wait()
         with ExitStack() as around:
-            for copies in self._copies.values():
-                around.enter_context(copies.stepping())
+            for store in self._stores.values():
+                around.enter_context(store.stepping())
             yield
         for b in some:
-            buckets[b].carrier.stepped()
+            buckets[b].bucket_comm.stepped()
 
     def cut(self, bucket: Bucket, members: Sequence[ParamSpec]) -> ShardedBucket:
         is_whole, first = self.owner_of is not None, members[0]
         if self.owner_of is not None:
-            line = shard_by_owner(members, self.owner_of, self.wire)
+            layout = shard_by_owner(members, self.owner_of, self.wire)
         else:
-            line = shard_evenly(bucket, members, self.wire)
+            layout = shard_evenly(bucket, members, self.wire)
         dtype, replicas = first.parameter.dtype, self.sharing.replicas_of(first)
         wire = self.wire if _is_narrower(self.wire, dtype) else None
         # fp32 where gradients are added up in it, unless `master_dtype` is set
         wide = dtype if first.sum_dtype == dtype else self.master_dtype or first.sum_dtype
         device = first.parameter.device
-        if self.make_store is not None and device not in self._copies:
-            self._copies[device] = self.make_store(device)
-        copies = self._copies.get(device)
+        if self.make_store is not None and device not in self._stores:
+            self._stores[device] = self.make_store(device)
+        store = self._stores.get(device)
         is_rounded = wide != dtype or wire is not None
         # stages that hold one weight are not in the same places at the same time, so a gather amid
         # the forward of one would wait for the other's
-        passes = self.stage == 3 and not first.deferred
-        master = wide if is_rounded or passes or copies else None
-        on_read = self.on_read if passes else None
-        parameters = ParamBuffer(line, replicas, master, copies, wire, on_read)
-        shards = make_shards(line, parameters.values, self.sharing.layouts, is_whole)
+        gathers = self.stage == 3 and not first.deferred
+        master = wide if is_rounded or gathers or store else None
+        on_read = self.on_read if gathers else None
+        parameters = ParamBuffer(layout, replicas, master, store, wire, on_read)
+        shards = make_shards(layout, parameters.values, self.sharing.layouts, is_whole)
         key = ranks_of(first.group), first.deferred, device
         if key not in self._flags:
             self._flags[key] = UsedFlags(first.group, replicas, device)
         flags, freed = self._flags[key], self.stage > 1
         wire = self.wire if _is_narrower(self.wire, first.sum_dtype) else None
-        carrier = ReduceScatterBucket(line, shards, flags, wide, freed, copies, wire)
-        return ShardedBucket(line, parameters, carrier, shards, is_whole, is_rounded, passes)
+        bucket_comm = ReduceScatterBucket(layout, shards, flags, wide, freed, store, wire)
+        return ShardedBucket(layout, parameters, bucket_comm, shards, is_whole, is_rounded, gathers)
 
 
-def whole_owners(shared: Iterable[ParamSpec]) -> dict[str, int]:
+def whole_owners(specs: Iterable[ParamSpec]) -> dict[str, int]:
     """name -> index in its group of the rank that owns it all; each owns about as much."""
     owner_of: dict[str, int] = {}
-    for group, members in for_each_group(shared):
+    for group, members in for_each_group(specs):
         shares = greedy_partition([s.parameter.numel() for s in members], group.size())
         owner_of |= {members[i].name: owner for owner, some in enumerate(shares) for i in some}
     return owner_of
@@ -147,12 +147,12 @@ def held_by_group(
     optimizer: Optimizer, buckets: Sequence[ShardedBucket], sharing: ReplicaGroups
 ) -> list[list[ParamPartition]]:
     """Of each parameter of the user's groups, in their order; no rank owns what is frozen."""
-    held = {id(h.shared.parameter): h for bucket in buckets for h in bucket.held()}
+    partitions = {id(h.spec.parameter): h for bucket in buckets for h in bucket.partitions()}
     for p in parameters_of(optimizer):
-        if id(p) not in held:
-            shared = sharing.of(p)
-            held[id(p)] = ParamPartition(shared, (0,) * (shared.group.size() + 1), None)
-    return [[held[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        if id(p) not in partitions:
+            spec = sharing.of(p)
+            partitions[id(p)] = ParamPartition(spec, (0,) * (spec.group.size() + 1), None)
+    return [[partitions[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def _is_narrower(wire: torch.dtype | None, dtype: torch.dtype) -> bool:

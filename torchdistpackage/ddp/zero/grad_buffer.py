@@ -7,6 +7,7 @@ of it for every shard that some rank used, None for the others, as one process h
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -19,19 +20,39 @@ from torchdistpackage.ddp.zero.param_buffer import MasterStore
 from torchdistpackage.ddp.zero.param_shard import FlatLayout, ParamShard
 
 UNDER_WAY = 2
-"""Of those that save memory, how many are expected, if any are (`posts_ahead`), or still under way,
-when another leaves."""
+"""Where memory is saved: how many buckets may still be under way when another leaves, and how many
+are expected ahead, where the back end can say so (`posts_ahead`)."""
 EXPECTED = 16
-"""Of others. Saying so waits while gloo reads from that connection, so it is said early."""
+"""Elsewhere: how many are expected ahead. To say so waits while gloo reads from that connection, so
+it is said early."""
+
+
+class SumPhase(Enum):
+    """Where the sum of a bucket is.
+
+    IDLE: nothing is under way. EXPECTED: this rank can receive what others send of it. SENT: the
+    sum over the group is under way. LANDED: it has come; that over replicas, if any, is under way.
+    """
+
+    IDLE, EXPECTED, SENT, LANDED = "idle", "expected", "sent", "landed"
 
 
 class ReduceScatterBucket:
-    """The gradients on `line`, of whose sum each rank ends with its own slice.
+    """The gradients of `layout`, of whose sum each rank ends with its own slice.
 
-    shards: mine, whose gradients these become. flags: of all buckets over the group. dtype: of the
-    shards. freed: keep the slice alone once it is made (stages 2 and 3). copies: where slices are
-    kept, if elsewhere. wire: dtype in which gradients travel. left, settled: called when they
-    leave, and when the shards have their sum.
+    layout: which parameter lies where, and which rank owns what.
+    shards: what this rank owns; their `.grad` becomes the sum.
+    flags: which parameters were used, of all buckets over the group.
+    dtype: of the shards.
+    freed: keep the slice alone once it is made (stages 2 and 3).
+    store: where sums are kept, if not beside the parameters.
+    wire: dtype in which gradients travel.
+
+    Other objects set these four before the first backward, and nothing else:
+
+    left, settled: called when the gradients have left, and when the shards have their sum.
+    following: the buckets that leave next, as many as are expected ahead.
+    frees_first: the bucket whose memory must be free before this one leaves.
     """
 
     left: Callable[[], object] = staticmethod(lambda: None)
@@ -39,109 +60,122 @@ class ReduceScatterBucket:
 
     def __init__(
         self,
-        line: FlatLayout,
+        layout: FlatLayout,
         shards: Sequence[ParamShard],
         flags: "UsedFlags",
         dtype: torch.dtype,
         freed: bool = False,
-        copies: MasterStore | None = None,
+        store: MasterStore | None = None,
         wire: torch.dtype | None = None,
     ):
-        self.line, self.shards = line, shards
-        self.next: Sequence[ReduceScatterBucket] = ()  # leave after it, as many as are expected
-        self.before: ReduceScatterBucket | None = None  # whose memory is free before this leaves
-        self.gradients = GradBuffer(line, freed, self._begin)
-        self._slice = line.mine(self.gradients.flat)
+        self.layout, self.shards = layout, shards
+        self.following: Sequence[ReduceScatterBucket] = ()
+        self.frees_first: ReduceScatterBucket | None = None
+        self.gradients = GradBuffer(layout, freed, self._first_gradient)
+        self._slice = layout.mine(self.gradients.flat)
         self.gradients.free()
-        self._apart = freed or copies is not None or dtype != self._slice.dtype
-        self._copies = copies or MasterStore()
-        self.total = self._copies.allocate(self._slice, dtype) if self._apart else self._slice
+        # whether the sum is kept elsewhere than in the slice of the buffer that it arrives in
+        self._is_apart = freed or store is not None or dtype != self._slice.dtype
+        self._store = store or MasterStore()
+        self.total = self._store.allocate(self._slice, dtype) if self._is_apart else self._slice
         self._views = [shard.view(self.total) for shard in shards]
-        self._flags, self._first_flag = flags, flags.add(len(line.members))
+        self._flags, self._first_flag = flags, flags.add(len(layout.members))
         self._wire, self._replicas = wire, flags.replicas
-        self._posts_ahead = posts_ahead(line.group)
-        self._without: list[int] = []
-        self._go: Callable[[], Work] | None = None  # begins the sum that is expected
-        self._pending: Work | None = None
-        self._landed = self._is_lost = False  # lost: the backward that failed had sent others
-        self._counts = False  # total is a sum that has not been stepped
-        self._stepped = False  # gradients of the shards are of a step that is over
-        self._before: Tensor | None = None  # the total, while its memory is used otherwise
+        self._posts_ahead = posts_ahead(layout.group)
+        self.phase = SumPhase.IDLE
+        self._start_sum: Callable[[], Work] | None = None  # while EXPECTED
+        self._work: Work | None = None  # while SENT or LANDED
+        self._without: list[int] = []  # places of members without gradient, of what was sent last
+        # A backward failed after other buckets of it had left: what comes next is dropped here,
+        # since ranks keep the sums of all buckets or of none.
+        self._is_lost = False
+        # Between two steps sums of several backwards add up in `total`.
+        self._has_sum = False
+        # The `.grad` of the shards are of a step that is over; the next sum replaces them all.
+        self._was_stepped = False
+        # Where total is the slice of the buffer: a copy, while gradients come in over it.
+        self._total_before: Tensor | None = None
 
     @property
     def launched(self) -> bool:
-        return self._pending is not None
+        """Whether its gradients have left and their sum has not been waited for."""
+        return self._work is not None
 
     def launch(self) -> None:
         self._without = self.gradients.complete()
-        if self.before is not None:
-            self.before.land()
+        if self.frees_first is not None:
+            self.frees_first.land()
         self.expect()
         if self._posts_ahead:
-            for carrier in self.next:
-                carrier.expect()
-        assert self._go is not None
-        self._pending, self._go = self._go(), None
+            for bucket_comm in self.following:
+                bucket_comm.expect()
+        assert self._start_sum is not None
+        self._work, self._start_sum = self._start_sum(), None
+        self.phase = SumPhase.SENT
         self.gradients.release()
         self._flags.leave(self._first_flag, self._without)
         self.left()
 
     def expect(self) -> None:
         """Be ready for what others send of this bucket."""
-        if self._go is None:
-            line, flat = self.line, self.gradients.flat
+        if self.phase is SumPhase.IDLE:
+            layout, flat = self.layout, self.gradients.flat
             self.gradients.have_memory()
-            self._go = prepost_reduce_scatter_v(flat, line.bounds, line.group, wire=self._wire)
+            self._start_sum = prepost_reduce_scatter_v(
+                flat, layout.bounds, layout.group, wire=self._wire
+            )
+            self.phase = SumPhase.EXPECTED
 
     def land(self) -> None:
         """Wait for the sum over the group; if there are replicas, begin that over them."""
-        if self._pending is None or self._landed:
+        if self.phase is not SumPhase.SENT:
             return
-        self._pending.wait()
-        self._landed = True
+        assert self._work is not None
+        self._work.wait()
+        self.phase = SumPhase.LANDED
         if self._replicas is not None:
-            self._pending = start_all_reduce(self._slice, self._replicas)
+            self._work = start_all_reduce(self._slice, self._replicas)
         else:
-            self._add_up()
+            self._add_to_total()
 
     def wait(self) -> None:
         self.land()
         if self._replicas is not None:
-            assert self._pending is not None
-            self._pending.wait()
-            self._add_up()
+            assert self._work is not None
+            self._work.wait()
+            self._add_to_total()
             self._flags.land()
-        self._pending, self._landed = None, False
-        for carrier in self.next[: self._copies.ahead]:
-            carrier.land()
+        self._work, self.phase = None, SumPhase.IDLE
+        for bucket_comm in self.following[: self._store.ahead]:
+            bucket_comm.land()
         for shard, view in zip(self.shards, self._views, strict=True):
             if shard.place not in self._without or self._flags.used(self._first_flag + shard.place):
                 shard.tensor.grad = view
-            elif self._stepped:
+            elif self._was_stepped:
                 shard.tensor.grad = None
-        self._stepped = False
+        self._was_stepped = False
         self.settled()
 
     def abandon(self) -> None:
         self.gradients.undivide()
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending, self._landed, self._is_lost = None, False, True
+        if self._work is not None:
+            self._work.wait()
+            self._work, self.phase, self._is_lost = None, SumPhase.IDLE, True
         self.wait_offloaded()
-        if self._is_lost:  # and with it what has not left: ranks keep all sums or none
+        if self._is_lost:
             self.drop()
             self._is_lost = False
-            for carrier in self.next:
-                carrier._is_lost = True
+            for bucket_comm in self.following:
+                bucket_comm._is_lost = True
         self._flags.forget()
 
     def wait_offloaded(self) -> None:
         """Until the host may read the sum, and write it."""
-        self._copies.wait(self.total)
+        self._store.wait(self.total)
 
     def stepped(self) -> None:
         """The optimizer has used the gradients."""
-        self._counts, self._stepped = False, True
+        self._has_sum, self._was_stepped = False, True
 
     def drop(self) -> None:
         """Forget all gradients, of the shards and of the parameters."""
@@ -149,9 +183,9 @@ class ReduceScatterBucket:
             shard.tensor.grad = None
         if not self.gradients.empty:
             self.gradients.release()
-            if self._go is None:
+            if self.phase is not SumPhase.EXPECTED:  # else its memory is what others send to
                 self.gradients.free()
-        self._counts, self._before = False, None
+        self._has_sum, self._total_before = False, None
 
     def zero(self) -> None:
         """Set all gradients to zero that there are."""
@@ -161,18 +195,18 @@ class ReduceScatterBucket:
                 shard.tensor.grad.zero_()
         if not self.gradients.empty:
             self.gradients.zero()
-        self._stepped, self._before = False, None
+        self._was_stepped, self._total_before = False, None
 
-    def _begin(self) -> None:
-        """A gradient is about to come in."""
-        if self._apart:
-            self._copies.free(self.total)
-        elif self._counts:
-            self._begin_anew(self.total)
-            self._before = self.total.clone()
+    def _first_gradient(self) -> None:
+        """A gradient is about to come into the empty buffer."""
+        if self._is_apart:
+            self._store.free(self.total)
+        elif self._has_sum:
+            self._zero_dropped(self.total)
+            self._total_before = self.total.clone()
 
-    def _begin_anew(self, total: Tensor) -> None:
-        """Where the user threw away what there was, by `.grad = None` of a shard.
+    def _zero_dropped(self, total: Tensor) -> None:
+        """Begin anew where the user threw away what there was, by `.grad = None` of a shard.
 
         total: `self.total`, or a copy; parameters, which may be absent, are not asked.
         """
@@ -181,38 +215,39 @@ class ReduceScatterBucket:
             if shard.tensor.grad is None:
                 total.as_strided(v.shape, v.stride(), v.storage_offset() + by).zero_()
 
-    def _add_up(self) -> None:
-        if self._before is not None:
-            self._slice.add_(self._before)
-            self._before = None
-        elif self._apart and self._counts:
-            total = self._copies.here(self.total)
-            self._begin_anew(total)
+    def _add_to_total(self) -> None:
+        """The slice has the sum of this backward: add it to those since the last step."""
+        if self._total_before is not None:
+            self._slice.add_(self._total_before)
+            self._total_before = None
+        elif self._is_apart and self._has_sum:
+            total = self._store.here(self.total)
+            self._zero_dropped(total)
             total.add_(self._slice.to(total.dtype))
-            self._copies.offload(self.total, total)
-        elif self._apart:
-            self._copies.offload(self.total, self._slice)
+            self._store.offload(self.total, total)
+        elif self._is_apart:
+            self._store.offload(self.total, self._slice)
         self.gradients.free()
-        self._counts = True
+        self._has_sum = True
 
 
-def line_up(carriers: Sequence[ReduceScatterBucket], *, saves_memory: bool) -> None:
-    """Set, of carriers in the order in which they leave, what is expected and waited for."""
-    for i, carrier in enumerate(carriers):
-        carrier.next = carriers[i + 1 :][: UNDER_WAY if saves_memory else EXPECTED]
+def line_up(bucket_comms: Sequence[ReduceScatterBucket], *, saves_memory: bool) -> None:
+    """Set, of buckets in the order in which they leave, what is expected and waited for."""
+    for i, bucket_comm in enumerate(bucket_comms):
+        bucket_comm.following = bucket_comms[i + 1 :][: UNDER_WAY if saves_memory else EXPECTED]
         if saves_memory and i >= UNDER_WAY:
-            carrier.before = carriers[i - UNDER_WAY]
+            bucket_comm.frees_first = bucket_comms[i - UNDER_WAY]
 
 
 class GradBuffer(GradBucket):
-    """This rank's own gradients of one bucket, on the `line` that the parameters are on.
+    """This rank's own gradients of one bucket, laid out as the parameters are.
 
     freed: give the memory back while it is empty. begins: called before the first gradient.
     """
 
-    def __init__(self, line: FlatLayout, freed: bool, begins: Callable[[], object]):
-        divide = line.members[0].divide
-        super().__init__(line.members, line.offsets, line.num_elements, divide=divide)
+    def __init__(self, layout: FlatLayout, freed: bool, begins: Callable[[], object]):
+        divide = layout.members[0].divide
+        super().__init__(layout.members, layout.offsets, layout.num_elements, divide=divide)
         self._freed, self._at_first = freed, begins
         self.empty = True
 
@@ -229,8 +264,8 @@ class GradBuffer(GradBucket):
 
     def release(self) -> None:
         """They have left: no `.grad` shows the memory any more."""
-        for shared in self.members:
-            shared.parameter.grad = None
+        for spec in self.members:
+            spec.parameter.grad = None
         self._divided.clear()
         self.empty = True
 
@@ -241,8 +276,8 @@ class GradBuffer(GradBucket):
 
     def zero(self) -> None:
         """Set to zero what is here."""
-        for shared, view in zip(self.members, self.views, strict=True):
-            if shared.parameter.grad is view:
+        for spec, view in zip(self.members, self.views, strict=True):
+            if spec.parameter.grad is view:
                 view.zero_()
 
 
@@ -256,9 +291,9 @@ class UsedFlags:
     def __init__(self, group: Group, replicas: Group | None, device: torch.device):
         self._group, self.replicas, self._device = group, replicas, device
         self._num_flags = self._num_buckets = self._num_left = 0
-        self._without: list[int] = []  # of the buckets that have left
+        self._without: list[int] = []  # flags of members without gradient, of buckets that left
         self._flags: torch.Tensor | None = None
-        self._pending: Work | None = None
+        self._work: Work | None = None
         self._num_sums = 0
         self._read: list[int] | None = None  # the sum, once read
 
@@ -276,33 +311,33 @@ class UsedFlags:
         self._num_left -= 1
         if self._num_left == 0:
             self._num_left, self._num_sums, self._read = self._num_buckets, 1, None
-            self._pending = start_all_reduce(self._mine(), self._group)
+            self._work = start_all_reduce(self._mine(), self._group)
 
     def land(self) -> None:
         """If flags go on to replicas, let them; every rank calls it before it settles."""
-        if self.replicas is not None and self._num_sums == 1 and self._pending is not None:
+        if self.replicas is not None and self._num_sums == 1 and self._work is not None:
             self._num_sums = 2
-            self._pending = start_all_reduce(self._pending.wait(), self.replicas)
+            self._work = start_all_reduce(self._work.wait(), self.replicas)
 
     def used(self, flag: int) -> bool:
         """Whether some rank had a gradient; the first to ask waits for the device, for all."""
-        assert self._pending is not None
+        assert self._work is not None
         if self._read is None:
-            self._read = self._pending.wait().tolist()
+            self._read = self._work.wait().tolist()
         return self._read[flag] != 0
 
     def forget(self) -> None:
         """The backward failed: let what has left arrive, and begin anew."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
         self._without.clear()
         self._num_left = self._num_buckets
 
     def _mine(self) -> torch.Tensor:
         """My flags, on the device without a wait of the host."""
-        if self._pending is not None:
-            self._pending.wait()  # last step's, in the same memory
+        if self._work is not None:
+            self._work.wait()  # last step's, in the same memory
         if self._flags is None:
             self._flags = torch.empty(self._num_flags, dtype=torch.int32, device=self._device)
         set_used_flags(self._flags, self._without)

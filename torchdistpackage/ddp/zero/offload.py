@@ -130,16 +130,16 @@ class Arena:
     def take(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """An empty one (num_elements,)."""
         needed = num_elements * dtype.itemsize
-        room = -(-needed // SLICE_BYTES) * SLICE_BYTES
-        rest = next((i for i, rest in enumerate(self._rests) if len(rest) >= room), None)
+        size_bytes = -(-needed // SLICE_BYTES) * SLICE_BYTES
+        rest = next((i for i, rest in enumerate(self._rests) if len(rest) >= size_bytes), None)
         if rest is None:
             as_before = 1 << max(0, min(self.num_bytes, PIECE_BYTES).bit_length() - 1)
-            size = max(1 << max(0, room - 1).bit_length(), as_before)
+            size = max(1 << max(0, size_bytes - 1).bit_length(), as_before)
             rest = len(self._rests)
             self._rests.append(self._memory(size))
             self.num_bytes += size
         piece = self._rests[rest]
-        self._rests[rest] = piece[room:]
+        self._rests[rest] = piece[size_bytes:]
         return piece[:needed].view(dtype)
 
 

@@ -7,9 +7,8 @@ lands and sends the parameters back, which arrive during the next forward, where
 waits for it (param_buffer.py).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 from weakref import WeakMethod
 
 import torch
@@ -22,59 +21,28 @@ from torchdistpackage.comm.primitives import Group, is_queued
 from torchdistpackage.ddp.bucket_comm import BucketComm, ReducerParts
 from torchdistpackage.ddp.bucket_plan import MIB, Bucket, bucket_sizes
 from torchdistpackage.ddp.grad_hooks import Removable
-from torchdistpackage.ddp.param_spec import ParamSpec, ReplicatedTensor
+from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.reducer import Reducer
+from torchdistpackage.ddp.scheduled_ready import LastBackwardPolicy
 from torchdistpackage.ddp.weak_hook import WeakHook
 from torchdistpackage.ddp.zero.bucket import (
     BucketSharder,
-    MakeStore,
     PartialStep,
     ShardedBucket,
     held_by_group,
     whole_owners,
 )
 from torchdistpackage.ddp.zero.grad_buffer import line_up
+from torchdistpackage.ddp.zero.options import ResolvedZeroOptions
 from torchdistpackage.ddp.zero.param_buffer import ParamBuffer
 from torchdistpackage.ddp.zero.param_shard import ParamShard
 from torchdistpackage.ddp.zero.shard_bounds import requires_whole_params
 from torchdistpackage.ddp.zero.sharded_base import ShardedOptimizerBase
 from torchdistpackage.ddp.zero.sharing import ReplicaGroups, assign_buckets
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.lazy import extensions_of
 
 UNLIMITED_BYTES = 2**62
 """Buckets are filled by module (shard_bounds.group_by_module), not by the reducer."""
-
-
-class ZeroExtensions(Protocol):
-    """What ZeroOptimizer, which imports no extension, is given for its options (options.py).
-
-    overlaps: whether parameters may travel while the module runs. mean: whether gradients are
-    averaged. make_store: of copies of slices,
-    where they are elsewhere. claim: raise if a gradient has an owner; set what is not trained to
-    the first rank's. attach: watch over buckets, the parameters `given` and the module, until
-    detach, which also removes `handles`. check: raise if a step would not reach the module,
-    check_objects: if its parameters are others. For stage 3: on_read: freed parameters are read.
-    release: all their gradients are there. fetch_all: gather them. stepped: their values are new.
-    """
-
-    overlaps: bool
-    mean: bool
-    make_store: MakeStore | None
-
-    def claim(
-        self, shared: Sequence[ParamSpec], others: Iterable[Sequence[ReplicatedTensor]]
-    ) -> None: ...
-    def attach(
-        self, buckets: Sequence[ShardedBucket], given: list[ParamSpec], handles: list[Removable]
-    ) -> None: ...
-    def detach(self) -> None: ...
-    def check(self) -> None: ...
-    def check_objects(self) -> None: ...
-    def on_read(self, parameters: ParamBuffer) -> None: ...
-    def release(self, parameters: ParamBuffer) -> None: ...
-    def fetch_all(self) -> None: ...
-    def stepped(self) -> None: ...
 
 
 class ZeroOptimizer(ShardedOptimizerBase):
@@ -102,15 +70,13 @@ class ZeroOptimizer(ShardedOptimizerBase):
     whole: give each parameter one owner, for an optimizer that needs full parameters; default:
         True for all classes that are not known to be element-wise.
     master_dtype: of the masters of bf16 and fp16 parameters; torch.bfloat16: no masters.
-    embedding_rows: refused; an option of NaiveDDP.
 
     A parameter's `.grad` is None once its reduction has started. `reducer.finish()` waits for the
     reduced gradients, which are the `.grad` of the shards in param_groups; `step` calls it too.
 
     Raises:
         LayoutError: the optimizer cannot update a part of the parameters.
-        ValueError: invalid options, all of them; stage 3 without a module;
-            `embedding_rows` is set.
+        ValueError: invalid options, all of them; stage 3 without a module.
     """
 
     _reducer_type = Reducer
@@ -133,10 +99,9 @@ class ZeroOptimizer(ShardedOptimizerBase):
         reshard_after_forward: bool = False,
         whole: bool | None = None,
         master_dtype: torch.dtype | None = None,
-        embedding_rows: bool = False,
     ):
         self.stage, self._module = stage, module
-        self._extensions: ZeroExtensions = extensions_of("ZeroOptimizer")(
+        self._options = ResolvedZeroOptions(
             optimizer,
             module,
             stage,
@@ -146,33 +111,34 @@ class ZeroOptimizer(ShardedOptimizerBase):
             bucket_cap_mb=bucket_cap_mb,
             num_grad_acc_iter=num_grad_acc_iter,
             dtypes={"wire_dtype": wire_dtype, "master_dtype": master_dtype},
-            embedding_rows=embedding_rows,
         )
-        self._overlap = overlap and self._extensions.overlaps
-        mean = self._extensions.mean
+        self._overlap = overlap and self._options.overlaps
+        mean = self._options.mean
         sharing = ReplicaGroups.over(optimizer, module, group, replicas, layouts, mean)
-        shared = sharing.trained(optimizer, module)
-        split = [s.name for s in shared if s.name in sharing.cut]
-        owner_of = whole_owners(shared) if requires_whole_params(optimizer, whole, split) else None
-        self._extensions.claim(shared, sharing.replicated(module, shared))
-        on_read, make_store = WeakMethod(self._on_read), self._extensions.make_store
+        specs = sharing.trained(optimizer, module)
+        split = [s.name for s in specs if s.name in sharing.cut]
+        owner_of = whole_owners(specs) if requires_whole_params(optimizer, whole, split) else None
+        self._options.claim(specs, sharing.replicated(module, specs))
+        on_read, make_store = WeakMethod(self._on_read), self._options.make_store
         self._cutter = BucketSharder(
             stage, sharing, wire_dtype, master_dtype, on_read, owner_of, make_store
         )
         self._buckets: list[ShardedBucket] = []
         self._in_step = self._lands_in_step = False
-        make_duplex_groups(s.group for s in shared)
+        make_duplex_groups(s.group for s in specs)
         is_queue = is_queued(world())
         cap_bytes = int((bucket_cap_mb or 0) * MIB) or bucket_sizes(queued=is_queue).default_bytes
         self.reducer = self._reducer_type(
-            assign_buckets(shared, cap_bytes),
+            assign_buckets(specs, cap_bytes),
             cap_bytes=UNLIMITED_BYTES,
             num_backwards=num_grad_acc_iter if stage == 1 else 1,
             overlap=self._overlap,
             exclusive=True,
-            parts=ReducerParts(WeakHook(self._make_bucket_comm)),
+            parts=ReducerParts(
+                WeakHook(self._make_bucket_comm), scheduled_ready=LastBackwardPolicy
+            ),
         )
-        line_up([bucket.carrier for bucket in self._buckets], saves_memory=stage > 1)
+        line_up([bucket.bucket_comm for bucket in self._buckets], saves_memory=stage > 1)
         super().__init__(optimizer, held_by_group(optimizer, self._buckets, sharing))
         pieces = [[shard.tensor for shard in bucket.shards] for bucket in self._buckets]
         around = partial(self._cutter.stepping, self._buckets)
@@ -181,9 +147,9 @@ class ZeroOptimizer(ShardedOptimizerBase):
         # what another class does across parameters it must do once
         self._by_bucket = type(optimizer).__module__.startswith("torch.optim.")
         self._order = [*reversed(range(len(self._buckets)))]
-        given = [h.shared for members in self.held for h in members]
+        given = [h.spec for members in self.partitions for h in members]
         handles = [] if module is None else self._hooks_on(module)
-        self._extensions.attach(self._buckets, given, handles)
+        self._options.attach(self._buckets, given, handles)
 
     # -- what callers use --------------------------------------------------------------
 
@@ -204,7 +170,7 @@ class ZeroOptimizer(ShardedOptimizerBase):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._extensions.check()
+        self._options.check()
         with self._stepping.once():
             self._step()
         if not self._overlap:
@@ -213,17 +179,17 @@ class ZeroOptimizer(ShardedOptimizerBase):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or set those to zero that there are."""
-        if any(bucket.carrier.launched for bucket in self._buckets):
+        if any(bucket.bucket_comm.launched for bucket in self._buckets):
             self.reducer.finish()
         for bucket in self._buckets:
-            (bucket.carrier.drop if set_to_none else bucket.carrier.zero)()
+            (bucket.bucket_comm.drop if set_to_none else bucket.bucket_comm.zero)()
 
     def finish(self) -> None:
         """Wait until all parameters are gathered and current on this rank.
 
         In stage 3 all ranks call it, and they stay gathered until the next backward or step.
         """
-        self._extensions.fetch_all()
+        self._options.fetch_all()
         self.arrive()
 
     def arrive(self) -> None:
@@ -242,7 +208,7 @@ class ZeroOptimizer(ShardedOptimizerBase):
         self._settle()
         self.finish()
         self.reducer.remove()
-        self._extensions.detach()
+        self._options.detach()
         self.forget()
 
     def refresh_masters(self) -> None:
@@ -255,7 +221,7 @@ class ZeroOptimizer(ShardedOptimizerBase):
 
     def _step(self) -> None:
         for bucket in reversed(self._buckets):
-            if not bucket.passes:
+            if not bucket.gathers:
                 bucket.parameters.expect()
         self._lands_in_step, self._in_step = False, self._by_bucket
         try:
@@ -271,10 +237,10 @@ class ZeroOptimizer(ShardedOptimizerBase):
         for b in order:
             if not (self._lands_in_step and self._goes_early(b)):
                 self._send(b)
-        self._extensions.stepped()
+        self._options.stepped()
 
     def _send(self, bucket: int) -> None:
-        if not self._buckets[bucket].passes:
+        if not self._buckets[bucket].gathers:
             self._buckets[bucket].parameters.send()
 
     def _goes_early(self, bucket: int) -> bool:
@@ -282,8 +248,8 @@ class ZeroOptimizer(ShardedOptimizerBase):
         return self.stage < 3 and bucket == len(self._buckets) - 2
 
     def _left(self, bucket: int) -> None:
-        if self._buckets[bucket].passes:
-            self._extensions.release(self._buckets[bucket].parameters)
+        if self._buckets[bucket].gathers:
+            self._options.release(self._buckets[bucket].parameters)
 
     def _settled(self, bucket: int) -> None:
         """The sums of a bucket are in its shards, in the order in which they were begun."""
@@ -314,10 +280,10 @@ class ZeroOptimizer(ShardedOptimizerBase):
         self.finish()
 
     def _on_read(self, parameters: ParamBuffer) -> None:
-        self._extensions.on_read(parameters)
+        self._options.on_read(parameters)
 
     def _loaded(self, module: nn.Module, incompatible: object) -> None:
-        self._extensions.check_objects()
+        self._options.check_objects()
         self.refresh_masters()
 
     def _settle(self) -> None:
@@ -328,7 +294,7 @@ class ZeroOptimizer(ShardedOptimizerBase):
 
     def _make_bucket_comm(self, bucket: Bucket, members: Sequence[ParamSpec]) -> BucketComm:
         number, sharded = len(self._buckets), self._cutter.cut(bucket, members)
-        sharded.carrier.left = partial(WeakHook(self._left), number)
-        sharded.carrier.settled = partial(WeakHook(self._settled), number)
+        sharded.bucket_comm.left = partial(WeakHook(self._left), number)
+        sharded.bucket_comm.settled = partial(WeakHook(self._settled), number)
         self._buckets.append(sharded)
-        return sharded.carrier
+        return sharded.bucket_comm

@@ -1,6 +1,4 @@
-"""What ZeroOptimizer is given for its options: replicas, host memory, stage 3, parts, checks.
-
-The core knows the protocol alone; `SERVED_BY` of lazy.py names what makes it.
+"""What ZeroOptimizer makes of its options: replicas, host memory, stage 3, parts, checks.
 
 What is stepped reaches the module only as long as its parameters are the same objects with the same
 memory, and have one optimizer. Each of these is checked, and an error names the parameter.
@@ -31,7 +29,11 @@ from torchdistpackage.errors import LayoutError, TopologyError
 
 
 class ResolvedZeroOptions:
-    """The `ZeroExtensions` of one ZeroOptimizer, which has these options."""
+    """The options of one ZeroOptimizer.
+
+    mean: whether gradients are averaged. overlaps: whether parameters may travel while the module
+    runs. make_store: of masters and sums, where they are in host memory.
+    """
 
     def __init__(
         self,
@@ -45,7 +47,6 @@ class ResolvedZeroOptions:
         bucket_cap_mb: float | None,
         num_grad_acc_iter: int,
         dtypes: Mapping[str, torch.dtype | None],
-        embedding_rows: bool,
     ):
         """dtypes: options that are one, by name."""
         given = nn.Module() if module is None else module
@@ -57,11 +58,6 @@ class ResolvedZeroOptions:
         for name, dtype in dtypes.items():
             if dtype is not None and not getattr(dtype, "is_floating_point", False):
                 problems.append(f"{name} is {dtype!r}; give a torch.dtype of floats, or None")
-        if embedding_rows:
-            problems.append(
-                "embedding_rows is an option of NaiveDDP: a ZeroOptimizer scatters gradients of "
-                "embeddings like all others; leave it out, or wrap the module in NaiveDDP"
-            )
         if stage == 3 and module is None:
             problems.append("stage is 3 without a module, whose use frees and gathers; give it")
         refuse(problems)
@@ -75,83 +71,97 @@ class ResolvedZeroOptions:
         self._coordinator: ParamCoordinator | None = None
 
     def claim(
-        self, shared: Sequence[ParamSpec], others: Iterable[Sequence[ReplicatedTensor]]
+        self, specs: Sequence[ParamSpec], others: Iterable[Sequence[ReplicatedTensor]]
     ) -> None:
-        """Raises ValueError: the optimizer is over another module."""
+        """Raise if a gradient has an owner already; set `others`, which are not trained, to the
+        first rank's.
+
+        Raises:
+            LayoutError: a parameter belongs to another optimizer or wrapper.
+            ValueError: the optimizer is over another module.
+        """
         mine = None if self._module is None else {id(p) for p in self._module.parameters()}
-        if shared and mine is not None and mine.isdisjoint(id(s.parameter) for s in shared):
+        if specs and mine is not None and mine.isdisjoint(id(s.parameter) for s in specs):
             raise ValueError(
-                f"none of the optimizer's {len(shared)} parameters is in the module; build it over "
+                f"none of the optimizer's {len(specs)} parameters is in the module; build it over "
                 f"those of this module"
             )
-        refuse_owned(shared)
+        refuse_owned(specs)
         for replicas in others:
             sync_module_states(replicas)
 
     def attach(
         self, buckets: Sequence[ShardedBucket], given: list[ParamSpec], handles: list[Removable]
     ) -> None:
+        """Watch over the buckets and the parameters `given`; `detach` removes `handles` too."""
         module = self._module
-        lines = [(bucket.line, bucket.parameters.flat) for bucket in buckets]
-        self._guards = ParamGuards(module, lines, given)
+        layouts = [(bucket.layout, bucket.parameters.flat) for bucket in buckets]
+        self._guards = ParamGuards(module, layouts, given)
         self._guards.handles += handles
         if module is None:
             return
-        order = [bucket.parameters for bucket in reversed(buckets) if bucket.passes]
+        order = [bucket.parameters for bucket in reversed(buckets) if bucket.gathers]
         if order:
             self._coordinator = ParamCoordinator(module, order, self._keeps)
             self._guards.handles += self._coordinator.handles
         self._guards.handles += gather_ahead(module, self._may_follow)
 
     def detach(self) -> None:
+        """Take all hooks off the module."""
         assert self._guards is not None
         self._guards.cut()
 
     def check(self) -> None:
+        """Raise LayoutError if a step would not reach the module."""
         assert self._guards is not None
         self._guards.check()
 
     def check_objects(self) -> None:
+        """Raise LayoutError if parameters of the module are other objects than they were."""
         assert self._guards is not None
         self._guards.check_objects()
 
     # -- stage 3 -----------------------------------------------------------------------
 
     def on_read(self, parameters: ParamBuffer) -> None:
+        """Freed parameters are read."""
         if self._coordinator is not None:
             self._coordinator.on_read(parameters)
 
     def release(self, parameters: ParamBuffer) -> None:
+        """All gradients of these are there."""
         if self._coordinator is not None:
             self._coordinator.release(parameters)
 
     def fetch_all(self) -> None:
+        """Gather all that is freed; all ranks call it."""
         if self._coordinator is not None:
             self._coordinator.fetch_all()
 
     def stepped(self) -> None:
+        """The parameters have new values."""
         if self._coordinator is not None:
             self._coordinator.stepped()
 
 
 class ParamGuards:
-    """Ties an optimizer to `module`, if it has one, and to the parameters on `lines`.
+    """Ties an optimizer to `module`, if it has one, and to the parameters of these layouts.
 
-    lines: each with its memory. given: all parameters of the optimizer, frozen ones too.
+    layouts: each with its memory. given: all parameters of the optimizer, frozen ones too.
     """
 
     def __init__(
         self,
         module: nn.Module | None,
-        lines: Iterable[tuple[FlatLayout, Tensor]],
+        layouts: Iterable[tuple[FlatLayout, Tensor]],
         given: Iterable[ParamSpec],
     ):
         self._module, self.handles = module, list[Removable]()
-        self._lines = [
-            (flat, line, [flat.element_size() * offset for offset in line.offsets])
-            for line, flat in lines
+        self._layouts = [
+            (flat, layout, [flat.element_size() * offset for offset in layout.offsets])
+            for layout, flat in layouts
         ]
-        ours = {id(s.parameter): s.name for _, line, _ in self._lines for s in line.members}
+        ours = {id(s.parameter): s.name for _, layout, _ in self._layouts for s in layout.members}
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = [
             (m._parameters, key, p)
             for m in (() if module is None else module.modules())
@@ -180,13 +190,13 @@ class ParamGuards:
             )
         # of one that is absent too the address is all that counts
         with torch._C.DisableTorchFunctionSubclass():
-            for flat, line, places in self._lines:
+            for flat, layout, places in self._layouts:
                 first = flat.data_ptr()
-                for shared, place in zip(line.members, places, strict=True):
-                    p = shared.parameter
+                for spec, place in zip(layout.members, places, strict=True):
+                    p = spec.parameter
                     if p.data_ptr() != first + place and p.numel():  # without elements it has none
                         raise LayoutError(
-                            f"parameter {shared.name} ({p.dtype}, {p.device}) was given other "
+                            f"parameter {spec.name} ({p.dtype}, {p.device}) was given other "
                             f"memory than this optimizer steps, by p.data = ..., "
                             f"vector_to_parameters or module.to(...): write into it with "
                             f"p.data.copy_(...) and call refresh_masters(), or move and cast the "
@@ -211,21 +221,21 @@ class ParamGuards:
     def cut(self) -> None:
         """Take all hooks off the module, and give the gathered parameters memory of their own."""
         self._end()
-        for _, line, _ in self._lines:
-            for shared in line.members:
-                shared.parameter.data = shared.parameter.data.clone()
+        for _, layout, _ in self._layouts:
+            for spec in layout.members:
+                spec.parameter.data = spec.parameter.data.clone()
         self._cut = True
 
 
-def refuse_owned(shared: Sequence[ParamSpec]) -> None:
+def refuse_owned(specs: Sequence[ParamSpec]) -> None:
     """Raise LayoutError if a gradient has an owner already."""
-    if names := hooked_names(shared):
+    if names := hooked_names(specs):
         raise LayoutError(
-            f"{len(names)} of {len(shared)} parameters have an owner of their gradients already, "
+            f"{len(names)} of {len(specs)} parameters have an owner of their gradients already, "
             f"another ZeroOptimizer or a NaiveDDP: {', '.join(names[:3])}; call the remove() of "
             f"that optimizer first, or wrap the plain module"
         )
-    for s in shared:
+    for s in specs:
         wait_gathered(s.parameter)
 
 

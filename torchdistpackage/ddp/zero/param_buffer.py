@@ -30,43 +30,43 @@ Need = WeakMethod[Callable[["ParamBuffer"], None]]
 
 
 class ParamBuffer:
-    """Takes over the parameters of `line`; afterwards they are views of `flat`.
+    """Takes over the parameters of `layout`; afterwards they are views of `flat`.
 
     master: dtype of the copy that the optimizer works on, None if it works on the slice itself.
-    copies: where that is. wire: dtype in which slices travel. on_read: None if nothing is freed;
+    store: where that is. wire: dtype in which slices travel. on_read: None if nothing is freed;
     its owner is kept while something is.
     """
 
     def __init__(
         self,
-        line: FlatLayout,
+        layout: FlatLayout,
         replicas: Group | None = None,
         master: torch.dtype | None = None,
-        copies: MasterStore | None = None,
+        store: MasterStore | None = None,
         wire: torch.dtype | None = None,
         on_read: Need | None = None,
     ):
-        self.line, self._wire, self._on_read = line, wire, on_read
+        self.layout, self._wire, self._on_read = layout, wire, on_read
         self._needed: Callable[[ParamBuffer], None] | None = None  # while freed
-        self._copies = copies or MasterStore()
-        self._held = [shared.parameter for shared in line.members]
-        self._kinds = [type(parameter) for parameter in self._held]
-        self.flat = self._held[0].detach().new_zeros(line.num_elements)
+        self._store = store or MasterStore()
+        self._parameters = [spec.parameter for spec in layout.members]
+        self._kinds = [type(parameter) for parameter in self._parameters]
+        self.flat = self._parameters[0].detach().new_zeros(layout.num_elements)
         with torch.no_grad():
-            for parameter, view in zip(self._held, line.views(self.flat), strict=True):
+            for parameter, view in zip(self._parameters, layout.views(self.flat), strict=True):
                 view.copy_(parameter)
                 parameter.data = view
-            broadcast(self.flat, line.group)
+            broadcast(self.flat, layout.group)
             if replicas is not None:
                 broadcast(self.flat, replicas)
-        self.slice = line.mine(self.flat)
-        self.master = None if master is None else self._copies.allocate(self.slice, master)
+        self.slice = layout.mine(self.flat)
+        self.master = None if master is None else self._store.allocate(self.slice, master)
         # rounded for the wire straight from there: mine is overwritten by what all others have
-        self._sends_master = copies is None and wire is not None
+        self._sends_master = store is None and wire is not None
         self.refresh()
         self._num_bytes = self.flat.untyped_storage().nbytes()
-        self._go: Callable[[], Work] | None = None  # begins the gather that is expected
-        self._pending: Work | None = None
+        self._start_gather: Callable[[], Work] | None = None  # of the gather that is expected
+        self._work: Work | None = None  # the gather under way
         self._streams = streams_of(self.flat.device)
         self._began_on: Stream | None = None
         self.is_free = False
@@ -79,40 +79,42 @@ class ParamBuffer:
     def refresh(self) -> None:
         """Masters become what the parameters are."""
         if self.master is not None:
-            self._copies.offload(self.master, self.slice)
+            self._store.offload(self.master, self.slice)
             self.wait()
 
     def wait(self) -> None:
         """Until the host may write to what the optimizer works on."""
         if self.master is not None:
-            self._copies.wait(self.master)
+            self._store.wait(self.master)
 
     def expect(self) -> None:
         """Be ready for what others send; the parameters are not read from here until `arrive`."""
         self.arrive()
-        line, wire, mine = self.line, self._wire, self.master if self._sends_master else None
-        self._go = prepost_all_gather_v(self.flat, line.bounds, line.group, wire=wire, mine=mine)
+        layout, wire, mine = self.layout, self._wire, self.master if self._sends_master else None
+        self._start_gather = prepost_all_gather_v(
+            self.flat, layout.bounds, layout.group, wire=wire, mine=mine
+        )
 
     def send(self) -> None:
         """The optimizer has stepped: begin the gather. Parameters are absent until `arrive`."""
         self.changed()
-        self._start()
-        if self.line.group.size() > 1:
-            self._leave()
+        self._begin_gather()
+        if self.layout.group.size() > 1:
+            self._mark_ungathered()
 
     def arrive(self) -> None:
         """Wait for the gather, if there is one."""
-        if self._pending is not None:
-            self._wait_on_streams() if self._streams is not None else self._pending.wait()
-            self._pending = None
-            for parameter, kind in zip(self._held, self._kinds, strict=True):
+        if self._work is not None:
+            self._wait_on_streams() if self._streams is not None else self._work.wait()
+            self._work = None
+            for parameter, kind in zip(self._parameters, self._kinds, strict=True):
                 mark_gathered(parameter, kind)
 
     def free(self) -> None:
         """Give back the memory of all but my master. Parameters are absent until `fetch`."""
         if not self.is_free:
             self.arrive()
-            self._leave()
+            self._mark_ungathered()
             self.is_free = True
             if self._on_read is not None:
                 self._needed = self._on_read()
@@ -127,7 +129,7 @@ class ParamBuffer:
         if self.is_free:
             self.flat.untyped_storage().resize_(self._num_bytes)
             self.is_free, self._needed = False, None
-            self._start()
+            self._begin_gather()
 
     def wait_gathered(self, parameter: nn.Parameter) -> None:
         """Return when it is gathered, or raise and say what the caller should do."""
@@ -137,31 +139,31 @@ class ParamBuffer:
 
     def changed(self) -> None:
         """A graph of before this step that is still alive must see that its weights changed."""
-        torch.autograd.graph.increment_version(self._held)
+        torch.autograd.graph.increment_version(self._parameters)
 
     def _wait_on_streams(self) -> None:
         """Also on the stream that began the gather, after which others are ordered."""
-        assert self._pending is not None and self._streams is not None
+        assert self._work is not None and self._streams is not None
         reader, began_on = self._streams.current(), self._began_on
         assert began_on is not None
         with self._streams.on(began_on):
-            self._pending.wait()
+            self._work.wait()
         if reader != began_on:
             reader.wait_event(began_on.record_event())
 
-    def _leave(self) -> None:
-        for parameter in self._held:
+    def _mark_ungathered(self) -> None:
+        for parameter in self._parameters:
             mark_ungathered(parameter, self)
 
-    def _start(self) -> None:
-        if self._go is None:
+    def _begin_gather(self) -> None:
+        if self._start_gather is None:
             self.expect()
         if self.master is not None and not self._sends_master:
-            self._copies.to_device(self.master, self.slice)
-        assert self._go is not None
+            self._store.to_device(self.master, self.slice)
+        assert self._start_gather is not None
         if self._streams is not None:
             self._began_on = self._streams.current()
-        self._pending, self._go = self._go(), None
+        self._work, self._start_gather = self._start_gather(), None
 
 
 class UngatheredParameter(nn.Parameter):

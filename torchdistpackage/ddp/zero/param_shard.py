@@ -65,11 +65,11 @@ def shard_by_owner(
 ) -> FlatLayout:
     """Every member belongs to one rank; owner_of: name -> index in the group. wire: as above."""
     lengths = [0] * members[0].group.size()
-    owners, places = [owner_of[shared.name] for shared in members], list[int]()
+    owners, places = [owner_of[spec.name] for spec in members], list[int]()
     step = max(1, ALIGN_BYTES // members[0].parameter.element_size())
-    for shared, owner in zip(members, owners, strict=True):
+    for spec, owner in zip(members, owners, strict=True):
         places.append(lengths[owner])  # in the slice of the owner
-        lengths[owner] += -(-shared.parameter.numel() // step) * step
+        lengths[owner] += -(-spec.parameter.numel() // step) * step
     bounds = bounds_of(lengths, _itemsize(members, wire))
     offsets = tuple(bounds[owner] + at for owner, at in zip(owners, places, strict=True))
     return FlatLayout(tuple(members), offsets, bounds)
@@ -91,7 +91,7 @@ class ParamShard:
     """
 
     tensor: nn.Parameter
-    shared: ParamSpec
+    spec: ParamSpec
     place: int
     start: int
     stop: int
@@ -101,36 +101,36 @@ class ParamShard:
 
     @property
     def name(self) -> str:
-        return self.shared.name
+        return self.spec.name
 
     @property
     def parameter(self) -> nn.Parameter:
-        return self.shared.parameter
+        return self.spec.parameter
 
     @property
     def group(self) -> Group:
-        return self.shared.group
+        return self.spec.group
 
     def view(self, slice_: Tensor) -> Tensor:
         """My elements in a tensor that is laid out like my slice."""
         if self.whole:
-            return self.shared.view(slice_, slice_.storage_offset() + self.offset)
+            return self.spec.view(slice_, slice_.storage_offset() + self.offset)
         return slice_.narrow(0, self.offset, self.stop - self.start)
 
 
 def make_shards(
-    line: FlatLayout, values: Tensor, layouts: Mapping[str, Layout], whole: bool
+    layout: FlatLayout, values: Tensor, layouts: Mapping[str, Layout], whole: bool
 ) -> list[ParamShard]:
     """My shards of a bucket, in memory order; `values` are the elements that I own."""
-    order = sorted(range(len(line.members)), key=line.offsets.__getitem__)
-    offsets = [line.offsets[place] for place in order]
-    sizes = [line.members[place].parameter.numel() for place in order]
+    order = sorted(range(len(layout.members)), key=layout.offsets.__getitem__)
+    offsets = [layout.offsets[place] for place in order]
+    sizes = [layout.members[place].parameter.numel() for place in order]
     shards: list[ParamShard] = []
-    for piece in pieces(offsets, sizes, line.bounds, line.group.rank()):
+    for piece in pieces(offsets, sizes, layout.bounds, layout.group.rank()):
         place = order[piece.member]
-        shared, tensor = line.members[place], nn.Parameter(values.new_empty(0))
+        spec, tensor = layout.members[place], nn.Parameter(values.new_empty(0))
         where = place, piece.start, piece.stop, piece.offset
-        shard = ParamShard(tensor, shared, *where, layouts.get(shared.name), whole)
+        shard = ParamShard(tensor, spec, *where, layouts.get(spec.name), whole)
         shard.tensor.data = shard.view(values)
         shards.append(shard)
     return shards
@@ -140,7 +140,7 @@ def make_shards(
 class ParamPartition:
     """A parameter, which rank owns which elements, and what the inner optimizer holds instead.
 
-    bounds: rank i of `shared.group` owns elements bounds[i] to bounds[i + 1] of the parameter
+    bounds: rank i of `spec.group` owns elements bounds[i] to bounds[i + 1] of the parameter
         flattened in memory order; all zero where frozen.
     mine: the inner optimizer's own, as `ParamShard.tensor`; None where nothing is owned here.
     master: `mine` is a copy in another dtype and not memory of the parameter.
@@ -148,7 +148,7 @@ class ParamPartition:
     Nothing here reads an element of the parameter, which may not be gathered.
     """
 
-    shared: ParamSpec
+    spec: ParamSpec
     bounds: tuple[int, ...]
     mine: nn.Parameter | None
     whole: bool = False
@@ -156,11 +156,11 @@ class ParamPartition:
 
     @property
     def name(self) -> str:
-        return self.shared.name
+        return self.spec.name
 
     @property
     def group(self) -> Group:
-        return self.shared.group
+        return self.spec.group
 
     @property
     def range(self) -> tuple[int, int]:
@@ -170,13 +170,15 @@ class ParamPartition:
 
     def flat(self, value: Tensor) -> Tensor:
         """A tensor of the parameter's shape as one dim, in the parameter's memory order."""
-        strides = self.shared.parameter.stride()
+        strides = self.spec.parameter.stride()
         if value.stride() != strides:
-            room = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
-            value = room.copy_(value)
+            buffer = torch.empty_strided(
+                value.shape, strides, dtype=value.dtype, device=value.device
+            )
+            value = buffer.copy_(value)
         return value.as_strided((value.numel(),), (1,), value.storage_offset())
 
     def shaped(self, flat: Tensor) -> Tensor:
         """The reverse of `flat`."""
-        parameter = self.shared.parameter
+        parameter = self.spec.parameter
         return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())

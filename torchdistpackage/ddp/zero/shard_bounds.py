@@ -75,7 +75,7 @@ class ShardRange:
 
 
 def even_bounds(num_elements: int, num_ranks: int, itemsize: int) -> tuple[int, ...]:
-    """Slices of one length, so the last bounds may lie beyond the end: the line is padded.
+    """Slices of one length, so the last bounds may lie beyond the end: the bucket is padded.
 
     For optimizers that treat every element alike, and so do not care where a parameter is cut.
     itemsize: bytes of an element in the narrowest dtype that slices have.
@@ -85,7 +85,7 @@ def even_bounds(num_elements: int, num_ranks: int, itemsize: int) -> tuple[int, 
 
 
 def bounds_of(lengths: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Slices of at least these lengths, all of one where that pads the line by `SLIGHT` at most.
+    """Slices of at least these lengths, all of one where that pads the bucket by `SLIGHT` at most.
 
     For whole parameters. A back end sends slices of one length as one call, others as a call each.
     """

@@ -1,34 +1,35 @@
 """An optimizer around another that holds shards: to schedulers, hooks and savers, the user's own.
 
 Param groups, options and state are the inner optimizer's own objects, asked for each time, so that
-a learning rate changes for both. An extension saves and loads (state_dict.py).
+a learning rate changes for both. state_dict.py saves and loads.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import gc
+from collections.abc import Iterable, Mapping, Sequence
 from weakref import WeakSet
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from torchdistpackage.ddp.zero.param_shard import ParamPartition
+from torchdistpackage.ddp.zero.state_dict import StateSaver
 from torchdistpackage.errors import CheckpointError, LayoutError
-from torchdistpackage.lazy import extensions_of
 
 
 class ShardedOptimizerBase(Optimizer):
     """Takes the user's parameters out of `inner` and puts the shards held here in their place.
 
-    inner: as the user built it; its state is kept. held: of each of its param groups, the
+    inner: as the user built it; its state is kept. partitions: of each of its param groups, the
     parameters in order. Subclasses define `step`, `zero_grad`, `_settle` and `refresh_masters`.
     """
 
-    def __init__(self, inner: Optimizer, held: Sequence[Sequence[ParamPartition]]):
+    def __init__(self, inner: Optimizer, partitions: Sequence[Sequence[ParamPartition]]):
         before = inner.state_dict()
-        self.inner, self.held = inner, [list(members) for members in held]
+        self.inner, self.partitions = inner, [list(members) for members in partitions]
         OWNERS.add(self)
         # Optimizer.__init__ would make groups of its own; this gives us its hooks
         self.__setstate__({})
-        for group, members in zip(inner.param_groups, self.held, strict=True):
+        for group, members in zip(inner.param_groups, self.partitions, strict=True):
             group["params"][:] = [h.mine for h in members if h.mine is not None]
         if before["state"]:  # Adagrad has some from the start, others may have been loaded
             inner.state.clear()
@@ -66,9 +67,9 @@ class ShardedOptimizerBase(Optimizer):
         OWNERS.discard(self)
 
     @property
-    def _saver(self) -> Any:
+    def _saver(self) -> StateSaver:
         """Made for each call, as it keeps this."""
-        return extensions_of("ShardedOptimizerBase")(self)
+        return StateSaver(self, self.inner, self.partitions, self.refresh_masters)
 
     def state_dict(self, *, to: int | None = None, cpu: bool = False) -> dict:
         """All of the state, as the plain optimizer has it, and a "master" where one is kept.
@@ -123,3 +124,20 @@ class ShardedOptimizerBase(Optimizer):
 
 OWNERS: WeakSet[ShardedOptimizerBase] = WeakSet()
 """Those that own parameters."""
+
+
+def owners_of(parameters: Iterable[Tensor]) -> list[ShardedOptimizerBase]:
+    """Optimizers in use to which some of these parameters belong, in their order."""
+    given = list(parameters) if OWNERS else []
+    found = _owners(given)
+    if found and any(p.grad is not None for p in given):
+        del found
+        gc.collect()  # one that was dropped may only wait for this
+        found = _owners(given)
+    return found
+
+
+def _owners(parameters: Sequence[Tensor]) -> list[ShardedOptimizerBase]:
+    of = {id(h.spec.parameter): x for x in OWNERS for members in x.partitions for h in members}
+    found = {id(x): x for p in parameters if p.requires_grad and (x := of.get(id(p))) is not None}
+    return list(found.values())

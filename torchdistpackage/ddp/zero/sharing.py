@@ -86,23 +86,23 @@ class ReplicaGroups:
         ordered = {id(p): p for p in order if id(p) in given} | given
         return [self.of(p) for p in ordered.values() if p.requires_grad]
 
-    def replicas_of(self, shared: ParamSpec) -> Group | None:
+    def replicas_of(self, spec: ParamSpec) -> Group | None:
         """Ranks with a copy of this rank's shard."""
-        return self.replicas if ranks_of(shared.group) == ranks_of(self.group) else None
+        return self.replicas if ranks_of(spec.group) == ranks_of(self.group) else None
 
     def replicated(
-        self, module: nn.Module | None, shared: Sequence[ParamSpec]
+        self, module: nn.Module | None, specs: Sequence[ParamSpec]
     ) -> Iterator[list[ReplicatedTensor]]:
-        """Buffers, and parameters that are not in `shared`: over groups, then over replicas."""
+        """Buffers, and parameters that are not in `specs`: over groups, then over replicas."""
         if module is None:
             return
-        trained = {id(s.parameter) for s in shared}
+        trained = {id(s.parameter) for s in specs}
         frozen = [(n, p) for n, p in module.named_parameters() if id(p) not in trained]
-        held = [ReplicatedTensor(n, p, self.of(p).group) for n, p in frozen]
-        held += [ReplicatedTensor(name, x, self.group) for name, x in module.named_buffers()]
-        yield held
+        found = [ReplicatedTensor(n, p, self.of(p).group) for n, p in frozen]
+        found += [ReplicatedTensor(name, x, self.group) for name, x in module.named_buffers()]
+        yield found
         if self.replicas is not None:
-            yield [ReplicatedTensor(x.name, x.tensor, self.replicas) for x in held]
+            yield [ReplicatedTensor(x.name, x.tensor, self.replicas) for x in found]
 
 
 def is_cut(layout: Layout | None, parameter: Tensor) -> bool:
@@ -115,13 +115,13 @@ def is_cut(layout: Layout | None, parameter: Tensor) -> bool:
     return group is None or group.size() > 1
 
 
-def assign_buckets(shared: Sequence[ParamSpec], cap_bytes: int) -> list[ParamSpec]:
+def assign_buckets(specs: Sequence[ParamSpec], cap_bytes: int) -> list[ParamSpec]:
     """The same, each with the number of its bucket."""
-    units = [s.name.rpartition(".")[0] or s.name for s in shared]
-    sizes = [s.parameter.numel() * s.sum_dtype.itemsize for s in shared]
-    members = map(ModuleParam, units, sizes, [s.key for s in shared])
+    units = [s.name.rpartition(".")[0] or s.name for s in specs]
+    sizes = [s.parameter.numel() * s.sum_dtype.itemsize for s in specs]
+    members = map(ModuleParam, units, sizes, [s.key for s in specs])
     numbers = group_by_module([*members], cap_bytes)
-    return [replace(s, bucket=bucket) for s, bucket in zip(shared, numbers, strict=True)]
+    return [replace(s, bucket=bucket) for s, bucket in zip(specs, numbers, strict=True)]
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

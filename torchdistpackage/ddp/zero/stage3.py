@@ -47,7 +47,9 @@ class ParamCoordinator:
         self._in_forward = False
         self._task = -1  # the graph task of the backward that runs
         self._owned = _owned_places(module, order)
-        self._owners = [{m for m, held in self._owned.items() if i in held} for i in self._places]
+        self._owners = [
+            {m for m, places in self._owned.items() if i in places} for i in self._places
+        ]
         self._waiting = [set(owners) for owners in self._owners]  # have not run in this forward
         self._running: list[nn.Module] = []
         self._pinned: set[int] = set()  # read while none of their owners ran
@@ -70,10 +72,10 @@ class ParamCoordinator:
         """
         if not self._in_forward and torch._C._current_graph_task_id() == -1:
             if parameters.is_free:
-                line = parameters.line
+                layout = parameters.layout
                 raise CommError(
-                    f"{', '.join(m.name for m in line.members[:3])}, ... are in pieces on ranks "
-                    f"{ranks_of(line.group)} outside of forward and backward (stage 3); call the "
+                    f"{', '.join(m.name for m in layout.members[:3])}, ... are in pieces on ranks "
+                    f"{ranks_of(layout.group)} outside of forward and backward (stage 3); call the "
                     f"optimizer's finish() on all of them before you read one"
                 )
             return
@@ -199,16 +201,16 @@ def _owned_places(module: nn.Module, order: Sequence[ParamBuffer]) -> dict[nn.Mo
     """For each submodule with parameters of its own, which buckets these are in; of a compiled one
     all are its own."""
     place_of = {
-        id(shared.parameter): place
+        id(spec.parameter): place
         for place, parameters in enumerate(order)
-        for shared in parameters.line.members
+        for spec in parameters.layout.members
     }
     owned: dict[nn.Module, list[int]] = {}
     for m in eager_parts(module):
         own = m.parameters(recurse=is_compiled(m))
-        held = {place_of[id(p)] for p in own if id(p) in place_of}
-        if held:
-            owned[m] = sorted(held)
+        places = {place_of[id(p)] for p in own if id(p) in place_of}
+        if places:
+            owned[m] = sorted(places)
     return owned
 
 

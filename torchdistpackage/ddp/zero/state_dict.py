@@ -5,16 +5,15 @@ parameters: any number of ranks, or the plain optimizer itself, can load it. Mas
 in narrower dtypes are one more entry, MASTER.
 """
 
-import gc
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from torchdistpackage.ddp.zero.param_shard import ParamPartition
 from torchdistpackage.ddp.zero.shard_bounds import SCALARS
-from torchdistpackage.ddp.zero.sharded_base import OWNERS, ShardedOptimizerBase
 from torchdistpackage.ddp.zero.state_gather import State, gather_states
 from torchdistpackage.errors import CheckpointError
 
@@ -23,10 +22,21 @@ MASTER = "master"
 
 
 class StateSaver:
-    """Saves and loads the state of `owner`, which has settled."""
+    """Saves and loads the state of `owner`, an optimizer around `inner`, which has settled.
 
-    def __init__(self, owner: ShardedOptimizerBase):
-        self._owner, self._inner, self._held = owner, owner.inner, owner.held
+    partitions: of each param group of the user's, its parameters in order. refresh_masters: sets
+    masters to the parameters.
+    """
+
+    def __init__(
+        self,
+        owner: Optimizer,
+        inner: Optimizer,
+        partitions: Sequence[Sequence[ParamPartition]],
+        refresh_masters: Callable[[], None],
+    ):
+        self._owner, self._inner, self._partitions = owner, inner, partitions
+        self._refresh_masters = refresh_masters
 
     def state_dict(self, to: int | None, cpu: bool) -> dict:
         """All of the state, gathered; all ranks call it."""
@@ -36,7 +46,7 @@ class StateSaver:
         states = gather_states(list(self._with_state(local)), to=to, cpu=cpu)
         whole = {i: state for i, state in states.items() if state}
         unassigned = {k: v for k, v in local["state"].items() if not isinstance(k, int)}
-        groups = _numbered(local["param_groups"], self._held)
+        groups = _numbered(local["param_groups"], self._partitions)
         result = {**local, "state": {**whole, **unassigned}, "param_groups": groups}
         for after in self._owner._optimizer_state_dict_post_hooks.values():
             changed = after(self._owner, result)
@@ -48,8 +58,10 @@ class StateSaver:
         for before in self._owner._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self._owner, state_dict)
             state_dict = state_dict if changed is None else changed
-        if not all(MASTER in state for held, state in self._matched(state_dict) if held.master):
-            self._owner.refresh_masters()
+        if not all(
+            MASTER in state for partition, state in self._matched(state_dict) if partition.master
+        ):
+            self._refresh_masters()
         self.load_whole(state_dict)
         for after in self._owner._optimizer_load_state_dict_post_hooks.values():
             after(self._owner)
@@ -65,7 +77,7 @@ class StateSaver:
             **local,
             "state": {i: state for i, state in enumerate(mine) if state},
             "ranges": self._ranges(),
-            "param_groups": _numbered(local["param_groups"], self._held),
+            "param_groups": _numbered(local["param_groups"], self._partitions),
         }
 
     def load_shard_state_dict(self, state_dict: Mapping[str, object]) -> None:
@@ -83,10 +95,10 @@ class StateSaver:
     def load_whole(self, state_dict: Mapping[str, object]) -> None:
         """Take what is mine from the dict of a plain optimizer."""
         mine: list[State] = []
-        for held, state in self._matched(state_dict):
-            _check(held, state)
-            own = state if held.mine is not None else {}
-            mine.append({key: _part(held, key, value) for key, value in own.items()})
+        for partition, state in self._matched(state_dict):
+            _check(partition, state)
+            own = state if partition.mine is not None else {}
+            mine.append({key: _part(partition, key, value) for key, value in own.items()})
         self._load(state_dict, mine)
 
     # -- between the user's parameters and the inner optimizer's -----------------------
@@ -98,19 +110,19 @@ class StateSaver:
 
     def _ranges(self) -> dict[int, tuple[int, int]]:
         """Number of each parameter of which this rank owns a part -> its elements."""
-        every = enumerate(chain.from_iterable(self._held))
-        return {i: held.range for i, held in every if held.mine is not None}
+        every = enumerate(chain.from_iterable(self._partitions))
+        return {i: partition.range for i, partition in every if partition.mine is not None}
 
     def _with_state(self, local: Mapping[str, dict]) -> Iterator[tuple[ParamPartition, State]]:
         """Each parameter, and what `local`, the inner optimizer's dict, has for it."""
         index_of = self._indices()
-        for held in chain.from_iterable(self._held):
+        for partition in chain.from_iterable(self._partitions):
             state: State = {}
-            if held.mine is not None:
-                state = dict(local["state"].get(index_of[id(held.mine)], {}))
-                if held.master:
-                    state[MASTER] = held.mine.detach()
-            yield held, state
+            if partition.mine is not None:
+                state = dict(local["state"].get(index_of[id(partition.mine)], {}))
+                if partition.master:
+                    state[MASTER] = partition.mine.detach()
+            yield partition, state
 
     def _matched(self, state_dict: Mapping[str, object]) -> list[tuple[ParamPartition, State]]:
         """Each parameter, and what a plain dict has for it.
@@ -125,14 +137,14 @@ class StateSaver:
                 f"{sorted(map(str, state_dict))}; give what state_dict() returned"
             )
         found = [len(group["params"]) for group in loaded]
-        here = [len(members) for members in self._held]
+        here = [len(members) for members in self._partitions]
         if found != here:
             raise CheckpointError(
                 f"the state is of param groups with {found} parameters, but the optimizer's have "
                 f"{here}; build it over the same parameters in the same groups"
             )
         numbers = chain.from_iterable(group["params"] for group in loaded)
-        every = chain.from_iterable(self._held)
+        every = chain.from_iterable(self._partitions)
         return [(h, dict(states.get(i, {}))) for h, i in zip(every, numbers, strict=True)]
 
     def _load(self, state_dict: Mapping[str, object], mine: Sequence[State]) -> None:
@@ -140,15 +152,15 @@ class StateSaver:
         and what of `state_dict` belongs to no parameter."""
         local: dict[Hashable, State] = {}
         index_of = self._indices()
-        for held, state in zip(chain.from_iterable(self._held), mine, strict=True):
-            if held.mine is None:
+        for partition, state in zip(chain.from_iterable(self._partitions), mine, strict=True):
+            if partition.mine is None:
                 continue
             master = state.pop(MASTER, None)
-            if held.master and isinstance(master, Tensor):
+            if partition.master and isinstance(master, Tensor):
                 with torch.no_grad():
-                    held.mine.copy_(master)
+                    partition.mine.copy_(master)
             if state:
-                local[index_of[id(held.mine)]] = state
+                local[index_of[id(partition.mine)]] = state
         saved = state_dict["param_groups"]
         numbers = {number for group in saved for number in group["params"]}
         other = {key: v for key, v in state_dict["state"].items() if key not in numbers}
@@ -166,45 +178,28 @@ def _numbered(groups: Sequence[dict], members: Sequence[Sequence[object]]) -> li
     return result
 
 
-def _check(held: ParamPartition, state: State) -> None:
+def _check(partition: ParamPartition, state: State) -> None:
     """On every rank alike, whichever owns it."""
-    shape = held.shared.parameter.shape
+    shape = partition.spec.parameter.shape
     for key, value in state.items():
-        if (held.whole and key != MASTER) or not isinstance(value, Tensor):
+        if (partition.whole and key != MASTER) or not isinstance(value, Tensor):
             continue
         if value.dim() and value.shape != shape:
             raise CheckpointError(
-                f"{key!r} of {held.name} has shape {tuple(value.shape)} in the state, but the "
+                f"{key!r} of {partition.name} has shape {tuple(value.shape)} in the state, but the "
                 f"parameter has {tuple(shape)}; load the state of the same model"
             )
 
 
-def _part(held: ParamPartition, key: Hashable, value: object) -> object:
+def _part(partition: ParamPartition, key: Hashable, value: object) -> object:
     """My elements of one entry, in memory of their own."""
     if not isinstance(value, Tensor) or (key in SCALARS and value.dim() == 0):
         return _copy(value)
-    if held.whole or value.shape != held.shared.parameter.shape:
+    if partition.whole or value.shape != partition.spec.parameter.shape:
         return value.clone()
-    start, stop = held.range
-    return held.flat(value)[start:stop].clone()
+    start, stop = partition.range
+    return partition.flat(value)[start:stop].clone()
 
 
 def _copy(value: object) -> object:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def owners_of(parameters: Iterable[Tensor]) -> list[ShardedOptimizerBase]:
-    """Optimizers in use to which some of these parameters belong, in their order."""
-    given = list(parameters) if OWNERS else []
-    found = _owners(given)
-    if found and any(p.grad is not None for p in given):
-        del found
-        gc.collect()  # one that was dropped may only wait for this
-        found = _owners(given)
-    return found
-
-
-def _owners(parameters: Sequence[Tensor]) -> list[ShardedOptimizerBase]:
-    of = {id(h.shared.parameter): x for x in OWNERS for members in x.held for h in members}
-    found = {id(x): x for p in parameters if p.requires_grad and (x := of.get(id(p))) is not None}
-    return list(found.values())

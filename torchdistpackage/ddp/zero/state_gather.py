@@ -82,26 +82,26 @@ def gather_states(
         CommError: `to` is no index in a group.
     """
     states: dict[Hashable, State] = {i: {} for i in range(len(mine))}
-    number = {id(held): i for i, (held, _) in enumerate(mine)}
-    for group, some in for_each_group(held for held, _ in mine if held.bounds[-1]):
-        receives, members = to is None or group.rank() == to, [number[id(held)] for held in some]
+    number = {id(partition): i for i, (partition, _) in enumerate(mine)}
+    for group, some in for_each_group(partition for partition, _ in mine if partition.bounds[-1]):
+        receives, members = to is None or group.rank() == to, [number[id(p)] for p in some]
         forms = exchange_schema(group, {i: mine[i] for i in members})
         waiting: list[tuple[int, StateEntry]] = []
         items: list[GatherItem] = []
         for i in members:
-            held, state = mine[i]
+            partition, state = mine[i]
             for form in forms[i]:
                 if form.dtype is not None and form.value is None:
                     waiting.append((i, form))
-                    items.append(item_of(held, form, state))
+                    items.append(item_of(partition, form, state))
                 if receives:
-                    states[i][form.key] = made_of(form, held)  # keeps the place of a key
+                    states[i][form.key] = made_of(form, partition)  # keeps the place of a key
         for (i, form), flat in zip(waiting, batched_gather(items, group, to), strict=True):
             if flat is not None:
                 flat = flat.cpu() if cpu or form.on_cpu else flat
-                held = mine[i][0]
+                partition = mine[i][0]
                 states[i][form.key] = (
-                    held.shaped(flat) if form.shape is None else flat.view(form.shape)
+                    partition.shaped(flat) if form.shape is None else flat.view(form.shape)
                 )
     return states
 
@@ -112,11 +112,11 @@ def exchange_schema(
     """What the owners of each parameter have for it."""
     known: dict[StateEntries, StateEntries] = {}  # equal ones travel once
     forms: list[StateEntries | None] = []
-    for held, state in mine.values():
-        own = tuple(entry_of(held, key, value) for key, value in state.items())
+    for partition, state in mine.values():
+        own = tuple(entry_of(partition, key, value) for key, value in state.items())
         if all(isinstance(form.value, _PLAIN) for form in own):
             own = known.setdefault(own, own)
-        forms.append(None if held.mine is None else own)
+        forms.append(None if partition.mine is None else own)
     of_ranks = gather_objects(forms, group)
     result: dict[int, StateEntries] = {}
     for i, of_one in zip(mine, zip(*of_ranks, strict=True), strict=True):
@@ -132,38 +132,38 @@ def exchange_schema(
     return result
 
 
-def entry_of(held: ParamPartition, key: Hashable, value: object) -> StateEntry:
+def entry_of(partition: ParamPartition, key: Hashable, value: object) -> StateEntry:
     if not isinstance(value, Tensor):
         return StateEntry(key, value=value)
     on_cpu = value.device.type == "cpu"
-    if value.dim() == 0 and not (held.whole and held.shared.parameter.dim() == 0):
+    if value.dim() == 0 and not (partition.whole and partition.spec.parameter.dim() == 0):
         return StateEntry(key, value.dtype, (), on_cpu, value.item())
-    if held.mine is not None and value.shape == held.mine.shape:
+    if partition.mine is not None and value.shape == partition.mine.shape:
         return StateEntry(key, value.dtype, None, on_cpu)
     return StateEntry(key, value.dtype, tuple(value.shape), on_cpu)
 
 
-def item_of(held: ParamPartition, form: StateEntry, state: State) -> GatherItem:
+def item_of(partition: ParamPartition, form: StateEntry, state: State) -> GatherItem:
     assert form.dtype is not None
-    shared = held.shared
+    spec = partition.spec
     value = state.get(form.key)
     mine = value if isinstance(value, Tensor) else None
-    bounds = held.bounds
+    bounds = partition.bounds
     if form.shape is not None:  # from the first owner, in one
-        owner = next(r for r in range(shared.group.size()) if bounds[r] < bounds[r + 1])
+        owner = next(r for r in range(spec.group.size()) if bounds[r] < bounds[r + 1])
         size = torch.Size(form.shape).numel()
         bounds = tuple(0 if r <= owner else size for r in range(len(bounds)))
-        mine = mine.reshape(-1) if mine is not None and shared.group.rank() == owner else None
-    elif held.whole and mine is not None:
-        mine = held.flat(mine)
-    return GatherItem(bounds, form.dtype, shared.parameter.device, mine)
+        mine = mine.reshape(-1) if mine is not None and spec.group.rank() == owner else None
+    elif partition.whole and mine is not None:
+        mine = partition.flat(mine)
+    return GatherItem(bounds, form.dtype, spec.parameter.device, mine)
 
 
-def made_of(form: StateEntry, held: ParamPartition) -> object:
+def made_of(form: StateEntry, partition: ParamPartition) -> object:
     """A value that did not travel as a tensor."""
     if form.dtype is None or form.value is None:
         return form.value
-    device = torch.device("cpu") if form.on_cpu else held.shared.parameter.device
+    device = torch.device("cpu") if form.on_cpu else partition.spec.parameter.device
     return torch.tensor(form.value, dtype=form.dtype, device=device)
 
 
@@ -229,14 +229,14 @@ def _gather(batch: Sequence[GatherItem], group: Group, to: int | None) -> Iterat
 
 def _collect(flat: Tensor, bounds: Sequence[int], group: Group, to: int) -> None:
     """Fill `flat` on rank `to` of the group; on the others it is what they send."""
-    post, ranks, room = Post(group), ranks_of(group), flat.view(torch.uint8)
+    post, ranks, buffer = Post(group), ranks_of(group), flat.view(torch.uint8)
     if group.rank() != to:
-        post.send([room], ranks[to])
+        post.send([buffer], ranks[to])
     else:
         for index, rank in enumerate(ranks):
             if index != to:
                 size = flat.element_size()
-                post.receive([room[bounds[index] * size : bounds[index + 1] * size]], rank)
+                post.receive([buffer[bounds[index] * size : bounds[index + 1] * size]], rank)
     post.go().wait()
 
 

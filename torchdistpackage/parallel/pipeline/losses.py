@@ -189,7 +189,7 @@ def _replicas(reducers: Sequence[Reducer]) -> Group | None:
     """Ranks that are at this one's place in other replicas; None where that is not known."""
     if tpc.is_set:
         return tpc.groups.along(tpc.topology.dense, BATCH_AXES)
-    return next((shared.group for reducer in reducers for shared in reducer.shared), None)
+    return next((spec.group for reducer in reducers for spec in reducer.specs), None)
 
 
 class LossBroadcast:
