@@ -1,8 +1,8 @@
 """Bucket order and sizes that fit a run: measured in its first reductions, chosen by a model.
 
-Ranks measure different times, so one of them decides for all whose gradients meet: the first of the
-widest group. Where that group does not contain all groups of all its ranks, the order stays that of
-registration.
+Ranks measure different times, so one of them decides for all whose gradients meet: the first rank
+of the largest group. Where that group does not contain all groups of all its ranks, the order stays
+that of registration.
 
 The first reduction, in which nothing leaves early, shows the order of gradients and the rate of the
 link. From when gradients are there, at the soonest of a few (other work on the machine only makes
@@ -87,7 +87,7 @@ class BucketTuner:
         self._rounds += 1
         self._note_soonest()
         if self._rounds == ORDERED:
-            self._group = self._widest()
+            self._group = self._largest()
             if self._group is None:
                 self._rounds = SIZED
                 return None
@@ -113,14 +113,14 @@ class BucketTuner:
 
     # -- which group decides -------------------------------------------------------------
 
-    def _widest(self) -> Group | None:
-        """The widest group, if for all its ranks it has all their others inside.
+    def _largest(self) -> Group | None:
+        """The largest group, if for all its ranks it has all their others inside.
 
         Collective over every group of this rank, in one order.
         """
         groups: dict[tuple[int, ...], Group] = {ranks_of(s.group): s.group for _, s in self._specs}
-        widest = max(groups, key=lambda ranks: (len(ranks), [-r for r in ranks]))
-        is_inside = all(set(widest).issuperset(ranks) for ranks in groups)
+        largest = max(groups, key=lambda ranks: (len(ranks), [-r for r in ranks]))
+        is_inside = all(set(largest).issuperset(ranks) for ranks in groups)
         places = {key: place for place, key in enumerate(groups)}
         facts = [
             (i, s.name, s.parameter.numel(), places[ranks_of(s.group)]) for i, s in self._specs
@@ -128,11 +128,11 @@ class BucketTuner:
         digest = zlib.crc32(repr(facts).encode())
         is_same: dict[tuple[int, ...], bool] = {}
         for ranks, group in sorted(groups.items(), key=lambda item: item[0]):
-            says = is_inside and ranks == widest
+            says = is_inside and ranks == largest
             words = torch.tensor([says, digest, -digest], dtype=torch.int64, device=self._device)
             said = primitives.all_reduce(words, group, primitives.MIN).tolist()
             is_same[ranks] = said[0] == 1 and said[1] == -said[2]
-        return groups[widest] if is_same[widest] else None
+        return groups[largest] if is_same[largest] else None
 
     # -- what was measured ---------------------------------------------------------------
 

@@ -74,7 +74,7 @@ class GradBucket:
         return place in self._divided
 
     def undivide(self) -> None:
-        """They do not leave after all."""
+        """The backward failed before they left: multiply again what was divided on the way in."""
         for place in self._divided:
             self.views[place].mul_(self._divide)
         self._divided.clear()
@@ -85,7 +85,8 @@ class GradBucket:
         self._come_back()
         grads = [parameter.grad for parameter in self._parameters]
         without: list[int] = []
-        if not all(map(is_, grads, self.views)):  # two thousand times one look is quick in C alone
+        # A model has thousands of parameters: one comparison of each in C, and not in Python.
+        if not all(map(is_, grads, self.views)):
             for place, (grad, view) in enumerate(zip(grads, self.views, strict=True)):
                 if grad is None:
                     view.zero_()

@@ -6,6 +6,19 @@ theirs before any is finished, also where a bucket is late because a parameter w
 that shares a parameter with an earlier one waits until that is finished: its gradient is a mean
 that is still on its way. Autograd has a thread for each device, so one launches at a time.
 
+[Note: order of buckets] A collective has no name: what a rank sends first meets what another sends
+first. But gradients come in another order on each rank, where threads of autograd race or ranks run
+other branches of a model. So a bucket that is complete waits until all before it have left
+(`Reducer.launch_complete`), and one that never completes leaves at the end of the backward
+(`Reducer.launch_early`). The cost is that a late gradient holds up what is complete behind it, which
+is why buckets are packed anew in the order in which gradients came (bucket_tuning.py).
+
+[Note: gradients that repeat] A hook cannot tell the last gradient of a parameter from one before
+it, and a bucket that left with a part of it would be wrong on all ranks without a word. So in the
+first reduction nothing leaves before the backward is over, and a parameter that was seen in a
+nested backward never leaves early again (`Reducer.mark_repeating`). One that repeats for the first
+time after its bucket has left is an error by name (`came_late`).
+
 Where a caller knows which gradients are final, a `ReadyPolicy` says so, as those of
 scheduled_ready.py and expert_grads.py do.
 """

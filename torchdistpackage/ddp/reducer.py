@@ -51,7 +51,8 @@ class ReductionPhase(Enum):
     IDLE, REDUCING, SENT = "idle", "reducing", "sent"
 
 
-_IDLE, _REDUCING, _SENT = ReductionPhase  # on the way of every gradient names are looked up once
+# Members of an enum cost an attribute look-up each time, and the hook runs for every gradient.
+_IDLE, _REDUCING, _SENT = ReductionPhase
 _current_graph_task_id = torch._C._current_graph_task_id
 
 
@@ -170,6 +171,7 @@ class Reducer:
 
     def launch_complete(self) -> None:
         """Launch the early buckets that are complete."""
+        # in turn, also where later ones are complete: [Note: order of buckets] of ready.py
         while self.has_early and self.pending_counts[self.next_bucket] == 0:
             self._launch(self.next_bucket)
             self.next_bucket += 1
@@ -186,6 +188,8 @@ class Reducer:
 
     def launch_early(self, task: int) -> None:
         """Graph task `task`, the outermost, is over: launch the early buckets, complete or not."""
+        # `num_early` and no further: what is deferred is shared with other stages, whose backwards
+        # may not be over on this rank, and waits for `finish`
         if self._task == task and self.phase is _REDUCING:
             self._launch_until(self.grad_buckets.num_early)
 
@@ -214,6 +218,7 @@ class Reducer:
             self._next_plan = planner.decide([s.index for s in buckets.slots if s.may_repeat])
             self._planner = None if planner.is_over else planner
         self._reset(_IDLE)
+        # this reduction has shown what repeats: [Note: gradients that repeat] of ready.py
         self.leaves_early, self.open, self._num_done = self._overlap, False, 0
         if self._check_used is not None:
             self._check_used(self.specs, buckets.take_has_grad())

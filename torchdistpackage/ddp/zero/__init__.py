@@ -1,7 +1,7 @@
 """ZeRO: data-parallel ranks shard the optimizer state, the gradients, the parameters.
 
-Read ddp/reference and the reducer one folder up first; this folder uses the same reducer. The core,
-no file of which imports an extension:
+Read ddp/reference and the reducer one folder up first; this folder uses the same reducer. The
+mechanism; below the optimizer no file imports an option:
 
 Optimizer       optimizer (ZeroOptimizer), sharded_base (an optimizer around another).
 Layout          sharing (which ranks share a parameter), shard_bounds (arithmetic on
@@ -11,7 +11,7 @@ Buckets         bucket (what belongs to one, and steps of a few at a time), grad
                 in), param_buffer (parameters out, what a reader of one waits for, and where copies
                 of slices are).
 
-The extensions, which options plugs in, with `replica_group` (HSDP) and checks that it is still the
+The options, which options.py makes, with `replica_group` (HSDP) and checks that it is still the
 same module:
 
 Stage 3         stage3 (parameters are gathered only where they are used; torch.compile).

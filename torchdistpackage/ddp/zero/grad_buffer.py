@@ -103,6 +103,8 @@ class ReduceScatterBucket:
 
     def launch(self) -> None:
         self._without = self.gradients.complete()
+        # What waits for what: at most UNDER_WAY buffers are full where memory is saved, so the sum
+        # of the bucket that many before must have come, and its buffer be free, before this leaves.
         if self.frees_first is not None:
             self.frees_first.land()
         self.expect()

@@ -230,7 +230,10 @@ class ZeroOptimizer(ShardedOptimizerBase):
             self._in_step = False
         if not self._by_bucket:
             self._stepping.all_at_once()
-        # what the forward reads first goes first, on all ranks alike, wherever they waited
+        # [Note: gathers under the next forward] What the forward reads first goes first, on all
+        # ranks alike, wherever they waited: a module that reads a parameter still on its way waits
+        # for it (UngatheredParameter), so the order of gathers is the order of the forward, the
+        # reverse of that in which the sums came.
         order = sorted(self._order, key=lambda b: not self._goes_early(b))
         if self._by_bucket and not self._lands_in_step:
             order = self._stepping.in_turn(order)
@@ -244,7 +247,12 @@ class ZeroOptimizer(ShardedOptimizerBase):
             self._buckets[bucket].parameters.send()
 
     def _goes_early(self, bucket: int) -> bool:
-        """While the last sum comes in and is stepped, the link has the bucket before it."""
+        """Whether the bucket is gathered before the last one is stepped.
+
+        The sum of the last bucket comes in while the one before it is stepped already. Sent at
+        once, its parameters use the link while that last sum is stepped, which else were idle.
+        All other buckets wait, since the forward reads them in the other order.
+        """
         return self.stage < 3 and bucket == len(self._buckets) - 2
 
     def _left(self, bucket: int) -> None:
