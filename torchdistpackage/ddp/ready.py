@@ -10,8 +10,8 @@ that is still on its way. Autograd has a thread for each device, so one launches
 first. But gradients come in another order on each rank, where threads of autograd race or ranks run
 other branches of a model. So a bucket that is complete waits until all before it have left
 (`Reducer.launch_complete`), and one that never completes leaves at the end of the backward
-(`Reducer.launch_early`). The cost is that a late gradient holds up what is complete behind it, which
-is why buckets are packed anew in the order in which gradients came (bucket_tuning.py).
+(`Reducer.launch_early`). The cost is that a late gradient holds up what is complete behind it, so
+buckets are packed anew in the order in which gradients came (bucket_tuning.py).
 
 [Note: gradients that repeat] A hook cannot tell the last gradient of a parameter from one before
 it, and a bucket that left with a part of it would be wrong on all ranks without a word. So in the
