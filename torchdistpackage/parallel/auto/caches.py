@@ -109,7 +109,7 @@ def twins_of(value: Any, num: int) -> list[Any]:
     """
     twins = getattr(value, TWINS, None)
     if twins is None:
-        if (length := int(value.get_seq_length())) > 0:
+        if (length := num_tokens(value)) > 0:
             raise LayoutError(
                 f"a {type(value).__name__} of {length} tokens was filled by another model, with "
                 f"the heads of all shards; begin with an empty cache, or none"
@@ -123,6 +123,14 @@ def twins_of(value: Any, num: int) -> list[Any]:
             f"cache to the model that made it"
         )
     return twins
+
+
+def num_tokens(value: Any) -> int:
+    """Tokens whose keys a cache holds: none where it has states of linear attention alone."""
+    try:
+        return int(value.get_seq_length())
+    except ValueError:  # no layer of it has keys; each shard has such states whole
+        return 0
 
 
 def _mirror(value: Any, twins: list[Any]) -> None:

@@ -13,7 +13,11 @@ from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto.devices import DeviceLike, check_device_ids
 from torchdistpackage.parallel.auto.explain import explain as tabulate
 from torchdistpackage.parallel.auto.families.registry import plan_for
-from torchdistpackage.parallel.auto.hugging_face import is_pretrained, pretrained_class
+from torchdistpackage.parallel.auto.hugging_face import (
+    is_pretrained,
+    pretrained_class,
+    remove_hooks,
+)
 from torchdistpackage.parallel.auto.layerwise import default_rules
 from torchdistpackage.parallel.auto.model import TensorParallel, check_is_unsplit
 from torchdistpackage.parallel.auto.reporting import LOG
@@ -73,7 +77,10 @@ def tensor_parallel(
         options["group"] = group
     elif group is not None:
         raise LayoutError("a group was given with distributed=False; leave out one of the two")
-    make: Any = pretrained_class() if is_pretrained(module) else TensorParallel
+    make: Any = TensorParallel
+    if is_pretrained(module):
+        make = pretrained_class()
+        remove_hooks(module)
     num = group.size() if group is not None else len(check_device_ids(device_ids))
     if tensor_parallel_config is None:
         tensor_parallel_config = plan_for(module, num)
