@@ -384,7 +384,7 @@ class Watched(nn.LayerNorm):
 
 def test_full_weights_live_for_a_forward_or_its_backward():
     module = nn.Sequential(nn.Linear(4, 4), Watched(4))
-    split = tensor_parallel(module, ["cpu"] * 3, sharded=True)
+    split = tensor_parallel(module, ["cpu"] * 3, sharded=True, verify=False)
     with torch.no_grad():
         split(torch.ones(1, 4))
     assert len(Watched.used) == 3 and not any(each() is not None for each in Watched.used)

@@ -87,9 +87,10 @@ MODELS = {
 }
 
 
-def as_one_process(module: nn.Module, inputs: dict[str, Any], num: int) -> None:
+def as_one_process(module: nn.Module, inputs: dict[str, Any], num: int | None) -> None:
+    """num: of threads; None: the ranks of the world."""
     model = randomised(module).eval()
-    split = tensor_parallel(twin(model), ["cpu"] * num)
+    split = tensor_parallel(twin(model), num and ["cpu"] * num)
     found = []
     for each in (split, model):
         output = each(**inputs)

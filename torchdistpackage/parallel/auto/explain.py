@@ -37,12 +37,13 @@ class PlanTable:
     """A plan for a module.
 
     parameters: of all. traffic: by module, what it sends in a forward; empty without an example.
-    kept: layer -> why it stays whole.
+    kept: layer -> why it stays whole. check: what the first forward is compared with (verify.py).
     """
 
     parameters: tuple[ParameterRow, ...]
     traffic: dict[str, Traffic]
     kept: dict[str, str]
+    check: str = ""
 
     @property
     def device_bytes(self) -> tuple[int, ...]:
@@ -78,7 +79,7 @@ class PlanTable:
         if self.kept:
             kept = [(name or "the module", why) for name, why in self.kept.items()]
             text += "\n\n" + aligned([("whole", "why"), *kept])
-        return text
+        return f"{text}\n\n{self.check}" if self.check else text
 
 
 def explain(

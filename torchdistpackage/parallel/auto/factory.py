@@ -1,6 +1,7 @@
 """`tensor_parallel(module)`: the one call."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +14,16 @@ from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto.devices import DeviceLike, check_device_ids
 from torchdistpackage.parallel.auto.explain import explain as tabulate
 from torchdistpackage.parallel.auto.families.registry import plan_for
-from torchdistpackage.parallel.auto.hugging_face import is_pretrained, pretrained_class
+from torchdistpackage.parallel.auto.hugging_face import (
+    is_pretrained,
+    pretrained_class,
+    remove_hooks,
+)
 from torchdistpackage.parallel.auto.layerwise import default_rules
 from torchdistpackage.parallel.auto.model import TensorParallel, check_is_unsplit
 from torchdistpackage.parallel.auto.reporting import LOG
 from torchdistpackage.parallel.auto.rules import Config
+from torchdistpackage.parallel.auto.verify import FirstForward, described, why_not_compared
 
 
 def tensor_parallel(
@@ -30,6 +36,7 @@ def tensor_parallel(
     *,
     group: Group | None = None,
     explain: bool = False,
+    verify: bool | None = None,
     example: Tensor | tuple[Any, ...] | dict[str, Any] = (),
     **kwargs: Any,
 ) -> nn.Module:
@@ -46,10 +53,14 @@ def tensor_parallel(
     explain: log the plan as a table, at level INFO, and leave it on the module as `plan_table`.
     example: a tensor, or arguments of one call, positional or by name, for which the table says
         what is sent.
+    verify: compare the first forward, or at once that of `example`, with the unsplit module's,
+        which is kept until then (verify.py); default: where the plan is made by rules, as of a
+        model of no known family, and shards are on the CPU or all weights are at most 1 GiB.
     kwargs: output_device, output_device_index, delay_init.
 
     Raises:
-        LayoutError: the model cannot be split over so many devices, and why; or it is split.
+        LayoutError: the model cannot be split over so many devices, and why; or it is split; or the
+            shards compute something else, which the first forward raises too.
         AssertionError: distributed with several devices, or with sharded.
     """
     check_is_unsplit(module)
@@ -73,22 +84,32 @@ def tensor_parallel(
         options["group"] = group
     elif group is not None:
         raise LayoutError("a group was given with distributed=False; leave out one of the two")
-    make: Any = pretrained_class() if is_pretrained(module) else TensorParallel
+    make: Any = TensorParallel
+    if is_pretrained(module):
+        make = pretrained_class()
+        remove_hooks(module)
     num = group.size() if group is not None else len(check_device_ids(device_ids))
     if tensor_parallel_config is None:
         tensor_parallel_config = plan_for(module, num)
     kept: dict[str, str] = {}
-    if tensor_parallel_config is None and num > 1:
+    by_rules = tensor_parallel_config is None and num > 1
+    if by_rules:
         rules = default_rules(module, num)
         tensor_parallel_config, kept = rules.config(), rules.kept
+    if isinstance(example, Tensor):
+        example = (example,)
+    given: Any = ((), example) if isinstance(example, dict) else (example, {})
+    why_not = why_not_compared(module, check_device_ids(device_ids), by_rules, verify)
+    if num < 2:
+        why_not = "it is not split"
     table = None
     if explain:
-        if isinstance(example, Tensor):
-            example = (example,)
-        given = ((), example) if isinstance(example, dict) else (example, {})
         table = tabulate(module, max(num, 1), tensor_parallel_config, *given)
         table.kept.update(kept)
+        table = replace(table, check=f"first forward: {described(why_not)}")
         LOG.info("%s", table)
+    elif why_not is not None and num > 1 and (verify or (by_rules and verify is None)):
+        LOG.warning("the split is %s", described(why_not))
     split = make(
         module,
         device_ids=device_ids,
@@ -100,6 +121,11 @@ def tensor_parallel(
     )
     if table is not None:
         split.plan_table = table
+    if why_not is None:
+        root = getattr(split, "wrapped_model", split)
+        check = FirstForward(root, module)
+        if example:
+            check(root, *given)
     return split
 
 

@@ -12,9 +12,10 @@ output joined again:
 | convolution with as many groups as shards or more | groups | cut by groups | joined |
 | convolution with fewer groups | input channels of each group | cut alike | summed |
 
-What cannot be cut stays whole on every shard: a layer with fewer outputs than shards, an embedding
-that limits the norm of its rows, the weights of torch's MultiheadAttention, which does not call its
-layers.
+What cannot be cut stays whole on every shard: a layer with fewer outputs than shards, or with a
+forward of its own, or with hooks, which would see a part; an embedding that limits the norm of its
+rows; the weights of torch's MultiheadAttention, which does not call its layers; and a weight that
+is also that of a module which stays whole.
 """
 
 import re
@@ -34,10 +35,12 @@ from torchdistpackage.parallel.auto.actions import (
     SplitInGroupedChunks,
 )
 from torchdistpackage.parallel.auto.ops import SizedGather
+from torchdistpackage.parallel.auto.own_forward import has_own_forward, only_scales
 from torchdistpackage.parallel.auto.pairs import Pair, find_pairs
 from torchdistpackage.parallel.auto.rules import Config, plain_name
 
-LAYERS = (nn.Embedding, nn.EmbeddingBag, nn.Linear, _ConvNd)
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+LAYERS = (*EMBEDDINGS, nn.Linear, _ConvNd)
 ADAPTERS = re.compile(r"(^|\.)lora_")
 """Parts of adapters, which are cut as their layer is."""
 
@@ -81,8 +84,8 @@ class LayerRules:
         self.attributes: dict[str, Any] = {}
         self.kept: dict[str, str] = {}
         self.pairs: list[Pair] = []
-        embeddings = (nn.Embedding, nn.EmbeddingBag)
-        self.embeddings = {m.weight: m for m in module.modules() if isinstance(m, embeddings)}
+        self.embeddings = {m.weight: m for m in module.modules() if isinstance(m, EMBEDDINGS)}
+        self.whole = whole_tensors(module)
 
     def config(self) -> Config:
         between = (f"^{re.escape(name)}$" for pair in self.pairs for name in pair.between)
@@ -106,10 +109,15 @@ class LayerRules:
 
     def add(self, names: list[str], layer: nn.Module) -> None:
         """The rules of a layer, where it is of a kind that can be cut."""
-        if isinstance(layer, LAYERS) and layer._parameters.get("weight") is None:
-            self.keep(names, "its weight is computed from other tensors")
+        if not isinstance(layer, LAYERS):
             return
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+        if why := why_whole(layer):
+            self.keep(names, why)
+            return
+        if holder := self.whole.get(layer.weight):
+            self.keep(names, f"its weight is also that of {holder}, which is whole")
+            return
+        if isinstance(layer, EMBEDDINGS):
             self._add_embedding(names, layer)
         elif isinstance(layer, nn.Linear):
             self._add_linear(names, layer)
@@ -160,9 +168,6 @@ class LayerRules:
         return True
 
     def _add_embedding(self, names: list[str], layer: nn.Embedding | nn.EmbeddingBag) -> None:
-        if layer.max_norm is not None:
-            self.keep(names, "max_norm needs whole rows")
-            return
         if self._too_few(names, "columns", layer.embedding_dim):
             return
         split, joined = Split(self.world_size, 1), self.gather(-1, layer.embedding_dim)
@@ -173,12 +178,10 @@ class LayerRules:
     def _add_linear(self, names: list[str], layer: nn.Linear) -> None:
         tied = self.embeddings.get(layer.weight)
         if tied is not None:
-            if tied.max_norm is None and layer.in_features >= self.world_size:
+            if not self._too_few(names, "inputs", layer.in_features):
                 bias = FirstOnly() if layer.bias is not None else None
                 split = Split(self.world_size, 1)
                 self.set(names, weight=split, input="split -1", bias=bias, output="sum")
-            else:
-                self.keep(names, "its weight is an embedding's that stays whole")
             return
         if self._too_few(names, "outputs", layer.out_features):
             return
@@ -217,6 +220,33 @@ class LayerRules:
             output=SizedGather(1, sizes),
             attr={"groups": partial(even_part, world_size=num)},
         )
+
+
+def why_whole(layer: nn.Module) -> str | None:
+    """Why a layer of a kind that can be cut is not; None: nothing speaks against it."""
+    weight = layer._parameters.get("weight")
+    if weight is None:
+        return "its weight is computed from other tensors"
+    if not (weight.is_floating_point() or weight.is_complex()):
+        return None  # quantised, which is refused where its numbers would be cut
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        return "it has hooks, which need all of its input and output"
+    if has_own_forward(layer) and not (isinstance(layer, EMBEDDINGS) and only_scales(layer)):
+        return f"{type(layer).__name__} has a forward of its own"
+    if isinstance(layer, EMBEDDINGS) and layer.max_norm is not None:
+        return "max_norm needs whole rows"
+    return None
+
+
+def whole_tensors(module: nn.Module) -> dict[torch.Tensor, str]:
+    """Parameters of modules that cannot be cut, and the name of one that has it."""
+    found: dict[torch.Tensor, str] = {}
+    for name, part in module.named_modules():
+        if not isinstance(part, LAYERS) or why_whole(part):
+            for parameter in part._parameters.values():
+                if parameter is not None:
+                    found[parameter] = name or "the module"
+    return found
 
 
 def even_part(value: int, *, rank: int, world_size: int) -> int:

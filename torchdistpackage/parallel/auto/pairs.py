@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
 
+from torchdistpackage.parallel.auto.own_forward import has_own_forward
+
 ELEMENTWISE_MODULES = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish),
     *(nn.Tanh, nn.Sigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Softplus, nn.Softsign),
@@ -163,9 +165,9 @@ def cuttable(layer: nn.Module, users: Counter[int]) -> type | None:
         return None
     if any(p is not None and users[id(p)] > 1 for p in layer._parameters.values()):
         return None
-    if type(layer) is nn.Linear:
+    if type(layer) is nn.Linear and not has_own_forward(layer):
         return nn.Linear
-    if isinstance(layer, _ConvNd) and layer.groups == 1:
+    if isinstance(layer, _ConvNd) and layer.groups == 1 and not has_own_forward(layer):
         return _ConvNd
     return None
 

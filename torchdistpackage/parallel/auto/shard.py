@@ -65,6 +65,8 @@ def make_shard(
             if wrapped := wrapped_module(config, submodule, names, rank, world_size):
                 wrappers[submodule] = wrapped
             apply_attributes(config, submodule, names, rank)
+    for part, original in zip(shard.modules(), module.modules(), strict=True):
+        fix_sizes(part, original)
     for submodule, names in modules_by_names(shard).items():
         if any(pattern.search(name) for pattern in config.split_modules for name in names):
             mark_split(submodule)
@@ -74,7 +76,6 @@ def make_shard(
         for name, child in list(parent._modules.items()):
             if child in wrappers:
                 setattr(parent, name, wrappers[child])
-    fix_general_attributes(shard)
     shard = wrappers.get(shard, shard)
     return shard, set(map(shard_names(config, module), actions))
 
@@ -247,22 +248,21 @@ def apply_attributes(config: Config, module: nn.Module, names: list[str], rank: 
             setattr(module, attribute, action(getattr(module, attribute), rank=rank))
 
 
-def fix_general_attributes(sharded_module: nn.Module) -> None:
-    """Sizes that torch's layers note, from the weights that they now have."""
-    for module in sharded_module.modules():
-        weight = module._parameters.get("weight")
-        if weight is None or weight.dim() < 2:
-            continue
-        if isinstance(module, nn.Linear):
-            module.out_features, module.in_features = weight.shape
-        elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            module.num_embeddings, module.embedding_dim = weight.shape
-        elif isinstance(module, _ConvNd):
-            first, second = weight.shape[:2]
-            if module.transposed:
-                module.in_channels, module.out_channels = first, second * module.groups
-            else:
-                module.in_channels, module.out_channels = second * module.groups, first
+def fix_sizes(layer: nn.Module, original: nn.Module) -> None:
+    """Sizes that torch's layers note, from the weight of `layer`, where it was cut."""
+    weight, whole = layer._parameters.get("weight"), original._parameters.get("weight")
+    if weight is None or whole is None or weight.shape == whole.shape or weight.dim() < 2:
+        return
+    if isinstance(layer, nn.Linear):
+        layer.out_features, layer.in_features = weight.shape
+    elif isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+        layer.num_embeddings, layer.embedding_dim = weight.shape
+    elif isinstance(layer, _ConvNd):
+        first, second = weight.shape[:2]
+        if layer.transposed:
+            layer.in_channels, layer.out_channels = first, second * layer.groups
+        else:
+            layer.in_channels, layer.out_channels = second * layer.groups, first
 
 
 def check_plan(config: Config, module: nn.Module) -> None:

@@ -43,6 +43,17 @@ def count_traffic(rank: int = 0) -> Iterator[Traffic]:
         counts = None
 
 
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Forwards inside are not counted."""
+    global counts
+    held, counts = counts, None
+    try:
+        yield
+    finally:
+        counts = held
+
+
 _rank = 0
 
 
