@@ -32,9 +32,18 @@ Need = WeakMethod[Callable[["ParamBuffer"], None]]
 class ParamBuffer:
     """Takes over the parameters of `layout`; afterwards they are views of `flat`.
 
+    layout: which parameter lies where, and which rank owns what.
     master: dtype of the copy that the optimizer works on, None if it works on the slice itself.
-    store: where that is. wire: dtype in which slices travel. on_read: None if nothing is freed;
-    its owner is kept while something is.
+    store: where that copy is.
+    wire: dtype in which slices travel.
+    on_read: None if nothing is freed; its owner is kept while something is.
+
+    Others may read these; methods of this class alone change them:
+
+    flat: all parameters side by side; without memory while `is_free`.
+    slice: the part of `flat` that this rank owns.
+    master: the copy that is stepped, or None.
+    is_free: the memory of `flat` was given back, until `fetch` (stage 3).
     """
 
     def __init__(
@@ -47,10 +56,12 @@ class ParamBuffer:
         on_read: Need | None = None,
     ):
         self.layout, self._wire, self._on_read = layout, wire, on_read
-        self._needed: Callable[[ParamBuffer], None] | None = None  # while freed
+        # While freed: keeps the optimizer that can fetch, even where its user has dropped it, since
+        # the module's parameters are of no use without it.
+        self._keeps_owner: Callable[[ParamBuffer], None] | None = None
         self._store = store or MasterStore()
         self._parameters = [spec.parameter for spec in layout.members]
-        self._kinds = [type(parameter) for parameter in self._parameters]
+        self._kinds = [type(parameter) for parameter in self._parameters]  # classes to give back
         self.flat = self._parameters[0].detach().new_zeros(layout.num_elements)
         with torch.no_grad():
             for parameter, view in zip(self._parameters, layout.views(self.flat), strict=True):
@@ -68,7 +79,7 @@ class ParamBuffer:
         self._start_gather: Callable[[], Work] | None = None  # of the gather that is expected
         self._work: Work | None = None  # the gather under way
         self._streams = streams_of(self.flat.device)
-        self._began_on: Stream | None = None
+        self._began_on: Stream | None = None  # the stream on which the gather was begun
         self.is_free = False
 
     @property
@@ -117,7 +128,7 @@ class ParamBuffer:
             self._mark_ungathered()
             self.is_free = True
             if self._on_read is not None:
-                self._needed = self._on_read()
+                self._keeps_owner = self._on_read()
             if self._streams is not None:
                 # a forward may read them on another stream than that on which they were made
                 self._streams.keep(self.flat)
@@ -128,7 +139,7 @@ class ParamBuffer:
         """Begin to gather what was freed; all ranks of the group call it."""
         if self.is_free:
             self.flat.untyped_storage().resize_(self._num_bytes)
-            self.is_free, self._needed = False, None
+            self.is_free, self._keeps_owner = False, None
             self._begin_gather()
 
     def wait_gathered(self, parameter: nn.Parameter) -> None:
