@@ -22,10 +22,12 @@ def computed(schedule: Schedule) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-@pytest.mark.parametrize("messages", [False, True])
-def test_what_is_written_is_read_here(name, messages):
+@pytest.mark.parametrize("options", [{}, {"messages": True}, {"messages": True, "waits": True}])
+def test_what_is_written_is_read_here(name, options):
     ours = build(name, 3, 5)
-    assert from_csv(to_csv(ours, messages=messages), ours.name) == ours
+    text = to_csv(ours, **options)
+    assert from_csv(text, ours.name) == ours
+    assert text.count("WAIT_SEND") == (text.count("SEND") // 2 if "waits" in options else 0)
 
 
 def test_cells_may_be_empty_and_lines_may_end_with_them():

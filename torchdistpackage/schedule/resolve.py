@@ -25,23 +25,29 @@ _Cell = tuple[Action, int, int]
 """A computation, its line, and the number of its cell in that line."""
 
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
-# Sharded parameters gather, free and reduce themselves here: hooks see when, not the schedule.
-_OF_PARAMETERS = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+# Sharded parameters gather, free and reduce themselves here, and a send keeps its tensor until it
+# is done: hooks and works see when, not the schedule. torch waits for sends by name from 2.15 on.
+_PASSED_OVER = re.compile(r"\d+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB])\d*")
 
 
-def to_csv(schedule: Schedule, *, messages: bool = False) -> str:
+def to_csv(schedule: Schedule, *, messages: bool = False, waits: bool = False) -> str:
     """One line a pipe rank, as torch's `_load_csv` reads it.
 
     messages: list them too (torch's format "compute_comms"), one by one in an order in which
         no rank waits for ever; else only what computes ("compute_only"): torch adds its own.
+    waits: end a line by the waits for its sends, which torch asks for from 2.15 on.
     """
     if messages:
         schedule = add_messages(schedule)
-    lines = (
-        ",".join(str(a) for a in flatten(program) if messages or not a.kind.is_message)
-        for program in schedule.programs
-    )
-    return "".join(f"{line}\n" for line in lines)
+    lines: list[str] = []
+    for program in schedule.programs:
+        actions = [a for a in flatten(program) if messages or not a.kind.is_message]
+        cells = list(map(str, actions))
+        if waits:
+            sends = [a for a in actions if a.kind in (ActionKind.SEND_F, ActionKind.SEND_B)]
+            cells += [f"{a.stage}WAIT_{a.kind}{a.microbatch}" for a in sends]
+        lines.append(",".join(cells) + "\n")
+    return "".join(lines)
 
 
 def csv_text(path: Path) -> str:
@@ -117,7 +123,7 @@ def _actions(line: int, number: int, text: str) -> list[Action]:
     overlap = _OVERLAP.fullmatch(text)
     parts = [part.strip() for part in overlap[1].split(";")] if overlap else [text]
     try:
-        actions = [parse_action(p) for p in parts if p and not _OF_PARAMETERS.fullmatch(p)]
+        actions = [parse_action(p) for p in parts if p and not _PASSED_OVER.fullmatch(p)]
     except ScheduleError as error:
         raise ScheduleError(f"line {line}, cell {number}: {error}") from error
     return [action for action in actions if not action.kind.is_message]

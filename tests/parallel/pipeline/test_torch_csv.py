@@ -20,6 +20,9 @@ MULTI = {
     "dualpipe-v": theirs.ScheduleDualPipeV,
 }
 
+WAITS = hasattr(theirs._ComputationType, "WAIT_SEND_F")
+"""Whether torch waits for sends by name, as it does from 2.15 on."""
+
 
 def stages_of(num_ranks: int, chunks: int) -> list:
     """Rank 0's stages, as far as torch's schedules ask them before they run."""
@@ -100,14 +103,17 @@ def test_what_is_written_is_read_by_torch(name, tmp_path):
     chunks = ours.num_stages // 3
     for layout in ("compute_only", "compute_comms"):
         path = tmp_path / f"{layout}.csv"
-        path.write_text(to_csv(ours, messages=layout == "compute_comms"))
+        messages = layout == "compute_comms"
+        path.write_text(to_csv(ours, messages=messages, waits=messages and WAITS))
         loaded = runtime(3, chunks, 6)
         loaded._load_csv(path, layout)
         assert dict(enumerate(ours.placement)) == loaded.stage_index_to_group_rank
         if layout == "compute_only":
             assert cells(loaded.pipeline_order.values()) == computed(ours)
         else:
-            assert cells(loaded.pipeline_order_with_comms.values()) == [
-                list(map(str, program)) for program in add_messages(ours).programs
+            kept = [
+                [text for text in row if "WAIT" not in text]
+                for row in cells(loaded.pipeline_order_with_comms.values())
             ]
+            assert kept == [list(map(str, program)) for program in add_messages(ours).programs]
             assert loaded._simulate()

@@ -204,6 +204,9 @@ def register() -> None:
     if LATE.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(LATE, _create, extended_api=True, devices=["cpu"])
         register_transport(Transport(LATE, queued=True, averages=True))
+        # From 2.15 on torch hangs its flight recorder on every group whose back end has no record
+        # of its own, and asks the group for a name that only groups with back ends of C++ have.
+        getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set[str]()).add(LATE)
 
 
 @contextmanager
