@@ -4,8 +4,10 @@ Read from the syntax trees, so that nothing hides in a function or behind TYPE_C
 """
 
 import ast
+import graphlib
 import subprocess
 import sys
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -306,6 +308,24 @@ def loads_by_name(path: Path) -> list[str]:
 def test_modules_are_loaded_by_text_only_where_there_is_a_reason():
     found = offences(loads_by_name)
     assert set(found) <= set(MAY_LOAD_BY_NAME), found
+
+
+def circle(imported: Mapping[str, set[str]]) -> list[str]:
+    """Files of which each imports the one before, the first and last being the same; [] if none."""
+    try:
+        graphlib.TopologicalSorter(imported).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Imports for types count: a reader follows them too."""
+    imported = {
+        name_of(path): {name_of(target) for _, target in own_imports(path)} for path in files()
+    }
+    assert circle(imported) == []
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "c", "b", "a"]
 
 
 OPTIONS_OF = {

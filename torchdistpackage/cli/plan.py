@@ -11,9 +11,9 @@ from torchdistpackage.cli._common import Config, Overrides, World, text_table, w
 from torchdistpackage.config.check import wrong_files
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.hugging_face import FILE as CONFIG
+from torchdistpackage.config.job_geometry import JobGeometry
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.slurm import JobGeometry
 from torchdistpackage.lazy import resolve
 from torchdistpackage.schedule.actions import ActionKind, flatten
 from torchdistpackage.topology.mesh import Mesh, advice, describe

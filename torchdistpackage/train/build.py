@@ -34,14 +34,13 @@ from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.generators import evaluation
 from torchdistpackage.train import corpus
 from torchdistpackage.train.callbacks import (
-    Callback,
     NonFiniteCheck,
     ReplicaCheck,
     StragglerCheck,
 )
 from torchdistpackage.train.data import DataSource, TokenDataset
 from torchdistpackage.train.log import StepLog
-from torchdistpackage.train.loop import Loop
+from torchdistpackage.train.loop import Callback, Loop
 from torchdistpackage.train.packing import PackedDataset
 from torchdistpackage.train.plan import Plan, activation_budget_gb, memory
 from torchdistpackage.train.profiler import StepProfiler
