@@ -40,8 +40,8 @@ from torchdistpackage.train.inference_request import (
     RankRefusal,
     TrainedWeights,
 )
-from torchdistpackage.train.job import CHECKPOINTS, RESOLVED
 from torchdistpackage.train.plan import local_procs, make_plan, model_shape
+from torchdistpackage.train.run_folder import CHECKPOINTS, RESOLVED
 
 RANK_MAIN = "torchdistpackage.train.inference:rank_main"
 PRELOAD = ("torch", "torch.distributed", "numpy", "safetensors.torch", RANK_MAIN.partition(":")[0])

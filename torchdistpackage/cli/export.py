@@ -13,8 +13,8 @@ from torchdistpackage.config.load import load
 from torchdistpackage.config.yaml_loader import read
 from torchdistpackage.lazy import resolve
 from torchdistpackage.models.registry import model_of
-from torchdistpackage.train.job import CHECKPOINTS, RESOLVED
 from torchdistpackage.train.plan import model_shape
+from torchdistpackage.train.run_folder import CHECKPOINTS, RESOLVED
 
 EXPORT = "torchdistpackage.train.export:export_checkpoint"
 TARGETS = ("hf",)

@@ -17,9 +17,9 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.lazy import resolve
 from torchdistpackage.schedule.actions import ActionKind, flatten
 from torchdistpackage.topology.mesh import Mesh, advice, describe
+from torchdistpackage.train.memory import activation_budget_gb
 from torchdistpackage.train.plan import (
     Plan,
-    activation_budget_gb,
     local_procs,
     make_plan,
     num_parameters,

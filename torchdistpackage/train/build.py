@@ -41,8 +41,9 @@ from torchdistpackage.train.callbacks import (
 from torchdistpackage.train.data import DataSource, TokenDataset
 from torchdistpackage.train.log import StepLog
 from torchdistpackage.train.loop import Callback, Loop
+from torchdistpackage.train.memory import activation_budget_gb, memory
 from torchdistpackage.train.packing import PackedDataset
-from torchdistpackage.train.plan import Plan, activation_budget_gb, memory
+from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.profiler import StepProfiler
 from torchdistpackage.train.recompute import recompute_blocks, recompute_within
 from torchdistpackage.train.staged_model import LossFn, StagedModel, TrainStages

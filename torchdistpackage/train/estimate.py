@@ -20,9 +20,9 @@ from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.engine import Timeline, simulate
 from torchdistpackage.topology.mesh import crossings
+from torchdistpackage.train.memory import DTypeSizes
 from torchdistpackage.train.plan import (
     BUCKET_BYTES,
-    DTypeSizes,
     Plan,
     stage_loads,
 )

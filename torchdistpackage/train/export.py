@@ -19,8 +19,8 @@ from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.hugging_face_folder import SHARD_BYTES, write_folder
 from torchdistpackage.models.registry import Model
-from torchdistpackage.train.job import CHECKPOINTS
 from torchdistpackage.train.plan import ModelShape
+from torchdistpackage.train.run_folder import CHECKPOINTS
 
 EXPORTED = "hf"
 """In a run folder, the model at the end of the run."""

@@ -29,21 +29,16 @@ from torchdistpackage.launch.slurm.run_dir import (
 from torchdistpackage.train.build import build, make_loop
 from torchdistpackage.train.export import export_run
 from torchdistpackage.train.finish import finish, sample_text
-from torchdistpackage.train.job import (
-    RESOLVED,
-    add_user_code,
-    only_writer,
-    prepare_folder,
-    run_folder,
-)
 from torchdistpackage.train.log import print_line
 from torchdistpackage.train.packing import PackedDataset
 from torchdistpackage.train.plan import Plan, make_plan, too_long
 from torchdistpackage.train.resume_check import changed_keys
+from torchdistpackage.train.run_folder import RESOLVED, only_writer, prepare_folder, run_folder
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.stop import begin, end, write_decision
 from torchdistpackage.train.token_cache import cut_documents
 from torchdistpackage.train.train_state import resume as resume_state
+from torchdistpackage.train.user_code import add_user_code
 
 
 def worker_main(config: RunConfig, resume: str, signals: SignalFlag | None = None) -> int:
