@@ -75,7 +75,7 @@ PURE_FILES = (
     "models/refusals.py",
     "models/registry.py",
     "models/*_layout.py",
-    "models/transformers_entry.py",
+    "models/*_spec.py",
     "models/hugging_face_config.py",
     "checkpoint/manifest.py",
     "checkpoint/commit.py",

@@ -177,7 +177,7 @@ def _more(number: int, what: str, before: str = "\n") -> str:
 
 def _goes_with(plan: Plan) -> list[str]:
     """What goes with a model whose modules are not ours."""
-    rows = plan.model.goes_with(plan.shape) if plan.model is not None else ()
+    rows = plan.model.goes_with() if plan.model is not None else ()
     named = plan.config.model.hf
     return [f"{named}: what it goes with\n{text_table(rows)}"] if rows else []
 

@@ -15,7 +15,7 @@ from torchdistpackage.harness.bench.profile import CostModel, Profile
 from torchdistpackage.harness.bench.request import NETWORK, NODE
 from torchdistpackage.harness.operations import COLLECTIVES
 from torchdistpackage.models.gpt_layout import EMBED, HEAD, GPTShape
-from torchdistpackage.models.registry import ModelShape
+from torchdistpackage.models.model_spec import ModelShape
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.engine import Timeline, simulate

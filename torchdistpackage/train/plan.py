@@ -14,8 +14,9 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.ddp.bucket_plan import bucket_sizes
 from torchdistpackage.layout.derive import Creation, creations, num_elements
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.models.model_spec import ModelShape, ModelSpec
 from torchdistpackage.models.refusals import refuse_model
-from torchdistpackage.models.registry import Model, ModelShape, model_of
+from torchdistpackage.models.registry import spec_of
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.engine import Timeline
 from torchdistpackage.topology.mesh import Topology, topology
@@ -39,18 +40,22 @@ class Plan:
     """One run on one world.
 
     config: with `parallel.data` filled in.
-    model, shape: of a named model; None for a user's own, whose pieces are known once it is built.
+    model: None for a user's own, whose pieces are known once it is built.
     pieces: names a pipeline may be cut between. pipeline: stages, their order and its prediction.
     layouts: by global parameter name.
     """
 
     config: RunConfig
     topology: Topology
-    model: Model | None
-    shape: ModelShape | None
+    model: ModelSpec | None
     pieces: tuple[str, ...]
     pipeline: Stages
     layouts: dict[str, Layout]
+
+    @property
+    def shape(self) -> ModelShape | None:
+        """Of the model; None for a user's own."""
+        return None if self.model is None else self.model.shape
 
     @property
     def schedule(self) -> Schedule:
@@ -153,15 +158,13 @@ def make_plan(config: RunConfig, world_size: int, source: str = "the configurati
         raise ConfigErrors(f"{source} on {world_size} ranks", problems)
     config = config.resolve(world_size)
     parallel = config.parallel
-    kind = model_of(config.model)
     world = topology(parallel.axes(), world_size, expert=parallel.expert)
-    if kind is None:
-        return Plan(config, world, None, None, (), find_stages(config, None), {})
-    shape = model_shape(kind, config)
-    refuse_model(kind, shape, config, source)
-    pieces = ModelUnits.of(kind, shape)
-    plan = Plan(config, world, kind, shape, pieces.names, find_stages(config, pieces), {})
-    plan = replace(plan, layouts=kind.layouts(shape, plan.place_of))
+    if (model := spec_of(config)) is None:
+        return Plan(config, world, None, (), find_stages(config, None), {})
+    refuse_model(model, config, source)
+    pieces = ModelUnits.of(model)
+    plan = Plan(config, world, model, pieces.names, find_stages(config, pieces), {})
+    plan = replace(plan, layouts=model.layouts(plan.place_of))
     for load in stage_loads(plan) if config.train.recompute == "auto" else ():
         activation_budget_gb(config, load.memory, f"{source}: the rank at pipe {load.index}")
     return plan
@@ -192,12 +195,6 @@ def too_long(plan: Plan) -> str | None:
     )
 
 
-def model_shape(kind: Model, config: RunConfig) -> ModelShape:
-    """The shape that the model, data and parallel sections describe together."""
-    section = config.model.model_dump()
-    return kind.shape(section, config.data.seq_len, config.parallel.sequence_parallel)
-
-
 @dataclass(frozen=True)
 class StageLoad:
     """What one rank of a pipe index holds and does, over all its stages.
@@ -216,9 +213,9 @@ class StageLoad:
 
 def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
     """For each pipe index the load of its first rank; () for a user's own model."""
-    if plan.model is None or plan.shape is None:
+    if plan.model is None:
         return ()
-    costs = plan.model.piece_costs(plan.shape)
+    costs = plan.model.piece_costs()
     mesh = plan.topology.dense
     loads: list[StageLoad] = []
     for index in range(len(plan.schedule.programs)):

@@ -95,12 +95,12 @@ def piece_costs(weights: Weights, costs: StageCosts) -> dict[str, PieceCosts]:
 def _weights(plan: Plan, stages: TrainStages) -> Weights:
     """Of my stages: the computation of our models' pieces; of a user's own model, of whose
     children only that is known, the parameters."""
-    if plan.model is None or plan.shape is None:
+    if plan.model is None:
         return {
             int(stage): {
                 n: sum(p.numel() for p in x.parameters()) for n, x in chain.named_children()
             }
             for stage, chain in stages.named_children()
         }
-    computation, mine = plan.model.piece_costs(plan.shape), map(int, stages)
+    computation, mine = plan.model.piece_costs(), map(int, stages)
     return {s: {plan.pieces[i]: computation[i] for i in plan.stages[s]} for s in mine}

@@ -143,9 +143,9 @@ def _train(
 def _export(plan: Plan, run: Path) -> None:
     """The run has succeeded: what goes wrong here is only said."""
     try:
-        assert plan.model is not None and plan.shape is not None
+        assert plan.model is not None
         section = plan.config.model
-        written = export_run(run, plan.model, plan.shape, section.hf or section.weights)
+        written = export_run(run, plan.model, section.hf or section.weights)
         print_line(f"exported to {written}")
     except (TorchDistError, OSError) as error:
         print_line(f"not exported: {error}; mend it, and call tdp export {run} FOLDER")
