@@ -4,8 +4,11 @@ Read from the syntax trees, so that nothing hides in a function or behind TYPE_C
 """
 
 import ast
+import graphlib
+import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import pytest
 
 from tests import package_files
 from tests.package_files import (
+    PACKAGE,
     ROOT,
     files,
     imports,
@@ -70,9 +74,10 @@ PURE_FILES = (
     "parallel/pipeline/partition/cut_search.py",
     "parallel/pipeline/partition/cost_split.py",
     "parallel/tensor/layouts.py",
+    "models/refusals.py",
     "models/registry.py",
     "models/*_layout.py",
-    "models/transformers_entry.py",
+    "models/*_spec.py",
     "models/hugging_face_config.py",
     "checkpoint/manifest.py",
     "checkpoint/commit.py",
@@ -82,7 +87,12 @@ PURE_FILES = (
     "train/plan.py",
     "train/shrink.py",
     "train/stage_partition.py",
+    "train/__init__.py",
     "train/job.py",
+    "train/memory.py",
+    "train/refusals.py",
+    "train/run_folder.py",
+    "train/user_code.py",
     "train/resume_check.py",
     "train/stop.py",
     "train/submitit_task.py",
@@ -135,6 +145,28 @@ MAY_LOAD_BY_NAME = {
     "harness/late/streams.py": "doubles in modules of ddp that ask for the device",
 }
 """Loading by text escapes the rules on imports."""
+
+
+MAY_NAME_MODULES = {
+    "cli/_inference.py": "what runs in ranks, with torch",
+    "cli/comm.py": "what runs in ranks, or as threads in their place, with torch",
+    "cli/comm_bench.py": "what runs in ranks, with torch",
+    "cli/export.py": "what writes weights, with torch, once all has been checked",
+    "cli/main.py": "the command that was asked for; whether this process is a rank",
+    "cli/plan.py": "torch, for --tensor alone; what few plans show",
+    "compat/emp/devices.py": "a logger",
+    "compat/torchshard/marks.py": "torch's function of a split tensor, which makes split tensors",
+    "harness/late/streams.py": "doubles in modules to the right",
+    "harness/pool.py": "what runs in ranks, with torch",
+    "launch/failure.py": "frames that a report leaves out",
+    "launch/fork_server_client.py": "what another process runs",
+    "launch/workers.py": "what another process runs",
+    "models/gpt_spec.py": "modules to build, with torch",
+    "models/registry.py": "families of transformers, for the plans that have one",
+    "models/transformers_spec.py": "modules to build, with torch",
+    "train/job.py": "what runs in ranks, with torch",
+}
+"""Files with modules of ours in strings; `lazy.py` says when that is right."""
 
 
 def is_pure(path: Path) -> bool:
@@ -308,6 +340,38 @@ def test_modules_are_loaded_by_text_only_where_there_is_a_reason():
     assert set(found) <= set(MAY_LOAD_BY_NAME), found
 
 
+def circle(imported: Mapping[str, set[str]]) -> list[str]:
+    """Files of which each imports the one before, the first and last being the same; [] if none."""
+    try:
+        graphlib.TopologicalSorter(imported).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Imports for types count: a reader follows them too."""
+    imported = {
+        name_of(path): {name_of(target) for _, target in own_imports(path)} for path in files()
+    }
+    assert circle(imported) == []
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "c", "b", "a"]
+
+
+def names_in_strings(path: Path) -> list[str]:
+    """Strings, also the beginnings of others, that are a module or a member of one."""
+    texts = (
+        (node.lineno, node.value)
+        for node in package_files.nodes(path)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    return [f"line {line}: {x}" for line, x in texts if re.fullmatch(rf"{PACKAGE}\.[\w.:]*", x)]
+
+
+def test_modules_are_named_in_strings_only_where_there_is_a_reason():
+    assert set(offences(names_in_strings)) == set(MAY_NAME_MODULES)
+
+
 OPTIONS_OF = {
     "ddp/reducer.py": (
         *("naive_ddp", "options", "scheduled_ready", "bucket_tuning", "sparse_grads"),
@@ -361,6 +425,11 @@ SAMPLES = {
         configuration_in,
         "every = trainer.plan.config.log.every",
         "line 1: trainer.plan.config",
+    ),
+    "tools/sample.py": (
+        names_in_strings,
+        "from torchdistpackage.lazy import resolve\nresolve('torchdistpackage.ddp.auto:measure')",
+        "line 2: torchdistpackage.ddp.auto:measure",
     ),
     "models/sample.py": (
         loads_by_name,

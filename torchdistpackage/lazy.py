@@ -6,7 +6,16 @@ __all__ = list(EXPORTS)
 def __getattr__(name: str) -> object:
     return load(__name__, EXPORTS, name)
 
-A string names a module of ours only here: for a public name, a command, or what runs in ranks.
+An import is what a reader follows, so a string names a module of ours only where an import would
+bring what its file does without:
+
+Public names     of a package, none of which is imported with it.
+Commands         of which `tdp` imports the one that was asked for, and a plan what it shows.
+Torch            for which commands, plans and launchers do not wait: the modules of a model
+                 (models/*_spec.py), what runs in ranks, what is done once all has been checked.
+Other processes  which are sent the name of what they are to call.
+
+A test lists the files that do so, each with its reason.
 """
 
 import importlib

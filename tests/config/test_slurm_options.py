@@ -5,6 +5,7 @@ import re
 import pytest
 
 from torchdistpackage.config.errors import ConfigErrors
+from torchdistpackage.config.job_geometry import job_geometry
 from torchdistpackage.config.load import loads
 from torchdistpackage.config.slurm import (
     EXTRA,
@@ -12,7 +13,6 @@ from torchdistpackage.config.slurm import (
     RESERVED,
     extra_of,
     header,
-    job_geometry,
     node_counts,
     problems,
 )

@@ -117,16 +117,23 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
             "        out = super().forward(x)\n"
             "        return out if self.head is None else out * 0\n",
         ),
-        ("models/flat_layout.py", "", "from torchdistpackage.models.gpt_layout import *\n"),
+        (
+            "models/flat_spec.py",
+            "",
+            "from torchdistpackage.models.gpt_spec import GPTSpec\n"
+            "class FlatSpec(GPTSpec):\n"
+            "    module = 'torchdistpackage.models.flat:Flat'\n",
+        ),
         (
             "models/registry.py",
-            r"MODELS: dict\[str, Model\] = \{\n",
-            "'flat': Model(flat_layout.shape_of_section, flat_layout.pieces, flat_layout.layouts,\n"
-            "flat_layout.piece_costs, flat_layout.piece_parameters, flat_layout.flops_per_token,\n"
-            "'torchdistpackage.models.flat:Flat', hugging_face_layout.open_folder,\n"
-            "'torchdistpackage.models.hugging_face:load_weights'),\n",
+            r"MODELS: dict\[str, type\[ModelSpec\]\] = \{\n",
+            "'flat': FlatSpec,\n",
         ),
-        ("models/registry.py", r"from torchdistpackage.models import ", "flat_layout, "),
+        (
+            "models/registry.py",
+            r"from torchdistpackage.lazy import resolve\n",
+            "from torchdistpackage.models.flat_spec import FlatSpec\n",
+        ),
         ("config/types.py", r"ModelName = Literal\[", "'flat', "),
         ("configs/flat.yaml", "", "run: {name: flat}\nmodel: {name: flat, vocab: 256}\n"),
     ],

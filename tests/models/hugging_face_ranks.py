@@ -126,6 +126,6 @@ def elements_read(world, folder: str) -> tuple[int, int]:
         def get_slice(self, key):
             return Counting(self.file.get_slice(key))
 
-    with patch("torchdistpackage.models.hugging_face.safe_open", Opened):
+    with patch("torchdistpackage.models.hugging_face_folder.safe_open", Opened):
         net = stage(world, folder)
     return read, sum(parameter.numel() for parameter in net.parameters())

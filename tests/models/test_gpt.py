@@ -20,6 +20,7 @@ from torchdistpackage.errors import DataError, LayoutError
 from torchdistpackage.layout.derive import blocks, chunk, local_shape
 from torchdistpackage.layout.mark import collect
 from torchdistpackage.layout.rope import Rope
+from torchdistpackage.lazy import resolve
 from torchdistpackage.models import gpt_layout
 from torchdistpackage.models.gpt import GPT
 from torchdistpackage.models.gpt_layout import GPTShape
@@ -334,7 +335,7 @@ def test_dropout_over_tensor_ranks_and_recomputation(ranks, sequence_parallel):
 
 
 def refuse_mistakes() -> None:
-    net = model("gpt").load()(replace(SHAPE, position="learned"), dtype=torch.float64)
+    net = resolve(model("gpt").module)(replace(SHAPE, position="learned"), dtype=torch.float64)
     assert isinstance(net, GPT)
     with pytest.raises(DataError, match=r"a sequence of 11 tokens, but positions .* for 10"):
         net(torch.zeros(1, 11, dtype=torch.int64))

@@ -17,6 +17,7 @@ from torchdistpackage.models.gpt_layout import (
     piece_parameters,
     pieces,
 )
+from torchdistpackage.models.gpt_spec import GPTSpec
 from torchdistpackage.models.registry import MODELS, model
 from torchdistpackage.topology.mesh import Mesh
 
@@ -139,6 +140,6 @@ def test_what_does_not_fit_is_refused(make, text):
 
 def test_the_registry_names_what_there_is():
     assert model("gpt") is MODELS["gpt"]
-    assert model("gpt").pieces(SHAPE) == pieces(SHAPE)
+    assert GPTSpec(SHAPE).pieces() == pieces(SHAPE)
     with pytest.raises(ConfigError, match="no model 'gtp'; the names are gpt"):
         model("gtp")

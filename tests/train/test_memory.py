@@ -6,7 +6,7 @@ from torchdistpackage.config.load import loads
 from torchdistpackage.config.schema import PrecisionSection
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.topology.mesh import topology
-from torchdistpackage.train.plan import MemoryEstimate, memory
+from torchdistpackage.train.memory import MemoryEstimate, memory
 
 LAYOUTS = [Layout("w", (64, 48), (("tensor",), ())), Layout("b", (64,))]
 WORLD = topology((("data", 4), ("tensor", 2)), 8)

@@ -11,7 +11,7 @@ import pytest
 
 LOOK = """
 import os, sys
-from torchdistpackage.train.job import add_user_code
+from torchdistpackage.train.user_code import add_user_code
 folder = add_user_code(os.environ)
 assert add_user_code(os.environ) == folder
 assert sys.path.count(folder) == 1

@@ -21,7 +21,8 @@ from torchdistpackage.launch.fork_server_client import ForkServer
 from torchdistpackage.launch.lock import holder_of, take
 from torchdistpackage.launch.slurm.requeue import EXIT_TEMPFAIL
 from torchdistpackage.launch.slurm.run_dir import RunDir, Start, read_starts
-from torchdistpackage.train.job import WORKER_MAIN, prepare_folder
+from torchdistpackage.train.job import WORKER_MAIN
+from torchdistpackage.train.run_folder import prepare_folder
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "gpt_tiny.yaml"

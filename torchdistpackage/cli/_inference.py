@@ -32,7 +32,7 @@ from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.workers import run_local
 from torchdistpackage.lazy import resolve
 from torchdistpackage.models.families_layout import FAMILIES
-from torchdistpackage.models.registry import model_of
+from torchdistpackage.models.registry import model_of, spec_of
 from torchdistpackage.topology.mesh import DEFAULT_ORDER
 from torchdistpackage.train.inference_request import (
     EvalRequest,
@@ -40,8 +40,8 @@ from torchdistpackage.train.inference_request import (
     RankRefusal,
     TrainedWeights,
 )
-from torchdistpackage.train.job import CHECKPOINTS, RESOLVED
-from torchdistpackage.train.plan import local_procs, make_plan, model_shape
+from torchdistpackage.train.plan import local_procs, make_plan
+from torchdistpackage.train.run_folder import CHECKPOINTS, RESOLVED
 
 RANK_MAIN = "torchdistpackage.train.inference:rank_main"
 PRELOAD = ("torch", "torch.distributed", "numpy", "safetensors.torch", RANK_MAIN.partition(":")[0])
@@ -101,8 +101,8 @@ class ModelSource:
     @property
     def window(self) -> int:
         """Tokens that the model sees at once; of a model of your own, those of a sample."""
-        kind = model_of(self.own.model)
-        return self.own.data.seq_len if kind is None else model_shape(kind, self.own).num_positions
+        model = spec_of(self.own)
+        return self.own.data.seq_len if model is None else model.shape.num_positions
 
     def tokenizer(self, given: Path | None) -> Path | None:
         """The one to use; None: there is none, or tokens are bytes."""

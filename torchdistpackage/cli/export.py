@@ -12,9 +12,8 @@ from torchdistpackage.config.hugging_face import config_file, read_config, taken
 from torchdistpackage.config.load import load
 from torchdistpackage.config.yaml_loader import read
 from torchdistpackage.lazy import resolve
-from torchdistpackage.models.registry import model_of
-from torchdistpackage.train.job import CHECKPOINTS, RESOLVED
-from torchdistpackage.train.plan import model_shape
+from torchdistpackage.models.registry import model_of, spec_of
+from torchdistpackage.train.run_folder import CHECKPOINTS, RESOLVED
 
 EXPORT = "torchdistpackage.train.export:export_checkpoint"
 TARGETS = ("hf",)
@@ -70,22 +69,22 @@ def export(
             problems.append(f"{run} has no complete checkpoint; let it save one first")
     if checkpoint is not None and not checkpoint.is_dir():
         problems.append(f"--checkpoint {checkpoint}: there is no such folder")
-    model = None if config is None else model_of(config.model)
-    if config is not None and model is None:
+    if config is not None and model_of(config.model) is None:
         problems.append(f"{run}: model.target built its model, whose names only it knows")
-    if problems or size is None or config is None or model is None or path is None:
+    if problems or size is None or config is None or path is None:
         raise refusal("tdp export", problems)
+    model = spec_of(config)
+    assert model is not None
     written: Any = resolve(EXPORT)(
         path,
         model,
-        model_shape(model, config),
         folder,
         dtype=dtype,
         shard_bytes=int(size[1]) * _UNITS[(size[2] or "").upper()],
         like=like or _begun_with(resolved),
     )
     files = sorted(x.name for x in Path(written).glob("*.safetensors"))
-    named = model.files(model_shape(model, config)).config
+    named = model.files().config
     typer.echo(f"{path} -> {written}: {len(files)} files of weights, {named}")
 
 

@@ -11,15 +11,15 @@ from torchdistpackage.cli._common import Config, Overrides, World, text_table, w
 from torchdistpackage.config.check import wrong_files
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.hugging_face import FILE as CONFIG
+from torchdistpackage.config.job_geometry import JobGeometry
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.slurm import JobGeometry
 from torchdistpackage.lazy import resolve
 from torchdistpackage.schedule.actions import ActionKind, flatten
 from torchdistpackage.topology.mesh import Mesh, advice, describe
+from torchdistpackage.train.memory import activation_budget_gb
 from torchdistpackage.train.plan import (
     Plan,
-    activation_budget_gb,
     local_procs,
     make_plan,
     num_parameters,
@@ -177,7 +177,7 @@ def _more(number: int, what: str, before: str = "\n") -> str:
 
 def _goes_with(plan: Plan) -> list[str]:
     """What goes with a model whose modules are not ours."""
-    rows = plan.model.goes_with(plan.shape) if plan.model is not None else ()
+    rows = plan.model.goes_with() if plan.model is not None else ()
     named = plan.config.model.hf
     return [f"{named}: what it goes with\n{text_table(rows)}"] if rows else []
 

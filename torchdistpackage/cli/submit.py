@@ -14,11 +14,9 @@ from typing import Annotated
 import typer
 
 from torchdistpackage.cli._common import Config, Overrides
-from torchdistpackage.config.check import absent_files, wrong_files
 from torchdistpackage.config.errors import ConfigErrors, Problem
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.slurm import extra_of
 from torchdistpackage.config.types import MAX_NAME_BYTES
 from torchdistpackage.launch.lock import hold
 from torchdistpackage.launch.slurm.by_submitit import check as check_submitit
@@ -36,8 +34,9 @@ from torchdistpackage.launch.slurm.submit import (
     submit_prepared,
 )
 from torchdistpackage.launch.slurm_env import scrub_slurm_env
-from torchdistpackage.train.job import check_checkpoint, prepare_folder, unknown_modules
 from torchdistpackage.train.plan import make_plan
+from torchdistpackage.train.refusals import check_checkpoint, job_problems
+from torchdistpackage.train.run_folder import prepare_folder
 from torchdistpackage.train.submitit_task import TrainingTask
 
 
@@ -142,7 +141,7 @@ def _checked(
             run = load(path, [*overrides, *point.overrides], job=True)
             for world_size in job_shape(run).world_sizes:
                 make_plan(run, world_size, path)
-            if absent := _unknown_modules(run) + _absent_files(run):
+            if absent := job_problems(run, str(Path.cwd())):
                 raise ConfigErrors(path, absent)
         except ConfigErrors as error:
             problems |= dict.fromkeys(error.problems)
@@ -160,20 +159,6 @@ def _checked(
     if problems:
         raise ConfigErrors(path, problems)
     return names[0], runs
-
-
-def _absent_files(run: RunConfig) -> list[Problem]:
-    """A container sees other folders, and a prologue may fetch them."""
-    slurm = run.launch.slurm
-    may_come = extra_of(slurm, "container") or extra_of(slurm, "prologue")
-    return [] if may_come else absent_files(run) + wrong_files(run)
-
-
-def _unknown_modules(run: RunConfig) -> list[Problem]:
-    """Import paths that lead nowhere from here; in a container or conda they may lead somewhere."""
-    if extra_of(run.launch.slurm, "container") or extra_of(run.launch.slurm, "conda"):
-        return []
-    return unknown_modules(run, str(Path.cwd()))
 
 
 def _note(notes: Sequence[str]) -> None:

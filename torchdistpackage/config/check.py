@@ -18,20 +18,13 @@ from torchdistpackage.config.hugging_face import (
     tokenizer_file,
     vocabulary_size,
 )
+from torchdistpackage.config.job_geometry import GPUS, LAYOUT, JobGeometry, job_geometry
 from torchdistpackage.config.packages import too_old
 from torchdistpackage.config.rules import DEGREES
 from torchdistpackage.config.rules_model import MODEL_RULES
 from torchdistpackage.config.rules_pipeline import PIPELINE_RULES
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.slurm import (
-    GPUS,
-    LAYOUT,
-    Found,
-    JobGeometry,
-    canonical_name,
-    job_geometry,
-    problems,
-)
+from torchdistpackage.config.slurm import Found, canonical_name, problems
 from torchdistpackage.config.text_ends import text_ends
 from torchdistpackage.errors import ConfigError, DataError
 

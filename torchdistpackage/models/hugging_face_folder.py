@@ -1,27 +1,30 @@
-"""A folder that transformers loads: config.json, safetensors files, and what goes with a model.
+"""A folder of transformers: config.json, safetensors files, and what goes with a model.
 
-One process writes, file by file: it holds the tensors of one file, and one whole parameter. The
-folder has its name once it is complete.
+All ranks read, file by file, of each tensor their own part. One process writes, file by file: it
+holds the tensors of one file, and one whole parameter. The folder has its name once it is complete.
 """
 
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from torchdistpackage.config.hugging_face import config_file, taken
 from torchdistpackage.errors import CheckpointError
-from torchdistpackage.models.hugging_face import with_starts
-from torchdistpackage.models.hugging_face_layout import INDEX, FolderFiles, Source
+from torchdistpackage.layout.derive import blocks
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.models.hugging_face_layout import INDEX, FolderFiles, Source, WeightFolder
+from torchdistpackage.topology.mesh import Mesh
 
 SHARD_BYTES = 5_000_000_000
 """Largest file by default."""
@@ -32,6 +35,56 @@ COMPANIONS = (
     "generation_config.json",
 )
 """Files that go with a model, copied from the folder that it was made from."""
+
+
+@torch.no_grad()
+def read_weights(
+    found: WeightFolder,
+    made_of: Mapping[str, Sequence[Source]],
+    parameters: Iterable[tuple[Layout, Tensor]],
+    mesh: Mesh,
+    index: int,
+) -> None:
+    """Overwrite parameters with those of a folder, converted to their types.
+
+    found: the files. made_of: for each parameter, by the global name in its layout, the tensors
+        that make it up, one below the other. parameters: each the shard of its layout at `index`
+        of `mesh`; of those on "meta" nothing is read.
+    """
+    by_file = defaultdict[str, list[tuple[str, Source, int, Layout, Tensor]]](list)
+    for layout, parameter in parameters:
+        if not parameter.is_meta:
+            for source, start in with_starts(made_of[layout.name]):
+                file, key = found.places[source.key]
+                by_file[file].append((key, source, start, layout, parameter))
+    for file, wanted in by_file.items():
+        with safe_open(found.folder / file, framework="pt") as opened:
+            for key, source, start, layout, parameter in wanted:
+                stored = opened.get_slice(key)
+                for target, piece in _pieces(parameter, layout, mesh, index, source, start):
+                    part = stored[piece]
+                    target.copy_(part.t() if source.transposed else part)
+
+
+def with_starts(parts: Sequence[Source]) -> Iterator[tuple[Source, int]]:
+    """Each source with the first row of the parameter that it makes up."""
+    start = 0
+    for source in parts:
+        yield source, start
+        start += source.num_rows
+
+
+def _pieces(
+    parameter: Tensor, layout: Layout, mesh: Mesh, index: int, source: Source, start: int
+) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+    """Views of the shard at `index`, and the slices of the source, as stored, that go there."""
+    for (rows, *rest), (local, *local_rest) in blocks(layout, mesh, index):
+        first, last = max(rows.start, start), min(rows.stop, start + source.num_rows)
+        if first >= last:
+            continue
+        room = slice(local.start + first - rows.start, local.start + last - rows.start)
+        there = (slice(first - start, last - start), *rest)
+        yield parameter[room, *local_rest], there[::-1] if source.transposed else there
 
 
 def check_new(folder: str | Path) -> None:

@@ -7,7 +7,6 @@ imported on first use.
 """
 
 import threading
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -23,8 +21,9 @@ from torchdistpackage.comm.primitives import Group
 from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.config.packages import too_old
 from torchdistpackage.errors import ConfigError, DataError, LayoutError, NotAvailableError
-from torchdistpackage.layout.derive import blocks, local_shape
-from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.derive import local_shape
+from torchdistpackage.models.hugging_face_folder import read_weights
+from torchdistpackage.models.hugging_face_layout import Source
 from torchdistpackage.models.lora_layout import Lora
 from torchdistpackage.models.transformers_layout import (
     TransformersShape,
@@ -348,7 +347,6 @@ def _materialize(made: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-@torch.no_grad()
 def load_weights(made: TransformersStage, folder: str | Path) -> None:
     """Overwrite the parameters of a stage, but for adapters, with those of `folder`.
 
@@ -362,15 +360,8 @@ def load_weights(made: TransformersStage, folder: str | Path) -> None:
     mesh, index = Mesh(((made.axis, 1),)), 0
     if group is not None:
         mesh, index = Mesh(((made.axis, group.size()),)), group.rank()
-    layouts, by_file = made.layouts(), defaultdict[str, list[tuple[str, Layout, Tensor]]](list)
-    for name, parameter in made.named_parameters():
-        if is_adapter(layouts[name].name):
-            continue
-        file, key = found.places[layouts[name].name]
-        by_file[file].append((key, layouts[name], parameter))
-    for file, wanted in by_file.items():
-        with safe_open(found.folder / file, framework="pt") as opened:
-            for key, layout, parameter in wanted:
-                part = opened.get_slice(key)
-                for where, here in blocks(layout, mesh, index):
-                    parameter[here].copy_(part[where])
+    layouts = made.layouts()
+    read = [(layouts[name], parameter) for name, parameter in made.named_parameters()]
+    read = [(layout, parameter) for layout, parameter in read if not is_adapter(layout.name)]
+    made_of = {layout.name: (Source(layout.name, layout.shape),) for layout, _ in read}
+    read_weights(found, made_of, read, mesh, index)

@@ -26,6 +26,7 @@ from torchdistpackage.errors import ConfigError, DataError, LayoutError, Schedul
 from torchdistpackage.harness.watchdog import HangWatchdog
 from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.lazy import resolve
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cost
 from torchdistpackage.parallel.pipeline.partition.sequential import chunks_of
@@ -34,16 +35,16 @@ from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.generators import evaluation
 from torchdistpackage.train import corpus
 from torchdistpackage.train.callbacks import (
-    Callback,
     NonFiniteCheck,
     ReplicaCheck,
     StragglerCheck,
 )
 from torchdistpackage.train.data import DataSource, TokenDataset
 from torchdistpackage.train.log import StepLog
-from torchdistpackage.train.loop import Loop
+from torchdistpackage.train.loop import Callback, Loop
+from torchdistpackage.train.memory import activation_budget_gb, memory
 from torchdistpackage.train.packing import PackedDataset
-from torchdistpackage.train.plan import Plan, activation_budget_gb, memory
+from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.profiler import StepProfiler
 from torchdistpackage.train.recompute import recompute_blocks, recompute_within
 from torchdistpackage.train.staged_model import LossFn, StagedModel, TrainStages
@@ -151,14 +152,14 @@ def make_loop(
     """The loop of the run that `trainer` was built for; all ranks call it together."""
     plan, config = trainer.plan, trainer.plan.config
     train, checkpoint, every = config.train, config.checkpoint, config.log.every
-    model, shape, has_pipeline = plan.model, plan.shape, config.parallel.pipe > 1
+    model, has_pipeline = plan.model, config.parallel.pipe > 1
     log = StepLog(
         folder,
         trainer.num_steps,
         rank=trainer.rank,
         every=every,
         unit="tokens" if config.model.loss is None else "samples",
-        flops_per_token=model and shape and model.flops_per_token(shape),
+        flops_per_token=model and model.flops_per_token(),
         predicted_bubble=plan.timeline.bubble if has_pipeline else None,
         verbose=config.log.verbose,
     )
@@ -270,8 +271,9 @@ def _stage(plan: Plan, device: torch.device) -> tuple[TrainStages, dict[str, Lay
         loss = from_user(user_object(config.model.loss), whole_outputs)
     if plan.model is not None and (folder := config.model.initial_folder) is not None:
         with fail_together(tpc.get_group("global"), f"reading {folder}"):
+            load_weights = resolve(plan.model.weights_loader)
             for module in stages.values():
-                plan.model.weights_loader()(module, folder)
+                load_weights(module, folder)
         drawn = collect_initials(stage) if config.model.lora.target else {}
         drawn = {n: x for n, x in drawn.items() if plan.is_trained(layouts[n].name)}
         initialize(stage, layouts, mesh, tpc.rank, config.run.seed, drawn)
@@ -284,7 +286,7 @@ def _stage(plan: Plan, device: torch.device) -> tuple[TrainStages, dict[str, Lay
 def _named(plan: Plan, dtype: torch.dtype, device: torch.device) -> dict[int, nn.Module]:
     """My stages of one of our models."""
     assert plan.model is not None
-    make = plan.model.load()
+    make = resolve(plan.model.module)
     return {
         stage: make(
             plan.shape,

@@ -5,42 +5,17 @@ that do not cut it and over tied stages; in data loading all ranks are peers, in
 one stage.
 """
 
-from typing import TYPE_CHECKING
-
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.param_sync import ReplicatedTensor, check_replicas
 from torchdistpackage.errors import NonFiniteError
 from torchdistpackage.harness.stragglers.compare import Comparison
 from torchdistpackage.layout.derive import replica_ranks
 from torchdistpackage.optim.sharded import ShardedOptimizer
+from torchdistpackage.train.loop import Callback, Loop
 from torchdistpackage.train.nonfinite import explain
 from torchdistpackage.train.plan import Plan, stage_loads
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.step_stats import PendingStep, StepResult
-
-if TYPE_CHECKING:
-    from torchdistpackage.train.loop import Loop
-
-
-class Callback:
-    """Made, and called by the loop, on all ranks alike. `loop.log` takes what is to be said."""
-
-    def records(self, step: int) -> bool:
-        """Whether `step`, the next one, is to be recorded on this rank."""
-        return False
-
-    def is_due(self, step: int) -> bool:
-        """Whether the numbers of `step` are to be read before the next one is issued."""
-        return False
-
-    def on_issued(self, loop: "Loop", step: int) -> None:
-        """`step` has been issued; a device may still be at it."""
-
-    def on_step(self, loop: "Loop", result: StepResult, issued: PendingStep) -> None:
-        """The numbers of a step are there; nothing has been noted or logged of it."""
-
-    def on_end(self, loop: "Loop") -> None:
-        """The run is over, or saved and asked to end."""
 
 
 class ReplicaCheck(Callback):
@@ -62,7 +37,7 @@ class ReplicaCheck(Callback):
     def is_due(self, step: int) -> bool:
         return self._every > 0 and step % self._every == 0
 
-    def on_step(self, loop: "Loop", result: StepResult, issued: PendingStep) -> None:
+    def on_step(self, loop: Loop, result: StepResult, issued: PendingStep) -> None:
         if self.is_due(result.step):
             with loop.marks.allow_slow():
                 self()
@@ -85,7 +60,7 @@ class StragglerCheck(Callback):
         costs = planned_costs(trainer.plan)
         self.compare = Comparison(trainer.phases, every=every, everywhere=("data",), costs=costs)
 
-    def on_issued(self, loop: "Loop", step: int) -> None:
+    def on_issued(self, loop: Loop, step: int) -> None:
         if lines := self.compare(step):
             loop.log.note(*lines, stragglers="; ".join(lines))
 
@@ -112,7 +87,7 @@ class NonFiniteCheck(Callback):
     def __init__(self, skips: bool):
         self._skips = skips
 
-    def on_step(self, loop: "Loop", result: StepResult, issued: PendingStep) -> None:
+    def on_step(self, loop: Loop, result: StepResult, issued: PendingStep) -> None:
         if not result.skipped:
             return
         with loop.marks.allow_slow():

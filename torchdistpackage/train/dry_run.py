@@ -15,9 +15,9 @@ from torchdistpackage.harness.lint.linter import lint
 from torchdistpackage.harness.lint.report import LintReport
 from torchdistpackage.train.build import build, build_data, user_object
 from torchdistpackage.train.data import DataSource
-from torchdistpackage.train.job import add_user_code
 from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.shrink import shrunk
+from torchdistpackage.train.user_code import add_user_code
 
 STEPS = 2
 """The first announces shapes and learns what a backward does; the second is as all later ones."""

@@ -15,14 +15,14 @@ from torchdistpackage.harness.bench.profile import CostModel, Profile
 from torchdistpackage.harness.bench.request import NETWORK, NODE
 from torchdistpackage.harness.operations import COLLECTIVES
 from torchdistpackage.models.gpt_layout import EMBED, HEAD, GPTShape
-from torchdistpackage.models.registry import ModelShape
+from torchdistpackage.models.model_spec import ModelShape
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.engine import Timeline, simulate
 from torchdistpackage.topology.mesh import crossings
+from torchdistpackage.train.memory import DTypeSizes
 from torchdistpackage.train.plan import (
     BUCKET_BYTES,
-    DTypeSizes,
     Plan,
     stage_loads,
 )

@@ -18,15 +18,14 @@ from torchdistpackage.config.hugging_face import config_file
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.hugging_face_folder import SHARD_BYTES, write_folder
-from torchdistpackage.models.registry import Model
-from torchdistpackage.train.job import CHECKPOINTS
-from torchdistpackage.train.plan import ModelShape
+from torchdistpackage.models.model_spec import ModelSpec
+from torchdistpackage.train.run_folder import CHECKPOINTS
 
 EXPORTED = "hf"
 """In a run folder, the model at the end of the run."""
 
 
-def export_run(run: Path, model: Model, shape: ModelShape, like: str | None) -> Path:
+def export_run(run: Path, model: ModelSpec, like: str | None) -> Path:
     """Write the newest checkpoint of a run to its folder `EXPORTED`, anew.
 
     like: the folder or config.json that the run began with, if any.
@@ -40,13 +39,12 @@ def export_run(run: Path, model: Model, shape: ModelShape, like: str | None) -> 
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier end of this run
     if like is not None and not config_file(like).is_file():
         like = None  # gone since the run began
-    return export_checkpoint(path, model, shape, folder, like=like)
+    return export_checkpoint(path, model, folder, like=like)
 
 
 def export_checkpoint(
     path: str | Path,
-    model: Model,
-    shape: ModelShape,
+    model: ModelSpec,
     folder: str | Path,
     *,
     dtype: str | None = None,
@@ -65,19 +63,19 @@ def export_checkpoint(
     if problem := damage(path, checksums=True):
         raise CheckpointError(f"{path} is damaged: {problem}; name another checkpoint")
     manifest = read_manifest(path)
-    made_of = model.sources(shape)
-    wanted = {name: x for name, x in model.layouts(shape, None).items() if name in made_of}
+    made_of = model.sources()
+    wanted = {name: x for name, x in model.layouts().items() if name in made_of}
     _check_model(manifest, wanted, path)
     dtype = dtype or manifest.tensors[next(iter(made_of))].dtype
     return write_folder(
         folder,
-        model.config_json(shape, dtype, like),
+        model.config_json(dtype, like),
         made_of,
         lambda name: _whole(manifest, path, name),
         getattr(torch, dtype),
         shard_bytes=shard_bytes,
         like=like,
-        files=model.files(shape),
+        files=model.files(),
     )
 
 

@@ -33,13 +33,14 @@ from torchdistpackage.train.inference_request import (
     RankRefusal,
     TrainedWeights,
 )
-from torchdistpackage.train.job import CHECKPOINTS, add_user_code
 from torchdistpackage.train.packing import PackedDataset
 from torchdistpackage.train.plan import Plan, make_plan
 from torchdistpackage.train.prompts import ByteCodec, GrowingText, TokenizerCodec
+from torchdistpackage.train.run_folder import CHECKPOINTS
 from torchdistpackage.train.staged_model import StagedModel
 from torchdistpackage.train.texts import text_source, token_cache_folder
 from torchdistpackage.train.token_cache import tokenized
+from torchdistpackage.train.user_code import add_user_code
 
 Answer = EvalResult | RankRefusal | None
 """None of texts, which have been written."""

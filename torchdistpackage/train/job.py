@@ -1,31 +1,22 @@
 """A run as processes: start them on this machine, or be one of those a launcher started. No torch.
 
-Under torchrun or srun this process is a rank already, and a task of srun watches over it. Below:
-the run folder, and where your own code is found.
-
-The lock of the run folder is taken before anything in the folder is made or renamed, and
-given back after the last rank has ended.
+Under torchrun or srun this process is a rank already, and a task of srun watches over it.
 """
 
 import errno
 import os
 import sys
-import sysconfig
 import time
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 from torchdistpackage.checkpoint.commit import latest
-from torchdistpackage.config.check import absent_files, wrong_files
-from torchdistpackage.config.errors import ConfigErrors, Problem
+from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import MAX_PROCS
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.entrypoint import missing_module
 from torchdistpackage.launch.files import atomic_write
-from torchdistpackage.launch.lock import Lock, take
+from torchdistpackage.launch.lock import Lock
 from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
 from torchdistpackage.launch.slurm.node_blocklist import record_failed_nodes
@@ -52,12 +43,19 @@ from torchdistpackage.launch.supervisor import WatchedRank, supervise
 from torchdistpackage.launch.workers import run_local
 from torchdistpackage.lazy import resolve
 from torchdistpackage.train.plan import local_procs, make_plan
-from torchdistpackage.train.resume_check import named_folder, refuse_other_model, resumed_from
-from torchdistpackage.train.texts import wrong_texts
+from torchdistpackage.train.refusals import check_checkpoint, refuse_checkpoint, refuse_here
+from torchdistpackage.train.resume_check import named_folder
+from torchdistpackage.train.run_folder import (
+    CHECKPOINTS,
+    cannot_write,
+    only_writer,
+    prepare_folder,
+    run_folder,
+)
+from torchdistpackage.train.user_code import code_folder
 
 WORKER = "torchdistpackage.train.worker"
 WORKER_MAIN = f"{WORKER}:worker_main"
-CHECKPOINTS = "checkpoints"
 SLURM_S = 5.0
 """For all that Slurm is asked before rank 0 is started, for whom the other ranks wait."""
 _LOOK_S = 0.1
@@ -227,13 +225,6 @@ def _be_rank_in_job(config: RunConfig, rank: int, resume: str) -> int:
     return requeue_self(files, os.environ) if rank == 0 else 0
 
 
-def check_checkpoint(config: RunConfig, resume: str, num_ranks: int) -> None:
-    """Raises CheckpointError if what such a start would resume from is none for this run."""
-    checkpoint = resumed_from(resume, run_folder(config) / CHECKPOINTS)
-    if checkpoint is not None:
-        refuse_other_model(checkpoint, make_plan(config, num_ranks))
-
-
 def _start_ranks(path: str, overrides: list[str], resume: str) -> int:
     config = load(path, overrides)
     num_procs = local_procs(config)
@@ -241,15 +232,10 @@ def _start_ranks(path: str, overrides: list[str], resume: str) -> int:
         text = f"{num_procs:,} processes on this machine, where {MAX_PROCS:,} are allowed; "
         raise ConfigErrors(path, [config.problem("parallel", text + "submit a job instead")])
     plan = make_plan(config, num_procs, path)
-    modules = unknown_modules(config, os.environ.get("TDP_CODE") or str(Path.cwd()))
-    if found := absent_files(config) + wrong_files(config) + modules:
-        raise ConfigErrors(path, found)
-    if found := wrong_texts(config):  # the ranks find what is made here
-        raise ConfigErrors(path, found)
+    refuse_here(config, path, code_folder(os.environ))
     files = RunDir(run_folder(config).absolute())
     with only_writer(files.run):
-        if (checkpoint := resumed_from(resume, files.run / CHECKPOINTS)) is not None:
-            refuse_other_model(checkpoint, plan)
+        refuse_checkpoint(files.run, resume, lambda: plan)
         return _run_ranks(config, num_procs, resume, files)
 
 
@@ -289,92 +275,3 @@ def _this_start(files: RunDir, rank: int) -> Start:
 def _resume(files: RunDir, start: Start, how: str) -> str:
     """What the user said holds for the first start of a job; its requeues go on from there."""
     return "auto" if len(series_of(files, start)) > 1 else how
-
-
-RESOLVED = "resolved.yaml"
-
-
-def run_folder(config: RunConfig) -> Path:
-    """`run.dir` / `run.name`."""
-    return Path(config.run.dir) / config.run.name
-
-
-def prepare_folder(config: RunConfig, resume: str) -> Path:
-    """Make the run folder and return it. With `--resume never` an earlier one is renamed first.
-
-    One without a file in it stays: it may be there for its quota or striping.
-
-    Raises:
-        LaunchError: it cannot be made or renamed.
-    """
-    folder = run_folder(config)
-    try:
-        if resume == "never" and any(not path.is_dir() for path in folder.rglob("*")):
-            number = 1
-            while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
-                number += 1
-            folder.rename(aside)
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
-    return folder
-
-
-def cannot_write(folder: Path, error: OSError) -> LaunchError:
-    """What to say of a run folder that takes nothing."""
-    return LaunchError(
-        f"the run folder {folder} cannot be written: {error.strerror} ({error.filename}); make "
-        f"room, or set run.dir or run.name"
-    )
-
-
-def unknown_modules(config: RunConfig, folder: str) -> list[Problem]:
-    """Import paths of the file that lead nowhere from `folder`."""
-    model, data = config.model, config.data
-    paths = {"model.target": model.target, "model.loss": model.loss, "data.target": data.target}
-    where = [folder, *sys.path]
-    return [
-        config.problem(name, f"{path}: there is no module {missing} here or on the import path")
-        for name, path in paths.items()
-        if path is not None and (missing := missing_module(path, where))
-    ]
-
-
-@contextmanager
-def only_writer(folder: Path, *, forks: bool = False) -> Generator[Lock | None]:
-    """Be the only process, on all machines, that lets ranks write to the run folder.
-
-    forks: this process has yet to fork, so the heartbeats (`Lock.keep`) are its fork's to send.
-    None is the lock of a folder whose parent cannot be written to.
-
-    Raises:
-        HeldError: another run writes there.
-    """
-    if os.access(folder, os.W_OK) and not os.access(folder.parent, os.W_OK):
-        sys.stdout.write(
-            f"{folder.parent} cannot be written, so there is no lock, and nothing keeps a second "
-            f"run from writing to {folder.name}\n"
-        )
-        yield None
-        return
-    lock = take(RunDir(folder).run_lock, f"the run {folder.name}")
-    if not forks:
-        lock.keep()
-    try:
-        yield lock
-    finally:
-        lock.release()
-
-
-def add_user_code(env: Mapping[str, str]) -> str:
-    """Put the folder of your own modules on sys.path, if it is not there; returns it.
-
-    It is the working folder, or the snapshot of it that a job runs (TDP_CODE). It comes after the
-    standard library, of which no file in it takes the place, and before what is installed.
-    """
-    folder, library = env.get("TDP_CODE") or str(Path.cwd()), Path(sysconfig.get_path("stdlib"))
-    if folder not in sys.path:
-        entries = list(enumerate(map(Path, sys.path), 1))
-        ends = [i for i, entry in entries if entry == library or entry.name == "lib-dynload"]
-        sys.path.insert(max(ends, default=len(sys.path)), folder)
-    return folder

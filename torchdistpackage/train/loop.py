@@ -10,13 +10,33 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchdistpackage.harness.watchdog import HangWatchdog, Heartbeat
-from torchdistpackage.train.callbacks import Callback
 from torchdistpackage.train.data import table_entropies
 from torchdistpackage.train.log import StepLog
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.step_stats import PendingStep, StepResult
 from torchdistpackage.train.stop import StopController
 from torchdistpackage.train.train_state import TrainState, save_state
+
+
+class Callback:
+    """Made, and called by the loop, on all ranks alike. `loop.log` takes what is to be said."""
+
+    def records(self, step: int) -> bool:
+        """Whether `step`, the next one, is to be recorded on this rank."""
+        return False
+
+    def is_due(self, step: int) -> bool:
+        """Whether the numbers of `step` are to be read before the next one is issued."""
+        return False
+
+    def on_issued(self, loop: "Loop", step: int) -> None:
+        """`step` has been issued; a device may still be at it."""
+
+    def on_step(self, loop: "Loop", result: StepResult, issued: PendingStep) -> None:
+        """The numbers of a step are there; nothing has been noted or logged of it."""
+
+    def on_end(self, loop: "Loop") -> None:
+        """The run is over, or saved and asked to end."""
 
 
 class Loop:

@@ -4,22 +4,29 @@
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torchdistpackage.config.check import violations
 from torchdistpackage.config.errors import ConfigErrors
-from torchdistpackage.config.rules_pipeline import num_stages
-from torchdistpackage.config.schema import PrecisionSection, RunConfig
+from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.ddp.bucket_plan import bucket_sizes
-from torchdistpackage.errors import CheckpointError, ConfigError, LayoutError
-from torchdistpackage.layout.derive import Creation, creations, gradient_ranks, num_elements
+from torchdistpackage.layout.derive import Creation, creations, num_elements
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.models.registry import Model, ModelShape, model_of
+from torchdistpackage.models.model_spec import ModelShape, ModelSpec
+from torchdistpackage.models.refusals import refuse_model
+from torchdistpackage.models.registry import spec_of
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.engine import Timeline
 from torchdistpackage.topology.mesh import Topology, topology
+from torchdistpackage.train.memory import (
+    MemoryEstimate,
+    NumberFormats,
+    activation_budget_gb,
+    memory,
+    number_formats,
+)
 from torchdistpackage.train.stage_partition import ModelUnits, Stages
 from torchdistpackage.train.stage_partition import stages as find_stages
 
@@ -28,47 +35,27 @@ BUCKET_BYTES = bucket_sizes(queued=False).default_bytes
 ones, in the same order, since a plan does not know the transport."""
 
 
-@dataclass(frozen=True, slots=True)
-class DTypeSizes:
-    """A type of numbers: torch's name, and the bytes of one."""
-
-    dtype: str
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class NumberFormats:
-    """gradients: of sums, of AdamW's two means, and of the copy that narrow weights have."""
-
-    weights: DTypeSizes
-    gradients: DTypeSizes
-    activations: DTypeSizes
-
-
-def number_formats(precision: PrecisionSection) -> NumberFormats:
-    """Weights are narrow only where that is asked for."""
-    wide = DTypeSizes("float64", 8) if precision.dtype == "float64" else DTypeSizes("float32", 4)
-    narrow = DTypeSizes("bfloat16", 2) if precision.dtype == "bf16" else wide
-    return NumberFormats(narrow if precision.weights == "bf16" else wide, wide, narrow)
-
-
 @dataclass(frozen=True)
 class Plan:
     """One run on one world.
 
     config: with `parallel.data` filled in.
-    model, shape: of a named model; None for a user's own, whose pieces are known once it is built.
+    model: None for a user's own, whose pieces are known once it is built.
     pieces: names a pipeline may be cut between. pipeline: stages, their order and its prediction.
     layouts: by global parameter name.
     """
 
     config: RunConfig
     topology: Topology
-    model: Model | None
-    shape: ModelShape | None
+    model: ModelSpec | None
     pieces: tuple[str, ...]
     pipeline: Stages
     layouts: dict[str, Layout]
+
+    @property
+    def shape(self) -> ModelShape | None:
+        """Of the model; None for a user's own."""
+        return None if self.model is None else self.model.shape
 
     @property
     def schedule(self) -> Schedule:
@@ -171,56 +158,16 @@ def make_plan(config: RunConfig, world_size: int, source: str = "the configurati
         raise ConfigErrors(f"{source} on {world_size} ranks", problems)
     config = config.resolve(world_size)
     parallel = config.parallel
-    kind = model_of(config.model)
     world = topology(parallel.axes(), world_size, expert=parallel.expert)
-    if kind is None:
-        return Plan(config, world, None, None, (), find_stages(config, None), {})
-    shape = model_shape(kind, config)
-    _refuse(kind, shape, config, source, num_stages(config))
-    pieces = ModelUnits.of(kind, shape)
-    plan = Plan(config, world, kind, shape, pieces.names, find_stages(config, pieces), {})
-    plan = replace(plan, layouts=kind.layouts(shape, plan.place_of))
+    if (model := spec_of(config)) is None:
+        return Plan(config, world, None, (), find_stages(config, None), {})
+    refuse_model(model, config, source)
+    pieces = ModelUnits.of(model)
+    plan = Plan(config, world, model, pieces.names, find_stages(config, pieces), {})
+    plan = replace(plan, layouts=model.layouts(plan.place_of))
     for load in stage_loads(plan) if config.train.recompute == "auto" else ():
         activation_budget_gb(config, load.memory, f"{source}: the rank at pipe {load.index}")
     return plan
-
-
-def _refuse(
-    kind: Model, shape: ModelShape, config: RunConfig, source: str, num_stages: int
-) -> None:
-    """Raises ConfigError of all that this model cannot do, and of weights that are others."""
-    masks = config.data.document_masks
-    asked = kind.refusals(shape, config.parallel.tensor, num_stages, masks)
-    problems = [config.problem(*found) for found in asked]
-    folder, key = config.model.initial_folder, "model.hf" if config.model.hf else "model.weights"
-    if folder is not None:
-        try:
-            kind.open_weights(folder, shape)
-        except (CheckpointError, LayoutError) as error:
-            problems.append(config.problem(key, str(error)))
-    if config.checkpoint.export is not None:
-        try:
-            kind.sources(shape)
-        except LayoutError as error:
-            problems.append(config.problem("checkpoint.export", str(error)))
-    if problems:
-        raise ConfigErrors(source, sorted(problems, key=lambda problem: problem.line or 0))
-
-
-def activation_budget_gb(config: RunConfig, state: "MemoryEstimate", rank: str) -> float:
-    """What `train.memory_gb` leaves for activations on a rank with this state.
-
-    Raises:
-        ConfigError: nothing.
-    """
-    limit_gb, state_gb = config.train.memory_gb or 0.0, state.state_bytes / 1e9
-    if limit_gb > state_gb:
-        return limit_gb - state_gb
-    raise ConfigError(
-        f"{rank} holds {state_gb:.4g} GB of weights, gradients and optimizer state, which leaves "
-        f"nothing of train.memory_gb={limit_gb:g} for activations; allow more, split the model "
-        f"further, or set parallel.zero"
-    )
 
 
 def local_procs(config: RunConfig) -> int:
@@ -248,55 +195,6 @@ def too_long(plan: Plan) -> str | None:
     )
 
 
-def model_shape(kind: Model, config: RunConfig) -> ModelShape:
-    """The shape that the model, data and parallel sections describe together."""
-    section = config.model.model_dump()
-    return kind.shape(section, config.data.seq_len, config.parallel.sequence_parallel)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryEstimate:
-    """Bytes on one rank. optimizer: two means, and the wide copy of narrow weights."""
-
-    weights_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-
-    @property
-    def state_bytes(self) -> int:
-        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
-
-
-def memory(
-    config: RunConfig, topology: Topology, layouts: Iterable[Layout], rank: int
-) -> MemoryEstimate:
-    """Of a rank that holds these parameters.
-
-    ZeRO stage 1 leaves to each rank that shares a parameter its part of the optimizer's state,
-    stage 2 of the gradient too, stage 3 of the weight too. Gradients of several microbatches add up
-    full before they are summed, besides that part. Buckets on their way do not count. What is not
-    trained every rank has whole, and nothing besides.
-    """
-    formats = number_formats(config.precision)
-    weight, wide = formats.weights, formats.gradients
-    zero, has_copy = config.parallel.zero, weight != wide
-    adds_up = zero < 2 or config.pipeline.microbatches > 1
-    weights = gradients = optimizer = 0
-    for layout in layouts:
-        mesh = topology.view(layout.view)
-        count = num_elements(layout, mesh, rank)
-        if not config.model.is_trained(layout.name):
-            weights += count * weight.num_bytes
-            continue
-        part = -(-count // len(gradient_ranks(layout, mesh, rank)))
-        # what the optimizer updates is a part apart then, so a wide one is no copy
-        is_freed = zero == 3 and len(layout.stages) <= 1
-        weights += (part * (not has_copy) if is_freed else count) * weight.num_bytes
-        gradients += (count * adds_up + part * (zero >= 2)) * wide.num_bytes
-        optimizer += (part if zero >= 1 else count) * wide.num_bytes * (2 + has_copy)
-    return MemoryEstimate(weights, gradients, optimizer)
-
-
 @dataclass(frozen=True)
 class StageLoad:
     """What one rank of a pipe index holds and does, over all its stages.
@@ -315,9 +213,9 @@ class StageLoad:
 
 def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
     """For each pipe index the load of its first rank; () for a user's own model."""
-    if plan.model is None or plan.shape is None:
+    if plan.model is None:
         return ()
-    costs = plan.model.piece_costs(plan.shape)
+    costs = plan.model.piece_costs()
     mesh = plan.topology.dense
     loads: list[StageLoad] = []
     for index in range(len(plan.schedule.programs)):

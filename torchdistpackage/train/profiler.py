@@ -7,7 +7,7 @@ order for the next run.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.groups import on_cpu
@@ -18,14 +18,11 @@ from torchdistpackage.schedule.costs import PieceCosts, StageCosts, costs_text
 from torchdistpackage.schedule.draw import svg
 from torchdistpackage.schedule.engine import Span
 from torchdistpackage.schedule.trace_costs import BubbleAttribution, attribute_bubble, costs_of
-from torchdistpackage.train.callbacks import Callback
+from torchdistpackage.train.loop import Callback, Loop
 from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.staged_model import TrainStages
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.step_stats import PendingStep, StepResult
-
-if TYPE_CHECKING:
-    from torchdistpackage.train.loop import Loop
 
 Weights = Mapping[int, Mapping[str, float]]
 """By stage, in order, of each piece what the stage's time is shared out by."""
@@ -50,11 +47,11 @@ class StepProfiler(Callback):
     def records(self, step: int) -> bool:
         return self._takes_part and (step % self._every == 0 or step == self._trainer.num_steps)
 
-    def on_issued(self, loop: "Loop", step: int) -> None:
+    def on_issued(self, loop: Loop, step: int) -> None:
         if self.records(step):
             self._held = step, self._trainer.executor.recording
 
-    def on_step(self, loop: "Loop", result: StepResult, issued: PendingStep) -> None:
+    def on_step(self, loop: Loop, result: StepResult, issued: PendingStep) -> None:
         if self._held is not None and self._held[0] == result.step:
             (_, recording), self._held = self._held, None
             assert recording is not None
@@ -72,7 +69,7 @@ class StepProfiler(Callback):
         self._step, self._gap = step, attribute_bubble(self._trainer.plan.schedule, self._rows)
         return self._gap
 
-    def on_end(self, loop: "Loop") -> None:
+    def on_end(self, loop: Loop) -> None:
         """Leave picture and costs in the run folder."""
         if self._gap is None:
             return
@@ -98,12 +95,12 @@ def piece_costs(weights: Weights, costs: StageCosts) -> dict[str, PieceCosts]:
 def _weights(plan: Plan, stages: TrainStages) -> Weights:
     """Of my stages: the computation of our models' pieces; of a user's own model, of whose
     children only that is known, the parameters."""
-    if plan.model is None or plan.shape is None:
+    if plan.model is None:
         return {
             int(stage): {
                 n: sum(p.numel() for p in x.parameters()) for n, x in chain.named_children()
             }
             for stage, chain in stages.named_children()
         }
-    computation, mine = plan.model.piece_costs(plan.shape), map(int, stages)
+    computation, mine = plan.model.piece_costs(), map(int, stages)
     return {s: {plan.pieces[i]: computation[i] for i in plan.stages[s]} for s in mine}

@@ -11,7 +11,7 @@ from functools import partial
 from torchdistpackage.config.rules_pipeline import custom_schedule, measured_costs
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import AUTO, CUSTOM
-from torchdistpackage.models.registry import Model, ModelShape
+from torchdistpackage.models.model_spec import ModelSpec
 from torchdistpackage.parallel.pipeline.partition.cost_split import (
     refine,
     split_by_cost,
@@ -51,8 +51,8 @@ class ModelUnits:
     parameters: tuple[int, ...]
 
     @classmethod
-    def of(cls, kind: Model, shape: ModelShape) -> "ModelUnits":
-        return cls(kind.pieces(shape), kind.piece_costs(shape), kind.piece_parameters(shape))
+    def of(cls, model: ModelSpec) -> "ModelUnits":
+        return cls(model.pieces(), model.piece_costs(), model.piece_parameters())
 
 
 def stages(config: RunConfig, pieces: ModelUnits | None) -> Stages:

@@ -19,7 +19,7 @@ from torchdistpackage.errors import RankError
 from torchdistpackage.launch.slurm.requeue import RequeueDecision, may_requeue, read_decision
 from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.script import IGNORE_SIGNALS_UNTIL_READY
-from torchdistpackage.train.job import run_folder
+from torchdistpackage.train.run_folder import run_folder
 
 _KILLED_WITHIN_S = 300.0
 """Slurm ends the other ranks of a job that was requeued; if it does not, they end by themselves."""

@@ -9,7 +9,7 @@ hosts may be off by what a barrier takes; those of one host are exact.
 import platform
 import time
 from bisect import bisect_right
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
@@ -29,13 +29,10 @@ from torchdistpackage.comm.flight_recorder import (
 from torchdistpackage.comm.moments import Moment, clock_of, seconds
 from torchdistpackage.parallel.pipeline.executor import Recording
 from torchdistpackage.schedule.engine import Span
-from torchdistpackage.train.callbacks import Callback
+from torchdistpackage.train.loop import Callback, Loop
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.step_stats import PendingStep, StepResult
 from torchdistpackage.train.trace_file import TRACE, CallSlice, RankTrace, write_trace
-
-if TYPE_CHECKING:
-    from torchdistpackage.train.loop import Loop
 
 
 class StepTrace(Callback):
@@ -55,7 +52,7 @@ class StepTrace(Callback):
     def records(self, step: int) -> bool:
         return step in self._steps
 
-    def on_issued(self, loop: "Loop", step: int) -> None:
+    def on_issued(self, loop: Loop, step: int) -> None:
         if self._is_on:
             self._held.append((step, self._trainer.recordings))
             self._took.append((step, self._trainer.phases.began_s, time.monotonic()))
@@ -65,11 +62,11 @@ class StepTrace(Callback):
             with loop.marks.allow_slow():
                 self._begin()
 
-    def on_step(self, loop: "Loop", result: StepResult, issued: PendingStep) -> None:
+    def on_step(self, loop: Loop, result: StepResult, issued: PendingStep) -> None:
         if result.step == self._steps[-1] and self._held:
             self._write(loop)
 
-    def on_end(self, loop: "Loop") -> None:
+    def on_end(self, loop: Loop) -> None:
         """A run that ends among the steps leaves what there is of them."""
         if self._held:
             self._stop()
@@ -88,7 +85,7 @@ class StepTrace(Callback):
         self._is_on = False
         self._trainer.phases.changes = recorder.ended = None
 
-    def _write(self, loop: "Loop") -> None:
+    def _write(self, loop: Loop) -> None:
         """All ranks call it."""
         mine = self._mine()
         self._held, self._phases, self._calls = [], [], []

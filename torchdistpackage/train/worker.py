@@ -29,21 +29,16 @@ from torchdistpackage.launch.slurm.run_dir import (
 from torchdistpackage.train.build import build, make_loop
 from torchdistpackage.train.export import export_run
 from torchdistpackage.train.finish import finish, sample_text
-from torchdistpackage.train.job import (
-    RESOLVED,
-    add_user_code,
-    only_writer,
-    prepare_folder,
-    run_folder,
-)
 from torchdistpackage.train.log import print_line
 from torchdistpackage.train.packing import PackedDataset
 from torchdistpackage.train.plan import Plan, make_plan, too_long
 from torchdistpackage.train.resume_check import changed_keys
+from torchdistpackage.train.run_folder import RESOLVED, only_writer, prepare_folder, run_folder
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.stop import begin, end, write_decision
 from torchdistpackage.train.token_cache import cut_documents
 from torchdistpackage.train.train_state import resume as resume_state
+from torchdistpackage.train.user_code import add_user_code
 
 
 def worker_main(config: RunConfig, resume: str, signals: SignalFlag | None = None) -> int:
@@ -148,9 +143,9 @@ def _train(
 def _export(plan: Plan, run: Path) -> None:
     """The run has succeeded: what goes wrong here is only said."""
     try:
-        assert plan.model is not None and plan.shape is not None
+        assert plan.model is not None
         section = plan.config.model
-        written = export_run(run, plan.model, plan.shape, section.hf or section.weights)
+        written = export_run(run, plan.model, section.hf or section.weights)
         print_line(f"exported to {written}")
     except (TorchDistError, OSError) as error:
         print_line(f"not exported: {error}; mend it, and call tdp export {run} FOLDER")

@@ -17,8 +17,9 @@ from types import ModuleType
 
 from torchdistpackage.config.check import violations
 from torchdistpackage.config.errors import ConfigErrors
+from torchdistpackage.config.job_geometry import LAYOUT, JobGeometry, job_geometry
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.slurm import LAYOUT, JobGeometry, extra_of, header, job_geometry
+from torchdistpackage.config.slurm import extra_of, header
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.launch.slurm.run_dir import RunDir, Submission
 from torchdistpackage.launch.slurm.snapshot import PACKAGE, CodeSnapshot

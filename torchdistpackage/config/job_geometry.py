@@ -1,0 +1,137 @@
+"""The size of a Slurm job: how many nodes, tasks and GPUs `launch.slurm` and the degrees ask for.
+
+Every node has the same number of tasks, so the number of ranks follows from the number of nodes
+that Slurm grants. A size that cannot be is refused here, not in a queue.
+"""
+
+import re
+from dataclasses import dataclass
+
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.slurm import Found, header, node_counts
+
+LAYOUT = ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task")
+"""Options that a geometry stands for."""
+GPUS = ("gpus", "gpus-per-task", "gpus-per-node", "gres")
+
+
+@dataclass(frozen=True, slots=True)
+class JobGeometry:
+    """nodes: every count that Slurm may grant, ascending; nodes_text: the same for sbatch.
+
+    gpus_per_node: as [type:]number, if the job asks by `gpus` or `gpus-per-task`, else None.
+    """
+
+    nodes: tuple[int, ...]
+    nodes_text: str
+    tasks_per_node: int
+    cpus_per_task: int
+    gpus_per_node: str | None = None
+
+    @property
+    def world_sizes(self) -> tuple[int, ...]:
+        """Number of ranks for each count of nodes."""
+        return tuple(n * self.tasks_per_node for n in self.nodes)
+
+    def __str__(self) -> str:  # 2-4 nodes x 8 tasks
+        nodes = "node" if self.nodes == (1,) else "nodes"
+        tasks = "task" if self.tasks_per_node == 1 else "tasks"
+        return f"{self.nodes_text} {nodes} x {self.tasks_per_node} {tasks}"
+
+
+def job_geometry(config: RunConfig) -> tuple[JobGeometry | None, tuple[Found, ...]]:
+    """The size of the job, or why it has none. The options are in order each by itself."""
+    options = {k: v for k, v in header(config.launch.slurm).items() if v is not None}
+    nodes_text = options.get("nodes", "1")
+    nodes = node_counts(nodes_text)
+    found: list[Found] = []
+    tasks = _tasks(config, options, nodes, found)
+    gpus = _gpus_per_node(options, nodes, tasks, found)
+    if found or tasks is None:
+        return None, tuple(found)
+    cpus = int(options.get("cpus-per-task", "1"))
+    return JobGeometry(nodes, nodes_text, tasks, cpus, gpus), ()
+
+
+def _tasks(
+    config: RunConfig, options: dict[str, str], nodes: tuple[int, ...], found: list[Found]
+) -> int | None:
+    """Of a node; by default as many as GPUs where the data axis takes what there is, else as the
+    degrees ask."""
+    per_node, fewest = int(options.get("ntasks-per-node", "0")), nodes[0]
+    if "ntasks" not in options:
+        return per_node or _default_tasks(config, options, fewest, found)
+    tasks = int(options["ntasks"])
+    if len(nodes) > 1:
+        choice = f"nodes={options['nodes']} is a choice"
+        text = f"is one number of ranks, but {choice}; use ntasks-per-node instead"
+    elif tasks % fewest:
+        text = f"cannot be shared evenly by nodes={fewest}; use a multiple of {fewest}"
+    elif per_node and per_node * fewest != tasks:
+        product = f"nodes={fewest} x ntasks-per-node={per_node} = {fewest * per_node}"
+        text = f"is not {product}; leave one of them out"
+    else:
+        return tasks // fewest
+    found.append(("ntasks", f"ntasks={tasks} {text}"))
+    return None
+
+
+def _default_tasks(
+    config: RunConfig, options: dict[str, str], nodes: int, found: list[Found]
+) -> int | None:
+    data, world = config.parallel.data, config.parallel.model_size
+    if data == "auto":
+        if gpus := _known_gpus(options, nodes):
+            return gpus
+        world = config.launch.local.procs or world
+    else:
+        world *= data
+    if world % nodes == 0:
+        return world // nodes
+    many = options.get("nodes", "1")
+    why = f"the {world} ranks that the degrees ask for cannot be shared evenly by nodes={many}"
+    fix = "set it, or change nodes or the degrees"
+    found.append(("ntasks-per-node", f"is not given, and {why}; {fix}"))
+    return None
+
+
+def _known_gpus(options: dict[str, str], nodes: int) -> int | None:
+    """GPUs on each node, as far as the options say so whatever the number of tasks."""
+    if "gpus-per-node" in options:
+        return _number(options["gpus-per-node"])
+    if "gpus" in options:
+        share, rest = divmod(_number(options["gpus"]), nodes)
+        return None if rest else share
+    gpu = r"(?:^|,)gpu(?::[A-Za-z_][^:,]*)?(?::(\d+))?(?=,|$)"
+    numbers = re.findall(gpu, options.get("gres", ""))
+    return sum(int(number or 1) for number in numbers) or None
+
+
+def _number(gpus: str) -> int:
+    return int(gpus.rpartition(":")[2])
+
+
+def _gpus_per_node(
+    options: dict[str, str], nodes: tuple[int, ...], tasks: int | None, found: list[Found]
+) -> str | None:
+    """`gpus` and `gpus-per-task` by node; the others stay as they are."""
+    given = [name for name in GPUS if name in options]
+    if "gres" in given and not re.search(r"(^|,)gpu\b", options["gres"]):
+        given.remove("gres")
+    if len(given) > 1:
+        both = " and ".join(f"{name}={options[name]}" for name in given)
+        found.append((given[0], f"{both} all ask for GPUs; keep one of them"))
+        return None
+    if tasks is None or not given or given[0] in ("gpus-per-node", "gres"):
+        return None
+    name, fewest = given[0], nodes[0]
+    number, kind = _number(options[name]), options[name].rpartition(":")[0]
+    if name == "gpus-per-task":
+        number *= tasks
+    elif len(nodes) > 1 or number % fewest:
+        text = f"gpus={number} cannot be shared evenly by nodes={options.get('nodes', '1')}"
+        found.append((name, f"{text}; use gpus-per-node instead"))
+        return None
+    else:
+        number //= fewest
+    return f"{kind}:{number}".removeprefix(":")

@@ -1,0 +1,59 @@
+"""A GPT, whose modules are in gpt.py, as plans and exports see it. No torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.models import gpt_layout, hugging_face_config, hugging_face_layout
+from torchdistpackage.models.gpt_layout import GPTShape
+from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
+
+
+@dataclass(frozen=True)
+class GPTSpec:
+    """A `ModelSpec` of a GPT; its folder of transformers is one of GPT-2 or Llama."""
+
+    shape: GPTShape
+
+    module: ClassVar[str] = "torchdistpackage.models.gpt:GPT"
+    weights_loader: ClassVar[str] = "torchdistpackage.models.hugging_face:load_weights"
+    has_own_text: ClassVar[bool] = True
+
+    @classmethod
+    def of_section(cls, section: Mapping[str, Any], seq_len: int, sequence_parallel: bool) -> Self:
+        return cls(gpt_layout.shape_of_section(section, seq_len, sequence_parallel))
+
+    def pieces(self) -> tuple[str, ...]:
+        return gpt_layout.pieces(self.shape)
+
+    def layouts(self, stage_of: Sequence[int] | None = None) -> dict[str, Layout]:
+        return gpt_layout.layouts(self.shape, stage_of)
+
+    def piece_costs(self) -> tuple[float, ...]:
+        return gpt_layout.piece_costs(self.shape)
+
+    def piece_parameters(self) -> tuple[int, ...]:
+        return gpt_layout.piece_parameters(self.shape)
+
+    def flops_per_token(self) -> float:
+        return gpt_layout.flops_per_token(self.shape)
+
+    def refusals(self, tensor: int, num_stages: int, document_masks: bool) -> list[tuple[str, str]]:
+        return []  # config/rules_model.py knows all of them
+
+    def goes_with(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    def check_weights(self, folder: str | Path) -> None:
+        hugging_face_layout.open_folder(folder, self.shape)
+
+    def sources(self) -> dict[str, tuple[Source, ...]]:
+        return hugging_face_layout.sources(self.shape)
+
+    def config_json(self, dtype: str, like: str | Path | None) -> dict[str, Any]:
+        return hugging_face_config.config_json(self.shape, dtype, like)
+
+    def files(self) -> FolderFiles:
+        return FolderFiles()

@@ -1,0 +1,110 @@
+"""What plans, builds and exports ask of a model before any of its modules is there. No torch."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self
+
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
+
+
+class ModelShape(Protocol):
+    """What every shape has: length of sequences, width of activations, number of token ids, the
+    longest sequence that the model is made for, and that with the scaling of its positions."""
+
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def num_positions(self) -> int: ...
+    @property
+    def longest_seq_len(self) -> int: ...
+    @property
+    def sequence_parallel(self) -> bool: ...
+
+
+class ModelSpec(Protocol):
+    """A model as numbers: its shape, and what follows from it.
+
+    module: "package.module:Class", called as
+        `Class(shape, pieces=range, stage_of=..., group=..., dropout=..., tp_comm_overlap=...,
+        dtype=..., device=...)`.
+    weights_loader: "package.module:function", called with such a module and a folder. Both are
+        strings, since they import torch, which a plan does without.
+    has_own_text: whether the model can write a text at the end of a run (train/finish.py).
+    """
+
+    module: ClassVar[str]
+    weights_loader: ClassVar[str]
+    has_own_text: ClassVar[bool]
+
+    @property
+    def shape(self) -> ModelShape: ...
+
+    @classmethod
+    def of_section(cls, section: Mapping[str, Any], seq_len: int, sequence_parallel: bool) -> Self:
+        """The model that the keys of a model section describe, for sequences of `seq_len` tokens.
+
+        Raises:
+            LayoutError, ConfigError: the keys describe no such model.
+        """
+        ...
+
+    def pieces(self) -> tuple[str, ...]:
+        """Names of what a pipeline may be cut between, first to last."""
+        ...
+
+    def layouts(self, stage_of: Sequence[int] | None = None) -> dict[str, Layout]:
+        """Every parameter's layout by global name. stage_of: for each piece the index along pipe of
+        the ranks that hold it; None: no pipeline."""
+        ...
+
+    def piece_costs(self) -> tuple[float, ...]:
+        """Floating-point operations of each piece's forward, per token of a full sequence."""
+        ...
+
+    def piece_parameters(self) -> tuple[int, ...]:
+        """Number of parameters of each piece."""
+        ...
+
+    def flops_per_token(self) -> float:
+        """Floating-point operations of forward and backward for one token of a full sequence."""
+        ...
+
+    def refusals(self, tensor: int, num_stages: int, document_masks: bool) -> list[tuple[str, str]]:
+        """(key, text) of what the model cannot do among so many tensor ranks and stages, and with
+        or without document masks, besides what the rules of the configuration find."""
+        ...
+
+    def goes_with(self) -> tuple[tuple[str, str], ...]:
+        """(axis or key, text) of what a run of this model may ask for; () if rules alone say."""
+        ...
+
+    def check_weights(self, folder: str | Path) -> None:
+        """Read the headers of a folder of weights.
+
+        Raises:
+            CheckpointError: it has not the weights of this model; lists what differs.
+            LayoutError: transformers has no such model.
+        """
+        ...
+
+    def sources(self) -> dict[str, tuple[Source, ...]]:
+        """The tensors that each trained parameter makes up in a folder of transformers or peft.
+
+        Raises:
+            LayoutError: they have no such model.
+        """
+        ...
+
+    def config_json(self, dtype: str, like: str | Path | None) -> dict[str, Any]:
+        """The settings of such a folder. dtype: torch's name of the type of the weights. like: a
+        folder whose other settings are kept, or, with adapters, which they are for."""
+        ...
+
+    def files(self) -> FolderFiles:
+        """How such a folder names its settings and its weights."""
+        ...

@@ -1,0 +1,34 @@
+"""What a model cannot do of what a run asks of it, found before a rank starts. No torch.
+
+Rules that need no shape stand in config/rules_model.py.
+"""
+
+from torchdistpackage.config.errors import ConfigErrors
+from torchdistpackage.config.rules_pipeline import num_stages
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.errors import CheckpointError, LayoutError
+from torchdistpackage.models.model_spec import ModelSpec
+
+
+def refuse_model(model: ModelSpec, config: RunConfig, source: str) -> None:
+    """Refuse what this model cannot do, weights of another, and a folder that it cannot become.
+
+    Raises:
+        ConfigError: lists all of it, in the order of the lines of `source`.
+    """
+    masks = config.data.document_masks
+    asked = model.refusals(config.parallel.tensor, num_stages(config), masks)
+    problems = [config.problem(*found) for found in asked]
+    folder, key = config.model.initial_folder, "model.hf" if config.model.hf else "model.weights"
+    if folder is not None:
+        try:
+            model.check_weights(folder)
+        except (CheckpointError, LayoutError) as error:
+            problems.append(config.problem(key, str(error)))
+    if config.checkpoint.export is not None:
+        try:
+            model.sources()
+        except LayoutError as error:
+            problems.append(config.problem("checkpoint.export", str(error)))
+    if problems:
+        raise ConfigErrors(source, sorted(problems, key=lambda problem: problem.line or 0))

@@ -1,0 +1,59 @@
+"""A causal language model of transformers, as plans and exports see it. No torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.models import transformers_layout
+from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
+from torchdistpackage.models.transformers_layout import TransformersShape
+
+
+@dataclass(frozen=True)
+class TransformersSpec:
+    """A `ModelSpec` of the model that `model.hf` names, with its adapters, if it has some."""
+
+    shape: TransformersShape
+
+    module: ClassVar[str] = "torchdistpackage.models.transformers_model:stage"
+    weights_loader: ClassVar[str] = "torchdistpackage.models.transformers_model:load_weights"
+    has_own_text: ClassVar[bool] = False
+
+    @classmethod
+    def of_section(cls, section: Mapping[str, Any], seq_len: int, sequence_parallel: bool) -> Self:
+        return cls(transformers_layout.shape_of_section(section, seq_len, sequence_parallel))
+
+    def pieces(self) -> tuple[str, ...]:
+        return transformers_layout.pieces(self.shape)
+
+    def layouts(self, stage_of: Sequence[int] | None = None) -> dict[str, Layout]:
+        return transformers_layout.layouts(self.shape, stage_of)
+
+    def piece_costs(self) -> tuple[float, ...]:
+        return transformers_layout.piece_costs(self.shape)
+
+    def piece_parameters(self) -> tuple[int, ...]:
+        return transformers_layout.piece_parameters(self.shape)
+
+    def flops_per_token(self) -> float:
+        return transformers_layout.flops_per_token(self.shape)
+
+    def refusals(self, tensor: int, num_stages: int, document_masks: bool) -> list[tuple[str, str]]:
+        return transformers_layout.refusals(self.shape, tensor, num_stages, document_masks)
+
+    def goes_with(self) -> tuple[tuple[str, str], ...]:
+        return transformers_layout.goes_with(self.shape)
+
+    def check_weights(self, folder: str | Path) -> None:
+        transformers_layout.open_folder(folder, self.shape)
+
+    def sources(self) -> dict[str, tuple[Source, ...]]:
+        return transformers_layout.sources(self.shape)
+
+    def config_json(self, dtype: str, like: str | Path | None) -> dict[str, Any]:
+        return transformers_layout.config_json(self.shape, dtype, like)
+
+    def files(self) -> FolderFiles:
+        return transformers_layout.files(self.shape)

@@ -1,0 +1,93 @@
+"""Bytes of weights, gradients and optimizer state on one rank, from layouts alone. No torch."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torchdistpackage.config.schema import PrecisionSection, RunConfig
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.layout.derive import gradient_ranks, num_elements
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.topology.mesh import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class DTypeSizes:
+    """A type of numbers: torch's name, and the bytes of one."""
+
+    dtype: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NumberFormats:
+    """gradients: of sums, of AdamW's two means, and of the copy that narrow weights have."""
+
+    weights: DTypeSizes
+    gradients: DTypeSizes
+    activations: DTypeSizes
+
+
+def number_formats(precision: PrecisionSection) -> NumberFormats:
+    """Weights are narrow only where that is asked for."""
+    wide = DTypeSizes("float64", 8) if precision.dtype == "float64" else DTypeSizes("float32", 4)
+    narrow = DTypeSizes("bfloat16", 2) if precision.dtype == "bf16" else wide
+    return NumberFormats(narrow if precision.weights == "bf16" else wide, wide, narrow)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes on one rank. optimizer: two means, and the wide copy of narrow weights."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def state_bytes(self) -> int:
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
+def memory(
+    config: RunConfig, topology: Topology, layouts: Iterable[Layout], rank: int
+) -> MemoryEstimate:
+    """Of a rank that holds these parameters.
+
+    ZeRO stage 1 leaves to each rank that shares a parameter its part of the optimizer's state,
+    stage 2 of the gradient too, stage 3 of the weight too. Gradients of several microbatches add up
+    full before they are summed, besides that part. Buckets on their way do not count. What is not
+    trained every rank has whole, and nothing besides.
+    """
+    formats = number_formats(config.precision)
+    weight, wide = formats.weights, formats.gradients
+    zero, has_copy = config.parallel.zero, weight != wide
+    adds_up = zero < 2 or config.pipeline.microbatches > 1
+    weights = gradients = optimizer = 0
+    for layout in layouts:
+        mesh = topology.view(layout.view)
+        count = num_elements(layout, mesh, rank)
+        if not config.model.is_trained(layout.name):
+            weights += count * weight.num_bytes
+            continue
+        part = -(-count // len(gradient_ranks(layout, mesh, rank)))
+        # what the optimizer updates is a part apart then, so a wide one is no copy
+        is_freed = zero == 3 and len(layout.stages) <= 1
+        weights += (part * (not has_copy) if is_freed else count) * weight.num_bytes
+        gradients += (count * adds_up + part * (zero >= 2)) * wide.num_bytes
+        optimizer += (part if zero >= 1 else count) * wide.num_bytes * (2 + has_copy)
+    return MemoryEstimate(weights, gradients, optimizer)
+
+
+def activation_budget_gb(config: RunConfig, state: MemoryEstimate, rank: str) -> float:
+    """What `train.memory_gb` leaves for activations on a rank with this state.
+
+    Raises:
+        ConfigError: nothing.
+    """
+    limit_gb, state_gb = config.train.memory_gb or 0.0, state.state_bytes / 1e9
+    if limit_gb > state_gb:
+        return limit_gb - state_gb
+    raise ConfigError(
+        f"{rank} holds {state_gb:.4g} GB of weights, gradients and optimizer state, which leaves "
+        f"nothing of train.memory_gb={limit_gb:g} for activations; allow more, split the model "
+        f"further, or set parallel.zero"
+    )

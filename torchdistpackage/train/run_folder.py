@@ -1,0 +1,79 @@
+"""The run folder: where it is, who may write to it, and how it is made. No torch.
+
+The lock of the run folder is taken before anything in the folder is made or renamed, and
+given back after the last rank has ended.
+"""
+
+import os
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.errors import LaunchError
+from torchdistpackage.launch.lock import Lock, take
+from torchdistpackage.launch.slurm.run_dir import RunDir
+
+RESOLVED, CHECKPOINTS = "resolved.yaml", "checkpoints"
+"""In a run folder, the configuration with all its keys, and the folder of checkpoints."""
+
+
+def run_folder(config: RunConfig) -> Path:
+    """`run.dir` / `run.name`."""
+    return Path(config.run.dir) / config.run.name
+
+
+def prepare_folder(config: RunConfig, resume: str) -> Path:
+    """Make the run folder and return it. With `--resume never` an earlier one is renamed first.
+
+    One without a file in it stays: it may be there for its quota or striping.
+
+    Raises:
+        LaunchError: it cannot be made or renamed.
+    """
+    folder = run_folder(config)
+    try:
+        if resume == "never" and any(not path.is_dir() for path in folder.rglob("*")):
+            number = 1
+            while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+                number += 1
+            folder.rename(aside)
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    return folder
+
+
+def cannot_write(folder: Path, error: OSError) -> LaunchError:
+    """What to say of a run folder that takes nothing."""
+    return LaunchError(
+        f"the run folder {folder} cannot be written: {error.strerror} ({error.filename}); make "
+        f"room, or set run.dir or run.name"
+    )
+
+
+@contextmanager
+def only_writer(folder: Path, *, forks: bool = False) -> Generator[Lock | None]:
+    """Be the only process, on all machines, that lets ranks write to the run folder.
+
+    forks: this process has yet to fork, so the heartbeats (`Lock.keep`) are its fork's to send.
+    None is the lock of a folder whose parent cannot be written to.
+
+    Raises:
+        HeldError: another run writes there.
+    """
+    if os.access(folder, os.W_OK) and not os.access(folder.parent, os.W_OK):
+        sys.stdout.write(
+            f"{folder.parent} cannot be written, so there is no lock, and nothing keeps a second "
+            f"run from writing to {folder.name}\n"
+        )
+        yield None
+        return
+    lock = take(RunDir(folder).run_lock, f"the run {folder.name}")
+    if not forks:
+        lock.keep()
+    try:
+        yield lock
+    finally:
+        lock.release()

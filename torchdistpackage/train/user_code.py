@@ -1,0 +1,41 @@
+"""Where the modules that a configuration names by import path are found. No torch."""
+
+import sys
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+
+from torchdistpackage.config.errors import Problem
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.launch.entrypoint import missing_module
+
+
+def code_folder(env: Mapping[str, str]) -> str:
+    """The working folder, or the snapshot of it that a job runs (TDP_CODE)."""
+    return env.get("TDP_CODE") or str(Path.cwd())
+
+
+def add_user_code(env: Mapping[str, str]) -> str:
+    """Put the folder of your own modules on sys.path, if it is not there; returns it.
+
+    It comes after the standard library, of which no file in it takes the place, and before what is
+    installed.
+    """
+    folder, library = code_folder(env), Path(sysconfig.get_path("stdlib"))
+    if folder not in sys.path:
+        entries = list(enumerate(map(Path, sys.path), 1))
+        ends = [i for i, entry in entries if entry == library or entry.name == "lib-dynload"]
+        sys.path.insert(max(ends, default=len(sys.path)), folder)
+    return folder
+
+
+def unknown_modules(config: RunConfig, folder: str) -> list[Problem]:
+    """Import paths of the file that lead nowhere from `folder`."""
+    model, data = config.model, config.data
+    paths = {"model.target": model.target, "model.loss": model.loss, "data.target": data.target}
+    where = [folder, *sys.path]
+    return [
+        config.problem(name, f"{path}: there is no module {missing} here or on the import path")
+        for name, path in paths.items()
+        if path is not None and (missing := missing_module(path, where))
+    ]
