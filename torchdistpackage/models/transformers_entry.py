@@ -1,6 +1,6 @@
 """What the registry knows of a model that is a folder of transformers. No torch."""
 
-from torchdistpackage.models import transformers_layout
+from torchdistpackage.models import transformers_folder, transformers_layout
 from torchdistpackage.models.registry import Model
 
 TRANSFORMERS = Model(
@@ -11,11 +11,11 @@ TRANSFORMERS = Model(
     transformers_layout.piece_parameters,
     transformers_layout.flops_per_token,
     "torchdistpackage.models.transformers_model:stage",
-    transformers_layout.open_folder,
+    transformers_folder.open_folder,
     "torchdistpackage.models.transformers_model:load_weights",
     transformers_layout.refusals,
     transformers_layout.goes_with,
-    sources=transformers_layout.sources,
-    config_json=transformers_layout.config_json,
-    files=transformers_layout.files,
+    sources=transformers_folder.sources,
+    config_json=transformers_folder.config_json,
+    files=transformers_folder.files,
 )
