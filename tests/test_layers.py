@@ -78,6 +78,8 @@ PURE_FILES = (
     "models/registry.py",
     "models/*_layout.py",
     "models/*_spec.py",
+    "models/families/*.py",
+    "models/transformers_folder.py",
     "models/hugging_face_config.py",
     "checkpoint/manifest.py",
     "checkpoint/commit.py",

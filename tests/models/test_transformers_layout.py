@@ -13,13 +13,8 @@ from torchdistpackage.config.check import absent_files, wrong_files
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.models.transformers_layout import (
-    global_name,
-    layouts,
-    open_folder,
-    shape_of_section,
-    sources,
-)
+from torchdistpackage.models.transformers_folder import open_folder, sources
+from torchdistpackage.models.transformers_layout import global_name, layouts, shape_of_section
 from torchdistpackage.train.plan import (
     make_plan,
     num_parameters,
@@ -60,10 +55,9 @@ def refusal(*overrides: str) -> str:
 def test_all_that_a_model_cannot_do_is_said_at_once(tmp_path):
     text = refusal(
         f"model.hf={named(tmp_path)}",
-        *("parallel.tensor=4", "parallel.pipe=4", "parallel.sequence_parallel=true"),
+        *("parallel.tensor=4", "parallel.pipe=4"),
     )
-    assert text.startswith("3 problems")
-    assert "parallel.sequence_parallel=true: transformers' modules take whole sequences" in text
+    assert text.startswith("2 problems")
     assert "llama with 6 heads of 3 key-value heads" in text
     assert "parallel.tensor=4 ranks, each of which needs whole heads" in text
     assert "set tensor to 3" in text
@@ -270,7 +264,7 @@ def test_a_plan_says_what_goes_with_what(tmp_path, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "tensor 1, 3, 6 (6 heads of 3 key-value heads)" in shown
     assert "pipe up to 3 stages, of whole blocks" in shown
-    assert "sequence_parallel no: transformers' modules take whole sequences" in shown
+    assert "sequence_parallel yes" in shown
     shape = shape_of_section({"hf": named(tmp_path)}, 8, False)
     count = sum(np.prod(x.shape) for x in layouts(shape).values())
     assert f"{count:,} parameters" in shown

@@ -113,17 +113,29 @@ LAYOUTS = {
     "data2-zero3": {"data": 2, "zero": 3},
     "data2xtensor2-zero1": {"data": 2, "tensor": 2, "zero": 1},
     "tensor4": {"tensor": 4},
+    "tensor2-sequence": {"tensor": 2, "sequence": 1},
+    "tensor2-sequence-overlap": {"tensor": 2, "sequence": 2},
+    "pipe2xtensor2-sequence": {"pipe": 2, "tensor": 2, "sequence": 1},
+    "tensor4-sequence": {"tensor": 4, "sequence": 1},
+    "data2xtensor2-zero3-sequence": {"data": 2, "tensor": 2, "zero": 3, "sequence": 2},
 }
 NO_GRADIENT = 1e-6
 """Of a bias of keys, which no probability depends on, only rounding is left."""
 FULL, BOTH = (pytest.mark.full,), "pipe2xtensor2"
 BY_DEFAULT = ("data2", "pipe2", "tensor2", "pipe2xtensor2", "data2-zero2")
+SEQUENCES = (
+    ("llama", "pipe2xtensor2-sequence"),
+    ("gpt2", "tensor2-sequence-overlap"),
+    ("qwen3", "tensor4-sequence"),
+)
 
 
 def asked(layout: dict[str, int]) -> tuple[int, list[str]]:
-    """(ranks, overrides) of a layout."""
+    """(ranks, overrides) of a layout. sequence: 1 splits it along tensor, 2 overlaps that too."""
     axes = {axis: layout.get(axis, 1) for axis in ("data", "pipe", "tensor")}
     changes = [f"parallel.{axis}={size}" for axis, size in axes.items()]
+    switches = ("parallel.sequence_parallel", "parallel.tp_comm_overlap")
+    changes += [f"{key}=true" for key in switches[: layout.get("sequence", 0)]]
     return math.prod(axes.values()), [*changes, f"parallel.zero={layout.get('zero', 0)}"]
 
 
@@ -145,9 +157,10 @@ def saved(ranks, tmp_path_factory):
 def cases():
     for name in MODELS:
         for layout in LAYOUTS:
-            if (name, layout) == ("falcon", "tensor4"):  # more ranks than its fused keys
+            if name == "falcon" and layout.startswith("tensor4"):  # more ranks than its fused keys
                 continue
             small = name in ("llama", "gpt2") and layout in BY_DEFAULT
+            small |= (name, layout) in SEQUENCES
             yield pytest.param(name, layout, marks=() if small else FULL)
 
 

@@ -31,7 +31,7 @@ from torchdistpackage.errors import CheckpointError, ConfigError, DataError
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.workers import run_local
 from torchdistpackage.lazy import resolve
-from torchdistpackage.models.families_layout import FAMILIES
+from torchdistpackage.models.families.registry import FAMILIES
 from torchdistpackage.models.registry import model_of, spec_of
 from torchdistpackage.topology.mesh import DEFAULT_ORDER
 from torchdistpackage.train.inference_request import (

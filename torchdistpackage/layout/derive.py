@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.layout import Axes, Layout
+from torchdistpackage.layout.partition import even_sizes
 from torchdistpackage.topology.mesh import Mesh, Topology
 
 BATCH_AXES = ("data", "context", "expert_data")
@@ -58,7 +59,8 @@ def local_slices(layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[slice, ..
                 continue
             _check_even(layout, mesh, dim, length)
             for axis in axes:
-                offset, length = chunk(length, mesh.axis_size(axis), coord.get(axis, 0))
+                share = even_share if layout.split_rule == "even" else chunk
+                offset, length = share(length, mesh.axis_size(axis), coord.get(axis, 0))
                 start += offset
             ranges.append(slice(start, start + length))
         result.append(tuple(ranges))
@@ -73,6 +75,12 @@ def chunk(extent: int, num_chunks: int, index: int) -> tuple[int, int]:
     step = -(-extent // num_chunks)
     offset = min(index * step, extent)
     return offset, min(step, extent - offset)
+
+
+def even_share(extent: int, num_ranks: int, index: int) -> tuple[int, int]:
+    """(offset, length) of one of `even_sizes(extent, num_ranks)`."""
+    sizes = even_sizes(extent, num_ranks)
+    return sum(sizes[:index]), sizes[index]
 
 
 def holders_along(layout: Layout, num_ranks: int, index: int) -> range:
@@ -198,7 +206,7 @@ def num_elements(layout: Layout, mesh: Mesh, rank: int) -> int:
 
 def _check_even(layout: Layout, mesh: Mesh, dim: int, length: int) -> None:
     sharing = mesh.axis_size(*layout.split[dim])
-    if length % sharing and not layout.uneven:
+    if length % sharing and not layout.uneven and layout.split_rule != "even":
         raise LayoutError(
             f"{layout.name}: dim {dim} has {length} elements, which {sharing} ranks "
             f"({' x '.join(layout.split[dim])}) cannot share evenly; use a multiple of {sharing}"

@@ -8,6 +8,7 @@ checkpoints.
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Literal
 
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.partition import even_sizes
@@ -15,6 +16,7 @@ from torchdistpackage.topology.mesh import View
 
 Axes = tuple[str, ...]
 Ranges = tuple[tuple[int, int], ...]
+SplitRule = Literal["chunk", "even"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,10 @@ class Layout:
     stages: indices along `pipe` of the ranks that hold it, ascending; several mean tied,
         none that it does not belong to a pipeline and every rank holds it.
     parts: for each dim the sizes of fused parts (q, k, v) that are cut one by one, or ().
-    uneven: the cut need not be even; the first ranks then hold one more (`chunk` rule).
+    uneven: the cut need not be even; the first ranks then hold more, by the `split_rule`.
+    split_rule: of a length that does not divide. "chunk": torch.chunk's, the last ranks may hold
+        less than others, or nothing, and the cut has to be `uneven`; "even": lengths differ by one
+        at most, which needs no permission.
     heads: of what the dim that is split is made, if of heads; one axis splits it then.
     ranges: for each index along the one axis that splits it, the (start, stop) that it holds of
         that dim, in its order, where no rule says them. They are equal or apart, and the first
@@ -89,6 +94,7 @@ class Layout:
     uneven: bool = False
     heads: HeadSplit | None = None
     ranges: tuple[Ranges, ...] = ()
+    split_rule: SplitRule = "chunk"
 
     def __post_init__(self) -> None:
         for field, empty in (("split", ()), ("parts", ())):

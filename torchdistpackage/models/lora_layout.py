@@ -6,13 +6,13 @@ part of its gradient. Names are those of peft's files without their prefix.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchdistpackage.config.hugging_face import ADAPTER_FILE
 from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.layout.layout import Axes, Layout
-from torchdistpackage.models.family_layout import Weight
+from torchdistpackage.models.families.table import Weight
 from torchdistpackage.models.hugging_face_layout import FolderFiles
 
 ALL_LINEAR = "all-linear"
@@ -98,8 +98,9 @@ def _cut_like(whole: Layout, dim: int, one: Layout, at: int) -> Layout:
         return (x, ()) if at == 0 else ((), x)
 
     split: Sequence[Axes] = only(whole.split[dim])
-    return Layout(
-        one.name, one.shape, tuple(split), parts=only(whole.parts[dim]), heads=whole.heads
+    parts, rule = only(whole.parts[dim]), whole.split_rule
+    return replace(
+        one, split=tuple(split), unreduced=(), parts=parts, heads=whole.heads, split_rule=rule
     )
 
 

@@ -8,28 +8,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from torchdistpackage.config.hugging_face import ORIGINAL, read_config, rope_parameters
 from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.layout.layout import HeadSplit, Layout
+from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.partition import either, nearest
 from torchdistpackage.layout.rope import scaled_length
-from torchdistpackage.models.families_layout import FAMILIES
-from torchdistpackage.models.family_layout import Family, Sizes, Weight, Weights
-from torchdistpackage.models.hugging_face_layout import (
-    FolderFiles,
-    Source,
-    WeightFolder,
-    find_tensors,
-)
+from torchdistpackage.layout.table import LayerCut, SplitTable
+from torchdistpackage.models.families.registry import FAMILIES
+from torchdistpackage.models.families.table import Family, Sizes, Weight, Weights
 from torchdistpackage.models.lora_layout import (
-    ADAPTER_FILES,
     Lora,
     linear_layers,
-    peft_name,
     target_problems,
 )
 
@@ -148,13 +140,6 @@ def refusals(
 ) -> list[tuple[str, str]]:
     """(key, text) of what this model cannot do among what a run asks of it."""
     n, found = shape.sizes, list[tuple[str, str]]()
-    if shape.sequence_parallel:
-        found.append(
-            (
-                "parallel.sequence_parallel",
-                "transformers' modules take whole sequences; set sequence_parallel to false",
-            )
-        )
     if document_masks and documents_by(shape) == "not":
         found.append(
             (
@@ -232,7 +217,7 @@ def goes_with(shape: TransformersShape) -> tuple[tuple[str, str], ...]:
         ("zero", "0 to 3"),
         ("pipe", f"up to {n.layers} stages, of whole blocks"),
         ("tensor", f"{', '.join(shown)} ({n.heads} heads{shared})"),
-        ("sequence_parallel", "no: transformers' modules take whole sequences"),
+        ("sequence_parallel", "yes"),
         ("recompute", "none, blocks, auto"),
         ("lora", f"on {', '.join(linear_layers(weights(shape)))}"),
         ("document_masks", "no: ALiBi" if documents_by(shape) == "not" else "yes"),
@@ -247,27 +232,50 @@ def pieces(shape: TransformersShape) -> tuple[str, ...]:
     return tuple(f"{shape.kind.blocks}.{index}" for index in range(shape.sizes.layers))
 
 
-def _embed(shape: TransformersShape, axis: str) -> dict[str, Weight]:
+def _embed(shape: TransformersShape, axis: str) -> Weights:
     w = Weights("", axis, shape.sizes.std)
     shape.kind.embed(w, shape.settings, shape.sizes)
     if shape.sizes.tied:
         w.cut_rows(shape.kind.table)
-    return w.held
+    return w
 
 
-def _block(shape: TransformersShape, index: int, axis: str) -> dict[str, Weight]:
-    w = Weights(f"{shape.kind.blocks}.{index}.", axis, shape.sizes.std)
+def _block(shape: TransformersShape, index: int, axis: str) -> Weights:
+    prefix, sequence_parallel = f"{shape.kind.blocks}.{index}.", shape.sequence_parallel
+    w = Weights(prefix, axis, shape.sizes.std, sequence_parallel)
     shape.kind.block(w, shape.settings, shape.sizes)
-    return w.held if shape.lora is None else w.held | shape.lora.adapters(w.held)
+    return w if shape.lora is None else _adapted(w, shape.lora)
 
 
-def _head(shape: TransformersShape, axis: str) -> dict[str, Weight]:
+def _head(shape: TransformersShape, axis: str) -> Weights:
     """With the output matrix where it is no embedding."""
     w, n = Weights("", axis, shape.sizes.std), shape.sizes
     shape.kind.head(w, shape.settings, n)
-    if not n.tied:
-        w.column(shape.kind.output, n.vocab, n.dim, HeadSplit(n.vocab))
-    return w.held if shape.lora is None else w.held | shape.lora.adapters(w.held, is_head=True)
+    if n.tied:
+        w.tied_head(shape.kind.output, n.vocab, n.dim)
+    else:
+        w.column(shape.kind.output, n.vocab, n.dim)
+    return w if shape.lora is None else _adapted(w, shape.lora, is_head=True)
+
+
+def _adapted(w: Weights, lora: Lora, is_head: bool = False) -> Weights:
+    """With the adapters on what is listed."""
+    found = lora.adapters(w.held, is_head)
+    layers = {
+        name.removesuffix(".weight"): LayerCut("adapter", weight.layout)
+        for name, weight in found.items()
+    }
+    return replace(w, held=w.held | found, split=w.split | SplitTable(layers))
+
+
+def split_table(shape: TransformersShape, axis: str = "tensor") -> SplitTable:
+    """What tensor ranks have in place of which layers, by path in transformers' model."""
+    table = _embed(shape, axis).split | _head(shape, axis).split
+    for index in range(shape.sizes.layers):
+        table |= _block(shape, index, axis).split
+    for saved, name in shape.kind.saved_names.items():
+        table.also_called(name.removesuffix(".weight"), saved.removesuffix(".weight"))
+    return table
 
 
 def weights(
@@ -276,9 +284,9 @@ def weights(
     """Every parameter by global name; stage_of as for `layouts`."""
     layers = shape.sizes.layers
     places = [() if stage_of is None else (stage_of[index],) for index in range(layers)]
-    parts = [(_embed(shape, axis), places[0])]
-    parts += [(_block(shape, index, axis), places[index]) for index in range(layers)]
-    parts.append((_head(shape, axis), places[-1]))
+    parts = [(_embed(shape, axis).held, places[0])]
+    parts += [(_block(shape, index, axis).held, places[index]) for index in range(layers)]
+    parts.append((_head(shape, axis).held, places[-1]))
     found = {
         name: replace(w, layout=w.layout.on(*stages))
         for held, stages in parts
@@ -312,9 +320,9 @@ def global_name(shape: TransformersShape, name: str) -> str:
 
 def piece_parameters(shape: TransformersShape) -> tuple[int, ...]:
     """Of each block, with the embedding and the head where they go."""
-    counts = [_count(_block(shape, index, "tensor")) for index in range(shape.sizes.layers)]
-    counts[0] += _count(_embed(shape, "tensor"))
-    counts[-1] += _count(_head(shape, "tensor"))
+    counts = [_count(_block(shape, index, "tensor").held) for index in range(shape.sizes.layers)]
+    counts[0] += _count(_embed(shape, "tensor").held)
+    counts[-1] += _count(_head(shape, "tensor").held)
     return tuple(counts)
 
 
@@ -327,9 +335,9 @@ def piece_costs(shape: TransformersShape) -> tuple[float, ...]:
     `gpt_layout.piece_costs` does, the head with the last block."""
     n = shape.sizes
     scores = 4.0 * shape.seq_len * n.heads * n.head_dim
-    blocks = [_block(shape, index, "tensor") for index in range(n.layers)]
+    blocks = [_block(shape, index, "tensor").held for index in range(n.layers)]
     costs = [_products(held) + scores for held in blocks]
-    head = {name: w for name, w in _head(shape, "tensor").items() if is_adapter(name)}
+    head = {name: w for name, w in _head(shape, "tensor").held.items() if is_adapter(name)}
     costs[-1] += 2.0 * n.dim * n.vocab + _products(head)
     return tuple(costs)
 
@@ -348,50 +356,3 @@ def flops_per_token(shape: TransformersShape) -> float:
 def _frozen_products(shape: TransformersShape) -> tuple[float, ...]:
     """Of each block's forward, those with matrices that are not trained."""
     return piece_costs(replace(shape, lora=None, seq_len=0))
-
-
-def sources(shape: TransformersShape) -> dict[str, tuple[Source, ...]]:
-    """For each parameter that is trained, by global name in order, the tensor of a folder that it
-    is."""
-    if shape.lora is None:
-        saved = {name: as_saved for as_saved, name in shape.kind.saved_names.items()}
-        return {
-            name: (Source(saved.get(name, name), layout.shape),)
-            for name, layout in layouts(shape).items()
-        }
-    return {
-        name: (Source(peft_name(name), layout.shape),)
-        for name, layout in layouts(shape).items()
-        if is_adapter(name)
-    }
-
-
-def files(shape: TransformersShape) -> FolderFiles:
-    """Of a folder that has these sources."""
-    return FolderFiles() if shape.lora is None else ADAPTER_FILES
-
-
-def config_json(
-    shape: TransformersShape, dtype: str, like: str | Path | None = None
-) -> dict[str, Any]:
-    """The config.json it was made of, with torch's name of the type of the weights; with adapters
-    their settings, and `like` as the model they are for."""
-    if shape.lora is not None:
-        held = weights(shape).values()
-        transposed = any(w.inputs == 0 for w in held)
-        return shape.lora.adapter_config(None if like is None else str(like), transposed)
-    kept = {key: value for key, value in shape.given.items() if key != "torch_dtype"}
-    return {**kept, "dtype": dtype}
-
-
-def open_folder(folder: str | Path, shape: TransformersShape) -> WeightFolder:
-    """The files of a folder that has exactly the weights of this model; only headers are read.
-
-    Raises:
-        CheckpointError: it has no weights, or others: lists all that are missing, unexpected, or
-            of another shape or type.
-    """
-    expected = {name: x.shape for name, x in layouts(replace(shape, lora=None)).items()}
-    kind = shape.kind
-    tied = (f"{kind.output}.weight", f"{kind.table}.weight") if shape.sizes.tied else None
-    return find_tensors(folder, expected, tied, kind.saved_names)

@@ -1,11 +1,15 @@
 """Stages of transformers' own causal language models, cut along tensor, and their weights.
 
-A stage is built on the meta device, staged by `decoder_stage` and cut by the plan of its family in
-parallel/auto; then each rank makes what it holds, and nothing more. Its parameters go by
-transformers' names everywhere but in the module itself. transformers, of the extra `hf`, is
-imported on first use.
+A stage is built on the meta device, staged by `decoder_stage`, and its layers are replaced by split
+ones, as the table of its family says; then each rank makes what it holds, and nothing more.
+transformers, of the extra `hf`, is imported on first use.
+
+Under sequence parallelism the blocks hand on this rank's part of the sequence. Before and behind
+them nothing changes: the first block takes its part of the embedded sequence, and the last one's
+result is joined for the norm and the head.
 """
 
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,40 +21,42 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.config.packages import too_old
 from torchdistpackage.errors import ConfigError, DataError, LayoutError, NotAvailableError
 from torchdistpackage.layout.derive import local_shape
+from torchdistpackage.layout.mark import mark_of, mark_parameter
+from torchdistpackage.layout.table import SplitTable
 from torchdistpackage.models.hugging_face_folder import read_weights
 from torchdistpackage.models.hugging_face_layout import Source
 from torchdistpackage.models.lora_layout import Lora
+from torchdistpackage.models.transformers_folder import open_folder
 from torchdistpackage.models.transformers_layout import (
     TransformersShape,
     documents_by,
     global_name,
-    open_folder,
+    split_table,
     weights,
 )
-from torchdistpackage.models.transformers_vocab import (
-    SplitVocab,
-    look_up_by_rows,
-    split_by_vocab,
+from torchdistpackage.models.transformers_vocab import SplitVocab
+from torchdistpackage.parallel.auto.draws import (
+    ShardDraws,
+    default_draw,
+    draws_as,
+    mark_alike,
+    mark_split,
+    may_draw,
 )
-from torchdistpackage.parallel.auto.actions import FirstOnly
-from torchdistpackage.parallel.auto.draws import ShardDraws, default_draw, draws_as, may_draw
-from torchdistpackage.parallel.auto.families.registry import PREDEFINED_CONFIGS
-from torchdistpackage.parallel.auto.rules import Config, add_lora_rules, state_action
-from torchdistpackage.parallel.auto.shard import make_shard
-from torchdistpackage.parallel.auto.wrapper import TensorParallelWrapper
-from torchdistpackage.parallel.pipeline.partition.hf_decoder import SkippedModule, decoder_stage
+from torchdistpackage.parallel.pipeline.partition.hf_decoder import decoder_stage
 from torchdistpackage.parallel.tensor.attention import document_mask
 from torchdistpackage.parallel.tensor.init import Initial
 from torchdistpackage.parallel.tensor.layouts import Layouts
+from torchdistpackage.parallel.tensor.parallelize import parallelize
 from torchdistpackage.topology.mesh import Mesh
 
 IGNORE = -100
-_WRAPPED = "tp_wrapped_module."
 _SHOWN = 6
 _ALONE = threading.Lock()
 """Of threads as ranks one makes a model at a time: transformers imports parts of itself meanwhile,
@@ -83,7 +89,7 @@ class TransformersStage(nn.Module):
     def global_names(self) -> dict[str, str]:
         """Name of each parameter -> its global name."""
         return {
-            name: global_name(self.shape, name.removeprefix("decoder.").replace(_WRAPPED, ""))
+            name: global_name(self.shape, name.removeprefix("decoder."))
             for name, _ in self.named_parameters()
         }
 
@@ -173,7 +179,7 @@ def stage(
 ) -> TransformersStage:
     """The blocks `pieces` of a model, default all, cut over the ranks of `group` along `axis`.
 
-    dropout: has to be 0, as config.json has the rates. tp_comm_overlap: not for these modules.
+    dropout: has to be 0, as config.json has the rates. tp_comm_overlap: see `ColumnLinear`.
 
     Raises:
         NotAvailableError: transformers is not installed, or too old.
@@ -181,19 +187,19 @@ def stage(
         LayoutError: the ranks cannot share the heads, or transformers builds other parameters than
             this package knows of.
     """
-    assert not dropout and not tp_comm_overlap
+    assert not dropout
     device = torch.device("cpu" if device is None else device)
     model, num = on_meta(shape, dtype), 1 if group is None else group.size()
     all_blocks = range(shape.sizes.layers)
-    decoder: nn.Module = decoder_stage(model, all_blocks if pieces is None else pieces)
+    pieces = all_blocks if pieces is None else pieces
+    decoder = decoder_stage(model, pieces)
     if group is not None and num > 1:
-        plan = PREDEFINED_CONFIGS[shape.family](model.config, range(num))
-        plan = add_lora_rules(decoder, split_by_vocab(plan, shape, num))
-        bound = plan.create_collective_ops([device] * num, group=group)
-        decoder, _ = make_shard(decoder, device, bound, rank=group.rank(), world_size=num)
-        look_up_by_rows(decoder, shape, SplitVocab(group, shape.vocab))
-        _unwrap_skipped(decoder)
-        _add_biases_behind_sums(decoder, plan)
+        table = split_table(shape, axis)
+        parallelize(decoder, table, group, axis=axis, tp_comm_overlap=tp_comm_overlap)
+        _draw_apart(decoder, shape, table)
+        if shape.sequence_parallel:
+            decoder.num_shares = num
+            _split_between(decoder.get_submodule(shape.kind.blocks), pieces, all_blocks, group)
     made = TransformersStage(decoder, shape, group if num > 1 else None, axis, stage_of)
     index = 0 if group is None else group.rank()
     _check_shapes(made, Mesh(((axis, num),)), index)
@@ -275,40 +281,41 @@ def _parameters_on_meta() -> Iterator[None]:
         handle.remove()
 
 
-def _unwrap_skipped(shard: nn.Module) -> None:
-    """What another stage runs has no parts to join."""
-    for parent in list(shard.modules()):
-        for name, child in parent._modules.items():
-            inner = getattr(child, _WRAPPED[:-1], None)
-            if isinstance(child, TensorParallelWrapper) and isinstance(inner, SkippedModule):
-                parent._modules[name] = inner
+def _draw_apart(decoder: nn.Module, shape: TransformersShape, table: SplitTable) -> None:
+    """Let dropout differ between ranks where each has a part: of heads, of what row layers with
+    adapters are given, and under sequence parallelism everywhere in the blocks."""
+    blocks = re.compile(rf"{re.escape(shape.kind.blocks)}\.\d+")
+    for name, module in decoder.named_modules():
+        adapted = table.layers.get(name.rpartition(".lora_dropout.")[0])
+        if name in table.attention or (adapted is not None and adapted.kind == "row"):
+            mark_split(module)
+        elif adapted is not None:
+            mark_alike(module)
+        elif shape.sequence_parallel and blocks.fullmatch(name):
+            mark_split(module, everything=True)
 
 
-def _add_biases_behind_sums(shard: nn.Module, plan: Config) -> None:
-    """Let biases that a plan gives to one rank be whole on every rank, added behind the sum.
+def _split_between(blocks: nn.Module, here: range, all_blocks: range, group: Group) -> None:
+    """Let the first of all blocks take this rank's part of the sequence, and join behind the last.
 
-    Then all ranks have the bias and its gradient alike, as a layout can say.
+    here: those of this stage.
     """
-    for name, bias in list(shard.named_parameters()):
-        action = state_action(plan, [name.replace(_WRAPPED, "")])
-        if not isinstance(action, FirstOnly):
-            continue
-        path = name.rpartition(".")[0]
-        wrapper = shard.get_submodule(path.rpartition(f".{_WRAPPED[:-1]}")[0])
-        layer = shard.get_submodule(path)
-        assert isinstance(wrapper, TensorParallelWrapper)
-        layer.bias = None
-        if not isinstance(layer, nn.Linear):  # transformers' Conv1D adds one always
-            del layer._parameters["bias"]
-            zeros = torch.zeros(bias.shape, dtype=bias.dtype)
-            layer.register_buffer("bias", zeros, persistent=False)
-        wrapper._parameters["bias"] = bias  # as an attribute the wrapper has the layer's
-        wrapper.register_forward_hook(_add_bias)
+    modules = list(blocks.children())
 
+    def take_part(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        x = args[0] if args else kwargs["hidden_states"]
+        part = collectives.scatter(x, 1, group)
+        return ((part, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": part})
 
-def _add_bias(wrapper: nn.Module, args: object, output: Tensor) -> Tensor:
-    bias: Any = wrapper.bias
-    return output + bias.to(output.dtype)
+    def join(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (join(module, args, output[0]), *output[1:])
+        return collectives.gather(output, 1, group)
+
+    if here.start == all_blocks.start:
+        modules[0].register_forward_pre_hook(take_part, with_kwargs=True)
+    if here.stop == all_blocks.stop:
+        modules[-1].register_forward_hook(join)
 
 
 def _check_shapes(made: TransformersStage, mesh: Mesh, index: int) -> None:
@@ -341,6 +348,8 @@ def _materialize(made: nn.Module, device: torch.device) -> None:
             if id(parameter) not in known:
                 empty = torch.empty_like(parameter, device=device)
                 known[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+                if (mark := mark_of(parameter)) is not None:
+                    mark_parameter(known[id(parameter)], mark.layout, mark.group, mark.depth)
             module._parameters[name] = known[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:

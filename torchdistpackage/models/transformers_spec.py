@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.models import transformers_layout
+from torchdistpackage.models import transformers_folder, transformers_layout
 from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
 from torchdistpackage.models.transformers_layout import TransformersShape
 
@@ -47,13 +47,13 @@ class TransformersSpec:
         return transformers_layout.goes_with(self.shape)
 
     def check_weights(self, folder: str | Path) -> None:
-        transformers_layout.open_folder(folder, self.shape)
+        transformers_folder.open_folder(folder, self.shape)
 
     def sources(self) -> dict[str, tuple[Source, ...]]:
-        return transformers_layout.sources(self.shape)
+        return transformers_folder.sources(self.shape)
 
     def config_json(self, dtype: str, like: str | Path | None) -> dict[str, Any]:
-        return transformers_layout.config_json(self.shape, dtype, like)
+        return transformers_folder.config_json(self.shape, dtype, like)
 
     def files(self) -> FolderFiles:
-        return transformers_layout.files(self.shape)
+        return transformers_folder.files(self.shape)

@@ -49,7 +49,7 @@ class ShardDraws(TorchFunctionMode):
     def __init__(self, rank: int, next_seed: Callable[[], int]):
         super().__init__()
         self.rank, self.next_seed = rank, next_seed
-        self.regions: list[bool] = []
+        self.regions: list[bool | None] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -66,6 +66,8 @@ class ShardDraws(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _is_split(self, x: Tensor) -> bool:
+        if self.regions and self.regions[-1] is None:
+            return False
         return any(everything or x.dim() >= 4 for everything in self.regions)
 
     def __enter__(self) -> "ShardDraws":
@@ -112,10 +114,17 @@ def stream(seed: int) -> Callable[[], int]:
     return lambda: int(torch.randint(2**62, (), dtype=torch.int64, generator=source))
 
 
-def mark_split(module: nn.Module) -> None:
-    """Note that `module` works on split values."""
-    everything = isinstance(module, _DropoutNd)
+def mark_split(module: nn.Module, everything: bool = False) -> None:
+    """Note that `module` works on split values; everything: whatever their number of dims."""
+    _mark(module, everything or isinstance(module, _DropoutNd))
 
+
+def mark_alike(module: nn.Module) -> None:
+    """Note that `module` works on what all shards have alike, inside of one that does not."""
+    _mark(module, None)
+
+
+def _mark(module: nn.Module, everything: bool | None) -> None:
     def enter(module: nn.Module, args: Any) -> None:
         if (draws := _current.get()) is not None:
             draws.regions.append(everything)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.random import differ, seed_from
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.derive import chunk, holders_along, local_shape
+from torchdistpackage.layout.derive import holders_along, local_shape, local_slices
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.tensor.full import copy_part
 from torchdistpackage.parallel.tensor.marked import Marked
@@ -86,9 +86,9 @@ def parameter(
     with differ(index, weight.device) if own else nullcontext():
         fill(weight, initial)
     if initial.zero_row is not None:
-        rows = layout.split[0]
-        start, num = chunk(layout.shape[0], group.size(), group.rank()) if rows else (0, shape[0])
-        _zero_row(weight, initial.zero_row - start if initial.zero_row < start + num else None)
+        (rows, *_), *_ = local_slices(layout, Mesh(((axis, group.size()),)), group.rank())
+        row = initial.zero_row
+        _zero_row(weight, row - rows.start if row < rows.stop else None)
     return nn.Parameter(weight)
 
 

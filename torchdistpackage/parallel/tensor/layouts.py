@@ -11,7 +11,7 @@ under sequence parallelism that is every parameter applied outside the column..r
 from dataclasses import replace
 
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.layout import Axes, HeadSplit, Layout
+from torchdistpackage.layout.layout import Axes, HeadSplit, Layout, SplitRule
 from torchdistpackage.layout.mark import Layouts, prefixed
 
 
@@ -22,13 +22,15 @@ def column(
     axis: str,
     parts: tuple[int, ...] = (),
     heads: HeadSplit | None = None,
+    split_rule: SplitRule = "chunk",
 ) -> Layouts:
     """A product whose output is cut: weight and bias along Dout, evenly or not.
 
     parts: sizes of fused outputs (q, k, v), each of which is cut by itself.
     heads: of which Dout, or each part, is made, if it is.
     """
-    shape, split, how = (dout, din), ((axis,), ()), {"uneven": True, "heads": heads}
+    shape, split = (dout, din), ((axis,), ())
+    how = {"uneven": True, "heads": heads, "split_rule": split_rule}
     layouts = {"weight": Layout("weight", shape, split, parts=(parts, ()), **how)}
     if bias:
         layouts["bias"] = Layout("bias", (dout,), ((axis,),), parts=(parts,), **how)
@@ -42,10 +44,12 @@ def row(
     axis: str,
     sequence_parallel: bool = False,
     heads: HeadSplit | None = None,
+    split_rule: SplitRule = "chunk",
 ) -> Layouts:
     """A product whose input is cut, evenly or not: weight along Din; the bias is whole, added after
     the sum."""
-    weight = Layout("weight", (dout, din), ((), (axis,)), uneven=True, heads=heads)
+    how = {"uneven": True, "heads": heads, "split_rule": split_rule}
+    weight = Layout("weight", (dout, din), ((), (axis,)), **how)
     layouts = {"weight": weight}
     if bias:
         layouts["bias"] = Layout("bias", (dout,), unreduced=_partial(axis, sequence_parallel))

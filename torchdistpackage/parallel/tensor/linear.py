@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group, Sizes
 from torchdistpackage.comm.tpc import resolve_group
-from torchdistpackage.layout.layout import HeadSplit
+from torchdistpackage.layout.layout import HeadSplit, SplitRule
 from torchdistpackage.layout.partition import feature_problems, refuse
 from torchdistpackage.parallel.tensor import layouts as cut
 from torchdistpackage.parallel.tensor.full import FullTensors
@@ -68,6 +68,11 @@ class _Linear(Grouped):
 
     tp_comm_overlap: under sequence parallelism gather and scatter in chunks, between which the
         product computes (Megatron-LM's word, torch's async tensor parallel).
+    split_rule: of features that do not divide, as in `Layout`.
+    transposed: the weight is stored as (Din, Dout), as that of transformers' Conv1D.
+    batch_first: x (B, S, D) has its sequence in dim 1, as in transformers' models; rows (N, D) of
+        flattened samples stay what they are.
+    local: this rank's product alone; somebody else gathers, sums, and adds a row layer's bias.
     """
 
     def __init__(
@@ -80,6 +85,10 @@ class _Linear(Grouped):
         heads: HeadSplit | None = None,
         sequence_parallel: bool = False,
         tp_comm_overlap: bool = False,
+        split_rule: SplitRule = "chunk",
+        transposed: bool = False,
+        batch_first: bool = False,
+        local: bool = False,
         initial: Initial = NORMAL,
         group: Group | None = None,
         axis: str = "tensor",
@@ -87,6 +96,8 @@ class _Linear(Grouped):
         device: torch.device | str | None = None,
     ):
         super().__init__(group, axis)
+        self.split_rule, self.transposed = split_rule, transposed
+        self.batch_first, self.local = batch_first, local
         self.tp_comm_overlap = tp_comm_overlap and sequence_parallel
         self.din, self.dout, self.parts, self.heads = din, dout, parts, heads
         if heads is None:
@@ -100,6 +111,19 @@ class _Linear(Grouped):
 
     def initials(self) -> dict[str, Initial]:
         return {"weight": self.initial, "bias": ZEROS}
+
+    def layouts(self) -> Layouts:
+        layouts = self._layouts()
+        return cut.transposed(layouts) if self.transposed else layouts
+
+    def _layouts(self) -> Layouts:
+        """With the weight as (Dout, Din)."""
+        raise NotImplementedError
+
+    def _sequence_first(self, x: Tensor) -> Tensor:
+        """x as products take it; the same again turns it back."""
+        is_turned = self.batch_first and self.sequence_parallel and x.dim() > 2
+        return x.transpose(0, 1) if is_turned else x
 
     def extra_repr(self) -> str:
         return f"{self.din}, {self.dout}, over {self.group.size()} {self.axis} ranks"
@@ -121,13 +145,17 @@ class ColumnLinear(_Linear):
         size = self.group.size()
         return [p for n in extents for p in feature_problems("weight: dim 0", n, size)]
 
-    def layouts(self) -> Layouts:
-        return cut.column(self.dout, self.din, self.has_bias, self.axis, self.parts, self.heads)
+    def _layouts(self) -> Layouts:
+        how = self.axis, self.parts, self.heads, self.split_rule
+        return cut.column(self.dout, self.din, self.has_bias, *how)
 
     def forward(self, x: Tensor, sizes: Sizes | None = None) -> Tensor:
         weight, bias = self.parameters_here()
+        if self.local:
+            return F.linear(x, weight, bias)
         how = self.group, self.sequence_parallel, sizes, self.tp_comm_overlap
-        return column_product(x, (weight,), (bias,), *how)
+        y = column_product(self._sequence_first(x), (weight,), (bias,), *how)
+        return self._sequence_first(y)
 
     @staticmethod
     def side_by_side(
@@ -143,10 +171,10 @@ class ColumnLinear(_Linear):
 
     def parameters_here(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias as a forward is to use them."""
-        weight, bias = self.weight, self.bias
+        weight, bias = cast(Tensor, self.weight), self.bias
         if self.heads is not None and self.heads.shared:
-            return cast(Tensor, self.summed(weight)), self.summed(bias)
-        return weight, bias
+            weight, bias = cast(Tensor, self.summed(self.weight)), self.summed(self.bias)
+        return weight.t() if self.transposed else weight, bias
 
 
 class RowLinear(_Linear):
@@ -162,15 +190,23 @@ class RowLinear(_Linear):
     def problems(self) -> list[str]:
         return feature_problems("weight: dim 1", self.din, self.group.size())
 
-    def layouts(self) -> Layouts:
-        how = self.axis, self.sequence_parallel, self.heads
+    def _layouts(self) -> Layouts:
+        how = self.axis, self.sequence_parallel, self.heads, self.split_rule
         return cut.row(self.dout, self.din, self.has_bias, *how)
 
     def forward(self, x: Tensor, sizes: Sizes | None = None) -> Tensor:
-        how = self.group, self.sequence_parallel, sizes, self.tp_comm_overlap
+        weight = self.weight.t() if self.transposed else self.weight
+        if self.local:
+            return F.linear(x, weight)
+        x, how = (
+            self._sequence_first(x),
+            (self.group, self.sequence_parallel, sizes, self.tp_comm_overlap),
+        )
         if self.bias is None or not (self.sequence_parallel and is_reduced(self.bias)):
-            return row_product(x, self.weight, *how, self.bias)
-        return row_product(x, self.weight, *how) + self.bias
+            y = row_product(x, weight, *how, self.bias)
+        else:
+            y = row_product(x, weight, *how) + self.bias
+        return self._sequence_first(y)
 
 
 class ParallelMlp(FullTensors, nn.Module):

@@ -29,7 +29,12 @@ class DecoderStage(nn.Module):
     """Consecutive blocks of a decoder; the first stage embeds, the last has the norm and the head.
 
     Parameters keep the model's names. Calls of all stages take the same keywords.
+
+    num_shares: ranks that share each sequence between the blocks; activations are then this rank's
+    part of it, while what the family's forward makes before the blocks is for all positions.
     """
+
+    num_shares = 1
 
     def __init__(
         self,
@@ -63,7 +68,9 @@ class DecoderStage(nn.Module):
         attention_mask, position_ids (B, S): of the model, the same for every stage. Returns
         activations; on the last stage logits (B, S, V), or with labels (B, S) the model's loss.
         """
-        given: dict[str, Any] = {"input_ids" if self._is_first else "inputs_embeds": x, **_OPTIONS}
+        given: dict[str, Any] = {"input_ids": x, **_OPTIONS}
+        if not self._is_first:
+            given["inputs_embeds"] = self._whole_like(given.pop("input_ids"))
         masks = {"attention_mask": attention_mask, "position_ids": position_ids}
         given |= {name: value for name, value in masks.items() if value is not None}
         activations = self._activations
@@ -79,6 +86,13 @@ class DecoderStage(nn.Module):
             return whole(**given, labels=labels).loss
         finally:
             activations.enters = activations.left = None
+
+    def _whole_like(self, x: Tensor) -> Tensor:
+        """Activations, or zeros, as long as the sequence: masks and positions are made of them."""
+        if self.num_shares == 1:
+            return x
+        batch, length, dim = x.shape
+        return x.new_zeros(()).expand(batch, length * self.num_shares, dim)
 
 
 def decoder_stages(

@@ -1,7 +1,7 @@
 """What a family of transformers' causal language models is as numbers: names, shapes and cuts of
-its parameters, and what they start as. No torch.
+its parameters, what they start as, and the layers that tensor ranks have in their place. No torch.
 
-A cut is that of the family's plan in parallel/auto/families. Names and shapes are compared with
+Names and shapes are compared with
 transformers' own modules when a stage is built, so what another release names otherwise is refused
 there.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torchdistpackage.layout.layout import HeadSplit, Layout
+from torchdistpackage.layout.table import AttentionCut, Count, LayerCut, LayerKind, SplitTable
 
 Settings = Mapping[str, Any]
 """Of a config.json, with the family's defaults for what it leaves out."""
@@ -49,16 +50,28 @@ class Weight:
 
 @dataclass
 class Weights:
-    """Parameters as they are listed, under names that begin with `prefix`."""
+    """Parameters as they are listed, under names that begin with `prefix`, and how their layers are
+    split.
+
+    sequence_parallel: ranks see their part of the sequence wherever a layer is not split.
+    """
 
     prefix: str
     axis: str
     std: float
+    sequence_parallel: bool = False
     held: dict[str, Weight] = field(default_factory=dict)
+    split: SplitTable = field(default_factory=SplitTable)
 
     def _add(self, name: str, weight: Weight) -> None:
         full = self.prefix + name
         self.held[full] = replace(weight, layout=weight.layout.named(full))
+        if weight.layout.unreduced:
+            self.split.partial[full] = self.held[full].layout
+
+    def _layer(self, name: str, kind: LayerKind, weight: Layout, **how: Any) -> None:
+        how["sequence_parallel"] = self.sequence_parallel
+        self.split.layers[self.prefix + name] = LayerCut(kind, weight, **how)
 
     def whole(
         self,
@@ -67,8 +80,10 @@ class Weights:
         kind: Literal["normal", "zeros", "ones"] = "ones",
         partial: bool = False,
     ) -> None:
-        """On every rank; partial: each of which has a part of the gradient."""
-        layout = Layout(name, shape, unreduced=(self.axis,) if partial else ())
+        """On every rank; partial: each of which has a part of the gradient, as it has anyway under
+        sequence parallelism."""
+        is_partial = partial or self.sequence_parallel
+        layout = Layout(name, shape, unreduced=(self.axis,) if is_partial else ())
         self._add(name, Weight(layout, kind, self.std))
 
     def norm(self, name: str, dim: int, *, bias: bool = False, kind: Any = "ones") -> None:
@@ -78,15 +93,20 @@ class Weights:
 
     def table(self, name: str, rows: int, columns: int, zero_row: int | None = None) -> None:
         """An embedding, cut by columns."""
-        layout = self._cut(name, (rows, columns), 1, HeadSplit(columns))
+        layout = self._cut(name, (rows, columns), 1)
         self._add(f"{name}.weight", Weight(layout, "normal", self.std, zero_row))
+        self._layer(name, "feature", layout)
 
     def cut_rows(self, name: str) -> None:
         """Cut a table by rows instead, as a head that shares it is."""
         weight = self.held[f"{name}.weight"]
-        rows = weight.layout.shape[0]
-        cut = self._cut(f"{name}.weight", weight.layout.shape, 0, HeadSplit(rows))
+        cut = self._cut(f"{name}.weight", weight.layout.shape, 0)
         self.held[f"{name}.weight"] = replace(weight, layout=cut)
+        self._layer(name, "vocab", cut)
+
+    def tied_head(self, name: str, rows: int, columns: int) -> None:
+        """The matrix that makes logits where it is an embedding, cut by rows."""
+        self._layer(name, "column", self._cut(name, (rows, columns), 0), entrance=name)
 
     def column(
         self,
@@ -99,11 +119,16 @@ class Weights:
         parts: Sequence[int] = (),
         transposed: bool = False,
     ) -> None:
-        """A layer cut by its outputs, along heads or each for itself. parts: fused in them."""
-        heads, dim = heads or HeadSplit(size), int(transposed)
+        """A layer cut by its outputs, along heads or each for itself. parts: fused in them.
+
+        Its input is that of the module around it, if the block, or the model, has such a one.
+        """
+        dim = int(transposed)
         shape = (inputs, size) if transposed else (size, inputs)
         layout = self._cut(name, shape, dim, heads, parts)
         self._add(f"{name}.weight", Weight(layout, "normal", self.std, inputs=1 - dim))
+        entrance = self.prefix + (name.rpartition(".")[0] or name)
+        self._layer(name, "column", layout, transposed=transposed, entrance=entrance)
         if bias:
             layout = self._cut(name, (size,), 0, heads, parts)
             self._add(f"{name}.bias", Weight(layout, "zeros"))
@@ -120,24 +145,33 @@ class Weights:
         scale: float = 1.0,
     ) -> None:
         """A layer cut by its inputs; its bias is whole. scale: of its initial draws."""
-        heads, dim = heads or HeadSplit(inputs), int(not transposed)
+        dim = int(not transposed)
         shape = (inputs, size) if transposed else (size, inputs)
         layout = self._cut(name, shape, dim, heads)
         self._add(f"{name}.weight", Weight(layout, "normal", self.std * scale, inputs=dim))
+        self._layer(name, "row", layout, transposed=transposed)
         if bias:
             self.whole(f"{name}.bias", size, kind="zeros")
+
+    def attention(
+        self, name: str, n: "Sizes", *, by_head: tuple[str, ...] = (), **counts: Count
+    ) -> None:
+        """A module that works on this rank's heads. counts: see `AttentionCut`."""
+        queries, keys = HeadSplit(n.heads), HeadSplit(n.kv_heads, shared=True)
+        cut = AttentionCut(queries, keys, n.head_dim, counts, by_head)
+        self.split.attention[self.prefix + name] = cut
 
     def _cut(
         self,
         name: str,
         shape: tuple[int, ...],
         dim: int,
-        heads: HeadSplit,
+        heads: HeadSplit | None = None,
         parts: Sequence[int] = (),
     ) -> Layout:
         split = tuple((self.axis,) if at == dim else () for at in range(len(shape)))
         fused = tuple(tuple(parts) if at == dim else () for at in range(len(shape)))
-        return Layout(name, shape, split, parts=fused, heads=heads)
+        return Layout(name, shape, split, parts=fused, heads=heads, split_rule="even")
 
 
 Part = Callable[[Weights, Settings, Sizes], None]

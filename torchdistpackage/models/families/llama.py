@@ -1,7 +1,8 @@
 """Llama and the families with its names: q, k, v apart, grouped queries, a gated MLP. No torch."""
 
 from torchdistpackage.layout.layout import HeadSplit
-from torchdistpackage.models.family_layout import Family, Part, Settings, Sizes, Weights
+from torchdistpackage.layout.table import Count
+from torchdistpackage.models.families.table import Family, Part, Settings, Sizes, Weights
 
 _LLAMA = {
     "vocab_size": 32000,
@@ -43,8 +44,17 @@ def _llama_block(w: Weights, s: Settings, n: Sizes) -> None:
     w.norm("post_attention_layernorm", n.dim)
 
 
+_COUNTS: dict[str, Count] = {
+    "num_heads": "heads",
+    "num_key_value_heads": "keys",
+    "num_key_value_groups": "groups",
+    "hidden_size": "width",
+}
+
+
 def _attention(w: Weights, n: Sizes, bias: bool, out_bias: bool) -> None:
     query, key = HeadSplit(n.heads), HeadSplit(n.kv_heads, shared=True)
+    w.attention("self_attn", n, **_COUNTS)
     w.column("self_attn.q_proj", n.heads * n.head_dim, n.dim, query, bias=bias)
     for name in ("k_proj", "v_proj"):
         w.column(f"self_attn.{name}", n.kv_heads * n.head_dim, n.dim, key, bias=bias)

@@ -1,7 +1,7 @@
 """OPT: q, k, v apart, learned positions, layers of the MLP in the block itself. No torch."""
 
 from torchdistpackage.layout.layout import HeadSplit
-from torchdistpackage.models.family_layout import Family, Settings, Sizes, Weights
+from torchdistpackage.models.families.table import Family, Settings, Sizes, Weights
 
 _OPT = {
     "vocab_size": 50272,
@@ -50,6 +50,7 @@ def _block(w: Weights, s: Settings, n: Sizes) -> None:
     heads, bias = HeadSplit(n.heads), s["enable_bias"]
     for name in ("k_proj", "v_proj", "q_proj"):
         w.column(f"self_attn.{name}", n.dim, n.dim, heads, bias=bias)
+    w.attention("self_attn", n, num_heads="heads", embed_dim="width")
     w.row("self_attn.out_proj", n.dim, n.dim, heads, bias=bias)
     w.column("fc1", n.hidden, n.dim, bias=bias)
     w.row("fc2", n.dim, n.hidden, bias=bias)

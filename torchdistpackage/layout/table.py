@@ -1,0 +1,89 @@
+"""Which layers of a model are split over tensor ranks, and how, as data. No torch.
+
+A table speaks of layers by their paths in the whole model. Layouts of parameters follow from the
+same statements (models/families/table.py); `parallel/tensor/parallelize.py` builds the layers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from torchdistpackage.layout.layout import HeadSplit, Layout
+
+LayerKind = Literal["column", "row", "vocab", "feature", "adapter"]
+Count = Literal["heads", "keys", "groups", "width"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCut:
+    """How one layer is split.
+
+    kind: "column" and "row" are products split by outputs and by inputs; "vocab" and "feature" are
+        embeddings split by rows and by columns; "adapter" is a product with a low-rank factor,
+        whose result no rank needs whole.
+    weight: the layout of its matrix; a column layer's bias is split alike, a row layer's is whole.
+    transposed: the matrix is stored as (inputs, outputs), as that of transformers' Conv1D.
+    entrance: path of the module whose input the column layers in it multiply, often an attention
+        or an MLP; the layer itself where there is no such module.
+    sequence_parallel: around the split layers each rank has its part of the sequence.
+    """
+
+    kind: LayerKind
+    weight: Layout
+    transposed: bool = False
+    entrance: str = ""
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCut:
+    """How a module that works on heads is split: each rank has heads of its own.
+
+    queries, keys: how these heads are dealt to the ranks.
+    counts: for each attribute of the module what it holds: the number of query heads, of key-value
+        heads, of query heads to a key-value head, or the width of all query heads.
+    by_head: arguments that hold something for each query head, such as ALiBi's distances.
+    """
+
+    queries: HeadSplit
+    keys: HeadSplit
+    head_dim: int
+    counts: Mapping[str, Count] = field(default_factory=dict[str, Count])
+    by_head: tuple[str, ...] = ()
+
+    def on_rank(self, num_ranks: int, index: int) -> dict[str, int]:
+        """Attribute -> its value on the rank at `index` of `num_ranks`."""
+        heads = self.queries.head_range(num_ranks, index)[1]
+        keys = self.keys.head_range(num_ranks, index)[1]
+        values: dict[Count, int] = {
+            "heads": heads,
+            "keys": keys,
+            "groups": heads // keys,
+            "width": heads * self.head_dim,
+        }
+        return {name: values[count] for name, count in self.counts.items()}
+
+
+@dataclass
+class SplitTable:
+    """What a model splits over tensor ranks, by path.
+
+    partial: by name the layouts of parameters that are whole, and of whose gradients each rank has
+        a part.
+    """
+
+    layers: dict[str, LayerCut] = field(default_factory=dict[str, LayerCut])
+    attention: dict[str, AttentionCut] = field(default_factory=dict[str, AttentionCut])
+    partial: dict[str, Layout] = field(default_factory=dict[str, Layout])
+
+    def __or__(self, other: "SplitTable") -> "SplitTable":
+        return SplitTable(
+            self.layers | other.layers,
+            self.attention | other.attention,
+            self.partial | other.partial,
+        )
+
+    def also_called(self, path: str, other: str) -> None:
+        """Let the layer at `path` be found at `other` too, where some releases have it."""
+        if (cut := self.layers.get(path)) is not None:
+            self.layers[other] = replace(cut, entrance=other if cut.entrance == path else "")

@@ -1,0 +1,44 @@
+"""What families share whose q, k and v are one product. No torch."""
+
+from torchdistpackage.layout.layout import HeadSplit
+from torchdistpackage.models.families.table import Part, Settings, Sizes, Weights
+
+SHORT = {"layers": "n_layer", "heads": "n_head"}
+
+
+def sizes_of(
+    s: Settings,
+    hidden: int,
+    *,
+    dim: str = "hidden_size",
+    layers: str = "num_hidden_layers",
+    heads: str = "num_attention_heads",
+) -> Sizes:
+    """Of a family that calls its sizes so. hidden: width of the MLP."""
+    return Sizes(
+        vocab=s["vocab_size"],
+        dim=s[dim],
+        layers=s[layers],
+        heads=s[heads],
+        kv_heads=s[heads],
+        head_dim=s[dim] // s[heads],
+        hidden=hidden,
+        tied=s["tie_word_embeddings"],
+        std=s["initializer_range"],
+    )
+
+
+def query_key_value(w: Weights, n: Sizes, name: str, bias: bool) -> None:
+    """q, k and v of a head after one another."""
+    heads = HeadSplit(n.heads)
+    w.column(f"{name}.query_key_value", 3 * n.dim, n.dim, heads, bias=bias)
+    w.row(f"{name}.dense", n.dim, n.dim, heads, bias=bias)
+
+
+def wide_mlp(w: Weights, n: Sizes, bias: bool) -> None:
+    w.column("mlp.dense_h_to_4h", n.hidden, n.dim, bias=bias)
+    w.row("mlp.dense_4h_to_h", n.dim, n.hidden, bias=bias)
+
+
+def last_norm(name: str) -> Part:
+    return lambda w, s, n: w.norm(name, n.dim, bias=True)

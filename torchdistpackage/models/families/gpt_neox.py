@@ -1,0 +1,40 @@
+"""GPT-NeoX: q, k, v of a head after one another, and a head of its own. No torch."""
+
+from torchdistpackage.models.families.fused import last_norm, query_key_value, sizes_of, wide_mlp
+from torchdistpackage.models.families.table import Family, Settings, Sizes, Weights
+
+_NEOX = {
+    "vocab_size": 50432,
+    "hidden_size": 6144,
+    "intermediate_size": 24576,
+    "num_hidden_layers": 44,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 2048,
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+}
+
+
+def _neox_sizes(s: Settings) -> Sizes:
+    return sizes_of(s, s["intermediate_size"])
+
+
+def _neox_block(w: Weights, s: Settings, n: Sizes) -> None:
+    w.attention("attention", n, num_attention_heads="heads", hidden_size="width")
+    query_key_value(w, n, "attention", s["attention_bias"])
+    wide_mlp(w, n, True)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        w.norm(name, n.dim, bias=True)
+
+
+GPT_NEOX = Family(
+    _NEOX,
+    _neox_sizes,
+    "gpt_neox.layers",
+    lambda w, s, n: w.table("gpt_neox.embed_in", n.vocab, n.dim),
+    _neox_block,
+    last_norm("gpt_neox.final_layer_norm"),
+    "gpt_neox.embed_in",
+    saved_names={"embed_out.weight": "lm_head.weight"},
+)

@@ -1,0 +1,65 @@
+"""Embeddings of foreign models, split: what they add to a look-up of `nn.Embedding` stays.
+
+transformers' embeddings derive from `nn.Embedding`: OPT's positions begin at 2, Gemma's rows are
+scaled. So the split look-up stands between such a class and `nn.Embedding`, in a class of both.
+"""
+
+from functools import cache
+
+from torch import Tensor, nn
+
+from torchdistpackage.comm import collectives
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.layout.partition import even_sizes
+from torchdistpackage.parallel.tensor.embedding import feature_embedding, vocab_embedding
+
+
+class _SplitLookup(nn.Embedding):
+    """An embedding of which this rank has a part; its result is whole, and equal on all ranks.
+
+    size: rows, or columns, of the whole table.
+    """
+
+    tdp_group: Group
+    tdp_size: int
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return even_sizes(self.tdp_size, self.tdp_group.size())
+
+
+class RowLookup(_SplitLookup):
+    """Of the rows."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        how = {"vocab": self.tdp_size, "sizes": self._sizes, "padding_idx": self.padding_idx}
+        found = vocab_embedding(ids, self.weight, self.tdp_group, **how)
+        return collectives.reduce(found, self.tdp_group)
+
+
+class ColumnLookup(_SplitLookup):
+    """Of the columns."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        columns = feature_embedding(ids, self.weight, self.tdp_group, padding_idx=self.padding_idx)
+        return collectives.gather(columns, -1, self.tdp_group, self._sizes)
+
+
+@cache
+def _kind_of(base: type[nn.Embedding], split: type[_SplitLookup]) -> type[_SplitLookup]:
+    if base is nn.Embedding:
+        return split
+    return type(base.__name__, (base, split), {"__module__": base.__module__})
+
+
+def split_lookup(embedding: nn.Embedding, by_rows: bool, size: int, group: Group) -> nn.Embedding:
+    """A copy of `embedding` that looks up in a part of the table; its weight is still the whole.
+
+    size: rows of the table, or, where it is split by columns, columns.
+    """
+    kind = _kind_of(type(embedding), RowLookup if by_rows else ColumnLookup)
+    made = kind.__new__(kind)
+    made.__dict__.update(embedding.__dict__)
+    made._parameters = dict(embedding._parameters)
+    made.tdp_group, made.tdp_size = group, size
+    return made

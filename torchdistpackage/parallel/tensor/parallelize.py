@@ -1,0 +1,267 @@
+"""Layers of this package in place of those of a model that knows nothing of tensor parallelism.
+
+`parallelize` follows a table (layout/table.py). Column layers that read one input, as q, k and v
+do, share its *entrance*: a hook of the module around them brings the input together and, backward,
+sums its gradient, once for all of them. A column layer that reads its input alone does both itself.
+Row layers leave the split by a sum.
+
+Where the table is for sequence parallelism an entrance gathers the sequence and a row layer
+scatters it, so that an attention sees all positions; what stands between, norms and the residual
+stream, has this rank's part of the sequence, (B, S/n, D).
+"""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchdistpackage.comm import collectives
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.layout.derive import local_shape
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.mark import Layouts, mark_parameter
+from torchdistpackage.layout.table import AttentionCut, LayerCut, SplitTable
+from torchdistpackage.parallel.tensor.full import copy_part
+from torchdistpackage.parallel.tensor.linear import ColumnLinear, RowLinear
+from torchdistpackage.parallel.tensor.lookup import split_lookup
+from torchdistpackage.topology.mesh import Mesh
+
+_ADAPTED = ".base_layer"
+"""Where peft's layers have the one that they adapt."""
+_ADAPTER_NAME = ".default"
+"""Between the name of an adapter's factor and its weight."""
+
+
+def parallelize(
+    module: nn.Module,
+    table: SplitTable,
+    group: Group,
+    *,
+    axis: str = "tensor",
+    tp_comm_overlap: bool = False,
+) -> None:
+    """Split the layers of `module` that `table` names over the ranks of `group`, in place.
+
+    Layers of the table that are not in `module`, as those of another stage, are left out. Weights
+    are cut where there are some; on the meta device shards are made there. Parameters keep their
+    names and ties; a layer that peft adapts is split with its adapters.
+    tp_comm_overlap: as of `ColumnLinear`.
+
+    Gradients that the table calls partial are summed by a reducer (NaiveDDP, ZeroOptimizer), which
+    knows them by the marks of the parameters.
+    """
+    if group.size() == 1:
+        return
+    split = _LayerSwap(module, table, group, axis, tp_comm_overlap)
+    split.replace_layers()
+    for path, cut in table.attention.items():
+        if (attention := split.modules.get(path)) is not None:
+            _count_heads(attention, cut, group)
+    names = dict(module.named_parameters())
+    for name, layout in table.partial.items():
+        if (parameter := names.get(name)) is not None:
+            mark_parameter(parameter, layout, group, name.count("."))
+
+
+class _LayerSwap:
+    """A module whose layers are being replaced."""
+
+    def __init__(
+        self, module: nn.Module, table: SplitTable, group: Group, axis: str, overlap: bool
+    ):
+        names = module.named_modules(remove_duplicate=False)
+        self.modules = {name.replace(_ADAPTER_NAME, ""): part for name, part in names}
+        self._module = module
+        self.table, self.group, self.axis, self.overlap = table, group, axis, overlap
+        self.mesh = Mesh(((axis, group.size()),))
+        # by the parameter that each is a shard of, so that what is tied stays so
+        self._shards: dict[nn.Parameter, nn.Parameter] = {}
+
+    def replace_layers(self) -> None:
+        here = {
+            path: cut for path, cut in self.table.layers.items() if self._layer(path) is not None
+        }
+        entrances = self._entrances(here)
+        replaced: dict[nn.Module, nn.Module] = {}
+        for path, cut in here.items():
+            layer: Any = self._layer(path)
+            whole = dict(layer._parameters)
+            made, layouts = self._made(path, cut, layer, is_local=cut.entrance in entrances)
+            for name, layout in layouts.items():
+                made.register_parameter(name, self._shard(whole[name], layout))
+            replaced[layer] = made
+        for parent in list(self._module.modules()):
+            for name, child in parent._modules.items():
+                if child in replaced:
+                    parent._modules[name] = replaced[child]
+        for path, is_sequence in entrances.items():
+            entrance = _Entrance(self.group, is_sequence)
+            self.modules[path].register_forward_pre_hook(entrance, with_kwargs=True)
+
+    def _layer(self, path: str) -> nn.Module | None:
+        """The layer at `path`, inside its adapter if it has one; None: it is not in this module."""
+        layer = self.modules.get(path + _ADAPTED) or self.modules.get(path)
+        return None if layer is None or layer._parameters.get("weight") is None else layer
+
+    def _is_adapted(self, path: str) -> bool:
+        return path + _ADAPTED in self.modules
+
+    def _entrances(self, here: Mapping[str, LayerCut]) -> dict[str, bool]:
+        """Modules that bring together the input of their column layers; whether of a sequence.
+
+        A layer does it by itself where it is the only one, no adapter reads the same, and the
+        module around it does not ask for the length of the sequence, as an attention does.
+        """
+        columns: dict[str, list[str]] = defaultdict(list)
+        for path, cut in here.items():
+            if cut.kind == "column":
+                columns[cut.entrance].append(path)
+        found: dict[str, bool] = {}
+        for entrance, paths in columns.items():
+            is_sequence = here[paths[0]].sequence_parallel
+            has_length = is_sequence and entrance in self.table.attention
+            if len(paths) > 1 or has_length or self._is_adapted(paths[0]):
+                found[entrance] = is_sequence
+        return found
+
+    def _made(
+        self, path: str, cut: LayerCut, layer: Any, is_local: bool
+    ) -> tuple[nn.Module, Layouts]:
+        """What comes in place of `layer`, with layouts of its parameters."""
+        weight = {"weight": cut.weight}
+        if cut.kind in ("vocab", "feature"):
+            by_rows = cut.kind == "vocab"
+            size = cut.weight.shape[0 if by_rows else 1]
+            return split_lookup(layer, by_rows, size, self.group), weight
+        if cut.kind == "adapter":
+            outputs, inputs = local_shape(cut.weight, self.mesh, self.group.rank())
+            return nn.Linear(inputs, outputs, bias=False, device="meta"), weight
+        is_adapted, outputs, inputs = self._is_adapted(path), *cut.weight.shape
+        if cut.transposed:
+            outputs, inputs = inputs, outputs
+        how: dict[str, Any] = {
+            "bias": layer.bias is not None,
+            "heads": cut.weight.heads,
+            "split_rule": cut.weight.split_rule,
+            "transposed": cut.transposed,
+            "sequence_parallel": cut.sequence_parallel,
+            "tp_comm_overlap": self.overlap,
+            "batch_first": True,
+            "group": self.group,
+            "axis": self.axis,
+            "device": "meta",
+        }
+        if cut.kind == "column":
+            parts = next(filter(None, cut.weight.parts), ())
+            column = ColumnLinear(inputs, outputs, parts=parts, local=is_local, **how)
+            return column, column.layouts()
+        row = RowLinear(inputs, outputs, local=is_adapted, **how)
+        if is_adapted:  # so that what the layer and its adapter make is summed as one
+            self.modules[path].register_forward_hook(_Exit(self.group, row))
+        return row, row.layouts()
+
+    def _shard(self, whole: nn.Parameter, layout: Layout) -> nn.Parameter:
+        if whole not in self._shards:
+            shape = local_shape(layout, self.mesh, self.group.rank())
+            part = torch.empty(shape, dtype=whole.dtype, device=whole.device)
+            if not whole.is_meta:
+                copy_part(part, whole, layout, self.mesh, self.group.rank())
+            self._shards[whole] = nn.Parameter(part, whole.requires_grad)
+        return self._shards[whole]
+
+
+# -- hooks ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Entrance:
+    """The input of a module, its first argument, for column layers whose products are local."""
+
+    group: Group
+    sequence_parallel: bool
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (self._entered(args[0]), *args[1:]), kwargs
+        name = _argument_names(module)[0]
+        return args, {**kwargs, name: self._entered(kwargs[name])}
+
+    def _entered(self, x: Tensor) -> Tensor:
+        if not self.sequence_parallel:
+            return collectives.copy(x, self.group)
+        return collectives.all_gather(x, _sequence_dim(x), self.group).contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class _Exit:
+    """The sum of what the ranks' parts of an adapted row layer make, and the layer's bias."""
+
+    group: Group
+    layer: RowLinear
+
+    def __call__(self, module: nn.Module, args: object, partial: Tensor) -> Tensor:
+        if self.layer.sequence_parallel:
+            y = collectives.reduce_scatter(partial, _sequence_dim(partial), self.group)
+        else:
+            y = collectives.reduce(partial, self.group)
+        return y if self.layer.bias is None else y + self.layer.bias
+
+
+def _argument_names(module: nn.Module) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)
+
+
+def _sequence_dim(x: Tensor) -> int:
+    """Of (B, S, D); of rows (N, D) all ranks have as many, and get back their own."""
+    return x.dim() - 2
+
+
+def _count_heads(attention: nn.Module, cut: AttentionCut, group: Group) -> None:
+    """Let a module work on this rank's heads; attributes that this release lacks are left out."""
+    for name, value in cut.on_rank(group.size(), group.rank()).items():
+        if hasattr(attention, name):
+            setattr(attention, name, value)
+    if cut.by_head:
+        names = _argument_names(attention)
+        places = {name: names.index(name) for name in cut.by_head if name in names}
+        first, num = cut.queries.head_range(group.size(), group.rank())
+        hook = _HeadsHere(places, first, num, cut.queries.groups)
+        attention.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _HeadsHere:
+    """Of arguments that hold something for each of `total` heads what is for this rank's.
+
+    places: by name the position of each. first, num: this rank's heads.
+    """
+
+    places: Mapping[str, int]
+    first: int
+    num: int
+    total: int
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = list(args)
+        for name, place in self.places.items():
+            if name in kwargs:
+                kwargs = {**kwargs, name: self._mine(kwargs[name])}
+            elif place < len(given):
+                given[place] = self._mine(given[place])
+        return tuple(given), kwargs
+
+    def _mine(self, x: Any) -> Any:
+        """x (batch x heads, ...) or (batch, heads, ..., ...), of which one may stand for all."""
+        if not isinstance(x, Tensor):
+            return x
+        if x.dim() == 4:
+            return x if x.shape[1] == 1 else x.narrow(1, self.first, self.num)
+        return x.unflatten(0, (-1, self.total)).narrow(1, self.first, self.num).flatten(0, 1)
