@@ -153,3 +153,28 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"it has a header that is not true: {error!r}") from error
     return held
+
+
+_BLOCK_BYTES = 1 << 20
+
+
+def same_bits(one: tuple[Path, StoredTensor], other: tuple[Path, StoredTensor]) -> bool:
+    """Whether two tensors have one type, one shape and equal bits; each with its safetensors file.
+
+    They are read block by block, as far as they are equal.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    (path, stored), (other_path, other_stored) = one, other
+    if (stored.dtype, stored.shape) != (other_stored.dtype, other_stored.shape):
+        return False
+    with path.open("rb") as file, other_path.open("rb") as other_file:
+        for opened, tensor in ((file, stored), (other_file, other_stored)):
+            length = int.from_bytes(opened.read(8), "little")
+            opened.seek(8 + length + tensor.span[0])
+        for start in range(0, stored.num_bytes, _BLOCK_BYTES):
+            size = min(_BLOCK_BYTES, stored.num_bytes - start)
+            if file.read(size) != other_file.read(size):
+                return False
+    return True

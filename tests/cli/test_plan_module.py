@@ -6,8 +6,9 @@ import json
 
 import pytest
 import torch
+import transformers
 
-from tests.parallel.auto.models import language_model
+from tests.parallel.auto.models import SMALL, language_model, randomised
 from torchdistpackage.cli.main import main
 from torchdistpackage.parallel.auto import count_traffic, tensor_parallel
 
@@ -22,19 +23,42 @@ def folder(tmp_path_factory):
     return made
 
 
+def mixtral() -> transformers.PreTrainedModel:
+    sizes = {"num_local_experts": 4, "experts_implementation": "eager"}
+    config = transformers.MixtralConfig(**SMALL, **sizes, architectures=["MixtralForCausalLM"])
+    return randomised(transformers.MixtralForCausalLM(config))
+
+
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("bfloat16", marks=pytest.mark.full)])
+def test_the_forward_of_experts_is_counted_in_every_type(tmp_path, capsys, dtype):
+    model = mixtral().to(getattr(torch, dtype))
+    model.config.dtype = dtype
+    model.config.save_pretrained(tmp_path)
+    assert main(["plan", str(tmp_path), "--tensor", "2", "--seq-len", "5"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"MixtralForCausalLM over 2 shards, torch.{dtype}; a forward of 1 x 5 t")
+    expect_sent(text, tensor_parallel(model, ["cpu"] * 2))
+
+
+def expect_sent(text, split) -> None:
+    """The plan's sums are those of a forward of 5 tokens."""
+    with torch.no_grad(), count_traffic() as counted:
+        split(torch.zeros(1, 5, dtype=torch.int64))
+    assert counted.calls
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    for kind, calls in counted.calls.items():
+        assert f"all {kind} {calls} {counted.num_bytes[kind]:,}" in lines
+
+
 def test_what_it_shows_is_held_and_sent(folder, capsys):
     assert main(["plan", str(folder), "--tensor", "2", "--seq-len", "5"]) == 0
     text = capsys.readouterr().out
     split = tensor_parallel(language_model("llama"), ["cpu"] * 2)
-    ids = torch.zeros(1, 5, dtype=torch.int64)
-    with torch.no_grad(), count_traffic() as counted:
-        split(ids)
+    expect_sent(text, split)
     held = [sum(p.nbytes for p in s.parameters()) for s in split.wrapped_model.module_shards]
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert f"all {min(held):,} to {max(held):,}" in lines  # of 61 tokens one has one more
     assert "2 x model.layers.*.self_attn.q_proj.weight" in text
-    for kind, calls in counted.calls.items():
-        assert f"all {kind} {calls} {counted.num_bytes[kind]:,}" in lines
     assert main(["plan", str(folder / "config.json"), "--tensor", "2", "--all"]) == 0
     assert "model.layers.1.self_attn.q_proj.weight" in capsys.readouterr().out
 

@@ -34,6 +34,17 @@ def problems(text: str, *overrides: str) -> list[str]:
             "r.yaml:4: parallel.tensr: unknown key; did you mean parallel.tensor?",
         ),
         ("launch:\n  local: {prcs: 2}", "r.yaml:2: launch.local.prcs: unknown key; did you mean"),
+        (
+            "train:\n  epochs: 3",
+            "r.yaml:2: train.epochs: unknown key; set train.steps, of data.global_batch samples",
+        ),
+        ("num_epochs: 3", "r.yaml:1: num_epochs: unknown key; set train.steps, of data.global_b"),
+        ("train: {ordr: 3}", "r.yaml:1: train.ordr: unknown key; did you mean parallel.order?"),
+        ("train: {prcss: 3}", "r.yaml:1: train.prcss: unknown key; valid here: steps, accumulate,"),
+        (
+            "train: {batch_size: 3}",
+            "r.yaml:1: train.batch_size: unknown key; did you mean data.global_batch?",
+        ),
         ("\noptimizer: {lr: 1}", "r.yaml:2: optimizer: unknown key; did you mean optim?"),
         ("log: {qqqq: 1}", "r.yaml:1: log.qqqq: unknown key; valid here: every, verbose, plot"),
         ("tensr: 2", "r.yaml:1: tensr: unknown key; did you mean parallel.tensor?"),

@@ -274,3 +274,13 @@ def test_resolve_gives_all_numbers_when_the_world_does_not_fit(
     with pytest.raises(ConfigError) as caught:
         loads("", overrides=overrides).resolve(world_size)
     assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup"), [(1, 0), (5, 0), (50, 5), (199, 19), (200, 20), (9000, 20)]
+)
+def test_the_default_warmup_fits_a_run_of_any_length(steps: int, warmup: int) -> None:
+    config = loads(f"train: {{steps: {steps}}}")
+    assert config.optim.warmup(steps) == warmup
+    assert loads(config.to_yaml(), overrides=["train.steps=3"]).optim.warmup(3) == 0
+    assert loads("optim: {warmup_steps: 1}").optim.warmup(steps) == 1

@@ -56,6 +56,9 @@ def test_names_of_older_versions_and_of_models_without_a_head_are_known(tmp_path
     head = {"lm_head.weight": np.zeros((11, 8), np.float32)}
     found = open_folder(write(tmp_path, held | mask | head), GPT2)
     assert found.places["transformer.wte.weight"] == ("model.safetensors", "wte.weight")
+    head["lm_head.weight"] += 1
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight in model\.safetensors differs"):
+        open_folder(write(tmp_path, held | mask | head), GPT2)
 
 
 def test_all_that_differs_is_listed_at_once(tmp_path):

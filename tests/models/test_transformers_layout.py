@@ -13,8 +13,20 @@ from torchdistpackage.config.check import absent_files, wrong_files
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.models.transformers_layout import layouts, open_folder, shape_of_section
-from torchdistpackage.train.plan import make_plan, num_parameters, num_trained, stage_loads
+from torchdistpackage.models.transformers_layout import (
+    global_name,
+    layouts,
+    open_folder,
+    shape_of_section,
+    sources,
+)
+from torchdistpackage.train.plan import (
+    make_plan,
+    num_parameters,
+    num_trained,
+    stage_loads,
+    too_long,
+)
 
 LLAMA = {
     "model_type": "llama",
@@ -183,6 +195,9 @@ def test_masks_that_older_folders_hold_are_not_read(tmp_path):
     masks = {f"{path}.bias": np.ones((1, 1, 8, 8), bool), f"{path}.masked_bias": np.zeros(1)}
     save_file(held | masks, tmp_path / "model.safetensors")
     assert open_folder(tmp_path, shape).places.keys() == layouts(shape).keys()
+    # as transformers saves it, and called in its modules before that was renamed
+    assert {s.key for parts in sources(shape).values() for s in parts} == held.keys()
+    assert global_name(shape, "embed_out.weight") == "lm_head.weight"
 
 
 def test_a_folder_without_weights_is_refused_but_its_config_is_taken(tmp_path):
@@ -207,6 +222,36 @@ def test_tensors_that_are_missing_or_others_are_all_said(tmp_path):
     assert "model.norm.bias is not expected" in text
 
 
+@pytest.mark.parametrize("block_bytes", [1 << 20, 100])
+def test_a_tied_head_that_is_not_the_embedding_is_not_dropped(tmp_path, monkeypatch, block_bytes):
+    """transformers keeps both then, and trains another model than the tied one."""
+    monkeypatch.setattr("torchdistpackage.bounded._BLOCK_BYTES", block_bytes)
+    settings = {**LLAMA, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    shape, hf = shape_of_section({"hf": str(tmp_path)}, 8, False), f"model.hf={tmp_path}"
+    held = {name: np.ones(x.shape, np.float32) for name, x in layouts(shape).items()}
+    table, index = held["model.embed_tokens.weight"], tmp_path / "model.safetensors.index.json"
+    files = {**dict.fromkeys(held, "model.safetensors"), "lm_head.weight": "head.safetensors"}
+    save_file(held, tmp_path / "model.safetensors")
+    index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+    save_file({"lm_head.weight": table}, tmp_path / "head.safetensors")
+    assert open_folder(tmp_path, shape).places.keys() == layouts(shape).keys()
+    other = table.copy()
+    other[-1, -1] = 2
+    for head in (other, table.astype(np.float64)):
+        save_file({"lm_head.weight": head}, tmp_path / "head.safetensors")
+        text = refusal(hf)
+        assert (
+            "config.json ties the output matrix to the embedding, but lm_head.weight in "
+            "head.safetensors differs from model.embed_tokens.weight; set tie_word_embeddings to "
+            "false in config.json to train both"
+        ) in text
+        (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "tie_word_embeddings": False}))
+        assert make_plan(loads("{}", overrides=[hf]), 1).layouts["lm_head.weight"]
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+
+
 def test_a_shard_that_is_missing_is_refused(tmp_path):
     held = folder_of(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
@@ -229,6 +274,77 @@ def test_a_plan_says_what_goes_with_what(tmp_path, capsys):
     shape = shape_of_section({"hf": named(tmp_path)}, 8, False)
     count = sum(np.prod(x.shape) for x in layouts(shape).values())
     assert f"{count:,} parameters" in shown
+
+
+MADE_FOR = {
+    "llama, by default": ({}, 2048),
+    "mistral, by default": ({"model_type": "mistral"}, 131072),
+    "plain": ({"max_position_embeddings": 64}, 64),
+    "linear": (
+        {"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        256,
+    ),
+    "llama3": (
+        {
+            "max_position_embeddings": 131072,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+        131072,
+    ),
+    "yarn, counted before": (
+        {
+            "max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        256,
+    ),
+    "no numbers": (
+        {"max_position_embeddings": 64, "rope_scaling": {"factor": "4", "type": "linear"}},
+        64,
+    ),
+    "alibi": ({"model_type": "falcon", "num_attention_heads": 4, "alibi": True}, 1 << 20),
+    "bloom": ({"model_type": "bloom", "num_attention_heads": 4}, 1 << 20),
+}
+
+
+@pytest.mark.parametrize("case", MADE_FOR)
+def test_sequences_longer_than_positions_are_made_for_are_told_of(tmp_path, case):
+    changes, longest = MADE_FOR[case]
+    hf = f"model.hf={named(tmp_path, **changes)}"
+    plans = [
+        make_plan(loads("{}", overrides=[hf, f"data.seq_len={length}"]), 1)
+        for length in (longest, longest + 1)
+    ]
+    fits, beyond = map(too_long, plans)
+    assert fits is None
+    if longest == 1 << 20:  # distances of any length
+        assert beyond is None
+    else:
+        assert beyond is not None
+        assert beyond.startswith(f"data.seq_len={longest + 1}, but the positions of {tmp_path}/")
+        assert f"are made for {longest} tokens" in beyond
+        assert f"set seq_len to {longest} or less" in beyond
+
+
+def test_a_plan_warns_of_sequences_that_are_too_long(tmp_path, capsys):
+    run = tmp_path / "run.yaml"
+    run.write_text(f"model: {{hf: {named(tmp_path, max_position_embeddings=64)}}}\n")
+    assert main(["plan", str(run), "data.seq_len=65"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "warning: data.seq_len=65, but the positions of" in said
+    assert main(["plan", str(run), "data.seq_len=64"]) == 0
+    assert "warning" not in capsys.readouterr().out
 
 
 # -- adapters --------------------------------------------------------------------------------
@@ -306,3 +422,15 @@ def test_packages_that_are_missing_are_said_before_the_run(tmp_path, monkeypatch
     (problem,) = absent_files(config)
     assert problem.path == "model.lora.target"
     assert problem.text.startswith("needs peft, which is not installed; install the extra hf: pip")
+
+
+@pytest.mark.parametrize("command", [["eval", "--data"], ["generate", "--prompt"]], ids=str)
+def test_packages_that_are_too_old_are_said_before_ranks_load_a_folder(
+    tmp_path, monkeypatch, capsys, command
+):
+    folder_of(tmp_path)
+    named(tmp_path, model_type="mistral")  # of the same names; a Llama is our own GPT
+    monkeypatch.setattr("torchdistpackage.config.packages.version", lambda _: "4.55.0")
+    assert main([command[0], str(tmp_path), command[1], str(tmp_path / "config.json")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "model.hf: needs transformers 4.56 or newer, but transformers 4.55.0 is" in said

@@ -13,6 +13,7 @@ from tests.models.transformers_model_ranks import (
 )
 from tests.train.test_transformers import MODELS, SMALL
 from tests.train.transformers_ranks import save_model
+from torchdistpackage.config.packages import OLDEST
 from torchdistpackage.models.families_layout import FAMILIES
 from torchdistpackage.models.transformers_layout import TransformersShape, weights
 
@@ -59,9 +60,11 @@ def test_initial_weights_are_distributed_as_those_of_transformers(ranks):
 
 
 def test_what_transformers_or_the_model_cannot_do_is_an_error_with_a_name(ranks):
-    ((settings, of_data),) = ranks(1).run(what_is_refused, MODELS["llama"], MODELS["bloom"])
+    ((settings, of_data, old),) = ranks(1).run(what_is_refused, MODELS["llama"], MODELS["bloom"])
     assert "transformers refuses the config.json of model.hf: KeyError('none')" in settings
     assert "bloom counts distances (ALiBi) across a sample" in of_data
+    for package, oldest in OLDEST.items():
+        assert f"needs {package} {oldest} or newer, but {package} 0.13 is installed" in old
 
 
 @pytest.mark.own_transport("memory, and no calls")

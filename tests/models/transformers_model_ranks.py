@@ -3,16 +3,19 @@
 import gc
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.hugging_face import read_config
-from torchdistpackage.errors import ConfigError, DataError
+from torchdistpackage.errors import ConfigError, DataError, NotAvailableError
 from torchdistpackage.models import transformers_layout
 from torchdistpackage.models.families_layout import FAMILIES
+from torchdistpackage.models.lora_layout import Lora
 from torchdistpackage.models.transformers_layout import TransformersShape, shape_of_section
 from torchdistpackage.models.transformers_model import load_weights, on_meta, stage
 
@@ -96,8 +99,8 @@ def _status(name: str) -> int:
     return int(found) * 1024
 
 
-def what_is_refused(settings: Mapping[str, Any], alibi: Mapping[str, Any]) -> tuple[str, str]:
-    """By transformers, and of data whose documents this model cannot keep apart."""
+def what_is_refused(settings: Mapping[str, Any], alibi: Mapping[str, Any]) -> list[str]:
+    """By transformers, of data whose documents this model cannot keep apart, of old packages."""
     said = []
     try:
         stage(TransformersShape(settings["model_type"], {**settings, "hidden_act": "none"}, 8))
@@ -109,5 +112,9 @@ def what_is_refused(settings: Mapping[str, Any], alibi: Mapping[str, Any]) -> tu
         made(ids, position_ids=ids)
     except DataError as error:
         said.append(str(error))
-    found, of_data = said
-    return found, of_data
+    with patch("torchdistpackage.config.packages.version", lambda _: "0.13"):
+        try:
+            on_meta(replace(made.shape, lora=Lora(8, 8.0, 0.0, ("dense",))))
+        except NotAvailableError as error:
+            said.append(str(error))
+    return said

@@ -354,6 +354,28 @@ def test_tdp_data_tokenizes_ahead(tmp_path, capsys):
     assert "nothing to tokenize" in capsys.readouterr().err
 
 
+def test_tdp_data_tokenize_checks_the_sections_it_reads(tmp_path, capsys):
+    source = json_lines(tmp_path, sentences(12))
+    wrong_elsewhere = {
+        "model": {"hf": str(tmp_path / "not here"), "layrs": 2},
+        "optim": {"warmup_steps": 9},
+        "train": {"steps": 5, "memory_gb": "much"},
+        "launch": {"slurm": {"nodes": "many"}, "local": {"procs": 3}},
+        "parallel": {"data": 2},
+    }
+    section = {"name": "jsonl", "path": source.path, "tokenizer": source.tokenizer}
+    text = {"run": {"dir": str(tmp_path / "runs")}, "data": section, **wrong_elsewhere}
+    (config := tmp_path / "run.yaml").write_text(json.dumps(text))
+    assert main(["data", "tokenize", str(config)]) == 0
+    assert "tokens of 12 documents" in capsys.readouterr().out
+    assert main(["data", "tokenize", str(config), "data.seq_len=0", "data.dtype=uint8"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.startswith("tdp: 2 problems in") and "data.seq_len=0: wants" in said
+    assert "data.dtype=uint8 would not be read with data.name=jsonl" in said
+    assert main(["data", "tokenize", str(config), "dta.path=x"]) == 2
+    assert "dta: unknown key; did you mean data?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.each import each
 from tests.train import parity
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.flight_recorder import recorder
@@ -55,6 +56,17 @@ def test_unequal_token_counts_weigh_alike_however_the_batch_is_cut(ranks, num_ra
     mine = parity.whole(ranks(num_ranks).run(gradients, extra))
     for name, grad in truth.items():
         torch.testing.assert_close(mine[name], grad, rtol=0, atol=1e-9 * float(grad.abs().max()))
+
+
+def rates(extra: list[str]) -> list[float]:
+    run = parity.trainer([*(x for x in TINY if "warmup" not in x), *extra])
+    return [run.train_step(step).wait().lr for step in (1, 2, 3)]
+
+
+def test_the_default_warmup_is_a_tenth_of_a_short_run(ranks):
+    ((long, short),) = ranks(1).run(each, rates, [(["train.steps=30"],), (["train.steps=4"],)])
+    assert long == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3])
+    assert short[0] == 1e-3 > short[1]
 
 
 def train_with(extra: list[str], evaluate: bool) -> tuple[parity.Held, list[float]]:

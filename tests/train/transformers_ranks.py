@@ -120,9 +120,10 @@ def alone(
 
 
 def whole(tensors: Mapping[str, Tensor | None]) -> parity.Held:
-    return [
+    renamed = {name.replace("embed_out.", "lm_head."): x for name, x in tensors.items()}
+    return [  # the head of GPT-NeoX has either name, by release
         (name, tuple(x.shape), tuple(slice(0, k) for k in x.shape), x.detach().clone())
-        for name, x in tensors.items()
+        for name, x in renamed.items()
         if x is not None
     ]
 

@@ -15,6 +15,8 @@ import typer
 
 from torchdistpackage.checkpoint.commit import latest
 from torchdistpackage.cli._common import ListedIn, Overrides, refusal
+from torchdistpackage.config.check import old_packages
+from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.hugging_face import FILE as CONFIG
 from torchdistpackage.config.hugging_face import (
     model_keys,
@@ -165,6 +167,8 @@ class ModelSource:
             found = loads(text, str(self.path), [*overrides, *changes], world_size)
         if world_size is None:
             make_plan(found, local_procs(found), str(self.path))
+            if old := old_packages(found):
+                raise ConfigErrors(str(self.path), old)
         return found
 
 

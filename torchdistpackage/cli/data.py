@@ -22,9 +22,10 @@ def main() -> None:
 def tokenize(config: Config, overrides: Overrides = None) -> None:
     """Tokenize the texts of a run into a cache for all such runs.
 
-    A run does this itself at its start. This command needs no GPU and shows its progress.
+    A run does this itself at its start. This command needs no GPU and shows its progress. Of the
+    configuration it checks the sections run and data alone.
     """
-    run = load(config, list(overrides or []))
+    run = load(config, list(overrides or []), only=("run", "data"))
     if run.data.tokenizer is None:
         raise ConfigError(f"{config}: there is no data.tokenizer, so there is nothing to tokenize")
     columns = TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn()

@@ -25,6 +25,7 @@ from torchdistpackage.train.plan import (
     num_parameters,
     num_trained,
     stage_loads,
+    too_long,
 )
 
 SPLIT = "torchdistpackage.parallel.auto.plan_text:split_table"
@@ -118,11 +119,13 @@ def plan(
         raise ConfigErrors(config, wrong)
     limit = planned.world_size if show_all else LIMIT
     mesh = describe(planned.topology.dense.axes)
+    warning = too_long(planned)
     parts = [
         f"{run.run.name} on {planned.world_size} ranks\n{mesh}, outermost first",
         _coordinates(planned, limit),
         _groups(planned, limit),
         *_goes_with(planned),
+        *([wrap(f"warning: {warning}")] if warning else []),
         _stages(planned),
         _schedule(planned),
     ]

@@ -17,6 +17,7 @@ from torchdistpackage.config.hugging_face import (
     tokenizer_file,
     vocabulary_size,
 )
+from torchdistpackage.config.packages import too_old
 from torchdistpackage.config.rules import DEGREES
 from torchdistpackage.config.rules_model import MODEL_RULES
 from torchdistpackage.config.rules_pipeline import PIPELINE_RULES
@@ -143,22 +144,36 @@ def absent_files(config: RunConfig) -> list[Problem]:
         for key, path in named.items()
         if path is not None and not Path(path).exists()
     ]
-    needs = {
-        "transformers": ("model.hf", config.model.hf),
-        "peft": ("model.lora.target", config.model.lora.target),
-    }
     why = "needs {}, which is not installed; install the extra hf: "
     why += 'pip install "torchdistpackage[hf]"'
     return absent + [
         config.problem(key, why.format(package))
-        for package, (key, value) in needs.items()
-        if value is not None and find_spec(package) is None
+        for package, key in _needed_packages(config).items()
+        if find_spec(package) is None
     ]
 
 
+def old_packages(config: RunConfig) -> list[Problem]:
+    """Packages that the model section needs and that are there, but too old for it."""
+    found = {key: too_old(package) for package, key in _needed_packages(config).items()}
+    return [config.problem(key, text) for key, text in found.items() if text is not None]
+
+
+def _needed_packages(config: RunConfig) -> dict[str, str]:
+    """Package -> the key that needs it."""
+    model = config.model
+    needs = {
+        "transformers": ("model.hf", model.hf),
+        "peft": ("model.lora.target", model.lora.target),
+    }
+    return {package: key for package, (key, value) in needs.items() if value is not None}
+
+
 def wrong_files(config: RunConfig) -> list[Problem]:
-    """What the data section names and is there, but is of no use to this run."""
-    return [config.problem("data.tokenizer", text) for text in _of_tokenizer(config)]
+    """What the data and model sections name or need, and is there, but of no use to this run."""
+    return old_packages(config) + [
+        config.problem("data.tokenizer", text) for text in _of_tokenizer(config)
+    ]
 
 
 def _of_tokenizer(config: RunConfig) -> Iterator[str]:

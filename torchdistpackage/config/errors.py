@@ -69,6 +69,9 @@ class ConfigErrors(ConfigError):
         return type(self), (self.source, self.problems)
 
 
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The valid name that looks most like `name`, or None if none is close."""
-    return next(iter(difflib.get_close_matches(name.lower(), list(names), n=1)), None)
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The valid name that looks most like `name`, or None if none is close.
+
+    cutoff: difflib's ratio, from which on a name is close.
+    """
+    return next(iter(difflib.get_close_matches(name.lower(), list(names), 1, cutoff)), None)

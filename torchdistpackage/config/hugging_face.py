@@ -24,7 +24,7 @@ _ROPE = (
     *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 )
-_ORIGINAL = "original_max_position_embeddings"
+ORIGINAL = "original_max_position_embeddings"
 _WIDTH = {"n_embed": "hidden_size"}
 _OTHER_KEYS = {
     "gpt2": {
@@ -169,7 +169,7 @@ def _llama_problems(found: Mapping[str, Any]) -> Iterator[str]:
     activation = found.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         yield f"hidden_act is {activation!r}, and only silu can be trained here"
-    rope = _rope_parameters(found)
+    rope = rope_parameters(found)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3", "yarn"):
         yield f"rope_type is {kind!r}; use default, linear, llama3 or yarn"
@@ -177,14 +177,14 @@ def _llama_problems(found: Mapping[str, Any]) -> Iterator[str]:
         yield "partial_rotary_factor is set, and only whole heads can be turned here"
 
 
-def _rope_parameters(found: Mapping[str, Any]) -> dict[str, Any]:
+def rope_parameters(found: Mapping[str, Any]) -> dict[str, Any]:
     """Those of today; those of before transformers 5 where there are such."""
     values = found.get("rope_scaling") or found.get("rope_parameters")
     return dict(cast(dict[str, Any], values)) if isinstance(values, dict) else {}
 
 
 def _rope(found: Mapping[str, Any]) -> dict[str, Any]:
-    values, longest = _rope_parameters(found), found.get("max_position_embeddings", 2048)
+    values, longest = rope_parameters(found), found.get("max_position_embeddings", 2048)
     kind = values.get("rope_type", values.get("type", "default"))
     theta = values.get("rope_theta") or found.get("rope_theta") or 10000.0
     read = {
@@ -194,8 +194,8 @@ def _rope(found: Mapping[str, Any]) -> dict[str, Any]:
         "yarn": (_ROPE[0], *_ROPE[3:]),
     }[kind]
     rope = {key: values[key] for key in read if values.get(key) is not None}
-    if _ORIGINAL in read:
-        original = rope.setdefault(_ORIGINAL, longest)
+    if ORIGINAL in read:
+        original = rope.setdefault(ORIGINAL, longest)
         if kind == "yarn" and isinstance(longest, int) and isinstance(original, int) and original:
             rope.setdefault("factor", longest / original)
     return {"theta": theta, "type": kind, **rope}

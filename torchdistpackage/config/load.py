@@ -5,7 +5,7 @@ are all looked at, each rule on the values that are in order.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +31,7 @@ from torchdistpackage.config.yaml_loader import MAX_BYTES, MAX_KEY, Keys, YamlDo
 from torchdistpackage.errors import ConfigError
 
 _OVERRIDE = "command line: "
+SECTION_NAMES = tuple(RunConfig.model_fields)
 
 
 def load(
@@ -39,12 +40,14 @@ def load(
     world_size: int | None = None,
     *,
     job: bool | None = False,
+    only: Collection[str] = SECTION_NAMES,
 ) -> RunConfig:
     """Read a run from a YAML file; `overrides` such as "optim.lr=1e-4" win over the file.
 
     An empty file is a run of defaults. With a world_size, that many ranks are there already, and
     launch.local.procs is not looked at. Without one, a `job` has to fit every world that
-    launch.slurm allows; None: it is a job if that section has keys.
+    launch.slurm allows; None: it is a job if that section has keys. What is wrong in other sections
+    than `only`, or with rules that read others, is not looked at; defaults stand for it.
 
     Raises:
         ConfigErrors: lists all that is wrong, each with its place; also `.problems`.
@@ -70,7 +73,7 @@ def load(
         why = f"byte {error.object[error.start]:#04x} is not UTF-8; save the file as UTF-8"
     else:
         if text is not None:
-            return loads(text, source, overrides, world_size, job=job)
+            return loads(text, source, overrides, world_size, job=job, only=only)
     raise ConfigErrors(source, [Problem(source, line, "", why)])
 
 
@@ -81,6 +84,7 @@ def loads(
     world_size: int | None = None,
     *,
     job: bool | None = False,
+    only: Collection[str] = SECTION_NAMES,
 ) -> RunConfig:
     """Read a run from YAML text, which errors call `source`; the rest is as in `load`."""
     draft = _PartialConfig(source, read(text, source))
@@ -88,8 +92,10 @@ def loads(
         draft.override(override)
     draft.fill_from_weights()
     config = draft.validate()
+    others = set(SECTION_NAMES) - set(only)
+    draft.invalid |= others
     draft.check(config, world_size, bool(config.launch.slurm) if job is None else job)
-    problems = draft.problems
+    problems = [p for p in draft.problems if p.path.partition(".")[0] not in others]
     # the run folder holds it without aliases, and its job reads it again
     may_grow = not problems and ("&" in text or len(text) > MAX_BYTES // 8)
     if may_grow and (size := len(config.to_yaml().encode())) > MAX_BYTES:
@@ -318,17 +324,29 @@ def _collect(section: type[Section], path: str) -> None:
 _collect(RunConfig, "")
 
 
+_ELSEWHERE = {"batch_size": "data.global_batch", "learning_rate": "optim.lr"}
+"""What other trainers call a key, where ours looks otherwise."""
+_FAR = 0.85
+"""For names of other sections, of which some looks like anything."""
+
+
 def unknown_key(section: str, key: str) -> tuple[str, frozenset[str]]:
     """What to say of a key that `section` does not have, and the paths it may stand for.
 
-    Where a key of that name belongs, else the nearest of the section, or of all, or valid names.
+    Where a key of that name belongs, else the nearest of the section, or one very near of any
+    other, or valid names.
     """
+    if "epoch" in key.lower():
+        length = "train.steps"
+        return f"unknown key; set {length}, of data.global_batch samples each", frozenset({length})
     here = SECTIONS[section].model_fields
     last = {path: path.rpartition(".")[2] for path in (*SECTIONS, *KEYS) if path}
     belongs = [path for path in last if last[path] == key]
     close = nearest(key, here)
     options = belongs + ([f"{section}.{close}".removeprefix(".")] if close else [])
-    if not options and (far := nearest(key, last.values())):
+    if (ours := _ELSEWHERE.get(key)) is not None:
+        options = [ours]
+    if not options and (far := nearest(key, last.values(), _FAR)):
         options = [path for path in last if last[path] == far]
     if not options:
         return f"unknown key; valid here: {', '.join(here)}", frozenset()

@@ -195,7 +195,7 @@ def _profiled_steps_come(c: RunConfig, world_size: int | None) -> str | None:
 @rule("optim.warmup_steps", "train.steps")
 def _warmup_fits(c: RunConfig, world_size: int | None) -> str | None:
     warmup, steps = c.optim.warmup_steps, c.train.steps
-    if warmup <= steps:
+    if warmup is None or warmup <= steps:
         return None
     return (
         f"optim.warmup_steps={warmup} is more than train.steps={steps}; set warmup_steps to "

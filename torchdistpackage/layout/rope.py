@@ -125,5 +125,13 @@ class Rope:
 UNSCALED = Rope()
 
 
+def scaled_length(positions: int, factor: float | None, original: int | None) -> int:
+    """Tokens that `positions` (max_position_embeddings) are made for with a scaling by `factor`.
+
+    The larger of both readings: some configurations count them before the scaling, others after it.
+    """
+    return max(positions, int((original or positions) * (factor or 1.0)))
+
+
 def _logit_factor(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

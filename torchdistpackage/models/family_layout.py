@@ -148,7 +148,8 @@ class Family:
     """defaults: transformers', of the settings that are read. blocks: path of the list of blocks.
     embed, block, head: list the parameters before the blocks, of one, and behind them but for the
     output matrix. table, output: names of the embedding and of the matrix that makes logits.
-    problems: what is no model in settings. other_names: of tensors in older folders -> today's.
+    problems: what is no model in settings. saved_names: of parameters in the files, and in modules
+    of releases before they were renamed -> today's.
     shares_keys: several ranks may hold one key-value head, which is then a parameter's part alone.
     documents: how those of one sample are kept apart: transformers makes a mask of position_ids, or
     has to be given one, or it cannot be done.
@@ -163,6 +164,6 @@ class Family:
     table: str
     problems: Callable[[Settings], list[str]] = lambda _: []
     output: str = "lm_head"
-    other_names: Mapping[str, str] = field(default_factory=dict)
+    saved_names: Mapping[str, str] = field(default_factory=dict)
     shares_keys: bool = True
     documents: Literal["positions", "mask", "not"] = "positions"

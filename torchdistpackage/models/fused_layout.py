@@ -80,6 +80,7 @@ _NEOX = {
     "intermediate_size": 24576,
     "num_hidden_layers": 44,
     "num_attention_heads": 64,
+    "max_position_embeddings": 2048,
     "attention_bias": True,
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
@@ -152,6 +153,7 @@ _FALCON = {
     "hidden_size": 4544,
     "num_hidden_layers": 32,
     "num_attention_heads": 71,
+    "max_position_embeddings": 2048,
     "num_kv_heads": None,
     "ffn_hidden_size": None,
     "num_ln_in_parallel_attn": None,
@@ -209,7 +211,7 @@ GPT_NEOX = Family(
     _neox_block,
     _last_norm("gpt_neox.final_layer_norm"),
     "gpt_neox.embed_in",
-    other_names={"embed_out.weight": "lm_head.weight"},
+    saved_names={"embed_out.weight": "lm_head.weight"},
 )
 BLOOM = Family(
     _BLOOM,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.partition import attention_problems, feature_problems, refuse
-from torchdistpackage.layout.rope import UNSCALED, Rope
+from torchdistpackage.layout.rope import UNSCALED, Rope, scaled_length
 from torchdistpackage.parallel.tensor import layouts as cut
 from torchdistpackage.parallel.tensor.layouts import Layouts, prefixed
 
@@ -84,6 +84,12 @@ class GPTShape:
     def num_positions(self) -> int:
         """Rows of a learned position table, and the longest sequence that the model is made for."""
         return self.max_seq_len or self.seq_len
+
+    @property
+    def longest_seq_len(self) -> int:
+        """Tokens that its positions are made for, as they are scaled."""
+        rope = self.rope
+        return scaled_length(self.num_positions, rope.factor, rope.original_max_position_embeddings)
 
 
 def shape_of_section(section: Mapping[str, Any], seq_len: int, sequence_parallel: bool) -> GPTShape:

@@ -11,7 +11,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
-from torchdistpackage.bounded import parse_json, read_header, read_regular
+from torchdistpackage.bounded import (
+    StoredTensor,
+    parse_json,
+    read_header,
+    read_regular,
+    same_bits,
+)
 from torchdistpackage.config.hugging_face import FILE as CONFIG
 from torchdistpackage.config.hugging_face import GPT2_ACTIVATIONS
 from torchdistpackage.errors import CheckpointError, LayoutError
@@ -173,41 +179,45 @@ def open_folder(folder: str | Path, shape: GPTShape) -> WeightFolder:
         LayoutError: transformers has no such model.
     """
     expected = {s.key: s.shape for parts in sources(shape).values() for s in parts}
-    return find_tensors(folder, expected, "lm_head.weight" if shape.tied else None)
+    if not shape.tied:
+        return find_tensors(folder, expected)
+    (embedding,) = sources(shape)["embed.weight"]
+    return find_tensors(folder, expected, ("lm_head.weight", embedding.key))
 
 
 def find_tensors(
     folder: str | Path,
     expected: Mapping[str, tuple[int, ...]],
-    again: str | None,
+    tied: tuple[str, str] | None = None,
     other_names: Mapping[str, str] = MappingProxyType({}),
 ) -> WeightFolder:
     """The files of a folder that has exactly the `expected` tensors, of these shapes.
 
-    again: another name of one of them, which older versions save as well. other_names: of tensors
-        in the files -> in `expected`.
+    tied: of a tied head the name and that of the embedding it has to equal, bit by bit, in folders
+        that have both. other_names: of tensors in the files -> in `expected`.
 
     Raises:
         CheckpointError: it has no weights, or others: lists all that are missing, unexpected, or
-            of another shape or type.
+            of another shape or type; or a tied head is not equal.
     """
     folder = Path(folder)
     found = dict(_headers(folder))
     whole = _in_whole_model(found, expected)
     names = {other_names.get(name, name): found_as for name, found_as in whole.items()}
-    if again is not None:
-        names.pop(again, None)
+    head = None if tied is None else names.pop(tied[0], None)
     problems = [f"{key} is missing" for key in expected if key not in names]
     problems += [
         f"{found_as} is not expected" for key, found_as in names.items() if key not in expected
     ]
     for key, wanted in expected.items():
         if key in names:
-            _, dtype, has = found[names[key]]
-            if has != wanted:
-                problems.append(f"{names[key]} has shape {has}, where the model has {wanted}")
-            elif dtype not in _DTYPES:
-                problems.append(f"{names[key]} is of type {dtype}, where one of {_DTYPES} is read")
+            _, has = found[names[key]]
+            if has.shape != wanted:
+                problems.append(f"{names[key]} has shape {has.shape}, where the model has {wanted}")
+            elif has.dtype not in _DTYPES:
+                problems.append(
+                    f"{names[key]} is of type {has.dtype}, where one of {_DTYPES} is read"
+                )
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(
@@ -215,7 +225,26 @@ def find_tensors(
             f"tensors differ: {'; '.join(problems[:_SHOWN])}{more}; use the model section that its "
             f"config.json describes, or another folder"
         )
+    if tied is not None and head is not None:
+        _check_tied(folder, found, head, names[tied[1]])
     return WeightFolder(folder, {key: (found[names[key]][0], names[key]) for key in expected})
+
+
+def _check_tied(
+    folder: Path, found: Mapping[str, tuple[str, StoredTensor]], head: str, embedding: str
+) -> None:
+    """Raises CheckpointError where the head is not the embedding, of which one would be lost."""
+    one, other = (((folder / file).resolve(), x) for file, x in (found[head], found[embedding]))
+    try:
+        if same_bits(one, other):
+            return
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from error
+    raise CheckpointError(
+        f"{folder}: {CONFIG} ties the output matrix to the embedding, but {head} in "
+        f"{found[head][0]} differs from {embedding}; set tie_word_embeddings to false in {CONFIG} "
+        f"to train both, or remove {head} from the weights"
+    )
 
 
 def _in_whole_model(found: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, str]:
@@ -229,8 +258,8 @@ def _in_whole_model(found: Mapping[str, Any], expected: Mapping[str, Any]) -> di
     }
 
 
-def _headers(folder: Path) -> Iterator[tuple[str, tuple[str, str, tuple[int, ...]]]]:
-    """Each tensor's name, with its file, type and shape."""
+def _headers(folder: Path) -> Iterator[tuple[str, tuple[str, StoredTensor]]]:
+    """Each tensor's name, with its file and what the header says."""
     listed = _listed(folder)
     for file in dict.fromkeys(listed.values()) if listed else (SINGLE,):
         try:
@@ -239,7 +268,7 @@ def _headers(folder: Path) -> Iterator[tuple[str, tuple[str, str, tuple[int, ...
             raise CheckpointError(f"{folder / file} cannot be read: {error}") from error
         for key, stored in header.items():
             if not listed or listed.get(key) == file:
-                yield key, (file, stored.dtype, stored.shape)
+                yield key, (file, stored)
 
 
 def _listed(folder: Path) -> dict[str, str]:

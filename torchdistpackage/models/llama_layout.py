@@ -11,6 +11,7 @@ _LLAMA = {
     "num_attention_heads": 32,
     "num_key_value_heads": None,
     "head_dim": None,
+    "max_position_embeddings": 2048,
     "attention_bias": False,
     "mlp_bias": False,
     "tie_word_embeddings": False,
@@ -104,8 +105,15 @@ def _like_llama(settings: Settings, block: Part = _llama_block, head: Part = _ll
 
 
 LLAMA = _like_llama({})
-MISTRAL = _like_llama({"intermediate_size": 14336, "num_key_value_heads": 8})
-_QWEN = {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32}
+MISTRAL = _like_llama(
+    {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+)
+_QWEN = {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+}
 QWEN2 = _like_llama(_QWEN, _qwen2_block)
 QWEN3 = _like_llama({**_QWEN, "head_dim": 128}, _qwen3_block)
 _GEMMA2 = {
@@ -116,6 +124,7 @@ _GEMMA2 = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
+    "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
     "pad_token_id": 0,
 }

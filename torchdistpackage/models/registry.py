@@ -18,8 +18,8 @@ from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
 
 
 class ModelShape(Protocol):
-    """What every shape has: length of sequences, width of activations, number of token ids, and the
-    longest sequence that the model is made for."""
+    """What every shape has: length of sequences, width of activations, number of token ids, the
+    longest sequence that the model is made for, and that with the scaling of its positions."""
 
     @property
     def seq_len(self) -> int: ...
@@ -29,6 +29,8 @@ class ModelShape(Protocol):
     def vocab(self) -> int: ...
     @property
     def num_positions(self) -> int: ...
+    @property
+    def longest_seq_len(self) -> int: ...
     @property
     def sequence_parallel(self) -> bool: ...
 

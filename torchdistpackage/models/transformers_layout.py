@@ -11,11 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchdistpackage.config.hugging_face import read_config
+from torchdistpackage.config.hugging_face import ORIGINAL, read_config, rope_parameters
 from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.layout.layout import HeadSplit, Layout
 from torchdistpackage.layout.partition import either, nearest
+from torchdistpackage.layout.rope import scaled_length
 from torchdistpackage.models.families_layout import FAMILIES
 from torchdistpackage.models.family_layout import Family, Sizes, Weight, Weights
 from torchdistpackage.models.hugging_face_layout import (
@@ -75,6 +76,16 @@ class TransformersShape:
         """The longest sequence that the model is made for; seq_len where config.json has none."""
         found = self.sizes.positions or self.given.get("max_position_embeddings")
         return found if isinstance(found, int) and found > 0 else self.seq_len
+
+    @property
+    def longest_seq_len(self) -> int:
+        """Tokens that its positions are made for, as they are scaled; seq_len if for any number."""
+        positions, rope = self.settings.get("max_position_embeddings"), rope_parameters(self.given)
+        if self.sizes.positions is not None or positions is None or documents_by(self) == "not":
+            return self.num_positions
+        read = rope.get("factor"), rope.get(ORIGINAL, self.given.get(ORIGINAL))
+        factor, original = (x if type(x) in (int, float) and 0 < x <= _MOST else None for x in read)
+        return scaled_length(positions, factor, original)
 
 
 def shape_of_section(
@@ -210,9 +221,6 @@ def can_share(shape: TransformersShape, tensor: int) -> bool:
     return tensor % n.kv_heads == 0 and n.heads % tensor == 0
 
 
-GOES_WITH = ("data", "zero", "pipe", "tensor", "sequence_parallel")
-
-
 def goes_with(shape: TransformersShape) -> tuple[tuple[str, str], ...]:
     """What a run of this model may ask for, axis by axis."""
     n = shape.sizes
@@ -297,6 +305,7 @@ def layouts(
 def global_name(shape: TransformersShape, name: str) -> str:
     """Of a parameter that transformers' module calls `name`, with peft's layers in it or not."""
     n, name = shape.kind, name.replace(".base_layer.", ".").replace(".default.", ".")
+    name = n.saved_names.get(name, name)
     is_tied = shape.sizes.tied and name == f"{n.output}.weight"
     return f"{n.table}.weight" if is_tied else name
 
@@ -345,7 +354,11 @@ def sources(shape: TransformersShape) -> dict[str, tuple[Source, ...]]:
     """For each parameter that is trained, by global name in order, the tensor of a folder that it
     is."""
     if shape.lora is None:
-        return {name: (Source(name, layout.shape),) for name, layout in layouts(shape).items()}
+        saved = {name: as_saved for as_saved, name in shape.kind.saved_names.items()}
+        return {
+            name: (Source(saved.get(name, name), layout.shape),)
+            for name, layout in layouts(shape).items()
+        }
     return {
         name: (Source(peft_name(name), layout.shape),)
         for name, layout in layouts(shape).items()
@@ -379,5 +392,6 @@ def open_folder(folder: str | Path, shape: TransformersShape) -> WeightFolder:
             of another shape or type.
     """
     expected = {name: x.shape for name, x in layouts(replace(shape, lora=None)).items()}
-    again = f"{shape.kind.output}.weight" if shape.sizes.tied else None
-    return find_tensors(folder, expected, again, shape.kind.other_names)
+    kind = shape.kind
+    tied = (f"{kind.output}.weight", f"{kind.table}.weight") if shape.sizes.tied else None
+    return find_tensors(folder, expected, tied, kind.saved_names)

@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.config.model_section import is_adapter
+from torchdistpackage.config.packages import too_old
 from torchdistpackage.errors import ConfigError, DataError, LayoutError, NotAvailableError
 from torchdistpackage.layout.derive import blocks, local_shape
 from torchdistpackage.layout.layout import Layout
@@ -176,7 +177,7 @@ def stage(
     dropout: has to be 0, as config.json has the rates. tp_comm_overlap: not for these modules.
 
     Raises:
-        NotAvailableError: transformers is not installed.
+        NotAvailableError: transformers is not installed, or too old.
         ConfigError: it refuses these settings.
         LayoutError: the ranks cannot share the heads, or transformers builds other parameters than
             this package knows of.
@@ -205,7 +206,7 @@ def on_meta(shape: TransformersShape, dtype: torch.dtype | None = None) -> Any:
     """The whole model of transformers, its parameters on the meta device, its buffers made.
 
     Raises:
-        NotAvailableError: transformers is not installed.
+        NotAvailableError: transformers is not installed, or too old.
         ConfigError: it refuses these settings.
     """
     with _ALONE:
@@ -223,6 +224,9 @@ def _on_meta(shape: TransformersShape, dtype: torch.dtype) -> Any:
             f"model.hf needs transformers, and model.lora peft; install the extra hf: "
             f'pip install "torchdistpackage[hf]" ({error})'
         ) from error
+    packages = ("transformers",) if shape.lora is None else ("transformers", "peft")
+    if old := [text for package in packages if (text := too_old(package)) is not None]:
+        raise NotAvailableError(f"model.hf {'; '.join(old)}")
     try:
         config = CONFIG_MAPPING[shape.family].from_dict(dict(shape.given))
         config.use_cache = False

@@ -26,14 +26,17 @@ def split_by_vocab(plan: Config, shape: TransformersShape, num: int) -> Config:
 
     A tied embedding is left to `look_up_by_rows`.
     """
-    table, output = shape.kind.table, shape.kind.output
-    cut = (output, table) if shape.sizes.tied else (output,)
+    table, saved = shape.kind.table, [x.rpartition(".")[0] for x in shape.kind.saved_names]
+    outputs = (shape.kind.output, *saved)
+    cut = (*outputs, table) if shape.sizes.tied else outputs
 
     def others(rules: dict[re.Pattern[str], Actions]) -> dict[re.Pattern[str], Actions]:
         return {key: rules[key] for key in rules if not any(map(key.search, cut))}
 
     rows = {re.compile(rf"^{re.escape(name)}\.weight$"): Split(num, 0) for name in cut}
-    enter: dict[re.Pattern[str], Actions] = {re.compile(rf"^{re.escape(output)}$"): {0: "copy"}}
+    enter: dict[re.Pattern[str], Actions] = {
+        re.compile(rf"^{re.escape(name)}$"): {0: "copy"} for name in outputs
+    }
     return replace(
         plan,
         state_rules=rows | plan.state_rules,

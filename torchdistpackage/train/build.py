@@ -72,7 +72,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     pipe, optim = tpc.get_group("pipe"), config.optim
     ratio = partial(
         warmup_cosine,
-        warmup_steps=optim.warmup_steps,
+        warmup_steps=optim.warmup(config.train.steps),
         num_steps=config.train.steps,
         min_ratio=optim.min_lr_ratio,
     )

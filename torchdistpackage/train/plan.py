@@ -234,6 +234,20 @@ def num_ranks(config: RunConfig) -> int:
     return config.parallel.model_size * (1 if data == "auto" else data)
 
 
+def too_long(plan: Plan) -> str | None:
+    """What to say of sequences longer than the model's positions are made for; no run fails of
+    them, as rotary positions go on."""
+    shape, model = plan.shape, plan.config.model
+    if shape is None or shape.seq_len <= (longest := shape.longest_seq_len):
+        return None
+    named = model.hf or model.weights or "the model"
+    return (
+        f"data.seq_len={shape.seq_len}, but the positions of {named} are made for {longest} tokens "
+        f"(max_position_embeddings, scaled by rope_scaling where that is set); set seq_len to "
+        f"{longest} or less, or rope_scaling in config.json"
+    )
+
+
 def model_shape(kind: Model, config: RunConfig) -> ModelShape:
     """The shape that the model, data and parallel sections describe together."""
     section = config.model.model_dump()

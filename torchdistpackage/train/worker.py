@@ -38,7 +38,7 @@ from torchdistpackage.train.job import (
 )
 from torchdistpackage.train.log import print_line
 from torchdistpackage.train.packing import PackedDataset
-from torchdistpackage.train.plan import Plan, make_plan
+from torchdistpackage.train.plan import Plan, make_plan, too_long
 from torchdistpackage.train.resume_check import changed_keys
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.stop import begin, end, write_decision
@@ -98,6 +98,8 @@ def _train(
     if rendezvous.rank == 0:
         for note in joined.notes:
             print_line(note)
+        if warning := too_long(plan):
+            print_line(f"warning: {warning}")
     trainer = build(plan, rendezvous.rank, joined.device)
     data = trainer.data if rendezvous.rank == 0 else None
     if isinstance(data, PackedDataset) and (note := cut_documents(data.text, data.seq_len)):

@@ -27,6 +27,9 @@ def split_table(path: Path, num_shards: int, seq_len: int, lists_all: bool) -> s
     """
     model = model_of(path)
     table = explain(model, num_shards)
+    if hasattr(model, "set_experts_implementation"):  # transformers 5
+        # The default one has no meta kernel but for bfloat16; what is sent is the same under all.
+        model.set_experts_implementation("batched_mm")
     try:
         ids = {
             name: torch.zeros(1, seq_len, dtype=each.dtype, device="meta")
