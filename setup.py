@@ -11,7 +11,7 @@ HF = [
     "tokenizers>=0.22",
     "jinja2>=3.1.6",
     "peft>=0.14",
-    "accelerate>=1.4",
+    "accelerate>=1.10",
 ]
 # The tests also use what it does not promise to keep, so not any later version will do.
 TYPES = ["spmd_types>=0.3.1,<0.4"]

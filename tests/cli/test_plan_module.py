@@ -10,6 +10,7 @@ import transformers
 
 from tests.parallel.auto.models import SMALL, language_model, randomised
 from torchdistpackage.cli.main import main
+from torchdistpackage.config.packages import is_before
 from torchdistpackage.parallel.auto import count_traffic, tensor_parallel
 
 
@@ -36,7 +37,11 @@ def test_the_forward_of_experts_is_counted_in_every_type(tmp_path, capsys, dtype
     model.config.save_pretrained(tmp_path)
     assert main(["plan", str(tmp_path), "--tensor", "2", "--seq-len", "5"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"MixtralForCausalLM over 2 shards, torch.{dtype}; a forward of 1 x 5 t")
+    title = f"MixtralForCausalLM over 2 shards, torch.{dtype};"
+    if is_before("transformers", "5"):  # whose experts look which of them the router chose
+        assert text.startswith(f"{title} what a forward sends is not known without weights: ")
+        return
+    assert text.startswith(f"{title} a forward of 1 x 5 t")
     expect_sent(text, tensor_parallel(model, ["cpu"] * 2))
 
 

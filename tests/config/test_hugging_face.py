@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.config.errors import ConfigErrors
-from torchdistpackage.config.hugging_face import model_keys
+from torchdistpackage.config.hugging_face import model_keys, with_earlier_rope
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ConfigError
 
@@ -134,6 +134,39 @@ def test_gpt2_settings_without_a_key_are_refused_together() -> None:
         model_keys(odd, "here")
     for text in ("activation_function is 'relu'", "inverse_layer_idx is True", "weights is False"):
         assert text in str(caught.value)
+
+
+THETA = {"rope_theta": 7.0, "rotary_emb_base": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "earlier"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
+            {**THETA, "rope_scaling": None},
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}},
+            {**THETA, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        ),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            {"partial_rotary_factor": 0.5, "rotary_pct": 0.5, "rope_scaling": None},
+        ),
+        (  # as tdp export writes it
+            {
+                "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0},
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+                "rope_theta": 7.0,
+            },
+            {"rope_theta": 7.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        ),
+        ({"rope_theta": 7.0}, {"rope_theta": 7.0, "rope_scaling": None}),
+    ],
+)
+def test_rotary_keys_are_also_those_of_before_transformers_5(given, earlier) -> None:
+    assert with_earlier_rope(given) == given | earlier
 
 
 def test_rotary_scalings_of_before_transformers_5_are_read() -> None:

@@ -235,6 +235,24 @@ def test_a_death_fails_the_run_though_its_peer_reports_first(
         ranks(2).run(die, how)
 
 
+def die_unnoticed(seconds: float) -> None:
+    """The server, which is told first of the end of a rank, is stopped for a while."""
+    if dist.get_rank() == 1:
+        script = (
+            f"import os, time; time.sleep({seconds}); os.kill({os.getppid()}, {signal.SIGCONT:d})"
+        )
+        subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
+        os.kill(os.getppid(), signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_a_death_that_is_reported_late_is_what_failed(ranks: RankPool) -> None:
+    """As it may be on a busy machine: its peer has failed long before."""
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed: killed by signal 9 \(SIGKILL\)"):
+        ranks(2).run(die_unnoticed, 0.8)
+
+
 def hang_on(rank: int) -> None:
     if dist.get_rank() == rank:
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -39,6 +39,16 @@ GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+def rope_keys(**values: object) -> dict[str, object]:
+    """`rope_parameters` of these values, as the installed release of transformers takes them."""
+    if int(transformers.__version__.partition(".")[0]) >= 5:
+        return {"rope_parameters": values}
+    scaling = None if values["rope_type"] == "default" else values
+    return {"rope_theta": values["rope_theta"], "rope_scaling": scaling}
+
+
 CONFIGS = {
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
     "gpt2, untied": lambda: transformers.GPT2Config(
@@ -48,23 +58,20 @@ CONFIGS = {
         layer_norm_epsilon=1e-2,
         tie_word_embeddings=False,
     ),
-    "llama": lambda: transformers.LlamaConfig(**LLAMA, rope_parameters=LLAMA3_ROPE),
+    "llama": lambda: transformers.LlamaConfig(**LLAMA, **rope_keys(**LLAMA3_ROPE)),
     "llama, tied, biases, one kv head": lambda: transformers.LlamaConfig(
         **{**LLAMA, "num_key_value_heads": 1, "rms_norm_eps": 1e-2},
         head_dim=6,
         tie_word_embeddings=True,
         attention_bias=True,
         mlp_bias=True,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "original_max_position_embeddings": 8,
-        },
+        **rope_keys(
+            rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=8
+        ),
     ),
     "llama, as many kv heads": lambda: transformers.LlamaConfig(
         **{**LLAMA, "num_key_value_heads": 4},
-        rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
+        **rope_keys(rope_type="linear", rope_theta=500.0, factor=2.0),
     ),
 }
 

@@ -74,6 +74,20 @@ def initial_of_transformers(settings: Mapping[str, Any]) -> dict[str, tuple[floa
     }
 
 
+def frequencies(settings: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    """Rotary ones as the installed transformers makes them; and of one that says it is older."""
+    shape = TransformersShape(settings["model_type"], settings, 8)
+    first = _frequencies(on_meta(shape))
+    with patch("torchdistpackage.config.packages.version", lambda _: "4.57.0"):
+        return first, _frequencies(on_meta(shape))
+
+
+def _frequencies(model: torch.nn.Module) -> list[float]:
+    found = {n: x for n, x in model.named_buffers() if n.endswith("rotary_emb.inv_freq")}
+    (only,) = found.values()
+    return only.tolist()
+
+
 def memory_of_loading(folder: str, tensor: int) -> tuple[int, int]:
     """(most bytes in use while a stage is built and read, above those before; bytes it holds)."""
     tpc.setup_process_groups([("tensor", tensor)])

@@ -183,6 +183,22 @@ def rope_parameters(found: Mapping[str, Any]) -> dict[str, Any]:
     return dict(cast(dict[str, Any], values)) if isinstance(values, dict) else {}
 
 
+def with_earlier_rope(found: Mapping[str, Any]) -> dict[str, Any]:
+    """`found` with its rotary positions in the keys that transformers before 5 reads, too.
+
+    It ignores `rope_parameters`, which is all that transformers 5 writes.
+    """
+    rope = rope_parameters(found)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta, part = rope.pop("rope_theta", None), rope.pop("partial_rotary_factor", None)
+    earlier: dict[str, Any] = {"rope_scaling": None if kind == "default" else rope}
+    if theta is not None:
+        earlier |= {"rope_theta": theta, "rotary_emb_base": theta}  # the second of gpt_neox
+    if part is not None:
+        earlier |= {"partial_rotary_factor": part, "rotary_pct": part}
+    return {**found, **earlier}
+
+
 def _rope(found: Mapping[str, Any]) -> dict[str, Any]:
     values, longest = rope_parameters(found), found.get("max_position_embeddings", 2048)
     kind = values.get("rope_type", values.get("type", "default"))

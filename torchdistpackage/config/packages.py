@@ -25,6 +25,11 @@ def too_old(package: str) -> str | None:
     )
 
 
+def is_before(package: str, release: str) -> bool:
+    """Whether the installed release of `package` is older than `release`."""
+    return _release(version(package)) < _release(release)
+
+
 def _release(text: str) -> tuple[int, ...]:
     """The numbers of a version without what follows them: (4, 56, 0) of 4.56.0.dev0."""
     found = re.match(r"[\d.]*", text)

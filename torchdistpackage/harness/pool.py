@@ -19,7 +19,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
@@ -32,7 +32,7 @@ from torchdistpackage.launch.files import tail
 from torchdistpackage.launch.fork_server_client import ForkServer
 from torchdistpackage.launch.ipc import unpack
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
-from torchdistpackage.launch.workers import NEWS_S, WorkerGroup, run_local
+from torchdistpackage.launch.workers import WorkerGroup, run_local
 from torchdistpackage.topology.mesh import topology, whole_size
 
 # Called in every rank after every run, where its module is loaded.
@@ -193,13 +193,7 @@ class Ranks:
             deadline_s = time.monotonic() + limit_s
             answers = self._answers(job, deadline_s)
             outcomes = {rank: answer.outcome for rank, answer in answers.items()}
-            failures = [o for o in outcomes.values() if isinstance(o, Failure)]
-            failures += [
-                worker.with_output(ended)
-                for worker in self._group.ranks
-                if worker.rank not in outcomes and (ended := worker.exit_failure())
-            ]
-            if failures:
+            if failures := self._failures(answers):
                 waiting = set(range(self.world_size)) - set(outcomes) - {f.rank for f in failures}
                 text = f"ranks {sorted(waiting)} were still running then\n" if waiting else ""
                 text += report(failures, self.world_size)
@@ -252,10 +246,19 @@ class Ranks:
             if left_s <= 0:
                 break
             answers |= cast(dict[int, Answer], dict(self._group.poll(left_s)))
-            if self._group.ended or any(isinstance(a.outcome, Failure) for a in answers.values()):
+            if failures := self._failures(answers):
                 # Its peers now wait for it in vain, unless they are about to fail as well.
-                deadline_s = min(deadline_s, time.monotonic() + NEWS_S)
+                deadline_s = min(deadline_s, time.monotonic() + self._group.news_s(failures))
         return answers
+
+    def _failures(self, answers: Mapping[int, Answer]) -> list[Failure]:
+        """As ranks said, or as those ended that said nothing."""
+        said = [a.outcome for a in answers.values() if isinstance(a.outcome, Failure)]
+        return said + [
+            worker.with_output(ended)
+            for worker in self._group.ranks
+            if worker.rank not in answers and (ended := worker.exit_failure())
+        ]
 
     def _hung(self, fn: Callable[..., Any], limit_s: float, answered: set[int]) -> str:
         """The error text of a hang: every rank's stack, asked for now."""

@@ -21,14 +21,23 @@ from typing import Self
 
 from torchdistpackage.errors import LaunchError, RankError
 from torchdistpackage.launch.entrypoint import EntryPoint, Result, pack_arguments
-from torchdistpackage.launch.failure import Failure, FailureKind, from_exit, read_failure, report
+from torchdistpackage.launch.failure import (
+    Failure,
+    FailureKind,
+    from_exit,
+    is_secondary,
+    read_failure,
+    report,
+)
 from torchdistpackage.launch.files import tail
 from torchdistpackage.launch.fork_server_client import ForkedChild, ForkServer
 from torchdistpackage.launch.ipc import Channel, unpack
 from torchdistpackage.launch.rendezvous import detect
 
-NEWS_S = 0.3
+_NEWS_S = 0.3
 """Wait after the first failure: peers of a dead rank may be quicker than the kernel."""
+_CAUSE_S = 3.0
+"""While peers alone have failed: the end of the dead one is reported late on a busy machine."""
 _POLL_S = 0.1
 _RUN_RANK = "torchdistpackage.launch.entrypoint:run_rank"
 # A rank that trains imports all of these; the last when it makes its first optimizer.
@@ -118,6 +127,13 @@ class WorkerGroup:
     def ended(self) -> set[int]:
         """Ranks whose processes are gone."""
         return {worker.rank for worker in self.ranks if not worker.is_running}
+
+    def news_s(self, failures: Sequence[Failure]) -> float:
+        """How long to wait, from the first of `failures` on, for others that explain them."""
+        is_explained = not all(map(is_secondary, failures))
+        if is_explained or any(worker.child.is_stopped for worker in self.running):
+            return _NEWS_S
+        return _CAUSE_S
 
     def signal(self, signum: int) -> None:
         for worker in self.running:
@@ -285,7 +301,7 @@ class _RankMonitor:
     def until_gone(self) -> list[Failure]:
         """Return when no rank is left: the failures that were not the supervisor's own doing."""
         failures: list[Failure] = []
-        news_end_s = kill_s = float("inf")
+        first_s = kill_s = float("inf")
         num_signals = 0
         while self.group.running:
             for rank, outcome in self.group.poll(_POLL_S):
@@ -295,9 +311,9 @@ class _RankMonitor:
             now_s = time.monotonic()
             if kill_s == float("inf"):
                 failures = [f for f in map(self._failure, self.group.ranks) if f is not None]
-            if failures and news_end_s == float("inf"):
-                news_end_s = now_s + NEWS_S
-            if now_s >= news_end_s and kill_s == float("inf"):
+            if failures:
+                first_s = min(first_s, now_s)
+            if now_s >= first_s + self.group.news_s(failures) and kill_s == float("inf"):
                 failures += [
                     from_exit(w.rank, w.child.pid, None, time.time())
                     for w in self.group.running

@@ -23,8 +23,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.config.hugging_face import with_earlier_rope
 from torchdistpackage.config.model_section import is_adapter
-from torchdistpackage.config.packages import too_old
+from torchdistpackage.config.packages import is_before, too_old
 from torchdistpackage.errors import ConfigError, DataError, LayoutError, NotAvailableError
 from torchdistpackage.layout.derive import local_shape
 from torchdistpackage.layout.mark import mark_of, mark_parameter
@@ -233,7 +234,10 @@ def _on_meta(shape: TransformersShape, dtype: torch.dtype) -> Any:
     if old := [text for package in packages if (text := too_old(package)) is not None]:
         raise NotAvailableError(f"model.hf {'; '.join(old)}")
     try:
-        config = CONFIG_MAPPING[shape.family].from_dict(dict(shape.given))
+        given = dict(shape.given)
+        if is_before("transformers", "5"):
+            given = with_earlier_rope(given)
+        config = CONFIG_MAPPING[shape.family].from_dict(given)
         config.use_cache = False
         with _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)

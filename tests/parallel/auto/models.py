@@ -64,6 +64,12 @@ def cache_name(model: nn.Module) -> str:
     return "cache" if "cache" in known else "past_key_values"
 
 
+def checkpoint_activations(model: Any, **kwargs: Any) -> None:
+    """By the name that this release of transformers has for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)(kwargs or None)
+
+
 def prompt() -> dict[str, Tensor]:
     """Two sequences of 7 tokens, one padded on the left."""
     ids = torch.randint(2, VOCAB, (2, 7), generator=torch.Generator().manual_seed(1))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parallel.auto.models import language_model, prompt
+from tests.parallel.auto.models import checkpoint_activations, language_model, prompt
 from torchdistpackage.errors import CommError, LayoutError, NotAvailableError
 from torchdistpackage.parallel.auto import (
     Config,
@@ -116,7 +116,7 @@ def test_a_module_without_parameters_computes():
 
 def test_recomputation_in_threads_says_what_to_leave_out():
     split = tensor_parallel(language_model("gpt2", use_cache=False), TWO).train()
-    split.activation_checkpointing_enable()
+    checkpoint_activations(split)
     with pytest.raises(CommError, match="without activation checkpointing"):
         split(**prompt()).logits.sum().backward()
 

@@ -9,6 +9,7 @@ import transformers
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.parallel.auto.models import checkpoint_activations
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.partition.hf_decoder import decoder_stages
 from torchdistpackage.parallel.pipeline.pipeline import Pipeline
@@ -120,7 +121,7 @@ def test_what_cannot_be_cut_is_refused_with_the_reason():
 def test_blocks_that_are_run_again_are_given_what_they_were_given_before(reentrant):
     """Two microbatches are under way, of copies of the stages."""
     model, (ids, mask, labels) = decoder(FAMILIES["granite"]), batch()
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint_activations(model, use_reentrant=reentrant)
     stages = deepcopy(decoder_stages(model.train(), [0, 1, 2]))
     outputs = []
     for half in (slice(0, 2), slice(2, 4)):

@@ -7,6 +7,7 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from tests.models.hugging_face_folders import rope_keys
 from torchdistpackage.layout.rope import Rope
 from torchdistpackage.parallel.tensor.attention import rotary_frequencies, rotary_tables
 
@@ -43,7 +44,7 @@ def of_transformers(values: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     config = transformers.LlamaConfig(
         hidden_size=2 * HEAD_DIM,
         num_attention_heads=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **renamed},
+        **rope_keys(**{"rope_type": "default", "rope_theta": 10000.0, **renamed}),
     )
     made = LlamaRotaryEmbedding(config)
     x = torch.empty(1, dtype=torch.float32)

@@ -1,10 +1,12 @@
 """`tdp plan FOLDER --tensor N`: how `tensor_parallel` would split a Hugging Face model."""
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -13,6 +15,7 @@ from torchdistpackage.parallel.auto.explain import ParameterRow, PlanTable, expl
 from torchdistpackage.parallel.auto.traffic import Traffic
 
 Key = tuple[object, ...]
+_OF_TORCH = torch.autocast
 
 
 def split_table(path: Path, num_shards: int, seq_len: int, lists_all: bool) -> str:
@@ -35,12 +38,18 @@ def split_table(path: Path, num_shards: int, seq_len: int, lists_all: bool) -> s
             name: torch.zeros(1, seq_len, dtype=each.dtype, device="meta")
             for name, each in model.dummy_inputs.items()
         }
-        table = replace(table, traffic=explain(model, num_shards, kwargs=ids).traffic)
+        with patch.object(torch, "autocast", _autocast):
+            table = replace(table, traffic=explain(model, num_shards, kwargs=ids).traffic)
         sent = f"a forward of 1 x {seq_len} tokens"
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         sent = f"what a forward sends is not known without weights: {error}"
     title = f"{type(model).__name__} over {num_shards} shards, {model.dtype}; {sent}"
     return f"{title}\n\n{table if lists_all else folded(table)}"
+
+
+def _autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
+    """torch's, but for the meta device, which it refuses: transformers 4 turns it off there."""
+    return nullcontext() if device_type == "meta" else _OF_TORCH(device_type, *args, **kwargs)
 
 
 def model_of(path: Path) -> Any:
