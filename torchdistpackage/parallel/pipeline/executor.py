@@ -24,7 +24,7 @@ from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError, ScheduleError
 from torchdistpackage.parallel.pipeline.grad_sync import LastBackwardNotifier
-from torchdistpackage.parallel.pipeline.program import BEGINS, COMPUTES, RankProgram, Step, within
+from torchdistpackage.parallel.pipeline.program import ProgramStep, RankProgram, StepKind, within
 from torchdistpackage.parallel.pipeline.stage_runner import (
     Backward,
     Forward,
@@ -133,7 +133,10 @@ class Executor:
         program = steps.begin()
         if around is not None:
             program = [
-                within(partial(around, s[2].kind), s) if s[3] == COMPUTES else s for s in program
+                within(partial(around, step.action.kind), step)
+                if step.kind is StepKind.COMPUTES
+                else step
+                for step in program
             ]
         reducers = [reducer] if isinstance(reducer, Reducer) else reducer or ()
         recording = Recording(self.clock.device) if record else None
@@ -158,11 +161,11 @@ class Executor:
         self.recording = recording
 
 
-def run(program: Sequence[Step]) -> None:
+def run(program: Sequence[ProgramStep]) -> None:
     """What a step costs besides computing and messages is this loop."""
-    for do, m, action, _ in program:
-        recorder.action = action
-        do(m)
+    for step in program:
+        recorder.action = step.action
+        step.call(step.number)
 
 
 class Recording:
@@ -174,17 +177,17 @@ class Recording:
         self.began = self._now()
         self._marks: list[tuple[Action, Moment, Moment]] = []
 
-    def run(self, program: Sequence[Step]) -> None:
+    def run(self, program: Sequence[ProgramStep]) -> None:
         """All steps, in order."""
         now = self._now
-        for do, m, action, what in program:
-            recorder.action = action
-            if what != BEGINS:
-                since = now()
-                do(m)
-                self._marks.append((action, since, now()))
+        for step in program:
+            recorder.action = step.action
+            if step.kind is StepKind.BEGINS:
+                step.call(step.number)
             else:
-                do(m)
+                since = now()
+                step.call(step.number)
+                self._marks.append((step.action, since, now()))
 
     def spans(self) -> list[Span]:
         """Seconds from the start of the run. On CUDA this waits for the end of it."""

@@ -5,20 +5,20 @@ gradients go back to the stage they came from, zeros where a microbatch did not 
 stage has sent, its place in the graph stays until the gradient comes, the memory does not.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchdistpackage.comm.p2p import P2PChannel, Post
-from torchdistpackage.comm.tensor_meta import (
-    Message,
-    MessageSpec,
-    MetaChannel,
-    describe,
-    tensors_of,
+from torchdistpackage.comm.tensor_channel import (
+    Incoming,
+    TensorChannel,
+    expect_gradients,
+    expect_payload,
+    send_gradients,
+    send_payload,
 )
+from torchdistpackage.comm.tensor_meta import Message, MessageSpec, describe, tensors_of
 from torchdistpackage.comm.work import Work
 from torchdistpackage.errors import CommError
 
@@ -27,7 +27,10 @@ Root = Tensor | GradientEdge
 Output = Message | tuple[Root | None, ...]
 """What a stage gave; once sent, of each member that wants a gradient its place in the graph."""
 
-_LANDED = Work()
+_DONE = Work()
+"""A send that has left, or that never was."""
+_NOTHING = Incoming((), _DONE)
+"""What is on its way where nothing is."""
 
 
 class StageInput:
@@ -84,69 +87,81 @@ class LocalLink(StageInput):
 
 
 class RecvLink(StageInput):
-    """From a stage on another rank. Templates of the messages are agreed on in the first run."""
+    """From a stage on another rank, `peer`.
 
-    def __init__(
-        self, num_microbatches: int, takes_gradients: bool, peer: int, headers: MetaChannel
-    ):
-        super().__init__(num_microbatches, takes_gradients)
-        self.peer, self._headers = peer, headers
-        self.templates: list[MessageSpec | None] = [None] * num_microbatches
-        self._rooms: list[list[Tensor | None]] = [[]] * num_microbatches
-        self._arrivals: list[Work] = [_LANDED] * num_microbatches
-
-    def knows(self, m: int) -> bool:
-        return self.templates[m] is not None and not self._headers.always
-
-    def learn(self, m: int) -> None:
-        """Wait for the header of `m`."""
-        self.templates[m] = self._headers.receive(self.peer)
-
-    def receive(self, wire: P2PChannel | Post, m: int) -> None:
-        template = self.templates[m]
-        self._rooms[m] = room = template.allocate()
-        self._arrivals[m] = wire.receive(template.travelling(room), self.peer)
-
-    def arrive(self, m: int) -> None:
-        """Wait for the message."""
-        self._arrivals[m].wait()
-        self._arrivals[m] = _LANDED
-
-    def take(self, m: int) -> Message:
-        template, room = self.templates[m], self._rooms[m]
-        self._rooms[m] = []
-        if self.takes_gradients:
-            wanting = template.wanting
-            self.leaves[m] = [room[i].requires_grad_() for i in wanting]  # type: ignore[union-attr]
-        return template.description.build(room)
-
-    def reset(self) -> None:
-        super().reset()
-        num = len(self._rooms)
-        self._rooms[:], self._arrivals[:] = [[]] * num, [_LANDED] * num
-
-    def send(self, wire: P2PChannel | Post, m: int) -> Work:
-        """The gradients of `m` on their way back."""
-        return wire.send(self.templates[m].travelling_back(self.owed(m)), self.peer)
-
-
-class SendLink:
-    """To a stage on another rank; a message of another form than agreed is refused.
-
-    trains: whether the schedule has backwards. keeps_outputs: until their backward, for a caller's
-    own one. What is not kept is held by the message alone, so wait for its flight.
+    headers: where the descriptions of messages come from. dynamic: each message has one; else the
+    first run's are agreed on, and `templates` has them, by microbatch.
     """
 
     def __init__(
-        self, stage: int, outputs: list[Output], trains: bool, peer: int, headers: MetaChannel
+        self,
+        num_microbatches: int,
+        takes_gradients: bool,
+        peer: int,
+        headers: TensorChannel,
+        dynamic: bool,
     ):
-        self.stage, self.peer, self._headers = stage, peer, headers
+        super().__init__(num_microbatches, takes_gradients)
+        self.peer, self._headers, self._dynamic = peer, headers, dynamic
+        self.templates: list[MessageSpec | None] = [None] * num_microbatches
+        self._incoming: list[Incoming] = [_NOTHING] * num_microbatches
+
+    def knows(self, m: int) -> bool:
+        """Whether the form of message `m` is known without a header."""
+        return self.templates[m] is not None and not self._dynamic
+
+    def learn(self, m: int) -> None:
+        """Wait for the header of `m`."""
+        self.templates[m] = self._headers.receive_header(self.peer)
+
+    def receive(self, channel: P2PChannel | Post, m: int) -> None:
+        """Begin to receive message `m`."""
+        self._incoming[m] = expect_payload(channel, self.templates[m], self.peer)
+
+    def arrive(self, m: int) -> None:
+        """Wait for the message."""
+        self._incoming[m].work.wait()
+
+    def take(self, m: int) -> Message:
+        template, buffers = self.templates[m], self._incoming[m].buffers
+        self._incoming[m] = _NOTHING
+        if self.takes_gradients:
+            wanting = template.wanting
+            self.leaves[m] = [buffers[i].requires_grad_() for i in wanting]  # type: ignore[union-attr]
+        return template.description.build(buffers)
+
+    def reset(self) -> None:
+        super().reset()
+        self._incoming[:] = [_NOTHING] * len(self._incoming)
+
+    def send(self, channel: P2PChannel | Post, m: int) -> Work:
+        """The gradients of `m` on their way back."""
+        return send_gradients(channel, self.templates[m], self.owed(m), self.peer)
+
+
+class SendLink:
+    """To a stage on another rank, `peer`; a message of another form than agreed is refused.
+
+    trains: whether the schedule has backwards. headers, dynamic: as of `RecvLink`.
+    keeps_outputs: until their backward, for a caller's own one. An output that is not kept is held
+    by its message alone, so its sender must keep the work and wait for it.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        outputs: list[Output],
+        trains: bool,
+        peer: int,
+        headers: TensorChannel,
+        dynamic: bool,
+    ):
+        self.stage, self.peer, self._headers, self._dynamic = stage, peer, headers, dynamic
         self._outputs, self._trains, self.keeps_outputs = outputs, trains, False
         num = len(outputs)
         self.templates: list[MessageSpec | None] = [None] * num
-        self._departures: list[Work] = [_LANDED] * num
-        self._rooms: list[Sequence[Tensor]] = [()] * num
-        self._arrivals: list[Work] = [_LANDED] * num
+        self._sends: list[Work] = [_DONE] * num
+        self._incoming: list[Incoming] = [_NOTHING] * num
 
     def announce(self, m: int) -> None:
         """Send the header of `m`, if the peer waits for one.
@@ -154,8 +169,8 @@ class SendLink:
         Raises CommError: the output is not of the form agreed on, or not where messages are.
         """
         template, output, device = self.templates[m], self._outputs[m], self._headers.device
-        if template is None or self._headers.always:
-            self.templates[m] = self._headers.send(describe(output, device), self.peer)
+        if template is None or self._dynamic:
+            self.templates[m] = self._headers.send_header(describe(output, device), self.peer)
         elif not template.matches(output):
             agreed, found = template.description, describe(output, device)
             raise CommError(
@@ -165,36 +180,35 @@ class SendLink:
                 f"set dynamic_shapes"
             )
 
-    def send(self, wire: P2PChannel | Post, m: int) -> Work:
+    def send(self, channel: P2PChannel | Post, m: int) -> Work:
+        """The output of `m` on its way."""
         tensors = tensors_of(self._outputs[m])
-        flight = wire.send(self.templates[m].travelling(tensors), self.peer)
+        work = send_payload(channel, self.templates[m], tensors, self.peer)
         if self.keeps_outputs:
-            self._departures[m] = flight
+            self._sends[m] = work
         else:
             self._outputs[m] = tuple(map(graph_root, tensors)) if self._trains else None
-        return flight
+        return work
 
     def reset(self) -> None:
         """Release what an interrupted run has left."""
-        num = len(self._rooms)
-        self._rooms[:], self._arrivals[:] = [()] * num, [_LANDED] * num
-        self._departures[:] = [_LANDED] * num
+        num = len(self._incoming)
+        self._incoming[:], self._sends[:] = [_NOTHING] * num, [_DONE] * num
 
-    def receive(self, wire: P2PChannel | Post, m: int) -> None:
-        """Room for the gradients that come back for `m`."""
-        template = self.templates[m]
-        self._rooms[m] = room = template.allocate_gradients()
-        self._arrivals[m] = wire.receive(template.travelling_back(room), self.peer)
+    def receive(self, channel: P2PChannel | Post, m: int) -> None:
+        """Begin to receive the gradients that come back for `m`."""
+        self._incoming[m] = expect_gradients(channel, self.templates[m], self.peer)
 
     def arrive(self, m: int) -> None:
         """Wait for the gradients; their sender has received the output."""
-        self._arrivals[m].wait()
-        self._departures[m].wait()
-        self._arrivals[m] = self._departures[m] = _LANDED
+        self._incoming[m].work.wait()
+        self._sends[m].wait()
+        self._sends[m] = _DONE
 
     def gradients(self, m: int) -> tuple[Tensor | None, ...]:
-        room, self._rooms[m] = self._rooms[m], ()
-        return self.templates[m].scatter_grads(room)
+        """The gradients of `m`, one for each member of the output."""
+        incoming, self._incoming[m] = self._incoming[m], _NOTHING
+        return self.templates[m].scatter_grads(incoming.buffers)
 
 
 def graph_root(x: Tensor | None) -> Root | None:
