@@ -283,6 +283,10 @@ class EmpFunctor(functor.DeviceFunctor):
         """What numbers the operations of all ranks."""
         return self.program
 
+    def in_context(self) -> bool:
+        """Whether it is under a device."""
+        return bool(self._under)
+
     @property
     def context_device(self) -> Place | None:
         """The device that it is under."""

@@ -160,10 +160,6 @@ class DeviceFunctor:
         with self.program.ahead():
             yield
 
-    def in_context(self) -> bool:
-        """Whether it is under a place."""
-        return bool(self._under)
-
     def __call__(self, obj: Any, *, dynamic: bool = False) -> Any:
         """The tensor, module or function on the place that this is under.
 
