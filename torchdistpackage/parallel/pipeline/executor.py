@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from torchdistpackage.comm.flight_recorder import recorder
-from torchdistpackage.comm.groups import exception_text, lost_messages
+from torchdistpackage.comm.groups import refuse_interrupted, step_over
 from torchdistpackage.comm.moments import ComputeClock, Moment, clock_of, seconds
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.errors import CommError, ScheduleError
+from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.grad_sync import LastBackwardNotifier
 from torchdistpackage.parallel.pipeline.program import ProgramStep, RankProgram, StepKind, within
 from torchdistpackage.parallel.pipeline.stage_runner import (
@@ -70,8 +70,6 @@ class Executor:
         self.stages = tuple(self._steps.stages)
         self.recording: Recording | None = None
         """Of the last run, if it was recorded."""
-        self.interrupted_by = ""
-        """The exception that ended a run while messages may have been under way."""
 
     def is_first_stage(self, stage: int) -> bool:
         return stage == 0
@@ -122,11 +120,10 @@ class Executor:
 
         Raises:
             CommError: a peer did not answer in time, a message changed its form with
-                `dynamic_shapes` off, or an exception ended an earlier run, after which messages
-                between ranks are out of step.
+                `dynamic_shapes` off, or an exception ended an earlier step over the group, after
+                which messages between ranks are out of step.
         """
-        if self.interrupted_by:
-            raise CommError(lost_messages("run of this executor", self.interrupted_by))
+        refuse_interrupted(self.group)
         steps = self._steps
         for stage in steps.stages.values():
             stage.begin(forward, backward, keep, weights)
@@ -141,20 +138,17 @@ class Executor:
         reducers = [reducer] if isinstance(reducer, Reducer) else reducer or ()
         recording = Recording(self.clock.device) if record else None
         try:
-            self.clock.restart()
-            with ExitStack() as reducing, torch.set_grad_enabled(self._trains):
-                if reducers and self._trains:
-                    ready = [reducing.enter_context(r.scheduled()) for r in reducers]
-                    every = [p for r in reducers for p in r.parameters]
-                    held = parameters or dict.fromkeys(steps.stages, every)
-                    program = LastBackwardNotifier(ready, steps.stages, held).within(program)
-                (recording.run if recording else run)(program)
-            steps.end()
-            self.clock.stop()
-        except BaseException as error:
-            if self.group.size() > 1:
-                self.interrupted_by = exception_text(error)
-            raise
+            with step_over(self.group):
+                self.clock.restart()
+                with ExitStack() as reducing, torch.set_grad_enabled(self._trains):
+                    if reducers and self._trains:
+                        ready = [reducing.enter_context(r.scheduled()) for r in reducers]
+                        every = [p for r in reducers for p in r.parameters]
+                        given = parameters or dict.fromkeys(steps.stages, every)
+                        program = LastBackwardNotifier(ready, steps.stages, given).within(program)
+                    (recording.run if recording else run)(program)
+                steps.end()
+                self.clock.stop()
         finally:
             recorder.action = None
             steps.reset()
