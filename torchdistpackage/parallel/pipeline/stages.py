@@ -26,6 +26,7 @@ from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.agreement import Settings, agree_on_settings
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.resolve import CostsOrder, Order, resolve_schedule
+from torchdistpackage.tools.undisturbed import in_eval, keep_random_states
 
 Stage = Callable[..., object]
 Stages = Stage | Sequence[Stage] | Mapping[int, Stage]
@@ -166,23 +167,9 @@ class OwnedStages:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Inside, modules are in `eval()`; after it modes and random states are as before."""
-        held = [m for m in self.modules.values() if isinstance(m, nn.Module)]
-        index = self.device.index
-        with torch.random.fork_rng(devices=[] if index is None else [index]), in_eval(*held):
+        modules = [m for m in self.modules.values() if isinstance(m, nn.Module)]
+        with keep_random_states(self.device), in_eval(*modules):
             yield
-
-
-@contextmanager
-def in_eval(*modules: nn.Module) -> Iterator[None]:
-    """Inside, these are in `eval()`; after it all of their parts are in the modes of before."""
-    modes = [(part, part.training) for module in modules for part in module.modules()]
-    try:
-        for module in modules:
-            module.eval()
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
 
 
 def agree_on_stages(

@@ -19,7 +19,7 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from torchdistpackage.errors import PlacementError
-from torchdistpackage.parallel.pipeline.partition.layer_costs import STATE_FACTOR, undisturbed
+from torchdistpackage.parallel.pipeline.partition.layer_costs import STATE_FACTOR
 from torchdistpackage.parallel.placed.functor import DeviceFunctor
 from torchdistpackage.parallel.placed.managed import ManagedModule, ManagedTensor
 from torchdistpackage.parallel.placed.place import Place
@@ -31,6 +31,7 @@ from torchdistpackage.parallel.placed.placement_search import (
     search,
     step_seconds,
 )
+from torchdistpackage.tools.undisturbed import undisturbed
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def propose(
         raise PlacementError(f"propose: {'; '.join(problems)}")
     inputs = example if isinstance(example, tuple) else (example,)
     graph = _trace(model, max_nodes)
-    with undisturbed([model]):
+    with undisturbed(model):
         nodes, names = _measure(graph, inputs, repeats, trains)
     link = link or PlaceLink()
     places = search(nodes, [int(gb * GIB) for gb in memory], link)
