@@ -11,6 +11,7 @@ Calls           backends (where gloo and NCCL differ), group_state (what is know
 Autograd        autograd (maps and their transposes), collectives (the public functions).
 Messages        p2p, tensor_meta (what a message says), tensor_channel (headers, payloads, and sends
                 that have not left), objects (anything that pickles).
+Values          nested (containers inside each other: their leaves, and copies with other ones).
 Watching        flight_recorder (the last calls), debug_checks (calls are compared), moments (time
                 on a device).
 Random numbers  random (one stream, forked where activations are split).

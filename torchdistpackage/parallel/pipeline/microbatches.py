@@ -13,7 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from torchdistpackage.comm import nested
 from torchdistpackage.comm.groups import step_over
+from torchdistpackage.comm.nested import map_trees
 from torchdistpackage.comm.tensor_meta import Message
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError
@@ -139,24 +141,8 @@ def sizes_of(num_samples: int, num_microbatches: int) -> list[int]:
 
 
 def leaves_of(tree: object) -> Iterator[object]:
-    """What tuples, lists and mappings hold, in order."""
-    if isinstance(tree, Mapping):
-        tree = list(tree.values())
-    if isinstance(tree, tuple | list):
-        for member in tree:
-            yield from leaves_of(member)
-    else:
-        yield tree
-
-
-def map_trees(function: Callable[..., object], *trees: object) -> Any:
-    """`function` of each leaf of trees that are alike; a list becomes a tuple, a mapping a dict."""
-    first: Any = trees[0]
-    if isinstance(first, Mapping):
-        return {key: map_trees(function, *(tree[key] for tree in trees)) for key in first}  # type: ignore[index]
-    if isinstance(first, tuple | list):
-        return tuple(map_trees(function, *each) for each in zip(*trees, strict=True))  # type: ignore[call-overload]
-    return function(*trees)
+    """What tuples, lists and mappings hold, in order; a dataclass is a leaf, and is not cut."""
+    return nested.leaves_of(tree, mapping=Mapping, dataclasses=False)
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

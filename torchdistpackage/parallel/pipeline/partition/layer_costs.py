@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm import p2p, primitives
 from torchdistpackage.comm.moments import clock_of, seconds
+from torchdistpackage.comm.nested import map_trees
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.parallel.pipeline.microbatches import leaves_of, map_trees
+from torchdistpackage.parallel.pipeline.microbatches import leaves_of
 from torchdistpackage.parallel.pipeline.partition.cost_split import (
     Cut,
     MemoryLimit,
