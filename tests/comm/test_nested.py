@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+from torch.fx.immutable_collections import immutable_list
 
 from torchdistpackage.comm.nested import items_of, leaves_of, map_leaves, map_trees
 
@@ -48,6 +49,13 @@ def test_what_is_replaced_is_a_copy_of_its_class_and_all_else_is_the_same_object
     assert map_leaves(lambda x: x, nest, is_number) is nest
     kept = {"same": nest, "other": 3}
     assert map_leaves(lambda x: -x if x == 3 else x, kept, is_number)["same"] is nest
+
+
+def test_a_list_whose_class_refuses_other_parts_becomes_a_plain_one_where_asked():
+    fixed = immutable_list([1, Row([2])])
+    made = map_leaves(lambda x: -x, fixed, is_number, plain_lists=True)
+    assert made == [-1, [-2]] and type(made) is type(made[1]) is list and fixed == [1, [2]]
+    assert map_leaves(lambda x: x, fixed, is_number, plain_lists=True) is fixed
 
 
 def test_a_caller_says_what_is_opened():

@@ -63,19 +63,34 @@ def leaves_of(value: Any, is_leaf: Leaf | None = None, **options: Any) -> Iterat
         yield value
 
 
-def map_leaves(function: Callable[[Any], Any], value: Any, is_leaf: Leaf, **options: Any) -> Any:
-    """`value` with `function(leaf)` in place of each leaf; all else stays as it is."""
-    if is_leaf(value):
-        return function(value)
-    if isinstance(value, tuple | list):
-        found = [map_leaves(function, part, is_leaf, **options) for part in value]
-        return value if all(map(is_, found, value)) else _sequence_like(value, found)
-    changed = {
-        key: new
-        for key, part in items_of(value, **options) or ()
-        if (new := map_leaves(function, part, is_leaf, **options)) is not part
-    }
-    return _with_parts(value, changed) if changed else value
+def map_leaves(
+    function: Callable[[Any], Any],
+    value: Any,
+    is_leaf: Leaf,
+    *,
+    plain_lists: bool = False,
+    **options: Any,
+) -> Any:
+    """`value` with `function(leaf)` in place of each leaf; all else stays as it is.
+
+    plain_lists: a list in which a leaf is replaced becomes one of no class of its own, which may
+        refuse other parts, as those of torch.fx do.
+    """
+
+    def mapped(value: Any) -> Any:
+        if is_leaf(value):
+            return function(value)
+        if isinstance(value, tuple | list):
+            found = [mapped(part) for part in value]
+            if all(map(is_, found, value)):
+                return value
+            is_plain = plain_lists and isinstance(value, list)
+            return found if is_plain else _sequence_like(value, found)
+        parts = items_of(value, **options) or ()
+        changed = {key: new for key, part in parts if (new := mapped(part)) is not part}
+        return _with_parts(value, changed) if changed else value
+
+    return mapped(value)
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

@@ -21,6 +21,9 @@ class Hole(NamedTuple):
 _SCALARS = (str, bool, int, float, type(None))
 
 
+_NESTING = {"by_key": True, "plain_lists": True}
+
+
 def _is_hole(x: object) -> bool:
     return type(x) is Hole
 
@@ -33,12 +36,12 @@ def flatten(x: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], Any]:
         leaves.append(leaf)
         return Hole(len(leaves) - 1)
 
-    return leaves, map_leaves(take, x, is_leaf, by_key=True)
+    return leaves, map_leaves(take, x, is_leaf, **_NESTING)
 
 
 def fill(skeleton: Any, leaves: Sequence[Any] | Mapping[int, Any]) -> Any:
     """The value again, from its leaves; given other holes, the skeleton with those."""
-    return map_leaves(lambda hole: leaves[hole.index], skeleton, _is_hole, by_key=True)
+    return map_leaves(lambda hole: leaves[hole.index], skeleton, _is_hole, **_NESTING)
 
 
 def holes(skeleton: Any) -> list[int]:
