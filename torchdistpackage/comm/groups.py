@@ -255,12 +255,14 @@ def _messages(group: Group) -> None:
     ranks, at = ranks_of(group), group.rank()
     peers = sorted({ranks[at - 1], ranks[(at + 1) % len(ranks)]})
     mine = torch.full((1,), float(ranks[at]), device=device_of(group))
-    rooms = [torch.zeros_like(mine) for _ in peers]
+    buffers = [torch.zeros_like(mine) for _ in peers]
     batch = [dist.P2POp(dist.isend, mine, peer, group) for peer in peers]
-    batch += [dist.P2POp(dist.irecv, x, peer, group) for x, peer in zip(rooms, peers, strict=True)]
+    batch += [
+        dist.P2POp(dist.irecv, x, peer, group) for x, peer in zip(buffers, peers, strict=True)
+    ]
     for work in dist.batch_isend_irecv(batch):
         work.wait()
-    came = [int(x) for x in rooms]
+    came = [int(x) for x in buffers]
     if came != peers:
         raise CommError(f"messages of ranks {peers} to rank {ranks[at]} came from ranks {came}")
 

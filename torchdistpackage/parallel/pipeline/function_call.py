@@ -269,7 +269,7 @@ class _CacheEntry:
         self.in_use = True
         if notes not in self.executors:
             # executors hold their group
-            for entry in [entry for held in _cache.of.values() for entry in held.values()]:
+            for entry in [entry for entries in _cache.of.values() for entry in entries.values()]:
                 if not all(is_alive(executor.group) for executor in entry.executors.values()):
                     entry.clear()
             executor = make()

@@ -154,10 +154,10 @@ class LossDivision:
     @contextmanager
     def run(self) -> Iterator[Sequence[Reducer]]:
         """The forwards and backwards stand inside; gives the reducers that may reduce in them."""
-        with ExitStack() as held:
+        with ExitStack() as stack:
             if not self._early:
                 for reducer in self._reducers:
-                    held.enter_context(reducer.no_sync())
+                    stack.enter_context(reducer.no_sync())
             yield self._early
         for reducer in self._early:
             reducer.finish()
@@ -207,7 +207,7 @@ class LossBroadcast:
 
     def __init__(self, group: Group, source: int, device: torch.device, timeout_s: float | None):
         self._group, self._source, self._device = group, source, device
-        self._wire = P2PChannel(group, timeout_s, tag=TAG)
+        self._channel = P2PChannel(group, timeout_s, tag=TAG)
         ranks = ranks_of(group)
         self._is_source = ranks[group.rank()] == source
         self._others = [rank for rank in ranks if rank != source]
@@ -215,45 +215,45 @@ class LossBroadcast:
         self.dtype: torch.dtype | None = None
         self._mine: tuple[bool | None, torch.dtype] | None = None
         self._value: Tensor | None = None
-        self._flights: list[Work] = []
+        self._works: list[Work] = []
 
     def begin(self) -> None:
         """A step begins."""
         self._value = None
-        self._flights.clear()
+        self._works.clear()
         if not self._is_source and self._goes_alone():
-            self._value = self._room()
-            self._flights.append(self._wire.receive([self._value], self._source))
+            self._value = self._buffer()
+            self._works.append(self._channel.receive([self._value], self._source))
 
     def publish(self, losses: Losses) -> None:
         """On the source: this step's."""
         self._mine, self._value = (losses.counted, losses.dtype), losses.totals
         if self._goes_alone():
-            self._flights += [self._wire.send([self._value], rank) for rank in self._others]
+            self._works += [self._channel.send([self._value], rank) for rank in self._others]
 
     def result(self) -> Tensor:
         """[sum, count] of this step, on every rank."""
         if self._goes_alone():
-            for flight in self._flights:
-                flight.wait()
+            for work in self._works:
+                work.wait()
         else:
             group, source = self._group, self._source
             if self.dtype is None:
                 agreed = primitives.broadcast_object(self._mine, on_cpu(group), source)
                 assert isinstance(agreed, tuple)
                 self.counted, self.dtype = agreed
-            room = self._room()
-            value = room if self._value is None else self._value.to(room)
+            buffer = self._buffer()
+            value = buffer if self._value is None else self._value.to(buffer)
             self._value = primitives.broadcast(value, group, source)
         value, self._value = self._value, None
-        self._flights.clear()
+        self._works.clear()
         assert value is not None
         return value
 
     def _goes_alone(self) -> bool:
-        return self.dtype is not None and self._wire.is_direct and not recorder.checks
+        return self.dtype is not None and self._channel.is_direct and not recorder.checks
 
-    def _room(self) -> Tensor:
+    def _buffer(self) -> Tensor:
         return torch.zeros(2, dtype=torch.float64, device=self._device)
 
 

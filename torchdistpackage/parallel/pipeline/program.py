@@ -81,6 +81,9 @@ class RankProgram:
 
     stages: the runner of each stage of this rank, by its number; an executor begins their runs.
     timeout_s: how long a message may take; `limit` changes it.
+
+    The other fields are changed here alone. Links keep what is under way by microbatch, and the
+    works of sends are kept until they are done in `_sends`: a work holds the memory of its message.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class RankProgram:
         self._knows = False  # whether the first run has agreed on the forms of all messages
         self._queued = is_queued(group)
         self._sends = SendQueue(None if self._queued else SENDS_KEPT)
+        # one connection in the first run, then one for each direction: see `end`
         self._channel = P2PChannel(group, timeout_s)
         has_messages = any(a != b for a, b in pairwise(schedule.placement))
         if has_messages:  # before a message: see comm/groups.py
@@ -137,7 +141,12 @@ class RankProgram:
         return self._list("ahead", ahead, self._add_early)
 
     def end(self) -> None:
-        """Wait for what is under way."""
+        """Wait for what is under way, and learn from a first run.
+
+        The forms of all messages are known then, so later runs post receives ahead. That is where
+        a second connection pays: on one alone a send waits while gloo reads from it, and making it
+        needs all ranks at one place, which the end of a run is.
+        """
         self._sends.settle()
         if self._headers is not None:
             self._headers.settle()
@@ -145,7 +154,7 @@ class RankProgram:
             for stage in self.stages.values():
                 stage.learned()
             if self._headers is not None and not self._dynamic:
-                make_duplex_groups([self._group])  # all its ranks come to this place
+                make_duplex_groups([self._group])
                 down = reverse_group(self._group)
                 self._channel = P2PChannel(self._group, self.timeout_s, down=down)
         self._knows = not self._dynamic
@@ -172,20 +181,20 @@ class RankProgram:
         dynamic = self._dynamic
         for s in schedule.stages_of(self._index):
             outputs: list[Output] = [None] * num
-            entrance = exit = None
+            input_link = output_link = None
             if s > 0 and rank_of[s - 1] == self._index:
-                entrance = before
+                input_link = before
             elif s > 0:
                 peer = ranks[rank_of[s - 1]]
-                entrance = RecvLink(num, self._trains, peer, self._headers, dynamic)
-                self._inlets[s] = entrance
+                input_link = RecvLink(num, self._trains, peer, self._headers, dynamic)
+                self._inlets[s] = input_link
             if s < schedule.num_stages - 1 and rank_of[s + 1] == self._index:
-                before = exit = LocalLink(num, self._trains, outputs)
+                before = output_link = LocalLink(num, self._trains, outputs)
             elif s < schedule.num_stages - 1:
                 peer = ranks[rank_of[s + 1]]
-                exit = SendLink(s, outputs, self._trains, peer, self._headers, dynamic)
-                self._outlets[s] = exit
-            self.stages[s] = StageRunner(s, outputs, entrance, exit, clock)
+                output_link = SendLink(s, outputs, self._trains, peer, self._headers, dynamic)
+                self._outlets[s] = output_link
+            self.stages[s] = StageRunner(s, outputs, input_link, output_link, clock)
 
     # -- making the lists ----------------------------------------------------------------
 

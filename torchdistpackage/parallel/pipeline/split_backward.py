@@ -63,19 +63,19 @@ class _WeightBranch(NamedTuple):
 class _DeferPoint:
     """A node on the path to the input, the branches there, and the gradient that they wait for.
 
-    leaves: nodes of the parameters. place: when in the first pass the gradient came.
+    leaves: nodes of the parameters. position: when in the first pass the gradient came.
     """
 
-    __slots__ = ("branches", "gradient", "leaves", "place")
+    __slots__ = ("branches", "gradient", "leaves", "position")
 
     def __init__(self, branches: Sequence[_WeightBranch]):
-        self.branches, self.place = branches, 0
+        self.branches, self.position = branches, 0
         self.leaves = frozenset().union(*(branch.leaves for branch in branches))
         self.gradient: Tensor | None = None
 
-    def take(self, places: Iterator[int], gradients: tuple[Tensor | None, ...]) -> None:
+    def take(self, positions: Iterator[int], gradients: tuple[Tensor | None, ...]) -> None:
         """Prehook of the node, a product, which has one result."""
-        self.gradient, self.place = gradients[0], next(places)
+        self.gradient, self.position = gradients[0], next(positions)
 
 
 def backward_input(
@@ -96,9 +96,9 @@ def backward_input(
     if not points:
         _accumulate(outputs, gradients)
         return deferred
-    places = count()
+    positions = count()
     for node, point in points.items():
-        node.register_prehook(partial(point.take, places))
+        node.register_prehook(partial(point.take, positions))
     waiting = frozenset().union(*(point.leaves for point in points.values()))
     deferred.parameters = frozenset(id(leaf.variable) for leaf in waiting)
     wanted = [*inputs, *(leaf.variable for leaf in at_once)]
@@ -111,7 +111,7 @@ def backward_input(
     # in the order in which an ordinary backward gives them; the first is popped first
     deferred._groups = sorted(
         _sharing_parameters(points.values()),
-        key=lambda group: max(point.place for point in group),
+        key=lambda group: max(point.position for point in group),
         reverse=True,
     )
     return deferred

@@ -222,8 +222,8 @@ def agree_on_stages(
         for stage, module in modules.items()
     }
     if device is None:  # without parameters or buffers, where messages of the group are
-        held = (m for m in modules.values() if isinstance(m, nn.Module))
-        tensors = (x for m in held for x in (*m.parameters(), *m.buffers()))
+        here = (m for m in modules.values() if isinstance(m, nn.Module))
+        tensors = (x for m in here for x in (*m.parameters(), *m.buffers()))
         device = next((x.device for x in tensors), None) or primitives.device_of(group)
     return schedule, OwnedStages(modules, calls, signatures, tuple(skips), torch.device(device))
 

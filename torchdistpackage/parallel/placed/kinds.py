@@ -47,5 +47,5 @@ class Kinds:
 
 
 def _shown(kind: Kind) -> str:
-    word, names = kind
-    return f"a {word}" if word in ("tensor", "value") else f"{len(names)} parts ({names})"
+    what, names = kind
+    return f"a {what}" if what in ("tensor", "value") else f"{len(names)} parts ({names})"

@@ -51,9 +51,9 @@ class Proposal:
 
     def __str__(self) -> str:
         lines = [f"{self.seconds * 1e3:.3g} ms a step (one place: {self.alone_s * 1e3:.3g} ms)"]
-        for place, held in enumerate(self.held_bytes):
+        for place, num_bytes in enumerate(self.held_bytes):
             names = [name for name, at in self.places.items() if at == place]
-            lines.append(f"place {place}: {held / GIB:.3g} GiB: {', '.join(names) or '-'}")
+            lines.append(f"place {place}: {num_bytes / GIB:.3g} GiB: {', '.join(names) or '-'}")
         return "\n".join(lines)
 
     def agreed(self, F: DeviceFunctor) -> Proposal:
@@ -63,9 +63,9 @@ class Proposal:
         mine = json.dumps([self.places, self.seconds, self.alone_s, self.held_bytes])
         is_first = program.rank == program.ranks[0]
         said = program.tell(first, "a proposal", mine if is_first else None)
-        places, seconds, alone_s, held = json.loads(said)
+        places, seconds, alone_s, held_bytes = json.loads(said)
         return replace(
-            self, places=places, seconds=seconds, alone_s=alone_s, held_bytes=tuple(held)
+            self, places=places, seconds=seconds, alone_s=alone_s, held_bytes=tuple(held_bytes)
         )
 
     def apply(self, F: DeviceFunctor, places: Sequence[Place] | None = None) -> PlacedModel:
@@ -314,8 +314,8 @@ def _measure(
                 seconds[i] = [min(a, b) for a, b in zip(seconds[i], times, strict=True)]
             weights = [p for p in getattr(function, "parameters", list)() if id(p) not in seen]
             seen.update(map(id, weights))
-            held = sum(p.nbytes for p in weights) * (int(STATE_FACTOR) if trains else 1)
-            sizes[i] = (_num_bytes(output), held, saved)
+            weight_bytes = sum(p.nbytes for p in weights) * (int(STATE_FACTOR) if trains else 1)
+            sizes[i] = (_num_bytes(output), weight_bytes, saved)
             values[node] = output
     nodes = [
         PlacedNode(node.name, *seconds[i], *sizes[i],
