@@ -107,7 +107,7 @@ class StageReducers:
 
     @property
     def holders(self) -> list[Tensor]:
-        """What holds reduced gradients besides the parameters, as far as known."""
+        """The tensors that hold reduced gradients besides the parameters, as far as known."""
         if isinstance(self._given, ZeroOptimizer):
             return [shard.tensor for shard in self._given.shards]
         return []
@@ -121,7 +121,7 @@ class StageReducers:
             )
 
     def follow_buffers(self) -> None:
-        """Once a step that reduces, as the wrapper's own forward does."""
+        """Let buffers follow, once a step that reduces, as the wrapper's own forward does."""
         for ddp in self._wrappers:
             if ddp.broadcast_buffers and ddp.training:
                 ddp.follow_buffers()
@@ -129,4 +129,4 @@ class StageReducers:
 
 def scatters(reducer: Reducer) -> bool:
     """Whether gradients go to a ZeroOptimizer."""
-    return any(isinstance(x, ReduceScatterBucket) for x in reducer.grad_buckets.carriers)
+    return any(isinstance(x, ReduceScatterBucket) for x in reducer.grad_buckets.bucket_comms)
