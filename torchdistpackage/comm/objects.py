@@ -193,5 +193,5 @@ def _group_for(x: Tensor, group: Group) -> Group:
 
 
 def _device_for(x: Tensor, over: Group) -> torch.device:
-    """Where `x` must be for this group."""
+    """The device where `x` must be to go over this group."""
     return x.device if primitives.is_queued(over) else torch.device("cpu")

@@ -69,7 +69,7 @@ class Executor:
         self._steps = RankProgram(schedule, group, device, timeout_s, dynamic_shapes, self.clock)
         self.stages = tuple(self._steps.stages)
         self.recording: Recording | None = None
-        """Of the last run, if it was recorded."""
+        """The record of the last run, None if it was not recorded; `run` alone sets it."""
 
     def is_first_stage(self, stage: int) -> bool:
         return stage == 0
@@ -79,7 +79,7 @@ class Executor:
 
     @property
     def spans(self) -> list[Span]:
-        """Of the last run, if it was recorded, in order of their start."""
+        """The spans of the last run in order of their start, if it was recorded."""
         return [] if self.recording is None else self.recording.spans()
 
     @property
@@ -156,7 +156,7 @@ class Executor:
 
 
 def run(program: Sequence[ProgramStep]) -> None:
-    """What a step costs besides computing and messages is this loop."""
+    """Run all steps in order. Besides computing and messages a step costs what this loop does."""
     for step in program:
         recorder.action = step.action
         step.call(step.number)

@@ -1,8 +1,15 @@
 """What crosses from one stage to the next, and back: by messages, or in memory on one rank.
 
 What a stage is given has no graph behind it. Members that want a gradient become leaves, whose
-gradients go back to the stage they came from, zeros where a microbatch did not use one. Of what a
-stage has sent, its place in the graph stays until the gradient comes, the memory does not.
+gradients go back to the stage they came from, zeros where a microbatch did not use one.
+
+[Note: What a sent output holds]
+1F1B keeps as many microbatches in a stage as there are stages after it. Their outputs would add to
+that, though the backward needs an output's edge in the graph alone, and not its numbers. So
+`SendLink.send` puts that edge in the place of the output (`graph_root`), and the memory is held by
+the work of the send, which the program keeps until the message has left. A caller's own backward is
+given the output itself, so `keeps_outputs` keeps it then, and its send is waited for together with
+the gradient, which comes later anyway.
 """
 
 import torch
@@ -23,14 +30,14 @@ from torchdistpackage.comm.work import Work
 from torchdistpackage.errors import CommError
 
 Root = Tensor | GradientEdge
-"""Where a backward begins."""
+"""A tensor, or an edge of the graph, at which a backward begins."""
 Output = Message | tuple[Root | None, ...]
-"""What a stage gave; once sent, of each member that wants a gradient its place in the graph."""
+"""What a stage gave; once it is sent, the roots of those members that want a gradient."""
 
 _DONE = Work()
 """A send that has left, or that never was."""
 _NOTHING = Incoming((), _DONE)
-"""What is on its way where nothing is."""
+"""Stands for a message where none is on its way."""
 
 
 class StageInput:
@@ -58,7 +65,7 @@ class StageInput:
 
 
 class LocalLink(StageInput):
-    """Between two stages of one rank: the same memory, and no message."""
+    """A link between two stages of one rank: they share the memory, and there is no message."""
 
     def __init__(self, num_microbatches: int, takes_gradients: bool, outputs: list[Message]):
         super().__init__(num_microbatches, takes_gradients)
@@ -80,14 +87,14 @@ class LocalLink(StageInput):
         return members[0] if isinstance(output, Tensor) else tuple(members)
 
     def gradients(self, m: int) -> tuple[Tensor | None, ...]:
-        """For the members of what the stage before gave."""
+        """The gradients of `m`, one for each member of what the stage before gave."""
         num, wanting = self._shapes[m]
         back = dict(zip(wanting, self.owed(m), strict=True))
         return tuple(map(back.get, range(num)))
 
 
 class RecvLink(StageInput):
-    """From a stage on another rank, `peer`.
+    """The link from a stage on another rank, `peer`.
 
     headers: where the descriptions of messages come from. dynamic: each message has one; else the
     first run's are agreed on, and `templates` has them, by microbatch.
@@ -140,11 +147,11 @@ class RecvLink(StageInput):
 
 
 class SendLink:
-    """To a stage on another rank, `peer`; a message of another form than agreed is refused.
+    """The link to a stage on another rank, `peer`; it refuses messages of another form than agreed.
 
     trains: whether the schedule has backwards. headers, dynamic: as of `RecvLink`.
-    keeps_outputs: until their backward, for a caller's own one. An output that is not kept is held
-    by its message alone, so its sender must keep the work and wait for it.
+    keeps_outputs: until their backward, for a caller's own one; see [Note: What a sent output
+    holds]. `StageRunner.begin` sets it.
     """
 
     def __init__(
@@ -186,7 +193,7 @@ class SendLink:
         work = send_payload(channel, self.templates[m], tensors, self.peer)
         if self.keeps_outputs:
             self._sends[m] = work
-        else:
+        else:  # see [Note: What a sent output holds]
             self._outputs[m] = tuple(map(graph_root, tensors)) if self._trains else None
         return work
 
@@ -212,7 +219,7 @@ class SendLink:
 
 
 def graph_root(x: Tensor | None) -> Root | None:
-    """Where `x` is in its graph, which that keeps alive."""
+    """The root of `x` in its graph, which the root keeps alive."""
     if x is None or not x.requires_grad:
         return None
     edge = get_gradient_edge(x)

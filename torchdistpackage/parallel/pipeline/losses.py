@@ -31,11 +31,11 @@ from torchdistpackage.parallel.pipeline.stage_runner import Weight
 IGNORED = -100
 """What torch's losses leave out of a mean by default."""
 TAG = 0x7E0
-"""Of `LossBroadcast`: apart from messages of a pass, their headers, and those of the debug mode."""
+"""The tag of `LossBroadcast`, apart from those of a pass, its headers and the debug mode."""
 
 
 class Losses:
-    """Those of one step, in any order.
+    """The losses of one step, which come in any order.
 
     sizes: samples of each microbatch. scale: factor of the gradient. counted: whether they are
     (sum, count), None before the first step. reads: whether a number in host memory may be read.
@@ -56,7 +56,7 @@ class Losses:
         number allocated among the large tensors of each would break up the memory they leave."""
         self.dtype = torch.float32
         self.weights: list[Weight] = [1.0] * len(sizes)
-        """Of each microbatch's loss in the sum whose gradient is wanted, once it has come."""
+        """The weight of each loss in the sum whose gradient is wanted, once the loss has come."""
 
     @property
     def is_complete(self) -> bool:
@@ -163,10 +163,10 @@ class LossDivision:
             reducer.finish()
 
     def divide(self, totals: Tensor, num_samples: int) -> Tensor:
-        """After a run of losses that count; returns [sum, count] of all replicas.
+        """Divide the gradients after a run of losses that count; returns everybody's [sum, count].
 
-        Divides by the mean count of the replicas; `Losses` has divided by the samples already. The
-        mean over replicas is the sum of all by all counts then, whenever it is taken.
+        The divisor is the mean count of the replicas; `Losses` has divided by the samples already.
+        The mean over replicas is the sum of all by all counts then, whenever it is taken.
         """
         group, num_replicas = _replicas(self._reducers), 1
         if group is not None and group.size() > 1:
@@ -226,13 +226,13 @@ class LossBroadcast:
             self._works.append(self._channel.receive([self._value], self._source))
 
     def publish(self, losses: Losses) -> None:
-        """On the source: this step's."""
+        """On the source, send the loss of this step."""
         self._mine, self._value = (losses.counted, losses.dtype), losses.totals
         if self._goes_alone():
             self._works += [self._channel.send([self._value], rank) for rank in self._others]
 
     def result(self) -> Tensor:
-        """[sum, count] of this step, on every rank."""
+        """Wait for [sum, count] of this step, on every rank."""
         if self._goes_alone():
             for work in self._works:
                 work.wait()

@@ -31,7 +31,7 @@ Finish = Callable[[int, object], Tensor]
 
 @dataclass
 class StepInputs:
-    """What a step is called with. sizes: samples of each microbatch. whole: inputs not cut.
+    """The inputs of a step. sizes: samples of each microbatch. whole: inputs not cut.
 
     settle: waits for the others' agreement, at the last moment before anything is computed or sent.
     before: called when the step begins.
@@ -48,7 +48,7 @@ class StepInputs:
         return cast(Sequence[tuple[object, ...]], cut(self.args, self.sizes))
 
     def inputs_of(self, takes: Callable[[str], bool]) -> Sequence[Named]:
-        """Of each microbatch the keyword inputs that a stage takes."""
+        """The keyword inputs that a stage takes, for each microbatch."""
         whole = {n: x for n, x in self.inputs.items() if n in self.whole and takes(n)}
         parts = {n: x for n, x in self.inputs.items() if n not in self.whole and takes(n)}
         if not parts:
@@ -177,7 +177,7 @@ def samples_in(named: Sequence[tuple[str, object]]) -> tuple[int, str]:
 
 
 def cut(value: object, sizes: Sequence[int]) -> Sequence[object]:
-    """For each microbatch its part: views of tensors, other values as they are.
+    """The part of each microbatch: views of tensors, other values as they are.
 
     Tuples, lists and dicts are cut member by member. One microbatch is the value as it is.
     """

@@ -250,8 +250,8 @@ class Pipeline:
             return broadcast.result()
 
     def _holders(self, counted: bool | None) -> list[Tensor]:
-        """Where gradients of this rank are at the end of a step that may count, in the first one
-        reduced ones too."""
+        """The tensors that hold gradients of this rank at the end of a step that may count, in the
+        first one reduced gradients too."""
         if counted is False:
             return []
         own = [p for mine in self._own.parameters().values() for p in mine]

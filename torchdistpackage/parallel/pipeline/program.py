@@ -126,7 +126,7 @@ class RankProgram:
     # -- the life of a run ---------------------------------------------------------------
 
     def begin(self) -> list[ProgramStep]:
-        """The list for this run."""
+        """The list of steps for this run."""
         if recorder.checks:
             return self._list("compared", lambda: add_messages(self._schedule), self._add_batch)
         if not self._knows:
@@ -168,7 +168,7 @@ class RankProgram:
             part.reset()
 
     def _ahead(self) -> int:
-        """As all messages here are known, how early to post receives."""
+        """How many computations ahead to post receives, as the sizes of all messages are known."""
         sides = (*self._inlets.values(), *self._outlets.values())
         largest = max((t.num_bytes for side in sides for t in side.templates if t), default=0)
         return max(PREPOST, PREPOST_BYTES // max(1, largest))
@@ -252,7 +252,10 @@ class RankProgram:
         self._await_later(side, side.send(self._channel, m))
 
     def _await_later(self, side: RecvLink | SendLink, work: Work) -> None:
-        """Keep the work that holds what was sent, unless the side keeps the output."""
+        """Keep the work of a send, unless the side keeps the output.
+
+        See [Note: What a sent output holds] in links.py.
+        """
         if not (isinstance(side, SendLink) and side.keeps_outputs):
             self._sends.add(work)
 

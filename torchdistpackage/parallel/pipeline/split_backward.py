@@ -24,9 +24,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torchdistpackage.parallel.deferred_wgrad import DeferredGrad, deferred_gradient
 
 Node = Any
-"""Of autograd's graph; torch's type of it has no members."""
+"""A node of autograd's graph; torch's type of it has no members."""
 Edges = tuple[tuple[Node, int], ...]
-"""What a node hands its gradients to: by argument, (node, its output), (None, 0) for none."""
+"""The nodes that get a node's gradients, by argument: (node, its output), (None, 0) for none."""
 
 _NO_LEAVES: frozenset[Node] = frozenset()
 
@@ -34,8 +34,8 @@ AT_ONCE_BYTES = 2**20
 """Gradients that are handed over in one backward: to start one costs as much as a small product."""
 
 _CHECKPOINT = "CheckpointFunction"
-"""In the names of autograd functions that run a backward of their own, and refuse to in one that is
-for `inputs` alone."""
+"""Part of the names of autograd functions that run a backward of their own, and refuse to do so in
+one that is for `inputs` alone."""
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 

@@ -24,7 +24,7 @@ Backward = Callable[[int, int, Message, tuple[Tensor | None, ...] | None], None]
 """(stage, microbatch, what Forward returned, gradients for its members, None on the last stage)."""
 Keep = Callable[[int, int, Message], None]
 Weight = float | Tensor
-"""What the gradient of a microbatch's loss begins with: its share of the loss of the step."""
+"""The gradient with which a microbatch's loss begins: its share of the loss of the step."""
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 

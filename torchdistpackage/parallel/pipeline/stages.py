@@ -31,7 +31,7 @@ from torchdistpackage.tools.undisturbed import in_eval, keep_random_states
 Stage = Callable[..., object]
 Stages = Stage | Sequence[Stage] | Mapping[int, Stage]
 _WRAPPED = ("module", "_orig_mod", "fn")
-"""Where wrappers that take anything keep what they call."""
+"""Attributes in which wrappers that take anything keep what they call."""
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -51,7 +51,10 @@ class Signature:
 
     @classmethod
     def of(cls, stage: Stage) -> "Signature":
-        """Of `stage`, or of what it wraps if it takes anything; some builtins have none."""
+        """The signature of `stage`, or of what it wraps if it takes anything.
+
+        Some builtins have none; they are called with what comes.
+        """
         called = stage.forward if isinstance(stage, nn.Module) else stage
         try:
             found = list(inspect.signature(called).parameters.values())
@@ -134,7 +137,7 @@ class StageAdapter:
 
 
 class OwnedStages:
-    """By number of the stage. signatures: of all stages of the pipeline, of the others too."""
+    """The stages of this rank, by number. signatures: of all stages, also those on other ranks."""
 
     def __init__(
         self,
@@ -157,7 +160,7 @@ class OwnedStages:
         return sorted({name for s in self.signatures.values() for name in s.named})
 
     def parameters(self) -> dict[int, list[nn.Parameter]]:
-        """Those that require a gradient now."""
+        """The parameters that require a gradient now, by stage."""
         return {
             stage: [p for p in module.parameters() if p.requires_grad]
             for stage, module in self.modules.items()

@@ -107,7 +107,7 @@ class StepInput:
         del self.cut, self.source
 
     def gradient(self) -> Tensor | None:
-        """Of the backward that has just run; given once."""
+        """The gradient from the backward that has just run, once; None where there was none."""
         found, self._slot[0] = self._slot[0], None
         return found
 
@@ -189,7 +189,7 @@ Frontier = tuple[StepRecord, ...]
 
 
 def join_frontiers(frontiers: Iterable[Frontier]) -> Frontier:
-    """Of a value that comes from several."""
+    """The frontier of a value that is computed from several."""
     steps = tuple({id(step): step for frontier in frontiers for step in frontier}.values())
     if len(steps) <= _MAX_FRONTIER:
         return steps

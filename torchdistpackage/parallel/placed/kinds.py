@@ -9,7 +9,7 @@ from torchdistpackage.parallel.placed.program import PlacedValue, Program
 from torchdistpackage.parallel.placed.structure import from_text, to_text
 
 Kind = tuple[str, list[Any]]
-"""See `structure.parts_of`."""
+"""The kind and the names of the parts of an output, as `structure.parts_of` gives them."""
 
 
 class Kinds:

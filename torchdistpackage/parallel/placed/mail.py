@@ -33,7 +33,7 @@ MAX_UNDER_WAY_BYTES = 1 << 30
 
 
 class Delivery(NamedTuple):
-    """What came: the structure, its tensors, and which of them want a gradient."""
+    """A message that came: the structure, its tensors, and which of them want a gradient."""
 
     skeleton: Any
     tensors: list[Tensor]

@@ -70,7 +70,7 @@ class ManagedTensor(TensorMethods):
         return self._program.is_on(self.data_device)
 
     def _content(self) -> Content | None:
-        """What this rank has of it, once its operation has run."""
+        """The part that this rank has, once the operation has run; None outside of the place."""
         if self._value.pending:
             self._program.flush()
         return self._value.content
@@ -83,7 +83,7 @@ class ManagedTensor(TensorMethods):
 
     @property
     def grad(self) -> Tensor | None:
-        """Of a leaf, on ranks of its place; elsewhere None."""
+        """The gradient of a leaf, on ranks of its place; elsewhere None."""
         content = self._content()
         if not self.is_leaf or content is None:
             return None
@@ -163,7 +163,7 @@ class ManagedTensor(TensorMethods):
     # -- parts ---------------------------------------------------------------------------
 
     def _parts(self) -> Kind:
-        """What it consists of, on every rank."""
+        """The kind and the names of its parts, on every rank."""
         if self._kind is None:
             content = self._content()
             mine = None if content is None else parts_of(content.skeleton)
@@ -284,24 +284,24 @@ class ManagedModule(ManagedOperation):
         super().__init__(module, place, program)
 
     def parameters(self) -> Iterable[torch.nn.Parameter]:
-        """Those of the module, on ranks of its place; elsewhere none."""
+        """The parameters of the module, on ranks of its place; elsewhere none."""
         return self.module.parameters() if self.is_here else []
 
     def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
-        """The same with their names."""
+        """The parameters of the module with their names, on ranks of its place; elsewhere none."""
         return self.module.named_parameters() if self.is_here else []
 
     def train(self, mode: bool = True) -> ManagedModule:
-        """Of the module."""
+        """Put the module into training mode, or out of it."""
         self.module.train(mode)
         return self
 
     def eval(self) -> ManagedModule:
-        """Of the module."""
+        """Put the module into evaluation mode."""
         return self.train(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of the module."""
+        """Zero the gradients of the module."""
         self.module.zero_grad(set_to_none)
 
 

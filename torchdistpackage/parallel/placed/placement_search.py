@@ -39,7 +39,7 @@ class PlacedNode:
 
 @dataclass(frozen=True, slots=True)
 class PlaceLink:
-    """Between two places: seconds of a message are latency_s + bytes / bytes_per_s."""
+    """The link between two places: seconds of a message are latency_s + bytes / bytes_per_s."""
 
     latency_s: float = 1e-4
     bytes_per_s: float = 1e9

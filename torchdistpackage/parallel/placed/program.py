@@ -246,7 +246,7 @@ class Program:
     def _compute(
         self, task: PlacedTask, step: StepRecord, inputs: list[tuple[Any, list[StepInput]]]
     ) -> Content:
-        """What the function makes of its inputs, here."""
+        """Call the function with its inputs, here."""
         device = task.output.place.device
         step.inputs = [one for _, made in inputs for one in made if one.meta.requires_grad]
         read = [fill(skeleton, [x.cut.to(device) for x in made]) for skeleton, made in inputs]

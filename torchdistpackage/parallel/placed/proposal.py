@@ -36,7 +36,7 @@ from torchdistpackage.tools.undisturbed import undisturbed
 
 @dataclass(frozen=True)
 class Proposal:
-    """Where each part of a model goes.
+    """The place of each part of a model.
 
     places: name of a part -> number of its place. seconds: of a step, predicted; alone_s: on one
     place. held_bytes: of each place.
@@ -91,21 +91,21 @@ class PlacedModel:
                 self.parts[node.name] = F(_function_of(node, self.graph))
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Those that this rank holds."""
+        """The parameters that this rank holds."""
         found = [
             p for one in self.parts.values() if hasattr(one, "parameters") for p in one.parameters()
         ]
         return list(dict.fromkeys(found))
 
     def train(self, mode: bool = True) -> PlacedModel:
-        """Of all parts that are modules."""
+        """Put all parts that are modules into training mode, or out of it."""
         for one in self.parts.values():
             if isinstance(one, ManagedModule):
                 one.train(mode)
         return self
 
     def eval(self) -> PlacedModel:
-        """Of all parts that are modules."""
+        """Put all parts that are modules into evaluation mode."""
         return self.train(False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -238,7 +238,7 @@ def _num_parts(graph: fx.GraphModule) -> int:
 
 
 def _function_of(node: fx.Node, graph: fx.GraphModule) -> Any:
-    """What a node calls."""
+    """The name of what a node calls."""
     if node.op == "call_module":
         return graph.get_submodule(str(node.target))
     if node.op == "call_function":
