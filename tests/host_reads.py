@@ -22,6 +22,7 @@ PACKAGE = str(Path(__file__).parent.parent / "torchdistpackage") + "/"
 
 HOST = (
     "comm/debug_checks.py",
+    "comm/tensor_channel.py",
     "comm/tensor_meta.py",
     "comm/objects.py",
     "comm/moments.py:OnHost",

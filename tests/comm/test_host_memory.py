@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from torchdistpackage.comm import primitives as p
 from torchdistpackage.comm.p2p import Post, receive, send
-from torchdistpackage.comm.tensor_meta import MessageSpec, MetaChannel, describe
+from torchdistpackage.comm.tensor_channel import TensorChannel
+from torchdistpackage.comm.tensor_meta import MessageSpec, describe
 from torchdistpackage.comm.transport.sharded_flat import start_all_gather_v, start_reduce_scatter_v
 from torchdistpackage.errors import CommError
 
@@ -35,7 +36,7 @@ CALLS: dict[str, Callable[[torch.Tensor, Group], object]] = {
     "send": lambda x, g: send(x, g, 1 - dist.get_rank()),
     "receive": lambda x, g: receive(x, g, 1 - dist.get_rank()),
     "send of a post": post,
-    "messages between stages": lambda x, g: MetaChannel(g, x.device, 5, always=True),
+    "messages between stages": lambda x, g: TensorChannel(g, x.device, 5),
 }
 
 

@@ -1,5 +1,7 @@
 """Messages arrive as they were described, whatever they hold."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,10 +9,15 @@ import torch.distributed as dist
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.p2p import SMALL_BYTES, Post
+from torchdistpackage.comm.tensor_channel import (
+    SendQueue,
+    TensorChannel,
+    expect_payload,
+    send_payload,
+)
 from torchdistpackage.comm.tensor_meta import (
     HEADER_BYTES,
     MessageSpec,
-    MetaChannel,
     decode,
     describe,
     encode,
@@ -64,27 +71,67 @@ def test_a_description_survives_its_header(message):
 
 def round_trip() -> None:
     group, rank = dist.group.WORLD, dist.get_rank()
-    headers = MetaChannel(group, CPU, 20, always=True)
-    for message in MESSAGES:
+    channel = TensorChannel(group, CPU, 20)
+    for message, batched in product(MESSAGES, (False, True)):
         post = Post(group, timeout_s=20)
         if rank == 0:
-            assert headers.send(describe(message), 1).matches(message)
-            post.send(tensors_of(message), 1)
-            post.go().wait()
+            spec = channel.send_header(describe(message), 1)
+            assert spec.matches(message)
+            if batched:
+                send_payload(post, spec, tensors_of(message), 1)
+                post.go().wait()
+            else:
+                channel.send(spec, tensors_of(message), 1)
         else:
-            template = headers.receive(0)
-            room = template.allocate()
-            post.receive(room, 0)
-            post.go().wait()
-            for i in template.wanting:
-                room[i].requires_grad_()
-            got = template.description.build(room)
+            spec = channel.receive_header(0)
+            if batched:
+                incoming = expect_payload(post, spec, 0)
+                post.go()
+            else:
+                incoming = channel.receive(spec, 0)
+            received = incoming.wait()
+            for i in spec.wanting:
+                received[i].requires_grad_()
+            got = spec.description.build(received)
             assert same(got, message), message
-    headers.settle()
+    channel.settle()
 
 
 def test_every_kind_of_message_arrives_unchanged(ranks):
     ranks(2).run(round_trip)
+
+
+class Sent:
+    """A work that says when it was waited for."""
+
+    def __init__(self, number: int, waited: list[int]):
+        self._number, self._waited = number, waited
+
+    def wait(self) -> None:
+        self._waited.append(self._number)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "waited"),
+    [
+        ({}, []),
+        ({"max_sends": 2}, [0, 1]),
+        ({"max_bytes": 75}, [0, 1]),  # 100 before it waits, 70 after it
+        ({"max_sends": 3, "max_bytes": 30}, [0, 1, 2, 3]),  # the last one alone is too much
+    ],
+    ids=str,
+)
+def test_a_queue_of_sends_waits_for_the_oldest_beyond_its_bounds(bounds, waited):
+    queue, seen = SendQueue(**bounds), []
+    for number in range(4):
+        queue.add(Sent(number, seen), 10 * (number + 1))
+    assert seen == waited
+    queue.settle()
+    assert seen == [0, 1, 2, 3]
+    queue.add(Sent(4, seen), 10)
+    queue.reset()
+    queue.settle()
+    assert seen == [0, 1, 2, 3], "what was let go is not waited for"
 
 
 def both_ways_large() -> None:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.ddp.one_process import DIM
-from torchdistpackage.ddp.grad_hooks import map_tensors, on_backward_start, tensors_in
+from torchdistpackage.comm.nested import map_tensors
+from torchdistpackage.ddp.grad_hooks import on_backward_start, tensors_in
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.errors import CommError
 

@@ -9,7 +9,9 @@ Calls           backends (where gloo and NCCL differ), group_state (what is know
                 dtypes, work (a call and what is left of it),
                 primitives (the collectives), transport/ (made of messages on gloo).
 Autograd        autograd (maps and their transposes), collectives (the public functions).
-Messages        p2p, tensor_meta (descriptions of messages), objects (anything that pickles).
+Messages        p2p, tensor_meta (what a message says), tensor_channel (headers, payloads, and sends
+                that have not left), objects (anything that pickles).
+Values          nested (containers inside each other: their leaves, and copies with other ones).
 Watching        flight_recorder (the last calls), debug_checks (calls are compared), moments (time
                 on a device).
 Random numbers  random (one stream, forked where activations are split).

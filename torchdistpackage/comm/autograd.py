@@ -229,7 +229,7 @@ class ReduceTo:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """With the numbers themselves in memory, which for lazily conjugated ones differ."""
+    """`x` with its numbers in memory as they are; those of a lazily conjugated tensor differ."""
     return x.resolve_conj().resolve_neg()
 
 

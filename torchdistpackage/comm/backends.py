@@ -47,7 +47,7 @@ def register_transport(transport: Transport) -> None:
 
 
 def transport_of(group: dist.ProcessGroup) -> Transport:
-    """Of a group that has a back end for each kind of device, that of the device in use."""
+    """The transport of the group; if it has a back end for each kind of device, that in use."""
     name = backend_of(group)
     return _transports.get(name) or Transport(name)
 

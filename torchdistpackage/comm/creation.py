@@ -289,7 +289,7 @@ HasCome = Callable[[dist.Store, int], bool]
 """(store, rank) -> whether the rank has come. Never blocks."""
 
 MARGIN_S = 5.0
-"""Back ends with a limit of their own (gloo) have the first word."""
+"""Seconds by which ours is longer: back ends with a limit of their own (gloo) come first."""
 _NAMED = 20
 _ends = False
 

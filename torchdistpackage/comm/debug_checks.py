@@ -98,11 +98,11 @@ def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tenso
     messages = sorted(messages, key=lambda m: (m[0] == "send") != (me < m[2]))
     tags = (_SENDS, _RECEIVES) if state_of(group).direct else (0, 0)
     described = [f"{what} {dtype_name(x.dtype)}{list(x.shape)}" for what, x, _ in messages]
-    rooms = [torch.empty(TEXT_BYTES, dtype=torch.uint8, device=device) for _ in messages]
+    buffers = [torch.empty(TEXT_BYTES, dtype=torch.uint8, device=device) for _ in messages]
     operations: list[dist.P2POp] = []
-    for (what, _, peer), room, text in zip(messages, rooms, described, strict=True):
+    for (what, _, peer), buffer, text in zip(messages, buffers, described, strict=True):
         here, there = tags if what == "send" else reversed(tags)
-        operations.append(dist.P2POp(dist.irecv, room, peer, group, there))
+        operations.append(dist.P2POp(dist.irecv, buffer, peer, group, there))
         operations.append(dist.P2POp(dist.isend, _written(text).to(device), peer, group, here))
     limit = state_of(group).limit
     try:
@@ -116,7 +116,7 @@ def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tenso
         ) from error
     wrong = [
         f"rank {me} is about to {mine}, rank {peer} to {theirs}"
-        for (_, _, peer), mine, theirs in zip(messages, described, map(_read, rooms), strict=True)
+        for (_, _, peer), mine, theirs in zip(messages, described, map(_read, buffers), strict=True)
         if theirs != _mirrored(mine)
     ]
     if wrong:

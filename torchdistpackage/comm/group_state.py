@@ -69,7 +69,7 @@ def state_of(group: Group) -> GroupState:
 
 
 def known_states() -> list[GroupState]:
-    """Those of all groups that this rank has called on and that have not ended. From any thread."""
+    """The states of all groups that this rank has called on and that live. For any thread."""
     return list(_states.values())
 
 

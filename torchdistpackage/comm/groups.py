@@ -255,18 +255,25 @@ def _messages(group: Group) -> None:
     ranks, at = ranks_of(group), group.rank()
     peers = sorted({ranks[at - 1], ranks[(at + 1) % len(ranks)]})
     mine = torch.full((1,), float(ranks[at]), device=device_of(group))
-    rooms = [torch.zeros_like(mine) for _ in peers]
+    buffers = [torch.zeros_like(mine) for _ in peers]
     batch = [dist.P2POp(dist.isend, mine, peer, group) for peer in peers]
-    batch += [dist.P2POp(dist.irecv, x, peer, group) for x, peer in zip(rooms, peers, strict=True)]
+    batch += [
+        dist.P2POp(dist.irecv, x, peer, group) for x, peer in zip(buffers, peers, strict=True)
+    ]
     for work in dist.batch_isend_irecv(batch):
         work.wait()
-    came = [int(x) for x in rooms]
+    came = [int(x) for x in buffers]
     if came != peers:
         raise CommError(f"messages of ranks {peers} to rank {ranks[at]} came from ranks {came}")
 
 
+# -- steps that an exception has ended -----------------------------------------------------
+
 _interrupted: PerGroup[str] = PerGroup()
-"""Group -> the exception that ended a step over it."""
+"""Group -> the exception that ended a step over it while messages may have been under way.
+
+What was on its way then would meet the receives of the next step, so nothing goes over the group
+again. `step_over` alone writes here, around every run of an executor and every result of a step."""
 
 
 @contextmanager
@@ -276,29 +283,19 @@ def step_over(group: Group) -> Iterator[None]:
         yield
     except BaseException as error:
         if group.size() > 1:
-            _interrupted.setdefault(group, exception_text(error))
+            _interrupted.setdefault(group, f"{type(error).__name__}: {error}")
         raise
 
 
 def refuse_interrupted(group: Group) -> None:
     """Raises CommError if a step over `group` ended here in an exception."""
     if group in _interrupted:
-        raise CommError(lost_messages("step over this group", _interrupted[group]))
+        raise CommError(
+            f"an earlier step over this group was interrupted by {_interrupted[group]}; its "
+            f"messages are lost: make a new group and a new executor or Pipeline over it"
+        )
 
 
 def is_interrupted(group: Group) -> bool:
     """Whether a step over `group` ended here in an exception."""
     return group in _interrupted
-
-
-def exception_text(error: BaseException) -> str:
-    """Its class and its message."""
-    return f"{type(error).__name__}: {error}"
-
-
-def lost_messages(what: str, error: str) -> str:
-    """Text of the error that refuses to go on after `error` has ended an earlier one."""
-    return (
-        f"an earlier {what} was interrupted by {error}; its messages are lost: make a new group "
-        f"and a new executor or Pipeline over it"
-    )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class TimingEvent(Protocol):
-    """What is needed of `torch.cuda.Event`."""
+    """The part of `torch.cuda.Event` that is needed."""
 
     def record(self) -> None: ...
 
@@ -36,12 +36,12 @@ def cuda_event() -> TimingEvent:
 
 
 def clock_of(device: torch.device) -> Callable[[], Moment]:
-    """What takes a moment in the work of `device`."""
+    """The function that takes a moment in the work of `device`."""
     return _mark if device.type == "cuda" else time.perf_counter
 
 
 def seconds(begin: Moment, end: Moment) -> float:
-    """From one moment to a later one; the host waits until the device has passed both."""
+    """Seconds from one moment to a later one; the host waits until the device has passed both."""
     if isinstance(begin, float) or isinstance(end, float):
         return end - begin  # type: ignore[operator]
     end.synchronize()

@@ -74,11 +74,11 @@ def broadcast_tensors(
     for x in tensors:
         if not x.numel():
             continue
-        through = _carrier(x, group)
+        over = _group_for(x, group)
         # in one piece, so that nothing is written back: autograd may hold the source's tensors
-        carried = x.detach().resolve_conj().resolve_neg().contiguous() if mine else x.detach()
-        staged = carried.to(_reach(x, through))
-        begun.append((x, primitives.broadcast(staged, through, source, async_op=True)))
+        sent = x.detach().resolve_conj().resolve_neg().contiguous() if mine else x.detach()
+        staged = sent.to(_device_for(x, over))
+        begun.append((x, primitives.broadcast(staged, over, source, async_op=True)))
     for x, pending in begun:
         arrived = pending.wait()
         if not mine and arrived.device != x.device:
@@ -116,7 +116,9 @@ def broadcast_tensor_dict(
         tuple[object, list[TensorMetadata]], _announced(describe, group, source)
     )
     mine = source == primitives.ranks_of(group)[group.rank()]
-    broadcast_tensors(received := found if mine else [_room(m) for m in metadata], group, source)
+    broadcast_tensors(
+        received := found if mine else [_allocate(m) for m in metadata], group, source
+    )
     if mine:
         return cast(dict, tensors)
     return tree_map_only(_TensorPlaceholder, lambda slot: received[slot.index], structure)
@@ -137,13 +139,13 @@ def gather_to(x: Tensor, dim: int, group: Group | str, target: int) -> Tensor | 
         raise CommError(
             f"gather at position {target} of a group of {size} ranks; positions are 0 to {size - 1}"
         )
-    ranks, through = primitives.ranks_of(group), _carrier(x, group)
-    mine = x.detach().to(_reach(x, through))
+    ranks, over = primitives.ranks_of(group), _group_for(x, group)
+    mine = x.detach().to(_device_for(x, over))
     if group.rank() != target:
-        start_send(mine, through, ranks[target]).wait()
+        start_send(mine, over, ranks[target]).wait()
         return None
     begun = [
-        None if i == target else start_receive(torch.empty_like(mine), through, ranks[i])
+        None if i == target else start_receive(torch.empty_like(mine), over, ranks[i])
         for i in range(size)
     ]
     parts = [mine if pending is None else pending.wait() for pending in begun]
@@ -152,19 +154,21 @@ def gather_to(x: Tensor, dim: int, group: Group | str, target: int) -> Tensor | 
 
 def _announced(make: Callable[[], object], group: Group, source: int | None) -> object:
     """What `make` returns on the source, on every rank; why it raised, raised on every rank."""
-    source, word, cause = primitives.source_in(group, source), None, None
+    source, announcement, cause = primitives.source_in(group, source), None, None
     if source == primitives.ranks_of(group)[group.rank()]:
         try:
-            word = make()
-            pickle.dumps(word)
+            announcement = make()
+            pickle.dumps(announcement)
         except Exception as error:  # whatever a user's class raises, the others must hear of it
             cause = error
             reason = str(error) if isinstance(error, CommError) else f"it cannot be sent: {error!r}"
-            word = _SendError(f"rank {source} of ranks {primitives.ranks_of(group)}: {reason}")
-    word = primitives.broadcast_object(word, on_cpu(group), source)
-    if isinstance(word, _SendError):
-        raise CommError(word.why) from cause
-    return word
+            announcement = _SendError(
+                f"rank {source} of ranks {primitives.ranks_of(group)}: {reason}"
+            )
+    announcement = primitives.broadcast_object(announcement, on_cpu(group), source)
+    if isinstance(announcement, _SendError):
+        raise CommError(announcement.why) from cause
+    return announcement
 
 
 def _metadata(x: Tensor) -> TensorMetadata:
@@ -177,17 +181,17 @@ def _metadata(x: Tensor) -> TensorMetadata:
     return TensorMetadata(x.dtype, tuple(x.shape), x.device.type)
 
 
-def _room(metadata: TensorMetadata) -> Tensor:
+def _allocate(metadata: TensorMetadata) -> Tensor:
     on_cuda = metadata.device == "cuda" and torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     return torch.empty(tuple(metadata.size), dtype=metadata.dtype, device=device)
 
 
-def _carrier(x: Tensor, group: Group) -> Group:
+def _group_for(x: Tensor, group: Group) -> Group:
     """The group over which `x` goes: not that of the GPUs if it lives in host memory."""
     return on_cpu(group) if x.device.type == "cpu" else group
 
 
-def _reach(x: Tensor, through: Group) -> torch.device:
-    """Where `x` must be for this group."""
-    return x.device if primitives.is_queued(through) else torch.device("cpu")
+def _device_for(x: Tensor, over: Group) -> torch.device:
+    """The device where `x` must be to go over this group."""
+    return x.device if primitives.is_queued(over) else torch.device("cpu")

@@ -25,7 +25,7 @@ SMALL_BYTES = 64 * 1024
 
 
 def send(x: Tensor, group: Group, target: int) -> None:
-    """Give `x` to global rank `target`, which calls `receive` with room of its shape and dtype.
+    """Give `x` to global rank `target`, which calls `receive` with a tensor of its shape and dtype.
 
     Raises:
         CommError: `target` is not another rank of the group, or the backend failed.
@@ -72,14 +72,14 @@ def start_receive(x: Tensor, group: Group, source: int) -> Work:
     state = state_of(group)
     if state.direct and not x.is_cpu:
         require_host_memory("receive", group, x)
-    # what is not contiguous, or of a dtype that travels as bytes, arrives in a room of its own
-    room = to_bytes(x)
+    # what is not contiguous, or of a dtype that travels as bytes, arrives in a buffer of its own
+    buffer = to_bytes(x)
     call = recorder.begin_message("receive", state, x, source, recorder.action)
     try:
-        work = group.recv([room], peer, 0)
+        work = group.recv([buffer], peer, 0)
     except RuntimeError as error:
         raise failed(call, error) from error
-    return Work(x, (work,), (call,), in_place_of(x, room), call[GROUP].limit)
+    return Work(x, (work,), (call,), in_place_of(x, buffer), call[GROUP].limit)
 
 
 _Posted = tuple[str, Tensor, int, object]
@@ -98,14 +98,14 @@ class Post:
         self._sends: list[_Posted] = []
 
     def receive(self, tensors: Sequence[Tensor | None], source: int) -> Work:
-        """Room to be filled by global rank `source`; contiguous. Empty tensors do not travel."""
+        """Contiguous buffers for what global rank `source` sends. Empty tensors do not travel."""
         for x in tensors:
             if x is not None and x.numel():
                 self._receives.append(("receive", to_bytes(x), source, recorder.action))
         return self._work
 
     def send(self, tensors: Sequence[Tensor | None], target: int) -> Work:
-        """Tensors for global rank `target`; they must stay as they are until they have left."""
+        """Send these to global rank `target`; they must stay as they are until they have left."""
         for x in tensors:
             if x is not None and x.numel():
                 self._sends.append(("send", to_bytes(x), target, recorder.action))
@@ -197,21 +197,21 @@ class P2PChannel:
         self._timeout = _limit(self._state, timeout_s)
 
     def receive(self, tensors: Sequence[Tensor], source: int) -> Work:
-        """Room to be filled by global rank `source`."""
+        """Fill these buffers with what global rank `source` sends."""
         return self._begin("receive", tensors, source)
 
     def send(self, tensors: Sequence[Tensor], target: int) -> Work:
-        """Tensors for global rank `target`; they must stay as they are until they have left."""
+        """Send these to global rank `target`; they must stay as they are until they have left."""
         return self._begin("send", tensors, target)
 
     def _begin(self, what: str, tensors: Sequence[Tensor], peer: int) -> Work:
-        state, action, (place, issue) = self._state, recorder.action, self._issue[what, peer]
+        state, action, (index, issue) = self._state, recorder.action, self._issue[what, peer]
         made: list[Call] = []
         works: list[dist.Work] = []
         for x in tensors:
             made.append(recorder.begin_message(what, state, x, peer, action))
             try:
-                works.append(issue([x], place, self._tag))
+                works.append(issue([x], index, self._tag))
             except RuntimeError as error:
                 raise failed(made[-1], error) from error
         return Work(None, works, made, None, self._timeout, tensors)

@@ -206,9 +206,9 @@ def reduce_scatter(
     go = run_async if async_op else run_sync
     if state.direct:
         parts, mine = wire.split_with_sizes(lengths), state.index
-        rooms = [part if part is parts[mine] else torch.empty_like(parts[mine]) for part in parts]
-        finish = lambda: from_added(added(rooms, mine), x.dtype)  # noqa: E731
-        return go(*ask, finish, pairwise, SUMMED, parts, rooms)
+        buffers = [part if part is parts[mine] else torch.empty_like(parts[mine]) for part in parts]
+        finish = lambda: from_added(added(buffers, mine), x.dtype)  # noqa: E731
+        return go(*ask, finish, pairwise, SUMMED, parts, buffers)
     out = wire.new_empty((lengths[group.rank()], *wire.shape[1:]))
     finish = lambda: from_added(out, x.dtype)  # noqa: E731
     if sizes is None:

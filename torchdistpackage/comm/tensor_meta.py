@@ -1,11 +1,9 @@
-"""Descriptions of the messages between stages: what they say, how they travel, and their use.
+"""Descriptions of messages of tensors: what they say, how they are written, and their use.
 
 A message is one tensor, a tuple, or a flat dict of tensors and None. Its `Description` says
 structure, shapes, dtypes and which members want a gradient. A receiver must know it before it can
-post its receive, so it travels ahead (`MetaChannel`), apart from the messages of a pair, whatever
-the order in which those are posted: on gloo it has a tag, and where messages go from GPU to GPU it
-goes through host memory, so that no rank stops a device to read it. Gradients go back in the shape
-of what was sent, so they need no description.
+post its receive, so it travels ahead (tensor_channel.py). Gradients go back in the shape of what
+was sent, so they need no description.
 
 A `MessageSpec` is a description made ready for use: what follows from it alone is worked out once,
 so that a message of known form costs its allocation and its posting alone.
@@ -18,13 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchdistpackage.comm.backends import require_host_memory
 from torchdistpackage.comm.dtypes import to_bytes
-from torchdistpackage.comm.group_state import state_of
-from torchdistpackage.comm.groups import on_cpu
-from torchdistpackage.comm.p2p import P2PChannel
-from torchdistpackage.comm.primitives import Group
-from torchdistpackage.comm.work import Work
 from torchdistpackage.errors import CommError
 
 Members = dict[str, Tensor | None]
@@ -82,7 +74,7 @@ def tensors_of(message: Message) -> tuple[Tensor | None, ...]:
 def describe(message: Message, device: torch.device | None = None) -> Description:
     """Description of a message about to be sent.
 
-    device: where the receiver makes room, so where all members must be; None: anywhere.
+    device: where the receiver makes its buffers, so where all members must be; None: anywhere.
 
     Raises:
         CommError: a member is no tensor, a key no string, or a member is elsewhere.
@@ -145,9 +137,10 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class MessageSpec:
-    """Room for a message, the message from its room, and whether another is of the same form.
+    """Buffers for a message, the message from its buffers, and whether another is of the same form.
 
-    num, num_bytes: of all members. wanting: places of those whose gradient comes back.
+    num: how many members there are. num_bytes: of all of them together.
+    wanting: numbers of the members whose gradient comes back.
     """
 
     __slots__ = (
@@ -170,24 +163,24 @@ class MessageSpec:
 
     def allocate(self) -> list[Tensor | None]:
         """New memory for all members."""
-        room: list[Tensor | None] = [None] * self.num
+        buffers: list[Tensor | None] = [None] * self.num
         for i, shape, dtype in self._made:
-            room[i] = torch.empty(shape, dtype=dtype, device=self._device)
-        return room
+            buffers[i] = torch.empty(shape, dtype=dtype, device=self._device)
+        return buffers
 
     def allocate_gradients(self) -> list[Tensor]:
         """New memory for the gradients that come back, in the order of `wanting`."""
         return [torch.empty(shape, dtype=t, device=self._device) for _, shape, t in self._wanted]
 
     def scatter_grads(self, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """One place for each member, None where no gradient is wanted."""
-        places: list[Tensor | None] = [None] * self.num
+        """A gradient for each member, None where none is wanted."""
+        found: list[Tensor | None] = [None] * self.num
         for i, gradient in zip(self.wanting, gradients, strict=True):
-            places[i] = gradient
-        return tuple(places)
+            found[i] = gradient
+        return tuple(found)
 
     def travelling(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """Those that go over the wire, as they go: of a message, or of `room()` to be filled."""
+        """The members that are sent, as they are sent: of a message, or of `allocate()`."""
         return [to_bytes(tensors[i]) for i in self._moving]  # type: ignore[arg-type]
 
     def travelling_back(self, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -196,7 +189,7 @@ class MessageSpec:
 
     def matches(self, message: Message) -> bool:
         """Whether `message` may go as this form: structure, shapes, dtypes, where the other side
-        makes room for it, and no member wants a gradient that is not in the form.
+        has its buffers, and no member wants a gradient that is not in the form.
 
         One that does not want its gradient any more (its stage was frozen) gets it, and drops it.
         """
@@ -225,78 +218,6 @@ class MessageSpec:
             ):
                 return False
         return True
-
-
-def receive_header(channel: P2PChannel, source: int) -> bytes:
-    """Wait for what `encode` wrote on global rank `source`."""
-    header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
-    channel.receive([header], source).wait()
-    num_more = int.from_bytes(header[:8].numpy().tobytes(), "big") + 8 - HEADER_BYTES
-    if num_more > 0:
-        rest = torch.empty(num_more, dtype=torch.uint8, device="cpu")
-        channel.receive([rest], source).wait()
-        header = torch.cat([header, rest])
-    return header.numpy().tobytes()
-
-
-TAG = 0x7DC
-_KEPT = 64
-"""Descriptions whose header and template are kept."""
-
-
-class MetaChannel:
-    """Descriptions to and from the ranks of a group, in order by pair; all ranks make it together.
-
-    device: where the messages themselves are. always: each message has one (changing shapes).
-
-    Raises:
-        CommError: messages cannot go from there over this group.
-    """
-
-    def __init__(
-        self, group: Group, device: torch.device, timeout_s: float | None, *, always: bool
-    ):
-        if state_of(group).direct:
-            require_host_memory("messages between stages", group, torch.empty(0, device=device))
-        self.always, self.device = always, device
-        self._wire = P2PChannel(on_cpu(group), timeout_s, tag=TAG)
-        self._written: dict[Description, tuple[list[Tensor], MessageSpec]] = {}
-        self._read: dict[bytes, MessageSpec] = {}
-        self._left: list[Work] = []
-
-    def send(self, description: Description, target: int) -> MessageSpec:
-        """Send global rank `target` a description of what comes next, without waiting for it."""
-        known = self._written.get(description)
-        if known is None:
-            if len(self._written) == _KEPT:
-                self._written.clear()
-            template = MessageSpec(description, self.device)
-            known = self._written[description] = (encode(description), template)
-        self._left.append(self._wire.send(known[0], target))
-        return known[1]
-
-    def receive(self, source: int) -> MessageSpec:
-        """Wait for what global rank `source` says of its next message."""
-        raw = receive_header(self._wire, source)
-        template = self._read.get(raw)
-        if template is None:
-            if len(self._read) == _KEPT:
-                self._read.clear()
-            template = self._read[raw] = MessageSpec(decode(raw), self.device)
-        return template
-
-    def settle(self) -> None:
-        """Wait until all have left."""
-        while self._left:
-            self._left.pop().wait()
-
-    def reset(self) -> None:
-        """Let go of what an interrupted run has left."""
-        self._left.clear()
-
-    def limit(self, timeout_s: float | None) -> None:
-        """How long a header may take from now on."""
-        self._wire.limit(timeout_s)
 
 
 def pack_message(message: Message, more: Members) -> Members:

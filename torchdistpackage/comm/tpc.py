@@ -58,7 +58,7 @@ class RankContext:
 class ContextHolder:
     """What is set up, or None; all who share it see it change."""
 
-    place: RankContext | None = None
+    context: RankContext | None = None
 
 
 _process = ContextHolder()
@@ -77,10 +77,10 @@ def _holder() -> ContextHolder:
 
 def _current() -> RankContext | None:
     """The rank that the caller is now; None once the world has ended in which it was one."""
-    place = _override.get() or _holder().place
-    if place is not None and place.groups is not None and not place.groups.are_there:
+    context = _override.get() or _holder().context
+    if context is not None and context.groups is not None and not context.groups.are_there:
         return None
-    return place
+    return context
 
 
 class ProcessTopology:
@@ -111,7 +111,7 @@ class ProcessTopology:
         """
         self.destroy()
         moe = topology.expert.axis_size("expert") > 1
-        _holder().place = RankContext(topology, rank, Groups(rank, timeout_s), moe)
+        _holder().context = RankContext(topology, rank, Groups(rank, timeout_s), moe)
         self.prepare()
         for mode in (*topology.dense.names, "model", *(("moe_dp", "moe_ep") if moe else ())):
             self.get_group(mode)
@@ -121,8 +121,8 @@ class ProcessTopology:
 
         sums: over which gradients are summed. copies: of equal replicas. See layout/derive.py.
         """
-        place = self._context()
-        self.groups.prepare(creations(place.topology, place.rank, sums=sums, copies=copies))
+        context = self._context()
+        self.groups.prepare(creations(context.topology, context.rank, sums=sums, copies=copies))
 
     def build_moe_groups(
         self, moe_dp_size: int | None = None, moe_ep_size: int | None = None
@@ -134,8 +134,8 @@ class ProcessTopology:
         Raises:
             TopologyError: neither is given, or they do not tile the data axis.
         """
-        place = self._context()
-        data = place.topology.dense.axis_size("data")
+        context = self._context()
+        data = context.topology.dense.axis_size("data")
         if moe_ep_size is None:
             if moe_dp_size is None:
                 raise TopologyError("build_moe_groups needs moe_dp_size or moe_ep_size; give one")
@@ -146,10 +146,10 @@ class ProcessTopology:
                 f"moe_dp_size={moe_dp_size} x moe_ep_size={moe_ep_size} must be the {data} ranks "
                 f"of the data axis; change one of the two"
             )
-        place.topology = place.topology.with_expert(moe_ep_size)
-        place.moe = True
-        place.found.clear()
-        if place.groups is not None:
+        context.topology = context.topology.with_expert(moe_ep_size)
+        context.moe = True
+        context.found.clear()
+        if context.groups is not None:
             self.get_group("moe_dp")
             self.get_group("moe_ep")
 
@@ -178,24 +178,24 @@ class ProcessTopology:
     @property
     def mesh(self) -> DeviceMesh:
         """The dense axes as torch's DeviceMesh, over the groups that exist already."""
-        place = self._context()
-        if place.mesh is None:
-            dense = place.topology.dense
+        context = self._context()
+        if context.mesh is None:
+            dense = context.topology.dense
             device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-            place.mesh = DeviceMesh.from_group(
+            context.mesh = DeviceMesh.from_group(
                 [self.get_group(name) for name in dense.names],
                 device,
                 mesh=torch.arange(dense.size).view([size for _, size in dense.axes]),
                 mesh_dim_names=dense.names,
             )
-        return place.mesh
+        return context.mesh
 
     def describe(self) -> str:
         """Who is in which group, a line for each: `group pipe, ranks: [0, 8]`; many are cut."""
-        place = self._context()
-        model = ("model",) if place.topology.model_axes else ()
-        moe = ("moe_dp", "moe_ep") if place.moe else ()
-        return place.topology.describe((*place.topology.dense.names, *model, *moe))
+        context = self._context()
+        model = ("model",) if context.topology.model_axes else ()
+        moe = ("moe_dp", "moe_ep") if context.moe else ()
+        return context.topology.describe((*context.topology.dense.names, *model, *moe))
 
     def get_group(self, mode: str) -> Group:
         """Handle of my group of this mode, for torch.distributed calls."""
@@ -276,10 +276,10 @@ class ProcessTopology:
 
     def destroy(self) -> None:
         """End my groups and forget the topology; the default group stays. Safe to call twice."""
-        place = _holder().place
-        if place is not None and place.groups is not None:
-            place.groups.destroy()
-        _holder().place = None
+        context = _holder().context
+        if context is not None and context.groups is not None:
+            context.groups.destroy()
+        _holder().context = None
 
     @contextmanager
     def using(self, topology: Topology, rank: int) -> Iterator["ProcessTopology"]:
@@ -302,19 +302,19 @@ class ProcessTopology:
             _isolated.reset(token)
 
     def _context(self) -> RankContext:
-        place = _current()
-        if place is None:
+        context = _current()
+        if context is None:
             raise LaunchError("tpc is not set up; call tpc.setup_process_groups([...]) first")
-        return place
+        return context
 
     def _named(self, mode: str) -> tuple[Mesh, tuple[str, ...]]:
         """The mesh and axes of a mode; a known axis that the config leaves out has size 1."""
-        place = self._context()
-        if mode in ("moe_dp", "moe_ep") and not place.moe:
+        context = self._context()
+        if mode in ("moe_dp", "moe_ep") and not context.moe:
             raise TopologyError(f"there is no group {mode!r} yet; call tpc.build_moe_groups first")
-        if mode in DEFAULT_ORDER and mode not in place.topology.dense.names:
-            return place.topology.dense, ()
-        return place.topology.named(mode)
+        if mode in DEFAULT_ORDER and mode not in context.topology.dense.names:
+            return context.topology.dense, ()
+        return context.topology.named(mode)
 
 
 tpc = ProcessTopology()

@@ -14,8 +14,7 @@ A trial leaves gradients, buffers and the state of torch's random numbers as the
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,6 +36,7 @@ from torchdistpackage.ddp.zero.sharing import is_cut
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import collect
+from torchdistpackage.tools.undisturbed import undisturbed
 
 Mode = Literal["auto", "ddp", "zero"]
 _LOG = logging.getLogger(__name__)
@@ -216,7 +216,7 @@ def measure(
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     device = trained[0].device
-    with _untouched(module, trained):
+    with undisturbed(module, gradients_of=trained), torch.enable_grad():
         times = [_times_s(module, loss_of, trained, device) for _ in range(1 + NUM_TRIALS)]
     forward_s, backward_s, pass_s = map(min, zip(*times[1:], strict=True))
     default_bytes = bucket_sizes(queued=primitives.is_queued(group)).default_bytes
@@ -271,25 +271,3 @@ def _wire(group: Group, device: torch.device, bucket_bytes: int) -> tuple[float,
     # a device's own engines do it, and its host only waits
     busy_s = 0.0 if device.type != "cpu" else min(busy[1:]) / num_bytes
     return num_bytes / min(times[1:]), busy_s
-
-
-@contextmanager
-def _untouched(module: nn.Module, trained: Sequence[nn.Parameter]) -> Iterator[None]:
-    gradients = [p.grad for p in trained]
-    buffers = [
-        (owner, name, buffer, None if buffer is None else buffer.detach().clone())
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-    ]
-    cuda = {p.device.index for p in trained if p.device.type == "cuda"}
-    try:
-        with torch.random.fork_rng(devices=sorted(cuda)), torch.enable_grad():
-            yield
-    finally:
-        for p, grad in zip(trained, gradients, strict=True):
-            p.grad = grad
-        with torch.no_grad():
-            for owner, name, buffer, values in buffers:
-                if buffer is not None:
-                    buffer.copy_(values)
-                owner._buffers[name] = buffer

@@ -10,18 +10,14 @@ device, that of its first gradient, which waits for the rest.
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
-from copy import copy
-from dataclasses import fields, is_dataclass
 from functools import partial
-from operator import is_, setitem
-from types import SimpleNamespace
 from typing import Protocol
 from weakref import ReferenceType, WeakSet, finalize, ref
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution
 
+from torchdistpackage.comm.nested import map_tensors
 from torchdistpackage.ddp.param_spec import ParamSpec
 
 OnGradReady = Callable[[ReferenceType, int, Tensor], None]
@@ -182,42 +178,3 @@ class _GraphAnchor(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         return None, None
-
-
-def map_tensors(value, apply: Callable[[Tensor], Tensor]):
-    """`apply` on every tensor inside tuples, lists, dicts, dataclasses, SimpleNamespace and
-    torch.distributions, in any nest; other values as they are.
-
-    A container in which a tensor is replaced becomes a copy of its own class, since the caller's
-    may be its cache. One in which none is replaced is returned itself.
-    """
-    if isinstance(value, Tensor):
-        return apply(value)
-    if isinstance(value, tuple | list):
-        mapped = [map_tensors(item, apply) for item in value]
-        if all(map(is_, mapped, value)):
-            return value
-        if isinstance(value, list):
-            new = copy(value)
-            new[:] = mapped
-            return new
-        make = type(value)._make if hasattr(value, "_make") else type(value)
-        return make(mapped)
-    if isinstance(value, dict):
-        return _replaced(value, value.items(), apply, setitem)
-    if is_dataclass(value) and not isinstance(value, type):
-        items = ((f.name, getattr(value, f.name)) for f in fields(value) if hasattr(value, f.name))
-        return _replaced(value, items, apply, object.__setattr__)
-    if isinstance(value, SimpleNamespace | Distribution):
-        return _replaced(value, vars(value).items(), apply, object.__setattr__)
-    return value
-
-
-def _replaced(value, items: Iterable, apply: Callable[[Tensor], Tensor], put: Callable):
-    """`value`, or its copy in which `put` has set those items that `apply` replaced."""
-    changed = [(k, new) for k, item in items if (new := map_tensors(item, apply)) is not item]
-    if changed:
-        value = copy(value)
-    for key, new in changed:
-        put(value, key, new)
-    return value

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.groups import for_each_group, on_cpu
+from torchdistpackage.comm.nested import map_tensors
 from torchdistpackage.comm.objects import broadcast_tensor_dict, broadcast_tensors
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.ddp.grad_hooks import map_tensors
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.errors import CommError
 

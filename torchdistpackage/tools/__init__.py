@@ -3,6 +3,7 @@
 Read in this order.
 
 Values          nested (the tensors inside tuples, dicts and dataclasses).
+Traces          undisturbed (a model runs, and random states, buffers and modes are as before).
 Cost            module_profiler (time and memory of every module), recompute (which modules to
                 checkpoint for a memory limit).
 Numbers         debug_nan (the first module with NaN or Inf).

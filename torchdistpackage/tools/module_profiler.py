@@ -8,8 +8,8 @@ autograd saved, on CUDA the growth of `memory_allocated` without outputs that re
 
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchdistpackage.tools.activations import SavedStorages, SavedTensorRun, sizes_of
 from torchdistpackage.tools.nested import as_module, tensors_in
 from torchdistpackage.tools.printing import emit
+from torchdistpackage.tools.undisturbed import undisturbed
 
 Infos = dict[str, dict[str, Any]]
 """Module name, `root` for the model -> `fwd_time` (ms), `fwd_mem` (MB, 1e6 bytes), after a backward
@@ -255,12 +256,15 @@ def get_model_profile(
     if repeats < 1:
         raise ValueError(f"get_model_profile: {repeats} repeats; measure 1 call or more")
     infos: Infos = {}
-    with unchanged(model):
-        _differentiated(model, args, kwargs)
-        for _ in range(repeats):
-            found = register_profile_hooks(model)
+    try:
+        with undisturbed(model):
             _differentiated(model, args, kwargs)
-            take_shorter(infos, found)
+            for _ in range(repeats):
+                found = register_profile_hooks(model)
+                _differentiated(model, args, kwargs)
+                take_shorter(infos, found)
+    finally:
+        remove_profile_hooks(model)
     if show:
         report_prof(infos, sort=sort, topn=topn, max_depth=max_depth, min_mem=min_mem)
     return infos
@@ -275,21 +279,6 @@ def _differentiated(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     if roots and leaves:
         ones = [torch.ones_like(x) for x in roots]
         torch.autograd.grad(roots, leaves, ones, allow_unused=True)
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Generator[None]:
-    """Buffers and random states are afterwards as before, and hooks of a profile are off."""
-    buffers = {id(x): (x, x.detach().clone()) for x in model.buffers()}
-    devices = sorted({x.device.index for x in model.parameters() if x.is_cuda})
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            remove_profile_hooks(model)
-            with torch.no_grad():
-                for x, before in buffers.values():
-                    x.copy_(before)
 
 
 def take_shorter(infos: Infos, found: Infos) -> None:

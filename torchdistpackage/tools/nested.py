@@ -2,9 +2,10 @@
 what every tool takes is a module."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
 
 from torch import Tensor, nn
+
+from torchdistpackage.comm.nested import items_of
 
 
 def as_module(model: object, used_by: str) -> nn.Module:
@@ -36,13 +37,15 @@ def _walk(value: object, path: str, above: set[int]) -> Iterator[tuple[str, Tens
 
 
 def _parts(value: object) -> Iterator[tuple[str, object]]:
-    if isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", part) for key, part in value.items())
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        names = getattr(value, "_fields", None)  # of a named tuple
-        for index, part in enumerate(value):
-            yield f".{names[index]}" if names else f"[{index}]", part
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from ((f".{f.name}", getattr(value, f.name, None)) for f in fields(value))
+    """(how a path goes on, part) of each part."""
+    if isinstance(value, (set, frozenset)):
+        value = list(value)
+    parts = items_of(value, mapping=Mapping)
+    if parts is not None:
+        is_tuple, is_indexed = isinstance(value, tuple), isinstance(value, (list, tuple, Mapping))
+        names = getattr(value, "_fields", None) if is_tuple else None
+        for key, part in parts:
+            name = names[key] if names else key
+            yield f".{name}" if names or not is_indexed else f"[{key!r}]", part
     elif not isinstance(value, type) and "sample" in getattr(value, "__dict__", ()):
         yield ".sample", vars(value)["sample"]

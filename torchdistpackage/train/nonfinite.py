@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.schedule.actions import ActionKind, flatten
-from torchdistpackage.train.step import Trainer, cuda_indices
+from torchdistpackage.tools.undisturbed import keep_random_states
+from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.step_stats import PendingStep
 
 
@@ -53,7 +54,7 @@ def explain(trainer: Trainer, issued: PendingStep) -> str:
     after = [n for n, ok in zip(issued.names, finite, strict=True) if not ok]
     probe, layouts = _ForwardProbe(trainer), trainer.layouts
     # what the repetition draws is not drawn again by the run
-    with torch.random.fork_rng(devices=cuda_indices(trainer.device)):
+    with keep_random_states(trainer.device):
         torch.set_rng_state(issued.random[0])
         if len(issued.random) > 1:
             torch.cuda.set_rng_state(issued.random[1], trainer.device)

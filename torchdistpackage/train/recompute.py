@@ -20,9 +20,9 @@ from torchdistpackage.tools.module_profiler import (
     register_profile_hooks,
     remove_profile_hooks,
     take_shorter,
-    unchanged,
 )
 from torchdistpackage.tools.recompute import checkpoint_modules, propose_recompute
+from torchdistpackage.tools.undisturbed import undisturbed
 from torchdistpackage.train.staged_model import TrainStages
 from torchdistpackage.train.step import Trainer
 
@@ -140,7 +140,7 @@ def measured(trainer: Trainer) -> Infos:
     infos: dict[int, Infos] = {stage: {} for stage in probes}
     trainer.stage.train()
     try:
-        with unchanged(trainer.stage), trainer.reducer.no_sync():
+        with undisturbed(trainer.stage), trainer.reducer.no_sync():
             forwards.run(forward)
             for _ in range(_REPEATS):
                 found = {stage: register_profile_hooks(probe) for stage, probe in probes.items()}

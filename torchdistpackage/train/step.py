@@ -25,6 +25,7 @@ from torchdistpackage.errors import DataError
 from torchdistpackage.harness.stragglers.compare import Phases
 from torchdistpackage.parallel.pipeline.executor import Executor, Recording
 from torchdistpackage.schedule.actions import ActionKind
+from torchdistpackage.tools.undisturbed import keep_random_states
 from torchdistpackage.train.data import (
     Batches,
     DataBatch,
@@ -194,8 +195,7 @@ class Trainer(StagedModel):
         """
         totals = totals_on(self.device)
         self.stage.eval()
-        devices = cuda_indices(self.device)
-        with self.phases("validate"), torch.random.fork_rng(devices=devices):
+        with self.phases("validate"), keep_random_states(self.device):
             for number in range(self.eval_batches):
                 for index in range(self.rounds):
                     with self.phases("data"):
@@ -266,10 +266,6 @@ def random_states(device: torch.device) -> tuple[Tensor, ...]:
     """From which this rank draws next, without waiting for the device."""
     on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return torch.get_rng_state(), *on_device
-
-
-def cuda_indices(device: torch.device) -> list[int]:
-    return [] if device.index is None else [device.index]
 
 
 def token_cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from tests.harness.planting import planted
 from tests.host_reads import HostReads
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.creation import world as everybody
-from torchdistpackage.comm.tensor_meta import MetaChannel
+from torchdistpackage.comm.tensor_channel import TensorChannel
 from torchdistpackage.ddp.bucket_comm import AllReduceBucket
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.reference import ReferenceDDP
@@ -112,7 +112,7 @@ def test_headers_among_the_messages(ranks):
 
 def pipeline_with_headers_among_messages() -> None:
     with planted(
-        MetaChannel,
+        TensorChannel,
         "__init__",
         "P2PChannel(on_cpu(group), timeout_s",
         "P2PChannel(group, timeout_s",

@@ -8,6 +8,9 @@ import torch.distributed as dist
 
 from tests.parallel.pipeline.whole_model import batch, chain
 from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.groups import Groups
+from torchdistpackage.comm.p2p import receive, send
+from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.generators import build
@@ -17,17 +20,19 @@ ORDERS = ["1f1b", "interleaved", "zb-v"]
 """With neighbours on other ranks, in a ring, and on the same rank."""
 
 
-def executor_of(name: str, m: int) -> Executor:
+def executor_of(name: str, m: int, group: Group | None = None) -> Executor:
     schedule = build(name, dist.get_world_size(), m)
-    return Executor(schedule, dist.group.WORLD, device=CPU, timeout_s=30)
+    return Executor(schedule, group or dist.group.WORLD, device=CPU, timeout_s=30)
 
 
 def changed_message_is_refused() -> None:
-    """By the sender, before anything has left: what is sent next is what arrives. This executor
-    is not used again, as its peers may have gone on."""
-    good, got = torch.ones(2, 4), []
-    for bad in (torch.ones(3, 4), good.double(), (good,), {"x": good}, None):
-        executor = executor_of("forward", 1)
+    """By the sender, before anything has left: what is sent next is what arrives. No executor runs
+    over the group again, as its peers may have gone on."""
+    good, got, groups = torch.ones(2, 4), [], Groups(dist.get_rank())
+    bads = (torch.ones(3, 4), good.double(), (good,), {"x": good}, None)
+    for number, bad in enumerate(bads):
+        group = groups.of(range(2), use=f"a group that loses its messages, {number}")
+        executor = executor_of("forward", 1, group)
         run = lambda form, of=executor: of.run(  # noqa: E731
             lambda s, i, r: form if s == 0 else got.append(r) or r
         )
@@ -37,8 +42,12 @@ def changed_message_is_refused() -> None:
                 CommError, match=r"stage 0 sends .* for microbatch 0, but .* float32\[2, 4\]"
             ):
                 run(bad)
-            with pytest.raises(CommError, match=r"interrupted by CommError: stage 0 sends .* lost"):
-                run(good)
+            for again in (executor, executor_of("forward", 1, group)):
+                with pytest.raises(CommError, match=r"interrupted by CommError: stage 0 sends"):
+                    run(good, again)
+            send(torch.full((3,), float(number)), group, 1)
+        else:
+            assert receive(torch.empty(3), group, 0).tolist() == [number] * 3
     assert dist.get_rank() == 0 or [x.sum().item() for x in got] == [8] * 5
 
 

@@ -13,7 +13,7 @@ from tests.parallel.pipeline.whole_model import DIM, batch, chain, same, same_gr
 from torchdistpackage.comm.debug_checks import checked_calls
 from torchdistpackage.comm.group_state import state_of
 from torchdistpackage.comm.groups import Groups, reverse_group
-from torchdistpackage.comm.tensor_meta import MetaChannel
+from torchdistpackage.comm.tensor_channel import TensorChannel
 from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.generators import build
@@ -109,8 +109,8 @@ def test_shapes_may_change_with_every_microbatch_and_run(ranks, name):
 def headers_travel_once() -> None:
     x, seen = batch(4)[0], []
     with pytest.MonkeyPatch.context() as patch:
-        receive = MetaChannel.receive
-        patch.setattr(MetaChannel, "receive", lambda *a: seen.append(1) or receive(*a))
+        receive = TensorChannel.receive_header
+        patch.setattr(TensorChannel, "receive_header", lambda *a: seen.append(1) or receive(*a))
         for name, dynamic in (("interleaved", False), ("interleaved", True)):
             executor = executor_of(name, 4, dynamic_shapes=dynamic)
             last = executor.schedule.num_stages - 1

@@ -16,7 +16,7 @@ from tests.parallel.pipeline.whole_model import batch, chain, same, same_gradien
 from torchdistpackage import forward_backward, forward_eval
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.comm.tensor_meta import MetaChannel
+from torchdistpackage.comm.tensor_channel import TensorChannel
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline import function_call
@@ -69,7 +69,7 @@ class Loop:
 def counted() -> Iterator[Counter[str]]:
     """Executors made and headers sent by this rank, and how often it asks whether losses count."""
     found: Counter[str] = Counter()
-    make, send, ask = Executor.__init__, MetaChannel.send, primitives.broadcast_object
+    make, send, ask = Executor.__init__, TensorChannel.send_header, primitives.broadcast_object
 
     def making(self, *args, **options):
         found["executors"] += 1
@@ -86,7 +86,7 @@ def counted() -> Iterator[Counter[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Executor, "__init__", making)
         patch.setattr(primitives, "broadcast_object", asking)
-        patch.setattr(MetaChannel, "send", sending)
+        patch.setattr(TensorChannel, "send_header", sending)
         yield found
 
 

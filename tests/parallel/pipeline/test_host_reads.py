@@ -100,7 +100,7 @@ def sends_of_a_step() -> tuple[int, list[str], bool]:
         exchange(steps, index)
         messages = steps._batches[index]
         if any(a.kind.is_send for a in messages):
-            flight = steps._sends[-1]
+            flight, _ = steps._sends._works[-1]
             sent[flight] = all(a.kind.is_send for a in messages)
             kept[0] |= flight._keep is not None
 

@@ -13,7 +13,7 @@ from tests.parallel.auto.models import checkpoint_activations
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.partition.hf_decoder import decoder_stages
 from torchdistpackage.parallel.pipeline.pipeline import Pipeline
-from torchdistpackage.parallel.pipeline.stages import in_eval
+from torchdistpackage.tools.undisturbed import in_eval
 
 VOCAB = 97
 SMALL = {

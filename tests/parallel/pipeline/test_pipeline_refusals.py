@@ -210,7 +210,7 @@ def after_an_exception() -> None:
         for _ in range(good):
             pipe.step(x, targets=y)
         pipe.executor.timeout_s = 0.5
-        pipe._loss_broadcast._wire.limit(0.5)
+        pipe._loss_broadcast._channel.limit(0.5)
         fails_in_loss = evaluates
         stage.fails, stage.calls = not evaluates and rank == who, 0
         with pytest.raises(ValueError if rank == who else CommError):

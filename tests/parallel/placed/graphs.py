@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torchdistpackage.parallel.placed.routes import PlacedCall
+from tests.parallel.placed.message_order import PlacedCall
 
 SIZE = 3
 """All floats are (SIZE, SIZE), all integers (SIZE,)."""

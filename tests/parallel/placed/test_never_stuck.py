@@ -7,13 +7,8 @@ from contextlib import nullcontext
 import pytest
 
 from tests.parallel.placed.graphs import calls, leaves, play_graph, random_graph
+from tests.parallel.placed.message_order import PlacedCall, backward_order, forward_order, play
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.parallel.placed.routes import (
-    PlacedCall,
-    backward_order,
-    forward_order,
-    play,
-)
 
 
 @pytest.mark.parametrize("num_places", [2, 3, 5, 8])

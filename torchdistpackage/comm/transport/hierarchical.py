@@ -124,7 +124,7 @@ class _HierarchicalAllReduce:
             received = [len(chunk.mine)] * inside.size()
             given = [len(part) for part in chunk.parts]
             exchanged = dist.all_to_all_single(
-                chunk.room, chunk.x, received, given, group=inside, async_op=True
+                chunk.buffer, chunk.x, received, given, group=inside, async_op=True
             )
             self._tell(_HierarchicalAllReduce.exchanged, chunk, exchanged)
         return _ChunkedWork(self, chunks, self._limit)
@@ -175,22 +175,22 @@ class _HierarchicalAllReduce:
 class _Chunk:
     """A piece of a tensor, of which each rank of the node carries a part between nodes.
 
-    room: my part as each of them has it. works: messages with the sums. sent: mine are posted.
+    buffer: my part as each of them has it. works: messages with the sums. sent: mine are posted.
     """
 
-    __slots__ = ("added", "mine", "parts", "room", "sent", "tag", "works", "x")
+    __slots__ = ("added", "buffer", "mine", "parts", "sent", "tag", "works", "x")
 
     def __init__(self, x: Tensor, inside: Group):
         self.x, self.parts = x, list(x.tensor_split(inside.size()))
         self.mine = self.parts[inside.rank()]
-        self.room = x.new_empty(len(self.mine) * inside.size())
+        self.buffer = x.new_empty(len(self.mine) * inside.size())
         self.works: list[dist.Work] = []
         self.tag, self.added, self.sent = 0, False, Future[None]()
 
     @torch.no_grad()
     def add(self) -> None:
         if len(self.mine):
-            self.mine.copy_(added(self.room.split(len(self.mine))))
+            self.mine.copy_(added(self.buffer.split(len(self.mine))))
         self.added = True
 
     def hand_out(self, inside: Group) -> None:

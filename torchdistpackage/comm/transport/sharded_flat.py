@@ -82,13 +82,13 @@ def prepost_reduce_scatter_v(
     cut = _FlatShards("sum", flat, as_added(flat), bounds, group, wire)
     mine, parts = cut.mine, cut.parts
     if posts_ahead(group):
-        rooms = [
+        buffers = [
             part[:0] if part is mine else torch.empty_like(mine, dtype=cut.wire) for part in parts
         ]
         tag = expected_tag(EXPECTED_SUMMED, group)
-        works = post_receives(rooms, group, tag, cut.down)
+        works = post_receives(buffers, group, tag, cut.down)
         sent = lambda: [part if part is mine else part.to(cut.wire) for part in parts]  # noqa: E731
-        finish = partial(cut.add, rooms)
+        finish = partial(cut.add, buffers)
         return partial(cut.start, "reduce_scatter", finish, _post, works, sent, cut.down, tag)
     if cut.wire is mine.dtype:
         into = (scatter_into, mine, cut.full) if cut.even else (dist.reduce_scatter, mine, parts)
@@ -121,12 +121,12 @@ def prepost_all_gather_v(
         return call(out, cut.rounded(parts, mine), group=group, async_op=async_op)
 
     def start() -> Work:
-        full, parts, finish = cut.rooms()
+        full, parts, finish = cut.buffers()
         return cut.start("all_gather", finish, issue, full, parts)
 
     if not posts_ahead(group):
         return start
-    _, parts, finish = cut.rooms()
+    _, parts, finish = cut.buffers()
     tag = expected_tag(EXPECTED_GATHERED, group)
     works = post_receives(parts, group, tag, cut.down)
     sent = lambda: [cut.rounded(parts, mine)] * len(parts)  # noqa: E731
@@ -187,7 +187,7 @@ class _FlatShards:
         facts = ("rows of each rank", *self.lengths)
         return run_async(operation, self.group, self.flat, facts, finish, function, *args)
 
-    def rooms(self) -> tuple[Tensor, list[Tensor], Callable[[], Tensor] | None]:
+    def buffers(self) -> tuple[Tensor, list[Tensor], Callable[[], Tensor] | None]:
         """Where a gather arrives, as one and in parts, and what brings it from there to `flat`."""
         if self.wire is self.mine.dtype:
             return self.full, self.parts, None
@@ -195,18 +195,18 @@ class _FlatShards:
         return full, list(full.split(self.lengths)), partial(self.write, full)
 
     @torch.no_grad()
-    def add(self, rooms: Sequence[Tensor]) -> Tensor:
-        """My slice becomes the sum in group order of it and what came into the rooms."""
+    def add(self, buffers: Sequence[Tensor]) -> Tensor:
+        """My slice becomes the sum in group order of it and what came into the buffers."""
         mine, place = self.mine, self.place
         narrow = mine.is_floating_point() and mine.itemsize < 4
         total = mine.float() if narrow else mine
         if place:  # those before me add up first
-            before = rooms[0]
-            for room in rooms[1:place]:
-                before = before.to(total.dtype).add_(room)
+            before = buffers[0]
+            for buffer in buffers[1:place]:
+                before = before.to(total.dtype).add_(buffer)
             total += before
-        for room in rooms[place + 1 :]:
-            total += room
+        for buffer in buffers[place + 1 :]:
+            total += buffer
         if narrow:
             mine.copy_(total)
         return self.flat
@@ -244,8 +244,8 @@ def _set(flat: Tensor, bounds: Sequence[int], mine: Tensor) -> Work:
 def _start_by_all_to_all(cut: _FlatShards) -> Work:
     """A sum over NCCL whose parts are narrower than it: NCCL would add in their dtype."""
     num, length = len(cut.parts), len(cut.mine)
-    room = cut.mine.new_empty((num * length,), dtype=cut.wire)
-    finish = partial(cut.add, room.view(num, length).unbind())
+    buffer = cut.mine.new_empty((num * length,), dtype=cut.wire)
+    finish = partial(cut.add, buffer.view(num, length).unbind())
     splits = [length] * num, cut.lengths
     sent = cut.full.to(cut.wire)
-    return cut.start("reduce_scatter", finish, dist.all_to_all_single, room, sent, *splits)
+    return cut.start("reduce_scatter", finish, dist.all_to_all_single, buffer, sent, *splits)

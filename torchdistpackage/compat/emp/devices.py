@@ -22,8 +22,8 @@ from torch.nn import Module
 
 from torchdistpackage.comm.creation import is_joined, world
 from torchdistpackage.comm.groups import on_cpu
-from torchdistpackage.comm.p2p import P2PChannel
-from torchdistpackage.comm.tensor_meta import MessageSpec, decode, describe, encode, receive_header
+from torchdistpackage.comm.tensor_channel import TensorChannel
+from torchdistpackage.comm.tensor_meta import describe
 from torchdistpackage.compat.emp.environment import default_level
 from torchdistpackage.errors import PlacementError
 from torchdistpackage.parallel.placed import functor, launcher, managed
@@ -161,14 +161,10 @@ def send_tensor(tensor: Tensor, dst: int, tag: int = 0, debug: bool = False) -> 
             + (f" ({tensor.layout}, {tensor.device})" if isinstance(tensor, Tensor) else "")
         )
     sent = tensor.detach().cpu()
-    spec = MessageSpec(describe(sent), _CPU)
     channel = _channel(tag)
-    works = [
-        channel.send(encode(spec.description), dst),
-        channel.send(spec.travelling([sent]), dst),
-    ]
-    for work in works:
-        work.wait()
+    spec = channel.send_header(describe(sent), dst)
+    channel.send(spec, [sent], dst)
+    channel.settle()
     if debug:
         log.warning("sent %s to rank %d", spec.description, dst)
 
@@ -181,13 +177,12 @@ def receive_tensor(src: int, tag: int = 0, debug: bool = False) -> Tensor:
     """
     _check_peer("receive_tensor", src)
     channel = _channel(tag)
-    spec = MessageSpec(decode(receive_header(channel, src)), _CPU)
-    (room,) = spec.allocate()
-    assert room is not None
-    channel.receive(spec.travelling([room]), src).wait()
+    spec = channel.receive_header(src)
+    (received,) = channel.receive(spec, src).wait()
+    assert received is not None
     if debug:
         log.warning("received %s from rank %d", spec.description, src)
-    return room
+    return received
 
 
 def check_rank(used_by: str, rank: object) -> None:
@@ -205,8 +200,8 @@ def _check_peer(used_by: str, rank: int) -> None:
         raise PlacementError(f"{used_by}: rank {rank} is this rank itself; name another one")
 
 
-def _channel(tag: int) -> P2PChannel:
-    return P2PChannel(on_cpu(world()), tag=_FIRST_TAG + tag % _NUM_TAGS)
+def _channel(tag: int) -> TensorChannel:
+    return TensorChannel(on_cpu(world()), _CPU, tag=_FIRST_TAG + tag % _NUM_TAGS)
 
 
 GRADIENTS = "torchdistpackage.parallel.placed.mail"
@@ -287,6 +282,10 @@ class EmpFunctor(functor.DeviceFunctor):
     def to_device_counter(self) -> Program:
         """What numbers the operations of all ranks."""
         return self.program
+
+    def in_context(self) -> bool:
+        """Whether it is under a device."""
+        return bool(self._under)
 
     @property
     def context_device(self) -> Place | None:

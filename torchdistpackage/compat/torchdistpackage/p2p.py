@@ -19,7 +19,8 @@ from torch import Tensor
 from torchdistpackage.comm.creation import PerGroup, world
 from torchdistpackage.comm.p2p import Post
 from torchdistpackage.comm.primitives import Group, device_of, ranks_of
-from torchdistpackage.comm.tensor_meta import MetaChannel, TensorMeta, describe
+from torchdistpackage.comm.tensor_channel import TensorChannel, expect_payload
+from torchdistpackage.comm.tensor_meta import Description, MessageSpec, TensorMeta, describe
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline.scatter_gather import (
@@ -43,10 +44,10 @@ def send_obj_meta(obj: Object, need_meta: bool = True, next_rank: int | None = N
     if need_meta and peer is not None:
         group = _group_of(peer)
         _forms(group)["sent", peer] = _form_of(obj)
-        headers = MetaChannel(group, device_of(group), None, always=True)
+        channel = TensorChannel(group, device_of(group))
         obj = tuple(obj) if isinstance(obj, list) else obj
-        headers.send(describe(obj, headers.device), peer)
-        headers.settle()
+        channel.send_header(describe(obj, channel.device), peer)
+        channel.settle()
     return False
 
 
@@ -56,7 +57,7 @@ def recv_obj_meta(obj_shape: Shapes, prev_rank: int | None = None) -> Shapes:
     if obj_shape is not None or peer is None:
         return obj_shape
     group = _group_of(peer)
-    description = MetaChannel(group, device_of(group), None, always=True).receive(peer).description
+    description = TensorChannel(group, device_of(group)).receive_header(peer).description
     form = _forms(group)["received", peer] = list(description.members)
     shapes = [m and torch.Size(m.shape) for m in form]
     return shapes[0] if description.form == "tensor" else shapes
@@ -250,8 +251,8 @@ class _Exchange:
 
     def go(self) -> tuple[Object, Object]:
         """(input, gradient of the output), None for what was not to be received."""
-        for flight in [post.go() for post in self._posts.values()]:
-            flight.wait()
+        for work in [post.go() for post in self._posts.values()]:
+            work.wait()
         return self._forward(), self._backward()
 
     def _send(self, tensors: Sequence[Tensor | None], peer: int) -> None:
@@ -269,16 +270,17 @@ class _Exchange:
         """Gives the message once it is here. leaves: its floats require gradients."""
         parts, device = self._parts, device_of(_group_of(peer))
 
-        def size(member: TensorMeta) -> Sequence[int]:
+        def sent(member: TensorMeta) -> TensorMeta:
             num = math.prod(member.shape)
-            return (num // parts.size(),) if divides(num, parts) else member.shape
+            shape = (num // parts.size(),) if divides(num, parts) else member.shape
+            return TensorMeta(shape, member.dtype, False)
 
-        room = [m and torch.empty(size(m), dtype=m.dtype, device=device) for m in form]
-        self._post(peer).receive(room, peer)
+        description = Description("tuple", (), tuple(m and sent(m) for m in form))
+        incoming = expect_payload(self._post(peer), MessageSpec(description, device), peer)
 
         def arrived() -> Object:
             members: list[Tensor | None] = []
-            for x, member in zip(room, form, strict=True):
+            for x, member in zip(incoming.buffers, form, strict=True):
                 if x is not None and member is not None:
                     if divides(math.prod(member.shape), parts):
                         x = gather_split_1d_tensor(x, group=parts).view(member.shape)

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from torchdistpackage.comm.nested import map_tensors
 from torchdistpackage.comm.primitives import ranks_of
-from torchdistpackage.ddp.grad_hooks import Removable, map_tensors, on_backward_start
+from torchdistpackage.ddp.grad_hooks import Removable, on_backward_start
 from torchdistpackage.ddp.weak_hook import WeakHook
 from torchdistpackage.ddp.zero.param_buffer import ParamBuffer, wait_gathered
 from torchdistpackage.errors import CommError, LayoutError

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchdistpackage.comm.backends import Transport, register_transport
 from torchdistpackage.comm.flight_recorder import dtype_name
-from torchdistpackage.comm.tensor_meta import TAG
+from torchdistpackage.comm.tensor_channel import TAG
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.lint.matcher import (
     CREATION,

@@ -23,9 +23,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from torchdistpackage.comm import collectives
+from torchdistpackage.comm.nested import map_tensors
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.random import seed_from, seeded
-from torchdistpackage.ddp.grad_hooks import map_tensors
 from torchdistpackage.parallel.auto.read_weights import whole
 
 RANDOM = frozenset(

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm import collectives
+from torchdistpackage.comm.nested import map_tensors
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.ddp.grad_hooks import map_tensors
 from torchdistpackage.errors import CommError, LayoutError
 from torchdistpackage.layout.mark import Layouts, collect, mark_parameter
 from torchdistpackage.parallel.auto import saving

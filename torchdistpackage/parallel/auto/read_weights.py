@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchdistpackage.comm.nested import map_tensors
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.ddp.grad_hooks import map_tensors
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto import traffic
 from torchdistpackage.parallel.auto.actions import (

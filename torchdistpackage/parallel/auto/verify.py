@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm import collectives
+from torchdistpackage.comm.nested import map_tensors
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.ddp.grad_hooks import map_tensors
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto.actions import StateAction
 from torchdistpackage.parallel.auto.model import TensorParallel

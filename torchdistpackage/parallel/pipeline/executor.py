@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from torchdistpackage.comm.flight_recorder import recorder
-from torchdistpackage.comm.groups import exception_text, lost_messages
+from torchdistpackage.comm.groups import refuse_interrupted, step_over
 from torchdistpackage.comm.moments import ComputeClock, Moment, clock_of, seconds
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.errors import CommError, ScheduleError
+from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.grad_sync import LastBackwardNotifier
-from torchdistpackage.parallel.pipeline.program import BEGINS, COMPUTES, RankProgram, Step, within
+from torchdistpackage.parallel.pipeline.program import ProgramStep, RankProgram, StepKind, within
 from torchdistpackage.parallel.pipeline.stage_runner import (
     Backward,
     Forward,
@@ -69,9 +69,7 @@ class Executor:
         self._steps = RankProgram(schedule, group, device, timeout_s, dynamic_shapes, self.clock)
         self.stages = tuple(self._steps.stages)
         self.recording: Recording | None = None
-        """Of the last run, if it was recorded."""
-        self.interrupted_by = ""
-        """The exception that ended a run while messages may have been under way."""
+        """The record of the last run, None if it was not recorded; `run` alone sets it."""
 
     def is_first_stage(self, stage: int) -> bool:
         return stage == 0
@@ -81,7 +79,7 @@ class Executor:
 
     @property
     def spans(self) -> list[Span]:
-        """Of the last run, if it was recorded, in order of their start."""
+        """The spans of the last run in order of their start, if it was recorded."""
         return [] if self.recording is None else self.recording.spans()
 
     @property
@@ -122,47 +120,46 @@ class Executor:
 
         Raises:
             CommError: a peer did not answer in time, a message changed its form with
-                `dynamic_shapes` off, or an exception ended an earlier run, after which messages
-                between ranks are out of step.
+                `dynamic_shapes` off, or an exception ended an earlier step over the group, after
+                which messages between ranks are out of step.
         """
-        if self.interrupted_by:
-            raise CommError(lost_messages("run of this executor", self.interrupted_by))
+        refuse_interrupted(self.group)
         steps = self._steps
         for stage in steps.stages.values():
             stage.begin(forward, backward, keep, weights)
         program = steps.begin()
         if around is not None:
             program = [
-                within(partial(around, s[2].kind), s) if s[3] == COMPUTES else s for s in program
+                within(partial(around, step.action.kind), step)
+                if step.kind is StepKind.COMPUTES
+                else step
+                for step in program
             ]
         reducers = [reducer] if isinstance(reducer, Reducer) else reducer or ()
         recording = Recording(self.clock.device) if record else None
         try:
-            self.clock.restart()
-            with ExitStack() as reducing, torch.set_grad_enabled(self._trains):
-                if reducers and self._trains:
-                    ready = [reducing.enter_context(r.scheduled()) for r in reducers]
-                    every = [p for r in reducers for p in r.parameters]
-                    held = parameters or dict.fromkeys(steps.stages, every)
-                    program = LastBackwardNotifier(ready, steps.stages, held).within(program)
-                (recording.run if recording else run)(program)
-            steps.end()
-            self.clock.stop()
-        except BaseException as error:
-            if self.group.size() > 1:
-                self.interrupted_by = exception_text(error)
-            raise
+            with step_over(self.group):
+                self.clock.restart()
+                with ExitStack() as reducing, torch.set_grad_enabled(self._trains):
+                    if reducers and self._trains:
+                        ready = [reducing.enter_context(r.scheduled()) for r in reducers]
+                        every = [p for r in reducers for p in r.parameters]
+                        given = parameters or dict.fromkeys(steps.stages, every)
+                        program = LastBackwardNotifier(ready, steps.stages, given).within(program)
+                    (recording.run if recording else run)(program)
+                steps.end()
+                self.clock.stop()
         finally:
             recorder.action = None
             steps.reset()
         self.recording = recording
 
 
-def run(program: Sequence[Step]) -> None:
-    """What a step costs besides computing and messages is this loop."""
-    for do, m, action, _ in program:
-        recorder.action = action
-        do(m)
+def run(program: Sequence[ProgramStep]) -> None:
+    """Run all steps in order. Besides computing and messages a step costs what this loop does."""
+    for step in program:
+        recorder.action = step.action
+        step.call(step.number)
 
 
 class Recording:
@@ -174,17 +171,17 @@ class Recording:
         self.began = self._now()
         self._marks: list[tuple[Action, Moment, Moment]] = []
 
-    def run(self, program: Sequence[Step]) -> None:
+    def run(self, program: Sequence[ProgramStep]) -> None:
         """All steps, in order."""
         now = self._now
-        for do, m, action, what in program:
-            recorder.action = action
-            if what != BEGINS:
-                since = now()
-                do(m)
-                self._marks.append((action, since, now()))
+        for step in program:
+            recorder.action = step.action
+            if step.kind is StepKind.BEGINS:
+                step.call(step.number)
             else:
-                do(m)
+                since = now()
+                step.call(step.number)
+                self._marks.append((step.action, since, now()))
 
     def spans(self) -> list[Span]:
         """Seconds from the start of the run. On CUDA this waits for the end of it."""

@@ -149,7 +149,7 @@ class FunctionCall:
         self._entry.in_use = False
 
     def remember(self, counted: bool) -> None:
-        """For the next call with this function of the last stage, if it is here."""
+        """Note whether losses count, for later calls of the last stage's function."""
         if self._last_entry is not None:
             self._last_entry.counted = counted
 
@@ -265,11 +265,11 @@ class _CacheEntry:
         self.in_use = False
 
     def executor(self, notes: tuple[int, ...], make: Callable[[], Executor]) -> Executor:
-        """Of an earlier call in which all ranks had these notes; else a new one."""
+        """The executor of an earlier call in which all ranks had these notes, else a new one."""
         self.in_use = True
         if notes not in self.executors:
             # executors hold their group
-            for entry in [entry for held in _cache.of.values() for entry in held.values()]:
+            for entry in [entry for entries in _cache.of.values() for entry in entries.values()]:
                 if not all(is_alive(executor.group) for executor in entry.executors.values()):
                     entry.clear()
             executor = make()
@@ -281,7 +281,7 @@ class _CacheEntry:
 
 
 class _Cache(threading.local):
-    """By functions of a rank, which may be a thread; it keeps none of them alive."""
+    """The entries of a rank, which may be a thread, by function; it keeps no function alive."""
 
     def __init__(self) -> None:
         self.of: WeakKeyDictionary[object, dict[int, _CacheEntry]] = WeakKeyDictionary()
@@ -291,7 +291,7 @@ _cache = _Cache()
 
 
 def _entry_of(function: Callable) -> _CacheEntry:
-    """Of a bound method, which is made anew whenever it is read, that of its owner and code."""
+    """The entry of a function; of a bound method, which each look makes anew, by owner and code."""
     code, owner = getattr(function, "__func__", None), getattr(function, "__self__", None)
     of, which = (function, 0) if code is None or owner is None else (owner, id(code))
     try:

@@ -200,7 +200,7 @@ def forward_eval(
 
 
 def _is_loss(output: object, forward_only: bool, has_own_backward: bool) -> bool:
-    """Without a backward two numbers may as well be two means, unless the second one counts."""
+    """Whether an output is a loss. Without a backward two numbers are one if the second counts."""
     if not (forward_only or has_own_backward):
         return True
     if not is_counted(output):
@@ -221,8 +221,10 @@ def _called(function: FwdFn, stage: int, received: Message, own: Sequence[object
 
 
 def _holders(optimizer: torch.optim.Optimizer | None, counted: bool | None) -> list[Tensor]:
-    """Where the step's gradients are; of a ZeroOptimizer, whose groups are of shards, the shards
-    get the sums, and are not filled before them."""
+    """The tensors that hold the step's gradients.
+
+    Of a ZeroOptimizer they are parameters and shards; the shards are filled by the sums alone.
+    """
     if isinstance(optimizer, ZeroOptimizer):
         shards = [] if counted else [shard.tensor for shard in optimizer.shards]
         return [*optimizer.reducer.parameters, *shards]

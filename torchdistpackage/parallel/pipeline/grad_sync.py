@@ -5,8 +5,9 @@ of which parameters. Before, nothing is final. A parameter of several stages her
 is so in all of them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.zero.grad_buffer import ReduceScatterBucket
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import CommError
-from torchdistpackage.parallel.pipeline.program import COMPUTES, Step
+from torchdistpackage.parallel.pipeline.program import ProgramStep, StepKind
 from torchdistpackage.parallel.pipeline.stage_runner import StageRunner
 from torchdistpackage.parallel.pipeline.stages import Stage
 from torchdistpackage.schedule.actions import ActionKind
@@ -41,20 +42,22 @@ class LastBackwardNotifier:
         self._parameters = {s: {id(p): p for p in parameters.get(s, ())} for s in stages}
         self._unfinished = set(stages)  # those with an I or B to come
 
-    def within(self, program: Sequence[Step]) -> list[Step]:
+    def within(self, program: Sequence[ProgramStep]) -> list[ProgramStep]:
         """The same program, whose last backwards notify the reducer."""
         last: dict[int, int] = {}
-        for at, (_, _, action, what) in enumerate(program):
-            if what == COMPUTES and action.kind.gives_gradient:
-                last[action.stage] = at
+        for at, step in enumerate(program):
+            if step.kind is StepKind.COMPUTES and step.action.kind.gives_gradient:
+                last[step.action.stage] = at
         return [
-            (partial(self._run, do, action.stage), m, action, what)
-            if what == COMPUTES and action.kind is not ActionKind.F and at >= last[action.stage]
-            else (do, m, action, what)
-            for at, (do, m, action, what) in enumerate(program)
+            replace(step, call=partial(self._run, step.call, step.action.stage))
+            if step.kind is StepKind.COMPUTES
+            and step.action.kind is not ActionKind.F
+            and at >= last[step.action.stage]
+            else step
+            for at, step in enumerate(program)
         ]
 
-    def _run(self, do, stage: int, m: int) -> None:
+    def _run(self, backward: Callable[[int], object], stage: int, m: int) -> None:
         """One of the last backwards of a stage: its last I or B, or a W after that."""
         self._unfinished.discard(stage)
         mine = self._parameters[stage]
@@ -64,7 +67,7 @@ class LastBackwardNotifier:
         with ExitStack() as stack:
             for reducer in self._reducers:
                 stack.enter_context(reducer.last_backward(still_pending))
-            do(m)
+            backward(m)
         pending = self._may_come(stage) | elsewhere
         complete = [p for i, p in mine.items() if i not in pending]
         for reducer in self._reducers:
@@ -104,7 +107,7 @@ class StageReducers:
 
     @property
     def holders(self) -> list[Tensor]:
-        """What holds reduced gradients besides the parameters, as far as known."""
+        """The tensors that hold reduced gradients besides the parameters, as far as known."""
         if isinstance(self._given, ZeroOptimizer):
             return [shard.tensor for shard in self._given.shards]
         return []
@@ -118,7 +121,7 @@ class StageReducers:
             )
 
     def follow_buffers(self) -> None:
-        """Once a step that reduces, as the wrapper's own forward does."""
+        """Let buffers follow, once a step that reduces, as the wrapper's own forward does."""
         for ddp in self._wrappers:
             if ddp.broadcast_buffers and ddp.training:
                 ddp.follow_buffers()
@@ -126,4 +129,4 @@ class StageReducers:
 
 def scatters(reducer: Reducer) -> bool:
     """Whether gradients go to a ZeroOptimizer."""
-    return any(isinstance(x, ReduceScatterBucket) for x in reducer.grad_buckets.carriers)
+    return any(isinstance(x, ReduceScatterBucket) for x in reducer.grad_buckets.bucket_comms)

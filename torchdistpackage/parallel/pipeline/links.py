@@ -1,33 +1,43 @@
 """What crosses from one stage to the next, and back: by messages, or in memory on one rank.
 
 What a stage is given has no graph behind it. Members that want a gradient become leaves, whose
-gradients go back to the stage they came from, zeros where a microbatch did not use one. Of what a
-stage has sent, its place in the graph stays until the gradient comes, the memory does not.
-"""
+gradients go back to the stage they came from, zeros where a microbatch did not use one.
 
-from collections.abc import Sequence
+[Note: What a sent output holds]
+1F1B keeps as many microbatches in a stage as there are stages after it. Their outputs would add to
+that, though the backward needs an output's edge in the graph alone, and not its numbers. So
+`SendLink.send` puts that edge in the place of the output (`graph_root`), and the memory is held by
+the work of the send, which the program keeps until the message has left. A caller's own backward is
+given the output itself, so `keeps_outputs` keeps it then, and its send is waited for together with
+the gradient, which comes later anyway.
+"""
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchdistpackage.comm.p2p import P2PChannel, Post
-from torchdistpackage.comm.tensor_meta import (
-    Message,
-    MessageSpec,
-    MetaChannel,
-    describe,
-    tensors_of,
+from torchdistpackage.comm.tensor_channel import (
+    Incoming,
+    TensorChannel,
+    expect_gradients,
+    expect_payload,
+    send_gradients,
+    send_payload,
 )
+from torchdistpackage.comm.tensor_meta import Message, MessageSpec, describe, tensors_of
 from torchdistpackage.comm.work import Work
 from torchdistpackage.errors import CommError
 
 Root = Tensor | GradientEdge
-"""Where a backward begins."""
+"""A tensor, or an edge of the graph, at which a backward begins."""
 Output = Message | tuple[Root | None, ...]
-"""What a stage gave; once sent, of each member that wants a gradient its place in the graph."""
+"""What a stage gave; once it is sent, the roots of those members that want a gradient."""
 
-_LANDED = Work()
+_DONE = Work()
+"""A send that has left, or that never was."""
+_NOTHING = Incoming((), _DONE)
+"""Stands for a message where none is on its way."""
 
 
 class StageInput:
@@ -55,7 +65,7 @@ class StageInput:
 
 
 class LocalLink(StageInput):
-    """Between two stages of one rank: the same memory, and no message."""
+    """A link between two stages of one rank: they share the memory, and there is no message."""
 
     def __init__(self, num_microbatches: int, takes_gradients: bool, outputs: list[Message]):
         super().__init__(num_microbatches, takes_gradients)
@@ -77,76 +87,88 @@ class LocalLink(StageInput):
         return members[0] if isinstance(output, Tensor) else tuple(members)
 
     def gradients(self, m: int) -> tuple[Tensor | None, ...]:
-        """For the members of what the stage before gave."""
+        """The gradients of `m`, one for each member of what the stage before gave."""
         num, wanting = self._shapes[m]
         back = dict(zip(wanting, self.owed(m), strict=True))
         return tuple(map(back.get, range(num)))
 
 
 class RecvLink(StageInput):
-    """From a stage on another rank. Templates of the messages are agreed on in the first run."""
+    """The link from a stage on another rank, `peer`.
 
-    def __init__(
-        self, num_microbatches: int, takes_gradients: bool, peer: int, headers: MetaChannel
-    ):
-        super().__init__(num_microbatches, takes_gradients)
-        self.peer, self._headers = peer, headers
-        self.templates: list[MessageSpec | None] = [None] * num_microbatches
-        self._rooms: list[list[Tensor | None]] = [[]] * num_microbatches
-        self._arrivals: list[Work] = [_LANDED] * num_microbatches
-
-    def knows(self, m: int) -> bool:
-        return self.templates[m] is not None and not self._headers.always
-
-    def learn(self, m: int) -> None:
-        """Wait for the header of `m`."""
-        self.templates[m] = self._headers.receive(self.peer)
-
-    def receive(self, wire: P2PChannel | Post, m: int) -> None:
-        template = self.templates[m]
-        self._rooms[m] = room = template.allocate()
-        self._arrivals[m] = wire.receive(template.travelling(room), self.peer)
-
-    def arrive(self, m: int) -> None:
-        """Wait for the message."""
-        self._arrivals[m].wait()
-        self._arrivals[m] = _LANDED
-
-    def take(self, m: int) -> Message:
-        template, room = self.templates[m], self._rooms[m]
-        self._rooms[m] = []
-        if self.takes_gradients:
-            wanting = template.wanting
-            self.leaves[m] = [room[i].requires_grad_() for i in wanting]  # type: ignore[union-attr]
-        return template.description.build(room)
-
-    def reset(self) -> None:
-        super().reset()
-        num = len(self._rooms)
-        self._rooms[:], self._arrivals[:] = [[]] * num, [_LANDED] * num
-
-    def send(self, wire: P2PChannel | Post, m: int) -> Work:
-        """The gradients of `m` on their way back."""
-        return wire.send(self.templates[m].travelling_back(self.owed(m)), self.peer)
-
-
-class SendLink:
-    """To a stage on another rank; a message of another form than agreed is refused.
-
-    trains: whether the schedule has backwards. keeps_outputs: until their backward, for a caller's
-    own one. What is not kept is held by the message alone, so wait for its flight.
+    headers: where the descriptions of messages come from. dynamic: each message has one; else the
+    first run's are agreed on, and `templates` has them, by microbatch.
     """
 
     def __init__(
-        self, stage: int, outputs: list[Output], trains: bool, peer: int, headers: MetaChannel
+        self,
+        num_microbatches: int,
+        takes_gradients: bool,
+        peer: int,
+        headers: TensorChannel,
+        dynamic: bool,
     ):
-        self.stage, self.peer, self._headers = stage, peer, headers
+        super().__init__(num_microbatches, takes_gradients)
+        self.peer, self._headers, self._dynamic = peer, headers, dynamic
+        self.templates: list[MessageSpec | None] = [None] * num_microbatches
+        self._incoming: list[Incoming] = [_NOTHING] * num_microbatches
+
+    def knows(self, m: int) -> bool:
+        """Whether the form of message `m` is known without a header."""
+        return self.templates[m] is not None and not self._dynamic
+
+    def learn(self, m: int) -> None:
+        """Wait for the header of `m`."""
+        self.templates[m] = self._headers.receive_header(self.peer)
+
+    def receive(self, channel: P2PChannel | Post, m: int) -> None:
+        """Begin to receive message `m`."""
+        self._incoming[m] = expect_payload(channel, self.templates[m], self.peer)
+
+    def arrive(self, m: int) -> None:
+        """Wait for the message."""
+        self._incoming[m].work.wait()
+
+    def take(self, m: int) -> Message:
+        template, buffers = self.templates[m], self._incoming[m].buffers
+        self._incoming[m] = _NOTHING
+        if self.takes_gradients:
+            wanting = template.wanting
+            self.leaves[m] = [buffers[i].requires_grad_() for i in wanting]  # type: ignore[union-attr]
+        return template.description.build(buffers)
+
+    def reset(self) -> None:
+        super().reset()
+        self._incoming[:] = [_NOTHING] * len(self._incoming)
+
+    def send(self, channel: P2PChannel | Post, m: int) -> Work:
+        """The gradients of `m` on their way back."""
+        return send_gradients(channel, self.templates[m], self.owed(m), self.peer)
+
+
+class SendLink:
+    """The link to a stage on another rank, `peer`; it refuses messages of another form than agreed.
+
+    trains: whether the schedule has backwards. headers, dynamic: as of `RecvLink`.
+    keeps_outputs: until their backward, for a caller's own one; see [Note: What a sent output
+    holds]. `StageRunner.begin` sets it.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        outputs: list[Output],
+        trains: bool,
+        peer: int,
+        headers: TensorChannel,
+        dynamic: bool,
+    ):
+        self.stage, self.peer, self._headers, self._dynamic = stage, peer, headers, dynamic
         self._outputs, self._trains, self.keeps_outputs = outputs, trains, False
         num = len(outputs)
         self.templates: list[MessageSpec | None] = [None] * num
-        self._departures: list[Work] = [_LANDED] * num
-        self._rooms: list[Sequence[Tensor]] = [()] * num
-        self._arrivals: list[Work] = [_LANDED] * num
+        self._sends: list[Work] = [_DONE] * num
+        self._incoming: list[Incoming] = [_NOTHING] * num
 
     def announce(self, m: int) -> None:
         """Send the header of `m`, if the peer waits for one.
@@ -154,8 +176,8 @@ class SendLink:
         Raises CommError: the output is not of the form agreed on, or not where messages are.
         """
         template, output, device = self.templates[m], self._outputs[m], self._headers.device
-        if template is None or self._headers.always:
-            self.templates[m] = self._headers.send(describe(output, device), self.peer)
+        if template is None or self._dynamic:
+            self.templates[m] = self._headers.send_header(describe(output, device), self.peer)
         elif not template.matches(output):
             agreed, found = template.description, describe(output, device)
             raise CommError(
@@ -165,40 +187,39 @@ class SendLink:
                 f"set dynamic_shapes"
             )
 
-    def send(self, wire: P2PChannel | Post, m: int) -> Work:
+    def send(self, channel: P2PChannel | Post, m: int) -> Work:
+        """The output of `m` on its way."""
         tensors = tensors_of(self._outputs[m])
-        flight = wire.send(self.templates[m].travelling(tensors), self.peer)
+        work = send_payload(channel, self.templates[m], tensors, self.peer)
         if self.keeps_outputs:
-            self._departures[m] = flight
-        else:
+            self._sends[m] = work
+        else:  # see [Note: What a sent output holds]
             self._outputs[m] = tuple(map(graph_root, tensors)) if self._trains else None
-        return flight
+        return work
 
     def reset(self) -> None:
         """Release what an interrupted run has left."""
-        num = len(self._rooms)
-        self._rooms[:], self._arrivals[:] = [()] * num, [_LANDED] * num
-        self._departures[:] = [_LANDED] * num
+        num = len(self._incoming)
+        self._incoming[:], self._sends[:] = [_NOTHING] * num, [_DONE] * num
 
-    def receive(self, wire: P2PChannel | Post, m: int) -> None:
-        """Room for the gradients that come back for `m`."""
-        template = self.templates[m]
-        self._rooms[m] = room = template.allocate_gradients()
-        self._arrivals[m] = wire.receive(template.travelling_back(room), self.peer)
+    def receive(self, channel: P2PChannel | Post, m: int) -> None:
+        """Begin to receive the gradients that come back for `m`."""
+        self._incoming[m] = expect_gradients(channel, self.templates[m], self.peer)
 
     def arrive(self, m: int) -> None:
         """Wait for the gradients; their sender has received the output."""
-        self._arrivals[m].wait()
-        self._departures[m].wait()
-        self._arrivals[m] = self._departures[m] = _LANDED
+        self._incoming[m].work.wait()
+        self._sends[m].wait()
+        self._sends[m] = _DONE
 
     def gradients(self, m: int) -> tuple[Tensor | None, ...]:
-        room, self._rooms[m] = self._rooms[m], ()
-        return self.templates[m].scatter_grads(room)
+        """The gradients of `m`, one for each member of the output."""
+        incoming, self._incoming[m] = self._incoming[m], _NOTHING
+        return self.templates[m].scatter_grads(incoming.buffers)
 
 
 def graph_root(x: Tensor | None) -> Root | None:
-    """Where `x` is in its graph, which that keeps alive."""
+    """The root of `x` in its graph, which the root keeps alive."""
     if x is None or not x.requires_grad:
         return None
     edge = get_gradient_edge(x)

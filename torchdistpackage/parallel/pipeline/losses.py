@@ -31,11 +31,11 @@ from torchdistpackage.parallel.pipeline.stage_runner import Weight
 IGNORED = -100
 """What torch's losses leave out of a mean by default."""
 TAG = 0x7E0
-"""Of `LossBroadcast`: apart from messages of a pass, their headers, and those of the debug mode."""
+"""The tag of `LossBroadcast`, apart from those of a pass, its headers and the debug mode."""
 
 
 class Losses:
-    """Those of one step, in any order.
+    """The losses of one step, which come in any order.
 
     sizes: samples of each microbatch. scale: factor of the gradient. counted: whether they are
     (sum, count), None before the first step. reads: whether a number in host memory may be read.
@@ -56,7 +56,7 @@ class Losses:
         number allocated among the large tensors of each would break up the memory they leave."""
         self.dtype = torch.float32
         self.weights: list[Weight] = [1.0] * len(sizes)
-        """Of each microbatch's loss in the sum whose gradient is wanted, once it has come."""
+        """The weight of each loss in the sum whose gradient is wanted, once the loss has come."""
 
     @property
     def is_complete(self) -> bool:
@@ -154,19 +154,19 @@ class LossDivision:
     @contextmanager
     def run(self) -> Iterator[Sequence[Reducer]]:
         """The forwards and backwards stand inside; gives the reducers that may reduce in them."""
-        with ExitStack() as held:
+        with ExitStack() as stack:
             if not self._early:
                 for reducer in self._reducers:
-                    held.enter_context(reducer.no_sync())
+                    stack.enter_context(reducer.no_sync())
             yield self._early
         for reducer in self._early:
             reducer.finish()
 
     def divide(self, totals: Tensor, num_samples: int) -> Tensor:
-        """After a run of losses that count; returns [sum, count] of all replicas.
+        """Divide the gradients after a run of losses that count; returns everybody's [sum, count].
 
-        Divides by the mean count of the replicas; `Losses` has divided by the samples already. The
-        mean over replicas is the sum of all by all counts then, whenever it is taken.
+        The divisor is the mean count of the replicas; `Losses` has divided by the samples already.
+        The mean over replicas is the sum of all by all counts then, whenever it is taken.
         """
         group, num_replicas = _replicas(self._reducers), 1
         if group is not None and group.size() > 1:
@@ -207,7 +207,7 @@ class LossBroadcast:
 
     def __init__(self, group: Group, source: int, device: torch.device, timeout_s: float | None):
         self._group, self._source, self._device = group, source, device
-        self._wire = P2PChannel(group, timeout_s, tag=TAG)
+        self._channel = P2PChannel(group, timeout_s, tag=TAG)
         ranks = ranks_of(group)
         self._is_source = ranks[group.rank()] == source
         self._others = [rank for rank in ranks if rank != source]
@@ -215,45 +215,45 @@ class LossBroadcast:
         self.dtype: torch.dtype | None = None
         self._mine: tuple[bool | None, torch.dtype] | None = None
         self._value: Tensor | None = None
-        self._flights: list[Work] = []
+        self._works: list[Work] = []
 
     def begin(self) -> None:
         """A step begins."""
         self._value = None
-        self._flights.clear()
+        self._works.clear()
         if not self._is_source and self._goes_alone():
-            self._value = self._room()
-            self._flights.append(self._wire.receive([self._value], self._source))
+            self._value = self._buffer()
+            self._works.append(self._channel.receive([self._value], self._source))
 
     def publish(self, losses: Losses) -> None:
-        """On the source: this step's."""
+        """On the source, send the loss of this step."""
         self._mine, self._value = (losses.counted, losses.dtype), losses.totals
         if self._goes_alone():
-            self._flights += [self._wire.send([self._value], rank) for rank in self._others]
+            self._works += [self._channel.send([self._value], rank) for rank in self._others]
 
     def result(self) -> Tensor:
-        """[sum, count] of this step, on every rank."""
+        """Wait for [sum, count] of this step, on every rank."""
         if self._goes_alone():
-            for flight in self._flights:
-                flight.wait()
+            for work in self._works:
+                work.wait()
         else:
             group, source = self._group, self._source
             if self.dtype is None:
                 agreed = primitives.broadcast_object(self._mine, on_cpu(group), source)
                 assert isinstance(agreed, tuple)
                 self.counted, self.dtype = agreed
-            room = self._room()
-            value = room if self._value is None else self._value.to(room)
+            buffer = self._buffer()
+            value = buffer if self._value is None else self._value.to(buffer)
             self._value = primitives.broadcast(value, group, source)
         value, self._value = self._value, None
-        self._flights.clear()
+        self._works.clear()
         assert value is not None
         return value
 
     def _goes_alone(self) -> bool:
-        return self.dtype is not None and self._wire.is_direct and not recorder.checks
+        return self.dtype is not None and self._channel.is_direct and not recorder.checks
 
-    def _room(self) -> Tensor:
+    def _buffer(self) -> Tensor:
         return torch.zeros(2, dtype=torch.float64, device=self._device)
 
 

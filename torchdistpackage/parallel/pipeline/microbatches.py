@@ -13,7 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from torchdistpackage.comm import nested
 from torchdistpackage.comm.groups import step_over
+from torchdistpackage.comm.nested import map_trees
 from torchdistpackage.comm.tensor_meta import Message
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError
@@ -29,7 +31,7 @@ Finish = Callable[[int, object], Tensor]
 
 @dataclass
 class StepInputs:
-    """What a step is called with. sizes: samples of each microbatch. whole: inputs not cut.
+    """The inputs of a step. sizes: samples of each microbatch. whole: inputs not cut.
 
     settle: waits for the others' agreement, at the last moment before anything is computed or sent.
     before: called when the step begins.
@@ -46,7 +48,7 @@ class StepInputs:
         return cast(Sequence[tuple[object, ...]], cut(self.args, self.sizes))
 
     def inputs_of(self, takes: Callable[[str], bool]) -> Sequence[Named]:
-        """Of each microbatch the keyword inputs that a stage takes."""
+        """The keyword inputs that a stage takes, for each microbatch."""
         whole = {n: x for n, x in self.inputs.items() if n in self.whole and takes(n)}
         parts = {n: x for n, x in self.inputs.items() if n not in self.whole and takes(n)}
         if not parts:
@@ -139,24 +141,8 @@ def sizes_of(num_samples: int, num_microbatches: int) -> list[int]:
 
 
 def leaves_of(tree: object) -> Iterator[object]:
-    """What tuples, lists and mappings hold, in order."""
-    if isinstance(tree, Mapping):
-        tree = list(tree.values())
-    if isinstance(tree, tuple | list):
-        for member in tree:
-            yield from leaves_of(member)
-    else:
-        yield tree
-
-
-def map_trees(function: Callable[..., object], *trees: object) -> Any:
-    """`function` of each leaf of trees that are alike; a list becomes a tuple, a mapping a dict."""
-    first: Any = trees[0]
-    if isinstance(first, Mapping):
-        return {key: map_trees(function, *(tree[key] for tree in trees)) for key in first}  # type: ignore[index]
-    if isinstance(first, tuple | list):
-        return tuple(map_trees(function, *each) for each in zip(*trees, strict=True))  # type: ignore[call-overload]
-    return function(*trees)
+    """What tuples, lists and mappings hold, in order; a dataclass is a leaf, and is not cut."""
+    return nested.leaves_of(tree, mapping=Mapping, dataclasses=False)
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -191,7 +177,7 @@ def samples_in(named: Sequence[tuple[str, object]]) -> tuple[int, str]:
 
 
 def cut(value: object, sizes: Sequence[int]) -> Sequence[object]:
-    """For each microbatch its part: views of tensors, other values as they are.
+    """The part of each microbatch: views of tensors, other values as they are.
 
     Tuples, lists and dicts are cut member by member. One microbatch is the value as it is.
     """

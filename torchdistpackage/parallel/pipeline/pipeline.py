@@ -101,21 +101,30 @@ class Pipeline:
         self.schedule, self._own = agree_on_stages(
             self._group, stages, order, lists, alike, device, loss
         )
+        # The fields down to `_reads` never change.
         self._reducers = StageReducers(reducer, self._own.modules.values())
         self._loss, self._loss_takes = loss, None if loss is None else Signature.of(loss)
         self._whole, self._timeout_s = frozenset(whole), timeout_s
-        self._dynamic, self._check, self._held = dynamic_shapes, check, False
+        self._dynamic, self._check = dynamic_shapes, check
         options = {"device": self._own.device, "timeout_s": timeout_s}
         self.executor = Executor(
             self.schedule, self._group, dynamic_shapes=dynamic_shapes, **options
         )
+        """It runs training steps; it owns the channels and what is under way."""
+        # To read a loss would stop a device that is queued, so only there nobody looks for nan.
         self._reads = not is_queued(self._group)
-        self._evaluators: dict[int, Executor] = {}
-        self._first_sizes: list[int] | None = None
         source = ranks_of(self._group)[self.schedule.placement[-1]]
         self._loss_broadcast = LossBroadcast(self._group, source, self._own.device, timeout_s)
+        """It brings the loss to all ranks, and alone knows whether losses are (sum, count)."""
+        self._accumulates = False
+        """Whether steps leave gradients for a later one to reduce; `no_sync` alone sets it."""
+        self._evaluators: dict[int, Executor] = {}
+        """Executors of evaluations, by number of microbatches; `_evaluator` makes them."""
+        self._first_sizes: list[int] | None = None
+        """Samples in the microbatches of the first step, which `_sizes` sets and then demands."""
         self.outputs: object = None
-        """Of the last stage, joined along dim 0, on its rank; of a call with `keep_outputs`."""
+        """The last stage's outputs of a call with `keep_outputs`, joined along dim 0, on its rank;
+        None after a call without. Each call sets it."""
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -147,7 +156,7 @@ class Pipeline:
         has_backward(self.schedule)
         batch = self._batch("step", args, targets, inputs, None)
         counted, reducers = self._loss_broadcast.counted, self._reducers.reducers
-        reduces = bool(reducers) and not self._held
+        reduces = bool(reducers) and not self._accumulates
         if reduces:
             batch.before.append(self._reducers.follow_buffers)
         division = LossDivision(counted, reducers, self._holders(counted), reduces)
@@ -194,11 +203,11 @@ class Pipeline:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Steps inside only accumulate; the first one after it reduces all."""
-        before, self._held = self._held, True
+        before, self._accumulates = self._accumulates, True
         try:
             yield
         finally:
-            self._held = before
+            self._accumulates = before
 
     # -- one pass ------------------------------------------------------------------------
 
@@ -211,7 +220,7 @@ class Pipeline:
         keep_outputs: bool,
         reducers: Sequence[Reducer] = (),
     ) -> Tensor:
-        """[sum, count] of this replica; of means [their mean, 1]."""
+        """Run all microbatches; returns [sum, count] of this replica, of means [their mean, 1]."""
         broadcast, loss = self._loss_broadcast, self._loss
         losses = Losses(batch.sizes, loss_scale, broadcast.counted, reads=self._reads)
         batch.before.append(broadcast.begin)
@@ -241,8 +250,8 @@ class Pipeline:
             return broadcast.result()
 
     def _holders(self, counted: bool | None) -> list[Tensor]:
-        """Where gradients of this rank are at the end of a step that may count, in the first one
-        reduced ones too."""
+        """The tensors that hold gradients of this rank at the end of a step that may count, in the
+        first one reduced gradients too."""
         if counted is False:
             return []
         own = [p for mine in self._own.parameters().values() for p in mine]
@@ -269,7 +278,7 @@ class Pipeline:
         inputs: Named,
         num_microbatches: int | None,
     ) -> StepInputs:
-        """What the call was given, with sizes that all ranks agree on; or the same error on all."""
+        """The inputs of a call, with sizes that all ranks agree on, or the same error on all."""
         refuse_interrupted(self._group)
         if self._loss is None and targets is not None and self._own.last_names_targets:
             inputs = {**inputs, "targets": targets}
@@ -297,7 +306,7 @@ class Pipeline:
         return StepInputs(args, inputs, settle(), self._whole)
 
     def _sizes(self, name: str, total: int, num_microbatches: int | None) -> list[int]:
-        """Of the microbatches of `total` samples.
+        """The number of samples in each microbatch of `total` samples.
 
         Raises CommError: on every rank: too few, or another number than in the first step.
         """
@@ -319,7 +328,7 @@ class Pipeline:
         return sizes
 
     def _evaluator(self, batch: StepInputs) -> Executor:
-        """Shapes of an evaluation may change with every call."""
+        """The executor of an evaluation, whose shapes may change with every call."""
         number = len(batch.sizes)
         if number not in self._evaluators:
             options = {"device": self._own.device, "timeout_s": self._timeout_s}

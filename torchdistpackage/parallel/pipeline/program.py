@@ -11,9 +11,10 @@ mode the one global order again, each message alone: a comparison waits for the 
 batch would keep back a message that the peer needs before it comes to another of that batch.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from itertools import pairwise
 
@@ -25,17 +26,44 @@ from torchdistpackage.comm.groups import connect, make_duplex_groups, reverse_gr
 from torchdistpackage.comm.moments import ComputeClock
 from torchdistpackage.comm.p2p import P2PChannel, Post
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.comm.tensor_meta import MetaChannel
+from torchdistpackage.comm.tensor_channel import SendQueue, TensorChannel
 from torchdistpackage.comm.work import Work
 from torchdistpackage.parallel.pipeline.links import LocalLink, Output, RecvLink, SendLink
 from torchdistpackage.parallel.pipeline.stage_runner import StageRunner
 from torchdistpackage.schedule.actions import Action, ActionKind, Batch, Schedule, flatten
 from torchdistpackage.schedule.passes import add_messages, fuse_messages, receives_ahead
 
-BEGINS, WAITS, COMPUTES = range(3)
-"""What a step does: begin messages, wait for one, or compute."""
-Step = tuple[Callable[[int], object], int, Action | Batch, int]
-"""(what to call, with which number, a microbatch or a batch; for which action; what it does)"""
+
+class StepKind(Enum):
+    """What a step does: it begins messages, waits for one, or computes."""
+
+    BEGINS = "begins"
+    WAITS = "waits"
+    COMPUTES = "computes"
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramStep:
+    """One call of a rank's program, `call(number)`.
+
+    The steps of a stage in the middle, for the forward of microbatch 3:
+
+        kind        call             number     action
+        BEGINS      inlet.receive    3          RECV_F 3     posts the receive of its input
+        WAITS       inlet.arrive     3          RECV_F 3     waits until that is here
+        COMPUTES    stage.forward    3          F 3          calls the stage
+        BEGINS      send by outlet   3          SEND_F 3     posts the send of its output
+
+    and for its backward the same with `outlet` and `inlet` exchanged, RECV_B, B and SEND_B. Between
+    them are the steps of other microbatches. Where messages go in batches the two that begin them
+    are one `_exchange`, whose number is that of the batch.
+    """
+
+    call: Callable[[int], object]
+    number: int
+    action: Action | Batch
+    kind: StepKind
+
 
 PREPOST = 2
 """Computations by which receives are posted early: one in work, one to follow at once."""
@@ -49,7 +77,14 @@ end; there the queue keeps what was sent until it has left (NCCL by `record_stre
 
 
 class RankProgram:
-    """The stages of this rank, what joins them, and the lists."""
+    """The stages of this rank, the links between them and to their neighbours, and the step lists.
+
+    stages: the runner of each stage of this rank, by its number; an executor begins their runs.
+    timeout_s: how long a message may take; `limit` changes it.
+
+    The other fields are changed here alone. Links keep what is under way by microbatch, and the
+    works of sends are kept until they are done in `_sends`: a work holds the memory of its message.
+    """
 
     def __init__(
         self,
@@ -62,33 +97,36 @@ class RankProgram:
     ):
         self._schedule, self._group, self.timeout_s = schedule, group, timeout_s
         self._dynamic, self._trains = dynamic, schedule.has_backward
-        self._index, self._knows = group.rank(), False
-        self._sends: deque[Work] = deque()
+        self._index = group.rank()  # of this rank in the schedule
+        self._knows = False  # whether the first run has agreed on the forms of all messages
         self._queued = is_queued(group)
-        self._wire = P2PChannel(group, timeout_s)
-        place = schedule.placement
-        apart = any(a != b for a, b in pairwise(place))
-        if apart:  # before a message: see comm/groups.py
+        self._sends = SendQueue(None if self._queued else SENDS_KEPT)
+        # one connection in the first run, then one for each direction: see `end`
+        self._channel = P2PChannel(group, timeout_s)
+        has_messages = any(a != b for a, b in pairwise(schedule.placement))
+        if has_messages:  # before a message: see comm/groups.py
             connect(group, neighbours=True)
-        self._headers = MetaChannel(group, device, timeout_s, always=dynamic) if apart else None
-        self._inlets: dict[int, RecvLink] = {}
-        self._outlets: dict[int, SendLink] = {}
+        self._headers = TensorChannel(group, device, timeout_s) if has_messages else None
+        self._inlets: dict[int, RecvLink] = {}  # of stages whose input comes from another rank
+        self._outlets: dict[int, SendLink] = {}  # of stages whose output goes to another rank
         self.stages: dict[int, StageRunner] = {}
         self._join(clock)
-        self._batches: list[tuple[Action, ...]] = []
-        self._lists: dict[str, list[Step]] = {}
+        self._batches: list[tuple[Action, ...]] = []  # what `_exchange(number)` posts
+        self._lists: dict[
+            str, list[ProgramStep]
+        ] = {}  # the four lists above, each made when first used
 
     def limit(self, timeout_s: float | None) -> None:
         """How long a message may take from now on."""
         self.timeout_s = timeout_s
-        self._wire.limit(timeout_s)
+        self._channel.limit(timeout_s)
         if self._headers is not None:
             self._headers.limit(timeout_s)
 
     # -- the life of a run ---------------------------------------------------------------
 
-    def begin(self) -> list[Step]:
-        """The list for this run."""
+    def begin(self) -> list[ProgramStep]:
+        """The list of steps for this run."""
         if recorder.checks:
             return self._list("compared", lambda: add_messages(self._schedule), self._add_batch)
         if not self._knows:
@@ -97,36 +135,40 @@ class RankProgram:
                 add_messages(self._schedule), apart=ActionKind.RECV_F
             )
             return self._list("learning", learning, self._add_batch)
-        if not self._wire.is_direct:
+        if not self._channel.is_direct:
             return self._list("batched", lambda: self._schedule, self._add_batch)
         ahead = lambda: receives_ahead(self._schedule, self._ahead())  # noqa: E731
         return self._list("ahead", ahead, self._add_early)
 
     def end(self) -> None:
-        """Wait for what is under way."""
-        while self._sends:
-            self._sends.popleft().wait()
+        """Wait for what is under way, and learn from a first run.
+
+        The forms of all messages are known then, so later runs post receives ahead. That is where
+        a second connection pays: on one alone a send waits while gloo reads from it, and making it
+        needs all ranks at one place, which the end of a run is.
+        """
+        self._sends.settle()
         if self._headers is not None:
             self._headers.settle()
         if not self._knows:
             for stage in self.stages.values():
                 stage.learned()
             if self._headers is not None and not self._dynamic:
-                make_duplex_groups([self._group])  # all its ranks come to this place
+                make_duplex_groups([self._group])
                 down = reverse_group(self._group)
-                self._wire = P2PChannel(self._group, self.timeout_s, down=down)
+                self._channel = P2PChannel(self._group, self.timeout_s, down=down)
         self._knows = not self._dynamic
 
     def reset(self) -> None:
         """Release everything; after an exception, also what is under way."""
-        self._sends.clear()
+        self._sends.reset()
         if self._headers is not None:
             self._headers.reset()
         for part in (*self.stages.values(), *self._outlets.values()):
             part.reset()
 
     def _ahead(self) -> int:
-        """As all messages here are known, how early to post receives."""
+        """How many computations ahead to post receives, as the sizes of all messages are known."""
         sides = (*self._inlets.values(), *self._outlets.values())
         largest = max((t.num_bytes for side in sides for t in side.templates if t), default=0)
         return max(PREPOST, PREPOST_BYTES // max(1, largest))
@@ -135,28 +177,30 @@ class RankProgram:
 
     def _join(self, clock: ComputeClock) -> None:
         schedule, ranks = self._schedule, ranks_of(self._group)
-        num, place, before = schedule.num_microbatches, schedule.placement, None
+        num, rank_of, before = schedule.num_microbatches, schedule.placement, None
+        dynamic = self._dynamic
         for s in schedule.stages_of(self._index):
             outputs: list[Output] = [None] * num
-            entrance = exit = None
-            if s > 0 and place[s - 1] == self._index:
-                entrance = before
+            input_link = output_link = None
+            if s > 0 and rank_of[s - 1] == self._index:
+                input_link = before
             elif s > 0:
-                entrance = RecvLink(num, self._trains, ranks[place[s - 1]], self._headers)
-                self._inlets[s] = entrance
-            if s < schedule.num_stages - 1 and place[s + 1] == self._index:
-                before = exit = LocalLink(num, self._trains, outputs)
+                peer = ranks[rank_of[s - 1]]
+                input_link = RecvLink(num, self._trains, peer, self._headers, dynamic)
+                self._inlets[s] = input_link
+            if s < schedule.num_stages - 1 and rank_of[s + 1] == self._index:
+                before = output_link = LocalLink(num, self._trains, outputs)
             elif s < schedule.num_stages - 1:
-                peer = ranks[place[s + 1]]
-                exit = SendLink(s, outputs, self._trains, peer, self._headers)
-                self._outlets[s] = exit
-            self.stages[s] = StageRunner(s, outputs, entrance, exit, clock)
+                peer = ranks[rank_of[s + 1]]
+                output_link = SendLink(s, outputs, self._trains, peer, self._headers, dynamic)
+                self._outlets[s] = output_link
+            self.stages[s] = StageRunner(s, outputs, input_link, output_link, clock)
 
     # -- making the lists ----------------------------------------------------------------
 
     def _list(
         self, name: str, schedule: Callable[[], Schedule], add: Callable[..., None]
-    ) -> list[Step]:
+    ) -> list[ProgramStep]:
         if name not in self._lists:
             steps = self._lists[name] = []
             for step in schedule().programs[self._index]:
@@ -167,31 +211,33 @@ class RankProgram:
                     self._add_computation(steps, messages[0])
         return self._lists[name]
 
-    def _add_computation(self, steps: list[Step], action: Action) -> None:
+    def _add_computation(self, steps: list[ProgramStep], action: Action) -> None:
         s, kind, m = action
         stage = self.stages[s]
         if kind is ActionKind.F and s in self._inlets:
-            steps.append((self._inlets[s].arrive, m, Action(s, ActionKind.RECV_F, m), WAITS))
+            arrive, waited = self._inlets[s].arrive, Action(s, ActionKind.RECV_F, m)
+            steps.append(ProgramStep(arrive, m, waited, StepKind.WAITS))
         elif kind.gives_gradient and s in self._outlets:
-            steps.append((self._outlets[s].arrive, m, Action(s, ActionKind.RECV_B, m), WAITS))
-        do = {
+            arrive, waited = self._outlets[s].arrive, Action(s, ActionKind.RECV_B, m)
+            steps.append(ProgramStep(arrive, m, waited, StepKind.WAITS))
+        compute = {
             ActionKind.F: stage.forward if self._trains else stage.evaluate,
             ActionKind.B: stage.backward,
             ActionKind.I: stage.backward_input,
             ActionKind.W: stage.backward_weight,
         }[kind]
-        steps.append((do, m, action, COMPUTES))
+        steps.append(ProgramStep(compute, m, action, StepKind.COMPUTES))
 
-    def _add_early(self, steps: list[Step], _: object, messages: Sequence[Action]) -> None:
+    def _add_early(self, steps: list[ProgramStep], _: object, messages: Sequence[Action]) -> None:
         for action in messages:
             side, sends = self._side(action), action.kind.is_send
-            do = partial(self._send, side) if sends else partial(side.receive, self._wire)
-            steps.append((do, action.microbatch, action, BEGINS))
+            post = partial(self._send, side) if sends else partial(side.receive, self._channel)
+            steps.append(ProgramStep(post, action.microbatch, action, StepKind.BEGINS))
 
     def _add_batch(
-        self, steps: list[Step], step: Action | Batch, messages: tuple[Action, ...]
+        self, steps: list[ProgramStep], step: Action | Batch, messages: tuple[Action, ...]
     ) -> None:
-        steps.append((self._exchange, len(self._batches), step, BEGINS))
+        steps.append(ProgramStep(self._exchange, len(self._batches), step, StepKind.BEGINS))
         self._batches.append(messages)
 
     def _side(self, action: Action) -> RecvLink | SendLink:
@@ -203,15 +249,15 @@ class RankProgram:
     def _send(self, side: RecvLink | SendLink, m: int) -> None:
         if isinstance(side, SendLink):
             side.announce(m)
-        self._await_later(side, side.send(self._wire, m))
+        self._await_later(side, side.send(self._channel, m))
 
-    def _await_later(self, side: RecvLink | SendLink, flight: Work) -> None:
-        """What was sent is held by its flight alone, unless the side keeps it."""
-        if isinstance(side, SendLink) and side.keeps_outputs:
-            return
-        if len(self._sends) == SENDS_KEPT:
-            self._sends.popleft().wait()
-        self._sends.append(flight)
+    def _await_later(self, side: RecvLink | SendLink, work: Work) -> None:
+        """Keep the work of a send, unless the side keeps the output.
+
+        See [Note: What a sent output holds] in links.py.
+        """
+        if not (isinstance(side, SendLink) and side.keeps_outputs):
+            self._sends.add(work)
 
     def _exchange(self, index: int) -> None:
         """All messages of a batch as one; headers before, where one is due."""
@@ -231,18 +277,17 @@ class RankProgram:
                 side.send(post, m)
             else:
                 self._await_later(side, side.send(post, m))
-        flight = post.go()
+        work = post.go()
         if self._queued:
-            flight.forget()
-            self._sends.append(flight)
+            work.forget()
+            self._sends.add(work)
 
 
-def within(context: Callable[[], AbstractContextManager[object]], step: Step) -> Step:
+def within(context: Callable[[], AbstractContextManager[object]], step: ProgramStep) -> ProgramStep:
     """The same step, inside a context."""
-    do, m, action, what = step
 
-    def inside(m: int) -> None:
+    def inside(number: int) -> None:
         with context():
-            do(m)
+            step.call(number)
 
-    return inside, m, action, what
+    return replace(step, call=inside)

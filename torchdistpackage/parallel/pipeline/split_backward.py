@@ -24,9 +24,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torchdistpackage.parallel.deferred_wgrad import DeferredGrad, deferred_gradient
 
 Node = Any
-"""Of autograd's graph; torch's type of it has no members."""
+"""A node of autograd's graph; torch's type of it has no members."""
 Edges = tuple[tuple[Node, int], ...]
-"""What a node hands its gradients to: by argument, (node, its output), (None, 0) for none."""
+"""The nodes that get a node's gradients, by argument: (node, its output), (None, 0) for none."""
 
 _NO_LEAVES: frozenset[Node] = frozenset()
 
@@ -34,8 +34,8 @@ AT_ONCE_BYTES = 2**20
 """Gradients that are handed over in one backward: to start one costs as much as a small product."""
 
 _CHECKPOINT = "CheckpointFunction"
-"""In the names of autograd functions that run a backward of their own, and refuse to in one that is
-for `inputs` alone."""
+"""Part of the names of autograd functions that run a backward of their own, and refuse to do so in
+one that is for `inputs` alone."""
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
@@ -63,19 +63,19 @@ class _WeightBranch(NamedTuple):
 class _DeferPoint:
     """A node on the path to the input, the branches there, and the gradient that they wait for.
 
-    leaves: nodes of the parameters. place: when in the first pass the gradient came.
+    leaves: nodes of the parameters. position: when in the first pass the gradient came.
     """
 
-    __slots__ = ("branches", "gradient", "leaves", "place")
+    __slots__ = ("branches", "gradient", "leaves", "position")
 
     def __init__(self, branches: Sequence[_WeightBranch]):
-        self.branches, self.place = branches, 0
+        self.branches, self.position = branches, 0
         self.leaves = frozenset().union(*(branch.leaves for branch in branches))
         self.gradient: Tensor | None = None
 
-    def take(self, places: Iterator[int], gradients: tuple[Tensor | None, ...]) -> None:
+    def take(self, positions: Iterator[int], gradients: tuple[Tensor | None, ...]) -> None:
         """Prehook of the node, a product, which has one result."""
-        self.gradient, self.place = gradients[0], next(places)
+        self.gradient, self.position = gradients[0], next(positions)
 
 
 def backward_input(
@@ -96,9 +96,9 @@ def backward_input(
     if not points:
         _accumulate(outputs, gradients)
         return deferred
-    places = count()
+    positions = count()
     for node, point in points.items():
-        node.register_prehook(partial(point.take, places))
+        node.register_prehook(partial(point.take, positions))
     waiting = frozenset().union(*(point.leaves for point in points.values()))
     deferred.parameters = frozenset(id(leaf.variable) for leaf in waiting)
     wanted = [*inputs, *(leaf.variable for leaf in at_once)]
@@ -111,7 +111,7 @@ def backward_input(
     # in the order in which an ordinary backward gives them; the first is popped first
     deferred._groups = sorted(
         _sharing_parameters(points.values()),
-        key=lambda group: max(point.place for point in group),
+        key=lambda group: max(point.position for point in group),
         reverse=True,
     )
     return deferred

@@ -24,31 +24,35 @@ Backward = Callable[[int, int, Message, tuple[Tensor | None, ...] | None], None]
 """(stage, microbatch, what Forward returned, gradients for its members, None on the last stage)."""
 Keep = Callable[[int, int, Message], None]
 Weight = float | Tensor
-"""What the gradient of a microbatch's loss begins with: its share of the loss of the step."""
+"""The gradient with which a microbatch's loss begins: its share of the loss of the step."""
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
 class StageRunner:
-    """Computes stage `stage`.
+    """Computes stage `stage`. A run starts with `begin`, and ends with `reset`.
 
-    entrance: where its input comes from, None on the first. exit: where its output goes, None on
-    the last. outputs: what it has given, by microbatch. deferred: the W that wait, by microbatch.
-    A run starts with `begin`, and ends with `reset`.
+    outputs: what the stage has given, by microbatch; the output link reads and releases it too.
+    input_link: where its input comes from, None on the first stage.
+    output_link: where its output goes, None on the last stage.
+    deferred: the weight gradients (W) that wait, by microbatch; grad_sync.py reads whose they are.
     """
 
     def __init__(
         self,
         stage: int,
         outputs: list[Output],
-        entrance: StageInput | None,
-        exit: SendLink | LocalLink | None,
+        input_link: StageInput | None,
+        output_link: SendLink | LocalLink | None,
         clock: ComputeClock,
     ):
         self.stage, self._outputs = stage, outputs
-        self.entrance, self._exit, self._clock = entrance, exit, clock
+        self.input_link, self._output_link, self._clock = input_link, output_link, clock
         self.deferred: list[Deferred | None] = [None] * len(outputs)
-        self._works_in_place: bool | None = None  # on its input; None: the first run finds out
+        # Whether the stage changes its input in place, None until the first run has found out. A
+        # leaf must not be changed so, and an alias of it costs a node of autograd for each member.
+        self._works_in_place: bool | None = None
+        # of a run: `begin` sets them, `reset` lets them go, with what they hold
         self.forward_fn: Forward = _unset
         self.backward_fn: Backward | None = None
         self.keep: Keep | None = None
@@ -61,11 +65,11 @@ class StageRunner:
         keep: Keep | None,
         weights: Sequence[Weight] | None,
     ) -> None:
-        """See `Executor.run`."""
+        """Take what the run was given; see `Executor.run`."""
         self.forward_fn, self.backward_fn = forward, backward
         self.keep, self.weights = keep, weights
-        if isinstance(self._exit, SendLink):
-            self._exit.keeps_outputs = backward is not None
+        if isinstance(self._output_link, SendLink):
+            self._output_link.keeps_outputs = backward is not None
 
     def learned(self) -> None:
         """The first run is over."""
@@ -73,20 +77,20 @@ class StageRunner:
 
     def reset(self) -> None:
         """Release the run's functions, and what an interrupted run has left."""
-        if self.entrance is not None:
-            self.entrance.reset()
+        if self.input_link is not None:
+            self.input_link.reset()
         self.forward_fn, self.backward_fn, self.keep, self.weights = _unset, None, None, None
         self._outputs[:] = [None] * len(self._outputs)
         self.deferred[:] = [None] * len(self.deferred)
 
     def forward(self, m: int) -> None:
-        entrance = self.entrance
-        received = None if entrance is None else entrance.take(m)
+        input_link = self.input_link
+        received = None if input_link is None else input_link.take(m)
         with self._clock:
-            if entrance is None or self._works_in_place is False:
+            if input_link is None or self._works_in_place is False:
                 output = self._on_leaves(m, received)
             else:
-                output = self._on_aliases(m, received, entrance.leaves[m])
+                output = self._on_aliases(m, received, input_link.leaves[m])
         if self.keep is not None:
             self.keep(self.stage, m, output)
         self._outputs[m] = output
@@ -113,7 +117,7 @@ class StageRunner:
     def evaluate(self, m: int) -> None:
         """`forward` where no backward follows: only what goes on is held."""
         self.forward(m)
-        if self._exit is None:
+        if self._output_link is None:
             self._outputs[m] = None
 
     def backward(self, m: int) -> None:
@@ -130,7 +134,7 @@ class StageRunner:
             self.backward(m)
             return
         output, gradients = self._end(m)
-        leaves = [] if self.entrance is None else self.entrance.leaves[m]
+        leaves = [] if self.input_link is None else self.input_link.leaves[m]
         with self._clock:
             roots, seeds = _roots(output, gradients, self._weight(m))
             if roots:
@@ -148,7 +152,7 @@ class StageRunner:
     def _end(self, m: int) -> tuple[Output, tuple[Tensor | None, ...] | None]:
         """The output of `m`, no longer held here, and the gradients that came for it."""
         output, self._outputs[m] = self._outputs[m], None
-        return output, None if self._exit is None else self._exit.gradients(m)
+        return output, None if self._output_link is None else self._output_link.gradients(m)
 
 
 def autograd(

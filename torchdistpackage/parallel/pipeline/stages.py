@@ -26,11 +26,12 @@ from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.agreement import Settings, agree_on_settings
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.resolve import CostsOrder, Order, resolve_schedule
+from torchdistpackage.tools.undisturbed import in_eval, keep_random_states
 
 Stage = Callable[..., object]
 Stages = Stage | Sequence[Stage] | Mapping[int, Stage]
 _WRAPPED = ("module", "_orig_mod", "fn")
-"""Where wrappers that take anything keep what they call."""
+"""Attributes in which wrappers that take anything keep what they call."""
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -50,7 +51,10 @@ class Signature:
 
     @classmethod
     def of(cls, stage: Stage) -> "Signature":
-        """Of `stage`, or of what it wraps if it takes anything; some builtins have none."""
+        """The signature of `stage`, or of what it wraps if it takes anything.
+
+        Some builtins have none; they are called with what comes.
+        """
         called = stage.forward if isinstance(stage, nn.Module) else stage
         try:
             found = list(inspect.signature(called).parameters.values())
@@ -133,7 +137,7 @@ class StageAdapter:
 
 
 class OwnedStages:
-    """By number of the stage. signatures: of all stages of the pipeline, of the others too."""
+    """The stages of this rank, by number. signatures: of all stages, also those on other ranks."""
 
     def __init__(
         self,
@@ -156,7 +160,7 @@ class OwnedStages:
         return sorted({name for s in self.signatures.values() for name in s.named})
 
     def parameters(self) -> dict[int, list[nn.Parameter]]:
-        """Those that require a gradient now."""
+        """The parameters that require a gradient now, by stage."""
         return {
             stage: [p for p in module.parameters() if p.requires_grad]
             for stage, module in self.modules.items()
@@ -166,23 +170,9 @@ class OwnedStages:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Inside, modules are in `eval()`; after it modes and random states are as before."""
-        held = [m for m in self.modules.values() if isinstance(m, nn.Module)]
-        index = self.device.index
-        with torch.random.fork_rng(devices=[] if index is None else [index]), in_eval(*held):
+        modules = [m for m in self.modules.values() if isinstance(m, nn.Module)]
+        with keep_random_states(self.device), in_eval(*modules):
             yield
-
-
-@contextmanager
-def in_eval(*modules: nn.Module) -> Iterator[None]:
-    """Inside, these are in `eval()`; after it all of their parts are in the modes of before."""
-    modes = [(part, part.training) for module in modules for part in module.modules()]
-    try:
-        for module in modules:
-            module.eval()
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
 
 
 def agree_on_stages(
@@ -235,8 +225,8 @@ def agree_on_stages(
         for stage, module in modules.items()
     }
     if device is None:  # without parameters or buffers, where messages of the group are
-        held = (m for m in modules.values() if isinstance(m, nn.Module))
-        tensors = (x for m in held for x in (*m.parameters(), *m.buffers()))
+        here = (m for m in modules.values() if isinstance(m, nn.Module))
+        tensors = (x for m in here for x in (*m.parameters(), *m.buffers()))
         device = next((x.device for x in tensors), None) or primitives.device_of(group)
     return schedule, OwnedStages(modules, calls, signatures, tuple(skips), torch.device(device))
 

@@ -40,15 +40,15 @@ def tie(stage: nn.Module, *, group: Group | None = None, **weights: str) -> dict
     if problems := by_rank([text for _, text in rows]):
         raise ScheduleError(problems)
     for weight in sorted({w for shapes, _ in rows for w in shapes}):
-        held = {i: shapes[weight] for i, (shapes, _) in enumerate(rows) if weight in shapes}
-        if len(held) == 1 or len(set(held.values())) > 1:
+        shape_on = {i: shapes[weight] for i, (shapes, _) in enumerate(rows) if weight in shapes}
+        if len(shape_on) == 1 or len(set(shape_on.values())) > 1:
             raise ScheduleError(
-                f"tied weight {weight}: its shapes by pipe rank are {held}; name it on two ranks "
-                f"or more, with one shape"
+                f"tied weight {weight}: its shapes by pipe rank are {shape_on}; name it on two "
+                f"ranks or more, with one shape"
             )
         if weight in weights:
             name = weights[weight]
-            layouts[name] = layouts[name].named(weight).on(*held)
+            layouts[name] = layouts[name].named(weight).on(*shape_on)
     return {
         name: layout if layout.stages else layout.named(f"{group.rank()}.{name}").on(group.rank())
         for name, layout in layouts.items()

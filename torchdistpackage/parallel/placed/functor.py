@@ -160,10 +160,6 @@ class DeviceFunctor:
         with self.program.ahead():
             yield
 
-    def in_context(self) -> bool:
-        """Whether it is under a place."""
-        return bool(self._under)
-
     def __call__(self, obj: Any, *, dynamic: bool = False) -> Any:
         """The tensor, module or function on the place that this is under.
 
@@ -304,9 +300,11 @@ def make_optimizer(
         raise _unknown(params)
     given = [params] if single else list(params)
     groups = [
-        {**one, "params": list(_held(one.get("params")))} for one in given if isinstance(one, dict)
+        {**one, "params": list(_tensors_here(one.get("params")))}
+        for one in given
+        if isinstance(one, dict)
     ]
-    plain = [p for one in given if not isinstance(one, dict) for p in _held(one)]
+    plain = [p for one in given if not isinstance(one, dict) for p in _tensors_here(one)]
     if plain or not groups:
         groups.append({"params": plain})
     if not any(group["params"] for group in groups):
@@ -314,8 +312,8 @@ def make_optimizer(
     return make(groups, **options)
 
 
-def _held(params: Any) -> Iterable[Tensor]:
-    """What this rank has of modules, leaf tensors, parameters, or iterables of them."""
+def _tensors_here(params: Any) -> Iterable[Tensor]:
+    """The tensors that this rank has of modules, leaf tensors, parameters, or iterables of them."""
     if isinstance(params, Tensor):
         yield params
     elif isinstance(params, ManagedModule):
@@ -325,7 +323,7 @@ def _held(params: Any) -> Iterable[Tensor]:
             yield params.tensor
     elif isinstance(params, Iterable) and not isinstance(params, str | dict):
         for one in params:
-            yield from _held(one)
+            yield from _tensors_here(one)
     else:
         raise _unknown(params)
 

@@ -57,22 +57,28 @@ class _CutEdge(torch.autograd.Function):
         return None, None, None
 
 
-class Held(NamedTuple):
-    """What a rank of its place has of a value: structure, tensors, and who gets their gradients."""
+class Content(NamedTuple):
+    """What a rank of its place has of a value.
+
+    skeleton: its structure, with a `Hole` for each tensor. targets: who gets the gradient of each
+    tensor, None where none is wanted.
+    """
 
     skeleton: Any
     tensors: list[Tensor]
     targets: list[GradTarget | None]
 
-    def part(self, skeleton: Any) -> Held:
+    def part(self, skeleton: Any) -> Content:
         """The part with this skeleton."""
         used = holes(skeleton)
         renumbered = fill(skeleton, {old: Hole(new) for new, old in enumerate(used)})
-        return Held(renumbered, [self.tensors[i] for i in used], [self.targets[i] for i in used])
+        return Content(renumbered, [self.tensors[i] for i in used], [self.targets[i] for i in used])
 
-    def detached(self) -> Held:
+    def detached(self) -> Content:
         """The same without its graph."""
-        return Held(self.skeleton, [x.detach() for x in self.tensors], [None] * len(self.tensors))
+        return Content(
+            self.skeleton, [x.detach() for x in self.tensors], [None] * len(self.tensors)
+        )
 
     def value(self) -> Any:
         """The tensors in their structure."""
@@ -101,7 +107,7 @@ class StepInput:
         del self.cut, self.source
 
     def gradient(self) -> Tensor | None:
-        """Of the backward that has just run; given once."""
+        """The gradient from the backward that has just run, once; None where there was none."""
         found, self._slot[0] = self._slot[0], None
         return found
 
@@ -143,12 +149,12 @@ class StepRecord:
         if wanting := [one for one in inputs if one.meta.requires_grad]:
             self.returns.append((rank, wanting))
 
-    def add_expected(self, rank: int, held: Sequence[Held | None]) -> None:
-        """The gradients of what these values hold come from `rank`."""
+    def add_expected(self, rank: int, contents: Sequence[Content | None]) -> None:
+        """Expect the gradients of these values from `rank`."""
         metas, targets = list[TensorMeta](), list[GradTarget]()
         for x, target in [
             pair
-            for one in held
+            for one in contents
             if one is not None
             for pair in zip(one.tensors, one.targets, strict=True)
         ]:
@@ -183,7 +189,7 @@ Frontier = tuple[StepRecord, ...]
 
 
 def join_frontiers(frontiers: Iterable[Frontier]) -> Frontier:
-    """Of a value that comes from several."""
+    """The frontier of a value that is computed from several."""
     steps = tuple({id(step): step for frontier in frontiers for step in frontier}.values())
     if len(steps) <= _MAX_FRONTIER:
         return steps

@@ -9,7 +9,7 @@ from torchdistpackage.parallel.placed.program import PlacedValue, Program
 from torchdistpackage.parallel.placed.structure import from_text, to_text
 
 Kind = tuple[str, list[Any]]
-"""See `structure.parts_of`."""
+"""The kind and the names of the parts of an output, as `structure.parts_of` gives them."""
 
 
 class Kinds:
@@ -47,5 +47,5 @@ class Kinds:
 
 
 def _shown(kind: Kind) -> str:
-    word, names = kind
-    return f"a {word}" if word in ("tensor", "value") else f"{len(names)} parts ({names})"
+    what, names = kind
+    return f"a {what}" if what in ("tensor", "value") else f"{len(names)} parts ({names})"

@@ -9,7 +9,6 @@ only the number and which of them there are.
 """
 
 import logging
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,31 +16,24 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm.backends import device_of
-from torchdistpackage.comm.groups import on_cpu
-from torchdistpackage.comm.p2p import P2PChannel, start_receive, start_send
-from torchdistpackage.comm.primitives import Group, is_queued
-from torchdistpackage.comm.tensor_meta import (
-    Description,
-    MessageSpec,
-    TensorMeta,
-    decode,
-    encode,
-    receive_header,
-)
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.tensor_channel import Incoming, TensorChannel
+from torchdistpackage.comm.tensor_meta import Description, MessageSpec, TensorMeta
 from torchdistpackage.comm.work import Work
 from torchdistpackage.errors import CommError, PlacementError
 from torchdistpackage.parallel.placed.structure import from_text
 
 log = logging.getLogger(__name__)
 
-TAG = 0x7DD
+TAG = 0x7DF
+"""The tag of a placed program's messages, apart from those of pipelines and of the debug mode."""
 MAX_UNDER_WAY = 64
 """Messages that a rank may be ahead of those that receive them, in number and in bytes."""
 MAX_UNDER_WAY_BYTES = 1 << 30
 
 
 class Delivery(NamedTuple):
-    """What came: the structure, its tensors, and which of them want a gradient."""
+    """A message that came: the structure, its tensors, and which of them want a gradient."""
 
     skeleton: Any
     tensors: list[Tensor]
@@ -51,10 +43,10 @@ class Delivery(NamedTuple):
 class ExpectedGrads:
     """Gradients on their way here; `wait()` gives them, None where none was made."""
 
-    __slots__ = ("_flags", "_found", "_room", "_works")
+    __slots__ = ("_flags", "_flags_work", "_found", "_gradients")
 
-    def __init__(self, works: list[Work], flags: Tensor, room: list[Tensor]):
-        self._works, self._flags, self._room = works, flags, room
+    def __init__(self, flags: Tensor, flags_work: Work, gradients: Incoming):
+        self._flags, self._flags_work, self._gradients = flags, flags_work, gradients
         self._found: list[Tensor | None] | None = None
 
     def wait(self, operation: int) -> list[Tensor | None]:
@@ -64,11 +56,11 @@ class ExpectedGrads:
             CommError: they are those of another operation.
         """
         if self._found is None:
-            for work in self._works:
-                work.wait()
+            self._flags_work.wait()
+            buffers = self._gradients.wait()
             number, *there = self._flags.tolist()
             _same_operation(operation, number, "gradients")
-            self._found = [x if is_there else None for x, is_there in zip(self._room, there)]  # noqa: B905
+            self._found = [x if is_there else None for x, is_there in zip(buffers, there)]  # noqa: B905
         return self._found
 
 
@@ -76,11 +68,10 @@ class Mail:
     """The messages of one rank with the others of a group; all of them make it together."""
 
     def __init__(self, group: Group):
-        self._group, self._queued = group, is_queued(group)
         self.device = device_of(group)
-        self._host = P2PChannel(on_cpu(group), tag=TAG)
-        self._under_way: deque[tuple[Work, int]] = deque()
-        self._bytes_under_way = 0
+        # a header or flags, and a payload
+        bounds = {"max_sends": 2 * MAX_UNDER_WAY, "max_bytes": MAX_UNDER_WAY_BYTES}
+        self._channel = TensorChannel(group, self.device, tag=TAG, **bounds)
         self.posted: list[tuple[str, int, int]] | None = None
         """(what, operation, peer) of each message, where a test asks for them."""
 
@@ -104,9 +95,7 @@ class Mail:
         with torch.no_grad():
             for copied, x in zip(copies, tensors, strict=True):
                 copied.copy_(x)
-        header = self._host.send(encode(description), to)
-        spec = MessageSpec(description, self.device)
-        self._keep([header, *self._send(spec.travelling(copies), to)], spec.num_bytes)
+        self._channel.send(self._channel.send_header(description, to), copies, to)
 
     def receive(self, operation: int, source: int) -> Delivery:
         """Wait for what rank `source` sends for `operation`.
@@ -115,15 +104,12 @@ class Mail:
             CommError: it is at another operation.
         """
         self._note("receive", operation, source)
-        description = decode(receive_header(self._host, source))
-        number, text = description.keys
+        spec = self._channel.receive_header(source)
+        number, text = spec.description.keys
         _same_operation(operation, int(number), "an output", source)
-        spec = MessageSpec(description, self.device)
-        room = [x for x in spec.allocate() if x is not None]
-        for work in self._receive(spec.travelling(room), source):
-            work.wait()
-        wants = [m.requires_grad for m in description.members if m is not None]
-        return Delivery(from_text(text), room, wants)
+        tensors = [x for x in self._channel.receive(spec, source).wait() if x is not None]
+        wants = [m.requires_grad for m in spec.description.members if m is not None]
+        return Delivery(from_text(text), tensors, wants)
 
     def send_gradients(
         self,
@@ -145,14 +131,13 @@ class Mail:
                 x = torch.zeros(meta.shape, dtype=meta.dtype, device=self.device)
             x = x.to_dense() if x.layout is not torch.strided else x
             tensors.append(x.detach().to(self.device).contiguous())
-        spec = _spec(like, self.device)
-        works = [self._host.send([flags], to), *self._send(spec.travelling(tensors), to)]
-        self._keep(works, spec.num_bytes)
+        self._channel.sends.add(self._channel.host.send([flags], to))
+        self._channel.send(_spec(like, self.device), tensors, to)
 
     def expect_gradients(
         self, operation: int, like: Sequence[TensorMeta], source: int
     ) -> ExpectedGrads:
-        """Post room for the gradients of what rank `source` read in `operation`."""
+        """Begin to receive the gradients of what rank `source` read in `operation`."""
         if log.isEnabledFor(logging.DEBUG):
             shapes = [meta.shape for meta in like]
             log.debug(
@@ -160,39 +145,13 @@ class Mail:
             )
         self._note("receive gradients", operation, source)
         flags = torch.empty(len(like) + 1, dtype=torch.int64, device="cpu")
-        spec = _spec(like, self.device)
-        room = [x for x in spec.allocate() if x is not None]
-        works = [self._host.receive([flags], source)]
-        works += self._receive(spec.travelling(room), source)
-        return ExpectedGrads(works, flags, room)
+        flags_work = self._channel.host.receive([flags], source)
+        gradients = self._channel.receive(_spec(like, self.device), source)
+        return ExpectedGrads(flags, flags_work, gradients)
 
     def settle(self) -> None:
         """Wait until all that was sent has left."""
-        while self._under_way:
-            self._wait_for_oldest()
-
-    def _send(self, tensors: list[Tensor], to: int) -> list[Work]:
-        if self._queued:
-            return [start_send(x, self._group, to) for x in tensors]
-        return [self._host.send(tensors, to)] if tensors else []
-
-    def _receive(self, rooms: list[Tensor], source: int) -> list[Work]:
-        if self._queued:
-            return [start_receive(x, self._group, source) for x in rooms]
-        return [self._host.receive(rooms, source)] if rooms else []
-
-    def _keep(self, works: list[Work], num_bytes: int) -> None:
-        self._under_way += [(work, 0) for work in works[:-1]] + [(works[-1], num_bytes)]
-        self._bytes_under_way += num_bytes
-        while (
-            len(self._under_way) > 2 * MAX_UNDER_WAY or self._bytes_under_way > MAX_UNDER_WAY_BYTES
-        ) and self._under_way:
-            self._wait_for_oldest()
-
-    def _wait_for_oldest(self) -> None:
-        work, num_bytes = self._under_way.popleft()
-        self._bytes_under_way -= num_bytes
-        work.wait()
+        self._channel.settle()
 
     def _note(self, what: str, operation: int, peer: int) -> None:
         if self.posted is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from torchdistpackage.errors import PlacementError
-from torchdistpackage.parallel.placed.gradients import Held
+from torchdistpackage.parallel.placed.gradients import Content
 from torchdistpackage.parallel.placed.kinds import Kind, Kinds
 from torchdistpackage.parallel.placed.place import Place
 from torchdistpackage.parallel.placed.program import PlacedValue, Program
@@ -69,25 +69,25 @@ class ManagedTensor(TensorMethods):
         """Whether this rank is of its place."""
         return self._program.is_on(self.data_device)
 
-    def _held(self) -> Held | None:
-        """What this rank has of it, once its operation has run."""
+    def _content(self) -> Content | None:
+        """The part that this rank has, once the operation has run; None outside of the place."""
         if self._value.pending:
             self._program.flush()
-        return self._value.held
+        return self._value.content
 
     @property
     def tensor(self) -> Any:
         """The data, on ranks of its place; elsewhere a zero that stands for it."""
-        held = self._held()
-        return torch.zeros([]) if held is None else held.value()
+        content = self._content()
+        return torch.zeros([]) if content is None else content.value()
 
     @property
     def grad(self) -> Tensor | None:
-        """Of a leaf, on ranks of its place; elsewhere None."""
-        held = self._held()
-        if not self.is_leaf or held is None:
+        """The gradient of a leaf, on ranks of its place; elsewhere None."""
+        content = self._content()
+        if not self.is_leaf or content is None:
             return None
-        return held.tensors[0].grad
+        return content.tensors[0].grad
 
     def __repr__(self) -> str:
         this = self.tensor
@@ -111,10 +111,10 @@ class ManagedTensor(TensorMethods):
 
     def detach(self) -> Any:
         """The same without its graph: no gradient goes through it."""
-        held = self._held()
-        if held is not None:
-            held = held.detached()
-        made = self._like(self._value.but(held, ()), self._own_kinds())
+        content = self._content()
+        if content is not None:
+            content = content.detached()
+        made = self._like(self._value.but(content, ()), self._own_kinds())
         made._kind = self._kind
         return made
 
@@ -163,10 +163,10 @@ class ManagedTensor(TensorMethods):
     # -- parts ---------------------------------------------------------------------------
 
     def _parts(self) -> Kind:
-        """What it consists of, on every rank."""
+        """The kind and the names of its parts, on every rank."""
         if self._kind is None:
-            held = self._held()
-            mine = None if held is None else parts_of(held.skeleton)
+            content = self._content()
+            mine = None if content is None else parts_of(content.skeleton)
             kinds = self._own_kinds() or Kinds()
             self._kind = kinds.of(self._program, self._value, mine)
         return self._kind
@@ -178,12 +178,12 @@ class ManagedTensor(TensorMethods):
         return self._kinds
 
     def _part(self, key: Any) -> Any:
-        held = self._held()
+        content = self._content()
         own = self._own_kinds()
         kinds = None if own is None else own.part(key)
-        if held is not None:
-            held = held.part(member(held.skeleton, key))
-        return self._like(self._value.but(held), kinds)
+        if content is not None:
+            content = content.part(member(content.skeleton, key))
+        return self._like(self._value.but(content), kinds)
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str) or (isinstance(key, int) and not isinstance(key, bool)):
@@ -284,24 +284,24 @@ class ManagedModule(ManagedOperation):
         super().__init__(module, place, program)
 
     def parameters(self) -> Iterable[torch.nn.Parameter]:
-        """Those of the module, on ranks of its place; elsewhere none."""
+        """The parameters of the module, on ranks of its place; elsewhere none."""
         return self.module.parameters() if self.is_here else []
 
     def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
-        """The same with their names."""
+        """The parameters of the module with their names, on ranks of its place; elsewhere none."""
         return self.module.named_parameters() if self.is_here else []
 
     def train(self, mode: bool = True) -> ManagedModule:
-        """Of the module."""
+        """Put the module into training mode, or out of it."""
         self.module.train(mode)
         return self
 
     def eval(self) -> ManagedModule:
-        """Of the module."""
+        """Put the module into evaluation mode."""
         return self.train(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of the module."""
+        """Zero the gradients of the module."""
         self.module.zero_grad(set_to_none)
 
 

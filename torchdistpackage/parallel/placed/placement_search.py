@@ -39,7 +39,7 @@ class PlacedNode:
 
 @dataclass(frozen=True, slots=True)
 class PlaceLink:
-    """Between two places: seconds of a message are latency_s + bytes / bytes_per_s."""
+    """The link between two places: seconds of a message are latency_s + bytes / bytes_per_s."""
 
     latency_s: float = 1e-4
     bytes_per_s: float = 1e9
@@ -88,14 +88,14 @@ def step_seconds(nodes: Sequence[PlacedNode], places: Sequence[int], link: Place
 
 
 def bytes_of(nodes: Sequence[PlacedNode], places: Sequence[int], num_places: int) -> list[int]:
-    """What each place holds at the end of the forward, copies of what it reads included."""
-    held = [0] * num_places
+    """Bytes in each place at the end of the forward, copies of what it reads included."""
+    num_bytes = [0] * num_places
     for i, node in enumerate(nodes):
-        held[places[i]] += node.weight_bytes + node.saved_bytes + node.output_bytes
+        num_bytes[places[i]] += node.weight_bytes + node.saved_bytes + node.output_bytes
         for j in dict.fromkeys(node.reads):
             if places[j] != places[i]:
-                held[places[i]] += nodes[j].output_bytes
-    return held
+                num_bytes[places[i]] += nodes[j].output_bytes
+    return num_bytes
 
 
 def search(
@@ -153,17 +153,17 @@ class _Search:
 
     def value(self, places: tuple[int, ...]) -> tuple[int, float]:
         """(bytes too many, seconds), to be as small as can be."""
-        held = bytes_of(self.nodes, places, len(self.memory))
-        over = sum(max(0, h - limit) for h, limit in zip(held, self.memory, strict=True))
+        num_bytes = bytes_of(self.nodes, places, len(self.memory))
+        over = sum(max(0, h - limit) for h, limit in zip(num_bytes, self.memory, strict=True))
         return over, step_seconds(self.nodes, places, self.link)
 
     def checked(self, places: tuple[int, ...]) -> tuple[int, ...]:
         if self.value(places)[0] == 0:
             return places
-        held = bytes_of(self.nodes, places, len(self.memory))
+        num_bytes = bytes_of(self.nodes, places, len(self.memory))
         parts = ", ".join(
             f"place {i} would hold {h / GIB:.3g} of {limit / GIB:.3g} GiB"
-            for i, (h, limit) in enumerate(zip(held, self.memory, strict=True))
+            for i, (h, limit) in enumerate(zip(num_bytes, self.memory, strict=True))
         )
         largest = max(self.nodes, key=lambda n: n.weight_bytes + n.saved_bytes + n.output_bytes)
         raise PlacementError(

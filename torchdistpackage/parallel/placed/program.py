@@ -18,10 +18,10 @@ from torchdistpackage.comm.creation import Group, PerGroup, is_joined, ranks_of,
 from torchdistpackage.comm.random import own_draws
 from torchdistpackage.errors import PlacementError
 from torchdistpackage.parallel.placed.gradients import (
+    Content,
     Frontier,
     GatheredGrads,
     GradTarget,
-    Held,
     StepInput,
     StepRecord,
     in_order_of_need,
@@ -40,28 +40,28 @@ DEBUG = "TDP_PLACED_DEBUG"
 
 
 class PlacedValue:
-    """An output, as this rank knows it. held: None on ranks that are not of its place.
+    """An output, as this rank knows it. content: None on ranks that are not of its place.
 
     pending: its operation is still to run.
     """
 
-    __slots__ = ("frontier", "held", "number", "pending", "place")
+    __slots__ = ("content", "frontier", "number", "pending", "place")
 
     def __init__(
         self,
         place: Place,
         number: int,
-        held: Held | None = None,
+        content: Content | None = None,
         frontier: Frontier = (),
         pending: bool = False,
     ):
-        self.place, self.number, self.held, self.frontier = place, number, held, frontier
+        self.place, self.number, self.content, self.frontier = place, number, content, frontier
         self.pending = pending
 
-    def but(self, held: Held | None, frontier: Frontier | None = None) -> PlacedValue:
+    def but(self, content: Content | None, frontier: Frontier | None = None) -> PlacedValue:
         """The same with another content."""
         kept = self.frontier if frontier is None else frontier
-        return PlacedValue(self.place, self.number, held, kept)
+        return PlacedValue(self.place, self.number, content, kept)
 
 
 class PlacedTask(NamedTuple):
@@ -124,7 +124,7 @@ class Program:
             moved.retain_grad()  # the gradient is for both
         _, skeleton = flatten(moved, _is_tensor)
         target = GradTarget(number, moved.device, moved) if moved.requires_grad else None
-        return PlacedValue(place, number, Held(skeleton, [moved], [target]), ())
+        return PlacedValue(place, number, Content(skeleton, [moved], [target]), ())
 
     def call(
         self,
@@ -213,7 +213,7 @@ class Program:
             if start == self.rank:
                 values = [task.values[i] for i in indices]
                 self._send(task.output.number, values, end, task.grads)
-                tensors = [x for value in values if value.held for x in value.held.tensors]
+                tensors = [x for value in values if value.content for x in value.content.tensors]
                 sent += [(x, x._version) for x in tensors]
         return sent
 
@@ -225,8 +225,8 @@ class Program:
         step = StepRecord(number, before)
         inputs: dict[int, tuple[Any, list[StepInput]]] = {}
         for i, value in enumerate(values if self.is_on(place) else ()):
-            if value.held is not None:
-                inputs[i] = self._local(value.held, operation, grads)
+            if value.content is not None:
+                inputs[i] = self._local(value.content, operation, grads)
         for start, end, indices in self._sources(task):
             if start == self.rank and sends:
                 self._send(number, [values[i] for i in indices], end, grads)
@@ -237,16 +237,16 @@ class Program:
                 if start == self.rank:
                     step.add_return(end, [one for i in indices for one in inputs[i][1]])
                 elif end == self.rank:
-                    step.add_expected(start, [values[i].held for i in indices])
+                    step.add_expected(start, [values[i].content for i in indices])
         if self.is_on(place):
-            output.held = self._compute(task, step, [inputs[i] for i in range(len(values))])
+            output.content = self._compute(task, step, [inputs[i] for i in range(len(values))])
         output.frontier = (step,) if step.matters else before
         output.pending = False
 
     def _compute(
         self, task: PlacedTask, step: StepRecord, inputs: list[tuple[Any, list[StepInput]]]
-    ) -> Held:
-        """What the function makes of its inputs, here."""
+    ) -> Content:
+        """Call the function with its inputs, here."""
         device = task.output.place.device
         step.inputs = [one for _, made in inputs for one in made if one.meta.requires_grad]
         read = [fill(skeleton, [x.cut.to(device) for x in made]) for skeleton, made in inputs]
@@ -258,7 +258,7 @@ class Program:
             for one in made:
                 one.finish(str(task))
         tensors, skeleton = flatten(found, _is_tensor)
-        return Held(skeleton, tensors, [step.add_output(x) for x in tensors])
+        return Content(skeleton, tensors, [step.add_output(x) for x in tensors])
 
     def backward(self, root: PlacedValue, gradient: Any, retain_graph: bool) -> None:
         """Add the gradients of `root` to all leaves and parameters it was made of, on their ranks.
@@ -268,8 +268,8 @@ class Program:
         self.flush()
         self.begin("backward", root.place, [root.number])
         gathered = GatheredGrads()
-        if root.held is not None:
-            gathered.add(*_root_gradient(root.held, gradient))
+        if root.content is not None:
+            gathered.add(*_root_gradient(root.content, gradient))
         for step in in_order_of_need(steps_before(root.frontier)):
             step.backward(gathered, self.mail, retain_graph)
         gathered.accumulate()
@@ -278,7 +278,7 @@ class Program:
         """The value, without its graph, on every rank; waits for it."""
         self.flush()
         number = self.begin(what, value.place, [value.number])
-        found = value.held
+        found = value.content
         others = tuple(rank for rank in self.ranks if rank not in value.place.ranks)
         if found is not None:
             found = found.detached()
@@ -288,13 +288,13 @@ class Program:
                 self.mail.send(number, text, found.tensors, [False] * len(found.tensors), rank)
             return found.value()
         assert self.mail is not None
-        came = self.mail.receive(number, value.place.rank)
-        return fill(came.skeleton, came.tensors)
+        delivery = self.mail.receive(number, value.place.rank)
+        return fill(delivery.skeleton, delivery.tensors)
 
     def tell(self, place: Place, what: str, text: str | None) -> str:
         """A text that the ranks of `place` know, on every rank."""
-        held = None if text is None else Held(text, [], [])
-        return self.everywhere(PlacedValue(place, 0, held, ()), what)
+        content = None if text is None else Content(text, [], [])
+        return self.everywhere(PlacedValue(place, 0, content, ()), what)
 
     def finish(self) -> None:
         """Wait until all that this rank sent has left; all ranks call it when they are done."""
@@ -305,38 +305,38 @@ class Program:
 
     def _send(self, number: int, values: list[PlacedValue], rank: int, grads: bool) -> None:
         assert self.mail is not None
-        held = [value.held for value in values if value.held is not None]
-        refuse_changed((t for one in held for t in one.targets), f"operation {number}")
+        contents = [value.content for value in values if value.content is not None]
+        refuse_changed((t for one in contents for t in one.targets), f"operation {number}")
         tensors, skeletons = list[Tensor](), list[Any]()
-        for one in held:
+        for one in contents:
             begin = len(tensors)
             skeletons.append(fill(one.skeleton, [Hole(begin + i) for i in range(len(one.tensors))]))
             tensors += one.tensors
-        wants = [grads and t is not None for one in held for t in one.targets]
+        wants = [grads and t is not None for one in contents for t in one.targets]
         self.mail.send(number, to_text(skeletons), tensors, wants, rank)
 
     def _receive(self, number: int, source: int, place: Place) -> list[tuple[Any, list[StepInput]]]:
         """(skeleton, its tensors) of each value that comes from rank `source`."""
         assert self.mail is not None
-        came = self.mail.receive(number, source)
+        delivery = self.mail.receive(number, source)
         made = [
             StepInput(x.to(place.device), wants, None, self._anchor)
-            for x, wants in zip(came.tensors, came.wants, strict=True)
+            for x, wants in zip(delivery.tensors, delivery.wants, strict=True)
         ]
         values = list[tuple[Any, list[StepInput]]]()
-        for skeleton in came.skeleton:
+        for skeleton in delivery.skeleton:
             used = holes(skeleton)
             renumbered = fill(skeleton, {old: Hole(new) for new, old in enumerate(used)})
             values.append((renumbered, [made[i] for i in used]))
         return values
 
-    def _local(self, held: Held, operation: str, grads: bool) -> tuple[Any, list[StepInput]]:
-        refuse_changed(held.targets, operation)
+    def _local(self, content: Content, operation: str, grads: bool) -> tuple[Any, list[StepInput]]:
+        refuse_changed(content.targets, operation)
         made = [
             StepInput(x, grads and t is not None, t, self._anchor)
-            for x, t in zip(held.tensors, held.targets, strict=True)
+            for x, t in zip(content.tensors, content.targets, strict=True)
         ]
-        return held.skeleton, made
+        return content.skeleton, made
 
 
 def _by_source(values: Sequence[PlacedValue], ranks: Ranks) -> list[tuple[Ranks, list[int]]]:
@@ -348,12 +348,12 @@ def _by_source(values: Sequence[PlacedValue], ranks: Ranks) -> list[tuple[Ranks,
     return list(found.items())
 
 
-def _root_gradient(held: Held, gradient: Tensor | None) -> tuple[GradTarget, Tensor]:
-    if not isinstance(held.skeleton, Hole):
+def _root_gradient(content: Content, gradient: Tensor | None) -> tuple[GradTarget, Tensor]:
+    if not isinstance(content.skeleton, Hole):
         raise PlacementError(
             "backward begins at one tensor, but this is an output of several parts; call it on one"
         )
-    (x,), (target,) = held.tensors, held.targets
+    (x,), (target,) = content.tensors, content.targets
     if target is None:
         raise RuntimeError("this tensor does not require grad and has no backward")
     if gradient is None:

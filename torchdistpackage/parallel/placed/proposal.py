@@ -19,7 +19,7 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from torchdistpackage.errors import PlacementError
-from torchdistpackage.parallel.pipeline.partition.layer_costs import STATE_FACTOR, undisturbed
+from torchdistpackage.parallel.pipeline.partition.layer_costs import STATE_FACTOR
 from torchdistpackage.parallel.placed.functor import DeviceFunctor
 from torchdistpackage.parallel.placed.managed import ManagedModule, ManagedTensor
 from torchdistpackage.parallel.placed.place import Place
@@ -31,11 +31,12 @@ from torchdistpackage.parallel.placed.placement_search import (
     search,
     step_seconds,
 )
+from torchdistpackage.tools.undisturbed import undisturbed
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Where each part of a model goes.
+    """The place of each part of a model.
 
     places: name of a part -> number of its place. seconds: of a step, predicted; alone_s: on one
     place. held_bytes: of each place.
@@ -50,9 +51,9 @@ class Proposal:
 
     def __str__(self) -> str:
         lines = [f"{self.seconds * 1e3:.3g} ms a step (one place: {self.alone_s * 1e3:.3g} ms)"]
-        for place, held in enumerate(self.held_bytes):
+        for place, num_bytes in enumerate(self.held_bytes):
             names = [name for name, at in self.places.items() if at == place]
-            lines.append(f"place {place}: {held / GIB:.3g} GiB: {', '.join(names) or '-'}")
+            lines.append(f"place {place}: {num_bytes / GIB:.3g} GiB: {', '.join(names) or '-'}")
         return "\n".join(lines)
 
     def agreed(self, F: DeviceFunctor) -> Proposal:
@@ -62,9 +63,9 @@ class Proposal:
         mine = json.dumps([self.places, self.seconds, self.alone_s, self.held_bytes])
         is_first = program.rank == program.ranks[0]
         said = program.tell(first, "a proposal", mine if is_first else None)
-        places, seconds, alone_s, held = json.loads(said)
+        places, seconds, alone_s, held_bytes = json.loads(said)
         return replace(
-            self, places=places, seconds=seconds, alone_s=alone_s, held_bytes=tuple(held)
+            self, places=places, seconds=seconds, alone_s=alone_s, held_bytes=tuple(held_bytes)
         )
 
     def apply(self, F: DeviceFunctor, places: Sequence[Place] | None = None) -> PlacedModel:
@@ -90,21 +91,21 @@ class PlacedModel:
                 self.parts[node.name] = F(_function_of(node, self.graph))
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Those that this rank holds."""
+        """The parameters that this rank holds."""
         found = [
             p for one in self.parts.values() if hasattr(one, "parameters") for p in one.parameters()
         ]
         return list(dict.fromkeys(found))
 
     def train(self, mode: bool = True) -> PlacedModel:
-        """Of all parts that are modules."""
+        """Put all parts that are modules into training mode, or out of it."""
         for one in self.parts.values():
             if isinstance(one, ManagedModule):
                 one.train(mode)
         return self
 
     def eval(self) -> PlacedModel:
-        """Of all parts that are modules."""
+        """Put all parts that are modules into evaluation mode."""
         return self.train(False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +186,7 @@ def propose(
         raise PlacementError(f"propose: {'; '.join(problems)}")
     inputs = example if isinstance(example, tuple) else (example,)
     graph = _trace(model, max_nodes)
-    with undisturbed([model]):
+    with undisturbed(model):
         nodes, names = _measure(graph, inputs, repeats, trains)
     link = link or PlaceLink()
     places = search(nodes, [int(gb * GIB) for gb in memory], link)
@@ -237,7 +238,7 @@ def _num_parts(graph: fx.GraphModule) -> int:
 
 
 def _function_of(node: fx.Node, graph: fx.GraphModule) -> Any:
-    """What a node calls."""
+    """The name of what a node calls."""
     if node.op == "call_module":
         return graph.get_submodule(str(node.target))
     if node.op == "call_function":
@@ -313,8 +314,8 @@ def _measure(
                 seconds[i] = [min(a, b) for a, b in zip(seconds[i], times, strict=True)]
             weights = [p for p in getattr(function, "parameters", list)() if id(p) not in seen]
             seen.update(map(id, weights))
-            held = sum(p.nbytes for p in weights) * (int(STATE_FACTOR) if trains else 1)
-            sizes[i] = (_num_bytes(output), held, saved)
+            weight_bytes = sum(p.nbytes for p in weights) * (int(STATE_FACTOR) if trains else 1)
+            sizes[i] = (_num_bytes(output), weight_bytes, saved)
             values[node] = output
     nodes = [
         PlacedNode(node.name, *seconds[i], *sizes[i],

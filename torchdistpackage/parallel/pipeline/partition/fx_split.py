@@ -21,9 +21,9 @@ from torchdistpackage.parallel.pipeline.partition.layer_costs import (
     measure_link,
     middle,
     split_measured,
-    undisturbed,
 )
 from torchdistpackage.schedule.actions import Schedule
+from torchdistpackage.tools.undisturbed import undisturbed
 
 BYTES_PER_S = 1e9
 """Of a link, when there is none to measure: what makes a cut move to where less goes across."""
@@ -114,7 +114,7 @@ def _timed_run(
     """Cost of each node, and the values of the last round."""
     taken: list[list[PieceCost]] = [[] for _ in nodes]
     values: dict[fx.Node, object] = {}
-    with undisturbed([traced]):
+    with undisturbed(traced):
         for turn in range(rounds + 1):
             given = iter(example)
             for costs, node in zip(taken, nodes, strict=True):

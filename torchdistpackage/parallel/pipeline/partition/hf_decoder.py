@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cost
-from torchdistpackage.parallel.pipeline.stages import in_eval
+from torchdistpackage.tools.undisturbed import in_eval
 
 NUM_TOKENS = 8
 """Of the sequence on which stages are compared with their model."""

@@ -6,7 +6,6 @@ weights once, and its activations once for every live microbatch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
@@ -17,9 +16,10 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm import p2p, primitives
 from torchdistpackage.comm.moments import clock_of, seconds
+from torchdistpackage.comm.nested import map_trees
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.parallel.pipeline.microbatches import leaves_of, map_trees
+from torchdistpackage.parallel.pipeline.microbatches import leaves_of
 from torchdistpackage.parallel.pipeline.partition.cost_split import (
     Cut,
     MemoryLimit,
@@ -30,6 +30,7 @@ from torchdistpackage.parallel.pipeline.partition.sequential import Piece
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.engine import simulate
+from torchdistpackage.tools.undisturbed import undisturbed
 
 Result = TypeVar("Result")
 
@@ -162,7 +163,7 @@ def measure(
     the activations of one piece is needed, not of all.
     """
     taken: list[list[PieceCost]] = [[] for _ in pieces]
-    with undisturbed(pieces):
+    with undisturbed(*(piece for piece in pieces if isinstance(piece, nn.Module))):
         for turn in range(rounds + 1):
             given = microbatch
             for costs, piece in zip(taken, pieces, strict=True):
@@ -228,23 +229,6 @@ def measure_call(
         kept.num_bytes,
         sum(x.nbytes for x in _tensors(output)),
     )
-
-
-@contextmanager
-def undisturbed(pieces: Sequence[Piece]) -> Iterator[None]:
-    """Put buffers (running statistics) and random states back afterwards."""
-    buffers = [b for piece in pieces if isinstance(piece, nn.Module) for b in piece.buffers()]
-    before = [b.clone() for b in buffers]
-    devices = {x.device for x in buffers if x.device.type == "cuda"}
-    if torch.cuda.is_initialized():
-        devices.add(torch.device("cuda", torch.cuda.current_device()))
-    with torch.random.fork_rng([d.index for d in devices if d.index is not None]):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, was in zip(buffers, before, strict=True):
-                    buffer.copy_(was)
 
 
 def agreed(costs: Sequence[PieceCost], group: Group) -> list[PieceCost]:

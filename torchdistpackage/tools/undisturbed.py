@@ -1,0 +1,74 @@
+"""Run a model for what it shows, and leave no trace of it.
+
+What is measured, validated or done again must not change the run around it: the same random numbers
+are drawn afterwards, running statistics and gradients are as before, and modes are restored.
+
+    keep_random_states      random states of the CPU and of GPUs
+    in_eval                 the modes of modules
+    undisturbed             random states, buffers, and gradients of parameters
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def keep_random_states(*devices: torch.device) -> Iterator[None]:
+    """Afterwards the random states of the CPU, and of those `devices` that are GPUs, are as before.
+
+    A GPU without an index is the current one.
+    """
+    gpus = (x for x in devices if x.type == "cuda")
+    indices = {torch.cuda.current_device() if x.index is None else x.index for x in gpus}
+    with torch.random.fork_rng(devices=sorted(indices)):
+        yield
+
+
+@contextmanager
+def in_eval(*modules: nn.Module) -> Iterator[None]:
+    """Inside, these are in `eval()`; after it all of their parts are in the modes of before."""
+    modes = [(part, part.training) for module in modules for part in module.modules()]
+    try:
+        for module in modules:
+            module.eval()
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+@contextmanager
+def undisturbed(*modules: nn.Module, gradients_of: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Afterwards random states and the buffers of `modules` are as before.
+
+    A buffer is the same tensor with the same values again, also where a forward has put another one
+    in its place.
+
+    gradients_of: parameters whose `.grad` is afterwards the object of before. Its values are not
+        restored, so set it to None inside.
+    """
+    gradients = [(p, p.grad) for p in gradients_of]
+    buffers = [
+        (owner, name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in modules
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+    ]
+    devices = {x.device for module in modules for x in (*module.parameters(), *module.buffers())}
+    devices |= {p.device for p, _ in gradients}
+    if torch.cuda.is_initialized():  # a forward may draw there though nothing of a module is there
+        devices.add(torch.device("cuda", torch.cuda.current_device()))
+    try:
+        with keep_random_states(*devices):
+            yield
+    finally:
+        for p, gradient in gradients:
+            p.grad = gradient
+        with torch.no_grad():
+            for owner, name, buffer, values in buffers:
+                if buffer is not None:
+                    buffer.copy_(values)
+                owner._buffers[name] = buffer
