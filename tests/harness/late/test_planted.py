@@ -29,8 +29,8 @@ MISTAKES = {
         (
             ParamBuffer,
             "arrive",
-            "else self._pending.wait()",
-            "else vars(self).update(late=self._pending)",
+            "else self._work.wait()",
+            "else vars(self).update(late=self._work)",
         ),
         "zero1",
         r"all_gather \(number \d+\).*read before wait\(\), by aten",
@@ -54,8 +54,8 @@ MISTAKES = {
         (
             AllReduceBucket,
             "launch",
-            "self._pending = self._start(self.gradients.flat, self._group, self._op)",
-            "self._pending = self._start(self.gradients.flat, self._group, self._op); "
+            "self._work = self._start(self.gradients.flat, self._group, self._op)",
+            "self._work = self._start(self.gradients.flat, self._group, self._op); "
             "self.gradients.flat.mul_(1.0)",
         ),
         "ddp",
@@ -65,9 +65,9 @@ MISTAKES = {
         (
             AllReduceBucket,
             "launch",
-            "self._pending = self._start(self.gradients.flat, self._group, self._op)",
+            "self._work = self._start(self.gradients.flat, self._group, self._op)",
             "seen = self.gradients.flat.detach().numpy(); "
-            "self._pending = self._start(self.gradients.flat, self._group, self._op); "
+            "self._work = self._start(self.gradients.flat, self._group, self._op); "
             "seen[0] = 1.0",
         ),
         "ddp",

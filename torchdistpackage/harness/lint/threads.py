@@ -302,7 +302,7 @@ class _RankWorld:
     def __init__(self) -> None:
         self.default_pg: dist.ProcessGroup | None = None
         for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg",
-                     "pg_to_tag", "pg_coalesce_state"):  # fmt: skip
+                     "pg_to_tag", "pg_coalesce_state", "pg_flight_recorder_hooks"):  # fmt: skip
             setattr(self, name, {})
         self.group_count, self.comms = 0, []
 
