@@ -144,8 +144,8 @@ def test_a_host_read_is_counted_where_it_is():
     wrong = planted(
         AllReduceBucket,
         "wait",
-        "self._pending = None",
-        "self._pending = float(self._flags[0]) * 0",
+        "self._work = None",
+        "self._work = float(self._flags[0]) * 0",
     )
     with wrong, mirror(2):
         found = steps().found
