@@ -199,7 +199,7 @@ def stage(
         parallelize(decoder, table, group, axis=axis, tp_comm_overlap=tp_comm_overlap)
         _draw_apart(decoder, shape, table)
         if shape.sequence_parallel:
-            decoder.num_shares = num
+            decoder.share_sequences(num)
             _split_between(decoder.get_submodule(shape.kind.blocks), pieces, all_blocks, group)
     made = TransformersStage(decoder, shape, group if num > 1 else None, axis, stage_of)
     index = 0 if group is None else group.rank()

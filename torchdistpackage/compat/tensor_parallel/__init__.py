@@ -77,9 +77,11 @@ for _below, _names in {
         **_LOGGER,
     },
     ".shard": {
-        f"{_AUTO}.shard": ("make_shard", "make_distributed_shard", "fix_general_attributes"),
+        f"{_AUTO}.shard": ("make_shard", "make_distributed_shard"),
         f"{_AUTO}.rules": ("find_matching_actions",),
-        f"{_HERE}.helpers": ("logger", "process_state_", "process_attrs_"),
+        f"{_HERE}.helpers": (
+            *("logger", "process_state_", "process_attrs_", "fix_general_attributes"),
+        ),
     },
     ".sharding": {f"{_HERE}.zero3_sharded": ("Sharded",)} | _LOGGER,
     ".slicing_configs": {

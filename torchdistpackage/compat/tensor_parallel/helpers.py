@@ -23,7 +23,7 @@ from torchdistpackage.parallel.auto.rules import (
     get_parameter_name_mapping,
     state_action,
 )
-from torchdistpackage.parallel.auto.shard import fill
+from torchdistpackage.parallel.auto.shard import fill, note_sizes
 from torchdistpackage.parallel.auto.threads import run_threads
 from torchdistpackage.parallel.auto.wrapper import TensorParallelWrapper
 
@@ -100,6 +100,13 @@ def process_state_(
         if action is not None:
             cut.add(name)
     return cut
+
+
+def fix_general_attributes(sharded_module: nn.Module) -> None:
+    """Set the sizes that torch's layers note to those of the weights that they now have."""
+    for layer in sharded_module.modules():
+        if (weight := layer._parameters.get("weight")) is not None:
+            note_sizes(layer, weight)
 
 
 def process_attrs_(

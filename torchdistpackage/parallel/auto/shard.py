@@ -251,7 +251,13 @@ def apply_attributes(config: Config, module: nn.Module, names: list[str], rank: 
 def fix_sizes(layer: nn.Module, original: nn.Module) -> None:
     """Sizes that torch's layers note, from the weight of `layer`, where it was cut."""
     weight, whole = layer._parameters.get("weight"), original._parameters.get("weight")
-    if weight is None or whole is None or weight.shape == whole.shape or weight.dim() < 2:
+    if weight is not None and whole is not None and weight.shape != whole.shape:
+        note_sizes(layer, weight)
+
+
+def note_sizes(layer: nn.Module, weight: Tensor) -> None:
+    """Set the sizes that a layer of torch notes to those of `weight`."""
+    if weight.dim() < 2:
         return
     if isinstance(layer, nn.Linear):
         layer.out_features, layer.in_features = weight.shape

@@ -30,11 +30,8 @@ class DecoderStage(nn.Module):
 
     Parameters keep the model's names. Calls of all stages take the same keywords.
 
-    num_shares: ranks that share each sequence between the blocks; activations are then this rank's
-    part of it, while what the family's forward makes before the blocks is for all positions.
+    Parts of a sequence, see `share_sequences`, are handed on between the stages alone.
     """
-
-    num_shares = 1
 
     def __init__(
         self,
@@ -70,7 +67,7 @@ class DecoderStage(nn.Module):
         """
         given: dict[str, Any] = {"input_ids": x, **_OPTIONS}
         if not self._is_first:
-            given["inputs_embeds"] = self._whole_like(given.pop("input_ids"))
+            given["inputs_embeds"] = self._activations.whole_like(given.pop("input_ids"))
         masks = {"attention_mask": attention_mask, "position_ids": position_ids}
         given |= {name: value for name, value in masks.items() if value is not None}
         activations = self._activations
@@ -87,12 +84,10 @@ class DecoderStage(nn.Module):
         finally:
             activations.enters = activations.left = None
 
-    def _whole_like(self, x: Tensor) -> Tensor:
-        """Activations, or zeros, as long as the sequence: masks and positions are made of them."""
-        if self.num_shares == 1:
-            return x
-        batch, length, dim = x.shape
-        return x.new_zeros(()).expand(batch, length * self.num_shares, dim)
+    def share_sequences(self, num_ranks: int) -> None:
+        """Activations between blocks are this rank's part (B, S/n, D) of the sequence; masks,
+        positions and what comes behind the blocks are of all."""
+        self._activations.num_shares = num_ranks
 
 
 def decoder_stages(
@@ -153,7 +148,7 @@ def _stage(model: nn.Module, blocks: range, around: "BlockNeighbours") -> Decode
     base = getattr(model, model.base_model_prefix)
     path = path_to_blocks(base)
     ends = blocks.start == 0, blocks.stop == len(base.get_submodule(path))
-    activations = BlockActivations()
+    activations = BlockActivations(goes_on=ends[1])
     cut = cut_blocks(base, path.split("."), blocks, ends, around, activations)
     return DecoderStage(model, cut, activations, ends)
 
@@ -254,12 +249,33 @@ class BlockActivations:
     """Of a stage's call: what enters its first block, what left its last one.
 
     is_other: whether the first block would have been given something else.
+    num_shares: ranks that have a part each of what enters and leaves. goes_on: whether the model's
+    own forward goes on with what left, as on the last stage.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, goes_on: bool) -> None:
+        self.num_shares, self.goes_on = 1, goes_on
         self.enters: Tensor | None = None
         self.left: Any = None
         self.is_other = False
+
+    def whole_like(self, x: Tensor) -> Tensor:
+        """x (B, S/n, D), or zeros for all positions where x is a part: a family's forward takes
+        its shapes from them."""
+        if self.num_shares == 1:
+            return x
+        batch, length, dim = x.shape
+        return x.new_zeros(()).expand(batch, length * self.num_shares, dim)
+
+    def leave(self, output: Any) -> Any:
+        """Keep what the last block returns; what the family's forward is to go on with."""
+        x = output[0] if isinstance(output, tuple) else output
+        self.left = x
+        if self.goes_on or self.num_shares == 1:
+            return output
+        return (
+            (self.whole_like(x), *output[1:]) if isinstance(output, tuple) else self.whole_like(x)
+        )
 
     def take(self) -> Tensor:
         """What left; raises ScheduleError if the block was not called, or returned no tensor."""
@@ -295,9 +311,7 @@ class _BoundaryBlock:
                 else:
                     kwargs["hidden_states"] = x
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        if leaves:
-            activations.left = output[0] if isinstance(output, tuple) else output
-        return output
+        return activations.leave(output) if leaves else output
 
     def __reduce_ex__(self, protocol: object) -> tuple:
         return _new_boundary, (type(self).__bases__[1],), vars(self)
