@@ -13,10 +13,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 
 from torchdistpackage.comm.backends import Transport, register_transport
 from torchdistpackage.comm.flight_recorder import dtype_name
@@ -225,8 +227,10 @@ class ThreadGroup(OwnGroup):
         the world where that is bound to one."""
         return self._group.lazy
 
-    def _get_backend(self, device: torch.device) -> "ThreadGroup":
-        return self
+    def _get_backend(self, device: torch.device) -> Any:
+        # only a world that is bound to a device is split
+        is_split = _handed_on is not None and self.bound_device_id is not None
+        return _handed_on(self) if is_split else self
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """The communicator is made; from a world that is bound all of its ranks make one each."""
@@ -324,6 +328,28 @@ def _check_split(entries: Sequence[PendingOp]) -> None:
 
 
 # -- making groups -------------------------------------------------------------------------
+
+
+class _SplitSource(c10d.Backend):
+    """A group as the back end that torch hands on to C++ where it splits a group from it."""
+
+    def __init__(self, group: ThreadGroup):
+        super().__init__(group.rank(), group.size())
+        self._group = group
+
+    @property
+    def supports_splitting(self) -> bool:
+        return self._group.supports_splitting
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self._group.eager_connect_single_device(device)
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        self._group.perform_nocolor_split(device)
+
+
+# torch 2.14 began to; before, the group itself will do, and no back end can be made in Python.
+_handed_on = _SplitSource if hasattr(c10d._DistributedBackendOptions, "split_from") else None
 
 
 class _Here(threading.local):
