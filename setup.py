@@ -17,7 +17,7 @@ HF = [
 TYPES = ["spmd_types>=0.3.1,<0.4"]
 SITE = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
 PARQUET = ["pyarrow>=15"]
-INT8 = ["bitsandbytes>=0.45.5"]
+INT8 = ["bitsandbytes>=0.46"]
 DEV = [*TOOLS, *PLOT, *HF, *TYPES, *SITE, *PARQUET, *INT8, "scikit-learn>=1.4"]
 
 setup(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import torchdistpackage
+from tests.deprecations import FILTERS
 from torchdistpackage import errors
 
 REPOSITORY = Path(__file__).parents[1]
@@ -17,7 +18,8 @@ REPOSITORY = Path(__file__).parents[1]
 
 def python(code: str) -> str:
     """What a fresh interpreter prints."""
-    command = [sys.executable, "-W", "error", "-c", code]
+    filters = (f"-W{each}" for each in FILTERS.split(","))
+    command = [sys.executable, *filters, "-c", code]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 

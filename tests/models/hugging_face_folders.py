@@ -45,8 +45,9 @@ def rope_keys(**values: object) -> dict[str, object]:
     """`rope_parameters` of these values, as the installed release of transformers takes them."""
     if int(transformers.__version__.partition(".")[0]) >= 5:
         return {"rope_parameters": values}
+    theta = values.pop("rope_theta")
     scaling = None if values["rope_type"] == "default" else values
-    return {"rope_theta": values["rope_theta"], "rope_scaling": scaling}
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 CONFIGS = {
