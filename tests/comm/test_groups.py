@@ -79,7 +79,9 @@ def not_split_off(path: str) -> None:
     world, made = dist.group.WORLD, Groups(dist.get_rank())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            distributed_c10d, "_get_split_source", lambda pg: (asked.append(pg), plain(pg))[1]
+            distributed_c10d,
+            "_get_split_source",
+            lambda pg, *more: (asked.append(pg), plain(pg, *more))[1],
         )
         world.bound_device_id = GPU
         try:
