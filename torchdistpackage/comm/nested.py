@@ -77,20 +77,32 @@ def map_leaves(
         refuse other parts, as those of torch.fx do.
     """
 
-    def mapped(value: Any) -> Any:
-        if is_leaf(value):
-            return function(value)
-        if isinstance(value, tuple | list):
-            found = [mapped(part) for part in value]
-            if all(map(is_, found, value)):
-                return value
-            is_plain = plain_lists and isinstance(value, list)
-            return found if is_plain else _sequence_like(value, found)
-        parts = items_of(value, **options) or ()
-        changed = {key: new for key, part in parts if (new := mapped(part)) is not part}
-        return _with_parts(value, changed) if changed else value
+    return _mapped(function, value, is_leaf, plain_lists, options)
 
-    return mapped(value)
+
+def _mapped(
+    function: Callable[[Any], Any],
+    value: Any,
+    is_leaf: Leaf,
+    plain_lists: bool,
+    options: Mapping[str, Any],
+) -> Any:
+    # No function inside another one that calls itself: it would be a reference cycle, and keep what
+    # `function` holds, such as gradients, until garbage is collected.
+    if is_leaf(value):
+        return function(value)
+    if isinstance(value, tuple | list):
+        found = [_mapped(function, part, is_leaf, plain_lists, options) for part in value]
+        if all(map(is_, found, value)):
+            return value
+        is_plain = plain_lists and isinstance(value, list)
+        return found if is_plain else _sequence_like(value, found)
+    changed = {
+        key: new
+        for key, part in items_of(value, **options) or ()
+        if (new := _mapped(function, part, is_leaf, plain_lists, options)) is not part
+    }
+    return _with_parts(value, changed) if changed else value
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
