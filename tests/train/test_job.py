@@ -83,7 +83,9 @@ def test_a_run_shows_and_leaves_what_it_promises(whole):
     assert f"run folder {folder}\n" in out and "\r" not in out
     (warning,) = (line for line in out.splitlines() if line.startswith("warning: "))
     assert "data.seq_len=32, but the positions of the model are made for 16 tokens" in warning
-    plain = (line for line in out.splitlines() if str(parent) not in line and line != warning)
+    # torch 2.15 ends a process with a note of its own
+    apart = (warning, *(line for line in out.splitlines() if line.startswith("nanobind: ")))
+    plain = (line for line in out.splitlines() if str(parent) not in line and line not in apart)
     assert [line for line in plain if len(line) > 80] == []
     assert "running on CPU with gloo" in out
     logs = sorted(path.name for path in (folder / "logs").iterdir())
