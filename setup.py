@@ -5,7 +5,13 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 PLOT = ["matplotlib>=3.7"]
-TOOLS = ["pytest>=8.4", "hypothesis>=6.100", "ruff>=0.9", "pyright[nodejs]>=1.1.390"]
+TOOLS = [
+    "pytest>=8.4",
+    "hypothesis>=6.100",
+    "ruff>=0.9",
+    "pyright[nodejs]>=1.1.390",
+    "playwright>=1.50",
+]
 HF = [
     "transformers>=4.56",
     "tokenizers>=0.22",
@@ -18,7 +24,12 @@ TYPES = ["spmd_types>=0.3.1,<0.4"]
 SITE = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
 PARQUET = ["pyarrow>=15"]
 INT8 = ["bitsandbytes>=0.46"]
-DEV = [*TOOLS, *PLOT, *HF, *TYPES, *SITE, *PARQUET, *INT8, "scikit-learn>=1.4"]
+REPORT = ["plotly>=6.0"]
+TENSORBOARD = ["tensorboard>=2.18"]
+WANDB = ["wandb>=0.22"]
+MLFLOW = ["mlflow-skinny>=3.4"]
+LOOKS = [*REPORT, *TENSORBOARD, *WANDB, *MLFLOW]
+DEV = [*TOOLS, *PLOT, *HF, *TYPES, *SITE, *PARQUET, *INT8, *LOOKS, "scikit-learn>=1.4"]
 
 setup(
     name="torchdistpackage",
@@ -47,6 +58,10 @@ setup(
         "hf": HF,
         "parquet": PARQUET,
         "int8": INT8,
+        "report": REPORT,
+        "tensorboard": TENSORBOARD,
+        "wandb": WANDB,
+        "mlflow": MLFLOW,
         "site": SITE,
         "dev": DEV,
     },
