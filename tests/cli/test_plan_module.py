@@ -10,8 +10,9 @@ import transformers
 
 from tests.parallel.auto.models import SMALL, language_model, randomised
 from torchdistpackage.cli.main import main
+from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.config.packages import is_before
-from torchdistpackage.parallel.auto import count_traffic, tensor_parallel
+from torchdistpackage.parallel.auto import count_traffic
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,26 @@ _P2P: Names = {
         "gather_split_1d_tensor",
     ),
 }
+_LAYERS: Names = {
+    "compat.torchdistpackage.tensor_layers": (
+        "set_tp_group",
+        "get_tp_group",
+        "get_tensor_model_parallel_world_size",
+        "TpLinear",
+        "ColParallelLinear",
+        "RowParallelLinear",
+        "gather_from_sequence_parallel_region",
+        "reduce_scatter_to_sequence_parallel_region",
+        "maybe_gather_from_sequence_parallel",
+        "maybe_split_into_sequence_parallel",
+        "set_sequence_parallel_attr",
+        "is_squence_parallel_tensor",
+    ),
+}
+_BLOCKS = "compat.torchdistpackage.tensor_blocks"
+_MLP: Names = {_BLOCKS: ("Mlp", "TpMlp")}
+_ATTENTION: Names = {_BLOCKS: ("Attention", "TpAttention")}
+_TRANSFORMER: Names = {_BLOCKS: ("Block", "ParallelBlock", "Transformer")}
 _ZERO_OPTIMIZER: Names = {"compat.torchdistpackage.mixed_precision": ("Bf16ZeroOptimizer",)}
 
 OLD_PATHS: dict[str, Names] = {
@@ -93,29 +113,12 @@ OLD_PATHS: dict[str, Names] = {
     "parallel.pipeline_parallel.pipeline_helper": _PARTITION,
     "parallel.pipeline_parallel.clip_grad_parallel": _CLIP,
     "parallel.pipeline_parallel.comm": _P2P,
-    "parallel.tensor_parallel.tp_utils": {
-        "compat.torchdistpackage.tensor_layers": (
-            "set_tp_group",
-            "get_tp_group",
-            "get_tensor_model_parallel_world_size",
-            "TpLinear",
-            "ColParallelLinear",
-            "RowParallelLinear",
-            "gather_from_sequence_parallel_region",
-            "reduce_scatter_to_sequence_parallel_region",
-            "maybe_gather_from_sequence_parallel",
-            "maybe_split_into_sequence_parallel",
-            "set_sequence_parallel_attr",
-            "is_squence_parallel_tensor",
-        ),
-    },
-    "parallel.tensor_parallel.mlp": {"compat.torchdistpackage.tensor_blocks": ("Mlp", "TpMlp")},
-    "parallel.tensor_parallel.attn": {
-        "compat.torchdistpackage.tensor_blocks": ("Attention", "TpAttention"),
-    },
-    "parallel.tensor_parallel.transformer": {
-        "compat.torchdistpackage.tensor_blocks": ("Block", "ParallelBlock", "Transformer"),
-    },
+    "parallel.tensor_parallel.tp_utils": _LAYERS,
+    "parallel.tensor_parallel.mlp": _MLP,
+    "parallel.tensor_parallel.attn": _ATTENTION,
+    "parallel.tensor_parallel.transformer": _TRANSFORMER,
+    "parallel": _LAYERS
+    | {_BLOCKS: ("Mlp", "TpMlp", "Attention", "TpAttention", "Block", "ParallelBlock")},
     "tools.bnb_fc": {"tools.int8_linear": ("replace_linear_by_bnb",)},
     "tools.bminf_int8": {"tools.int8_linear": ("replace_linear_by_bminf",)},
     "tools.slurm_job_monitor": {
@@ -156,7 +159,20 @@ MODULES = _flat()
 
 def announce(module: str, names: Names) -> None:
     """Look up `names` of a module of this package that is no old path in the same way."""
-    MODULES[module] = {name: place for place, held in names.items() for name in held}
+    known = MODULES.setdefault(module, {})
+    known |= {name: place for place, held in names.items() for name in held}
+
+
+announce(f"{PACKAGE}.parallel", {_BLOCKS: ("Transformer",)})
+announce(
+    f"{PACKAGE}.parallel.auto",  # where these of ours were before
+    {
+        "compat.tensor_parallel.call": ("tensor_parallel",),
+        "compat.tensor_parallel.model": ("TensorParallel",),
+        "compat.tensor_parallel.shard_states": ("convert_state_dict", "infer_sharded_device_map"),
+        "compat.tensor_parallel.plans": ("find_predefined_tensor_parallel_config",),
+    },
+)
 
 
 def lookup(module: str, name: str) -> object:
@@ -184,7 +200,8 @@ def serve(module: ModuleType) -> None:
             try:
                 return own(name)
             except AttributeError:
-                if f"{module.__name__}.{name}" not in MODULES:
+                full = module.__name__
+                if name not in MODULES[full] and f"{full}.{name}" not in MODULES:
                     raise
         return lookup(module.__name__, name)
 

@@ -11,7 +11,7 @@ from torch import nn
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto.actions import (
     FirstOnly,
-    LegacyStateAction,
+    FunctionAction,
     Scale,
     Split,
     SplitInChunks,
@@ -85,7 +85,7 @@ def test_earlier_forms_of_an_action(caplog):
     assert actions["b"].undo([actions["b"](x, rank) for rank in range(2)]).tolist() == [0, 1]
     with pytest.raises(LayoutError, match="no reverse action was given"):
         actions["a"].undo([x])
-    assert LegacyStateAction(split)(x, rank=1).tolist() == [1]
+    assert FunctionAction(split)(x, rank=1).tolist() == [1]
 
 
 def test_all_rules_that_say_no_action_are_refused_at_once():

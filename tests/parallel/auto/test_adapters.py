@@ -31,8 +31,8 @@ from tests.parallel.auto.models import (
     steps,
     twin,
 )
+from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.errors import CommError, LayoutError
-from torchdistpackage.parallel.auto import tensor_parallel
 
 TARGETS = {
     "gpt2": ["c_attn", "c_proj", "c_fc", "wte"],

@@ -11,20 +11,22 @@ import pytest
 import torch
 from torch import nn
 
+from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
+from torchdistpackage.compat.tensor_parallel.model import TensorParallel
+from torchdistpackage.compat.tensor_parallel.nested import nested_compare, nested_flatten
+from torchdistpackage.compat.tensor_parallel.shard_states import (
+    convert_state_dict,
+    infer_sharded_device_map,
+)
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto import (
     Config,
     FirstOnly,
     Scale,
     Split,
-    convert_state_dict,
-    infer_sharded_device_map,
     make_distributed_shard,
     save_tensor_parallel,
-    tensor_parallel,
 )
-from torchdistpackage.parallel.auto.model import TensorParallel
-from torchdistpackage.parallel.auto.nested import nested_compare, nested_flatten
 
 
 class TiedHead(nn.Module):

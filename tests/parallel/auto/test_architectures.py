@@ -11,8 +11,8 @@ import transformers as hf
 from torch import Tensor, nn
 
 from tests.parallel.auto.models import randomised, same_state, twin
-from torchdistpackage.parallel.auto import tensor_parallel
-from torchdistpackage.parallel.auto.nested import map_leaves, nested_flatten
+from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
+from torchdistpackage.compat.tensor_parallel.nested import map_leaves, nested_flatten
 
 FULL = pytest.mark.full
 WORDS = {"vocab_size": 61, "max_position_embeddings": 20}

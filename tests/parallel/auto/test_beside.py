@@ -9,8 +9,8 @@ import torch
 
 from tests.parallel.auto.models import language_model, prompt, same_state
 from torchdistpackage import NaiveDDP, ZeroOptimizer, clip_grad_norm_, tpc
+from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.layout.mark import collect, layout_of
-from torchdistpackage.parallel.auto import tensor_parallel
 
 
 def step_in_a_grid(how: str) -> None:

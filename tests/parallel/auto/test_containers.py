@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchdistpackage.parallel.auto import Config, FirstOnly, Split, tensor_parallel
+from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
+from torchdistpackage.parallel.auto import Config, FirstOnly, Split
 
 
 class Pair(NamedTuple):

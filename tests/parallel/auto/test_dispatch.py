@@ -16,14 +16,14 @@ from torch import nn
 
 from tests.parallel.auto.models import SMALL, language_model, prompt, randomised, same_training
 from torchdistpackage import clip_grad_norm_
-from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.mark import layout_of
-from torchdistpackage.parallel.auto import (
+from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
+from torchdistpackage.compat.tensor_parallel.shard_states import (
     convert_state_dict,
     infer_sharded_device_map,
-    loading,
-    tensor_parallel,
 )
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.mark import layout_of
+from torchdistpackage.parallel.auto import loading
 from torchdistpackage.parallel.auto.loading import load_tensor_parallel
 
 SIZES = {"hidden_size": 96, "intermediate_size": 300, "num_key_value_heads": 4}

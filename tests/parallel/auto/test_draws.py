@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.parallel.auto.models import CONFIGS, language_model, prompt, same_state, steps
-from torchdistpackage.parallel.auto import save_tensor_parallel, tensor_parallel
+from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
+from torchdistpackage.parallel.auto import save_tensor_parallel
 
 
 class Drops(nn.Module):

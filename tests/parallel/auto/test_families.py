@@ -15,8 +15,8 @@ from tests.parallel.auto.models import (
     same_training,
     twin,
 )
+from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.auto.factory import tensor_parallel
 from torchdistpackage.parallel.auto.families.registry import PREDEFINED_CONFIGS
 
 HALF = {"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -12,8 +12,9 @@ import transformers
 
 from tests.parallel.auto.models import cache_name, language_model, prompt, randomised, twin
 from tests.parallel.auto.test_families import FAMILIES
+from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.auto import Config, get_default_config, tensor_parallel
+from torchdistpackage.parallel.auto import Config, get_default_config
 from torchdistpackage.parallel.auto.cache_heads import filled_places
 from torchdistpackage.parallel.auto.families.gpt2 import get_gpt2_config
 

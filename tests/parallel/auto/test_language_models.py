@@ -18,8 +18,8 @@ from tests.parallel.auto.models import (
     twin,
 )
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.auto.factory import tensor_parallel
 from torchdistpackage.parallel.auto.saving import save_tensor_parallel
 
 

@@ -13,7 +13,8 @@ from torch import nn
 from tests.parallel.auto.models import same_state, twin
 from tests.parallel.auto.test_families import FAMILIES
 from tests.parallel.auto.test_trainer import samples
-from torchdistpackage.parallel.auto import Config, FirstOnly, Split, tensor_parallel
+from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
+from torchdistpackage.parallel.auto import Config, FirstOnly, Split
 
 
 class Twice(nn.Module):

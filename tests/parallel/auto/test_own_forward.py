@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.parallel.auto.models import randomised, same_tokens, twin
 from tests.parallel.auto.test_architectures import FULL, IDS, as_one_process
-from torchdistpackage.parallel.auto import tensor_parallel
+from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.parallel.auto.explain import explain
 from torchdistpackage.parallel.auto.pairs import find_pairs
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.parallel.auto.models import language_model, prompt
-from torchdistpackage.parallel.auto import count_traffic, save_tensor_parallel, tensor_parallel
+from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
+from torchdistpackage.parallel.auto import count_traffic, save_tensor_parallel
 from torchdistpackage.parallel.auto.explain import explain
 from torchdistpackage.parallel.auto.pairs import find_pairs
 

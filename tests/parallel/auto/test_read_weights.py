@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.parallel.auto.models import randomised, same_state, twin
+from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.auto import tensor_parallel
 
 
 class Reader(nn.Module):

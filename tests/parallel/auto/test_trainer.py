@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 
 from tests.parallel.auto.models import VOCAB, language_model
 from torchdistpackage import ZeroOptimizer, tpc
+from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.auto import prepare_trainer, tensor_parallel
+from torchdistpackage.parallel.auto import prepare_trainer
 
 RANKS_IMPORT = ("transformers.trainer",)
 GLOBAL_BATCH = 4

@@ -17,8 +17,9 @@ from torch import nn
 from tests.parallel.auto.models import language_model, prompt
 from tests.parallel.auto.test_architectures import IDS
 from tests.parallel.auto.test_own_forward import MODELS
+from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.auto import Config, Split, layerwise, tensor_parallel
+from torchdistpackage.parallel.auto import Config, Split, layerwise
 
 TWO = ["cpu"] * 2
 

@@ -6,24 +6,19 @@ import sys
 import threading
 import time
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from tests.parallel.auto.models import checkpoint_activations, language_model, prompt
+from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
+from torchdistpackage.compat.tensor_parallel.model import TensorParallel
+from torchdistpackage.compat.tensor_parallel.pretrained import tensor_parallel_pretrained
 from torchdistpackage.errors import CommError, LayoutError, NotAvailableError
-from torchdistpackage.parallel.auto import (
-    Config,
-    FirstOnly,
-    Scale,
-    Split,
-    TakeChunks,
-    TensorParallel,
-    make_shard,
-    tensor_parallel,
-)
-from torchdistpackage.parallel.auto.hugging_face import pretrained_class
+from torchdistpackage.parallel.auto import Config, FirstOnly, Scale, Split, TakeChunks, make_shard
+from torchdistpackage.parallel.auto.hugging_face import ShardedModelCalls, pretrained_class
 from torchdistpackage.parallel.auto.plan_text import split_table
 
 TWO = ["cpu"] * 2
@@ -44,7 +39,7 @@ def test_a_module_is_split_once(make):
 
 def test_a_pretrained_model_is_split_once():
     split = tensor_parallel(language_model("gpt2"), TWO)
-    for make in (tensor_parallel, pretrained_class()):
+    for make in (tensor_parallel, tensor_parallel_pretrained()):
         with pytest.raises(LayoutError, match="wrapped_model is a TensorParallel of 2 shards"):
             make(split, TWO)
 
@@ -216,7 +211,8 @@ def test_without_the_extra_the_message_says_what_to_install(monkeypatch, tmp_pat
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert tensor_parallel(mlp(), TWO)(torch.ones(1, 4)).shape == (1, 4)  # needs none of it
     text = r'install the extra hf: pip install "torchdistpackage\[hf\]"'
-    for asked in (pretrained_class.__wrapped__, lambda: split_table(tmp_path, 2, 8, False)):
+    asked_class = partial(pretrained_class.__wrapped__, ShardedModelCalls)
+    for asked in (asked_class, lambda: split_table(tmp_path, 2, 8, False)):
         with pytest.raises(NotAvailableError, match=text):
             asked()
 

@@ -9,18 +9,19 @@ from types import ModuleType
 from torchdistpackage.compat import paths
 
 _AUTO, _HERE = "parallel.auto", "compat.tensor_parallel"
-_CONFIG = {f"{_AUTO}.rules": ("Config",)}
+_CONFIG = {f"{_HERE}.earlier": ("Config",)}
 _STATE_ACTION = {f"{_AUTO}.actions": ("StateAction",)}
 _SAVING = {
-    f"{_AUTO}.saving": ("save_tensor_parallel", "convert_state_dict", "infer_sharded_device_map")
+    f"{_AUTO}.saving": ("save_tensor_parallel",),
+    f"{_HERE}.shard_states": ("convert_state_dict", "infer_sharded_device_map"),
 }
-_ACTIONS = ("LegacyStateAction", "Split", "SplitInChunks", "SplitInGroupedChunks", "Scale")
-_CALL = {f"{_AUTO}.factory": ("tensor_parallel",)}
+_ACTIONS = ("Split", "SplitInChunks", "SplitInGroupedChunks", "Scale")
+_CALL = {f"{_HERE}.call": ("tensor_parallel",)}
 _KEY_VALUES = ("gather_kv", "select_kv_for_rank")
 _SPLITS = ("split_heads", "split_num_heads", "split_inner_dim", "split_alibi")
 _OPS = ("CollectiveOpetationBase", "AllReduce", "AllGather", "NCCLAllReduce", "NCCLAllGather")
 _RANKS = ("DistributedAllReduce", "DistributedAllGather")
-_NESTED = ("nested_flatten", "nested_pack", "nested_map", "nested_compare", "is_namedtuple")
+_NESTED = ("nested_flatten", "nested_pack", "nested_map", "nested_compare")
 _LOGGER = {f"{_HERE}.helpers": ("logger",)}
 _RULES = ("Arg", "Action", "MappedActions", "StateRules", "ModuleRules")
 _CONVERTING = (
@@ -33,31 +34,25 @@ _CONVERTING = (
 _DEVICES = ("broadcast_coalesced", "gather", "reduce_add", "all_gather")
 _NCCL = ("NCCLAllReduceFunction", "NCCLAllGatherFunction")
 
-_MORE = {
-    "bloom": "get_bloom_config",
-    "t5": "get_t5_config",
-    "bert": "get_bert_config",
-    "gpt_neox": "get_gpt_neox_config",
-    "codegen": "get_codegen_config",
-    "falcon": "get_refined_web_config",
-}
+_FAMILIES = ("bert", "bloom", "codegen", "gpt2", "gpt_neox", "llama", "refined_web", "t5")
 
 for _below, _names in {
     "": {
-        **(_CALL | _CONFIG | _STATE_ACTION | _SAVING),
-        f"{_AUTO}.model": ("TensorParallel",),
+        **(_CALL | _STATE_ACTION | _SAVING),
+        f"{_HERE}.model": ("TensorParallel",),
         f"{_AUTO}.shard": ("make_distributed_shard",),
-        f"{_HERE}.earlier": ("TensorParallelPreTrainedModel", "Sharded"),
+        f"{_HERE}.earlier": ("Config", "TensorParallelPreTrainedModel", "Sharded"),
     },
-    ".autoconfig": {f"{_AUTO}.layerwise": ("get_default_config",)},
+    ".autoconfig": {f"{_HERE}.plans": ("get_default_config",)},
     ".aux_actions": {f"{_HERE}.earlier": (*_KEY_VALUES, *_SPLITS)},
     ".communications": {
         f"{_HERE}.earlier": _OPS,
-        f"{_AUTO}.rendezvous": ("CollectiveOperation", "ScatterReduce"),
+        f"{_HERE}.rendezvous": ("CollectiveOperation", "ScatterReduce"),
         f"{_AUTO}.ops": _RANKS,
     },
     ".config": {
-        f"{_AUTO}.rules": ("Config", "add_lora_rules", "get_parameter_name_mapping"),
+        **_CONFIG,
+        f"{_AUTO}.rules": ("add_lora_rules", "get_parameter_name_mapping"),
         f"{_HERE}.helpers": (
             "logger",
             *_RULES,
@@ -70,10 +65,10 @@ for _below, _names in {
     ".factory": _CALL | _LOGGER,
     ".imports": {f"{_HERE}.helpers": ("verify_peft_version",)},
     ".legacy": {f"{_HERE}.earlier": ("Sharded",)} | _LOGGER,
-    ".per_device_tensors": {f"{_AUTO}.caches": ("PerDeviceTensors",)},
+    ".per_device_tensors": {f"{_HERE}.thread_caches": ("PerDeviceTensors",)},
     ".pretrained_model": {
         f"{_HERE}.earlier": ("TensorParallelPreTrainedModel",),
-        f"{_AUTO}.families.registry": ("find_predefined_tensor_parallel_config",),
+        f"{_HERE}.plans": ("find_predefined_tensor_parallel_config",),
         **_LOGGER,
     },
     ".shard": {
@@ -85,20 +80,23 @@ for _below, _names in {
     },
     ".sharding": {f"{_HERE}.zero3_sharded": ("Sharded",)} | _LOGGER,
     ".slicing_configs": {
-        f"{_AUTO}.families.registry": ("PREDEFINED_CONFIGS",),
-        f"{_AUTO}.families.gpt2": ("get_gpt2_config",),
-        f"{_AUTO}.families.llama": ("get_llama_config",),
-        **{f"{_AUTO}.families.{family}": (name,) for family, name in _MORE.items()},
-        f"{_HERE}.helpers": ("ConfigGetter",),
+        f"{_HERE}.plans": (
+            *("PREDEFINED_CONFIGS", "ConfigGetter"),
+            *(f"get_{family}_config" for family in _FAMILIES),
+        ),
     },
-    ".state_actions": _STATE_ACTION | {f"{_AUTO}.actions": ("StateAction", *_ACTIONS)},
+    ".state_actions": {
+        f"{_AUTO}.actions": ("StateAction", *_ACTIONS),
+        f"{_HERE}.earlier": ("LegacyStateAction",),
+    },
     ".tensor_parallel": {
-        f"{_AUTO}.model": ("TensorParallel",),
-        f"{_AUTO}.devices": ("canonicalize_device", "check_device_ids"),
+        f"{_HERE}.model": ("TensorParallel",),
+        f"{_HERE}.devices": ("canonicalize_device", "check_device_ids"),
         f"{_HERE}.helpers": ("logger", "parallel_apply_simple", "get_a_var"),
     },
     ".utils": {
-        f"{_AUTO}.nested": (*_NESTED, "find_tied_weight_aliases"),
+        f"{_HERE}.nested": _NESTED,
+        f"{_AUTO}.nested": ("is_namedtuple", "find_tied_weight_aliases"),
         f"{_HERE}.helpers": ("check_lora",),
     },
     ".wrapper": {

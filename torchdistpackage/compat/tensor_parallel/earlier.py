@@ -11,14 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchdistpackage.compat.tensor_parallel.nested import nested_map
+from torchdistpackage.compat.tensor_parallel.plans import TensorParallelConfig
+from torchdistpackage.compat.tensor_parallel.pretrained import tensor_parallel_pretrained
+from torchdistpackage.compat.tensor_parallel.rendezvous import ThreadGather, ThreadSum
+from torchdistpackage.compat.tensor_parallel.thread_caches import PerDeviceTensors
 from torchdistpackage.layout.partition import even_sizes
-from torchdistpackage.parallel.auto.actions import SplitInChunks
-from torchdistpackage.parallel.auto.caches import PerDeviceTensors
-from torchdistpackage.parallel.auto.hugging_face import pretrained_class
-from torchdistpackage.parallel.auto.nested import nested_map
-from torchdistpackage.parallel.auto.rendezvous import CollectiveBase, ThreadGather, ThreadSum
+from torchdistpackage.parallel.auto.actions import FunctionAction, SplitInChunks
+from torchdistpackage.parallel.auto.ops import CollectiveBase
 from torchdistpackage.parallel.auto.reporting import LOG
 
+Config = TensorParallelConfig
+LegacyStateAction = FunctionAction
 CollectiveOpetationBase = CollectiveBase
 AllReduce = ThreadSum
 AllGather = ThreadGather
@@ -37,7 +41,7 @@ def NCCLAllGather(world_size: int, dim: int) -> ThreadGather:
 def __getattr__(name: str) -> object:
     if name != "TensorParallelPreTrainedModel":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return pretrained_class()
+    return tensor_parallel_pretrained()
 
 
 def Sharded(module: Any, sharded_param_names: Collection[str] | None = None) -> Any:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.compat.tensor_parallel.plans import collectives_of
+from torchdistpackage.compat.tensor_parallel.threads import run_threads
 from torchdistpackage.parallel.auto.actions import StateAction, as_state_action
 from torchdistpackage.parallel.auto.ops import apply_action, bind
 from torchdistpackage.parallel.auto.reporting import LOG
@@ -24,7 +26,6 @@ from torchdistpackage.parallel.auto.rules import (
     state_action,
 )
 from torchdistpackage.parallel.auto.shard import fill, note_sizes
-from torchdistpackage.parallel.auto.threads import run_threads
 from torchdistpackage.parallel.auto.wrapper import TensorParallelWrapper
 
 logger = LOG
@@ -33,8 +34,6 @@ Action = Callable[[Any, int], Any]
 MappedActions = Actions
 StateRules = dict[re.Pattern[str], StateAction]
 ModuleRules = dict[re.Pattern[str], Actions]
-ConfigGetter = Callable[[Any, Sequence[torch.device]], Config]
-"""Of a model's config and its devices, such as `get_gpt2_config`."""
 
 # -- plans ------------------------------------------------------------------------------------
 
@@ -56,7 +55,7 @@ def create_collective_ops(
     group: Group | None = None,
 ) -> dict[Any, Actions]:
     """Rules with functions for the texts of collectives; see `Config.create_collective_ops`."""
-    return bind(rules, len(devices), group, full_gradients=False)
+    return bind(rules, collectives_of(len(devices), group), full_gradients=False)
 
 
 def verify_peft_version() -> None:

@@ -1,5 +1,5 @@
 """The class behind `apply_sharding`, by its earlier name."""
 
-from torchdistpackage.parallel.auto.zero3 import ShardingManager
+from torchdistpackage.compat.tensor_parallel.zero3 import ShardingManager
 
 Sharded = ShardingManager

@@ -6,8 +6,8 @@ A name is loaded on first use.
 from torchdistpackage.lazy import homes, load
 
 _NAMES: dict[str, tuple[str, ...]] = {
-    "parallel.auto.factory": ("tensor_parallel",),
-    "parallel.auto.model": ("TensorParallel",),
+    "parallel.auto.factory": ("parallelize_module",),
+    "parallel.auto.model": ("ParallelModule",),
     "parallel.auto.rules": ("Config", "match_report"),
     "parallel.auto.layerwise": ("get_default_config",),
     "parallel.auto.explain": ("explain",),
@@ -15,11 +15,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "parallel.auto.trainer": ("prepare_trainer",),
     "parallel.auto.shard": ("make_shard", "make_distributed_shard"),
     "parallel.auto.loading": ("load_tensor_parallel",),
-    "parallel.auto.saving": (
-        "save_tensor_parallel",
-        "convert_state_dict",
-        "infer_sharded_device_map",
-    ),
+    "parallel.auto.saving": ("save_tensor_parallel",),
     "parallel.auto.actions": (
         "StateAction",
         "Split",
@@ -30,7 +26,6 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "Partial",
         "Scale",
     ),
-    "parallel.auto.families.registry": ("find_predefined_tensor_parallel_config",),
 }
 
 EXPORTS = homes(_NAMES)

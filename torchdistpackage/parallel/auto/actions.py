@@ -61,7 +61,7 @@ class Partial(Whole):
     """Every rank holds all of it and uses it for its part of a layer, so gradients are summed."""
 
 
-class LegacyStateAction(StateAction):
+class FunctionAction(StateAction):
     """A plain function as an action. reverse_action: joins the parts."""
 
     def __init__(
@@ -266,9 +266,9 @@ def as_state_action(action: Any) -> tuple[StateAction, bool]:
     if isinstance(action, StateAction):
         return action, False
     if callable(action):
-        return LegacyStateAction(action), True
+        return FunctionAction(action), True
     if isinstance(action, tuple) and len(action) == 2 and all(map(callable, action)):
-        return LegacyStateAction(*action), True
+        return FunctionAction(*action), True
     raise LayoutError(
         f"a state rule says {action!r}, of type {type(action).__name__}, which is no action; "
         f"use Split, SplitInChunks, ..., a function (tensor, rank) or a pair (split, join)"

@@ -1,135 +1,124 @@
-"""`tensor_parallel(module)`: the one call."""
+"""`parallelize_module(module)`: a module over the ranks of a group."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchdistpackage.comm.creation import is_joined
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
-from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.auto.devices import DeviceLike, check_device_ids
 from torchdistpackage.parallel.auto.explain import explain as tabulate
 from torchdistpackage.parallel.auto.families.registry import plan_for
 from torchdistpackage.parallel.auto.hugging_face import (
+    ShardedModelCalls,
     is_pretrained,
     pretrained_class,
     remove_hooks,
 )
 from torchdistpackage.parallel.auto.layerwise import default_rules
-from torchdistpackage.parallel.auto.model import TensorParallel, check_is_unsplit
+from torchdistpackage.parallel.auto.model import ParallelModule, check_is_unsplit
 from torchdistpackage.parallel.auto.reporting import LOG
 from torchdistpackage.parallel.auto.rules import Config
 from torchdistpackage.parallel.auto.verify import FirstForward, described, why_not_compared
 
+Example = Tensor | tuple[Any, ...] | dict[str, Any]
+"""A tensor, or arguments of one call, positional or by name."""
 
-def tensor_parallel(
+
+def parallelize_module(
     module: nn.Module,
-    device_ids: Sequence[DeviceLike] | None = None,
-    tensor_parallel_config: Config | None = None,
-    distributed: bool | None = None,
-    sharded: bool | None = None,
-    sharded_param_names: Collection[str] | None = None,
-    *,
     group: Group | None = None,
+    config: Config | None = None,
+    *,
+    device: torch.device | None = None,
     explain: bool = False,
     verify: bool | None = None,
-    example: Tensor | tuple[Any, ...] | dict[str, Any] = (),
-    **kwargs: Any,
+    example: Example = (),
+    delay_init: bool = False,
 ) -> nn.Module:
-    """`module`, of which each device computes a part of every layer; it is called as before.
+    """`module`, of which each rank of a group computes a part of every layer; called as before.
 
-    device_ids: the devices of this process, one thread each; several times "cpu" is fine.
-    distributed: one shard in each process of tpc's tensor group, or of all ranks, all of which make
-        the same calls; default: whether torch.distributed is initialised. device_ids then has the
-        one device of this process.
-    tensor_parallel_config: the plan, by default that of the model's family, else one for each layer
-        by itself.
-    sharded: threads cut what the plan leaves whole too, as ZeRO-3 does.
-    group: ranks that hold one shard each.
+    group: ranks that hold one shard each, all of which make the same calls; by default tpc's tensor
+        group, or all ranks.
+    config: the plan, by default that of the model's family, else one made by rules.
+    device: where the shard is, by default the GPU of this process, or the CPU.
+    explain, verify, example: see `split_module`.
+
+    Raises:
+        LayoutError: the model cannot be split over so many ranks, and why; or it is split; or the
+            shards compute something else, which the first forward raises too.
+    """
+    check_is_unsplit(module)
+    group = resolve_group(group, "tensor")
+    devices = (device or own_device(),)
+    make: Any = ParallelModule
+    if is_pretrained(module):
+        make = pretrained_class(ShardedModelCalls)
+        remove_hooks(module)
+
+    def split(config: Config | None) -> nn.Module:
+        return make(module, group, config, devices=devices, delay_init=delay_init)
+
+    how = {"explain": explain, "verify": verify, "example": example}
+    return split_module(module, group.size(), devices, config, split, **how)
+
+
+def split_module(
+    module: nn.Module,
+    num: int,
+    devices: Sequence[torch.device],
+    config: Config | None,
+    split: Callable[[Config | None], nn.Module],
+    *,
+    explain: bool = False,
+    verify: bool | None = None,
+    example: Example = (),
+) -> nn.Module:
+    """What `split` makes of a plan for `num` shards of `module`, explained and checked.
+
+    config: the plan, by default that of the model's family, else one for each layer by itself.
     explain: log the plan as a table, at level INFO, and leave it on the module as `plan_table`.
-    example: a tensor, or arguments of one call, positional or by name, for which the table says
-        what is sent.
+    example: a call for which the table says what is sent.
     verify: compare the first forward, or at once that of `example`, with the unsplit module's,
         which is kept until then (verify.py); default: where the plan is made by rules, as of a
         model of no known family, and shards are on the CPU or all weights are at most 1 GiB.
-    kwargs: output_device, output_device_index, delay_init.
-
-    Raises:
-        LayoutError: the model cannot be split over so many devices, and why; or it is split; or the
-            shards compute something else, which the first forward raises too.
-        AssertionError: distributed with several devices, or with sharded.
     """
-    check_is_unsplit(module)
-    if distributed is None:
-        distributed = is_joined()
-    options: dict[str, Any] = dict(kwargs)
-    if distributed:
-        group = resolve_group(group, "tensor")
-        if device_ids is None:
-            device_ids = [own_device()]
-        if len(device_ids) != 1:
-            raise AssertionError(
-                f"distributed=True holds one shard a process, but {len(device_ids)} devices were "
-                f"given: {list(map(str, device_ids))}; pass the device of this process"
-            )
-        if sharded:
-            raise AssertionError(
-                "sharded=True is for threads; with distributed=True put the model into a ZeRO "
-                "optimizer of torchdistpackage.ddp"
-            )
-        options["group"] = group
-    elif group is not None:
-        raise LayoutError("a group was given with distributed=False; leave out one of the two")
-    make: Any = TensorParallel
-    if is_pretrained(module):
-        make = pretrained_class()
-        remove_hooks(module)
-    num = group.size() if group is not None else len(check_device_ids(device_ids))
-    if tensor_parallel_config is None:
-        tensor_parallel_config = plan_for(module, num)
+    if config is None:
+        config = plan_for(module, num)
     kept: dict[str, str] = {}
-    by_rules = tensor_parallel_config is None and num > 1
+    by_rules = config is None and num > 1
     if by_rules:
         rules = default_rules(module, num)
-        tensor_parallel_config, kept = rules.config(), rules.kept
+        config, kept = rules.config(), rules.kept
     if isinstance(example, Tensor):
         example = (example,)
     given: Any = ((), example) if isinstance(example, dict) else (example, {})
-    why_not = why_not_compared(module, check_device_ids(device_ids), by_rules, verify)
+    why_not = why_not_compared(module, devices, by_rules, verify)
     if num < 2:
         why_not = "it is not split"
     table = None
     if explain:
-        table = tabulate(module, max(num, 1), tensor_parallel_config, *given)
+        table = tabulate(module, max(num, 1), config, *given)
         table.kept.update(kept)
         table = replace(table, check=f"first forward: {described(why_not)}")
         LOG.info("%s", table)
     elif why_not is not None and num > 1 and (verify or (by_rules and verify is None)):
         LOG.warning("the split is %s", described(why_not))
-    split = make(
-        module,
-        device_ids=device_ids,
-        tensor_parallel_config=tensor_parallel_config,
-        distributed=distributed,
-        sharded=bool(sharded),
-        sharded_param_names=sharded_param_names,
-        **options,
-    )
+    made: Any = split(config)
     if table is not None:
-        split.plan_table = table
+        made.plan_table = table
     if why_not is None:
-        root = getattr(split, "wrapped_model", split)
+        root = getattr(made, "wrapped_model", made)
         check = FirstForward(root, module)
         if example:
             check(root, *given)
-    return split
+    return made
 
 
 def own_device() -> torch.device:
+    """The GPU of this process, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

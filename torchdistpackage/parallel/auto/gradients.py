@@ -1,11 +1,11 @@
-"""Gradients of what several shards hold, joined: of ranks in hooks, of threads in the graph.
+"""Gradients of what several ranks hold, joined in hooks.
 
 Every shard that works on from a replicated tensor leaves a partial gradient on what it holds
 (actions.py). These functions make of the partial gradients, in the backward itself, the gradient
 that the unsplit module would have, on every shard that holds the parameter.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,28 +14,6 @@ from torch import Tensor, nn
 from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.parallel.auto.actions import StateAction, Whole
-from torchdistpackage.parallel.auto.rendezvous import sums
-
-
-class JoinedCopies(torch.autograd.Function):
-    """The copies of one parameter that the shards of this process hold, each for its shard."""
-
-    @staticmethod
-    def forward(ctx: Any, action: StateAction, *copies: Tensor) -> tuple[Tensor, ...]:
-        ctx.action = action
-        return tuple(copy.view_as(copy) for copy in copies)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *joined(ctx.action, grads))
-
-
-def joined(action: StateAction, grads: Sequence[Tensor]) -> list[Tensor]:
-    """The gradient for each rank, from the partial ones of all."""
-    if not action.is_shared:
-        return [action.local_gradient(grad, rank) for rank, grad in enumerate(grads)]
-    totals = sums(*(action.spread(grad, rank) for rank, grad in enumerate(grads)))
-    return [action.collect(total, rank) for rank, total in enumerate(totals)]
 
 
 def needs_joining(action: StateAction, full_gradients: bool) -> bool:

@@ -1,4 +1,4 @@
-"""`TensorParallelPreTrainedModel`: a Hugging Face model whose shards compute together.
+"""A Hugging Face model whose shards compute together.
 
 It is of the class of the model that was split, so that generation, saving and whatever else the
 library asks of a model are the family's own, and calls the shards where that called its layers.
@@ -14,13 +14,13 @@ from typing import Any
 from torch import nn
 
 from torchdistpackage.comm import collectives
+from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import LayoutError, NotAvailableError
 from torchdistpackage.layout.mark import Layouts
 from torchdistpackage.parallel.auto.adapters import TakesNoAdapters
-from torchdistpackage.parallel.auto.devices import DeviceLike, check_device_ids
 from torchdistpackage.parallel.auto.draws import may_draw, use_draws_of_first
 from torchdistpackage.parallel.auto.families.registry import plan_for
-from torchdistpackage.parallel.auto.model import TensorParallel, check_is_unsplit
+from torchdistpackage.parallel.auto.model import ParallelModule, check_is_unsplit
 from torchdistpackage.parallel.auto.rules import Config
 
 
@@ -42,8 +42,8 @@ def without_adapters(module: nn.Module) -> nn.Module:
 
 
 @cache
-def pretrained_class() -> type:
-    """The class `TensorParallelPreTrainedModel`.
+def pretrained_class(calls: type["ShardedModelCalls"]) -> type:
+    """The class of sharded models that do by themselves what `calls` says.
 
     Raises:
         NotAvailableError: transformers is not installed.
@@ -52,15 +52,15 @@ def pretrained_class() -> type:
         from transformers import PreTrainedModel
     except ImportError as error:
         raise NotAvailableError(
-            "TensorParallelPreTrainedModel needs transformers, which is not installed; install "
+            "a split Hugging Face model needs transformers, which is not installed; install "
             'the extra hf: pip install "torchdistpackage[hf]"'
         ) from error
 
-    class TensorParallelPreTrainedModel(ShardedModelCalls, PreTrainedModel):
-        """A Hugging Face model of which each device computes a part of every layer.
+    class ShardedPreTrainedModel(calls, PreTrainedModel):
+        """A Hugging Face model of which each shard computes a part of every layer.
 
-        Arguments as of `TensorParallel`; without a plan that of the family is used. `module` keeps
-        its weights. `save_pretrained` inside `save_tensor_parallel` writes the original's files.
+        Without a plan that of the family is used. `module` keeps its weights. `save_pretrained`
+        inside `save_tensor_parallel` writes the original's files.
         """
 
         is_parallelizable = model_parallel = True
@@ -71,11 +71,11 @@ def pretrained_class() -> type:
             check_is_unsplit(module)
             return object.__new__(of_family(cls, type(without_adapters(module))))
 
-    parameters = list(inspect.signature(ShardedModelCalls.__init__).parameters.values())[1:]
-    TensorParallelPreTrainedModel.__signature__ = inspect.Signature(parameters)
-    TensorParallelPreTrainedModel.__module__ = __name__
-    TensorParallelPreTrainedModel.__qualname__ = "TensorParallelPreTrainedModel"
-    return TensorParallelPreTrainedModel
+    parameters = list(inspect.signature(calls.__init__).parameters.values())[1:]
+    ShardedPreTrainedModel.__signature__ = inspect.Signature(parameters)
+    ShardedPreTrainedModel.__module__ = calls.__module__
+    ShardedPreTrainedModel.__name__ = ShardedPreTrainedModel.__qualname__ = calls.class_name
+    return ShardedPreTrainedModel
 
 
 @cache
@@ -97,23 +97,23 @@ def of_family(cls: type, family: Any) -> type:
 
 
 class ShardedModelCalls(TakesNoAdapters):
-    """What a sharded model does itself, and not as its family does."""
+    """What a sharded model does itself, and not as its family does.
 
-    def __init__(
-        self,
-        module: Any,
-        device_ids: Sequence[DeviceLike] | None = None,
-        output_device: DeviceLike | None = None,
-        output_device_index: int | None = None,
-        tensor_parallel_config: Config | None = None,
-        **kwargs: Any,
-    ):
+    Arguments are those of `ParallelModule`.
+    """
+
+    class_name = "ShardedPreTrainedModel"
+    wrapped_model: ParallelModule
+
+    def __init__(self, module: Any, group: Group, config: Config | None = None, **options: Any):
+        self.become(module)
+        config = config or plan_for(module, group.size())
+        self.hold(module, ParallelModule(module, group, config, **options))
+
+    def become(self, module: Any) -> None:
+        """Take over the attributes of the model that is split."""
         nn.Module.__init__(self)
         remove_hooks(module)
-        if tensor_parallel_config is None:
-            group = kwargs.get("group")
-            num = len(check_device_ids(device_ids)) if group is None else group.size()
-            tensor_parallel_config = plan_for(module, num)
         own = set(vars(self))
         self.__dict__.update(
             {
@@ -123,10 +123,11 @@ class ShardedModelCalls(TakesNoAdapters):
             }
         )
         self.training = module.training
-        self.wrapped_model = TensorParallel(
-            module, device_ids, output_device, output_device_index, tensor_parallel_config, **kwargs
-        )
-        self.wrapped_model.may_draw = may_draw(module, is_known=True)
+
+    def hold(self, module: Any, split: ParallelModule) -> None:
+        """Call `split`, which was made of `module`."""
+        self.wrapped_model = split
+        split.may_draw = may_draw(module, is_known=True)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -146,19 +147,15 @@ class ShardedModelCalls(TakesNoAdapters):
         return self.wrapped_model.tensor_parallel_config
 
     def layouts(self) -> Layouts:
-        """See `TensorParallel.layouts`."""
+        """See `ParallelModule.layouts`."""
         return {f"wrapped_model.{n}": x for n, x in self.wrapped_model.layouts().items()}
 
     def set_preserve_shards_when_saving(self, value: bool) -> None:
         """See `save_tensor_parallel`."""
         self.wrapped_model.set_preserve_shards_when_saving(value)
 
-    def apply_sharding(self, *args: Any, **kwargs: Any) -> None:
-        """See `TensorParallel.apply_sharding`."""
-        self.wrapped_model.apply_sharding(*args, **kwargs)
-
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """See `TensorParallel.state_dict`."""
+        """See `ParallelModule.state_dict`."""
         if self.wrapped_model.preserve_shards_when_saving:
             return nn.Module.state_dict(self, *args, **kwargs)
         return self.wrapped_model.state_dict(*args, **kwargs)
@@ -252,7 +249,7 @@ KEPT_APART = frozenset(vars(nn.Module()))
 class PartOfShards(nn.Module):
     """The same part of each shard, called together."""
 
-    def __init__(self, model: TensorParallel, parts: Sequence[nn.Module]):
+    def __init__(self, model: ParallelModule, parts: Sequence[nn.Module]):
         super().__init__()
         self.__dict__["_parts"] = list(parts)
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.auto.model import TensorParallel
+from torchdistpackage.parallel.auto.model import ParallelModule
 from torchdistpackage.parallel.auto.nested import find_tied_weight_aliases
 from torchdistpackage.parallel.auto.saving import OriginalEntry
 
@@ -34,13 +34,12 @@ def load_tensor_parallel(model: nn.Module, files: AnyPath | Sequence[AnyPath]) -
             that are in no file are still on the meta device.
     """
     root: Any = getattr(model, "wrapped_model", model)
-    if not isinstance(root, TensorParallel) or not hasattr(root, "_original"):
+    if not isinstance(root, ParallelModule) or not hasattr(root, "_original"):
         raise LayoutError(
             f"a {type(model).__name__} was given, which has no shards; pass what tensor_parallel "
             f"made of a module for several devices or ranks"
         )
-    if root.sharding_manager is not None:
-        raise LayoutError("sharded=True has cut the weights again; load, then apply_sharding()")
+    root.begin_loading()
     paths = files_of(files)
     shards = [Shard(root, at) for at in range(len(root.module_shards))]
     check_fit(root, shards, paths)
@@ -52,10 +51,6 @@ def load_tensor_parallel(model: nn.Module, files: AnyPath | Sequence[AnyPath]) -
                 if (entry := entries[name]).first not in done:
                     done.add(entry.first)
                     load_entry(shards, entry, opened.get_tensor(name))
-    for at, sentinel in enumerate(getattr(root, "_sanity_check_params", ())):
-        if sentinel.is_meta:
-            empty = torch.empty(0, device=root.devices[at])
-            root._sanity_check_params[at] = nn.Parameter(empty, requires_grad=False)
     check_none_is_meta(root)
 
 

@@ -1,8 +1,6 @@
-"""Tensors in nested lists, tuples, mappings and dataclasses: seen in one order, and put back."""
+"""Containers put back as they were, and tensors under all their names."""
 
-from collections.abc import Callable, Iterator, Mapping
-from copy import copy
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -13,83 +11,11 @@ def is_namedtuple(value: object) -> bool:
     return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
-def nested_flatten(t: Any) -> Iterator[Any]:
-    """The leaves of a nested list, tuple or dict; of a dict by ascending key."""
-    if isinstance(t, (list, tuple)):
-        for item in t:
-            yield from nested_flatten(item)
-    elif isinstance(t, Mapping):
-        for _, item in sorted(t.items()):
-            yield from nested_flatten(item)
-    else:
-        yield t
-
-
-def nested_pack(flat: Any, structure: Any) -> Any:
-    """The leaves `flat` in the nesting of `structure`, whose types it keeps."""
-    return _packed(iter(flat), structure)
-
-
-def _packed(leaves: Iterator[Any], like: Any) -> Any:
-    if isinstance(like, (list, tuple)):
-        items = [_packed(leaves, item) for item in like]
-        return type(like)(*items) if is_namedtuple(like) else type(like)(items)
-    if isinstance(like, Mapping):
-        values = {key: _packed(leaves, value) for key, value in sorted(like.items())}
-        return rebuilt(like, {key: values[key] for key in like})
-    return next(leaves)
-
-
 def rebuilt(like: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     """A mapping of the type of `like`, which may be a model's output, with these values."""
     if type(like) is dict:
         return values
     return type(like)(**values) if all(map(str.isidentifier, values)) else type(like)(values)
-
-
-def nested_map(fn: Callable[..., Any], *t: Any) -> Any:
-    """`fn` of the leaves of one or more equally nested structures, in the nesting of the first.
-
-    Raises:
-        ValueError: there is none, or they are nested differently.
-    """
-    if not t:
-        raise ValueError("nested_map got a function alone; pass at least one structure")
-    for other in t[1:]:
-        if not nested_compare(t[0], other):
-            raise ValueError(f"nested_map got structures that differ: {t[0]!r} and {other!r}")
-    return nested_pack(map(fn, *map(nested_flatten, t)), t[0])
-
-
-def nested_compare(t: Any, u: Any) -> bool:
-    """Whether two structures are nested alike."""
-    if isinstance(t, (list, tuple)):
-        return isinstance(u, type(t)) and len(t) == len(u) and all(map(nested_compare, t, u))
-    if isinstance(t, Mapping):
-        same_keys = isinstance(u, Mapping) and set(t) == set(u)
-        return same_keys and all(nested_compare(t[key], u[key]) for key in t)
-    return True
-
-
-def map_leaves(fn: Callable[..., Any], *values: Any) -> Any:
-    """`fn` of the leaves of equally nested lists, tuples, mappings and dataclasses, nested alike.
-
-    Every container is a new one, of the type of the first.
-    """
-    first = values[0]
-    if isinstance(first, (list, tuple)):
-        items = [map_leaves(fn, *column) for column in zip(*values, strict=True)]
-        return type(first)(*items) if is_namedtuple(first) else type(first)(items)
-    if isinstance(first, Mapping):
-        mapped = {key: map_leaves(fn, *(value[key] for value in values)) for key in first}
-        return rebuilt(first, mapped)
-    if is_dataclass(first) and not isinstance(first, type):
-        new = copy(first)
-        for name in [field.name for field in fields(first) if hasattr(first, field.name)]:
-            mapped = map_leaves(fn, *(getattr(value, name) for value in values))
-            object.__setattr__(new, name, mapped)  # also where it is frozen
-        return new
-    return fn(*values)
 
 
 def once_each(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,12 +13,14 @@ text           forward                                   partial: backward     f
 *Partial*: what shards have alike carries on each the part of the gradient that comes from what
 that shard did with it. *Full*: it carries the gradient itself on each, so that what shards hold
 alike needs nothing more; the plan then says "copy" where a shard goes on with its part of a layer.
-Threads communicate in one graph, ranks in the backward too. None stays None.
+Who communicates is a `Collectives`: here the ranks of a group. None stays None.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,15 +30,69 @@ from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.partition import even_sizes
 from torchdistpackage.parallel.auto.actions import StateAction
-from torchdistpackage.parallel.auto.rendezvous import (
-    CollectiveBase,
-    CollectiveOperation,
-    ThreadGather,
-    ThreadSum,
-)
-from torchdistpackage.parallel.auto.thread_maps import thread_map
 
 TEXTS = ("copy", "sum", "gather", "split", "scale", "scale_int")
+COMMUNICATING = {False: ("sum", "gather"), True: ("copy", "sum", "gather", "split")}
+"""By whether a plan has full gradients, the texts that communicate in a forward or a backward."""
+
+
+class CollectiveBase:
+    """An action that all shards call together. kind: what it does, where that is counted.
+
+    takes_none: whether it is called with None too. meets_threads: whether it joins threads of one
+    process, which no group of ranks can do.
+    """
+
+    kind: str
+    meets_threads = False
+
+    def __call__(self, x: Any, rank: int) -> Any:
+        raise NotImplementedError
+
+    @property
+    def takes_none(self) -> bool:
+        return False
+
+    def has_all(self) -> bool:
+        """Whether all shards are in a forward now, so that a call finds them."""
+        raise NotImplementedError
+
+
+class Collectives(Protocol):
+    """What the texts of a plan become, for one way in which shards compute together."""
+
+    def make(
+        self, kind: str, dim: int, sizes: tuple[int, ...] | None, full_gradients: bool
+    ) -> CollectiveBase:
+        """The function of "copy", "sum", "gather dim" or "split dim".
+
+        sizes: the lengths of gathered parts, if they are known.
+        """
+        ...
+
+    def check(self, action: object) -> None:
+        """Raises LayoutError where a function of the user's cannot be called here."""
+        ...
+
+
+_calling: ContextVar[bool] = ContextVar("tdp_rank_calls", default=False)
+
+
+@contextmanager
+def rank_calls() -> Iterator[None]:
+    """Note that all ranks of the group compute the same forward inside."""
+    token = _calling.set(True)
+    try:
+        yield
+    finally:
+        _calling.reset(token)
+
+
+class RankCollective(CollectiveBase):
+    """One that ranks call, in a forward or where a backward computes that again."""
+
+    def has_all(self) -> bool:
+        return _calling.get() or torch._C._current_graph_task_id() != -1
 
 
 class SizedGather(str):
@@ -53,7 +109,7 @@ class SizedGather(str):
         return int(self.split()[1]), self.sizes
 
 
-class DistributedAllReduce(CollectiveBase):
+class DistributedAllReduce(RankCollective):
     """The sum over ranks, with that of their gradients. group: default tpc's tensor group."""
 
     kind = "sum"
@@ -65,7 +121,7 @@ class DistributedAllReduce(CollectiveBase):
         return collectives.copy(collectives.reduce(x, self.group), self.group)
 
 
-class DistributedAllGather(CollectiveBase):
+class DistributedAllGather(RankCollective):
     """The ranks' parts joined along `dim`. sizes: their lengths, which otherwise are exchanged."""
 
     kind = "gather"
@@ -94,7 +150,7 @@ class RankJoin(DistributedAllGather):
 
 
 @dataclass(frozen=True)
-class RankMap(CollectiveBase):
+class RankMap(RankCollective):
     """A differentiable collective with full gradients: "copy", "sum" or "split"."""
 
     kind: str
@@ -122,61 +178,61 @@ class CopyThenCut(CollectiveBase):
         return self.cut(self.copy(x, rank=rank), rank=rank)
 
 
+@dataclass(frozen=True)
+class RankCollectives:
+    """The `Collectives` of the ranks of a group, each of which holds one shard."""
+
+    group: Group
+
+    def make(
+        self, kind: str, dim: int, sizes: tuple[int, ...] | None, full_gradients: bool
+    ) -> CollectiveBase:
+        if kind == "gather":
+            join = RankJoin if full_gradients else DistributedAllGather
+            return join(self.group.size(), dim, self.group, sizes)
+        if full_gradients:
+            return RankMap(kind, self.group, dim)
+        return DistributedAllReduce(self.group.size(), self.group)
+
+    def check(self, action: object) -> None:
+        if isinstance(action, CollectiveBase) and action.meets_threads:
+            raise LayoutError(
+                "a CollectiveOperation joins threads of one process, but each shard is a process "
+                'here; use "sum" or "gather", or a function that calls torchdistpackage.comm'
+            )
+
+
 def bind(
-    rules: Mapping[Any, dict[Any, Any]],
-    world_size: int,
-    group: Group | None,
-    full_gradients: bool,
+    rules: Mapping[Any, dict[Any, Any]], collectives: Collectives, full_gradients: bool
 ) -> dict[Any, dict[Any, Any]]:
-    """Rules whose texts of collectives are functions over threads, or over the ranks of a group.
+    """Rules whose texts of collectives are functions of `collectives`.
 
     Raises:
         LayoutError: a function that joins threads is to join ranks.
     """
-    make = _full if full_gradients else _partial
     return {
-        pattern: {key: _bound(action, world_size, group, make) for key, action in actions.items()}
+        pattern: {
+            key: _bound(action, collectives, full_gradients) for key, action in actions.items()
+        }
         for pattern, actions in rules.items()
     }
 
 
-def _bound(action: Any, world_size: int, group: Group | None, make: Any) -> Any:
+def _bound(action: Any, collectives: Collectives, full_gradients: bool) -> Any:
     if isinstance(action, tuple):
         action = action[0]
-    if isinstance(action, CollectiveOperation) and group is not None:
-        raise LayoutError(
-            "a CollectiveOperation joins threads of one process, but each shard is a process "
-            'here; use "sum" or "gather", or a function that calls torchdistpackage.comm'
-        )
+    collectives.check(action)
     if isinstance(action, StateAction):
-        copy = make("copy", [], "copy", world_size, group)
-        return CopyThenCut(copy, action) if isinstance(copy, CollectiveBase) else action
+        if not full_gradients:
+            return action
+        return CopyThenCut(collectives.make("copy", -1, None, True), action)
     if not isinstance(action, str):
         return action
     kind, *options = action.split()
-    return make(kind, options, action, world_size, group)
-
-
-def _partial(kind: str, options: list[str], text: str, num: int, group: Group | None) -> Any:
-    if kind == "sum":
-        return ThreadSum(num) if group is None else DistributedAllReduce(num, group)
-    if kind == "gather":
-        dim = int(options[0]) if options else -1
-        if group is None:
-            return ThreadGather(num, dim=dim)
-        return DistributedAllGather(num, dim, group, getattr(text, "sizes", None))
-    return text
-
-
-def _full(kind: str, options: list[str], text: str, num: int, group: Group | None) -> Any:
-    if kind not in ("copy", "sum", "gather", "split"):
-        return text
+    if kind not in COMMUNICATING[full_gradients]:
+        return action
     dim = int(options[0]) if options else -1
-    if group is None:
-        return thread_map(kind, num, dim)
-    if kind == "gather":
-        return RankJoin(num, dim, group, getattr(text, "sizes", None))
-    return RankMap(kind, group, dim)
+    return collectives.make(kind, dim, getattr(action, "sizes", None), full_gradients)
 
 
 def is_copy(action: Any) -> bool:
@@ -189,10 +245,10 @@ def apply_action(value: Any, action: Any, *, rank: int, world_size: int) -> Any:
     if isinstance(action, tuple):
         action = action[0]
     if callable(action):
-        skip = value is None and isinstance(action, (CollectiveBase, StateAction))
-        return (
-            None if skip and type(action) is not CollectiveOperation else action(value, rank=rank)
-        )
+        skips = isinstance(action, StateAction)
+        if isinstance(action, CollectiveBase):
+            skips = not action.takes_none
+        return None if value is None and skips else action(value, rank=rank)
     kind, *options = action.split()
     if value is None or kind == "copy":
         return value

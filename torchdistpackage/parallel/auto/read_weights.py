@@ -7,9 +7,7 @@ whole does, such as its dtype, joins nothing. The sizes that a layer notes are w
 as the `embedding_dim` by which a model scales; inside of the layer they are those of the part.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +15,6 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm.nested import map_tensors
-from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto import traffic
 from torchdistpackage.parallel.auto.actions import (
@@ -28,9 +25,7 @@ from torchdistpackage.parallel.auto.actions import (
     StateAction,
     on_dim,
 )
-from torchdistpackage.parallel.auto.ops import bind
-from torchdistpackage.parallel.auto.rendezvous import current_run
-from torchdistpackage.parallel.auto.thread_maps import ThreadMap
+from torchdistpackage.parallel.auto.ops import CollectiveBase, Collectives, bind
 
 ALIKE = ("dtype", "device", "layout", "requires_grad", "is_cuda", "is_meta", "ndim")
 KNOWN = {getattr(Tensor, name).__get__ for name in ALIKE}
@@ -38,32 +33,18 @@ KNOWN |= {Tensor.is_floating_point, Tensor.is_complex, Tensor.dim}
 """What is asked of a tensor that its parts have alike."""
 WRITES = ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 
-_calling: ContextVar[bool] = ContextVar("tdp_rank_calls", default=False)
-
-
-@contextmanager
-def rank_calls() -> Iterator[None]:
-    """Note that all ranks of the group compute the same forward inside."""
-    token = _calling.set(True)
-    try:
-        yield
-    finally:
-        _calling.reset(token)
-
 
 @dataclass(frozen=True)
 class Join:
     """The whole weight from the parts that `action` made. collective: sums or gathers them."""
 
     action: StateAction
-    collective: Any
+    collective: CollectiveBase
     num: int
 
     def has_all(self) -> bool:
         """Whether all shards are in a forward, or ranks in one that a backward computes again."""
-        if isinstance(self.collective, ThreadMap):
-            return current_run.get() is not None
-        return _calling.get() or torch._C._current_graph_task_id() != -1
+        return self.collective.has_all()
 
     def __call__(self, part: Tensor, rank: int) -> Tensor:
         whole = self.collective(part, rank=rank)
@@ -76,7 +57,7 @@ class Join:
         return whole.index_select(dim, dealt.argsort())
 
 
-def joins(rules: Mapping[Any, StateAction], num: int, group: Group | None) -> dict[Any, Join]:
+def joins(rules: Mapping[Any, StateAction], num: int, collectives: Collectives) -> dict[Any, Join]:
     """How the parts of weights are joined, of plans with full gradients, by patterns of names."""
     texts: dict[Any, dict[Any, str]] = {}
     for pattern, action in rules.items():
@@ -84,7 +65,7 @@ def joins(rules: Mapping[Any, StateAction], num: int, group: Group | None) -> di
             texts[pattern] = {0: "sum"}
         elif type(action) in (Split, SplitInChunks, SplitInGroupedChunks):
             texts[pattern] = {0: f"gather {action.dim}"}
-    bound = bind(texts, num, group, full_gradients=True)
+    bound = bind(texts, collectives, full_gradients=True)
     return {pattern: Join(rules[pattern], bound[pattern][0], num) for pattern in texts}
 
 

@@ -7,14 +7,12 @@ attributes all matching rules count, and two of them must not say different thin
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
-import torch
 from torch import nn
 
-from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto.actions import (
     Partial,
@@ -22,7 +20,7 @@ from torchdistpackage.parallel.auto.actions import (
     as_state_action,
     on_dim,
 )
-from torchdistpackage.parallel.auto.ops import TEXTS, bind
+from torchdistpackage.parallel.auto.ops import TEXTS, Collectives, bind
 from torchdistpackage.parallel.auto.read_weights import Join, joins
 from torchdistpackage.parallel.auto.reporting import LOG
 
@@ -118,25 +116,17 @@ class Config:
         changed = chain.from_iterable(self.attr_rules.values())
         return any("head" in str(attribute) for attribute in changed)
 
-    def create_collective_ops(
-        self,
-        devices: Sequence[torch.device],
-        distributed: bool = True,
-        *,
-        group: Group | None = None,
-    ) -> "Config":
-        """A copy in which the texts of collectives are functions (value, rank) that communicate.
-
-        group: ranks that hold one shard each. Without it the shards are threads of this process.
-        distributed: kept for earlier programs, in which it chose between the two.
+    def bound(self, num: int, collectives: Collectives) -> Self:
+        """A copy for `num` shards, in which the texts of collectives are functions (value, rank)
+        that communicate.
         """
         bound = dataclasses.replace(
             self,
-            input_rules=bind(self.input_rules, len(devices), group, self.full_gradients),
-            output_rules=bind(self.output_rules, len(devices), group, self.full_gradients),
+            input_rules=bind(self.input_rules, collectives, self.full_gradients),
+            output_rules=bind(self.output_rules, collectives, self.full_gradients),
         )
         if self.full_gradients:
-            bound.joins = joins(self.state_rules, len(devices), group)
+            bound.joins = joins(self.state_rules, num, collectives)
         return bound
 
 

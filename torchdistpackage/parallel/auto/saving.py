@@ -5,7 +5,7 @@ and shards by their numbers. Names, their order and every bit are the original's
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +17,7 @@ from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto.actions import StateAction
-from torchdistpackage.parallel.auto.nested import find_tied_weight_aliases
-from torchdistpackage.parallel.auto.rules import Config, get_parameter_name_mapping, state_action
+from torchdistpackage.parallel.auto.rules import Config, state_action
 from torchdistpackage.parallel.auto.shard import named_aliases, shard_names
 
 
@@ -82,18 +81,12 @@ def original_state_dict(model: Any, *args: Any, **kwargs: Any) -> dict[str, Tens
 
 
 class PartsOf:
-    """The parts of each tensor that the shards of a `TensorParallel` hold."""
+    """The parts of each tensor that the shards of a split module hold."""
 
     def __init__(self, model: Any):
         self.group: Group | None = model._group
         self.shards = [tensors_by_any_name(shard) for shard in model.module_shards]
-        manager = model.sharding_manager
-        with torch.no_grad():
-            names = () if manager is None else manager.sharded_param_names
-            self.full: dict[str, Tensor] = manager.full_tensors(0) if names else {}
-        if self.full:
-            tied = {n: name for name, places in manager.names_by_first().items() for n in places}
-            self.full |= {n: self.full[first] for n, first in tied.items()}
+        self.full: dict[str, Tensor] = model.full_tensors()
 
     def joined(self, entry: OriginalEntry) -> Tensor:
         name = entry.in_shard
@@ -138,51 +131,3 @@ def save_tensor_parallel(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_preserve_shards_when_saving(True)
-
-
-def convert_state_dict(
-    input_state_dict: Mapping[str, Tensor],
-    tensor_parallel_config: Config,
-    world_size: int,
-    for_pretrained: bool = False,
-) -> dict[str, Tensor]:
-    """The state of all shards, with `sharded=False`, from that of the module that is to be split.
-
-    A part of a state dict gives the part of the result that it determines, so files can be
-    converted one by one. for_pretrained: names in a `TensorParallelPreTrainedModel`.
-    """
-    names = get_parameter_name_mapping(input_state_dict, tensor_parallel_config)
-    prefix = "wrapped_model." if for_pretrained else ""
-    made: dict[str, Tensor] = {}
-    for rank in range(world_size):
-        for name, tensor in input_state_dict.items():
-            action = state_action(tensor_parallel_config, [name])
-            part = tensor if action is None else action(tensor, rank=rank)
-            made[f"{prefix}module_shards.{rank}.{names[name]}"] = part
-    for rank in range(world_size):
-        made[f"{prefix}_sanity_check_params.{rank}"] = torch.empty(0)
-    return made
-
-
-def infer_sharded_device_map(tp_model: nn.Module) -> dict[str, str]:
-    """Name of each parameter and buffer, tied ones under all names -> its device, as "cuda:1".
-
-    They are texts, as safetensors, through which accelerate loads, takes no torch.device.
-
-    Raises:
-        KeyError: a name is of no shard.
-    """
-    devices: Any = tp_model.devices
-    tensors = [*tp_model.named_parameters(), *tp_model.named_buffers()]
-    places = {id(tensor): str(devices[shard_of(name, len(devices))]) for name, tensor in tensors}
-    aliases = find_tied_weight_aliases(tp_model)
-    return {alias: places[key] for key, names in aliases.items() for alias in names}
-
-
-def shard_of(name: str, num: int) -> int:
-    """The number of the shard that a name speaks of; flat parameters go round the shards."""
-    parts = name.split(".")
-    for holder in ("_sanity_check_params", "module_shards", "flat_shards"):
-        if holder in parts[:-1]:
-            return int(parts[parts.index(holder) + 1]) % num
-    raise KeyError(f"{name!r} names no shard; pass a model made by tensor_parallel")

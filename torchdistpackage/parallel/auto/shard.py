@@ -19,6 +19,7 @@ from torchdistpackage.parallel.auto.actions import StateAction, Whole
 from torchdistpackage.parallel.auto.draws import mark_split
 from torchdistpackage.parallel.auto.layerwise import get_default_config
 from torchdistpackage.parallel.auto.nested import find_tied_weight_aliases
+from torchdistpackage.parallel.auto.ops import RankCollectives
 from torchdistpackage.parallel.auto.rules import (
     Config,
     find_matching_actions,
@@ -43,7 +44,7 @@ def make_shard(
 ) -> tuple[nn.Module, set[str]]:
     """The shard of `rank` on `device`, and the names, in the shard, of what a rule cut.
 
-    config: with its collectives bound, see `Config.create_collective_ops`.
+    config: with its collectives bound, see `Config.bound`.
 
     Raises:
         LayoutError: `module` is one layer and no container, or a rule does not fit a tensor.
@@ -94,10 +95,9 @@ def make_distributed_shard(
     distributed=True)` gives the module that sums them.
     """
     group = resolve_group(group, "tensor")
-    devices = [torch.device(device)] * group.size()
     if config is None:
-        config = get_default_config(module, devices)
-    bound = config.create_collective_ops(devices, group=group)
+        config = get_default_config(module, range(group.size()))
+    bound = config.bound(group.size(), RankCollectives(group))
     return make_shard(module, device, bound, rank=group.rank(), world_size=group.size())
 
 

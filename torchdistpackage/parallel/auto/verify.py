@@ -27,7 +27,7 @@ from torchdistpackage.comm.nested import map_tensors
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto.actions import StateAction
-from torchdistpackage.parallel.auto.model import TensorParallel
+from torchdistpackage.parallel.auto.model import ParallelModule
 from torchdistpackage.parallel.auto.reporting import LOG
 from torchdistpackage.parallel.auto.saving import PartsOf, tensors_by_any_name
 from torchdistpackage.parallel.auto.traffic import size_bytes, uncounted
@@ -85,7 +85,7 @@ class FirstForward:
     module: what was split. Until then it is kept.
     """
 
-    def __init__(self, split: TensorParallel, module: nn.Module):
+    def __init__(self, split: ParallelModule, module: nn.Module):
         self.unsplit = with_tensors(module, every_tensor, kept)
         self.attributes = attributes_of(split)
         split.register_forward_pre_hook(self, with_kwargs=True)
@@ -97,7 +97,7 @@ class FirstForward:
         """Raises LayoutError where outputs differ, on all ranks of a group."""
         if torch.compiler.is_compiling():
             return  # the first call outside of a compiled program compares
-        split._place_delayed()
+        split.place_delayed()
         with without_trace(split):
             result = BothForwards(self, split, args, kwargs).result()
         for key in [key for key, hook in split._forward_pre_hooks.items() if hook is self]:
@@ -299,7 +299,7 @@ def home_of(hook: Any) -> str:
     return str(named.__module__).partition(".")[0]
 
 
-def attributes_of(split: TensorParallel) -> dict[str, Any]:
+def attributes_of(split: ParallelModule) -> dict[str, Any]:
     """Of each part of the shards its plain attributes and its hooks."""
     return {
         f"shard {at}'s {name or 'module'}": (

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchdistpackage.parallel.auto.devices import check_device_ids
 from torchdistpackage.parallel.auto.families.bert import get_bert_config
 from torchdistpackage.parallel.auto.families.bloom import get_bloom_config
 from torchdistpackage.parallel.auto.families.codegen import get_codegen_config
@@ -14,7 +13,6 @@ from torchdistpackage.parallel.auto.families.llama import get_llama_config
 from torchdistpackage.parallel.auto.families.mixtral import get_mixtral_config
 from torchdistpackage.parallel.auto.families.opt import get_opt_config
 from torchdistpackage.parallel.auto.families.t5 import get_t5_config
-from torchdistpackage.parallel.auto.reporting import LOG
 from torchdistpackage.parallel.auto.rules import Config
 
 PREDEFINED_CONFIGS: dict[str, Callable[[Any, Sequence[Any]], Config]] = {
@@ -37,28 +35,16 @@ PREDEFINED_CONFIGS: dict[str, Callable[[Any, Sequence[Any]], Config]] = {
 """model_type -> plan of (configuration, devices)."""
 
 
-def find_predefined_tensor_parallel_config(
-    model_config: Any, device_ids: Sequence[Any] | None
-) -> Config | None:
-    """The plan of the family of a model's configuration; None where none is known.
-
-    Raises:
-        LayoutError: the family is known, but this model cannot be split over so many devices.
-    """
-    found = _find(model_config, len(check_device_ids(device_ids)))
-    if found is None:
-        LOG.warning(
-            "no plan is known for models of type %r: each layer is split by itself",
-            getattr(model_config, "model_type", None),
-        )
-    return found
-
-
 def plan_for(module: Any, num: int) -> Config | None:
     """The plan for `num` shards of a module that has a family's `config`, such as with adapters."""
-    return _find(getattr(module, "config", None), num) if num > 1 else None
+    return find_plan(getattr(module, "config", None), num) if num > 1 else None
 
 
-def _find(model_config: Any, num: int) -> Config | None:
+def find_plan(model_config: Any, num: int) -> Config | None:
+    """The plan for `num` shards of a model with this configuration; None where none is known.
+
+    Raises:
+        LayoutError: the family is known, but this model cannot be split over so many.
+    """
     get = PREDEFINED_CONFIGS.get(getattr(model_config, "model_type", None) or "")
     return None if get is None or num < 2 else get(model_config, range(num))

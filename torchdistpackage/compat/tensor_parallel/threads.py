@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchdistpackage.parallel.auto.rendezvous import Aborted, ThreadRun, current_run
+from torchdistpackage.compat.tensor_parallel.rendezvous import Aborted, ThreadRun, current_run
 
 
 class CallerState:

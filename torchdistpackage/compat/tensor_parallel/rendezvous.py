@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.errors import CommError
+from torchdistpackage.parallel.auto.ops import CollectiveBase
 
 WAIT_S = 600.0
 """Longest wait for threads that belong to no run, whose failure goes unnoticed."""
@@ -49,20 +50,13 @@ class Aborted(CommError):
     """Another thread of the run failed; its exception is the one to show."""
 
 
-class CollectiveBase:
-    """An action that all ranks call together. kind: what it does, where that is counted."""
-
-    kind: str
-
-    def __call__(self, x: Any, rank: int) -> Any:
-        raise NotImplementedError
-
-
 class CollectiveOperation(CollectiveBase):
     """`func(input of rank 0, ..., of the last) -> outputs by rank`, called once by one thread.
 
     authoritative_rank: kept for earlier programs; the last thread to come calls it.
     """
+
+    meets_threads = True
 
     def __init__(
         self, world_size: int, func: Callable[..., Sequence[Any]], authoritative_rank: int = 0
@@ -100,6 +94,13 @@ class CollectiveOperation(CollectiveBase):
         if error is not None:
             raise error
         return result
+
+    @property
+    def takes_none(self) -> bool:  # a function of the user's own may make something of it
+        return type(self) is CollectiveOperation
+
+    def has_all(self) -> bool:
+        return current_run.get() is not None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CollectiveOperation":
         twin = copy(self)  # at which the threads of the copied shards meet

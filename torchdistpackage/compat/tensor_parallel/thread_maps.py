@@ -14,9 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchdistpackage.compat.tensor_parallel.rendezvous import (
+    CollectiveOperation,
+    ThreadGather,
+    ThreadSum,
+    current_run,
+    joins,
+    sums,
+)
 from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.auto.gradients import own_of_caller
-from torchdistpackage.parallel.auto.rendezvous import CollectiveOperation, current_run, joins, sums
+from torchdistpackage.parallel.auto.ops import CollectiveBase
 
 
 class CopyToShards(torch.autograd.Function):
@@ -100,3 +108,20 @@ def thread_map(kind: str, world_size: int, dim: int = -1) -> ThreadMap:
         return ThreadMap(world_size, kind, plain[kind].apply)
     along: Any = JoinShards if kind == "gather" else ScatterShards
     return ThreadMap(world_size, kind, lambda *xs: along.apply(dim, *xs))
+
+
+class ThreadCollectives:
+    """The `Collectives` of `num` threads of this process, each of which computes one shard."""
+
+    def __init__(self, num: int):
+        self.num = num
+
+    def make(
+        self, kind: str, dim: int, sizes: tuple[int, ...] | None, full_gradients: bool
+    ) -> CollectiveBase:
+        if full_gradients:
+            return thread_map(kind, self.num, dim)
+        return ThreadSum(self.num) if kind == "sum" else ThreadGather(self.num, dim=dim)
+
+    def check(self, action: object) -> None:
+        """Nothing: threads call everything."""
