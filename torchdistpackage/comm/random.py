@@ -9,10 +9,12 @@ does, replays the fork.
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.topology.mesh import Mesh
@@ -56,6 +58,35 @@ def differ(index: int, device: torch.device | str = "cpu") -> Iterator[None]:
     draw = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
     with seeded(seed_from(draw, index), device):
         yield
+
+
+def forked_dropout(shape: Sequence[int], like: Tensor, p: float, index: int) -> Tensor:
+    """What a dropout inside `differ(index)` multiplies by, for a graph, which cannot enter that:
+    zeros, and 1 / (1 - p). The same numbers in the same order.
+
+    The shared stream's draw is an operation of the graph. What follows from it is a function of the
+    draw, so it may be computed again, or at another place, and is the same.
+    """
+    draw = torch.randint(2**62, (), dtype=torch.int64, device="cpu")
+    return _dropout_factors(draw, list(shape), p, index, like.dtype, like.device)
+
+
+@torch.library.custom_op("torchdistpackage::dropout_factors", mutates_args=())
+def _dropout_factors(
+    draw: Tensor,
+    shape: Sequence[int],
+    p: float,
+    index: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    with seeded(seed_from(int(draw), index), device):
+        return F.dropout(torch.ones(shape, dtype=dtype, device=device), p)
+
+
+@_dropout_factors.register_fake
+def _(draw, shape, p, index, dtype, device):
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 @contextmanager

@@ -41,7 +41,8 @@ def even_sizes(length: int, parts: int) -> tuple[int, ...]:
             f"a length of {length} cannot be cut into {parts} parts; "
             f"use a length of 0 or more and 1 part or more"
         )
-    each, longer = divmod(length, parts)
+    # not divmod, which a length that torch.compile keeps open does not have
+    each, longer = length // parts, int(length % parts)
     return (each + 1,) * longer + (each,) * (parts - longer)
 
 

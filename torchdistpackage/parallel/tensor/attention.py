@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchdistpackage.comm.operators import is_traced
 from torchdistpackage.comm.primitives import Group, Sizes
-from torchdistpackage.comm.random import differ
+from torchdistpackage.comm.random import differ, forked_dropout
 from torchdistpackage.layout.layout import HeadSplit
 from torchdistpackage.layout.partition import attention_problems, refuse
 from torchdistpackage.layout.rope import Rope
@@ -234,5 +235,25 @@ def attend(
     how["enable_gqa"] = q.shape[1] != k.shape[1]
     if not dropout or group is None:
         return F.scaled_dot_product_attention(q, k, v, **how)
+    if is_traced():
+        return _attend_by_hand(q, k, v, causal and mask is None, dropout, group.rank(), mask)
     with differ(group.rank(), q.device):
         return F.scaled_dot_product_attention(q, k, v, **how)
+
+
+def _attend_by_hand(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, index: int, mask: Tensor | None
+) -> Tensor:
+    """What torch computes where weights are dropped and no kernel does it, in its order: masks that
+    are forked must be known to a graph as tensors."""
+    times = q.shape[1] // k.shape[1]
+    if times > 1:
+        k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+    root = q.shape[-1] ** -0.25
+    scores = (q * root) @ (k * root).transpose(-2, -1)
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    weights = scores.softmax(-1)
+    return (weights * forked_dropout(weights.shape, weights, dropout, index)) @ v

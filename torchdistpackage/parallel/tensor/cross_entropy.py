@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from torchdistpackage.comm.operators import is_traced
 from torchdistpackage.comm.primitives import Group, Sizes, all_reduce
 from torchdistpackage.errors import LayoutError, NotAvailableError
 from torchdistpackage.parallel.tensor.loss_terms import (
@@ -23,6 +24,7 @@ from torchdistpackage.parallel.tensor.loss_terms import (
     look,
     reduced,
 )
+from torchdistpackage.parallel.tensor.traced_loss import traced_linear_losses, traced_losses
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -65,6 +67,8 @@ def vocab_parallel_cross_entropy(
             f"vocabulary columns, so logits must be {(*target.shape, terms.width)}"
         )
     targets = LossTargets.of(target, terms, ignore_index, weight, logits.dtype)
+    if is_traced():
+        return traced_losses(logits, terms, targets, reduction)
     losses = _CrossEntropy.apply(logits, terms, targets)
     return reduced(losses, targets, reduction)
 
@@ -109,6 +113,8 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
     targets = LossTargets.of(target, terms, ignore_index, class_weight, x.dtype)
+    if is_traced():
+        return traced_linear_losses(x, weight, terms, targets, chunk_tokens, reduction)
     losses = _LinearCrossEntropy.apply(x, weight, terms, targets, chunk_tokens)
     return reduced(losses, targets, reduction)
 
@@ -117,7 +123,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, terms: LossTerms, targets: LossTargets) -> Tensor:
         flat = logits.reshape(len(targets.column), terms.width)
-        losses, softmax = join(look(flat, terms, targets), terms, targets)
+        losses, softmax = join(look(flat, bool(terms.smoothing), targets), terms, targets)
         ctx.terms, ctx.targets = terms, targets
         ctx.save_for_backward(logits, softmax.highest, softmax.total)
         return losses
@@ -137,7 +143,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx, x: Tensor, weight: Tensor, terms: LossTerms, targets: LossTargets, num_tokens: int
     ) -> Tensor:
         flat = x.reshape(len(targets.column), x.shape[-1])
-        found = [look(flat[at] @ weight.t(), terms, part) for at, part in targets.split(num_tokens)]
+        smooths = bool(terms.smoothing)
+        found = [
+            look(flat[at] @ weight.t(), smooths, part) for at, part in targets.split(num_tokens)
+        ]
         losses, softmax = join(torch.cat(found, 1), terms, targets)
         ctx.terms, ctx.targets, ctx.num_tokens = terms, targets, num_tokens
         ctx.save_for_backward(x, weight, softmax.highest, softmax.total)

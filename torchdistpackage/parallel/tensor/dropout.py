@@ -8,8 +8,9 @@ they come from a fork of it. Both are the same again when a forward is recompute
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchdistpackage.comm.operators import is_traced
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.comm.random import differ
+from torchdistpackage.comm.random import differ, forked_dropout
 from torchdistpackage.parallel.tensor.marked import Grouped
 
 
@@ -31,5 +32,7 @@ class Dropout(Grouped):
             return x
         if not self.split:
             return F.dropout(x, self.p)
+        if is_traced():
+            return x * forked_dropout(x.shape, x, self.p, self.group.rank())
         with differ(self.group.rank(), x.device):
             return F.dropout(x, self.p)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchdistpackage.comm import collectives
+from torchdistpackage.comm.operators import is_traced
 from torchdistpackage.comm.primitives import MAX, Group, Sizes, all_reduce, sizes_of_ranks
 from torchdistpackage.errors import DataError, LayoutError
 from torchdistpackage.layout.derive import chunk
@@ -238,12 +239,17 @@ def vocab_range(vocab: int, group: Group, sizes: Sizes | None = None) -> tuple[i
 
 
 def check_ids(ids: Tensor, vocab: int, what: str) -> None:
-    """Refuse ids outside 0..vocab-1 where looking costs nothing: on the CPU.
+    """Refuse ids outside 0..vocab-1 where looking costs nothing: on the CPU. A graph looks when it
+    runs, and raises RuntimeError.
 
     Raises:
         DataError: names the smallest and the largest id.
     """
     if ids.device.type != "cpu" or not ids.numel():
+        return
+    if is_traced():
+        fits = ((ids >= 0) & (ids < vocab)).all()
+        torch._assert_async(fits, f"{what} hold values outside 0 to {vocab - 1}")
         return
     low, high = (int(edge) for edge in torch.aminmax(ids))
     if low < 0 or high >= vocab:

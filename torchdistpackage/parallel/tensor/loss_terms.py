@@ -142,7 +142,7 @@ def rows_at_once(x: Tensor) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, len(x), size))
 
 
-def look(x: Tensor, terms: LossTerms, targets: LossTargets) -> Tensor:
+def look(x: Tensor, smooths: bool, targets: LossTargets) -> Tensor:
     """What the loss needs of my columns x (N, C), as rows of (4, N).
 
     Maximum h (-inf without columns), sum of exp(x - h), logit of the target or 0, and with
@@ -160,7 +160,7 @@ def look(x: Tensor, terms: LossTerms, targets: LossTargets) -> Tensor:
         block = x[at].to(found.dtype)
         torch.amax(block, -1, out=highest[at])
         below = block - highest[at].masked_fill(highest[at] == -torch.inf, 0).unsqueeze(-1)
-        if terms.smoothing:
+        if smooths:
             smooth[at] = below.sum(-1) if own is None else below @ own
         torch.sum(below.exp_(), -1, out=total[at])
     return found

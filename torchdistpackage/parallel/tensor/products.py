@@ -7,7 +7,8 @@ product is one node as well. Megatron-LM does the first by default and calls the
 tp_comm_overlap.
 
 Where a gradient of a gradient is asked for, the backward is made of differentiable operations, and
-nothing overlaps. The pipeline's split backward knows the node: see deferred_wgrad.py.
+nothing overlaps. The pipeline's split backward knows the node: see deferred_wgrad.py. In a graph
+(comm/operators.py) there are no nodes and no chunks: what overlaps is the compiler's to find.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from torchdistpackage.comm.autograd import (
     ReduceScatter,
     apply,
 )
+from torchdistpackage.comm.operators import is_traced
 from torchdistpackage.comm.primitives import Group, Sizes, check_sizes
 from torchdistpackage.parallel.tensor.chunked import (
     Chunks,
@@ -66,6 +68,8 @@ def column_product(
     x, weights, biases = _autocast(x, weights, biases)
     given = [b for b in biases if b is not None]
     into = AllGather(group, 0, sizes) if sequence_parallel else IdentityForward(group)
+    if is_traced():
+        return multiply(apply(into, x), weights, biases)
     chunks = None
     if overlap and sequence_parallel:
         lengths = sizes or (x.shape[0],) * group.size()
@@ -100,6 +104,12 @@ def row_product(
         return _plus(apply(Reduce(group, in_place=True), F.linear(x, weight)), bias)
     sizes = check_sizes(x, 0, sizes, group, cut=True)
     plain = ReduceScatter(group, 0, sizes)
+    if is_traced():
+        y = F.linear(x, weight)
+        if bias is None:
+            return apply(plain, y)
+        # zeros, by which the gathered gradient of all rows reaches the bias with no sum of its own
+        return apply(plain, y + (bias - bias.detach())) + bias.detach()
     if not overlap:
         y = F.linear(x, weight)
         return apply(plain, y) if bias is None else _ScatterAdd.apply(y, bias, plain)

@@ -5,11 +5,12 @@ in the whole: that needs no group of its own.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.autograd import LinearMap, apply
+from torchdistpackage.comm.autograd import KINDS, Code, LinearMap, apply
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.layout.layout import HeadSplit, Layout
 
@@ -29,11 +30,14 @@ class _CopyToSharing:
     group: Group
     heads: HeadSplit
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, calls: Any = primitives) -> Tensor:
         return x.view_as(x)
 
     def transposed(self) -> LinearMap:
         return _SumOverSharing(self.group, self.heads)
+
+    def code(self) -> Code:
+        return "copy_to_sharing", _numbers(self.heads), None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +47,33 @@ class _SumOverSharing:
     group: Group
     heads: HeadSplit
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, calls: Any = primitives) -> Tensor:
         size = self.group.size()
         starts = sorted({self.heads.sharing_indices(size, i).start for i in range(size)})
         mine = starts.index(self.heads.sharing_indices(size, self.group.rank()).start)
         whole = x.new_zeros((len(starts), *x.shape))
         whole[mine] = x
         # a view would keep the others alive
-        return primitives.all_reduce(whole, self.group)[mine].clone()
+        return calls.all_reduce(whole, self.group)[mine].clone()
 
     def transposed(self) -> LinearMap:
         return _CopyToSharing(self.group, self.heads)
+
+    def code(self) -> Code:
+        return "sum_over_sharing", _numbers(self.heads), None, None
+
+
+def _numbers(heads: HeadSplit) -> tuple[int, ...]:
+    return heads.groups, heads.members, int(heads.shared)
+
+
+def _heads(groups: int, members: int, shared: int) -> HeadSplit:
+    return HeadSplit(groups, members, bool(shared))
+
+
+KINDS["copy_to_sharing"] = lambda group, first, second, *heads: _CopyToSharing(
+    group, _heads(*heads)
+)
+KINDS["sum_over_sharing"] = lambda group, first, second, *heads: _SumOverSharing(
+    group, _heads(*heads)
+)
