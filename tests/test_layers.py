@@ -36,6 +36,7 @@ PURE_FOLDERS = (
     "schedule",
     "config",
     "launch",
+    "report",
 )
 ORDER = (
     *PURE_FOLDERS,

@@ -54,11 +54,16 @@ def check_machine(*, accounting: bool, install: bool) -> None:
         if not shutil.which("apt-get"):
             raise Refused(f"{', '.join(packages)} not installed, and there is no apt-get")
         sys.stderr.write(f"installing {' '.join(packages)}\n")
-        with _no_services():
-            _install(packages)
+        install_quietly(packages)
         if left := sorted(set(_missing(accounting=accounting))):
             raise Refused(f"apt-get installed {', '.join(left)}, but its files are not there")
     _check_kernel()
+
+
+def install_quietly(packages: list[str]) -> None:
+    """Install packages without starting their services; raises Refused if that fails."""
+    with _no_services():
+        _install(packages)
 
 
 def _check_kernel() -> None:

@@ -28,6 +28,8 @@ COMMANDS = {
     "train": "Train on local processes, or as a rank of torchrun or srun.",
     "submit": "Submit a run, or a sweep of runs, to Slurm.",
     "jobs": "List, show, follow, cancel and resubmit submitted runs.",
+    "report": "Write one HTML file that shows a run, or compares several.",
+    "watch": "Follow a run in the terminal.",
     "plan": "Show a run's layout, memory, schedule and batch script.",
     "data": "Prepare the training data of a run.",
     "generate": "Continue prompts with a trained model, on any layout.",

@@ -97,6 +97,7 @@ class FlightRecorder:
             group.done += 1
         waited_s = self.clock_s() - since_s
         self.waited_s += waited_s
+        group.waited_s += waited_s
         if self.ended is not None:
             self.ended.append((call, _monotonic_s(), waited_s))
 

@@ -19,8 +19,9 @@ Group = dist.ProcessGroup
 class GroupState:
     """The members of a group, its transport, and the calls of this rank on it.
 
-    Who may change what: the flight recorder counts `issued`, `done`, `sent` and `received`;
-    transport/pairwise.py `expected`; creation.py sets `limit`; tpc names the `axis` (`name_axis`).
+    Who may change what: the flight recorder counts `issued`, `done`, `sent`, `received` and
+    `waited_s`; transport/pairwise.py `expected`; creation.py sets `limit`; tpc names the `axis`
+    (`name_axis`).
 
     ranks: global ranks of the members, in group order.
     index: place of this rank among them.
@@ -34,11 +35,12 @@ class GroupState:
     issued, done: collectives that began, and those that the host no longer waits for.
     expected: collectives whose receives were posted ahead (transport/sharded_flat.py).
     sent, received: number of messages to and from each global rank.
+    waited_s: for how long the host has been blocked in its calls, in all.
     """
 
     __slots__ = (
         "axis", "direct", "done", "expected", "group", "index", "issued", "left", "limit",
-        "others", "queued", "ranks", "received", "sent",
+        "others", "queued", "ranks", "received", "sent", "waited_s",
     )  # fmt: skip
 
     def __init__(self, ranks: tuple[int, ...], index: int, transport: Transport):
@@ -51,6 +53,7 @@ class GroupState:
         self.issued = self.done = self.expected = 0
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}
+        self.waited_s = 0.0
 
     def settle(self) -> None:
         """Wait for what was left: a message that is given up takes its connection along."""

@@ -132,18 +132,20 @@ def _some(numbers: list[int]) -> str:
 
 
 def absent_files(config: RunConfig) -> list[Problem]:
-    """What the data section names and is not there, and packages that the model section needs."""
+    """What the data section names and is not there, and packages that keys need."""
     named = {"data.path": config.data.path, "data.tokenizer": config.data.tokenizer}
     absent = [
         config.problem(key, f"{path} is not there, seen from {Path.cwd()}")
         for key, path in named.items()
         if path is not None and not Path(path).exists()
     ]
-    why = "needs {}, which is not installed; install the extra hf: "
-    why += 'pip install "torchdistpackage[hf]"'
+    needed = [(package, key, "hf") for package, key in _needed_packages(config).items()]
+    needed += [("plotly", "log.report", "report")] if config.log.report else []
+    why = "needs {0}, which is not installed; install the extra {1}: "
+    why += 'pip install "torchdistpackage[{1}]"'
     return absent + [
-        config.problem(key, why.format(package))
-        for package, key in _needed_packages(config).items()
+        config.problem(key, why.format(package, extra))
+        for package, key, extra in needed
         if find_spec(package) is None
     ]
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 from pydantic import Field, PrivateAttr
 
 from torchdistpackage.config import types as k
-from torchdistpackage.config.errors import KeyPlaces, Problem
+from torchdistpackage.config.errors import KeyPlaces, Problem, SourceLocation
 from torchdistpackage.config.model_section import ModelSection
 from torchdistpackage.config.types import NamedSection, Section, default
 from torchdistpackage.config.yaml_loader import write
@@ -312,6 +312,9 @@ class LogSection(Section):
         default=False, description="Show with each line what the pipeline waited for."
     )
     plot: bool = Field(default=True, description="Draw the loss curve.")
+    report: bool = Field(
+        default=False, description="Write report.html at the end; needs the extra report."
+    )
 
 
 class RunConfig(Section):
@@ -347,6 +350,12 @@ class RunConfig(Section):
     def problem(self, key: str, text: str) -> Problem:
         """What is wrong with the value of a dotted key, where it was written."""
         return Problem(*self._places.of(tuple(key.split("."))), key, text)
+
+    def place(self, key: str) -> SourceLocation | None:
+        """Where the value of a dotted key was written; None: nowhere, it is the default."""
+        path = tuple(key.split("."))
+        around = (path[:end] for end in range(len(path), 1, -1))
+        return next((self._places.held[p] for p in around if p in self._places.held), None)
 
     def to_yaml(self) -> str:
         """Every key with its value, sections in order; loads back to an equal object."""

@@ -37,6 +37,7 @@ from torchdistpackage.train import corpus
 from torchdistpackage.train.callbacks import (
     NonFiniteCheck,
     ReplicaCheck,
+    SaveEvents,
     StragglerCheck,
 )
 from torchdistpackage.train.data import DataSource, TokenDataset
@@ -46,6 +47,7 @@ from torchdistpackage.train.memory import activation_budget_gb, memory
 from torchdistpackage.train.packing import PackedDataset
 from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.profiler import StepProfiler
+from torchdistpackage.train.rank_times import RankTimes
 from torchdistpackage.train.recompute import recompute_blocks, recompute_within
 from torchdistpackage.train.staged_model import LossFn, StagedModel, TrainStages
 from torchdistpackage.train.step import Trainer, from_user, token_cross_entropy
@@ -170,6 +172,7 @@ def make_loop(
         callbacks.append(StepProfiler(trainer, every))
     if train.profile.range:
         callbacks.append(StepTrace(trainer, train.profile.range, state.step + 1))
+    callbacks += [RankTimes(trainer, folder, every, state.step + 1), SaveEvents()]
     callbacks.append(NonFiniteCheck(skips=train.on_nonfinite == "skip"))
     if train.check_replicas_every:
         callbacks.append(ReplicaCheck(trainer, train.check_replicas_every))

@@ -1,4 +1,5 @@
-"""What the loop calls besides its steps: comparisons of replicas and of times, non-finite numbers.
+"""What the loop calls besides its steps: comparisons of replicas and of times, non-finite numbers,
+notes of saves.
 
 Nothing is compared with less than all its peers. A parameter's replicas lie along data, along axes
 that do not cut it and over tied stages; in data loading all ranks are peers, in the rest those of
@@ -9,6 +10,7 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.param_sync import ReplicatedTensor, check_replicas
 from torchdistpackage.errors import NonFiniteError
 from torchdistpackage.harness.stragglers.compare import Comparison
+from torchdistpackage.launch.run_events import SAVE, note_event
 from torchdistpackage.layout.derive import replica_ranks
 from torchdistpackage.optim.sharded import ShardedOptimizer
 from torchdistpackage.train.loop import Callback, Loop
@@ -51,6 +53,14 @@ class ReplicaCheck(Callback):
             )
             for name, p in self._trainer.stage.named_parameters()
         )
+
+
+class SaveEvents(Callback):
+    """Notes each checkpoint of the run when it is complete."""
+
+    def on_save(self, loop: Loop, step: int, took_s: float) -> None:
+        if loop.is_main:
+            note_event(loop.folder, SAVE, step, took_s=round(took_s, 3))
 
 
 class StragglerCheck(Callback):

@@ -14,11 +14,13 @@ from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import MAX_PROCS
-from torchdistpackage.errors import LaunchError
+from torchdistpackage.errors import LaunchError, RankError
 from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.launch.lock import Lock
 from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
+from torchdistpackage.launch.run_events import END, note_event
+from torchdistpackage.launch.run_rows import METRICS, last_rows
 from torchdistpackage.launch.slurm.node_blocklist import record_failed_nodes
 from torchdistpackage.launch.slurm.query import limited
 from torchdistpackage.launch.slurm.requeue import (
@@ -251,15 +253,20 @@ def _run_ranks(config: RunConfig, num_procs: int, resume: str, files: RunDir) ->
             raise LaunchError(refused)
         append_start(files, start)
         env["TDP_RESTART"] = str(start.restart)
-    codes = run_local(
-        WORKER_MAIN,
-        (config, resume),
-        num_procs=num_procs,
-        preload=PRELOAD,
-        log_dir=folder / "logs",
-        env=env,
-        handled=config.launch.requeue.signals,
-    )
+    try:
+        codes = run_local(
+            WORKER_MAIN,
+            (config, resume),
+            num_procs=num_procs,
+            preload=PRELOAD,
+            log_dir=folder / "logs",
+            env=env,
+            handled=config.launch.requeue.signals,
+        )
+    except RankError as error:
+        step = next((row["step"] for row in last_rows(folder / METRICS)), 0)
+        note_event(folder, END, step, word="failed", reason=str(error).partition("\n")[0])
+        raise
     if EXIT_TEMPFAIL not in codes:
         return 0
     return (requeue_self(files, os.environ) if env else 0) or EXIT_TEMPFAIL

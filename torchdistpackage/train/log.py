@@ -21,14 +21,13 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from torchdistpackage.bounded import check_regular, parse_json
 from torchdistpackage.errors import DataError
 from torchdistpackage.launch.files import atomic_write
+from torchdistpackage.launch.run_rows import METRICS, read_rows
 from torchdistpackage.train.step_stats import StepResult
 
 log = logging.getLogger(__name__)
 
-METRICS = "metrics.jsonl"
 PLOT = "loss.png"
 _LOOK_S = 1.0
 """How often it is looked whether the folder is still there, which is free but for old NFS."""
@@ -47,18 +46,18 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
 
     resume_step: the last step that the resumed state has done; rows after it are dropped, as their
     steps are done again. A row is its `step` and what was measured: `loss`, and at validations
-    `val_loss`, `unigram` and `bigram`, all in nats a token.
+    `val_loss`, `unigram` and `bigram`, all in nats a token. name: of the file.
     """
 
-    def __init__(self, folder: str | Path, resume_step: int = 0):
-        self.path = Path(folder) / METRICS
+    def __init__(self, folder: str | Path, resume_step: int = 0, name: str = METRICS):
+        self.path = Path(folder) / name
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._looked_s = 0.0
         kept = [row for row in read_metrics(self.path) if row["step"] <= resume_step]
         self._last = kept[-1]["step"] if kept else 0
         self._replace(kept)
 
-    def write(self, step: int, **values: float | str | None) -> None:
+    def write(self, step: int, **values: object) -> None:
         """Add the row of a step and hand it to the system; not finite numbers become null.
 
         Raises:
@@ -118,27 +117,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         DataError: the name is that of a device, a pipe or the like, which is not opened.
     """
-    rows: dict[int, dict[str, Any]] = {}
-    try:
-        check_regular(path.resolve())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise DataError(f"{path} {error.strerror}; move it away") from error
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if (row := _row(line)) is not None:
-                rows[row["step"]] = row
-    return [rows[step] for step in sorted(rows)]
-
-
-def _row(line: str) -> dict[str, Any] | None:
-    try:
-        row: Any = parse_json(line)
-    except ValueError:
-        return None
-    step = row.get("step") if isinstance(row, dict) else None
-    return row if type(step) is int and 0 <= step < 1 << 63 else None
+    return read_rows(path)[0]
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
@@ -335,11 +314,16 @@ def _points(rows: list[dict[str, Any]], key: str) -> Iterator[tuple[int, float]]
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    finite = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in row.items()
-    }
-    return json.dumps(finite, allow_nan=False) + "\n"
+    return json.dumps(_finite(row), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for numbers that JSON has no word for."""
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _thousands(number: float) -> str:

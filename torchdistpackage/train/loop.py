@@ -29,11 +29,17 @@ class Callback:
         """Whether the numbers of `step` are to be read before the next one is issued."""
         return False
 
+    def before_step(self, loop: "Loop", step: int) -> None:
+        """`step` is about to be issued."""
+
     def on_issued(self, loop: "Loop", step: int) -> None:
         """`step` has been issued; a device may still be at it."""
 
     def on_step(self, loop: "Loop", result: StepResult, issued: PendingStep) -> None:
         """The numbers of a step are there; nothing has been noted or logged of it."""
+
+    def on_save(self, loop: "Loop", step: int, took_s: float) -> None:
+        """The checkpoint of `step` is complete; writing it took this rank took_s."""
 
     def on_end(self, loop: "Loop") -> None:
         """The run is over, or saved and asked to end."""
@@ -110,6 +116,8 @@ class Loop:
             if self._asked_to_stop:
                 break
             self.marks.step()
+            for callback in callbacks:
+                callback.before_step(self, step)
             issued = trainer.train_step(
                 step,
                 measure=not trainer.runs_ahead or step % self.log.every == 0,
@@ -167,6 +175,8 @@ class Loop:
             save_state(self.trainer, self.state, self.folder, self._keep_last)
         self._saved_at, self._asked_to_save = time.monotonic(), False
         self.stop.save_s.append(self._saved_at - began)
+        for callback in self._callbacks:
+            callback.on_save(self, self.state.step, self._saved_at - began)
 
     @property
     def _saves(self) -> bool:

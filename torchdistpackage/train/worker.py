@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -18,6 +19,7 @@ from torchdistpackage.harness.hang.dump import remove_traces
 from torchdistpackage.harness.watchdog import HangWatchdog, agree_on_start
 from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
+from torchdistpackage.launch.run_events import END, note_event, note_start
 from torchdistpackage.launch.slurm.requeue import EXIT_TEMPFAIL, Decision, RequeueDecision
 from torchdistpackage.launch.slurm.run_dir import (
     RunDir,
@@ -26,6 +28,7 @@ from torchdistpackage.launch.slurm.run_dir import (
     attempt_id,
     this_start,
 )
+from torchdistpackage.report.page import REPORT, write_report
 from torchdistpackage.train.build import build, make_loop
 from torchdistpackage.train.export import export_run
 from torchdistpackage.train.finish import finish, sample_text
@@ -112,6 +115,17 @@ def _train(
             append_start(files, this_start(files, os.environ, state.step))
         amend_start(files, os.environ, state.step)
     life = begin(folder, config.launch.requeue, noted, rendezvous.rank, os.environ)
+    if rendezvous.rank == 0:
+        on_gpu = joined.device.type == "cuda"
+        note_start(
+            folder,
+            config,
+            state.step,
+            attempt=attempt_id(os.environ),
+            world_size=rendezvous.world_size,
+            device=torch.cuda.get_device_name(joined.device) if on_gpu else joined.device.type,
+            job_end_s=life.end_s,
+        )
     watch = HangWatchdog(
         folder,
         rank=rendezvous.rank,
@@ -131,13 +145,27 @@ def _train(
     if rendezvous.rank == 0:
         if loss is None:
             decision = end(life, folder, loop.state.step, os.environ)
+            note_event(folder, END, loop.state.step, word=decision.word, reason=decision.reason)
             print_line(f"saved and ended {decision.reason} [{decision.word}]")
-        elif attempt_id(os.environ) != "local":
+        else:
+            note_event(folder, END, loop.state.step, word=RequeueDecision.FINISHED, reason="")
+        if loss is not None and attempt_id(os.environ) != "local":
             write_decision(files, Decision(RequeueDecision.FINISHED, f"{folder}"), os.environ)
     leave()
+    if rendezvous.rank == 0 and config.log.report:
+        _report(folder)  # no rank waits for it any more
     if loss is not None and rendezvous.rank == 0 and config.checkpoint.export is not None:
         _export(plan, folder)  # no rank waits for it any more
     return EXIT_TEMPFAIL if loss is None else 0
+
+
+def _report(run: Path) -> None:
+    """The run has ended: what goes wrong here is only said."""
+    try:
+        write_report([run], run / REPORT, time.time())
+        print_line(f"wrote {run / REPORT}")
+    except (TorchDistError, OSError) as error:
+        print_line(f"no report: {error}; mend it, and call tdp report {run}")
 
 
 def _export(plan: Plan, run: Path) -> None:

@@ -9,14 +9,14 @@ import codecs
 import difflib
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
 
-from torchdistpackage.bounded import check_regular, parse_json, read_regular
+from torchdistpackage.bounded import check_regular, read_regular
 from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.failure import Failure, read_failure_reports
+from torchdistpackage.launch.run_rows import METRICS, last_rows
 from torchdistpackage.launch.slurm.query import (
     GRACE_S,
     JobInfo,
@@ -150,7 +150,7 @@ def single(runs: Sequence[SubmittedRun]) -> SubmittedRun:
 def progress(files: RunDir) -> RunProgress:
     """How far the run is, whatever its job does."""
     step = loss = None
-    for row in _last_rows(files.run / "metrics.jsonl"):
+    for row in last_rows(files.run / METRICS):
         step = int(row["step"]) if step is None else step
         if isinstance(found := row.get("loss"), float | int) and abs(found) < 1e300:
             loss = float(found)
@@ -217,25 +217,6 @@ def status(run: SubmittedRun, info: JobInfo, now_s: float) -> Status:
     if latest and read_failure_reports(run.files.failures(latest[-1].start)):
         return Status("failed", Outcome.FAILED, forgotten)
     return Status("unknown", Outcome.UNKNOWN, info.reason or forgotten)
-
-
-def _last_rows(path: Path) -> Iterable[dict[str, Any]]:
-    """Rows that have a step, the last one first."""
-    try:
-        check_regular(path.resolve())
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(size - _TAIL_BYTES, 0))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return
-    for line in reversed(lines):
-        try:
-            row: Any = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and type(cast(dict[str, Any], row).get("step")) is int:
-            yield cast(dict[str, Any], row)
 
 
 def rank_logs(run: SubmittedRun, rank: int, restart: int | None = None) -> list[Path]:

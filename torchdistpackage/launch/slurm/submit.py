@@ -21,6 +21,7 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import extra_of
 from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.files import atomic_write_all, make_folder, remove_empty
+from torchdistpackage.launch.run_events import SUBMIT, note_event, written_keys
 from torchdistpackage.launch.slurm import node_blocklist
 from torchdistpackage.launch.slurm.job import (
     BatchJob,
@@ -194,6 +195,8 @@ def submit_prepared(
     if shutil.which("sbatch", path=env.get("PATH")) is None:
         raise LaunchError("there is no sbatch here; submit from where it is, on a login node")
     write_run_dir(prepared, now_s)
+    for folder, config in prepared.runs:
+        note_event(folder, SUBMIT, 0, keys=written_keys(config))
     record = replace(job.record, time_s=now_s, via=via)
     if submit_fn is not None:
         records = [replace(record, job=own_id) for own_id in submit_fn(prepared, nodes)]

@@ -1,0 +1,124 @@
+"""`tdp watch` of run folders: once, in lines while a run writes, and as a page of a terminal."""
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.report.folders import metrics_row, write_run
+from torchdistpackage.cli.main import main
+from torchdistpackage.report.run_data import read_run_data
+from torchdistpackage.report.status import curve, duration, status_of
+
+
+def test_a_finished_run_is_shown_once(tmp_path: Path, capsys):
+    write_run(tmp_path / "done")
+    assert main(["watch", "done", "--dir", str(tmp_path), "--once"]) == 0
+    said = capsys.readouterr().out
+    for text in ("step 200/200", "state", "finished", "restarts", "1, the last from step 100",
+                 "5.0k tokens/s", "20.0%", "pipe 20.0%", "2.00 GiB at most, on rank 2",
+                 "rank 3 (+20 %)"):  # fmt: skip
+        assert text in said
+    assert "last step in" not in said and "█" in said
+
+
+def half_written(folder: Path) -> None:
+    """As it is while the second start runs: its end is not there, and a row is torn."""
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    kept = [json.loads(line) for line in lines[:4]]
+    kept[3] |= {"at_s": time.time() - 30, "job_end_s": time.time() + 7200.5}
+    (folder / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 201, "lo')
+    config = (folder / "resolved.yaml").read_text().replace("steps: 200", "steps: 1000")
+    (folder / "resolved.yaml").write_text(config + "checkpoint: {save_every: 300}\n")
+
+
+def test_times_that_are_left_follow_from_steps_and_the_job(tmp_path: Path, monkeypatch):
+    folder = write_run(tmp_path / "half")
+    half_written(folder)
+    monkeypatch.setattr("torchdistpackage.report.run_data.holder_of", lambda path: "me")
+    status = status_of(read_run_data(folder), time.time())
+    assert not status.ended and status.facts["state"] == "running"
+    assert status.facts["last step in"] == "2 min 40 s"
+    assert status.facts["next checkpoint in"] == "20 s"
+    assert status.facts["job ends in"] == "2 h 00 min"
+    assert "quiet" in status_of(read_run_data(folder), time.time() + 600).facts["state"]
+
+
+def test_lines_follow_a_run_to_its_end(tmp_path: Path, monkeypatch, capsys):
+    folder = write_run(tmp_path / "half")
+    end = (folder / "events.jsonl").read_text().splitlines()[-1]
+    half_written(folder)
+    holder = ["me"]
+    monkeypatch.setattr("torchdistpackage.report.run_data.holder_of", lambda path: holder[0])
+
+    def go_on() -> None:
+        time.sleep(0.5)
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write('ss": 1.5}\n' + json.dumps(metrics_row(202, 0.01)) + "\n")
+        time.sleep(0.5)
+        with (folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps({**json.loads(end), "at_s": time.time()}) + "\n")
+
+    writer = threading.Thread(target=go_on)
+    writer.start()
+    assert main(["watch", str(folder), "--plain", "--interval", "0.1"]) == 0
+    writer.join()
+    said = capsys.readouterr().out
+    steps = [line.split()[1] for line in said.splitlines() if line.startswith("step")]
+    assert list(dict.fromkeys(steps)) == ["200/1000", "202/1000"]
+    assert "a line is torn" in said
+    assert said.splitlines()[-1].endswith("tokens/s  bubble 20.0%  lagging rank 3 (+20 %)")
+    assert "state finished" in said.splitlines()[-1]
+
+
+def test_q_leaves_the_page_of_a_terminal(tmp_path: Path):
+    folder = write_run(tmp_path / "done")
+    own, other = pty.openpty()
+    command = [sys.executable, "-m", "torchdistpackage", "watch", str(folder)]
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    process = subprocess.Popen(command, stdin=other, stdout=other, stderr=other, env=env)
+    os.close(other)
+    said, limit = b"", time.monotonic() + 60
+    while b"q leaves" not in said and time.monotonic() < limit:
+        if select.select([own], [], [], 0.2)[0]:
+            said += os.read(own, 1 << 16)
+    os.write(own, b"q")
+    while process.poll() is None and time.monotonic() < limit:
+        if select.select([own], [], [], 0.2)[0]:
+            try:
+                os.read(own, 1 << 16)
+            except OSError:
+                break
+    assert process.wait(timeout=20) == 0
+    os.close(own)
+    text = said.decode(errors="replace")
+    assert "step 200/200" in text and "throughput" in text and "5.0k tokens/s" in text
+
+
+def test_a_run_that_is_not_there_is_refused_by_name(tmp_path: Path, capsys):
+    assert main(["watch", "nothing", "--dir", str(tmp_path)]) == 2
+    assert "no run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(12.9, "12 s"), (250, "4 min 10 s"), (7500, "2 h 05 min"), (274_000, "3 d 4 h")],
+)
+def test_durations(seconds: float, text: str):
+    assert duration(seconds) == text
+
+
+def test_a_curve_of_characters():
+    assert curve([0, 1, 2, 3], 4, 1) == ["▁▃▆█"]
+    assert curve([0.0, 15.0], 2, 2) == [" █", "▁█"]
+    assert [len(line) for line in curve(list(range(1000)), 50, 3)] == [50] * 3
+    assert curve([], 10, 2) == []

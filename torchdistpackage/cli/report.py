@@ -1,0 +1,54 @@
+"""`tdp report`: one HTML file that shows a run, or compares several."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchdistpackage.cli._common import ListedIn, refusal
+from torchdistpackage.report.page import REPORT, plotly_script, write_report
+from torchdistpackage.report.run_data import read_run_data
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FILE",
+            help=f"File to write; default: {REPORT} in the folder of one run, else here.",
+        ),
+    ] = None,
+    peak_tflops: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N", min=0.001, help="Peak TFLOP/s of a device; default: by its name."
+        ),
+    ] = None,
+) -> None:
+    """Write one HTML file that shows a run, or overlays several.
+
+    The file opens without a network and without a server. It has the curves, what a step was spent
+    on, memory, slow ranks, the pipeline's timeline, every start with its end, checkpoints and the
+    configuration. Of several runs it also has a table of the keys that differ. A run folder is
+    shown as far as it goes: while it is written, torn, or of an earlier version.
+    """
+    problems: list[str] = []
+    for folder in runs:
+        with ListedIn(problems):
+            read_run_data(folder)
+    with ListedIn(problems):
+        plotly_script()
+    path = out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
+    if not path.parent.is_dir():
+        problems.append(f"{path} cannot be written: there is no folder for it")
+    if problems:
+        raise refusal("tdp report", problems)
+    read = write_report(runs, path, time.time(), peak_tflops and peak_tflops * 1e12)
+    for data in read:
+        for note in data.notes:
+            typer.echo(f"note: {data.name}: {note}", err=True)
+    typer.echo(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB)")

@@ -1,0 +1,180 @@
+"""`tdp watch`: follows a run in the terminal, local or submitted, running or finished.
+
+It reads files of the run folder alone, and asks Slurm for the state of a submitted job where it
+can. What it shows is of `report/status.py`.
+"""
+
+import contextlib
+import os
+import select
+import shutil
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchdistpackage.cli._common import wrap
+from torchdistpackage.cli.jobs import RUNS
+from torchdistpackage.errors import ConfigError, LaunchError
+from torchdistpackage.launch.run_rows import METRICS, RANKS, RowReader
+from torchdistpackage.launch.slurm.query import query_jobs
+from torchdistpackage.launch.slurm.runs import find, read_run, single
+from torchdistpackage.report.charts import series
+from torchdistpackage.report.run_data import RunData, read_run_data
+from torchdistpackage.report.status import RunStatus, curve, status_of
+
+_ASK_S = 10.0
+_CURVE_ROWS = 6
+
+
+def watch(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Run folder, name of a run, or job id.")
+    ],
+    folder: Annotated[
+        Path, typer.Option("--dir", metavar="DIR", help="Folder that contains the run folders.")
+    ] = RUNS,
+    interval: Annotated[
+        float, typer.Option(metavar="S", min=0.1, help="Seconds between two looks.")
+    ] = 2.0,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Print lines, as without a terminal.")
+    ] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Show the run as it is now, and end.")
+    ] = False,
+) -> None:
+    """Follow a run: loss, throughput, waiting, memory, slow ranks, times and restarts.
+
+    On a terminal this is a page; q leaves it, and the run goes on. Elsewhere a line is printed when
+    the run has got on, until it ends.
+    """
+    view = RunView(_folder_of(run, folder))
+    if once:
+        typer.echo(view.text(*view.look()))
+    elif plain or not (sys.stdout.isatty() and sys.stdin.isatty()):
+        _follow_lines(view, interval)
+    else:
+        _follow_page(view, interval)
+
+
+def _folder_of(run: str, folder: Path) -> Path:
+    """The run folder that is meant.
+
+    Raises:
+        ConfigError: none is.
+    """
+    for path in (Path(run), folder / run):
+        try:
+            read_run_data(path)
+            return path
+        except ConfigError as error:
+            refused = error
+            if path.is_dir() and any(path.iterdir()):
+                break
+    try:
+        return single(find(run, folder)).folder
+    except ConfigError as error:
+        raise (refused if Path(run).is_dir() else error) from None
+
+
+class RunView:
+    """A run as it is at each look; of its rows only what is new is read."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._readers = RowReader(folder / METRICS), RowReader(folder / RANKS)
+        self._asked_s, self._queue = float("-inf"), ""
+
+    def look(self) -> tuple[RunData, RunStatus]:
+        """Read what is new."""
+        data = read_run_data(self.folder, readers=self._readers)
+        return data, status_of(data, time.time(), self._queue_state())
+
+    def _queue_state(self) -> str:
+        """What Slurm says of the latest job; "" without a job, or without an answer."""
+        record = read_run(self.folder)
+        if record is None or shutil.which("squeue") is None:
+            return ""
+        if time.monotonic() - self._asked_s > _ASK_S:
+            self._asked_s = time.monotonic()
+            try:
+                job = record.latest.job
+                info = query_jobs([job], since_s=record.latest.time_s).jobs[job]
+                self._queue = " ".join(filter(None, (info.state, info.reason, info.nodes)))
+            except LaunchError as error:
+                self._queue = f"Slurm does not answer: {error}".partition("\n")[0]
+        return self._queue
+
+    def text(self, data: RunData, status: RunStatus, columns: int = 78) -> str:
+        """The whole page as plain text."""
+        done = f"{status.step}/{status.num_steps or '?'}"
+        lines = [f"{data.name}  step {done}  {_bar(status, columns - len(data.name) - 24)}"]
+        lines += curve([y for _, y in series(data.rows, "loss")], columns, _CURVE_ROWS)
+        width = max(map(len, status.facts), default=0)
+        lines += [f"{name:<{width}}  {text}" for name, text in status.facts.items()]
+        lines += [f"note: {note}" for note in data.notes]
+        return "\n".join(line.rstrip() if len(line) <= columns else wrap(line) for line in lines)
+
+
+def _bar(status: RunStatus, columns: int) -> str:
+    if not status.num_steps or columns < 4:
+        return ""
+    full = min(columns * status.step // status.num_steps, columns)
+    return "#" * full + "." * (columns - full)
+
+
+def _follow_lines(view: RunView, interval: float) -> None:
+    said, notes = "", set[str]()
+    while True:
+        data, status = view.look()
+        for note in data.notes:
+            if note not in notes:
+                notes.add(note)
+                typer.echo(f"note: {note}")
+        if status.line != said:
+            said = status.line
+            typer.echo(said)
+            sys.stdout.flush()
+        if status.ended:
+            return
+        time.sleep(interval)
+
+
+def _follow_page(view: RunView, interval: float) -> None:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console()
+    with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            data, status = view.look()
+            text = view.text(data, status, max(console.width - 1, 20))
+            text += "\n\nq leaves; the run goes on"
+            live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
+            if pressed(interval) in ("q", "Q", "\x03", "\x04"):
+                return
+
+
+@contextlib.contextmanager
+def _keys() -> Generator:
+    """Yields a function that waits so many seconds for a key and returns it, or ""."""
+    import termios
+    import tty
+
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+
+    def pressed(seconds: float) -> str:
+        ready, _, _ = select.select([terminal], [], [], seconds)
+        return os.read(terminal, 1).decode(errors="replace") if ready else ""
+
+    try:
+        tty.setcbreak(terminal)
+        yield pressed
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)

@@ -1,0 +1,89 @@
+"""What happens to a run besides its steps, each with its time: `events.jsonl`. No torch.
+
+`tdp submit` and rank 0 append to it, `tdp report` and `tdp watch` read it. It is a record for
+people, so a disk that takes no more of it ends no run.
+"""
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.launch.files import append_json, read_json_lines
+from torchdistpackage.launch.run_rows import EVENTS
+
+SUBMIT, START, SAVE, END = "submit", "start", "save", "end"
+
+
+@dataclass(frozen=True, slots=True)
+class RunEvent:
+    """One line of `events.jsonl`. at_s: in seconds since 1970. values: what the kind adds."""
+
+    kind: str
+    step: int
+    at_s: float
+    values: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def note_event(folder: Path, event: str, step: int, **values: object) -> None:
+    """Append an event to the record of the run folder, with the time of this host."""
+    row = {"event": event, "step": step, "at_s": round(time.time(), 3), **values}
+    with contextlib.suppress(OSError):
+        append_json(folder / EVENTS, row)
+
+
+def note_start(
+    folder: Path,
+    config: RunConfig,
+    step: int,
+    *,
+    attempt: str,
+    world_size: int,
+    device: str,
+    job_end_s: float | None = None,
+) -> None:
+    """Note a start: where it begins, on how many ranks, and every key that was set.
+
+    attempt: `attempt_id` of the job, or "local". device: the model of rank 0's device.
+    job_end_s: when the job is ended, in seconds since 1970.
+    """
+    more: dict[str, object] = {"attempt": attempt, "num_ranks": world_size, "device": device}
+    more |= {"host": socket.gethostname(), "num_steps": config.train.steps}
+    note_event(folder, START, step, **more, job_end_s=job_end_s, keys=written_keys(config))
+
+
+def written_keys(config: RunConfig) -> dict[str, list[Any]]:
+    """By dotted key its value and where that was written: file and line, or the command line."""
+    found: dict[str, list[Any]] = {}
+    for key, value in flat(config.model_dump(mode="json")):
+        if (place := config.place(key)) is not None:
+            found[key] = [value, place.file + (f":{place.line}" if place.line else "")]
+    return found
+
+
+def flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values."""
+    for key, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from flat(cast(dict[str, Any], value), f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def read_events(folder: Path) -> tuple[list[RunEvent], int]:
+    """All events in order, and how many lines are none.
+
+    Raises:
+        LaunchError: the name is that of a device, a pipe or the like, or the file is too large.
+    """
+    found, torn = read_json_lines(folder / EVENTS, _event)
+    return found, len(torn)
+
+
+def _event(row: Any) -> RunEvent:
+    rest = {k: v for k, v in row.items() if k not in ("event", "step", "at_s")}
+    return RunEvent(str(row["event"]), int(row["step"]), float(row["at_s"]), rest)

@@ -1,0 +1,125 @@
+"""The rows that a run writes, a JSON object a line, read as they are found.
+
+At any moment, from any machine that shares the folder: a line that is torn, or is no row, is
+counted and passed over, and a file that is not there has no rows.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from torchdistpackage.bounded import check_regular, parse_json
+from torchdistpackage.errors import DataError
+
+METRICS = "metrics.jsonl"
+"""A row for each step: what was measured of it, over all ranks."""
+RANKS = "ranks.jsonl"
+"""A row every few steps: what each rank spent its time on, and its memory."""
+EVENTS = "events.jsonl"
+"""A row for each start, save and end of the run, with its time."""
+_TAIL_BYTES = 1 << 16
+
+Row = dict[str, Any]
+
+
+def parse_row(line: str) -> Row | None:
+    """The row of a line; None if it is none: a row has a `step`."""
+    try:
+        row: Any = parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict):
+        return None
+    step = cast(Row, row).get("step")
+    return cast(Row, row) if type(step) is int and 0 <= step < 1 << 63 else None
+
+
+@dataclass(slots=True)
+class RowReader:
+    """The rows of one file, which may grow: `read_new` reads what was added since its last call.
+
+    rows: by step, of a step the last one written. num_torn: complete lines that are no rows.
+    """
+
+    path: Path
+    rows: dict[int, Row] = field(default_factory=dict[int, Row])
+    num_torn: int = 0
+    _place: tuple[int, int] = (0, 0)  # inode, bytes read
+    _cut: bytes = b""
+
+    def read_new(self) -> bool:
+        """Whether rows were added, or the file was replaced, as a run that resumes does.
+
+        Raises:
+            DataError: the name is that of a device, a pipe or the like, which is not opened.
+        """
+        try:
+            check_regular(self.path.resolve())
+            with self.path.open("rb") as file:
+                inode, at = self._place
+                found = file.seek(0, 2)
+                now = self.path.stat().st_ino
+                if now != inode or found < at:
+                    self.rows, self.num_torn, self._cut, at = {}, 0, b"", 0
+                file.seek(at)
+                data = file.read(found - at)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise DataError(f"{self.path} {error.strerror}; move it away") from error
+        self._place = now, at + len(data)
+        *lines, self._cut = (self._cut + data).split(b"\n")
+        for line in lines:
+            self._take(line)
+        return bool(data)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the last line has no end: it is being written, or torn."""
+        return bool(self._cut.strip())
+
+    def finish(self) -> None:
+        """Take the last line although it has no end: a row, or torn."""
+        if self._cut:
+            self._take(self._cut)
+            self._cut = b""
+
+    def _take(self, line: bytes) -> None:
+        if not line.strip():
+            return
+        row = parse_row(line.decode(errors="replace"))
+        if row is None:
+            self.num_torn += 1
+        else:
+            self.rows[row["step"]] = row
+
+    def sorted(self) -> list[Row]:
+        """All rows by ascending step."""
+        return [self.rows[step] for step in sorted(self.rows)]
+
+
+def read_rows(path: Path) -> tuple[list[Row], int]:
+    """Rows by ascending step, of a step the last one written, and how many lines are none.
+
+    Raises:
+        DataError: as `RowReader.read_new`.
+    """
+    reader = RowReader(path)
+    reader.read_new()
+    reader.finish()
+    return reader.sorted(), reader.num_torn
+
+
+def last_rows(path: Path) -> Iterator[Row]:
+    """Rows at the end of a file, the last one first, without reading the rest."""
+    try:
+        check_regular(path.resolve())
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(size - _TAIL_BYTES, 0))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return
+    found = map(parse_row, reversed(lines))
+    yield from (row for row in found if row is not None)

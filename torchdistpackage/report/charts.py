@@ -1,0 +1,307 @@
+"""The charts of a report as plain figures of plotly: what is drawn, without how a page looks.
+
+A series keeps the least and the largest value of every stretch of steps, so that a spike stays
+visible however many steps a run has.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchdistpackage.launch.run_rows import Row
+from torchdistpackage.report.run_data import RunData
+
+_MOST_POINTS = 4000
+"""Of a series of one run; of several runs they share this number."""
+_MOST_LINES = 16
+"""Ranks that have a line of their own; of more the least, the middle and the most are drawn."""
+_MOST_COLUMNS = 400
+_COMPUTE = ("forward", "backward", "optimizer")
+_KNOWN = {"step", "steps", "tokens", "skipped", "unigram", "bigram"}
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A figure: `traces` and `layout` are plotly's. note: what the picture shows, for readers."""
+
+    key: str
+    title: str
+    note: str
+    traces: list[dict[str, Any]]
+    layout: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def charts(runs: Sequence[RunData], peak_flops: float | None = None) -> list[Chart]:
+    """All charts for which the runs have numbers.
+
+    peak_flops: FLOP/s of one device, for the model FLOPs utilization.
+    """
+    found = [_loss(runs)]
+    for key, title, note, unit, log in _LINES:
+        found.append(_line_chart(runs, key, title, note, unit, log=log))
+    found.append(_utilization(runs, peak_flops))
+    for run in runs:
+        of = f" of {run.name}" if len(runs) > 1 else ""
+        found += [_spent(run, of), _memory(run, of), _slow(run, of), *_lists(run, of)]
+    found += _others(runs)
+    return [chart for chart in found if chart is not None and chart.traces]
+
+
+_LINES = (
+    ("lr", "Learning rate", "Learning rate of each step.", "", False),
+    ("grad_norm", "Gradient norm", "2-norm of the gradient before clipping.", "", True),
+    ("tokens_per_s", "Throughput", "Tokens of a step over its time, all ranks.", "tokens/s", False),
+    ("time_s", "Step time", "Duration of each step.", "s", False),
+    ("bubble", "Bubble", "Share of a step in which ranks computed nothing.", "", False),
+)
+_OWN_CHART = {"loss", "val_loss", "flops_per_s", *(line[0] for line in _LINES)}
+
+
+def thin(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
+    """At most `most` of the points, in order, with the lowest and the highest of every stretch."""
+    if len(points) <= most:
+        return list(points)
+    size = math.ceil(2 * len(points) / most)
+    kept: list[Point] = []
+    for at in range(0, len(points), size):
+        part = points[at : at + size]
+        low, high = min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])
+        kept += sorted({low, high})
+    return kept
+
+
+def series(rows: Iterable[Row], key: str) -> list[Point]:
+    """Steps and finite numbers of a key."""
+    found = ((row["step"], number(row.get(key))) for row in rows)
+    return [(step, value) for step, value in found if value is not None]
+
+
+def number(value: Any) -> float | None:
+    """A finite number, that is no bool, as a float; else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        value = float(value)
+    except OverflowError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _line(points: Sequence[Point], name: str, most: int, **more: Any) -> dict[str, Any]:
+    kept = thin(points, most)
+    x, y = [p[0] for p in kept], [float(f"{p[1]:.6g}") for p in kept]
+    return {"type": "scatter", "mode": "lines", "name": name, "x": x, "y": y, **more}
+
+
+def _share(runs: Sequence[RunData]) -> int:
+    return max(_MOST_POINTS // len(runs), 200)
+
+
+def _loss(runs: Sequence[RunData]) -> Chart:
+    traces: list[dict[str, Any]] = []
+    for index, run in enumerate(runs):
+        before = f"{run.name} " if len(runs) > 1 else ""
+        if points := series(run.rows, "loss"):
+            colour = {"colour": index if len(runs) > 1 else 0}
+            traces.append(_line(points, f"{before}training", _share(runs), **colour))
+        if points := series(run.rows, "val_loss"):
+            look = {"mode": "markers", "marker": {"size": 8, "symbol": "diamond"}}
+            look["colour"] = index if len(runs) > 1 else 1
+            traces.append({**_line(points, f"{before}validation", _share(runs)), **look})
+    for key, dash in (("unigram", "dot"), ("bigram", "dash")):
+        levels = [p for run in runs[:1] for p in series(run.rows, key)]
+        if levels and traces:
+            last = max(max(trace["x"]) for trace in traces)
+            look = {"line": {"dash": dash, "width": 1}, "colour": 7}
+            traces.append(
+                _line([(1, levels[-1][1]), (last, levels[-1][1])], f"{key} table", 2, **look)
+            )
+    return Chart("loss", "Loss", "Training and validation loss by step.", traces, _steps("nats"))
+
+
+def _line_chart(
+    runs: Sequence[RunData], key: str, title: str, note: str, unit: str, *, log: bool = False
+) -> Chart:
+    traces = [
+        _line(points, run.name, _share(runs), colour=index)
+        for index, run in enumerate(runs)
+        if (points := series(run.rows, key))
+    ]
+    layout = _steps(unit)
+    if log and all(min(trace["y"]) > 0 for trace in traces):
+        layout["yaxis"]["type"] = "log"
+    return Chart(key, title, note, traces, layout)
+
+
+def _utilization(runs: Sequence[RunData], peak_flops: float | None) -> Chart:
+    """The share of the devices' peak that the model's FLOPs are, or these alone."""
+    traces: list[dict[str, Any]] = []
+    known = peak_flops is not None
+    for index, run in enumerate(runs):
+        ranks = next((s.num_ranks for s in reversed(run.starts) if s.num_ranks), None)
+        scale = 1.0 if peak_flops is None else 1 / (peak_flops * (ranks or 1))
+        if points := [(x, y * scale) for x, y in series(run.rows, "flops_per_s")]:
+            traces.append(_line(points, run.name, _share(runs), colour=index))
+    if known:
+        note = f"FLOPs of the model, over {peak_flops / 1e12:g} TFLOP/s for each device."
+        return Chart("mfu", "Model FLOPs utilization", note, traces, _steps("share"))
+    note = "FLOPs of the model in a second, all ranks. Give --peak-tflops for a utilization."
+    return Chart("flops", "Model FLOP/s", note, traces, _steps("FLOP/s"))
+
+
+def _spent(run: RunData, of: str) -> Chart:
+    """Mean over ranks of what a step was spent on, one above another."""
+    parts: dict[str, list[Point]] = {}
+    for row in _columns(run.ranks):
+        step, whole = row["step"], _mean(row.get("time_s"))
+        phases, waits = _mapping(row, "phases"), _mapping(row, "waits")
+        if whole is None or not phases:
+            continue
+        cost = {"compute": sum(_mean(phases.get(name)) or 0.0 for name in _COMPUTE)}
+        for axis, held in waits.items():
+            name = "bubble and pipeline messages" if axis == "pipe" else f"exposed, {axis}"
+            cost[name] = _mean(held) or 0.0
+        cost["data"] = _mean(phases.get("data")) or 0.0
+        cost["host"] = max(whole - sum(cost.values()), 0.0)
+        for name, seconds in cost.items():
+            parts.setdefault(name, []).append((step, seconds))
+    traces = [
+        _line(points, name, _MOST_COLUMNS, stackgroup="one", colour=i, mode="lines")
+        for i, (name, points) in enumerate(parts.items())
+    ]
+    note = (
+        "Seconds of a step, mean over ranks: computation, waiting for calls over each axis, data "
+        "loading, and the rest of the host's time, such as waiting for a core."
+    )
+    return Chart(f"spent-{run.name}", f"What a step is spent on{of}", note, traces, _steps("s"))
+
+
+def _memory(run: RunData, of: str) -> Chart:
+    rows = [row for row in _columns(run.ranks) if _numbers(row.get("peak_bytes"))]
+    num = max((len(row["peak_bytes"]) for row in rows), default=0)
+    gib = [(row["step"], [x / 2**30 for x in _numbers(row["peak_bytes"])]) for row in rows]
+    if num <= _MOST_LINES:
+        lines: dict[str, Callable[[list[float]], float | None]] = {
+            f"rank {rank}": lambda held, rank=rank: held[rank] if rank < len(held) else None
+            for rank in range(num)
+        }
+    else:
+        lines = {"least": min, "median": statistics.median, "most": max}
+    traces = []
+    for index, (name, pick) in enumerate(lines.items()):
+        points = [(step, y) for step, held in gib if (y := pick(held)) is not None]
+        traces.append(_line(points, name, _MOST_COLUMNS, colour=index))
+    note = "The most that each rank has held so far: GPU memory, or without a GPU of its process."
+    return Chart(f"memory-{run.name}", f"Peak memory by rank{of}", note, traces, _steps("GiB"))
+
+
+def _slow(run: RunData, of: str) -> Chart:
+    """How much longer than its peers each rank was busy."""
+    rows = [row for row in _columns(run.ranks) if _mapping(row, "phases")]
+    table = [busy_excess(row, run.layout) for row in rows]
+    num = max(map(len, table), default=0)
+    if num < 2:
+        return Chart("slow", "", "", [])
+    z = [[round(held[r], 1) if r < len(held) else None for held in table] for r in range(num)]
+    largest = max((abs(x) for line in z for x in line if x is not None), default=0.0)
+    bound = max(10.0, min(largest, 100.0))
+    trace = {
+        "type": "heatmap", "x": [row["step"] for row in rows], "z": z, "zmin": -bound,
+        "zmax": bound, "colorscale": "RdBu", "colorbar": {"ticksuffix": " %"},
+        "y": [f"rank {r}" for r in range(num)],
+        "hovertemplate": "%{y}, step %{x}: %{z} %<extra></extra>",
+    }  # fmt: skip
+    note = (
+        "Busy time of each rank against the median of the ranks that do the same work, waiting "
+        "left out. Red ranks are slow."
+    )
+    layout = {"xaxis": {"title": {"text": "step"}}, "yaxis": {"autorange": "reversed"}}
+    return Chart(f"slow-{run.name}", f"Ranks against each other{of}", note, [trace], layout)
+
+
+def busy_excess(row: Row, layout: Sequence[tuple[str, int]]) -> list[float]:
+    """By rank how many percent longer than the median of its peers it was busy.
+
+    Peers are the ranks of one pipe index; without a layout all ranks.
+    """
+    phases = [_numbers(held) for held in _mapping(row, "phases").values()]
+    busy = [sum(x) for x in zip(*phases, strict=False)]
+    stage = [_index(rank, layout, "pipe") for rank in range(len(busy))]
+    middle = {
+        s: statistics.median(b for b, own in zip(busy, stage, strict=True) if own == s)
+        for s in set(stage)
+    }
+    return [
+        100 * (b / middle[s] - 1) if middle[s] > 0 else 0.0
+        for b, s in zip(busy, stage, strict=True)
+    ]
+
+
+def _index(rank: int, layout: Sequence[tuple[str, int]], axis: str) -> int:
+    for name, size in reversed(layout):
+        rank, index = divmod(rank, max(size, 1))
+        if name == axis:
+            return index
+    return 0
+
+
+def _lists(run: RunData, of: str) -> list[Chart]:
+    """A heat map of each key of metrics.jsonl whose values are lists, as the load of experts."""
+    keys = {k for row in run.rows[-1000:] for k, v in row.items() if _numbers(v)}
+    found = []
+    for key in sorted(keys):
+        rows = [row for row in run.rows if _numbers(row.get(key))]
+        rows = rows[:: max(len(rows) // _MOST_COLUMNS, 1)]
+        num = max(len(row[key]) for row in rows)
+        z = [[_at(_numbers(row[key]), i) for row in rows] for i in range(num)]
+        trace = {
+            "type": "heatmap", "x": [row["step"] for row in rows], "z": z,
+            "colorscale": "Viridis", "y": list(range(num)),
+        }  # fmt: skip
+        title = f"Load of experts{of}" if "expert" in key else f"{key}{of}"
+        layout = {"xaxis": {"title": {"text": "step"}}, "yaxis": {"dtick": 1 if num < 20 else None}}
+        found.append(Chart(f"{key}-{run.name}", title, f"{key} by step.", [trace], layout))
+    return found
+
+
+def _others(runs: Sequence[RunData]) -> list[Chart]:
+    """A chart of each further number that a run logs."""
+    keys = {
+        k for run in runs for row in run.rows[-1000:] for k in row if number(row[k]) is not None
+    }
+    left = sorted(keys - _OWN_CHART - _KNOWN)
+    return [_line_chart(runs, key, key, f"{key} by step.", "") for key in left]
+
+
+def _columns(rows: Sequence[Row]) -> Sequence[Row]:
+    """As many rows as a chart has room for, evenly, with the last one."""
+    every = math.ceil(len(rows) / _MOST_COLUMNS) if rows else 1
+    return rows[::-1][::every][::-1]
+
+
+def _steps(unit: str) -> dict[str, Any]:
+    return {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": unit}}}
+
+
+def _mapping(row: Row, key: str) -> Mapping[str, Any]:
+    value = row.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _numbers(value: Any) -> list[float]:
+    if not isinstance(value, list):
+        return []
+    return [x for x in map(number, value) if x is not None]
+
+
+def _mean(value: Any) -> float | None:
+    found = _numbers(value)
+    return sum(found) / len(found) if found else None
+
+
+def _at(values: Sequence[float], index: int) -> float | None:
+    return values[index] if index < len(values) else None

@@ -1,0 +1,23 @@
+"""Peak FLOP/s of one device, dense, in bf16, as the data sheets have it."""
+
+_TFLOPS = {
+    "B200": 2250.0,
+    "GH200": 989.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "A40": 149.7,
+    "A10G": 70.0,
+    "V100": 125.0,
+    "MI300X": 1307.0,
+    "MI250X": 191.5,
+}
+"""By a part of the device's name; the first that fits. MI250X: of one of its two dies."""
+
+
+def peak_flops_of(device: str) -> float | None:
+    """Of a device by its name, as `torch.cuda.get_device_name` gives it; None: unknown."""
+    found = (tflops for name, tflops in _TFLOPS.items() if name.lower() in device.lower())
+    return next((tflops * 1e12 for tflops in found), None)

@@ -1,0 +1,175 @@
+"""How a run is just now, in facts and one curve of characters: what `tdp watch` shows."""
+
+import contextlib
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchdistpackage.launch.run_rows import METRICS, Row
+from torchdistpackage.report.charts import busy_excess, number, series
+from torchdistpackage.report.run_data import RUNNING, RunData
+
+_RECENT = 20
+"""Steps that a rate is the median of."""
+_LAGS_PERCENT = 10.0
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_QUIET_STEPS = 20
+"""After so many usual steps without a row, and 30 s at least, a run is called quiet."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """step of num_steps; loss: the last one. facts: a name and a text each, in order. ended: the
+    run goes on no more, as far as its files say."""
+
+    step: int
+    num_steps: int | None
+    loss: float | None
+    facts: dict[str, str] = field(default_factory=dict[str, str])
+    ended: bool = False
+
+    @property
+    def line(self) -> str:
+        """All of it in one line."""
+        shown = ("state", "loss", "throughput", "bubble", "lagging", "last step in")
+        words = [f"{name} {self.facts[name]}" for name in shown if name in self.facts]
+        return "  ".join([f"step {self.step}/{self.num_steps or '?'}", *words])
+
+
+def status_of(data: RunData, now_s: float, queue: str = "") -> RunStatus:
+    """The status of a run. now_s: seconds since 1970. queue: what Slurm says of its job."""
+    last = data.rows[-1] if data.rows else {}
+    step = int(last.get("step", 0))
+    start = data.starts[-1] if data.starts else None
+    step_s = _median(data.rows, "time_s")
+    facts: dict[str, str] = {}
+    word = start.word if start else ("no start noted" if not data.rows else "")
+    ended = start is not None and word not in (RUNNING,) and start.end_s is not None
+    if step_s and word == RUNNING and (quiet := _quiet_s(data, step_s, now_s)):
+        word += f", quiet for {duration(quiet)}"
+    facts["state"] = " ".join(filter(None, (word, start.cause if start else "")))
+    facts["queue"] = queue
+    if len(data.starts) > 1:
+        facts["restarts"] = f"{len(data.starts) - 1}, the last from step {data.starts[-1].step}"
+    loss = series(data.rows[-1:], "loss")
+    validated = series(data.rows, "val_loss")
+    facts["loss"] = f"{loss[0][1]:.4f}" if loss else ""
+    if validated:
+        facts["validation loss"] = f"{validated[-1][1]:.4f} at step {validated[-1][0]}"
+    if (speed := _median(data.rows, "tokens_per_s")) is not None:
+        facts["throughput"] = f"{_short(speed)} tokens/s"
+    if (flops := _median(data.rows, "flops_per_s")) is not None:
+        facts["model FLOP/s"] = f"{flops / 1e12:.3g} TFLOP/s"
+    if (bubble := _median(data.rows, "bubble")) is not None:
+        facts["bubble"] = f"{bubble:.1%}"
+    if data.ranks:
+        facts |= _of_ranks(data.ranks[-1], data.layout)
+    facts |= _times(data, step, step_s, now_s, ended)
+    facts = {name: text for name, text in facts.items() if text}
+    return RunStatus(step, data.num_steps, loss[0][1] if loss else None, facts, ended)
+
+
+def _of_ranks(row: Row, layout: Sequence[tuple[str, int]]) -> dict[str, str]:
+    """Shares of a step, memory and ranks that lag, of one row of ranks.jsonl."""
+    facts: dict[str, str] = {}
+    whole = _mean(row.get("time_s"))
+    waits = row.get("waits")
+    if whole and isinstance(waits, dict):
+        shares = {axis: (_mean(held) or 0.0) / whole for axis, held in waits.items()}
+        facts["exposed"] = ", ".join(f"{axis} {share:.1%}" for axis, share in shares.items())
+    peaks = row.get("peak_bytes")
+    found = [x for x in peaks if number(x) is not None] if isinstance(peaks, list) else []
+    if found:
+        most = max(found)
+        facts["memory"] = f"{most / 2**30:.2f} GiB at most, on rank {found.index(most)}"
+    if isinstance(row.get("phases"), dict):
+        excess = busy_excess(row, layout)
+        late = sorted(((x, r) for r, x in enumerate(excess) if x > _LAGS_PERCENT), reverse=True)
+        facts["lagging"] = ", ".join(f"rank {rank} (+{x:.0f} %)" for x, rank in late[:4])
+    return facts
+
+
+def _times(
+    data: RunData, step: int, step_s: float | None, now_s: float, ended: bool
+) -> dict[str, str]:
+    """How long until the last step, the next checkpoint and the end of the job."""
+    facts: dict[str, str] = {}
+    if ended or not step_s:
+        return facts
+    if data.num_steps is not None:
+        facts["last step in"] = duration((data.num_steps - step) * step_s)
+    every, minutes = (
+        data.config.get("checkpoint.save_every"),
+        data.config.get("checkpoint.save_every_min"),
+    )
+    waits = []
+    if isinstance(every, int) and every > 0:
+        waits.append((every - step % every) * step_s)
+    if isinstance(minutes, int | float):
+        since = [data.starts[-1].begin_s] if data.starts else []
+        since += [save.at_s for save in data.saves[-1:]]
+        waits.append(max(max(since, default=now_s) + 60 * minutes - now_s, 0.0))
+    if waits:
+        facts["next checkpoint in"] = duration(min(waits))
+    end_s = data.starts[-1].job_end_s if data.starts else None
+    if end_s is not None:
+        facts["job ends in"] = duration(max(end_s - now_s, 0.0))
+    return facts
+
+
+def _quiet_s(data: RunData, step_s: float, now_s: float) -> float | None:
+    """For how long a running run has written nothing, if that is unusual."""
+    signs = [x for row in data.ranks[-1:] if (x := number(row.get("at_s"))) is not None]
+    with contextlib.suppress(OSError):
+        signs.append((data.folder / METRICS).stat().st_mtime)
+    since = now_s - max(signs, default=now_s)
+    return since if since > max(_QUIET_STEPS * step_s, 30.0) else None
+
+
+def curve(values: Sequence[float], columns: int, rows: int) -> list[str]:
+    """A curve of block characters, `rows` lines of at most `columns`; [] without values."""
+    if not values:
+        return []
+    size = max(len(values) / columns, 1.0)
+    num = min(columns, len(values))
+    parts = [
+        values[int(i * size) : max(int((i + 1) * size), int(i * size) + 1)] for i in range(num)
+    ]
+    means = [sum(part) / len(part) for part in parts if part]
+    low, high = min(means), max(means)
+    eighths = [round((x - low) / (high - low or 1.0) * (8 * rows - 1)) + 1 for x in means]
+    return [
+        "".join(_BLOCKS[min(max(n - 8 * row, 0), 8)] for n in eighths)
+        for row in reversed(range(rows))
+    ]
+
+
+def duration(seconds: float) -> str:
+    """Such as 3 d 4 h, 2 h 05 min, 4 min 10 s, 12 s."""
+    whole = int(seconds)
+    minutes, s = divmod(whole, 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days:
+        return f"{days} d {h} h"
+    if hours:
+        return f"{hours} h {m:02} min"
+    return f"{minutes} min {s:02} s" if minutes else f"{s} s"
+
+
+def _median(rows: Sequence[Row], key: str) -> float | None:
+    found = [value for _, value in series(rows[-_RECENT:], key)]
+    return statistics.median(found) if found else None
+
+
+def _mean(value: Any) -> float | None:
+    found = [x for x in value if number(x) is not None] if isinstance(value, list) else []
+    return sum(found) / len(found) if found else None
+
+
+def _short(value: float) -> str:
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:.0f}"

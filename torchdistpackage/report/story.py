@@ -1,0 +1,151 @@
+"""What a report tells besides charts of steps: starts on one axis of time, and tables of text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchdistpackage.report.charts import Chart
+from torchdistpackage.report.run_data import RunData, RunStart, when
+
+COLOURS = {"finished": 2, "requeue": 0, "chain": 0, "again": 5, "running": 4, "failed": 3}
+"""Word of an end -> place in the palette of the page; the others have 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text under a head. note: what they are."""
+
+    key: str
+    title: str
+    note: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def life(runs: Sequence[RunData], now_s: float) -> Chart:
+    """Every start as a bar from its begin to its end, and the checkpoints as marks."""
+    traces: list[dict[str, Any]] = []
+    shown: set[str] = set()
+    for run in runs:
+        for number, start in enumerate(run.starts):
+            end_s = start.end_s or (now_s if start.word == "running" else start.begin_s)
+            text = f"start {number} ({start.attempt}) from step {start.step}: {_end(start)}"
+            traces.append(
+                {
+                    "type": "scatter", "mode": "lines", "line": {"width": 18},
+                    "x": [when(start.begin_s), when(end_s)], "y": [run.name, run.name],
+                    "name": start.word, "legendgroup": start.word, "text": text,
+                    "showlegend": start.word not in shown, "hoverinfo": "text+x",
+                    "colour": COLOURS.get(start.word, 1),
+                }
+            )  # fmt: skip
+            shown.add(start.word)
+        if run.saves:
+            traces.append(
+                {
+                    "type": "scatter", "mode": "markers", "name": "checkpoint",
+                    "x": [when(save.at_s) for save in run.saves], "y": [run.name] * len(run.saves),
+                    "text": [f"checkpoint of step {save.step}" for save in run.saves],
+                    "hoverinfo": "text+x", "colour": 7, "legendgroup": "checkpoint",
+                    "showlegend": "checkpoint" not in shown,
+                    "marker": {"symbol": "line-ns-open", "size": 16, "line": {"width": 2}},
+                }
+            )  # fmt: skip
+            shown.add("checkpoint")
+    layout = {
+        "xaxis": {"type": "date"},
+        "yaxis": {"type": "category"},
+        "height": 130 + 50 * len(runs),
+    }
+    note = "Every start of the run, coloured by how it ended, with its checkpoints."
+    return Chart("life", "Starts and checkpoints", note, traces, layout)
+
+
+def tables(runs: Sequence[RunData]) -> list[Table]:
+    """Starts, warnings, what was not there, and the configuration or what differs in it."""
+    several = len(runs) > 1
+    own = [run.name for run in runs]
+
+    def named(run: RunData, row: Sequence[str]) -> list[str]:
+        return [run.name, *row] if several else list(row)
+
+    head = ["run"] if several else []
+    starts = [named(run, row) for run in runs for row in _start_rows(run)]
+    found = [
+        Table(
+            "starts", "Starts", "Each start of the run, and how it ended.",
+            [*head, "start", "began", "ended", "steps", "ranks", "on", "end", "cause"], starts,
+        )
+    ]  # fmt: skip
+    if several:
+        found.append(Table("differs", "What differs", "Keys whose values differ between the runs.",
+                           ["key", *own], _differences(runs)))  # fmt: skip
+    changed = [named(run, row) for run in runs for row in _changes(run)]
+    if changed:
+        found.append(Table("changed", "Changed between starts", "Keys that a start set anew.",
+                           [*head, "key", "start", "was", "became", "written at"],
+                           changed))  # fmt: skip
+    saves = [
+        named(run, (str(s.step), when(s.at_s), "" if s.took_s is None else f"{s.took_s:.2f}",
+                    "kept" if s.kept else "removed"))
+        for run in runs for s in run.saves
+    ]  # fmt: skip
+    found.append(Table("saves", "Checkpoints", "When each was complete, and the seconds it took.",
+                       [*head, "step", "complete", "seconds", "now"], saves))  # fmt: skip
+    warned = [named(run, row) for run in runs for row in run.warnings]
+    found.append(Table("warnings", "Warnings", "Slow ranks, numbers that are not finite, notes.",
+                       [*head, "where", "what"], warned))  # fmt: skip
+    for run in runs:
+        of = f" of {run.name}" if several else ""
+        rows = [(k, _text(v), run.places.get(k, "default")) for k, v in run.config.items()]
+        note = "Every key of the run, and where its value was written."
+        found.append(Table(f"config-{run.name}", f"Configuration{of}", note,
+                           ["key", "value", "written at"], rows))  # fmt: skip
+    return [table for table in found if table.rows]
+
+
+def _start_rows(run: RunData) -> list[list[str]]:
+    rows = []
+    for start in run.starts:
+        last = "" if start.end_step is None else str(start.end_step)
+        ended = "" if start.end_s is None else when(start.end_s)
+        ranks = "" if start.num_ranks is None else str(start.num_ranks)
+        rows.append([start.attempt, when(start.begin_s), ended, f"{start.step} to {last or '?'}",
+                     ranks, start.place, start.word, start.cause])  # fmt: skip
+    return rows
+
+
+def _changes(run: RunData) -> list[list[str]]:
+    """Keys that a later start set to another value than the one before it."""
+    rows: list[list[str]] = []
+    for before, now in zip(run.starts, run.starts[1:], strict=False):
+        if not before.keys or not now.keys:
+            continue
+        for key in sorted({*before.keys, *now.keys}):
+            was, became = _set(before, key), _set(now, key)
+            if was[0] != became[0]:
+                rows.append([key, now.attempt, was[0], became[0], became[1]])
+    return rows
+
+
+def _set(start: RunStart, key: str) -> tuple[str, str]:
+    held = start.keys.get(key)
+    if not isinstance(held, list) or len(held) != 2:
+        return "default", ""
+    return _text(held[0]), str(held[1])
+
+
+def _differences(runs: Sequence[RunData]) -> list[list[str]]:
+    keys = list(dict.fromkeys(key for run in runs for key in run.config))
+    table = [[key, *(_text(run.config.get(key, "(no such key)")) for run in runs)] for key in keys]
+    return [row for row in table if len(set(row[1:])) > 1]
+
+
+def _end(start: RunStart) -> str:
+    return f"{start.word} {start.cause}".strip()
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

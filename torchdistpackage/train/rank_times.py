@@ -1,0 +1,175 @@
+"""What every rank spends its steps on, and its memory: `ranks.jsonl`, a row every few steps.
+
+A rank's seconds are those of its phases (harness/stragglers/compare.py), in which it waits for
+nobody, and for how long its host was blocked in calls over each axis. On a device queue the host is
+not blocked, so there a phase holds its waits and no axis has any. The numbers of a step leave in
+one small all-gather of host memory and are read a step later, so no rank waits for it.
+"""
+
+import math
+import platform
+import resource
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.group_state import known_states
+from torchdistpackage.comm.groups import on_cpu
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.comm.work import Work
+from torchdistpackage.harness.stragglers.find import PHASES
+from torchdistpackage.launch.run_rows import RANKS
+from torchdistpackage.topology.mesh import Topology
+from torchdistpackage.train.log import MetricsLog
+from torchdistpackage.train.loop import Callback, Loop
+from torchdistpackage.train.step import Trainer
+from torchdistpackage.train.step_stats import PendingStep, StepResult
+
+SEVERAL = "several axes"
+"""Of a group that lies along more than one, such as all ranks."""
+_RANKS_A_ROW = 64
+"""More ranks write a row the more seldom, or the file of a large run would have gigabytes."""
+_LETTERS = 6
+
+
+class RankTimes(Callback):
+    """Gathers the ranks' numbers every `every` steps, more seldom with more than 64 ranks.
+
+    folder: of the run. next_step: rows from it on are dropped, as its steps are done again.
+    """
+
+    def __init__(self, trainer: Trainer, folder: Path, every: int, next_step: int):
+        world = trainer.plan.world_size
+        self._trainer = trainer
+        self._every = every * math.ceil(world / _RANKS_A_ROW)
+        self._group = on_cpu(tpc.get_group("global"))
+        self._waits = AxisWaits(trainer.plan.topology)
+        self._last = next_step - 1
+        self._begun: list[float] = []
+        self._taken = [0.0] * (1 + len(self._waits.axes))
+        self._pending: tuple[int, int, Work | Tensor] | None = None
+        hosts = primitives.gather_objects(platform.node(), self._group)
+        self._log = MetricsLog(folder, next_step - 1, RANKS) if trainer.rank == 0 else None
+        self._hosts: Sequence[object] | None = hosts  # written once, with the first row
+
+    def before_step(self, loop: Loop, step: int) -> None:
+        """What comes between steps, as a validation, is not of their time."""
+        if not self._begun or not self._trainer.runs_ahead:
+            self._begun = self._now()
+
+    def on_issued(self, loop: Loop, step: int) -> None:
+        now = self._now()
+        self._taken = [t + b - a for t, a, b in zip(self._taken, self._begun, now, strict=True)]
+        self._begun = now
+        self._read()
+        if step % self._every == 0 or step == self._trainer.num_steps:
+            self._send(step)
+
+    def on_step(self, loop: Loop, result: StepResult, issued: PendingStep) -> None:
+        if result.stop:
+            self._read()
+
+    def on_end(self, loop: Loop) -> None:
+        """Write what has arrived."""
+        self._read()
+        if self._log is not None:
+            self._log.close()
+
+    def _send(self, step: int) -> None:
+        """Begin to send all ranks my numbers of the steps since the last row."""
+        num = step - self._last
+        kept = self._trainer.phases.kept()
+        mine = [times for at, times in kept.items() if self._last < at <= step]
+        known = max(len(mine), 1)
+        values = [sum(x.get(phase, 0.0) for x in mine) / known for phase in PHASES]
+        values += [taken / num for taken in self._taken]
+        row = torch.tensor([[*values, *memory_bytes(self._trainer.device)]], dtype=torch.float64)
+        self._last, self._taken = step, [0.0] * len(self._taken)
+        alone = self._group.size() == 1
+        gathered = row if alone else primitives.all_gather(row, self._group, async_op=True)
+        self._pending = step, num, gathered
+
+    def _read(self) -> None:
+        if self._pending is None:
+            return
+        (step, num, found), self._pending = self._pending, None
+        table = found if isinstance(found, Tensor) else found.wait()
+        if self._log is None:
+            return
+        columns = [[_short(x) for x in column] for column in table.T.tolist()]
+        phases = dict(zip(PHASES, columns, strict=False))
+        time_s, *waits = columns[len(PHASES) : -2]
+        held, peak = columns[-2:]
+        more = {} if self._hosts is None else {"hosts": self._hosts, "layout": self._layout()}
+        self._hosts = None
+        self._log.write(
+            step,
+            steps=num,
+            at_s=round(time.time(), 3),
+            time_s=time_s,
+            phases=phases,
+            waits=dict(zip(self._waits.axes, waits, strict=True)),
+            memory_bytes=held,
+            peak_bytes=peak,
+            **more,
+        )
+
+    def _now(self) -> list[float]:
+        """The time, and how long this host has been blocked in calls over each axis."""
+        return [time.monotonic(), *self._waits.seconds()]
+
+    def _layout(self) -> list[list[object]]:
+        axes = self._trainer.plan.topology.dense.axes
+        return [[name, size] for name, size in axes]
+
+
+class AxisWaits:
+    """How long this host has been blocked in calls over each axis; `axes` names them, with
+    `SEVERAL` last."""
+
+    def __init__(self, topology: Topology):
+        self._topology = topology
+        dense = [name for name, size in topology.dense.axes if size > 1]
+        expert = ["expert"] if topology.expert.axis_size("expert") > 1 else []
+        self.axes = (*dense, *expert, SEVERAL)
+        self._places: dict[tuple[str, tuple[int, ...]], int] = {}
+
+    def seconds(self) -> list[float]:
+        """In all, in the order of `axes`."""
+        found = [0.0] * len(self.axes)
+        for state in known_states():
+            key = state.axis, state.ranks
+            place = self._places.get(key)
+            if place is None:
+                place = self._places[key] = self.axes.index(self._axis(*key))
+            found[place] += state.waited_s
+        return found
+
+    def _axis(self, name: str, ranks: tuple[int, ...]) -> str:
+        """The axis along which `ranks` lie, or `SEVERAL`. name: of the group, if it has one."""
+        if name in self.axes:
+            return name
+        coords = [self._topology.dense.coord(rank) for rank in ranks]
+        along = [axis for axis in coords[0] if len({x[axis] for x in coords}) > 1]
+        return along[0] if len(along) == 1 else SEVERAL
+
+
+def memory_bytes(device: torch.device) -> tuple[float, float]:
+    """What this rank holds now, and the most it has held: on a GPU of its memory, else of the
+    process."""
+    if device.type == "cuda":
+        held, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        return float(held), float(peak)
+    pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KiB on Linux
+    held = pages * resource.getpagesize()
+    return float(held), float(max(held, peak))
+
+
+def _short(value: float) -> float:
+    """With six digits, which is more than a measurement has."""
+    return float(f"{value:.{_LETTERS}g}") if math.isfinite(value) else value
