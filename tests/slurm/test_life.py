@@ -204,7 +204,11 @@ def test_the_node_that_failed_is_left_out_of_the_next_submission(survivor):
 def test_a_run_saves_before_its_time_is_over_and_goes_on(submitted, local):
     found = submitted["limit"].result(timeout=600)
     said = told(found.run)
-    assert said == local[: len(said)] and len(said) > found.starts[1]["step"] >= 1
+    expected = local[: len(said)]
+    if said[-1][-1] is None:
+        # cancelled at a validation, if one was due here: the next start owes it, and none comes
+        expected[-1] = (*expected[-1][:-1], None)
+    assert said == expected and len(said) > found.starts[1]["step"] >= 1
     assert found.states == ["REQUEUED", "CANCELLED by 0"]
     assert re.match(
         r"requeue after step \d+: the job ends in \d+ s, and 2 steps, two saves and the margin",

@@ -4,7 +4,9 @@ Gloo and NCCL differ here. How calls of a group behave is asked of its `Transpor
 end of another name says its own by `register_transport`.
 """
 
+import atexit
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from torchdistpackage.errors import CommError
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """What the package must know of a back end.
+    """How a back end carries calls, as far as the package must know.
 
     queued: a call returns before it is done and runs later, in order, on a stream of the group;
         `wait()` holds up the current stream and not the host, and p2p tags are ignored.
@@ -96,8 +98,10 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 # -- gloo's threads ------------------------------------------------------------------------
 
 _READERS = "gloo_tcp_loop"
-"""What gloo calls the threads in which it reads its sockets, one for each group; no name in torch
+"""The name of gloo's threads that read its sockets, one for each group; they have none in torch
 2.11."""
+_WORKERS = "pt_gloo_runloop"
+"""The name of the threads that run gloo's collectives, two for each group."""
 _TASKS = Path("/proc/self/task")
 
 
@@ -126,3 +130,44 @@ def deprioritize(yielding: bool = True) -> int:
         except OSError:
             continue  # it has ended, or a sandbox forbids it: then all stays as it was
     return number
+
+
+def let_workers_rest(limit_s: float = 5.0, look_s: float = 0.005) -> None:
+    """Wait until no worker of gloo is busy; called when the interpreter is about to end.
+
+    A worker lets go of the tensors of a call after the call is done and awaited, and takes the lock
+    of the interpreter for it. If that is being torn down by then, Python ends the thread, and with
+    it the process: "terminate called without an active exception" (pytorch/pytorch#179291).
+    Ending the groups would not do: who holds one keeps it, threads and all.
+
+    limit_s: for all of it; calls that peers have not joined take it. look_s: between two looks, in
+    which this thread gives the lock away.
+    """
+    ends_at = time.monotonic() + limit_s
+    before, now = {"": ""}, _workers()
+    while now != before and time.monotonic() < ends_at:
+        time.sleep(look_s)
+        before, now = now, _workers()
+
+
+def _workers() -> dict[str, str]:
+    """By thread of gloo's workers, how often it has slept; what is busy never repeats.
+
+    One without work sleeps until it is woken (a futex without a time limit, its fourth argument);
+    one that waits for peers, or for the lock of the interpreter, sleeps for so long at most.
+    """
+    found = {}
+    for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
+        try:
+            if (task / "comm").read_text().strip() == _WORKERS:
+                call = (task / "syscall").read_text().split()
+                lines = (task / "status").read_text().splitlines()
+                switches = [line for line in lines if "ctxt_switches" in line]
+                rests = len(call) > 4 and call[4] == "0x0"
+                found[task.name] = " ".join(switches) if rests else f"{time.monotonic()}"
+        except OSError:
+            continue  # it has ended, or a sandbox forbids it: then all stays as it was
+    return found
+
+
+atexit.register(let_workers_rest)
