@@ -35,6 +35,7 @@ PURE_FOLDERS = (
     "layout",
     "schedule",
     "config",
+    "predict",
     "launch",
     "report",
 )

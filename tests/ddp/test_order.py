@@ -4,11 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchdistpackage.ddp.bucket_plan import MIB, BucketEntry, bucket_sizes, plan_buckets
-from torchdistpackage.ddp.bucket_tuning import LinkModel, arrival_order, choose_plan, end_s
+from torchdistpackage.ddp.bucket_tuning import arrival_order, choose_plan, end_s
+from torchdistpackage.predict.links import LinkModel
 
 times = st.dictionaries(st.integers(0, 9), st.floats(0, 1), max_size=10)
 SIZES_BYTES = bucket_sizes(queued=False).candidates_bytes
-GBIT = LinkModel(bytes_per_s=119e6, call_s=0.0007)
+
+GBIT = LinkModel(bytes_per_s=119e6, latency_s=0.0007)
 
 
 @given(times, st.sets(st.integers(0, 9)))
@@ -30,13 +32,13 @@ def mlp(num_layers: int = 8, layer_s: float = 0.015) -> tuple[list[BucketEntry],
 def test_a_step_ends_when_the_wire_has_carried_everything_from_the_first_bucket_on():
     entries, ready_s = mlp()
     buckets = plan_buckets(entries, 4 * MIB)
-    wire_s = sum(GBIT.call_s + b.num_elements * 4 / GBIT.bytes_per_s for b in buckets)
+    wire_s = sum(GBIT.latency_s + b.num_elements * 4 / GBIT.bytes_per_s for b in buckets)
     assert abs(end_s(buckets, entries, ready_s, GBIT) - (0.015 + wire_s)) < 1e-9
 
 
 def test_on_a_wire_that_waits_for_gradients_a_step_ends_one_bucket_after_the_last():
     entries, ready_s = mlp()
-    fast = LinkModel(bytes_per_s=1e12, call_s=0.0)
+    fast = LinkModel(bytes_per_s=1e12, latency_s=0.0)
     assert (
         abs(end_s(plan_buckets(entries, 4 * MIB), entries, ready_s, fast) - max(ready_s.values()))
         < 1e-4
@@ -51,7 +53,7 @@ def test_on_a_wire_that_waits_for_gradients_a_step_ends_one_bucket_after_the_las
 def test_what_is_chosen_is_about_as_good_as_any_other(layers, bytes_per_s, call_s):
     entries = [BucketEntry(i, n, 4, "f4") for i, (n, _) in enumerate(layers)]
     ready_s = {i: sum(s for _, s in layers[i:]) for i in range(len(layers))}
-    wire, order = LinkModel(bytes_per_s, call_s), arrival_order(range(len(layers)), ready_s, ())
+    wire, order = LinkModel(call_s, bytes_per_s), arrival_order(range(len(layers)), ready_s, ())
     best = choose_plan(entries, ready_s, order, wire, SIZES_BYTES)
 
     def took_s(cap: int, first: int) -> float:
@@ -69,12 +71,12 @@ def test_a_slow_wire_begins_with_a_small_bucket_and_goes_on_with_large_ones():
     ready_s = {i: 0.001 * (160 - i) for i in range(160)}
     order = arrival_order(range(160), ready_s, ())
     slow = choose_plan(
-        entries, ready_s, order, LinkModel(bytes_per_s=20e6, call_s=0.002), SIZES_BYTES
+        entries, ready_s, order, LinkModel(bytes_per_s=20e6, latency_s=0.002), SIZES_BYTES
     )
     assert slow.first_bytes is not None
     assert slow.first_bytes <= 5 * MIB and slow.cap_bytes >= 8 * MIB
     fast = choose_plan(
-        entries, ready_s, order, LinkModel(bytes_per_s=1e9, call_s=0.0001), SIZES_BYTES
+        entries, ready_s, order, LinkModel(bytes_per_s=1e9, latency_s=0.0001), SIZES_BYTES
     )
     assert fast.cap_bytes < slow.cap_bytes
 

@@ -13,7 +13,6 @@ early and cost a call each.
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 
@@ -24,6 +23,7 @@ from torchdistpackage.comm.moments import Moment, clock_of, seconds
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.ddp.bucket_plan import Bucket, BucketEntry, BucketPlan, plan_buckets
 from torchdistpackage.ddp.param_spec import ParamSpec
+from torchdistpackage.predict.links import LinkModel
 
 ORDERED, SIZED = 1, 3
 """After how many reductions the order, and the sizes, are settled."""
@@ -33,14 +33,6 @@ NUM_CALLS = 8
 
 NOT_WORTH_IT = 0.005
 """Part of the time by which fewer buckets may be slower and still be taken."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkModel:
-    """What travels over it takes call_s + bytes / bytes_per_s."""
-
-    bytes_per_s: float
-    call_s: float
 
 
 class BucketTuner:
@@ -57,7 +49,7 @@ class BucketTuner:
         self._cap_bytes, self._candidates_bytes = cap_bytes, candidates_bytes
         self._rounds = 0
         self._group: Group | None = None
-        self._link = LinkModel(1.0, 0.0)
+        self._link = LinkModel()
         self._order: tuple[int, ...] = ()
         self._soonest_s: dict[int, float] = {}
         self.begin()
@@ -155,7 +147,7 @@ class BucketTuner:
             times.append(self._now())
         # other work on the machine only makes a call longer
         call_s = min(seconds(before, after) for before, after in pairwise(times))
-        return LinkModel(max(num_bytes, 1) / max(took_s, 1e-6), call_s)
+        return LinkModel(call_s, max(num_bytes, 1) / max(took_s, 1e-6))
 
 
 def arrival_order(
@@ -186,7 +178,7 @@ def end_s(
     for bucket in buckets:
         begin_s = max(ready_s.get(i, last_s) for i in bucket.members)
         size = bucket.num_elements * element_bytes[bucket.members[0]]
-        free_s = max(free_s, begin_s) + link.call_s + size / link.bytes_per_s
+        free_s = max(free_s, begin_s) + link.seconds(size)
     return free_s
 
 

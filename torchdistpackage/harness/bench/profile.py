@@ -4,11 +4,11 @@ A profile says who measured what, when and on how many ranks, and answers for a 
 link was measured.
 """
 
-import itertools
 import json
 import math
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from torchdistpackage.bounded import read_regular
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench.request import CONCURRENT
 from torchdistpackage.harness.operations import COLLECTIVES
+from torchdistpackage.predict.links import LinkModel, fit_line
 
 _MAX_BYTES = 1 << 24
 FORMAT, VERSION = "torchdistpackage cluster profile", 1
@@ -51,48 +52,21 @@ class LinkFit(_Measured):
     deviation: float | None = Field(ge=0)
 
     def time_s(self, num_bytes: float) -> float:
-        return self.latency_s + (num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0)
+        """Seconds of a call of so many bytes."""
+        return LinkModel(self.latency_s, self.bytes_per_s or inf).seconds(num_bytes)
 
 
 def fit(points: Sequence[tuple[float, float]]) -> LinkFit | None:
-    """The line through (bytes, seconds) points; None unless they are of two sizes or more.
-
-    Neither part is negative, and the line is the nearest by the sum of *relative* deviations, so
-    that small messages count as much as large ones and a few odd points do not move it. Such a line
-    goes through two of the points, or through one and the origin, or is flat: all are tried. A
-    bandwidth whose share of the longest time is less than the points deviate by is noise, and the
-    line is flat then.
-    """
-    points = [(x, t) for x, t in points if x > 0 and t > 0]
-    num_sizes, largest = len({x for x, _ in points}), max((x for x, _ in points), default=0.0)
-    if num_sizes < 2:
+    """The line through (bytes, seconds) points (`fit_line`), as a profile holds it."""
+    found = fit_line(points)
+    if found is None:
         return None
-    found = sorted((_off(line, points) / len(points), line) for line in _lines(points))
-    off, (latency_s, per_byte_s) = found[0]
-    if per_byte_s * largest < off * (latency_s + per_byte_s * largest):
-        off, (latency_s, per_byte_s) = next(one for one in found if one[1][1] == 0.0)
+    line, deviation = found
     return LinkFit(
-        latency_s=latency_s,
-        bytes_per_s=1 / per_byte_s if per_byte_s > 0 else None,
-        deviation=off if num_sizes > 2 else None,
+        latency_s=line.latency_s,
+        bytes_per_s=line.bytes_per_s if isfinite(line.bytes_per_s) else None,
+        deviation=deviation if len({x for x, t in points if x > 0 and t > 0}) > 2 else None,
     )
-
-
-def _lines(points: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float]]:
-    """(latency, seconds a byte) of every line that could be the best."""
-    for x, t in points:
-        yield 0.0, t / x
-        yield t, 0.0
-    for (x, t), (x2, t2) in itertools.combinations(points, 2):
-        if x != x2:
-            slope = (t2 - t) / (x2 - x)
-            if slope >= 0 and t - slope * x >= 0:
-                yield t - slope * x, slope
-
-
-def _off(line: tuple[float, float], points: Sequence[tuple[float, float]]) -> float:
-    latency_s, per_byte_s = line
-    return sum(abs(t - latency_s - per_byte_s * x) / t for x, t in points)
 
 
 class CostModel(_Measured):

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torchdistpackage.errors import PlacementError
+from torchdistpackage.predict.links import LinkModel
 
 GIB = 1 << 30
 _EXHAUSTIVE = 5000
@@ -38,8 +39,8 @@ class PlacedNode:
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceLink:
-    """The link between two places: seconds of a message are latency_s + bytes / bytes_per_s."""
+class PlaceLink(LinkModel):
+    """The link between two places, checked, since users say it."""
 
     latency_s: float = 1e-4
     bytes_per_s: float = 1e9
@@ -50,9 +51,6 @@ class PlaceLink:
                 f"a link of latency_s={self.latency_s} and bytes_per_s={self.bytes_per_s}; the "
                 f"latency is 0 or more, the bytes a second are more than 0"
             )
-
-    def seconds(self, num_bytes: int) -> float:
-        return self.latency_s + num_bytes / self.bytes_per_s
 
 
 def step_seconds(nodes: Sequence[PlacedNode], places: Sequence[int], link: PlaceLink) -> float:

@@ -1,4 +1,4 @@
-"""What each piece of a model costs, measured here, and the cut and stage costs that follow.
+"""The cost of each piece of a model, measured here, and the cut and stage costs that follow.
 
 Measuring leaves no trace: gradients are values, so no `.grad` changes and no hook fires;
 buffers and random states are put back. Times add up along a stage; of memory a stage holds its
@@ -27,6 +27,7 @@ from torchdistpackage.parallel.pipeline.partition.cost_split import (
     split_by_cost,
 )
 from torchdistpackage.parallel.pipeline.partition.sequential import Piece
+from torchdistpackage.predict.links import LinkModel
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.engine import simulate
@@ -37,12 +38,12 @@ Result = TypeVar("Result")
 STATE_FACTOR = 4.0
 """Bytes held for each byte of trained parameters: itself, its gradient, two moments of Adam."""
 LINK_BYTES = 2**20
-"""What a link is measured with: of the size of an activation."""
+"""The message by which a link is measured: of the size of an activation."""
 
 
 @dataclass(frozen=True, slots=True)
 class PieceCost:
-    """One piece, one microbatch.
+    """The cost of one piece for one microbatch.
 
     forward_s, backward_s: of the full one. input_s: of the gradient of its input alone.
     parameter_bytes: of those that are trained. activation_bytes: what autograd keeps from the
@@ -101,7 +102,8 @@ def split_measured(
             live,
         )
     times = [piece.step_s for piece in pieces]
-    crossing = [0.0, *(piece.output_bytes / bytes_per_s for piece in pieces)][: len(pieces)]
+    link = LinkModel(bytes_per_s=bytes_per_s)
+    crossing = [0.0, *(link.seconds(piece.output_bytes) for piece in pieces)][: len(pieces)]
     cut = split_by_cost(
         times, len(placement), placement=placement, memory=memory, crossing=crossing
     )
@@ -122,7 +124,7 @@ def stage_costs(
     message_s: float = 0.0,
     bytes_per_s: float = inf,
 ) -> StageCosts:
-    """What schedules are simulated and synthesized with.
+    """Costs of stages, by which schedules are simulated and synthesized.
 
     message_s: what any message between two ranks takes, in addition to its bytes over bytes_per_s.
     The first stage's input needs no gradient, so there all of a backward is of the weights.
@@ -135,7 +137,8 @@ def stage_costs(
     inputs = (0.0, *row("input_s")[1:])
     weights = tuple(max(b - i, 0.0) for b, i in zip(backward, inputs, strict=True))
     given = [sum(pieces[i].output_bytes for i in stage[-1:]) for stage in stages]
-    messages = tuple(message_s + num_bytes / bytes_per_s for num_bytes in given)
+    link = LinkModel(message_s, bytes_per_s)
+    messages = tuple(link.seconds(num_bytes) for num_bytes in given)
     return StageCosts(row("forward_s"), backward, inputs, weights, messages)
 
 
@@ -232,7 +235,7 @@ def measure_call(
 
 
 def agreed(costs: Sequence[PieceCost], group: Group) -> list[PieceCost]:
-    """Piece by piece the median over the ranks of `group`."""
+    """The median over the ranks of `group`, piece by piece."""
     everyones = primitives.gather_objects(list(costs), group)
     return [middle(ranks) for ranks in zip(*everyones, strict=True)]  # type: ignore[arg-type]
 
@@ -268,7 +271,7 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 def _timed(call: Callable[[], Result], device: torch.device | None) -> tuple[Result, float]:
-    """What it returns, and the seconds until the device has done it."""
+    """The value of a call, and the seconds until the device has done it."""
     now = clock_of(device or torch.device("cpu"))
     begin = now()
     result = call()
@@ -276,6 +279,6 @@ def _timed(call: Callable[[], Result], device: torch.device | None) -> tuple[Res
 
 
 def middle(costs: Sequence[PieceCost]) -> PieceCost:
-    """Of one piece's costs the median of each time."""
+    """The median of each time over several costs of one piece."""
     times = ("forward_s", "backward_s", "input_s")
     return replace(costs[0], **{t: median(getattr(c, t) for c in costs) for t in times})

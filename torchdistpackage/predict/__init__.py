@@ -1,0 +1,21 @@
+"""Time on paper: what a step would take, from what its parts take. No torch, no processes.
+
+links       the time of a message or a collective by its bytes (`LinkModel`), and the line through
+            measured times.
+
+Orders of a pipeline are timed by schedule/engine, of which simulation, synthesis and cuts are three
+readers. A placed program has no order of its own but the program's, and nodes in place of stages:
+`step_seconds` of parallel/placed/placement_search is the critical path of that graph.
+
+There is no one search over costs. Six were laid side by side, and share `min`: each stands on what
+its own problem allows, and would be an argument of the other.
+
+schedule/order_search                 list scheduling under varied rules: an order must be free of
+                                      deadlock and within memory at each point of time
+pipeline/partition/cost_split         dynamic programming on the largest sum: stages are intervals
+pipeline/partition/cut_search         a beam over open ranks where one has several stages, and
+                                      annealing near the best known where that is too wide
+parallel/placed/placement_search      all placements of few nodes, else descent by moves of a node
+tools/recompute                       a knapsack of seconds and bytes, exact on a grid of bytes
+ddp/bucket_tuning, ddp/auto           a handful of candidates, each priced in closed form
+"""
