@@ -32,7 +32,7 @@ Code = tuple[str, tuple[int, ...], Lengths, Lengths]
 
 
 class LinearMap(Protocol):
-    """What it computes, not writing to its argument (but see `Reduce`), and the map of its
+    """Computes the map, not writing to its argument (but see `Reduce`), and gives that of its
     gradients. calls: `primitives`, or `operators` in a graph."""
 
     @property

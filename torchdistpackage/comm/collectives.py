@@ -263,7 +263,7 @@ def as_dim(x: Tensor, dim: int) -> int:
 def lengths_to_swap(
     x: Tensor, dim: int, split_sizes: Sizes | None, join_sizes: Sizes | None, group: Group
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """What goes to each rank and what comes from each, along one and the same dim of `x`.
+    """Parts to each rank and from each, along one and the same dim of `x`.
 
     Raises:
         LayoutError: one is missing, they do not fit `x`, or differ in what stays here.

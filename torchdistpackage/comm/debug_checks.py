@@ -19,7 +19,7 @@ from torchdistpackage.comm.group_state import state_of
 from torchdistpackage.errors import CommError
 
 TEXT_BYTES = 192
-"""What a side says of a call; longer texts are cut."""
+"""Bytes of the text in which a side describes a call; longer ones are cut."""
 _SENDS, _RECEIVES = 0x7DD, 0x7DE
 """Tags of what a sender says and what a receiver says, apart from all data."""
 
@@ -167,7 +167,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _mirrored(described: str) -> str:
-    """What the peer says of the message of which this rank says `described`."""
+    """The peer's description of the message that this rank describes as `described`."""
     what, _, of = described.partition(" ")
     return f"{'receive' if what == 'send' else 'send'} {of}"
 

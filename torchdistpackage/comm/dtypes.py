@@ -19,7 +19,7 @@ PLAIN = frozenset(
         *(torch.int8, torch.uint8, torch.int32, torch.int64),
     }
 )
-"""What gloo and NCCL both take in every collective."""
+"""Dtypes that gloo and NCCL both take in every collective."""
 
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 

@@ -24,14 +24,14 @@ SIZE = 512
 ISSUED, WAITING, DONE, FAILED = "issued", "waiting", "done", "failed"
 
 Call = list[Any]
-"""What it is, by the places below; made by `FlightRecorder`, read by `FlightRecorder.snapshot`."""
+"""A call by the places below; made by `FlightRecorder`, read by `FlightRecorder.snapshot`."""
 GROUP, OPERATION, SEQUENCE, SHAPE, DTYPE, PEER, ACTION, BEGAN_S, STATE = range(9)
 
 _monotonic_s = time.monotonic
 
 
 class RecorderSnapshot(TypedDict):
-    """What this rank did last, oldest call first; nothing in it but JSON.
+    """The last calls of this rank, oldest first; nothing in it but JSON.
 
     groups: `ranks`, `axis`, and how many collectives were `issued` and `done` (None where only the
     device knows). peers: messages `sent` to and `received` from global rank `peer` in

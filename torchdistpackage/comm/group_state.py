@@ -1,4 +1,4 @@
-"""What this rank knows of each group that it calls on: who is in it, how its calls travel, and how
+"""State of each group that this rank calls on: who is in it, how its calls travel, and how
 many there were.
 
 `state_of(group)` is made at the first call on a group and dropped when the group ends. Transports
@@ -67,7 +67,7 @@ _states: dict[int, GroupState] = {}
 
 
 def state_of(group: Group) -> GroupState:
-    """What is known of the group."""
+    """The state of the group, made at its first call."""
     return _states.get(id(group)) or _add(group)
 
 

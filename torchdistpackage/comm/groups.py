@@ -177,7 +177,7 @@ def make_duplex_groups(groups: Iterable[Group]) -> None:
 
 
 def reverse_group(group: Group) -> Group | None:
-    """What `make_duplex_groups` made for `group`."""
+    """The twin that `make_duplex_groups` made for `group`, or None."""
     return _reverse_groups.get(group)
 
 

@@ -24,7 +24,7 @@ from torchdistpackage.errors import CommError
 
 
 class TensorMetadata(NamedTuple):
-    """What a rank must know of a tensor before it can receive it."""
+    """Shape and dtype, without which a rank cannot receive a tensor."""
 
     dtype: torch.dtype
     size: Sequence[int]
@@ -153,7 +153,7 @@ def gather_to(x: Tensor, dim: int, group: Group | str, target: int) -> Tensor | 
 
 
 def _announced(make: Callable[[], object], group: Group, source: int | None) -> object:
-    """What `make` returns on the source, on every rank; why it raised, raised on every rank."""
+    """Call `make` on the source; its value, or the error that it raised, on every rank."""
     source, announcement, cause = primitives.source_in(group, source), None, None
     if source == primitives.ranks_of(group)[group.rank()]:
         try:

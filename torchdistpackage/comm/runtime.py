@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class JoinResult:
-    """What `join` arrived at.
+    """Where `join` arrived.
 
     backend: gloo or nccl. notes: lines worth printing once.
     """

@@ -235,7 +235,7 @@ def pack_message(message: Message, more: Members) -> Members:
 
 
 def unpack_message(sealed: Members) -> tuple[Message, Members]:
-    """What `pack_message` was given; a list comes back as a tuple."""
+    """Undo `pack_message`; a list comes back as a tuple."""
     more = {key[1:]: x for key, x in sealed.items() if key[0] == "+"}
     kept = {key: x for key, x in sealed.items() if key[0] != "+"}
     form = next(iter(kept), "(")[0]

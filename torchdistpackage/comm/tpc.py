@@ -56,7 +56,7 @@ class RankContext:
 
 @dataclass
 class ContextHolder:
-    """What is set up, or None; all who share it see it change."""
+    """The topology that is set up, or None; all who share it see it change."""
 
     context: RankContext | None = None
 

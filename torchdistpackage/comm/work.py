@@ -32,7 +32,7 @@ Group = dist.ProcessGroup
 
 
 class Work:
-    """What a call with `async_op`, or a post, began; `wait()` returns its tensor, ready only then.
+    """A call under way, begun with `async_op` or a post; `wait()` returns its tensor, ready then.
 
     On CUDA `wait` makes the current stream wait, not the host.
     calls: one for all of `works`, or one for each. keep: what must stay in memory until then.

@@ -58,7 +58,7 @@ CommHook = Start | BindableHook
 
 
 def bind(hook: CommHook, members: Sequence[BucketMember], num_elements: int) -> Start:
-    """What begins the reductions of one bucket under `hook`."""
+    """The function that begins the reductions of one bucket under `hook`."""
     make = getattr(hook, "bind", None)
     return hook if make is None else make(members, num_elements)  # type: ignore[return-value]
 
@@ -159,7 +159,7 @@ def read_used_flags(bucket_comms: Sequence[BucketComm]) -> None:
 
 
 class ReducerParts(NamedTuple):
-    """What the owner of a reducer gives it for the owner's options.
+    """The parts of a reducer that its owner makes of the owner's options.
 
     make_bucket_comm: makes what becomes of a bucket. planner: chooses order and sizes of buckets.
     check_used: called after each reduction with the parameters and whether each got a gradient

@@ -191,7 +191,7 @@ class ShardedEMA:
         return {name: whole[name] for name in (*self._owned, *self._buffer_names, *self._aliases)}
 
     def _receive_others(self) -> Iterator[tuple[str, Tensor]]:
-        """What other ranks own, on the first rank: of each owner in the order in which it sends."""
+        """Pieces that other ranks own, on the first rank: by owner, in the order of its sends."""
         others = [(name, spec) for name, spec in self._owned.items() if spec.owner != self._rank]
         others.sort(key=lambda pair: pair[1].owner)
         under_way: list[tuple[str, Work]] = []

@@ -24,7 +24,7 @@ from torchdistpackage.errors import CommError
 
 
 class _JoinState(IntEnum):
-    """What a rank announces; BUFFERS: a forward before which buffers follow."""
+    """Announcement of a rank; BUFFERS: a forward before which buffers follow."""
 
     DONE = 0
     FORWARD = 1

@@ -1,4 +1,4 @@
-"""What NaiveDDP makes of its options: planner, sparse gradients, hooks, checks of replicas.
+"""The options of NaiveDDP, resolved: planner, sparse gradients, hooks, checks of replicas.
 
 NaiveDDP imports this file. The reducer imports none of it: it gets what is made here as its
 `ReducerParts`, so that who follows a gradient meets an option only where it is set.
@@ -119,7 +119,7 @@ class ResolvedOptions:
 def common_problems(
     module: object, reduce_op: object, bucket_cap_mb: object, num_grad_acc_iter: object
 ) -> list[str]:
-    """What is wrong with the arguments that NaiveDDP and ZeroOptimizer share, one text for each."""
+    """A text for each mistake in the arguments that NaiveDDP and ZeroOptimizer share."""
     problems: list[str] = []
     if not isinstance(module, nn.Module):
         problems.append(f"module is of type {type(module).__name__}; give a torch.nn.Module")

@@ -18,7 +18,7 @@ from torchdistpackage.errors import CommError
 
 
 class WatchingReducer(Protocol):
-    """What this needs of a `Reducer`; `me`, which refers to it, is part of its state."""
+    """The part of a `Reducer` that this uses; `me`, which refers to it, is part of its state."""
 
     me: ReferenceType
 

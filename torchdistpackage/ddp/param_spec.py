@@ -97,7 +97,7 @@ class ParamSpec:
         return self.sum_dtype != self.parameter.dtype
 
     def entry(self, index: int) -> BucketEntry:
-        """What a plan of buckets needs to know of it."""
+        """The parameter as a plan of buckets sees it."""
         num = 0 if self.sparse_rows else self.parameter.numel()
         return BucketEntry(index, num, self.sum_dtype.itemsize, self.key)
 

@@ -38,7 +38,7 @@ from torchdistpackage.errors import CommError
 
 
 class LaunchingReducer(Protocol):
-    """What these need of a `Reducer`."""
+    """The part of a `Reducer` that policies use."""
 
     parameters: tuple[nn.Parameter, ...]
 

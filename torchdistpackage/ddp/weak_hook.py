@@ -31,4 +31,4 @@ def _get_noop() -> Callable[..., None]:
 
 
 def noop(*args) -> None:
-    """What a `WeakHook` is on a copy."""
+    """Stands for a `WeakHook` on a copy."""

@@ -1,4 +1,4 @@
-"""What a pipeline rank does, as tiny values that print as papers write them.
+"""Actions of a pipeline rank, as tiny values that print as papers write them.
 
 `2F0` is stage 2, forward, microbatch 0; `2SEND_F0` sends that forward's output on. A
 `Batch` is a set of messages posted together. A program is a tuple of such steps for one pipe

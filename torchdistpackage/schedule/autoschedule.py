@@ -155,7 +155,7 @@ def _all_split(work: TaskGraph, order: Order) -> Order:
 
 
 def _capacity(work: TaskGraph, cap: float | Sequence[float] | None) -> tuple[float, ...]:
-    """What each rank may hold, at most all that there is."""
+    """Microbatches that each rank may hold, at most all that there are."""
     once = work.room()
     everything = [x * work.num_microbatches for x in once]
     given = list(cap) if isinstance(cap, Sequence) else [cap] * work.num_ranks

@@ -110,7 +110,7 @@ class PieceCosts:
 
 @dataclass(frozen=True, slots=True)
 class CostsFile:
-    """What a file of costs holds.
+    """The contents of a file of costs.
 
     rows: numbers by name; one alone is meant for every stage. source: its name, for errors.
     """
@@ -243,7 +243,7 @@ def _costs_of(text: str, path: str) -> CostsFile:
 def costs_text(
     costs: StageCosts, pieces: Mapping[str, PieceCosts] | None = None, note: str = ""
 ) -> str:
-    """What `read_costs` reads. note: a first line for people."""
+    """The text that `read_costs` reads. note: a first line for people."""
     lines = [f"# {note}"] if note else []
     lines += [f"{name}: [{_numbers(getattr(costs, name))}]" for name in ROWS]
     if pieces:

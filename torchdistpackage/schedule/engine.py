@@ -28,7 +28,7 @@ _KINDS = (ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B)
 
 
 class TaskGraph:
-    """What the ranks of a pipe have to compute in one step, and what it costs.
+    """The work of the ranks of a pipe in one step, and its costs.
 
     Number of a computation: `kind * size + stage * num_microbatches + microbatch`, where `size` is
     stages times microbatches. B ends where I would: it takes the place of an I and its W.
@@ -265,7 +265,7 @@ def replay(schedule: Schedule, costs: Costs = DEFAULT_COSTS) -> list[Span]:
 
 
 def _up_to_early_weight(work: TaskGraph, row: list[int]) -> list[int]:
-    """What a rank can run before a W that stands before the first half of its backward."""
+    """Actions that a rank can run before a W that stands before the first half of its backward."""
     size, gives, given = work.size, work.gives, set[int]()
     for place, number in enumerate(row):
         if number // size == WEIGHT and number - size not in given:

@@ -18,7 +18,7 @@ from torchdistpackage.schedule.engine import BACKWARD, FORWARD, INPUT, WEIGHT, O
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a rank prefers, and its limits.
+    """A rank's preferences, and its limits.
 
     priority: (forward, backward) of each stage: with several possible, the lowest number starts.
     capacity: what each rank may hold, in the unit of TaskGraph.weights.

@@ -49,7 +49,7 @@ Choices = dict[str, list[Any]]
 
 
 class _RuleSearch:
-    """What has been tried, and the best of it."""
+    """The orders that have been tried, and the best of them."""
 
     def __init__(self, work: TaskGraph) -> None:
         self._work = work
@@ -112,7 +112,7 @@ def _starts(work: TaskGraph, capacity: tuple[float, ...]) -> list[Rules]:
 
 
 def _capacities(work: TaskGraph, capacity: tuple[float, ...]) -> list[tuple[float, ...]]:
-    """What ranks may hold, little first: from what 1F1B's first rank holds to all they can."""
+    """Limits on what ranks hold, little first: from 1F1B's first rank to all they can."""
     least = [all_stages * work.num_ranks for all_stages in work.room()]
     scaled = [
         tuple(min(most, factor * x) for most, x in zip(capacity, least, strict=True))

@@ -1,4 +1,4 @@
-"""What the spans of a run say: clocks put right, what each action cost, and why ranks idled.
+"""Spans of a run, read: clocks put right, the cost of each action, and why ranks idled.
 
 Each rank times its own actions on its own clock. A message that was waited for was used when it
 arrived, and the quickest such one each way took the same time: that gives both the difference of
@@ -32,7 +32,7 @@ _SHORT = 0.02
 def costs_of(
     spans: Spans, num_stages: int, average: Callable[[list[float]], float] = median
 ) -> StageCosts:
-    """What the actions of each stage took, in seconds; what never ran follows from its parts.
+    """Seconds of the actions of each stage; what never ran follows from its parts.
 
     message: of the quickest between the two ranks, from the end of what sends it to the start of
     what uses it. Of a stage that ran only B, I and W are parts of it as on the other stages. Raises
@@ -200,7 +200,7 @@ def attribute_bubble(schedule: Schedule, spans: Spans) -> BubbleAttribution:
 
 
 def _host_s(row: Sequence[Span]) -> float:
-    """What passed besides computing and waiting between a rank's first and last span, an action."""
+    """Seconds an action besides computing and waiting, between a rank's first and last span."""
     computations = sum(not span.action.kind.is_message for span in row)
     if not computations:
         return 0.0

@@ -36,7 +36,7 @@ from torchdistpackage.comm.work import NO_FACTS, Work, run_async, wait_works
 from torchdistpackage.errors import CommError
 
 Start = Callable[[Tensor, Group, dist.ReduceOp.RedOpType], Work]
-"""What begins to reduce a tensor in place, as `primitives.start_all_reduce` does."""
+"""Begins to reduce a tensor in place, as `primitives.start_all_reduce` does."""
 
 CHUNK_BYTES = 2 * 2**20
 """Shorter chunks cost more calls; longer ones leave the link idle while the first is summed and the
@@ -145,7 +145,7 @@ class _HierarchicalAllReduce:
     # -- on our thread -------------------------------------------------------------------
 
     def exchanged(self, chunk: "_Chunk", future: torch.futures.Future) -> None:
-        """What the ranks of my node have for my part of a chunk is here."""
+        """The sums of my node for my part of a chunk are here."""
         try:
             future.value()
             chunk.add()

@@ -231,7 +231,7 @@ def _post(
     group: Group,
     async_op: bool,
 ) -> list[dist.Work]:
-    """What is `sent` to each rank, which expects it; `works` are my own receives."""
+    """Send to each rank what is in `sent` for it, which expects it; `works` are my own receives."""
     return works + post_sends(sent(), group, tag, down)
 
 

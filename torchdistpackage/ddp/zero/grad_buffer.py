@@ -260,7 +260,7 @@ class GradBuffer(GradBucket):
             self.have_memory()
 
     def have_memory(self) -> None:
-        """What lies between members stays as it is: its sum is not read."""
+        """Gaps between members stay as they are: their sum is not read."""
         if self._freed:
             self.flat.untyped_storage().resize_(self._num_bytes)
 

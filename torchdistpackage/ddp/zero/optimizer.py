@@ -155,7 +155,7 @@ class ZeroOptimizer(ShardedOptimizerBase):
 
     @property
     def shards(self) -> list[ParamShard]:
-        """What this rank owns, a piece of a parameter each."""
+        """The pieces of parameters that this rank owns."""
         return [shard for bucket in self._buckets for shard in bucket.shards]
 
     def step(self, closure: Callable[[], object] | None = None):

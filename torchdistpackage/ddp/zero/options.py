@@ -1,4 +1,4 @@
-"""What ZeroOptimizer makes of its options: replicas, host memory, stage 3, parts, checks.
+"""The options of ZeroOptimizer, resolved: replicas, host memory, stage 3, parts, checks.
 
 What is stepped reaches the module only as long as its parameters are the same objects with the same
 memory, and have one optimizer. Each of these is checked, and an error names the parameter.

@@ -84,7 +84,7 @@ class ParamBuffer:
 
     @property
     def values(self) -> Tensor:
-        """What the optimizer works on: the elements that I own."""
+        """The elements that I own, on which the optimizer works."""
         return self.slice if self.master is None else self.master
 
     def refresh(self) -> None:
@@ -245,7 +245,7 @@ _PASSIVE = {
     *(getattr(Tensor, name).__set__ for name in ("grad", "grad_dtype", "requires_grad")),
     Tensor.grad.__delete__,
 }
-"""What reads no element."""
+"""Functions of torch that read no element."""
 
 
 Stream = Any  # torch.cuda's, or a test's double of it
@@ -278,7 +278,7 @@ class MasterStore:
         return host
 
     def free(self, host: Tensor) -> None:
-        """What follows on the current stream may overwrite what was copied to `host`."""
+        """Let kernels that follow on the current stream overwrite what was copied to `host`."""
 
     def wait(self, *hosts: Tensor) -> None:
         """The host waits until it may read and write these, by default all; the device goes on."""

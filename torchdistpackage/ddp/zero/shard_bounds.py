@@ -98,7 +98,7 @@ def bounds_of(lengths: Sequence[int], itemsize: int) -> tuple[int, ...]:
 def pieces(
     offsets: Sequence[int], sizes: Sequence[int], bounds: Sequence[int], index: int
 ) -> tuple[ShardRange, ...]:
-    """What the rank at `index` owns; member i is the sizes[i] elements from offsets[i] on.
+    """Ranges that the rank at `index` owns; member i is the sizes[i] elements from offsets[i] on.
 
     Raises:
         LayoutError: members overlap or are not in ascending order, bounds descend or leave

@@ -98,7 +98,7 @@ class ShardedOptimizerBase(Optimizer):
         self._saver.load_state_dict(dict(state_dict))
 
     def shard_state_dict(self) -> dict:
-        """What this rank holds, without a message; loads at the same size and stage alone.
+        """The state that this rank holds, without messages; loads at the same size and stage alone.
 
         {"state": {i: ...}, "ranges": {i: (start, stop)}, "param_groups": [...]}, numbered as in
         `state_dict`. The inner optimizer's tensors are its own, not copies, as torch has it.

@@ -192,7 +192,7 @@ class ParamCoordinator:
 
 
 def _called(module: nn.Module) -> list[nn.Module]:
-    """What a user calls: `module`, or what is in it where it is a list of modules."""
+    """The modules that a user calls: `module`, or those in it where it is a list."""
     if type(module).forward is not nn.Module.forward:
         return [module]
     return [found for child in module.children() for found in _called(child)]

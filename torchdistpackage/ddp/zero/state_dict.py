@@ -67,7 +67,7 @@ class StateSaver:
             after(self._owner)
 
     def shard_state_dict(self) -> dict:
-        """What this rank holds."""
+        """The part of the state that this rank holds."""
         local = self._inner.state_dict()
         mine = [state for _, state in self._with_state(local)]
         for state in mine:

@@ -109,7 +109,7 @@ def gather_states(
 def exchange_schema(
     group: Group, mine: Mapping[int, tuple[ParamPartition, State]]
 ) -> dict[int, StateEntries]:
-    """What the owners of each parameter have for it."""
+    """The pieces that the owners of each parameter have of it."""
     known: dict[StateEntries, StateEntries] = {}  # equal ones travel once
     forms: list[StateEntries | None] = []
     for partition, state in mine.values():

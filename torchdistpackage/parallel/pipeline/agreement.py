@@ -34,7 +34,7 @@ def agree_on_settings(group: Group, settings: Settings, problem: str) -> None:
 
 
 class StepAgreement:
-    """What this rank is about to do, on its way to the others; nothing may be sent before `settle`.
+    """The next step of this rank, on its way to the others; nothing may be sent before `settle`.
 
     num_samples: 0 without tensors. note: numbers for the others, who find them in `notes`, by pipe
     index, once all have settled.

@@ -1,4 +1,4 @@
-"""What a call of functions means on this rank, as all ranks have agreed on it, and its executor,
+"""A call of functions as it is for this rank, as all ranks have agreed on it, and its executor,
 which is cached from call to call.
 
 What a call gets wrong is found before anything is sent, and raised by all ranks. From its second
@@ -39,7 +39,7 @@ MOST_KEPT = 8
 
 
 class FunctionCall:
-    """What a call means on this rank, by stage, as all ranks have agreed on it.
+    """A call as it is for this rank, by stage, as all ranks have agreed on it.
 
     sizes: samples of each microbatch. counted: whether losses are (sum, count), as the last
     stage's function gave them before; None before the first step.
@@ -206,7 +206,7 @@ def _device(
 
 
 def form_around(device: torch.device, optimizer: torch.optim.Optimizer | None) -> object:
-    """What else messages follow from: autocast, and which parameters are trained."""
+    """The rest that messages follow from: autocast, and which parameters are trained."""
     kind, groups = device.type, [] if optimizer is None else optimizer.param_groups
     trained = "".join("01"[p.requires_grad] for g in groups for p in g["params"])
     is_autocast = torch.is_autocast_enabled(kind)
@@ -248,7 +248,7 @@ _numbers = count(1)
 
 
 class _CacheEntry:
-    """What is cached with one function, and its number.
+    """The cache of one function, and its number.
 
     counted: whether the function, of a last stage, returns (sum, count); None until it has
     returned. in_use: from the choice of an executor to the end of its run; if it is still set at

@@ -1,4 +1,4 @@
-"""What crosses from one stage to the next, and back: by messages, or in memory on one rank.
+"""Links from one stage to the next, and back: by messages, or in memory on one rank.
 
 What a stage is given has no graph behind it. Members that want a gradient become leaves, whose
 gradients go back to the stage they came from, zeros where a microbatch did not use one.
@@ -32,7 +32,7 @@ from torchdistpackage.errors import CommError
 Root = Tensor | GradientEdge
 """A tensor, or an edge of the graph, at which a backward begins."""
 Output = Message | tuple[Root | None, ...]
-"""What a stage gave; once it is sent, the roots of those members that want a gradient."""
+"""Outputs of a stage; once sent, the roots of those members that want a gradient."""
 
 _DONE = Work()
 """A send that has left, or that never was."""
@@ -41,7 +41,7 @@ _NOTHING = Incoming((), _DONE)
 
 
 class StageInput:
-    """What a stage is given, and the gradients that go back for it.
+    """Inputs of a stage, and the gradients that go back for them.
 
     takes_gradients: whether the schedule has backwards.
     """

@@ -29,7 +29,7 @@ from torchdistpackage.parallel.pipeline.microbatches import form_of, is_scalar, 
 from torchdistpackage.parallel.pipeline.stage_runner import Weight
 
 IGNORED = -100
-"""What torch's losses leave out of a mean by default."""
+"""The target that torch's losses leave out of a mean by default."""
 TAG = 0x7E0
 """The tag of `LossBroadcast`, apart from those of a pass, its headers and the debug mode."""
 

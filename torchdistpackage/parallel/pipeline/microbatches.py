@@ -103,7 +103,7 @@ def run_microbatches(
 
 
 def input_problem(args: Sequence[object], inputs: Mapping[str, object], own: OwnedStages) -> str:
-    """What is wrong with these inputs for any stage, or for the first where it is here; or ""."""
+    """The mistake in these inputs for any stage, or for the first where it is here; or ""."""
     if unknown := sorted(name for name in inputs if not own.is_taken(name)):
         return f"no stage has a parameter {', '.join(unknown)}; they have {', '.join(own.names())}"
     if not own.has_first:
@@ -114,7 +114,7 @@ def input_problem(args: Sequence[object], inputs: Mapping[str, object], own: Own
 
 
 def loss_problem(loss: Signature | None, targets: object, own: OwnedStages) -> str:
-    """What is wrong with `targets` for the loss, where the last stage is here; or "".
+    """The mistake in `targets` for the loss, where the last stage is here; or "".
 
     loss: None: the last stage returns it.
     """
@@ -141,7 +141,7 @@ def sizes_of(num_samples: int, num_microbatches: int) -> list[int]:
 
 
 def leaves_of(tree: object) -> Iterator[object]:
-    """What tuples, lists and mappings hold, in order; a dataclass is a leaf, and is not cut."""
+    """Leaves of tuples, lists and mappings, in order; a dataclass is one, and is not cut."""
     return nested.leaves_of(tree, mapping=Mapping, dataclasses=False)
 
 
@@ -151,7 +151,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def form_of(value: object) -> object:
-    """What the form of a stage's output can follow from, as plain values without contents."""
+    """Plain values, without contents, from which the form of a stage's output follows."""
     return map_trees(_form, value)
 
 

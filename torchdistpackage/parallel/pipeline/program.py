@@ -35,7 +35,7 @@ from torchdistpackage.schedule.passes import add_messages, fuse_messages, receiv
 
 
 class StepKind(Enum):
-    """What a step does: it begins messages, waits for one, or computes."""
+    """The kinds of steps: one begins messages, one waits for one, one computes."""
 
     BEGINS = "begins"
     WAITS = "waits"

@@ -41,7 +41,7 @@ _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
 class Deferred:
-    """What the first pass left for the second, which uses it up.
+    """The work that the first pass left for the second, which uses it up.
 
     parameters: ids of those that get their gradient there; None: all of the stage.
     """

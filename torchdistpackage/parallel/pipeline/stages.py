@@ -38,7 +38,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a forward takes. positional: names in order; any_*: takes `*args`, `**kwargs`.
+    """The arguments of a forward. positional: names in order; any_*: takes `*args`, `**kwargs`.
 
     required: names without a default, in order.
     """
@@ -84,7 +84,7 @@ class Signature:
         return self.any_positional or number <= free
 
     def misfit(self, number: int, given: Collection[str] = ()) -> str:
-        """What is wrong with a call of `number` arguments and these by name; or ""."""
+        """The mistake in a call of `number` arguments and these by name; or ""."""
         if number > len(self.positional) and not self.any_positional:
             names = f" ({', '.join(self.positional)})" if self.positional else ""
             return f"takes {len(self.positional)} positional arguments{names}, not {number}"

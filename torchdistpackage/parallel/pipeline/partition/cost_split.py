@@ -14,7 +14,7 @@ from torchdistpackage.parallel.pipeline.partition.cut_search import PartitionPro
 from torchdistpackage.schedule.actions import Schedule
 
 Cut = tuple[range, ...]
-"""For each stage its pieces."""
+"""The pieces of each stage, in order."""
 
 _MOVES = [(width, by) for width in (1, 2) for by in (-2, -1, 1, 2)]
 """How many neighbouring edges `refine` moves at once, and by how many pieces. Of 40 random chains
@@ -27,7 +27,7 @@ MOST_COMPUTATIONS = 200_000
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """What a rank may hold, and what the pieces hold, in bytes.
+    """Memory that a rank may hold, and that the pieces hold, in bytes.
 
     cap_bytes: of one rank. held_bytes: of each piece, weights, gradients, optimizer state.
     live_bytes: of each piece, what one microbatch keeps from its forward to its backward. live: for
@@ -149,7 +149,7 @@ def split_evenly(num_pieces: int, num_stages: int, *, longer_last: bool = False)
 
 
 def _sums(values: Sequence[float]) -> Span:
-    """Sum over a stage's pieces, whichever stage it is."""
+    """The sum over a stage's pieces, whichever stage it is."""
     total = list(accumulate(values, initial=0.0))
     return lambda stage, first, end: total[end] - total[first]
 

@@ -16,7 +16,7 @@ from random import Random
 from typing import NamedTuple
 
 Span = Callable[[int, int, int], float]
-"""(stage, first piece, first piece of the next stage) -> what the stage costs or holds."""
+"""(stage, first piece, first piece of the next stage) -> seconds or bytes of the stage."""
 
 KEPT = (4, 48)
 """Partial cuts that end at one piece and are kept, where ranks run several stages: in a first
@@ -25,11 +25,11 @@ pieces one missed a cut that was better, by 0.04 %."""
 MOST_TRIED = 250_000
 """Partial cuts that a search may try: half a second. A larger chain is not searched as a whole."""
 MOST_NEAR = 100_000
-"""The same of searches near a cut that is known."""
+"""Partial cuts that searches near a known cut may try, all together."""
 MOVES, WALKS = 70_000, 2
-"""Of single edges in a walk, and walks. Of 50 random chains that could be tried in up to four times
-MOST_TRIED 4 had the same busiest rank as after a whole search, 25 a less busy one, 21 a busier one,
-by 1 % at most: the same in the mean, to 0.01 %."""
+"""Moves of single edges in a walk, and the number of walks. Of 50 random chains that could be tried
+in up to four times MOST_TRIED 4 had the same busiest rank as after a whole search, 25 a less busy
+one, 21 a busier one, by 1 % at most: the same in the mean, to 0.01 %."""
 
 
 class StageCut(NamedTuple):
@@ -51,7 +51,7 @@ class StageCut(NamedTuple):
         return [*(self.before.ends() if self.before else ()), self.end]
 
     def beats(self, other: "StageCut") -> bool:
-        """Whether nothing that follows could make `other` the better one by its busiest rank."""
+        """Whether `other` cannot become the better one by its busiest rank, whatever follows."""
         return (
             self.rank <= other.rank
             and all(map(le, self.open, other.open))
@@ -61,19 +61,23 @@ class StageCut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PartitionProblem:
-    """work: the part of `time` that grows with every piece. held, cap: of a rank."""
+    """A chain to cut into stages that run where `placement` says.
+
+    time: seconds of a stage. work: the part of them that grows with every piece. memory: bytes of a
+    stage, of which a rank may have `cap_bytes`; None: whatever it has.
+    """
 
     num_pieces: int
     placement: Sequence[int]
     time: Span
     work: Span
-    held: Span | None = None
-    cap: float = float("inf")
+    memory: Span | None = None
+    cap_bytes: float = float("inf")
 
     def best(self, most: float = float("inf")) -> StageCut | None:
-        """None where no cut keeps to cap and to `most` on a rank."""
+        """The best cut; None where none keeps to cap_bytes, and to `most` seconds on a rank."""
         every = range(self.num_pieces + 1)
-        if self.held is None and self._tried(len(every), KEPT[-1]) > MOST_TRIED:
+        if self.memory is None and self._tried(len(every), KEPT[-1]) > MOST_TRIED:
             walks = (self._improved(wander(self, seed)) for seed in range(WALKS))
             return min(walks, key=lambda cut: cut[:3])
         found = None
@@ -84,7 +88,7 @@ class PartitionProblem:
         return found
 
     def _improved(self, ends: Sequence[int]) -> StageCut:
-        """By searches near the best cut that is known, ever wider ones."""
+        """Improve a cut by searches near the best one that is known, ever wider ones."""
         found = self._searched([(end,) for end in ends], float("inf"), 1)
         assert found is not None
         left, near = MOST_NEAR, 1
@@ -105,7 +109,7 @@ class PartitionProblem:
             near += 1
 
     def _tried(self, num_edges: int, kept: int) -> int:
-        """Partial cuts, at most, if stages may end at so many edges."""
+        """The number of partial cuts, at most, if stages may end at so many edges."""
         places = self.placement
         stages, chunks = max(len(places), 1), max(map(places.count, places), default=1)
         if chunks < 2:
@@ -120,7 +124,7 @@ class PartitionProblem:
 
 
 def wander(of: PartitionProblem, seed: int) -> list[int]:
-    """Ends of the stages of a cut: simulated annealing, one edge by one or two pieces at a time.
+    """Find the ends of stages by simulated annealing, one edge by one or two pieces at a time.
 
     What falls is the sum of the squares of what ranks cost, and a little of what stages do; of all
     cuts on the way the one with the least busy rank is returned.
@@ -155,12 +159,12 @@ def wander(of: PartitionProblem, seed: int) -> list[int]:
 
 
 STAGES, HOT, COOLED = 0.02, 0.5, 1e-5
-"""Weight of a stage's square if a rank's is 1; the first temperature in squares of a rank's mean
-cost, and the last as a part of it."""
+"""The weight of a stage's square if a rank's is 1; the first temperature in squares of a rank's
+mean cost, and the last as a part of it."""
 
 
 def _even_ends(of: PartitionProblem) -> list[int]:
-    """Of stages that are as even as pieces allow which are larger than a stage."""
+    """Ends of stages that are as even as the pieces allow; one may be larger than a stage."""
     num, stages = of.num_pieces, len(of.placement)
     costs = [of.work(0, i, i + 1) for i in range(num)]
     for _ in range(4):
@@ -177,7 +181,7 @@ def _even_ends(of: PartitionProblem) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _StageSearch:
-    """Stage by stage, for every piece at which the stages so far may end, the best ways to do so.
+    """A search stage by stage: the best ways to come to each piece at which stages may end.
 
     allowed: for each stage where it may end. most: what a rank may cost. kept: see KEPT.
     """
@@ -206,9 +210,9 @@ class _StageSearch:
     def _extended(
         self, cut: StageCut, stage: int, at: int | None, last: bool
     ) -> Iterator[StageCut]:
-        """`cut` with one more stage, of every length. at: of its rank in `open`."""
+        """Extend `cut` by one more stage, of every length. at: the place of its rank in `open`."""
         of, most = self.of, self.most
-        time, work, held, num_pieces = of.time, of.work, of.held, of.num_pieces
+        time, work, memory, num_pieces = of.time, of.work, of.memory, of.num_pieces
         left = len(of.placement) - stage - 1
         spent, full = (0.0, 0.0) if at is None else (cut.open[at], cut.full[at])
         others, others_full = cut.open, cut.full
@@ -222,8 +226,8 @@ class _StageSearch:
         first = bisect_left(ends, cut.end + 1)
         for end in ends[first : bisect_left(ends, num_pieces - left + 1)]:
             here = time(stage, cut.end, end)
-            holds = full + (0.0 if held is None else held(stage, cut.end, end))
-            if spent + work(stage, cut.end, end) > most or holds > of.cap:
+            holds = full + (0.0 if memory is None else memory(stage, cut.end, end))
+            if spent + work(stage, cut.end, end) > most or holds > of.cap_bytes:
                 break
             if spent + here > most or (last and work(stage, end, num_pieces) > room):
                 continue
@@ -238,7 +242,7 @@ class _StageSearch:
             )
 
     def _worth_keeping(self, cuts: list[StageCut]) -> list[StageCut]:
-        """Those that no other beats, up to `kept`."""
+        """The cuts that no other beats, up to `kept`."""
         cuts.sort(key=_order)
         if not cuts[0].open:
             return cuts[:1]

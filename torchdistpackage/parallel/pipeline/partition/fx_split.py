@@ -26,7 +26,7 @@ from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.tools.undisturbed import undisturbed
 
 BYTES_PER_S = 1e9
-"""Of a link, when there is none to measure: what makes a cut move to where less goes across."""
+"""The rate of a link when there is none to measure, so that cuts move to where less crosses."""
 
 
 def split_traced(

@@ -278,7 +278,7 @@ class BlockActivations:
         )
 
     def take(self) -> Tensor:
-        """What left; raises ScheduleError if the block was not called, or returned no tensor."""
+        """The outputs; raises ScheduleError if the block was not called, or returned no tensor."""
         if not isinstance(self.left, Tensor):
             raise ScheduleError(
                 "the longest list of modules in this model is not a row of blocks that hand on "

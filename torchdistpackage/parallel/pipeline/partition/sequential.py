@@ -18,7 +18,7 @@ from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cos
 Piece = nn.Module | Callable[..., object]
 
 OPENED = (nn.Sequential, nn.ModuleList, list, tuple)
-"""What stands for the pieces in it."""
+"""Containers that stand for the pieces in them."""
 
 
 class CallableModule(nn.Module):
