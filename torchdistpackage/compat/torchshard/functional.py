@@ -18,6 +18,7 @@ from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import chunk
 from torchdistpackage.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from torchdistpackage.parallel.tensor.embedding import check_ids, feature_embedding, vocab_embedding
+from torchdistpackage.parallel.tensor.linear import column_linear, row_linear
 
 ParallelDim = int | None
 
@@ -94,11 +95,9 @@ def parallel_linear(
                 f"{tuple(input.shape)} is split (of {cut.length} in all); gather it first, or "
                 f"split this layer by inputs, dim=0"
             )
-        y = F.linear(collectives.copy(input, group), weight, bias)
+        y = column_linear(input, weight, bias, group)
         return mark(y, y.dim() - 1, out_features)
-    part = own_part(input, cut, weight.shape[1])
-    y = collectives.reduce(F.linear(part, weight), group)
-    return y if bias is None else y + bias
+    return row_linear(own_part(input, cut, weight.shape[1]), weight, bias, group)
 
 
 def own_part(x: Tensor, cut: Cut | None, width: int) -> Tensor:
