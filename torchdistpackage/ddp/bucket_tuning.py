@@ -178,7 +178,8 @@ def end_s(
     for bucket in buckets:
         begin_s = max(ready_s.get(i, last_s) for i in bucket.members)
         size = bucket.num_elements * element_bytes[bucket.members[0]]
-        free_s = max(free_s, begin_s) + link.seconds(size)
+        # not link.seconds(size): plans of equal time are told apart by this order of the sums
+        free_s = max(free_s, begin_s) + link.latency_s + size / link.bytes_per_s
     return free_s
 
 

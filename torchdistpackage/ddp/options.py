@@ -114,6 +114,14 @@ class ResolvedOptions:
             )
         if self.comm_hook is not primitives.start_all_reduce:
             _LOG.info("%s: gradients travel as %s has them", name, self.comm_hook)
+            if self._by_node:
+                # A hook that wraps the default one looks like any other, and only the default
+                # itself may be replaced: all ranks must end with what the hook makes.
+                _LOG.info(
+                    "%s: over ranks %s that takes the place of the all-reduce by node, which the "
+                    "default hook would be",
+                    *(name, " and ".join(map(str, self._by_node))),
+                )
 
 
 def common_problems(
