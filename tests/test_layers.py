@@ -82,6 +82,8 @@ PURE_FILES = (
     "models/*_spec.py",
     "models/families/*.py",
     "models/transformers_folder.py",
+    "models/transformers_refusals.py",
+    "models/shrunk_config.py",
     "models/hugging_face_config.py",
     "checkpoint/manifest.py",
     "checkpoint/commit.py",
@@ -167,6 +169,8 @@ MAY_NAME_MODULES = {
     "launch/workers.py": "what another process runs",
     "models/gpt_spec.py": "modules to build, with torch",
     "models/registry.py": "families of transformers, for the plans that have one",
+    "models/transformers_folder.py": "conversions of transformers, with torch",
+    "models/transformers_layout.py": "what reads a family that has no table, with torch",
     "models/transformers_spec.py": "modules to build, with torch",
     "train/job.py": "what runs in ranks, with torch",
 }

@@ -94,9 +94,11 @@ def test_learned_positions_end(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"model_type": "t5"}, "model_type is 't5', and transformers"),
+        ({"model_type": "llama17"}, "model_type is 'llama17', which transformers"),
         (
-            {"model_type": "t5"},
-            "model_type is 't5'; transformers' own modules are trained of llama",
+            {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}},
+            "the code that its auto_map names (modeling_own.Own) is not run",
         ),
         ({"model_type": ["llama"]}, "model_type is ['llama']"),
         (

@@ -207,10 +207,13 @@ class _PartialConfig:
         """Of a transformers model, all that data need to know of it."""
         place, folder = self._place(("model", "hf")), section["hf"]
         try:
-            found = read_config(folder).get("vocab_size")
+            read = read_config(folder)
         except ConfigError as error:
             self._report(place, "model.hf", str(error))
             return
+        # that of a model that reads more than texts is inside
+        text = read if "vocab_size" in read else read.get("text_config")
+        found = cast(dict[str, Any], text).get("vocab_size") if isinstance(text, dict) else None
         if type(found) is not int:
             why = f"{folder} has vocab_size={_shown(found)}; it needs the number of token ids"
             self._report(place, "model.hf", why)

@@ -31,6 +31,9 @@ class GPTSpec:
     def layouts(self, stage_of: Sequence[int] | None = None) -> dict[str, Layout]:
         return gpt_layout.layouts(self.shape, stage_of)
 
+    def buffers(self) -> dict[str, Layout]:
+        return {}
+
     def piece_costs(self) -> tuple[float, ...]:
         return gpt_layout.piece_costs(self.shape)
 

@@ -157,7 +157,7 @@ def _write_weights(
     files = [named.weights]
     if len(chunks) > 1:
         files = [f"model-{i:05}-of-{len(chunks):05}.safetensors" for i in range(1, len(chunks) + 1)]
-    tensors = _stored(made_of, whole, dtype)
+    tensors = _stored(made_of, whole, dtype, named)
     for file, chunk in zip(files, chunks, strict=True):
         save_file(dict(islice(tensors, len(chunk))), folder / file, metadata={"format": "pt"})
     if len(chunks) > 1:
@@ -183,13 +183,25 @@ def _chunks(parts: Iterable[Source], itemsize: int, shard_bytes: int) -> Iterato
 
 
 def _stored(
-    made_of: Mapping[str, tuple[Source, ...]], whole: Callable[[str], Tensor], dtype: torch.dtype
+    made_of: Mapping[str, tuple[Source, ...]],
+    whole: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    named: FolderFiles,
 ) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of each source, as it is stored."""
     for name, of in made_of.items():
         full = whole(name).detach()
-        for source, start in with_starts(of):
-            rows = full[start : start + source.num_rows]
-            stored = rows.t() if source.transposed else rows
+        parts = _rows(full, of) if named.stored is None else named.stored(name, full)
+        for source in of:
             # a copy, since tensors of one file must not share memory
-            yield source.key, stored.to("cpu", dtype).clone(memory_format=torch.contiguous_format)
+            part = parts[source.key]
+            kept = part.to("cpu", dtype if part.is_floating_point() else part.dtype)
+            yield source.key, kept.clone(memory_format=torch.contiguous_format)
+
+
+def _rows(full: Tensor, of: Sequence[Source]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for source, start in with_starts(of):
+        rows = full[start : start + source.num_rows]
+        found[source.key] = rows.t() if source.transposed else rows
+    return found

@@ -5,7 +5,7 @@ matrices transposed. Names are those that transformers saves: a tied head has no
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -26,10 +26,10 @@ from torchdistpackage.models.gpt_layout import GPTShape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 1 << 28
-_DTYPES = ("F64", "F32", "F16", "BF16")
+DTYPES = ("F64", "F32", "F16", "BF16")
 _SHOWN = 12
 
-_UNREAD = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
+UNREAD = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 """Buffers that older versions saved: masks and frequencies."""
 
 
@@ -49,11 +49,16 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class FolderFiles:
-    """How a folder names its settings and its weights, and whether these may be several files."""
+    """How a folder names its settings and its weights, and whether these may be several files.
+
+    stored: by key what a parameter is in the files, of its global name and value; None: the rows of
+    its sources.
+    """
 
     config: str = CONFIG
     weights: str = SINGLE
     is_sharded: bool = True
+    stored: Callable[[str, Any], Mapping[str, Any]] | None = None
 
 
 def family_of(shape: GPTShape) -> str:
@@ -201,7 +206,7 @@ def find_tensors(
             of another shape or type; or a tied head is not equal.
     """
     folder = Path(folder)
-    found = dict(_headers(folder))
+    found = dict(headers(folder))
     whole = _in_whole_model(found, expected)
     names = {other_names.get(name, name): found_as for name, found_as in whole.items()}
     head = None if tied is None else names.pop(tied[0], None)
@@ -214,9 +219,9 @@ def find_tensors(
             _, has = found[names[key]]
             if has.shape != wanted:
                 problems.append(f"{names[key]} has shape {has.shape}, where the model has {wanted}")
-            elif has.dtype not in _DTYPES:
+            elif has.dtype not in DTYPES:
                 problems.append(
-                    f"{names[key]} is of type {has.dtype}, where one of {_DTYPES} is read"
+                    f"{names[key]} is of type {has.dtype}, where one of {DTYPES} is read"
                 )
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -254,12 +259,16 @@ def _in_whole_model(found: Mapping[str, Any], expected: Mapping[str, Any]) -> di
     return {
         prefix + name if bare and name != "lm_head.weight" else name: name
         for name in found
-        if not _UNREAD.search(f".{name}")
+        if not UNREAD.search(f".{name}")
     }
 
 
-def _headers(folder: Path) -> Iterator[tuple[str, tuple[str, StoredTensor]]]:
-    """Each tensor's name, with its file and what the header says."""
+def headers(folder: Path) -> Iterator[tuple[str, tuple[str, StoredTensor]]]:
+    """The name of each tensor of a folder, with its file and what the header says.
+
+    Raises:
+        CheckpointError: the folder has no weights, or lacks a file of them.
+    """
     listed = _listed(folder)
     for file in dict.fromkeys(listed.values()) if listed else (SINGLE,):
         try:

@@ -62,6 +62,10 @@ class ModelSpec(Protocol):
         the ranks that hold it; None: no pipeline."""
         ...
 
+    def buffers(self) -> dict[str, Layout]:
+        """By global name the buffers that checkpoints and folders hold beside the parameters."""
+        ...
+
     def piece_costs(self) -> tuple[float, ...]:
         """Floating-point operations of each piece's forward, per token of a full sequence."""
         ...

@@ -14,18 +14,16 @@ from torchdistpackage.config.hugging_face import ORIGINAL, read_config, rope_par
 from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.layout.partition import either, nearest
 from torchdistpackage.layout.rope import scaled_length
 from torchdistpackage.layout.table import LayerCut, SplitTable
+from torchdistpackage.lazy import resolve
 from torchdistpackage.models.families.registry import FAMILIES
 from torchdistpackage.models.families.table import Family, Sizes, Weight, Weights
-from torchdistpackage.models.lora_layout import (
-    Lora,
-    linear_layers,
-    target_problems,
-)
+from torchdistpackage.models.lora_layout import Lora
 
 BACKWARD_PER_FORWARD = 2.0
+_FOUND = "torchdistpackage.models.transformers_found:found_family"
+"""Imported for a family without a table alone: it reads transformers' modules, on torch."""
 _MOST = 1 << 24
 """Of any size: what is larger is a slip."""
 
@@ -41,9 +39,10 @@ class TransformersShape:
     sequence_parallel: bool = False
     lora: Lora | None = None
 
-    @property
+    @cached_property
     def kind(self) -> Family:
-        return FAMILIES[self.family]
+        table = FAMILIES.get(self.family)
+        return resolve(_FOUND)(self.given) if table is None else table
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -86,19 +85,17 @@ def shape_of_section(
     """The shape of the model that `hf` of a model section names.
 
     Raises:
-        ConfigError: it is of no family that can be cut here, or its settings are no model; lists
-            all.
+        ConfigError: transformers has no such model, or its settings are no model; lists all.
     """
     where = section["hf"]
     found = read_config(where)
-    family = found.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise ConfigError(
-            f"model.hf={where}: model_type is {family!r}; transformers' own modules are trained of "
-            f"{', '.join(FAMILIES)}. A model of your own is named by model.target"
-        )
     lora = Lora.of_section(section.get("lora"))
+    family = str(found.get("model_type"))
     shape = TransformersShape(family, found, seq_len, sequence_parallel, lora)
+    try:
+        shape.kind  # noqa: B018  read now, as it may be none
+    except ConfigError as error:
+        raise ConfigError(f"model.hf={where}: {error}") from error
     if problems := _setting_problems(shape):
         raise ConfigError(f"model.hf={where}: {'; '.join(problems)}")
     return shape
@@ -135,54 +132,6 @@ def _setting_problems(shape: TransformersShape) -> list[str]:
     return problems + shape.kind.problems(shape.settings)
 
 
-def refusals(
-    shape: TransformersShape, tensor: int, num_stages: int, document_masks: bool
-) -> list[tuple[str, str]]:
-    """(key, text) of what this model cannot do among what a run asks of it."""
-    n, found = shape.sizes, list[tuple[str, str]]()
-    if document_masks and documents_by(shape) == "not":
-        found.append(
-            (
-                "data.document_masks",
-                f"{shape.family} counts distances (ALiBi) across a whole sample; set it to false",
-            )
-        )
-    if not can_share(shape, tensor):
-        fits = nearest(tensor, lambda size: can_share(shape, size), at_most=tensor)
-        heads = f"{n.heads} heads"
-        if n.kv_heads != n.heads:
-            heads += f" of {n.kv_heads} key-value heads"
-        found.append(
-            (
-                "parallel.tensor",
-                f"{shape.family} with {heads} and an MLP of {n.hidden} cannot be shared by "
-                f"parallel.tensor={tensor} ranks, each of which needs whole heads and those that "
-                f"they read; set tensor to {either(fits)}",
-            )
-        )
-    if num_stages > n.layers:
-        found.append(
-            (
-                "parallel.pipe",
-                f"{num_stages} stages for the {n.layers} blocks of {shape.family}, of which every "
-                f"stage needs one; set parallel.pipe to {n.layers} or less",
-            )
-        )
-    if n.positions is not None and shape.seq_len > n.positions:
-        found.append(
-            (
-                "data.seq_len",
-                f"data.seq_len={shape.seq_len}, but positions are learned for {n.positions}; set "
-                f"seq_len to {n.positions} or less",
-            )
-        )
-    if shape.lora is not None:
-        known = shape.kind.output, n.tied
-        problems = target_problems(shape.lora, shape.family, weights(shape), *known)
-        found += [("model.lora.target", text) for text in problems]
-    return found
-
-
 def documents_by(shape: TransformersShape) -> str:
     """How documents of one sample are kept apart, see `Family`."""
     return "not" if shape.given.get("alibi") else shape.kind.documents
@@ -206,29 +155,13 @@ def can_share(shape: TransformersShape, tensor: int) -> bool:
     return tensor % n.kv_heads == 0 and n.heads % tensor == 0
 
 
-def goes_with(shape: TransformersShape) -> tuple[tuple[str, str], ...]:
-    """What a run of this model may ask for, axis by axis."""
-    n = shape.sizes
-    sizes = [str(size) for size in range(1, n.heads + 1) if can_share(shape, size)]
-    shown = sizes if len(sizes) <= 12 else [*sizes[:8], "...", sizes[-1]]
-    shared = "" if n.kv_heads == n.heads else f" of {n.kv_heads} key-value heads"
-    return (
-        ("data", "any number of ranks"),
-        ("zero", "0 to 3"),
-        ("pipe", f"up to {n.layers} stages, of whole blocks"),
-        ("tensor", f"{', '.join(shown)} ({n.heads} heads{shared})"),
-        ("sequence_parallel", "yes"),
-        ("recompute", "none, blocks, auto"),
-        ("lora", f"on {', '.join(linear_layers(weights(shape)))}"),
-        ("document_masks", "no: ALiBi" if documents_by(shape) == "not" else "yes"),
-    )
-
-
 # -- parameters ------------------------------------------------------------------------------
 
 
 def pieces(shape: TransformersShape) -> tuple[str, ...]:
-    """Names of the blocks."""
+    """Names of the blocks; of a model without a list of them one name for all of it."""
+    if not shape.kind.blocks:
+        return ("model",)
     return tuple(f"{shape.kind.blocks}.{index}" for index in range(shape.sizes.layers))
 
 
@@ -253,7 +186,7 @@ def _head(shape: TransformersShape, axis: str) -> Weights:
     shape.kind.head(w, shape.settings, n)
     if n.tied:
         w.tied_head(shape.kind.output, n.vocab, n.dim)
-    else:
+    elif shape.kind.found is None:
         w.column(shape.kind.output, n.vocab, n.dim)
     return w if shape.lora is None else _adapted(w, shape.lora, is_head=True)
 
@@ -300,6 +233,12 @@ def weights(
     return found
 
 
+def buffers(shape: TransformersShape) -> dict[str, Layout]:
+    """By global name the buffers that a folder holds beside the parameters, whole on every rank."""
+    found = shape.kind.found
+    return {} if found is None else {b.name: Layout(b.name, b.shape) for b in found.buffers}
+
+
 def layouts(
     shape: TransformersShape, stage_of: Sequence[int] | None = None, axis: str = "tensor"
 ) -> dict[str, Layout]:
@@ -313,13 +252,15 @@ def layouts(
 def global_name(shape: TransformersShape, name: str) -> str:
     """Of a parameter that transformers' module calls `name`, with peft's layers in it or not."""
     n, name = shape.kind, name.replace(".base_layer.", ".").replace(".default.", ".")
+    if n.found is not None:
+        return n.found.aliases.get(name, name)
     name = n.saved_names.get(name, name)
     is_tied = shape.sizes.tied and name == f"{n.output}.weight"
     return f"{n.table}.weight" if is_tied else name
 
 
 def piece_parameters(shape: TransformersShape) -> tuple[int, ...]:
-    """Of each block, with the embedding and the head where they go."""
+    """Of each piece, with the embedding and the head where they go."""
     counts = [_count(_block(shape, index, "tensor").held) for index in range(shape.sizes.layers)]
     counts[0] += _count(_embed(shape, "tensor").held)
     counts[-1] += _count(_head(shape, "tensor").held)
@@ -343,8 +284,8 @@ def piece_costs(shape: TransformersShape) -> tuple[float, ...]:
 
 
 def _products(held: Mapping[str, Weight]) -> float:
-    matrices = (w.layout.shape for w in held.values() if len(w.layout.shape) == 2)
-    return sum(2.0 * math.prod(shape) for shape in matrices)
+    matrices = (w for w in held.values() if len(w.layout.shape) >= 2)
+    return sum(2.0 * w.share * math.prod(w.layout.shape) for w in matrices)
 
 
 def flops_per_token(shape: TransformersShape) -> float:

@@ -10,38 +10,45 @@ result is joined for the norm and the head.
 """
 
 import re
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.config.hugging_face import with_earlier_rope
 from torchdistpackage.config.model_section import is_adapter
-from torchdistpackage.config.packages import is_before, too_old
-from torchdistpackage.errors import ConfigError, DataError, LayoutError, NotAvailableError
+from torchdistpackage.errors import DataError, LayoutError
 from torchdistpackage.layout.derive import local_shape
 from torchdistpackage.layout.mark import mark_of, mark_parameter
 from torchdistpackage.layout.table import SplitTable
+from torchdistpackage.models import transformers_meta
 from torchdistpackage.models.hugging_face_folder import read_weights
 from torchdistpackage.models.hugging_face_layout import Source
 from torchdistpackage.models.lora_layout import Lora
 from torchdistpackage.models.transformers_folder import open_folder
+from torchdistpackage.models.transformers_init import ModuleDraws
 from torchdistpackage.models.transformers_layout import (
     TransformersShape,
+    buffers,
     documents_by,
     global_name,
     split_table,
     weights,
 )
+from torchdistpackage.models.transformers_meta import (
+    ALONE,
+    check_packages,
+    parameters_on_meta,
+    refused,
+)
 from torchdistpackage.models.transformers_vocab import SplitVocab
+from torchdistpackage.models.transformers_weights import fill, open_found
 from torchdistpackage.parallel.auto.draws import (
     ShardDraws,
     default_draw,
@@ -50,19 +57,17 @@ from torchdistpackage.parallel.auto.draws import (
     mark_split,
     may_draw,
 )
-from torchdistpackage.parallel.pipeline.partition.hf_decoder import decoder_stage
+from torchdistpackage.parallel.pipeline.partition.hf_decoder import DecoderStage, decoder_stage
 from torchdistpackage.parallel.tensor.attention import document_mask
-from torchdistpackage.parallel.tensor.init import Initial
+from torchdistpackage.parallel.tensor.init import Initial, initialize
 from torchdistpackage.parallel.tensor.layouts import Layouts
 from torchdistpackage.parallel.tensor.parallelize import parallelize
 from torchdistpackage.topology.mesh import Mesh
 
 IGNORE = -100
 _SHOWN = 6
-_ALONE = threading.Lock()
-"""Of threads as ranks one makes a model at a time: transformers imports parts of itself meanwhile,
-which threads cannot do side by side, and sets the process's default type.
-"""
+Outputs = Tensor | tuple[Tensor, Tensor]
+"""Activations or logits; (logits, auxiliary loss) of a model that counts that of its routers."""
 
 
 class TransformersStage(nn.Module):
@@ -83,6 +88,9 @@ class TransformersStage(nn.Module):
         self.decoder, self.shape, self.axis = decoder, shape, axis
         self._group, self._stage_of = group, stage_of
         self._vocab = None if group is None else SplitVocab(group, shape.vocab)
+        read = shape.kind.found
+        self._auxiliary = 0.0 if read is None else read.auxiliary
+        self._routers = {"output_router_logits": True} if self._auxiliary else {}
         self._draws = group is not None and may_draw(decoder, is_known=True)
         if group is not None and self._draws:
             draws_as(map(self.get_submodule, self.block_names()), group.rank())
@@ -99,14 +107,29 @@ class TransformersStage(nn.Module):
         whole = weights(self.shape, self._stage_of, self.axis)
         return {name: whole[key].layout for name, key in self.global_names().items()}
 
+    def buffer_layouts(self) -> Layouts:
+        """By name here, of the buffers that checkpoints hold."""
+        known = buffers(self.shape)
+        named = ((name, name.removeprefix("decoder.")) for name, _ in self.named_buffers())
+        return {name: known[key] for name, key in named if key in known}
+
     def initials(self) -> dict[str, Initial]:
         """What parameters start as, as transformers has it."""
         whole = weights(self.shape, self._stage_of, self.axis)
-        pairs = ((name, whole[key]) for name, key in self.global_names().items())
-        return {name: Initial(w.kind, w.std or 0.02, w.zero_row) for name, w in pairs}
+        pairs = [(name, key, whole[key]) for name, key in self.global_names().items()]
+        read = self.shape.kind.found
+        draws = None if read is None else ModuleDraws(self.shape.given, read)
+        return {
+            name: Initial("made", make=partial(draws.parameter, key))
+            if draws is not None and w.kind == "made"
+            else Initial(w.kind, w.std or 0.02, w.zero_row)
+            for name, key, w in pairs
+        }
 
     def block_names(self) -> tuple[str, ...]:
-        """Of the blocks, for recomputation."""
+        """Of the blocks, for recomputation; none where there is no list of them."""
+        if not self.shape.kind.blocks:
+            return ()
         path = f"decoder.{self.shape.kind.blocks}"
         return tuple(f"{path}.{name}" for name, _ in self.get_submodule(path).named_children())
 
@@ -117,9 +140,10 @@ class TransformersStage(nn.Module):
         """
         return not self._draws or name in self.block_names()
 
-    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Outputs:
         """ids (B, S) int64 on the first stage, else activations (B, S, D); activations, or from the
-        last stage logits (B, S, V/n), of the columns of this rank.
+        last stage logits (B, S, V/n), of the columns of this rank, with the auxiliary loss of its
+        routers if config.json asks for that (output_router_logits).
 
         position_ids (B, S) int64: from 0 in each document of a sample; no token sees another.
         """
@@ -136,34 +160,49 @@ class TransformersStage(nn.Module):
         rank = 0 if self._group is None else self._group.rank()
         draws = self._draws and self.training
         with ShardDraws(rank, default_draw) if draws else nullcontext():
-            return self.decoder(x, attention_mask=mask, position_ids=position_ids)
+            if isinstance(self.decoder, DecoderStage):
+                return self.decoder(x, attention_mask=mask, position_ids=position_ids)
+            output = self.decoder(input_ids=x, return_dict=True, **self._routers)
+        if not self._routers:
+            return output.logits
+        return output.logits, output.aux_loss
 
     def loss(
-        self, logits: Tensor, targets: Tensor, ignore_index: int = IGNORE
+        self, outputs: Outputs, targets: Tensor, ignore_index: int = IGNORE
     ) -> tuple[Tensor, Tensor]:
         """(sum of the tokens' losses, number of tokens counted).
 
-        logits (B, S, V/n) as `forward` gives them; targets (B, S) int64, the tokens that follow:
-        transformers' labels, shifted by one.
+        outputs: logits (B, S, V/n) as `forward` gives them; targets (B, S) int64, the tokens that
+        follow: transformers' labels, shifted by one. The auxiliary loss of routers counts as often
+        as there are tokens, so that it is added to their mean as transformers adds it.
         """
+        logits, count = _logits(outputs), (targets != ignore_index).sum()
         if self._vocab is not None:
             total = self._vocab.loss_sum(logits, targets, ignore_index)
         else:
             total = F.cross_entropy(
                 logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="sum"
             )
-        return total, (targets != ignore_index).sum()
+        if isinstance(outputs, tuple):
+            # count first, as an integer times a Python float would be float32
+            total = total + self._auxiliary * (count * outputs[1].to(total))
+        return total, count
 
-    def whole_logits(self, logits: Tensor) -> Tensor:
+    def whole_logits(self, outputs: Outputs) -> Tensor:
         """Logits (..., V), equal over the group, from those (..., V/n) of `forward`."""
+        logits = _logits(outputs)
         return logits if self._vocab is None else self._vocab.join(logits)
 
-    def logits_at(self, logits: Tensor, position: int) -> Tensor:
+    def logits_at(self, outputs: Outputs, position: int) -> Tensor:
         """Those (V,) of one position of the first sample, equal over the group.
 
-        logits (B, S, V/n) as `forward` gives them.
+        outputs: logits (B, S, V/n) as `forward` gives them.
         """
-        return self.whole_logits(logits[0, position])
+        return self.whole_logits(_logits(outputs)[0, position])
+
+
+def _logits(outputs: Outputs) -> Tensor:
+    return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 def stage(
@@ -193,7 +232,12 @@ def stage(
     model, num = on_meta(shape, dtype), 1 if group is None else group.size()
     all_blocks = range(shape.sizes.layers)
     pieces = all_blocks if pieces is None else pieces
-    decoder = decoder_stage(model, pieces)
+    if (read := shape.kind.found) is None:
+        decoder = decoder_stage(model, pieces)
+    else:
+        decoder = model
+        for path in read.unreached:  # the tower of images of a model that reads texts
+            decoder.get_submodule(path).requires_grad_(False)
     if group is not None and num > 1:
         table = split_table(shape, axis)
         parallelize(decoder, table, group, axis=axis, tp_comm_overlap=tp_comm_overlap)
@@ -215,35 +259,17 @@ def on_meta(shape: TransformersShape, dtype: torch.dtype | None = None) -> Any:
         NotAvailableError: transformers is not installed, or too old.
         ConfigError: it refuses these settings.
     """
-    with _ALONE:
-        return _on_meta(shape, dtype or torch.get_default_dtype())
-
-
-def _on_meta(shape: TransformersShape, dtype: torch.dtype) -> Any:
-    try:
-        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-        if shape.lora is not None:
-            import peft  # noqa: F401
-    except ImportError as error:
-        raise NotAvailableError(
-            f"model.hf needs transformers, and model.lora peft; install the extra hf: "
-            f'pip install "torchdistpackage[hf]" ({error})'
-        ) from error
-    packages = ("transformers",) if shape.lora is None else ("transformers", "peft")
-    if old := [text for package in packages if (text := too_old(package)) is not None]:
-        raise NotAvailableError(f"model.hf {'; '.join(old)}")
-    try:
-        given = dict(shape.given)
-        if is_before("transformers", "5"):
-            given = with_earlier_rope(given)
-        config = CONFIG_MAPPING[shape.family].from_dict(given)
-        config.use_cache = False
-        with _parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-            return model if shape.lora is None else _with_adapters(model, shape, shape.lora, dtype)
-    except (ValueError, KeyError, TypeError, AssertionError, ImportError) as error:
-        raise ConfigError(f"transformers refuses the config.json of model.hf: {error!r}") from error
+    check_packages(*(() if shape.lora is None else ("peft",)))
+    dtype = dtype or torch.get_default_dtype()
+    with ALONE:
+        model = transformers_meta.on_meta(shape.given, dtype)
+        if shape.lora is None:
+            return model
+        try:
+            with parameters_on_meta():
+                return _with_adapters(model, shape, shape.lora, dtype)
+        except (ValueError, KeyError, TypeError, AssertionError, ImportError) as error:
+            raise refused(error) from error
 
 
 def _with_adapters(
@@ -266,23 +292,6 @@ def _with_adapters(
         if is_adapter(name):  # which peft leaves as they are on the meta device
             parameter.data = parameter.data.to(dtype)
     return model
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Modules made inside have their parameters there; of buffers the values would be lost."""
-    thread = threading.get_ident()  # the hook is called in all of them
-
-    def moved(module: nn.Module, name: str, parameter: Any) -> Any:
-        if parameter is None or parameter.is_meta or threading.get_ident() != thread:
-            return parameter
-        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-
-    handle = register_module_parameter_registration_hook(moved)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _draw_apart(decoder: nn.Module, shape: TransformersShape, table: SplitTable) -> None:
@@ -369,11 +378,18 @@ def load_weights(made: TransformersStage, folder: str | Path) -> None:
     Raises:
         CheckpointError: the folder has not exactly the weights of this model, as `open_folder`.
     """
-    found, group = open_folder(folder, made.shape), made._group
+    group = made._group
     mesh, index = Mesh(((made.axis, 1),)), 0
     if group is not None:
         mesh, index = Mesh(((made.axis, group.size()),)), group.rank()
-    layouts = made.layouts()
+    if made.shape.kind.found is not None:
+        layouts = made.layouts() | made.buffer_layouts()
+        tensors = dict(made.named_parameters()) | dict(made.named_buffers())
+        left = fill(open_found(folder, made.shape), tensors, layouts, mesh, index)
+        drawn = {name: x for name, x in made.initials().items() if name in left} if left else {}
+        initialize(made, layouts, mesh, index, 0, drawn)
+        return
+    found, layouts = open_folder(folder, made.shape), made.layouts()
     read = [(layouts[name], parameter) for name, parameter in made.named_parameters()]
     read = [(layout, parameter) for layout, parameter in read if not is_adapter(layout.name)]
     made_of = {layout.name: (Source(layout.name, layout.shape),) for layout, _ in read}

@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.models import transformers_folder, transformers_layout
+from torchdistpackage.models import (
+    transformers_folder,
+    transformers_layout,
+    transformers_refusals,
+)
 from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
 from torchdistpackage.models.transformers_layout import TransformersShape
 
@@ -31,6 +35,9 @@ class TransformersSpec:
     def layouts(self, stage_of: Sequence[int] | None = None) -> dict[str, Layout]:
         return transformers_layout.layouts(self.shape, stage_of)
 
+    def buffers(self) -> dict[str, Layout]:
+        return transformers_layout.buffers(self.shape)
+
     def piece_costs(self) -> tuple[float, ...]:
         return transformers_layout.piece_costs(self.shape)
 
@@ -41,13 +48,13 @@ class TransformersSpec:
         return transformers_layout.flops_per_token(self.shape)
 
     def refusals(self, tensor: int, num_stages: int, document_masks: bool) -> list[tuple[str, str]]:
-        return transformers_layout.refusals(self.shape, tensor, num_stages, document_masks)
+        return transformers_refusals.refusals(self.shape, tensor, num_stages, document_masks)
 
     def goes_with(self) -> tuple[tuple[str, str], ...]:
-        return transformers_layout.goes_with(self.shape)
+        return transformers_refusals.goes_with(self.shape)
 
     def check_weights(self, folder: str | Path) -> None:
-        transformers_folder.open_folder(folder, self.shape)
+        transformers_folder.check_folder(folder, self.shape)
 
     def sources(self) -> dict[str, tuple[Source, ...]]:
         return transformers_folder.sources(self.shape)

@@ -64,7 +64,8 @@ def export_checkpoint(
         raise CheckpointError(f"{path} is damaged: {problem}; name another checkpoint")
     manifest = read_manifest(path)
     made_of = model.sources()
-    wanted = {name: x for name, x in model.layouts().items() if name in made_of}
+    known = model.layouts() | model.buffers()
+    wanted = {name: x for name, x in known.items() if name in made_of}
     _check_model(manifest, wanted, path)
     dtype = dtype or manifest.tensors[next(iter(made_of))].dtype
     return write_folder(

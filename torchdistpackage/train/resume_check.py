@@ -60,10 +60,11 @@ def refuse_other_model(path: Path, plan: Plan) -> None:
     Nothing is known here of a model of your own.
     """
     shapes = {x.name: x.shape for x in plan.layouts.values() if plan.is_trained(x.name)}
-    if not shapes:
+    if plan.model is None:
         return
+    buffers = {name: x.shape for name, x in plan.model.buffers().items() if plan.is_trained(name)}
     manifest, weights = read_manifest(path), plan.numbers.weights.dtype
-    if differences := manifest.differences(shapes):
+    if differences := manifest.differences(shapes | buffers):
         raise CheckpointError(
             f"{path} is of another model than this run: {differences}. Go on with the model it was "
             f"written with, begin anew with --resume never (tdp submit --fresh), or change run.name"

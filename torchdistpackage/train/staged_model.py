@@ -57,10 +57,16 @@ class StagedModel:
         # of the ranks that compute one loss, one reports it
         self.tells_loss = self.has_last and coord["tensor"] == 0 and coord["context"] == 0
 
-    def saved(self) -> dict[str, tuple[nn.Parameter, Layout]]:
+    def saved(self) -> dict[str, tuple[Tensor, Layout]]:
         """What a checkpoint holds, by local name: what LoRA leaves as it is comes from model.hf."""
-        named = ((n, p, self.layouts[n]) for n, p in self.stage.named_parameters())
-        return {name: (p, layout) for name, p, layout in named if self.plan.is_trained(layout.name)}
+        found: dict[str, tuple[Tensor, Layout]] = {
+            name: (p, self.layouts[name]) for name, p in self.stage.named_parameters()
+        }
+        for stage, module in self.stage.named_children():
+            if callable(held := getattr(module, "buffer_layouts", None)):
+                buffers: dict[str, Layout] = held()
+                found |= {f"{stage}.{n}": (module.get_buffer(n), x) for n, x in buffers.items()}
+        return {name: held for name, held in found.items() if self.plan.is_trained(held[1].name)}
 
     def forward(self, stage: int, x: Message, position_ids: Tensor | None = None) -> Message:
         """One of this rank's stages, in the precision of the run; position_ids: see `DataBatch`."""

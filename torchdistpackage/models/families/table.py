@@ -8,6 +8,7 @@ there.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from torchdistpackage.layout.layout import HeadSplit, Layout
@@ -38,14 +39,17 @@ class Sizes:
 class Weight:
     """One parameter. kind, std: of its initial values. zero_row: a row of zeros among them.
 
+    kind "made": transformers' own modules make them (models/transformers_init.py).
     inputs: the dim of a linear layer's matrix that is multiplied by what the layer is given.
+    share: the part of the tokens that it works on, which is less than 1 of an expert.
     """
 
     layout: Layout
-    kind: Literal["normal", "uniform", "zeros", "ones"]
+    kind: Literal["normal", "uniform", "zeros", "ones", "made"]
     std: float = 0.0
     zero_row: int | None = None
     inputs: int | None = None
+    share: float = 1.0
 
 
 @dataclass
@@ -63,7 +67,8 @@ class Weights:
     held: dict[str, Weight] = field(default_factory=dict)
     split: SplitTable = field(default_factory=SplitTable)
 
-    def _add(self, name: str, weight: Weight) -> None:
+    def add(self, name: str, weight: Weight) -> None:
+        """A parameter, whose layout may be named anew."""
         full = self.prefix + name
         self.held[full] = replace(weight, layout=weight.layout.named(full))
         if weight.layout.unreduced:
@@ -84,7 +89,7 @@ class Weights:
         sequence parallelism."""
         is_partial = partial or self.sequence_parallel
         layout = Layout(name, shape, unreduced=(self.axis,) if is_partial else ())
-        self._add(name, Weight(layout, kind, self.std))
+        self.add(name, Weight(layout, kind, self.std))
 
     def norm(self, name: str, dim: int, *, bias: bool = False, kind: Any = "ones") -> None:
         self.whole(f"{name}.weight", dim, kind=kind)
@@ -94,7 +99,7 @@ class Weights:
     def table(self, name: str, rows: int, columns: int, zero_row: int | None = None) -> None:
         """An embedding, cut by columns."""
         layout = self._cut(name, (rows, columns), 1)
-        self._add(f"{name}.weight", Weight(layout, "normal", self.std, zero_row))
+        self.add(f"{name}.weight", Weight(layout, "normal", self.std, zero_row))
         self._layer(name, "feature", layout)
 
     def cut_rows(self, name: str) -> None:
@@ -126,12 +131,12 @@ class Weights:
         dim = int(transposed)
         shape = (inputs, size) if transposed else (size, inputs)
         layout = self._cut(name, shape, dim, heads, parts)
-        self._add(f"{name}.weight", Weight(layout, "normal", self.std, inputs=1 - dim))
+        self.add(f"{name}.weight", Weight(layout, "normal", self.std, inputs=1 - dim))
         entrance = self.prefix + (name.rpartition(".")[0] or name)
         self._layer(name, "column", layout, transposed=transposed, entrance=entrance)
         if bias:
             layout = self._cut(name, (size,), 0, heads, parts)
-            self._add(f"{name}.bias", Weight(layout, "zeros"))
+            self.add(f"{name}.bias", Weight(layout, "zeros"))
 
     def row(
         self,
@@ -148,7 +153,7 @@ class Weights:
         dim = int(not transposed)
         shape = (inputs, size) if transposed else (size, inputs)
         layout = self._cut(name, shape, dim, heads)
-        self._add(f"{name}.weight", Weight(layout, "normal", self.std * scale, inputs=dim))
+        self.add(f"{name}.weight", Weight(layout, "normal", self.std * scale, inputs=dim))
         self._layer(name, "row", layout, transposed=transposed)
         if bias:
             self.whole(f"{name}.bias", size, kind="zeros")
@@ -174,6 +179,56 @@ class Weights:
         return Layout(name, shape, split, parts=fused, heads=heads, split_rule="even")
 
 
+@dataclass(frozen=True, slots=True)
+class FoundParameter:
+    """inputs: the dim of a linear layer's matrix that is multiplied by what the layer is given."""
+
+    name: str
+    shape: tuple[int, ...]
+    inputs: int | None = None
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """One model of transformers as its modules show it.
+
+    class_name: of the module. sizes: what plans ask for. blocks: path of the list of blocks; "" if
+    there is none, so that the model is one piece. aliases: other names of a parameter -> its own.
+    buffers: those that a folder holds beside the parameters. unreached: paths of parts that token
+    ids do not reach, such as towers for images, which are not trained. refused: why tokens cannot
+    train it; None: they can. auxiliary: the factor of its routers' loss in the loss, 0 without one.
+    positions: its longest sequence, if its settings say so. active: the part of its experts that
+    works on a token.
+    """
+
+    class_name: str
+    sizes: Sizes
+    blocks: str
+    parameters: tuple[FoundParameter, ...]
+    buffers: tuple[FoundParameter, ...]
+    aliases: Mapping[str, str]
+    unreached: tuple[str, ...]
+    refused: str | None
+    auxiliary: float
+    positions: int | None
+    active: float
+
+    @cached_property
+    def by_block(self) -> dict[str, list[FoundParameter]]:
+        """The parameters of each block, by its path and a dot."""
+        found: dict[str, list[FoundParameter]] = {}
+        for p in self.parameters:
+            found.setdefault(self.block_of(p.name), []).append(p)
+        return found
+
+    def block_of(self, name: str) -> str:
+        """The path, with a dot, of the block that has the parameter or buffer; "" if none has."""
+        path = f"{self.blocks}."
+        if not self.blocks or not name.startswith(path):
+            return ""
+        return path + name.removeprefix(path).partition(".")[0] + "."
+
+
 Part = Callable[[Weights, Settings, Sizes], None]
 
 
@@ -187,6 +242,7 @@ class Family:
     shares_keys: several ranks may hold one key-value head, which is then a parameter's part alone.
     documents: how those of one sample are kept apart: transformers makes a mask of position_ids, or
     has to be given one, or it cannot be done.
+    found: what the modules showed, of a family that has no table of its own.
     """
 
     defaults: Settings
@@ -201,3 +257,4 @@ class Family:
     saved_names: Mapping[str, str] = field(default_factory=dict)
     shares_keys: bool = True
     documents: Literal["positions", "mask", "not"] = "positions"
+    found: FoundModel | None = None

@@ -6,7 +6,7 @@ on any number of ranks. Draws are float32 on the CPU whatever the parameter is, 
 in another precision or on another device start from the same numbers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -31,11 +31,13 @@ class Initial:
     kind: "normal" and "uniform" are centred on 0; "zeros" and "ones" are constant.
     std: standard deviation of the draws; a uniform draw lies within std * sqrt(3).
     zero_row: this row of the whole tensor is zeros, as that of an embedding's padding.
+    make: for the kind "made", what draws the whole tensor from the seed of a run.
     """
 
-    kind: Literal["normal", "uniform", "zeros", "ones"] = "normal"
+    kind: Literal["normal", "uniform", "zeros", "ones", "made"] = "normal"
     std: float = 0.02
     zero_row: int | None = None
+    make: Callable[[int], Tensor] | None = None
 
     @property
     def constant(self) -> bool:
@@ -152,9 +154,15 @@ def initialize(
         if initial.constant:
             fill(target, initial)
             continue
-        generator = torch.Generator().manual_seed(seed_from(seed, layout.name))
-        full = fill(
-            torch.empty(layout.shape, dtype=torch.float32, device="cpu"), initial, generator
-        )
-        _zero_row(full, initial.zero_row)
+        full = _whole(layout, initial, seed)
         copy_part(target, full, layout, mesh, rank)
+
+
+def _whole(layout: Layout, initial: Initial, seed: int) -> Tensor:
+    """The whole tensor, as float32 on the CPU."""
+    if initial.make is not None:
+        return initial.make(seed)
+    generator = torch.Generator().manual_seed(seed_from(seed, layout.name))
+    full = fill(torch.empty(layout.shape, dtype=torch.float32, device="cpu"), initial, generator)
+    _zero_row(full, initial.zero_row)
+    return full

@@ -1,0 +1,153 @@
+"""What ranks do to show that one class of transformers trains on a layout as it does alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.train import parity
+from tests.train.sources import UnevenTokens
+from tests.train.transformers_ranks import everywhere_float64, whole
+from torchdistpackage.checkpoint.parts import TopologyRank
+from torchdistpackage.models.shrunk_config import VOCAB
+from torchdistpackage.models.transformers_meta import build_options
+from torchdistpackage.optim.sharded import ShardedOptimizer
+from torchdistpackage.train.export import export_checkpoint
+from torchdistpackage.train.step import Trainer
+from torchdistpackage.train.train_state import TrainState, save_state
+from torchdistpackage.train.update import warmup_cosine
+
+STEPS, SEQ_LEN, BATCH = 3, 12, 4
+RUN = [
+    *(f"data.seq_len={SEQ_LEN}", f"data.args={{seq_len: {SEQ_LEN}, vocab: {VOCAB}}}"),
+    *(f"data.global_batch={BATCH}", "pipeline.microbatches=1", "precision.dtype=float64"),
+    *("optim.clip=0.0", "optim.lr=0.01"),
+    *("train.steps=5", "optim.warmup_steps=0", "data.target=tests.train.sources:UnevenTokens"),
+]
+Answer = tuple[parity.Held, list[parity.Held], list[float]]
+"""Weights after the last step; gradients and losses of each."""
+
+
+def make_folder(settings: dict[str, Any], folder: str) -> str:
+    """A folder of transformers with all weights away from where they begin; the class's name."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    made = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(made, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    # what save_pretrained leaves out of a config.json, as it is the default of the class
+    (Path(folder) / "config.json").write_text(json.dumps({**made.to_dict(), **settings}))
+    return type(model).__name__
+
+
+def alone(folder: str) -> Answer:
+    """Steps of transformers' model in one process, without this package."""
+    from transformers import AutoModelForCausalLM
+
+    section = parity.config([*RUN, f"model.hf={folder}"])
+    model = AutoModelForCausalLM.from_pretrained(folder, **build_options(torch.float64)).train()
+    tied = getattr(model, "all_tied_weights_keys", {})
+    named = {tied.get(name, name): p for name, p in model.named_parameters() if p.requires_grad}
+    optim = section.optim
+    groups = [
+        {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": optim.weight_decay},
+        {"params": [p for p in named.values() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    data, gradients, losses = UnevenTokens(SEQ_LEN, VOCAB), [], []
+    for step in range(1, STEPS + 1):
+        ids, targets = data.batch("train", section.run.seed, step, 0, 1, BATCH)
+        adam.zero_grad()
+        with everywhere_float64():
+            loss = loss_of(model, ids, targets)
+            loss.backward()
+        gradients.append(whole({name: p.grad for name, p in named.items()}))
+        for group in adam.param_groups:
+            group["lr"] = optim.lr * warmup_cosine(
+                step - 1, warmup_steps=0, num_steps=5, min_ratio=optim.min_lr_ratio
+            )
+        adam.step()
+        losses.append(loss.item())
+    return whole(named), gradients, losses
+
+
+def loss_of(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
+    """The mean of the tokens' losses, with what transformers adds for the routers of each half of
+    the batch, as of two ranks or two microbatches."""
+    total = torch.zeros((), dtype=torch.float64)
+    for part, wanted in zip(ids.chunk(2), targets.chunk(2), strict=True):
+        output: Any = model(input_ids=part, return_dict=True)
+        logits, count = output.logits.flatten(0, 1), (wanted != -100).sum()
+        total = total + F.cross_entropy(logits, wanted.flatten(), reduction="sum")
+        if getattr(output, "aux_loss", None) is not None:
+            total = total + model.config.router_aux_loss_coef * output.aux_loss * count
+    return total / (targets != -100).sum()
+
+
+def steps(overrides: list[str]) -> Answer:
+    """The same on this rank of a layout."""
+    run = parity.trainer([*RUN, *overrides])
+    plain = run.accumulate
+
+    def accumulate(*args: Any, **how: Any) -> Tensor:
+        with everywhere_float64():
+            return plain(*args, **how)
+
+    run.accumulate = accumulate
+    gradients, losses = [], []
+    for step in range(1, STEPS + 1):
+        losses.append(run.train_step(step).wait().loss)
+        gradients.append(_gradients(run))
+    return parity.held(run, "data"), gradients, losses
+
+
+def _gradients(run: Trainer) -> parity.Held:
+    """But for what no token reaches, which has none."""
+    if not isinstance(run.optimizer, ShardedOptimizer):
+        return parity.held(run, "grad")
+    place = TopologyRank(run.plan.topology, run.rank)
+    layouts = {p: run.layouts[name] for name, p in run.stage.named_parameters()}
+    shards = [s for s in run.optimizer.shards if s.tensor.grad is not None]
+    mine = [place.sliced(layouts[s.parameter], s, s.tensor.grad) for s in shards]
+    return [(x.name, x.shape, where, t.clone()) for x in mine for where, t in x.parts]
+
+
+def largest_difference(found: list[Answer], truth: Answer) -> float:
+    """Of any weight, gradient or loss, relative to the largest element of its tensor.
+
+    What has no gradient but rounding, as a bias of keys, counts by its size.
+    """
+    worst = 0.0
+    for losses in (answer[2] for answer in found):
+        worst = max(worst, *(abs(a - b) / abs(b) for a, b in zip(losses, truth[2], strict=True)))
+    pairs = [([answer[0] for answer in found], truth[0])]
+    pairs += [([answer[1][i] for answer in found], truth[1][i]) for i in range(STEPS)]
+    for mine, true in pairs:
+        held, expected = parity.whole(mine, rtol=1e-6, atol=1e-9), parity.whole([true])
+        missing = expected.keys() - held.keys()
+        assert not missing, f"{sorted(missing)[:3]} are on no rank"
+        for name, x in expected.items():
+            scale = x.abs().max().clamp(min=1e-6)
+            worst = max(worst, ((held[name] - x).abs().max() / scale).item())
+    return worst
+
+
+def initial(overrides: list[str]) -> parity.Held:
+    """Weights of a run before its first step."""
+    return parity.held(parity.trainer([*RUN, *overrides]), "data")
+
+
+def export(folder: str, run: str, overrides: list[str]) -> None:
+    """A checkpoint before the first step, which the first rank writes as a folder, `run`/out."""
+    made = parity.trainer([*RUN, f"model.hf={folder}", *overrides])
+    saved = save_state(made, TrainState(), Path(run), keep_last=1)
+    assert made.plan.model is not None
+    if made.rank == 0:
+        export_checkpoint(saved, made.plan.model, Path(run) / "out", like=folder)

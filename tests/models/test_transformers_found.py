@@ -1,0 +1,132 @@
+"""Classes of transformers without a table here: what is read of them, and that they train."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.models import coverage_ranks
+from tests.train import parity
+from torchdistpackage.config.load import loads
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.models.shrunk_config import VOCAB, shrunk
+from torchdistpackage.train.plan import make_plan
+
+transformers = pytest.importorskip("transformers")
+RANKS_IMPORT = ("tests.models.coverage_ranks",)
+FULL = (pytest.mark.full,)
+LAYOUTS = {
+    "data2": ["parallel.data=2"],
+    "zero2": ["parallel.data=2", "parallel.zero=2"],
+    "zero3": ["parallel.data=2", "parallel.zero=3"],
+    "recompute": ["parallel.data=2", "train.recompute=blocks"],
+}
+ROUTERS = {"output_router_logits": True}
+
+
+def settings(family: str, **changes: object) -> dict:
+    """A small config.json of a family, without dropout."""
+    small = shrunk(transformers.CONFIG_MAPPING[family]().to_dict())
+    calm = {key: 0.0 if "drop" in key else value for key, value in small.items()}
+    return {**calm, **changes, "model_type": family}
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, tmp_path_factory):
+    """(folder, what transformers makes of it in one process) of a family, made once."""
+    made: dict[str, tuple[str, coverage_ranks.Answer]] = {}
+
+    def of(family: str, **changes: object):
+        key = json.dumps([family, changes])
+        if key not in made:
+            folder = str(tmp_path_factory.mktemp("hf") / "model")
+            ranks(1).run(coverage_ranks.make_folder, settings(family, **changes), folder)
+            made[key] = folder, ranks(1).run(coverage_ranks.alone, folder)[0]
+        return made[key]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "layout"),
+    [
+        ("olmo2", {}, "zero3"),
+        ("mixtral", ROUTERS, "data2"),
+        pytest.param("olmo2", {}, "recompute", marks=FULL),
+        pytest.param("mixtral", {}, "zero3", marks=FULL),
+        pytest.param("phi3", {}, "zero2", marks=FULL),
+        pytest.param("gemma3_text", {}, "recompute", marks=FULL),
+        pytest.param("mamba", {}, "zero3", marks=FULL),
+        pytest.param("qwen3_moe", ROUTERS, "recompute", marks=FULL),
+        pytest.param("bart", {}, "data2", marks=FULL),
+    ],
+)
+def test_three_steps_are_those_of_transformers(ranks, saved, family, changes, layout):
+    """Losses, the gradient of every parameter in each step, and the weights after them."""
+    folder, truth = saved(family, **changes)
+    found = ranks(2).run(coverage_ranks.steps, [f"model.hf={folder}", *LAYOUTS[layout]])
+    assert coverage_ranks.largest_difference(found, truth) < 1e-9
+
+
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("deepseek_v3", marks=FULL)])
+def test_an_untrained_export_has_the_files_of_the_folder(ranks, saved, tmp_path, family):
+    """Experts are stacked in the modules and apart in the files; buffers come along."""
+    folder, _ = saved(family)
+    ranks(2).run(coverage_ranks.export, folder, str(tmp_path), ["parallel.data=2"])
+    mine = load_file(tmp_path / "out" / "model.safetensors")
+    theirs = load_file(Path(folder) / "model.safetensors")
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[key], x) for key, x in theirs.items())
+
+
+def test_initial_weights_are_drawn_as_transformers_draws(ranks, tmp_path):
+    """Alike on every layout; each with the mean and the spread of transformers' own."""
+    small = settings("mixtral", hidden_size=64)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(small))
+    run = [f"model.hf={config}"]
+    two = parity.whole(ranks(2).run(coverage_ranks.initial, [*run, "parallel.data=2"]), rtol=0)
+    one = parity.whole(ranks(1).run(coverage_ranks.initial, run))
+    assert all(torch.equal(two[key], x) for key, x in one.items()) and two.keys() == one.keys()
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(
+        transformers.CONFIG_MAPPING["mixtral"].from_dict(small)
+    )
+    for name, theirs in made.named_parameters():
+        spread = theirs.std().item() if theirs.numel() > 1 else 0.0
+        assert one[name].mean().item() == pytest.approx(theirs.mean().item(), abs=0.004), name
+        assert one[name].std().item() == pytest.approx(spread, rel=0.3), name
+
+
+def plan_of(tmp_path, family: str, *overrides: str, **changes: object):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(settings(family, **changes)))
+    run = loads("", overrides=[f"model.hf={config}", "data.seq_len=12", *overrides])
+    return make_plan(run, 2)
+
+
+def test_what_is_cut_is_refused_with_the_class(tmp_path):
+    with pytest.raises(ConfigError) as met:
+        plan_of(tmp_path, "olmo2", "parallel.tensor=2")
+    assert "Olmo2ForCausalLM" in str(met.value) and "parallel.tensor" in str(met.value)
+
+
+def test_a_plan_counts_an_expert_by_its_part_of_the_tokens(tmp_path):
+    few = plan_of(tmp_path, "mixtral", "parallel.data=2", num_experts_per_tok=1)
+    more = plan_of(tmp_path, "mixtral", "parallel.data=2", num_experts_per_tok=2)
+    assert few.model is not None and more.model is not None
+    assert few.model.flops_per_token() < more.model.flops_per_token()
+    assert sum(few.model.piece_parameters()) == sum(more.model.piece_parameters())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3_text", "phi3", "olmo2", "mixtral"])
+def test_a_small_copy_has_every_kind_of_layer(family):
+    whole = transformers.CONFIG_MAPPING[family]().to_dict()
+    small = shrunk(whole)
+    assert small["vocab_size"] == VOCAB
+    kinds = whole.get("layer_types") or ()
+    assert set(small.get("layer_types") or ()) == set(kinds)
+    heads = small["num_attention_heads"], small["num_key_value_heads"]
+    assert (heads[0] > heads[1]) == (whole["num_attention_heads"] > whole["num_key_value_heads"])

@@ -1,0 +1,213 @@
+"""Reads a family from transformers' modules: what plans, layouts and builds ask of a table.
+
+The model itself is made on the meta device. What names and shapes do not show, whether its loss is
+that of its tokens and which parts they reach, is tried on a small copy of the same classes.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchdistpackage.models.families.found import active_share, family
+from torchdistpackage.models.families.table import Family, FoundModel, FoundParameter, Sizes
+from torchdistpackage.models.shrunk_config import shrunk
+from torchdistpackage.models.transformers_meta import ALONE, known_settings, on_meta
+from torchdistpackage.tools.undisturbed import keep_random_states
+
+NUM_TOKENS = 12
+"""Of a sample of the small copy."""
+_LARGEST = 20_000_000
+"""Parameters of a copy."""
+_TOLERANCE = 1e-4
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+_LEARNED = re.compile(r"position|\bwpe\b")
+
+
+def found_family(given: Mapping[str, Any]) -> Family:
+    """The family of one config.json, which transformers can make a model of.
+
+    Raises:
+        NotAvailableError: transformers is not there.
+        ConfigError: it has no such causal language model, or refuses the settings.
+    """
+    return _read(json.dumps(dict(given), sort_keys=True, default=str))
+
+
+@lru_cache(maxsize=8)
+def _read(text: str) -> Family:
+    given = json.loads(text)
+    with ALONE:
+        config = known_settings(given)
+        return family(_found(on_meta(given, torch.float32), config, *_tried(given)))
+
+
+def _found(
+    model: Any, config: Any, refused: str | None, unreached: tuple[str, ...], auxiliary: float
+) -> FoundModel:
+    own, aliases = _names(model)
+    blocks, num = _blocks(model)
+    text = config.get_text_config()
+    settings = text.to_dict()
+    embedding = model.get_input_embeddings()
+    heads = _number(text, "num_attention_heads", 1)
+    dim = embedding.weight.shape[-1] if isinstance(embedding, nn.Embedding) else 1
+    positions = next((p for x in _POSITIONS if type(p := settings.get(x)) is int), None)
+    is_learned = any(_LEARNED.search(name) for name in own)
+    sizes = Sizes(
+        vocab=_number(text, "vocab_size", 1),
+        dim=dim,
+        layers=num,
+        heads=heads,
+        kv_heads=_number(text, "num_key_value_heads", heads),
+        head_dim=_number(text, "head_dim", max(dim // heads, 1)),
+        hidden=_number(text, "intermediate_size", dim),
+        tied=False,
+        std=0.02,
+        positions=positions if is_learned else None,
+    )
+    return FoundModel(
+        class_name=type(model).__name__,
+        sizes=sizes,
+        blocks=blocks,
+        parameters=tuple(_parameters(model, own)),
+        buffers=tuple(_buffers(model)),
+        aliases=aliases,
+        unreached=unreached,
+        refused=refused,
+        auxiliary=auxiliary,
+        positions=positions,
+        active=active_share(settings),
+    )
+
+
+def _number(config: Any, name: str, default: int) -> int:
+    found = getattr(config, name, None)
+    return found if type(found) is int and found > 0 else default
+
+
+def _names(model: Any) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
+    """Parameters by the names that transformers saves, and their other names."""
+    tied = getattr(model, "all_tied_weights_keys", {})
+    known: dict[int, str] = {}
+    everything = dict(model.named_parameters(remove_duplicate=False))
+    for name in sorted(everything, key=lambda name: name in tied):
+        known.setdefault(id(everything[name]), name)
+    own = {name: p for name, p in everything.items() if known[id(p)] == name}
+    aliases = {name: known[id(p)] for name, p in everything.items() if known[id(p)] != name}
+    return own, aliases
+
+
+def _parameters(model: nn.Module, own: Mapping[str, nn.Parameter]) -> Iterator[FoundParameter]:
+    for name, parameter in own.items():
+        path, _, last = name.rpartition(".")
+        module, inputs = model.get_submodule(path), None
+        if last == "weight" and parameter.dim() == 2:
+            if isinstance(module, nn.Linear):
+                inputs = 1
+            elif type(module).__name__ == "Conv1D":  # transformers', stored transposed
+                inputs = 0
+        yield FoundParameter(name, tuple(parameter.shape), inputs)
+
+
+def _buffers(model: nn.Module) -> Iterator[FoundParameter]:
+    saved = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if name in saved:
+            yield FoundParameter(name, tuple(buffer.shape))
+
+
+def _blocks(model: Any) -> tuple[str, int]:
+    """Path and length of the longest list of modules that is in no other; ("", 1) without one."""
+    lists: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{n}.") for n in lists):
+            lists[name] = len(module)
+    if not any(lists.values()):
+        return "", 1
+    path = max(lists, key=lambda name: lists[name])
+    return path, lists[path]
+
+
+# -- what is tried on a small copy ---------------------------------------------------------------
+
+
+def small_models(given: Mapping[str, Any]) -> Iterator[nn.Module]:
+    """Copies of a model to try things on, the smallest first; where none can be made, none.
+
+    Their weights are drawn from a seed of their own, in float32 on the CPU.
+    """
+    from transformers import AutoModelForCausalLM
+
+    whole = known_settings(given)
+    for each in (1, 2):
+        try:
+            config = known_settings(shrunk(whole.to_dict(), of_each_kind=each))
+            with keep_random_states():
+                torch.manual_seed(0)
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        except Exception:
+            # any error of a class that nobody has seen: its settings hang together in another way
+            continue
+        if sum(p.numel() for p in model.parameters()) <= _LARGEST:
+            yield model
+
+
+def _tried(given: Mapping[str, Any]) -> tuple[str | None, tuple[str, ...], float]:
+    """(why tokens cannot train the model, parts that they do not reach, factor of routers' loss)"""
+    error: Exception | None = None
+    for model in small_models(given):
+        try:
+            with keep_random_states():
+                return _try(model)
+        except Exception as met:  # as above
+            error = met
+    because = "transformers makes none of its settings" if error is None else repr(error)
+    name = given.get("model_type")
+    return f"a small copy of {name} does not run on token ids alone: {because}", (), 0.0
+
+
+def _try(model: Any) -> tuple[str | None, tuple[str, ...], float]:
+    vocab = _number(model.config.get_text_config(), "vocab_size", 1)
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(min(3, vocab - 1), vocab, (2, NUM_TOKENS), generator=draw)
+    model.eval()
+    output = model(input_ids=ids, labels=ids.clone(), return_dict=True)
+    loss, logits = output.loss, output.logits
+    factor = 0.0
+    if getattr(output, "aux_loss", None) is not None:
+        factor = float(getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0))
+        loss = loss - factor * output.aux_loss
+    name = type(model).__name__
+    if not isinstance(logits, Tensor) or logits.shape[:2] != ids.shape:
+        return f"{name} makes no logits of each token", (), 0.0
+    shifted = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+    as_given = F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+    near = (torch.isclose(loss, x, rtol=_TOLERANCE, atol=1e-6) for x in (shifted, as_given))
+    if not any(near):
+        text = (
+            f"the loss of {name} is not the cross entropy of its logits: on a small copy it is "
+            f"{loss.item():.5f}, and that of the tokens {shifted.item():.5f}"
+        )
+        return text, (), 0.0
+    output.loss.backward()
+    return None, tuple(_unreached(model)), factor
+
+
+def _unreached(model: nn.Module) -> Iterator[str]:
+    """Paths of the outermost modules, but for blocks and experts of a list, of whose parameters
+    none has a gradient."""
+    found: list[str] = []
+    for path, module in model.named_modules():
+        is_numbered = any(word.isdigit() for word in path.split("."))
+        if not path or is_numbered or any(path.startswith(f"{x}.") for x in found):
+            continue
+        parameters = list(module.parameters())
+        if parameters and all(p.grad is None for p in parameters):
+            found.append(path)
+    yield from found

@@ -1,0 +1,108 @@
+"""What a causal language model of transformers cannot do of what a run asks of it. No torch."""
+
+from torchdistpackage.layout.partition import either, nearest
+from torchdistpackage.models.families.registry import FAMILIES
+from torchdistpackage.models.families.table import FoundModel
+from torchdistpackage.models.lora_layout import linear_layers, target_problems
+from torchdistpackage.models.transformers_layout import (
+    TransformersShape,
+    can_share,
+    documents_by,
+    weights,
+)
+
+
+def refusals(
+    shape: TransformersShape, tensor: int, num_stages: int, document_masks: bool
+) -> list[tuple[str, str]]:
+    """(key, text) of what this model cannot do among what a run asks of it."""
+    n, found = shape.sizes, list[tuple[str, str]]()
+    if (read := shape.kind.found) is not None:
+        return _refusals_of_found(shape, read, tensor, num_stages, document_masks)
+    if document_masks and documents_by(shape) == "not":
+        found.append(
+            (
+                "data.document_masks",
+                f"{shape.family} counts distances (ALiBi) across a whole sample; set it to false",
+            )
+        )
+    if not can_share(shape, tensor):
+        fits = nearest(tensor, lambda size: can_share(shape, size), at_most=tensor)
+        heads = f"{n.heads} heads"
+        if n.kv_heads != n.heads:
+            heads += f" of {n.kv_heads} key-value heads"
+        found.append(
+            (
+                "parallel.tensor",
+                f"{shape.family} with {heads} and an MLP of {n.hidden} cannot be shared by "
+                f"parallel.tensor={tensor} ranks, each of which needs whole heads and those that "
+                f"they read; set tensor to {either(fits)}",
+            )
+        )
+    if num_stages > n.layers:
+        found.append(
+            (
+                "parallel.pipe",
+                f"{num_stages} stages for the {n.layers} blocks of {shape.family}, of which every "
+                f"stage needs one; set parallel.pipe to {n.layers} or less",
+            )
+        )
+    return found + _too_long(shape) + _lora_problems(shape)
+
+
+def _too_long(shape: TransformersShape) -> list[tuple[str, str]]:
+    positions = shape.sizes.positions
+    if positions is None or shape.seq_len <= positions:
+        return []
+    text = (
+        f"data.seq_len={shape.seq_len}, but positions are learned for {positions}; set seq_len to "
+        f"{positions} or less"
+    )
+    return [("data.seq_len", text)]
+
+
+def _lora_problems(shape: TransformersShape) -> list[tuple[str, str]]:
+    if shape.lora is None:
+        return []
+    known = shape.kind.output, shape.sizes.tied
+    problems = target_problems(shape.lora, shape.family, weights(shape), *known)
+    return [("model.lora.target", text) for text in problems]
+
+
+def _refusals_of_found(
+    shape: TransformersShape, read: FoundModel, tensor: int, num_stages: int, document_masks: bool
+) -> list[tuple[str, str]]:
+    """Of a family that has no table: nothing of its model is cut."""
+    uncut = f"{read.class_name} has no table of {', '.join(FAMILIES)}, and is not cut"
+    asked = {
+        "data.document_masks": document_masks and "set it to false",
+        "parallel.tensor": tensor > 1 and "set tensor to 1, and use data and zero",
+        "parallel.pipe": num_stages > 1 and "set pipe to 1, and use data and zero",
+    }
+    found = [(key, f"{uncut}; {text}") for key, text in asked.items() if text]
+    return found + _too_long(shape) + _lora_problems(shape)
+
+
+def goes_with(shape: TransformersShape) -> tuple[tuple[str, str], ...]:
+    """What a run of this model may ask for, axis by axis."""
+    n = shape.sizes
+    if shape.kind.found is not None:
+        return (
+            ("data", "any number of ranks"),
+            ("zero", "0 to 3"),
+            ("recompute", "none, blocks, auto" if shape.kind.blocks else "none, auto"),
+            ("lora", f"on {', '.join(linear_layers(weights(shape)))}"),
+        )
+    sizes = [str(size) for size in range(1, n.heads + 1) if can_share(shape, size)]
+    shown = sizes if len(sizes) <= 12 else [*sizes[:8], "...", sizes[-1]]
+    shared = "" if n.kv_heads == n.heads else f" of {n.kv_heads} key-value heads"
+    return (
+        ("data", "any number of ranks"),
+        ("zero", "0 to 3"),
+        ("pipe", f"up to {n.layers} stages, of whole blocks"),
+        ("tensor", f"{', '.join(shown)} ({n.heads} heads{shared})"),
+        ("sequence_parallel", "yes"),
+        ("recompute", "none, blocks, auto"),
+        ("lora", f"on {', '.join(linear_layers(weights(shape)))}"),
+        ("document_masks", "no: ALiBi" if documents_by(shape) == "not" else "yes"),
+    )

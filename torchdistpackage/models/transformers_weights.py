@@ -1,0 +1,330 @@
+"""Folders of models whose family has no table: what transformers' own names and conversions say.
+
+Files may hold a model otherwise than its modules do: each expert apart where they are stacked, or
+parts of a fused matrix. transformers lists these conversions, for both ways, and they are run here
+for one parameter at a time, so that a rank reads and holds what is its own.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from torchdistpackage.bounded import StoredTensor, same_bits
+from torchdistpackage.config.model_section import is_adapter
+from torchdistpackage.config.packages import is_before
+from torchdistpackage.errors import CheckpointError
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.models.hugging_face_layout import (
+    DTYPES,
+    UNREAD,
+    Source,
+    WeightFolder,
+    headers,
+)
+from torchdistpackage.models.transformers_layout import TransformersShape
+from torchdistpackage.models.transformers_meta import on_meta
+from torchdistpackage.parallel.tensor.full import copy_part
+from torchdistpackage.topology.mesh import Mesh
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class StoredGroup:
+    """Tensors of a folder, (pattern, key) of each, that make up `name`, and others with it.
+
+    converter: transformers' way from these to those; None: the one tensor is the parameter.
+    """
+
+    name: str
+    keys: tuple[tuple[str, str], ...]
+    converter: Any = None
+
+    def convert(self, model: Any, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """By name what they make up. read: the tensor of a key."""
+        if self.converter is None:
+            return {self.name: read(self.keys[0][1])}
+        made = deepcopy(self.converter)
+        for pattern, key in self.keys:
+            made.add_tensor(self.name, key, pattern, partial(read, key))
+        found = made.convert(self.name, model=model, config=model.config)
+        return {name: _only(value) for name, value in found.items()}
+
+
+@dataclass(frozen=True)
+class FoundFolder:
+    """A folder that has exactly the weights of a model.
+
+    groups: by name of a parameter or buffer what it comes from. made: the model on meta.
+    """
+
+    files: WeightFolder
+    groups: Mapping[str, StoredGroup]
+    model: Any
+
+    def tensors(self, names: set[str]) -> Iterator[tuple[str, Tensor]]:
+        """Those of these names, whole, as they are stored; of a group that has several once."""
+        wanted = {id(self.groups[x]): self.groups[x] for x in names if x in self.groups}
+        for group in wanted.values():
+            for name, value in group.convert(self.model, self._read).items():
+                if name in names:
+                    yield name, value
+
+    def _read(self, key: str) -> Tensor:
+        file, stored_as = self.files.places[key]
+        with safe_open(self.files.folder / file, framework="pt") as opened:
+            return opened.get_tensor(stored_as)
+
+
+def open_found(folder: str | Path, shape: TransformersShape) -> FoundFolder:
+    """The files of a folder, and which of its tensors make up what; only headers are read.
+
+    Raises:
+        CheckpointError: it has no weights, or others: lists all that are missing, unexpected, or
+            of another shape or type.
+    """
+    folder, read = Path(folder), shape.kind.found
+    assert read is not None
+    stored = {k: x for k, x in headers(folder) if not UNREAD.search(f".{k}")}
+    model = on_meta(shape.given, torch.float32)
+    known = {p.name: p.shape for p in (*read.parameters, *read.buffers)}
+    groups, unexpected = _groups(model, stored, known, read.aliases)
+    found, problems = dict[str, StoredGroup](), list[str]()
+    for group in groups:
+        try:
+            made = group.convert(
+                model, lambda key: torch.empty(stored[key][1].shape, device="meta")
+            )
+        except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
+            problems.append(
+                f"{group.name} cannot be made of its {len(group.keys)} tensors: {error}"
+            )
+            continue
+        for name, value in made.items():
+            own = read.aliases.get(name, name)
+            if own not in known:
+                unexpected.append(name)
+            elif tuple(value.shape) != known[own]:
+                problems.append(
+                    f"{name} has shape {tuple(value.shape)}, where the model has {known[own]}"
+                )
+            elif own in found:
+                _check_same(folder, stored, found[own], group, own)
+            else:
+                found[own] = group if name == own else _renamed(group, own)
+    optional = {b.name for b in read.buffers} | {
+        name for name, p in model.named_parameters() if not p.requires_grad
+    }
+    missing = [f"{x} is missing" for x in known if x not in found and x not in optional]
+    types = [
+        f"{key} is of type {x.dtype}, where one of {DTYPES} is read"
+        for key, (_, x) in stored.items()
+        if x.dtype not in DTYPES and not x.dtype.startswith(("I", "U", "BOOL"))
+    ]
+    extra = [f"{name} is not expected" for name in unexpected]
+    if problems := [*missing, *extra, *problems, *types]:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise CheckpointError(
+            f"{folder} has not the weights of this model: {len(problems)} of {len(known)} "
+            f"tensors differ: {'; '.join(problems[:_SHOWN])}{more}; use the config.json that "
+            f"belongs to them, or another folder"
+        )
+    places = {key: (file, key) for key, (file, _) in stored.items()}
+    return FoundFolder(WeightFolder(folder, places), found, model)
+
+
+@torch.no_grad()
+def fill(
+    found: FoundFolder,
+    tensors: Mapping[str, Tensor],
+    layouts: Mapping[str, Layout],
+    mesh: Mesh,
+    index: int,
+) -> set[str]:
+    """Overwrite the parts of parameters and buffers at `index` of `mesh`, by local name, each of
+    which is read and converted whole; adapters and those on meta are left alone.
+
+    Returns the names of those that the folder leaves out, as a table of positions that nothing
+    trains.
+    """
+    local = {x.name: name for name, x in layouts.items() if not is_adapter(x.name)}
+    local = {key: name for key, name in local.items() if not tensors[name].is_meta}
+    for key, whole in found.tensors(set(local)):
+        copy_part(tensors[local[key]], whole, layouts[local[key]], mesh, index)
+    left = {name for key, name in local.items() if key not in found.groups}
+    return {name for name in left if isinstance(tensors[name], nn.Parameter)}
+
+
+def _renamed(group: StoredGroup, name: str) -> StoredGroup:
+    return StoredGroup(name, group.keys) if group.converter is None else group
+
+
+def _groups(
+    model: Any,
+    stored: Mapping[str, tuple[str, StoredTensor]],
+    known: Mapping[str, tuple[int, ...]],
+    aliases: Mapping[str, str],
+) -> tuple[list[StoredGroup], list[str]]:
+    """What makes up what, and the tensors of the files that make up nothing."""
+    early = is_before("transformers", "5")
+    renamings, converters = _conversions(model)
+    by_pattern = {pattern: x for x in converters for pattern in x.source_patterns}
+    ignored = [
+        re.compile(x) for x in getattr(model, "_keys_to_ignore_on_load_unexpected", ()) or ()
+    ]
+    everything = dict.fromkeys([*known, *aliases])
+    made: dict[str, tuple[list[tuple[str, str]], Any]] = {}
+    unexpected: list[str] = []
+    for key in sorted(stored, key=_natural):
+        if early:
+            name, pattern = _named_early(model, key, everything), None
+        else:
+            name, pattern = _named(model, key, renamings, converters, everything)
+        if name not in everything and key in everything:
+            name, pattern = key, None
+        converter = None if pattern is None else by_pattern[pattern]
+        if name not in everything and converter is None:
+            if not any(x.search(key) for x in ignored):
+                unexpected.append(key)
+            continue
+        made.setdefault(name, ([], converter))[0].append((pattern or key, key))
+    return [StoredGroup(name, tuple(keys), x) for name, (keys, x) in made.items()], unexpected
+
+
+def _named(
+    model: Any, key: str, renamings: Any, converters: Any, everything: Mapping[str, Any]
+) -> tuple[str, str | None]:
+    from transformers.core_model_loading import rename_source_key
+
+    known = dict.fromkeys(everything, True)
+    return rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+
+
+def _named_early(model: Any, key: str, everything: Mapping[str, Any]) -> str:
+    """Of a tensor in a folder, as transformers before 5 calls it in its modules."""
+    name = key
+    for old, new in (getattr(model, "_checkpoint_conversion_mapping", None) or {}).items():
+        name = re.sub(old, new, name)
+    whole = f"{model.base_model_prefix}.{name}"
+    return whole if name not in everything and whole in everything else name
+
+
+def _conversions(model: Any) -> tuple[list[Any], list[Any]]:
+    """transformers' renamings and its conversions on the way from a folder to the modules."""
+    if is_before("transformers", "5"):
+        return [], []
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    mapping = get_model_conversion_mapping(model)
+    converters = [x for x in mapping if isinstance(x, WeightConverter)]
+    return [x for x in mapping if not isinstance(x, WeightConverter)], converters
+
+
+def _natural(key: str) -> list[tuple[int, int | str]]:
+    """So that experts come in the order of their numbers."""
+    return [(0, int(word)) if word.isdigit() else (1, word) for word in key.split(".")]
+
+
+def _only(value: Any) -> Tensor:
+    return value[0] if isinstance(value, list) else value
+
+
+def _check_same(
+    folder: Path,
+    stored: Mapping[str, tuple[str, StoredTensor]],
+    one: StoredGroup,
+    other: StoredGroup,
+    name: str,
+) -> None:
+    """Raises CheckpointError where two names of one parameter have other values, as one is lost."""
+    keys = one.keys[0][1], other.keys[0][1]
+    if one.converter is not None or other.converter is not None or keys[0] == keys[1]:
+        return
+    first, second = (((folder / stored[key][0]).resolve(), stored[key][1]) for key in keys)
+    if not same_bits(first, second):
+        raise CheckpointError(
+            f"{folder}: {keys[0]} and {keys[1]} are both {name} by config.json, but differ; set "
+            f"tie_word_embeddings to false in config.json to train both, or remove one"
+        )
+
+
+# -- and back --------------------------------------------------------------------------------------
+
+
+class Stored:
+    """How parameters are stored in a folder, as save_pretrained writes it.
+
+    A parameter that only goes into a file together with another keeps its name.
+    """
+
+    def __init__(self, shape: TransformersShape):
+        read = shape.kind.found
+        assert read is not None
+        self._model = on_meta(shape.given, torch.float32)
+        self._renamings, self._converters = self._reversed()
+        whole = {p.name: p.shape for p in (*read.parameters, *read.buffers)}
+        self._alone = self._which_alone(whole)
+        self.sources = {
+            name: tuple(
+                Source(key, tuple(x.shape))
+                for key, x in self.parts(name, torch.empty(shape, device="meta")).items()
+            )
+            for name, shape in whole.items()
+        }
+
+    def parts(self, name: str, value: Tensor) -> dict[str, Tensor]:
+        """By key what a parameter or buffer is in the files."""
+        return self._converted(name, value) if name in self._alone else {name: value}
+
+    def _which_alone(self, whole: Mapping[str, tuple[int, ...]]) -> set[str]:
+        """Names of which a conversion back needs no other, and gives keys that no other gives."""
+        found: dict[str, set[str]] = {}
+        for name, shape in whole.items():
+            try:
+                parts = self._converted(name, torch.empty(shape, device="meta"))
+            except (RuntimeError, ValueError, KeyError, IndexError, TypeError):
+                continue
+            if sum(x.numel() for x in parts.values()) == torch.Size(shape).numel():
+                found[name] = set(parts)
+        owners: dict[str, int] = {}
+        for keys in found.values():
+            for key in keys:
+                owners[key] = owners.get(key, 0) + 1
+        return {name for name, keys in found.items() if all(owners[key] == 1 for key in keys)}
+
+    def _reversed(self) -> tuple[list[Any], list[Any]]:
+        if is_before("transformers", "5"):
+            return [], []
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange, WeightConverter
+
+        # what save_pretrained does with a model that was not loaded, see revert_weight_conversion
+        mapping = get_model_conversion_mapping(self._model, add_legacy=False)
+        kept = [x for x in mapping if not isinstance(x, PrefixChange)]
+        back = [x.reverse_transform() for x in reversed(kept)]
+        converters = [x for x in back if isinstance(x, WeightConverter)]
+        return [x for x in back if not isinstance(x, WeightConverter)], converters
+
+    def _converted(self, name: str, value: Tensor) -> dict[str, Tensor]:
+        for converter in self._converters:
+            renamed, pattern = converter.rename_source_key(name)
+            if pattern is not None:
+                made = deepcopy(converter)
+                made.add_tensor(renamed, name, pattern, value)
+                found = made.convert(renamed, model=self._model, config=self._model.config)
+                return {self._renamed(key): _only(x) for key, x in found.items()}
+        return {self._renamed(name): value}
+
+    def _renamed(self, key: str) -> str:
+        for renaming in self._renamings:
+            key, _ = renaming.rename_source_key(key)
+        return key
