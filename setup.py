@@ -50,6 +50,7 @@ setup(
         "typer>=0.19",
         "rich>=13",
         "safetensors>=0.4.5",
+        "xxhash>=3.4",
         "submitit>=1.5",
         "cloudpickle>=2.2",
     ],

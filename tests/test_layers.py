@@ -85,15 +85,21 @@ PURE_FILES = (
     "models/transformers_refusals.py",
     "models/shrunk_config.py",
     "models/hugging_face_config.py",
-    "checkpoint/manifest.py",
+    "checkpoint/catalog.py",
+    "checkpoint/checksums.py",
     "checkpoint/commit.py",
+    "checkpoint/manifest.py",
+    "checkpoint/retention.py",
     "train/chat.py",
+    "train/data_fingerprint.py",
     "train/documents.py",
+    "train/elastic.py",
     "train/estimate.py",
     "train/plan.py",
     "train/shrink.py",
     "train/stage_partition.py",
     "train/__init__.py",
+    "train/host_memory.py",
     "train/job.py",
     "train/memory.py",
     "train/refusals.py",
@@ -131,6 +137,7 @@ PLANNERS = ["build", "inference", "job", "plan", "worker"]
 """Files of train that read the configuration; the others get plain arguments."""
 
 MAY_CALL_TORCH_DISTRIBUTED = {
+    "checkpoint/formats/dcp.py": "torch's own files, which it reads and writes without a group",
     "harness/late/group.py": "a back end of our own, and a default group of it without peers",
     "harness/late/call.py": "gloo under a back end of our own",
     "harness/lint/linter.py": "a default group for each thread",
@@ -155,6 +162,7 @@ MAY_LOAD_BY_NAME = {
 
 MAY_NAME_MODULES = {
     "cli/_inference.py": "what runs in ranks, with torch",
+    "cli/checkpoint.py": "what reads and writes tensors, with torch, once all has been checked",
     "cli/comm.py": "what runs in ranks, or as threads in their place, with torch",
     "cli/comm_bench.py": "what runs in ranks, with torch",
     "cli/export.py": "what writes weights, with torch, once all has been checked",

@@ -49,6 +49,12 @@ PARTS: dict[str, Part] = {
         "copies of ZeRO's offload beside a pinned copy and the processor's step",
         60,
     ),
+    "checkpoint": Part(
+        "benchmarks.gpu.checkpoint",
+        "a save beside the steps keeps host and stream no longer than a pinned copy takes + 20 ms, "
+        "and has the state before the step",
+        90,
+    ),
     "buckets": Part("benchmarks.gpu.buckets", "what stepping costs by the size of a bucket", 60),
     "memory": Part(
         "benchmarks.gpu.memory",

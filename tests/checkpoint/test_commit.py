@@ -10,6 +10,7 @@ from torchdistpackage.checkpoint import commit as commits
 from torchdistpackage.checkpoint import manifest as manifests
 from torchdistpackage.checkpoint.commit import damage, latest
 from torchdistpackage.checkpoint.manifest import Manifest
+from torchdistpackage.checkpoint.retention import Retention
 
 
 def write(folder: Path, step: int, content: bytes = b"weights", keep_last: int = 9) -> Path:
@@ -18,9 +19,10 @@ def write(folder: Path, step: int, content: bytes = b"weights", keep_last: int =
     files = {}
     for name in ("a", "b"):
         (temporary / name).write_bytes(content)
-        files[name] = commits.settle(temporary / name)
+        commits.settle(temporary / name)
+        files[name] = commits.measure(temporary / name)
     final = commits.commit(temporary, Manifest(step, 0, (), {}, files))
-    commits.retain(folder, keep_last, final)
+    commits.retain(folder, Retention(keep_last), final)
     return final
 
 
@@ -112,11 +114,11 @@ def test_one_that_cannot_be_removed_stays_and_the_new_one_counts(tmp_path, monke
 
 
 def test_a_file_that_cannot_be_read_is_damage_with_a_place(tmp_path, monkeypatch):
-    def broken(path: Path) -> None:
+    def broken(checksum: object, path: Path) -> None:
         raise OSError(errno.EIO, "Input/output error")  # as of read(), which knows no name
 
     path = write(tmp_path, 1)
-    monkeypatch.setattr(commits, "measure", broken)
+    monkeypatch.setattr(manifests, "add_file", broken)
     assert damage(path, checksums=True) == f"{path}: Input/output error"
 
 

@@ -51,7 +51,8 @@ def write(folder: Path, step: int) -> Path:
     tensors = {"w[0]": torch.arange(4.0).view(2, 2), "w[1]": torch.arange(4.0).view(2, 2)}
     save_file(tensors, temporary / SHARD, metadata={"integers": "{}"})
     pieces = tuple(TensorChunk(SHARD, f"w[{i}]", (2 * i, 0), (2, 2)) for i in (0, 1))
-    files = {SHARD: settle(temporary / SHARD)}
+    settle(temporary / SHARD)
+    files = {SHARD: measure(temporary / SHARD)}
     entry = TensorEntry((4, 2), "float32", pieces)
     return commit(temporary, Manifest(step, 7, (), {"w": entry}, files, {"seed": 1}))
 
@@ -119,7 +120,8 @@ LIES = [
     put("another", *P, "file"),
     put([], *W, "pieces"),
     *(put(x, "files", SHARD, "size_bytes") for x in (0, 2**62, -1, "96", None)),
-    *(put(x, "files", SHARD, "crc32") for x in (0, "x", None)),
+    *(put(x, "files", SHARD, "crc32") for x in (0, "x")),
+    *(put(x, "files", SHARD, "xxh3") for x in (0, "x", None)),
     *(put(x, "facts") for x in ({"seed": [1]}, {"seed": {"a": {}}}, [1], None)),
     *(put(x, "degrees") for x in ([["data"]], [["data", "2"]], [[2, 2]], 5)),
     *(put(x, key) for key in ("files", "tensors", "format") for x in (None, [], "x", 5)),
@@ -231,7 +233,7 @@ def test_a_file_that_lies_is_passed_over(two: Path, caplog, checksum: str):
         (path / SHARD).write_bytes(change(whole))
         if checksum == "put right":
             found = measure(path / SHARD)
-            facts = {"size_bytes": found.size_bytes, "crc32": found.crc32}
+            facts = {"size_bytes": found.size_bytes, "xxh3": found.xxh3}
             forge(path, put(facts, "files", SHARD))
         passed_over(two, caplog)
         (path / SHARD).write_bytes(whole)

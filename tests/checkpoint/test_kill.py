@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchdistpackage.checkpoint import save as saving
+from torchdistpackage.checkpoint import writer
 from torchdistpackage.checkpoint.commit import latest
 from torchdistpackage.checkpoint.load import latest_together, load
 from torchdistpackage.checkpoint.parts import Params
-from torchdistpackage.checkpoint.save import save
+from torchdistpackage.checkpoint.save import PendingSave, save
+from torchdistpackage.checkpoint.snapshot import HostCopies
 from torchdistpackage.comm import primitives
 from torchdistpackage.errors import RankError
 from torchdistpackage.layout.layout import Layout
@@ -45,7 +46,8 @@ class Moments:
             patch.setattr(os, name, self._before(getattr(os, name)))
         for name in ("gather_objects", "broadcast_object"):
             patch.setattr(primitives, name, self._before(getattr(primitives, name)))
-        patch.setattr(saving, "save_file", self._half(saving.save_file, at=1))
+        written = self._half(writer.write_safetensors, at=0)
+        patch.setattr(writer, "write_safetensors", written)
         patch.setattr(pathlib.Path, "write_text", self._half(pathlib.Path.write_text, at=0))
 
     def _before(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,20 +77,26 @@ def params_of(value: int) -> Params:
     return {"w": (nn.Parameter(torch.full((4, 2), float(value + rank))), layout)}
 
 
-def write(folder: str, step: int, value: int, victim: int = 0, kill_at: int = NEVER) -> int:
-    """Save weights of `value`; the number of moments that passed on this rank."""
+def write(
+    folder: str, step: int, value: int, victim: int = 0, kill_at: int = NEVER, beside: bool = False
+) -> int:
+    """Save weights of `value`; the number of moments that passed on this rank.
+
+    beside: from a copy, in threads, the weights changing meanwhile.
+    """
     size, rank = dist.get_world_size(), dist.get_rank()
     moments = Moments(kill_at if rank == victim else NEVER)
     with pytest.MonkeyPatch.context() as patch:
         moments.watch(patch)
-        save(
-            folder,
-            step=step,
-            tokens=int(value),
-            params=params_of(value),
-            topology=topology((("tensor", size),), size),
-            rank=rank,
-        )
+        params, world = params_of(value), topology((("tensor", size),), size)
+        how: dict[str, Any] = {"tokens": value, "params": params, "topology": world, "rank": rank}
+        if beside:
+            pending = PendingSave(folder, step=step, copies=HostCopies(), **how)
+            with torch.no_grad():
+                params["w"][0].fill_(-1)
+            pending.finish()
+        else:
+            save(folder, step=step, **how)
     return moments.passed
 
 
@@ -105,25 +113,28 @@ def recover(folder: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("most", [6, pytest.param(sys.maxsize, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    "world_size,victim,next_step",
-    [(1, 0, 1), (1, 0, 0), (2, 1, 1)],
-    ids=["a new step", "the same step again", "another rank than the first"],
+    "world_size,victim,next_step,beside",
+    [(1, 0, 1, False), (1, 0, 0, False), (2, 1, 1, False), (1, 0, 1, True), (2, 1, 1, True)],
+    ids=[
+        *("a new step", "the same step again", "another rank than the first"),
+        *("beside the steps", "another rank, beside the steps"),
+    ],
 )
 def test_a_save_that_is_killed_anywhere_leaves_a_complete_checkpoint(
-    ranks, tmp_path: Path, world_size: int, victim: int, next_step: int, most: int
+    ranks, tmp_path: Path, world_size: int, victim: int, next_step: int, beside: bool, most: int
 ):
     """At every moment, or at `most` of them: the first, the last, and some in between."""
     folder, run = str(tmp_path), ranks(world_size).run
     for step in (1, 2, 3, 4):  # the last one replaces as many as those below do
         run(write, folder, step, step)
     step, value = 4 + next_step, 5
-    num_moments = run(write, folder, step, value)[victim]
+    num_moments = run(write, folder, step, value, victim, NEVER, beside)[victim]
     outcomes: list[bool] = []
     num_kills = min(num_moments, most)
     for kill_at in (i * (num_moments - 1) // (num_kills - 1) for i in range(num_kills)):
         before, after = (step, value), (step + next_step, value + 1)
         with pytest.raises(RankError, match="SIGKILL"):
-            run(write, folder, *after, victim, kill_at)
+            run(write, folder, *after, victim, kill_at, beside)
         found = run(recover, folder)[0]
         assert found in (before, after), f"killed at moment {kill_at} of {num_moments}"
         outcomes.append(found == after)

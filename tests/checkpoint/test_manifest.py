@@ -28,7 +28,9 @@ manifest_values = st.builds(
     tokens=counts,
     degrees=st.lists(st.tuples(st.text(), counts), max_size=3).map(tuple),
     tensors=st.dictionaries(st.text(), entries, max_size=3),
-    files=st.dictionaries(st.text(), st.builds(FileFacts, counts, counts), max_size=3),
+    files=st.dictionaries(
+        st.text(), st.builds(FileFacts, counts, st.text(), st.none()), max_size=3
+    ),
     facts=st.dictionaries(st.text(), counts | st.text() | st.floats(allow_nan=False)),
 )
 ONE = Manifest(
@@ -36,7 +38,7 @@ ONE = Manifest(
     tokens=1234,
     degrees=(("data", 2),),
     tensors={"w": TensorEntry((4, 2), "float32", (TensorChunk("a", "w[0]", (0, 0), (4, 2)),))},
-    files={"a": FileFacts(96, 7)},
+    files={"a": FileFacts(96, "07")},
     facts={"seed": 1, "lr": 1e-3},
 )
 

@@ -266,6 +266,22 @@ def run(**values: Any) -> RunConfig:
             "checkpoint.export=hf needs a checkpoint, but save_every and save_every_min are off",
         ),
         (
+            {"checkpoint__keep_best": "val_loss", "train__eval_every": 0},
+            None,
+            "checkpoint.keep_best",
+            "needs validations at saves, but train.eval_every is 0",
+        ),
+        (
+            {
+                "checkpoint__keep_best": "val_loss",
+                "train__eval_every": 40,
+                "checkpoint__save_every": 60,
+            },
+            None,
+            "checkpoint.keep_best",
+            "train.eval_every=40 and save_every=60 meet only every 120 steps",
+        ),
+        (
             {"train__profile": {"steps": "3..9"}, "train__steps": 5, "optim__warmup_steps": 0},
             None,
             "train.profile.steps",

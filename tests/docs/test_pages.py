@@ -44,10 +44,11 @@ def test_what_is_to_be_touched_for_something_new_is_there():
     homes = (ROOT, ROOT / "torchdistpackage")
     assert [x for x in files if not any((home / x).exists() for home in homes)] == []
     tables = re.findall(r"`([A-Z_]{4,})`", text)
-    assert tables == ["GENERATORS", "TWO_CHUNKS", "ZERO_OF", "COMMANDS"]
+    of_formats = ["FORMATS", "WRITERS", "SOURCES", "READERS"]
+    assert tables == ["GENERATORS", "TWO_CHUNKS", "ZERO_OF", *of_formats, "COMMANDS"]
     homes_of_tables = (
         *("torchdistpackage/schedule/generators.py", "torchdistpackage/cli/main.py"),
-        "tests/train/test_parity.py",
+        *("torchdistpackage/cli/checkpoint.py", "tests/train/test_parity.py"),
     )
     code = "\n".join((ROOT / x).read_text("utf-8") for x in homes_of_tables)
     assert all(re.search(rf"^{name}\b", code, re.MULTILINE) for name in tables)

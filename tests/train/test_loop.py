@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from torchdistpackage.harness.stragglers.compare import Phases
-from torchdistpackage.train import loop as loops
+from torchdistpackage.train import saving
 from torchdistpackage.train.log import StepLog, read_metrics
 from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.step_stats import Period, StepResult
@@ -75,9 +75,12 @@ class Wishing(StopController):
 def saved(monkeypatch) -> list[tuple[int, int]]:
     """(step it is called, updates in the weights) of each checkpoint."""
     found: list[tuple[int, int]] = []
-    monkeypatch.setattr(
-        loops, "save_state", lambda trainer, state, *_: found.append((state.step, trainer.updates))
-    )
+
+    def begin_save(trainer: Counting, state: TrainState, *_: object) -> SimpleNamespace:
+        found.append((state.step, trainer.updates))
+        return SimpleNamespace(step=state.step, agree=lambda: True)
+
+    monkeypatch.setattr(saving, "begin_save", begin_save)
     return found
 
 

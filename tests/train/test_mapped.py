@@ -10,7 +10,7 @@ from tests.train import parity
 from tests.train.texts import json_lines, pairs, sentences
 from torchdistpackage.errors import DataError, RankError
 from torchdistpackage.launch.failure import Failure, FailureKind, summary
-from torchdistpackage.train.mapped import MappedFile
+from torchdistpackage.train.mapped import MappedTensors
 from torchdistpackage.train.token_cache import tokenized
 
 RUN = [
@@ -64,7 +64,7 @@ def test_a_file_that_becomes_shorter_under_a_run_is_named(ranks, tmp_path, kind)
 def test_only_the_file_that_is_mapped_counts(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"0123")
-    file = MappedFile.of(path)
+    file = MappedTensors.of(path)
     path.write_bytes(b"012345")
     file.check()
     (tmp_path / "other").write_bytes(b"0")
@@ -73,7 +73,7 @@ def test_only_the_file_that_is_mapped_counts(tmp_path):
     path.unlink()
     file.check()
     path.write_bytes(b"0123")
-    file = MappedFile.of(path)
+    file = MappedTensors.of(path)
     os.truncate(path, 3)
     with pytest.raises(DataError, match=r"had 4 bytes when .* and has 3 now; do not change data"):
         file.check()

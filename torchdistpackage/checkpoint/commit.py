@@ -11,11 +11,11 @@ import os
 import re
 import secrets
 import shutil
-import zlib
 from collections.abc import Collection
 from pathlib import Path
 
 from torchdistpackage.checkpoint import manifest as manifests
+from torchdistpackage.checkpoint.checksums import add_file, new_checksum
 from torchdistpackage.checkpoint.manifest import (
     Claim,
     FileFacts,
@@ -25,6 +25,7 @@ from torchdistpackage.checkpoint.manifest import (
     claims,
     read_manifest,
 )
+from torchdistpackage.checkpoint.retention import Retention, reasons
 from torchdistpackage.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,6 @@ log = logging.getLogger(__name__)
 # `.old-` is a complete one on its way out, until the new one of the same step is in its place.
 _STEP = re.compile(r"step_(\d{6,})(\.old-\w+)?")
 _LEFTOVER = re.compile(r"step_\d{6,}\.(tmp|old)-\w+")
-_READ_BYTES = 1 << 22
 
 
 def folder_name(step: int) -> str:
@@ -52,22 +52,18 @@ def make_temporary(folder: Path, step: int) -> Path:
     return temporary
 
 
-def settle(path: Path) -> FileFacts:
-    """Flush a file that was just written, open it as its run's folder is, and measure it."""
+def settle(path: Path) -> None:
+    """Flush a file that was just written, and open it as its run's folder is."""
     path.chmod(path.parent.parent.stat().st_mode & 0o666)
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return measure(path)
 
 
 def measure(path: Path) -> FileFacts:
     """Size and checksum of a file, by reading it."""
-    crc32 = size_bytes = 0
-    with path.open("rb") as file:
-        while data := file.read(_READ_BYTES):
-            crc32 = zlib.crc32(data, crc32)
-            size_bytes += len(data)
-    return FileFacts(size_bytes, crc32)
+    checksum = new_checksum()
+    size_bytes = add_file(checksum, path)
+    return FileFacts(size_bytes, checksum.hexdigest())
 
 
 def commit(temporary: Path, manifest: Manifest) -> Path:
@@ -95,22 +91,30 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
     return final
 
 
-def retain(folder: Path, keep_last: int, newest: Path) -> None:
-    """Remove leftovers and all but the last `keep_last` complete checkpoints.
+def retain(folder: Path, keep: Retention, newest: Path) -> None:
+    """Remove leftovers and all complete checkpoints that `keep` does not name.
 
     Damaged ones are left alone. `newest` was just written and stays, even where later steps of an
     earlier attempt are there.
     """
     remove_leftovers(folder)
     complete = [path for path in candidates(folder) if path != newest and not damage(path)]
-    for path in complete[max(keep_last - 1, 0) :]:
-        doomed = folder / f"{path.name.split('.')[0]}.tmp-{secrets.token_hex(4)}"
-        try:
-            path.rename(doomed)
-        except OSError as error:  # such as of another user, in a folder that all may write to
-            log.warning("cannot remove checkpoint %s, so it stays: %s", path, error.strerror)
-        else:
-            _remove(doomed)
+    kept = reasons(keep, [newest, *complete])
+    for path in complete:
+        if not kept[path]:
+            remove_checkpoint(path)
+
+
+def remove_checkpoint(path: Path) -> bool:
+    """Remove a checkpoint, which stops to count at once; whether it could be."""
+    doomed = path.with_name(f"{path.name.split('.')[0]}.tmp-{secrets.token_hex(4)}")
+    try:
+        path.rename(doomed)
+    except OSError as error:  # such as of another user, in a folder that all may write to
+        log.warning("cannot remove checkpoint %s, so it stays: %s", path, error.strerror)
+        return False
+    _remove(doomed)
+    return True
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -206,10 +210,8 @@ def check_file(path: Path, expected: FileFacts, claimed: Collection[Claim] | Non
     check_size(path, expected)
     if claimed is None:
         return
-    if (crc32 := measure(path).crc32) != expected.crc32:
-        raise CheckpointError(
-            f"{path.name} has checksum {crc32:08x}, the manifest says {expected.crc32:08x}"
-        )
+    if problem := expected.mismatch(path):
+        raise CheckpointError(f"{path.name} {problem}")
     if claimed:
         check_header(path, claimed)
 

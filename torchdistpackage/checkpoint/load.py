@@ -9,7 +9,7 @@ state of each rank, is read only there.
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,20 @@ from torch import Tensor, nn
 
 from torchdistpackage.checkpoint.commit import (
     candidates,
-    check_file,
     damage,
     none_complete,
     warn_skipped,
 )
-from torchdistpackage.checkpoint.manifest import Fact, Manifest, TensorEntry, claims, read_manifest
+from torchdistpackage.checkpoint.manifest import (
+    Claim,
+    Fact,
+    Manifest,
+    TensorEntry,
+    check_header,
+    check_size,
+    claims,
+    read_manifest,
+)
 from torchdistpackage.checkpoint.parts import (
     MASTER,
     Params,
@@ -34,7 +42,9 @@ from torchdistpackage.checkpoint.parts import (
     has_master,
     params_of,
 )
-from torchdistpackage.checkpoint.save import EXTRA, degrees_of, fail_together, file_name
+from torchdistpackage.checkpoint.save import degrees_of, fail_together, file_name
+from torchdistpackage.checkpoint.snapshot import EXTRA
+from torchdistpackage.checkpoint.tensor_file import TensorFile, read_ahead
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.flight_recorder import dtype_name
 from torchdistpackage.comm.primitives import Group
@@ -171,6 +181,7 @@ class ShardReader:
         self._place, self._optimizer = place, optimizer
         self._reads: dict[str, list[Read]] = defaultdict(list)
         self._states: dict[Tensor, dict[str, Tensor]] = {}
+        self._files: dict[str, TensorFile] = {}
         self._keys: dict[str, list[str]] = defaultdict(list)
         for name in self.manifest.tensors:
             owner, _, key = name.rpartition("#")
@@ -191,17 +202,28 @@ class ShardReader:
 
     def check_files(self, checksums: bool, more: set[str]) -> None:
         """That the files to read, and `more`, are what the manifest says."""
-        claimed = claims(self.manifest) if checksums else {}
-        for name in sorted({*self._reads, *more}):
-            expected, file = self.manifest.files.get(name), self.path / name
+        claimed = claims(self.manifest)
+        names = sorted({*self._reads, *more})
+        for name in names:
             try:
-                if expected is None:
-                    raise CheckpointError("the manifest does not list it")
-                check_file(file, expected, claimed.get(name))
-            except (FileNotFoundError, CheckpointError) as error:
+                self._check_file(name, claimed, checksums)
+            except (FileNotFoundError, ValueError, CheckpointError) as error:
                 raise CheckpointError(
-                    f"{file} is damaged: {error}; use another checkpoint"
+                    f"{self.path / name} is damaged: {error}; use another checkpoint"
                 ) from error
+
+    def _check_file(
+        self, name: str, claimed: Mapping[str, Sequence[Claim]], checksums: bool
+    ) -> None:
+        expected, file = self.manifest.files.get(name), self.path / name
+        if expected is None:
+            raise CheckpointError("the manifest does not list it")
+        check_size(file, expected)
+        read_ahead([file])
+        check_header(file, claimed[name])
+        mapped = self._files[name] = TensorFile(file)
+        if checksums:
+            mapped.verify(expected)
 
     def check_total(self, asked: int) -> None:
         """Raises CheckpointError if the checkpoint has weights that no rank asked for."""
@@ -214,11 +236,9 @@ class ShardReader:
             )
 
     def read(self) -> None:
-        for file, reads in self._reads.items():
-            with safe_open(self.path / file, framework="pt") as shard:
-                for key, box, target in reads:
-                    piece = shard.get_slice(key)[box] if box else shard.get_tensor(key)
-                    target.copy_(piece)
+        for name, reads in self._reads.items():
+            for key, box, target in reads:
+                target.copy_(self._files[name][key][box])
         for of, state in self._states.items():
             assert self._optimizer is not None
             self._optimizer.state[of] = state

@@ -19,10 +19,12 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from torchdistpackage.bounded import DTYPES, check_regular, parse_json, read_header, read_regular
+from torchdistpackage.checkpoint.checksums import Checksum, Crc32, add_file, new_checksum
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.derive import Box, overlap, shifted
 
-FORMAT = 1
+FORMAT = 2
+"""Of what is written. Format 1, which is read too, has CRC-32 checksums of files."""
 NAME = "manifest.json"
 MAX_BYTES = 1 << 28
 """Of the file; that of a run on ten thousand ranks has about half."""
@@ -75,10 +77,29 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """What a file must be, to the byte."""
+    """What a file must be, to the byte: `xxh3` of it in hexadecimal or, in format 1, `crc32`."""
 
     size_bytes: Count
-    crc32: Count
+    xxh3: Text | None = None
+    crc32: Count | None = None
+
+    def mismatch(self, path: Path) -> str | None:
+        """What is wrong with the bytes of a file, which is read to its end; None: nothing.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        checksum = new_checksum() if self.crc32 is None else Crc32()
+        add_file(checksum, path)
+        return self.differs(checksum)
+
+    def differs(self, checksum: Checksum) -> str | None:
+        """How the checksum of all bytes is another than the manifest's; None: it is that."""
+        expected = self.xxh3 if self.crc32 is None else f"{self.crc32:08x}"
+        found = checksum.hexdigest()
+        if found == expected:
+            return None
+        return f"has checksum {found}, the manifest says {expected}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +147,9 @@ class Manifest:
         try:
             document: dict[str, Any] = parse_json(text)
             data: dict[str, Any] = document["manifest"]
-            if data["format"] != FORMAT:
+            if data["format"] not in (1, FORMAT):
                 raise CheckpointError(
-                    f"it is of format {str(data['format'])[:40]}, this version reads {FORMAT}"
+                    f"it is of format {str(data['format'])[:40]}, this version reads 1 to {FORMAT}"
                 )
             if _checksum(data) != document["crc32"]:
                 raise CheckpointError(
@@ -183,9 +204,15 @@ def check_manifest(manifest: Manifest, folder: Path) -> None:
     named = _FOLDER.match(folder.name)
     if named and int(named[1]) != manifest.step:
         raise CheckpointError(f"it is of step {manifest.step}, and its folder of {folder.name}")
-    for name in manifest.files:
+    for name, facts in manifest.files.items():
         if not _is_plain(name):
             raise CheckpointError(f"{name[:80]!r} is no plain name of a file in its folder")
+        checksums = [key for key in ("crc32", "xxh3") if getattr(facts, key) is not None]
+        if checksums != [needed := "crc32" if manifest.format == 1 else "xxh3"]:
+            has = " and ".join(checksums) or "no checksum"
+            raise CheckpointError(
+                f"{name[:80]!r} has {has}, where format {manifest.format} has {needed}"
+            )
     for name, entry in manifest.tensors.items():
         if entry.dtype not in DTYPES:
             raise CheckpointError(f"{name[:80]!r} has the type {entry.dtype[:40]!r}")

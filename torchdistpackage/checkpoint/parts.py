@@ -76,7 +76,7 @@ Parts = tuple[tuple[Box, Tensor], ...]
 class SavedTensor:
     """One tensor as far as this rank holds it: parts, and those for which it speaks.
 
-    owned: None where another rank speaks for all of them.
+    owned: None where another rank speaks for all of them. is_frozen: no optimizer updates it.
     """
 
     name: str
@@ -84,6 +84,7 @@ class SavedTensor:
     dtype: torch.dtype
     parts: Parts
     owned: Parts | None
+    is_frozen: bool = False
 
 
 class TopologyRank:
@@ -101,7 +102,9 @@ class TopologyRank:
             return tuple((where, tensor.detach()[local]) for where, local in boxes)
 
         owned = found(once=True) if owns(layout, mesh, self.rank) else None
-        return SavedTensor(layout.name, layout.shape, tensor.dtype, found(once=False), owned)
+        frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        held = found(once=False)
+        return SavedTensor(layout.name, layout.shape, tensor.dtype, held, owned, frozen)
 
     def sliced(self, layout: Layout, shard: OptimizerShard, tensor: Tensor) -> SavedTensor:
         """The elements of a shard; `tensor` is its own, or the optimizer's state for it.

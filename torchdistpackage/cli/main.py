@@ -35,6 +35,7 @@ COMMANDS = {
     "generate": "Continue prompts with a trained model, on any layout.",
     "eval": "Loss and perplexity of a trained model, on any layout.",
     "export": "Export the latest checkpoint for Hugging Face transformers, adapters for peft.",
+    "checkpoint": "List, show, verify, compare, convert and prune checkpoints.",
     "comm": "Test, benchmark and check the communication between ranks.",
     "schedule": "Show a pipeline schedule and its bubble.",
     "profile": "Summarise the trace of a run's profiled steps.",

@@ -1,5 +1,6 @@
 """`tdp plan`: the layout, memory and schedule of a run, before it is queued."""
 
+import re
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -14,6 +15,7 @@ from torchdistpackage.config.hugging_face import FILE as CONFIG
 from torchdistpackage.config.job_geometry import JobGeometry
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.errors import ConfigError
 from torchdistpackage.lazy import resolve
 from torchdistpackage.schedule.actions import ActionKind, flatten
 from torchdistpackage.topology.mesh import Mesh, advice, describe
@@ -34,6 +36,7 @@ RENDER = "torchdistpackage.launch.slurm.script:render"
 READ_PROFILE = "torchdistpackage.harness.bench.profile:read"
 ESTIMATES = "torchdistpackage.train.estimate:estimates"
 TIMELINE = "torchdistpackage.train.estimate:timeline_with_messages"
+ELASTIC = "torchdistpackage.train.elastic:elastic_plan"
 """What few plans show is loaded for these alone."""
 AXES = ("pipe", "data", "context", "expert", "tensor")
 """Columns of the coordinates."""
@@ -90,6 +93,12 @@ def plan(
             help="Seconds of a microbatch's forward on a stage; needs --profile.",
         ),
     ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A..B", help="Show the degrees of the same training on A to B nodes instead."
+        ),
+    ] = None,
 ) -> None:
     """Show a run's layout, memory, schedule and batch script.
 
@@ -99,6 +108,9 @@ def plan(
         raise typer.BadParameter(
             "needs --profile, which has the times of messages", param_hint="--forward-s"
         )
+    if nodes is not None:
+        typer.echo(_elastic(config, load(config, overrides or []), nodes, ranks_per_node))
+        return
     if tensor is not None:
         if overrides or world or ranks_per_node or sbatch or profile:
             raise typer.BadParameter(
@@ -128,6 +140,7 @@ def plan(
         *([wrap(f"warning: {warning}")] if warning else []),
         _stages(planned),
         _schedule(planned),
+        *_checkpoints(planned),
     ]
     if run.train.recompute != "none":
         parts.append(_recompute(planned))
@@ -234,6 +247,53 @@ def _schedule(plan: Plan) -> str:
     if any(a.kind is ActionKind.W for program in schedule.programs for a in flatten(program)):
         lines.append("                   (held until the gradients of the weights are there)")
     return wrap("\n".join(lines), indent=" " * 19)
+
+
+def _elastic(source: str, run: RunConfig, nodes: str, ranks_per_node: int | None) -> str:
+    """For each number of nodes the degrees by which a run goes on there, or why it cannot."""
+    span = re.fullmatch(r"([1-9]\d{0,4})\.\.([1-9]\d{0,4})", nodes)
+    if span is None or int(span[1]) > int(span[2]):
+        raise typer.BadParameter("write two numbers, as in 1..4", param_hint="--nodes")
+    per_node = ranks_per_node
+    if per_node is None:
+        shape: JobGeometry | None = resolve(JOB_SHAPE)(run) if run.launch.slurm else None
+        if shape is None:
+            raise typer.BadParameter(
+                "needs --ranks-per-node, as the file has no launch.slurm", param_hint="--nodes"
+            )
+        per_node = shape.tasks_per_node
+    rows: list[Sequence[object]] = [
+        ("NODES", "RANKS", *AXES, "ACCUMULATE", "MICROBATCH", "BUBBLE", "")
+    ]
+    for number in range(int(span[1]), int(span[2]) + 1):
+        world = number * per_node
+        try:
+            found: Plan = resolve(ELASTIC)(run, world, source)
+        except ConfigError as error:
+            why = getattr(error, "problems", None)
+            rows.append((number, world, *[""] * 8, str(why[0].text if why else error)))
+            continue
+        sizes = [getattr(found.config.parallel, axis) for axis in AXES]
+        rounds, samples = found.rounds, found.samples_per_microbatch
+        rows.append((number, world, *sizes, rounds, samples, f"{found.timeline.bubble:.1%}", ""))
+    head = f"{run.run.name}: the same batch, samples and learning rates on {nodes} nodes"
+    return f"{head}\n{text_table(rows, last_left=True)}"
+
+
+def _checkpoints(plan: Plan) -> list[str]:
+    """How the state is saved, and what the copies of saves beside the steps take."""
+    section, loads = plan.config.checkpoint, stage_loads(plan)
+    if not section.save_every and not section.save_every_min:
+        return []
+    times = [f"{section.save_every} steps"] if section.save_every else []
+    times += [f"{section.save_every_min:g} minutes"] if section.save_every_min else []
+    how = "between steps"
+    if section.async_mode != "disabled":
+        most = max((x.memory.weights_bytes + x.memory.optimizer_bytes for x in loads), default=0)
+        copy = f", at most {most / 1e9:,.3f} GB a rank" if most else ""
+        where = ", where the host has room for it" if section.async_mode == "auto" else ""
+        how = f"while training goes on, from a copy in host memory{copy}{where}"
+    return [wrap(f"checkpoints        every {' and '.join(times)}, written {how}", indent=" " * 19)]
 
 
 def _recompute(plan: Plan) -> str:

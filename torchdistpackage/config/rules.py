@@ -303,6 +303,26 @@ def _export_has_what_it_writes(c: RunConfig, world_size: int | None) -> str | No
     return None
 
 
+@rule("checkpoint.keep_best", "train.eval_every", "checkpoint.save_every")
+def _the_best_is_measured(c: RunConfig, world_size: int | None) -> str | None:
+    saved, every = c.checkpoint, c.train.eval_every
+    if saved.keep_best is None or (every and (saved.save_every_min or not saved.save_every)):
+        return None
+    if not every:
+        return (
+            f"checkpoint.keep_best={saved.keep_best} needs validations at saves, but "
+            f"train.eval_every is 0; set it to {saved.save_every or 'some number of steps'}, or "
+            f"keep_best to null"
+        )
+    if saved.save_every % every and every % saved.save_every:
+        return (
+            f"checkpoint.keep_best={saved.keep_best} needs validations at saves, but "
+            f"train.eval_every={every} and save_every={saved.save_every} meet only every "
+            f"{math.lcm(every, saved.save_every)} steps; make one a multiple of the other"
+        )
+    return None
+
+
 @rule("parallel.context")
 def _no_context_yet(c: RunConfig, world_size: int | None) -> str | None:
     value = c.parallel.context

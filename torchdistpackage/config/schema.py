@@ -256,6 +256,20 @@ class CheckpointSection(Section):
     keep_last: k.Count = Field(
         default=2, le=1 << 20, description="Checkpoints kept; older ones are deleted."
     )
+    keep_every: k.StepsOrZero = Field(
+        default=0, description="Checkpoints of multiples of so many steps are kept too; 0 is off."
+    )
+    keep_best: k.KeepBest = Field(
+        default=None, description="val_loss: the one with the lowest validation loss is kept too."
+    )
+    async_mode: k.AsyncMode = Field(
+        default="auto",
+        description="async: copy the state and write it while training goes on; auto: where host "
+        "memory has room for the copy.",
+    )
+    on_error: k.OnSaveError = Field(
+        default="stop", description="What to do when a checkpoint cannot be written."
+    )
     export: k.ExportFormat = Field(
         default=None,
         description="hf: the last checkpoint also becomes a folder hf/ that transformers loads, or "

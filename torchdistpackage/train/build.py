@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from torchdistpackage.checkpoint.parts import TopologyRank
+from torchdistpackage.checkpoint.retention import Retention
 from torchdistpackage.checkpoint.save import fail_together
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.random import seed_rank
@@ -49,6 +50,7 @@ from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.profiler import StepProfiler
 from torchdistpackage.train.rank_times import RankTimes
 from torchdistpackage.train.recompute import recompute_blocks, recompute_within
+from torchdistpackage.train.saving import RunSaver
 from torchdistpackage.train.staged_model import LossFn, StagedModel, TrainStages
 from torchdistpackage.train.step import Trainer, from_user, token_cross_entropy
 from torchdistpackage.train.stop import StopController
@@ -187,7 +189,13 @@ def make_loop(
         eval_every=train.eval_every,
         save_every=checkpoint.save_every,
         save_every_min=checkpoint.save_every_min,
-        keep_last=checkpoint.keep_last,
+        saver=RunSaver(
+            trainer,
+            folder,
+            keep=Retention(checkpoint.keep_last, checkpoint.keep_every, checkpoint.keep_best),
+            mode=checkpoint.async_mode,
+            goes_on=checkpoint.on_error == "continue",
+        ),
         callbacks=callbacks,
     )
 

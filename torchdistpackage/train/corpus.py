@@ -21,7 +21,7 @@ import torch
 
 from torchdistpackage.config.data_split import split_at_end
 from torchdistpackage.errors import DataError
-from torchdistpackage.train.mapped import MappedFile
+from torchdistpackage.train.mapped import MappedTensors
 
 
 class ConcatView:
@@ -35,7 +35,7 @@ class ConcatView:
         self,
         parts: Sequence[npt.NDArray],
         dtype: npt.DTypeLike,
-        files: Sequence[MappedFile | None] | None = None,
+        files: Sequence[MappedTensors | None] | None = None,
     ):
         self.dtype = np.dtype(dtype)
         files = [None] * len(parts) if files is None else files
@@ -215,7 +215,7 @@ def _split_by_file(root: Path, names: Sequence[str], val_fraction: float) -> Cor
     return Corpus(*(ConcatView([x for x, _ in s], np.uint8, [f for _, f in s]) for s in sides))
 
 
-_Content = tuple[npt.NDArray[np.uint8], MappedFile | None]
+_Content = tuple[npt.NDArray[np.uint8], MappedTensors | None]
 
 
 def _contents(root: Path, names: Sequence[str]) -> dict[str, _Content]:
@@ -228,7 +228,7 @@ def _contents(root: Path, names: Sequence[str]) -> dict[str, _Content]:
     for name, size in sizes.items():
         if not size:
             continue
-        file = MappedFile.of(root / name) if name in mapped else None
+        file = MappedTensors.of(root / name) if name in mapped else None
         content = _whole(root / name, size, mapped=file is not None)
         if of_size[size] > 1:
             digest = hashlib.blake2b(content.data).digest()
@@ -245,7 +245,7 @@ def _place(name: str) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
-def _split_at_end(ids: npt.NDArray, file: MappedFile, val_fraction: float) -> Corpus:
+def _split_at_end(ids: npt.NDArray, file: MappedTensors, val_fraction: float) -> Corpus:
     cut, _ = split_at_end(len(ids), val_fraction)
     return Corpus(*(ConcatView([side], ids.dtype, [file]) for side in (ids[:cut], ids[cut:])))
 
@@ -271,9 +271,9 @@ def _whole(path: Path, num_bytes: int, *, mapped: bool) -> npt.NDArray[np.uint8]
         raise DataError(f"cannot read {num_bytes} bytes of {path}: {error}") from error
 
 
-def _map(path: Path, dtype: str) -> tuple[npt.NDArray[np.unsignedinteger], MappedFile]:
+def _map(path: Path, dtype: str) -> tuple[npt.NDArray[np.unsignedinteger], MappedTensors]:
     try:
-        file = MappedFile.of(path)
+        file = MappedTensors.of(path)
         size_bytes = file.num_bytes
         width = np.dtype(dtype).itemsize
         if size_bytes == 0:

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
 
 from torchdistpackage.checkpoint.commit import damage, latest
+from torchdistpackage.checkpoint.formats.source import checkpoint_source
 from torchdistpackage.checkpoint.manifest import Manifest, read_manifest
 from torchdistpackage.config.hugging_face import config_file
 from torchdistpackage.errors import CheckpointError
@@ -72,7 +71,7 @@ def export_checkpoint(
         folder,
         model.config_json(dtype, like),
         made_of,
-        lambda name: _whole(manifest, path, name),
+        checkpoint_source(path).read,
         getattr(torch, dtype),
         shard_bytes=shard_bytes,
         like=like,
@@ -85,12 +84,3 @@ def _check_model(manifest: Manifest, layouts: Mapping[str, Layout], path: Path) 
         raise CheckpointError(
             f"{path} is of another model than its run's resolved.yaml describes: {problems}"
         )
-
-
-def _whole(manifest: Manifest, path: Path, name: str) -> Tensor:
-    entry = manifest.tensors[name]
-    full = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-    for piece in entry.pieces:
-        with safe_open(path / piece.file, framework="pt") as file:
-            full[piece.box] = file.get_tensor(piece.key)
-    return full

@@ -224,6 +224,9 @@ class StepLog:
                 left = f"{total - done} to go" if done < total else "nothing left to train"
                 self._bar.say(f"resumed after step {done} of {total}; {left}")
             yield
+            for line in self._lines:  # noted after the last step
+                self._bar.say(line)
+            self._lines = []
 
     def note(self, *lines: str, **values: float | str) -> None:
         """Say these lines, and add these values to the row, with the step that is logged next."""

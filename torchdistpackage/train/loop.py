@@ -12,10 +12,11 @@ from pathlib import Path
 from torchdistpackage.harness.watchdog import HangWatchdog, Heartbeat
 from torchdistpackage.train.data import table_entropies
 from torchdistpackage.train.log import StepLog
+from torchdistpackage.train.saving import RunSaver
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.step_stats import PendingStep, StepResult
 from torchdistpackage.train.stop import StopController
-from torchdistpackage.train.train_state import TrainState, save_state
+from torchdistpackage.train.train_state import TrainState
 
 
 class Callback:
@@ -39,7 +40,7 @@ class Callback:
         """The numbers of a step are there; nothing has been noted or logged of it."""
 
     def on_save(self, loop: "Loop", step: int, took_s: float) -> None:
-        """The checkpoint of `step` is complete; writing it took this rank took_s."""
+        """The checkpoint of `step` counts, took_s after its save began."""
 
     def on_end(self, loop: "Loop") -> None:
         """The run is over, or saved and asked to end."""
@@ -50,7 +51,8 @@ class Loop:
 
     call_timeout_s: of a collective or message after the first step, without a watch. eval_every,
     save_every, save_every_min: steps, or minutes, between two; 0 and None are off, and a validation
-    comes at the end too. keep_last: checkpoints. callbacks: called in their order, on all ranks.
+    comes at the end too. saver: of this run's checkpoints; default: all in turn. callbacks: called
+    in their order, on all ranks.
     watch: ends a hang before the limits of single calls do.
     """
 
@@ -67,11 +69,11 @@ class Loop:
         eval_every: int = 0,
         save_every: int = 0,
         save_every_min: float | None = None,
-        keep_last: int = 1,
+        saver: RunSaver | None = None,
         callbacks: Sequence[Callback] = (),
     ):
         self.trainer, self.state, self.folder, self.log = trainer, state, folder, log
-        self._eval_every, self._keep_last = eval_every, keep_last
+        self._eval_every = eval_every
         self._save_every, self._save_every_min = save_every, save_every_min
         self._callbacks = callbacks
         self.marks = watch or Heartbeat()
@@ -80,6 +82,9 @@ class Loop:
             # in the first step too, of which the watch knows the limit
             trainer.limit(self._call_timeout_s)
         self.stop = life or StopController()
+        self.saver = RunSaver(trainer, folder) if saver is None else saver
+        self.saver.note = log.note
+        self.saver.on_saved = self._on_saved
         if trainer.runs_ahead:
             # there the numbers of a step are read when the next one has been issued, and the
             # clock is asked while the one before still runs
@@ -98,10 +103,13 @@ class Loop:
         try:
             with self.log.opened(self.state.step):
                 loss = self._train()
+                with self.marks.allow_slow():
+                    self.saver.flush()
                 self.log.sync()
                 for callback in self._callbacks:
                     callback.on_end(self)
         except BaseException:
+            self.saver.abandon()
             self.trainer.close(wait=False)
             raise
         self.trainer.close()
@@ -124,6 +132,7 @@ class Loop:
                 record=any(callback.records(step) for callback in callbacks),
                 save=self._save_is_due(),
                 stop=self.stop.should_stop,
+                **self.saver.words(step),
             )
             if step == start + 1:
                 # without a watch start-up is over now: a silent peer is a hung one
@@ -158,7 +167,7 @@ class Loop:
         with self.marks.allow_slow():
             loss = None if self._asked_to_stop else self.trainer.evaluate(self.stop.should_stop)
         self._asked_to_stop |= loss is None
-        self.state.owes_validation = loss is None
+        self.state.owes_validation, self.state.val_loss = loss is None, loss
         return loss
 
     def _pending_eval(self) -> float | None:
@@ -169,14 +178,16 @@ class Loop:
         return loss
 
     def _save(self) -> None:
-        began = time.monotonic()
         self.log.sync()  # a checkpoint without its rows would leave a gap
         with self.trainer.phases("save"), self.marks.allow_slow():
-            save_state(self.trainer, self.state, self.folder, self._keep_last)
+            self.saver.save(self.state)
         self._saved_at, self._asked_to_save = time.monotonic(), False
-        self.stop.save_s.append(self._saved_at - began)
+
+    def _on_saved(self, step: int, took_s: float) -> None:
+        """The checkpoint of `step` counts, `took_s` after its save began."""
+        self.stop.save_s.append(took_s)
         for callback in self._callbacks:
-            callback.on_save(self, self.state.step, self._saved_at - began)
+            callback.on_save(self, step, took_s)
 
     @property
     def _saves(self) -> bool:
@@ -200,7 +211,10 @@ class Loop:
         self._asked_to_save |= result.save
         self._asked_to_stop |= result.stop
         self.state.step = result.step
+        self.state.loss, self.state.val_loss = result.loss, None
         self.state.tokens += result.tokens
+        with self.marks.allow_slow():
+            self.saver.hear(result)
         return result
 
     def _log_step(self, result: StepResult, val_loss: float | None = None) -> None:

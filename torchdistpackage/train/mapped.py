@@ -11,7 +11,7 @@ from torchdistpackage.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
-class MappedFile:
+class MappedTensors:
     """A file as it was when it was mapped. Another one of the same name, moved there, is none of
     the map's business.
     """

@@ -106,12 +106,15 @@ class Trainer(StagedModel):
         record: bool = False,
         save: bool = False,
         stop: WantsSave = never_save,
+        save_done: bool = False,
+        save_failed: bool = False,
     ) -> PendingStep:
         """Forward, backward, reduction, clipping and update of step `step` (the first is 1).
 
         record: `executor.spans` is afterwards the timeline of the last round, and `recordings` has
             those of all rounds.
         stop: asked as late as the ranks can still agree on it: when the step's numbers are summed.
+        save_done, save_failed: of this rank's part of the save under way.
         """
         phases = self.phases
         period = Period(self.device)
@@ -129,7 +132,16 @@ class Trainer(StagedModel):
         with phases("optimizer"):
             power, norms = self.update.measure()
         loss, tokens = totals
-        own = StepStats(loss, tokens, power, busy, save=float(save), stop=float(stop()))
+        own = StepStats(
+            loss,
+            tokens,
+            power,
+            busy,
+            save=float(save),
+            stop=float(stop()),
+            save_done=float(save_done),
+            save_failed=float(save_failed),
+        )
         stats = own.to_tensor(like=totals)
         with phases("reduce"):
             primitives.all_reduce(stats, self._world)

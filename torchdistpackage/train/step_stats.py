@@ -23,6 +23,8 @@ class StepStats(NamedTuple, Generic[Number]):
 
     grad_sq_norm: sum of the squares of the gradients. busy: share of a rank's time in which it
     computed. save: rank 0 asks for a checkpoint. stop: a rank asks for the end of this start.
+    save_done, save_failed: ranks that have done their part of the save under way, and that could
+    not.
     """
 
     loss: Number
@@ -31,6 +33,8 @@ class StepStats(NamedTuple, Generic[Number]):
     busy: Number
     save: Number
     stop: Number
+    save_done: Number
+    save_failed: Number
 
     def is_finite(self: "StepStats[float]") -> bool:
         return all(map(math.isfinite, (self.loss, self.tokens, self.grad_sq_norm)))
@@ -54,7 +58,7 @@ class StepResult:
     loss: mean over the tokens of the global batch, in nats. time_s: on a device, that of its
     stream. bubble: share of the step, over all ranks, in which nothing was computed; None where it
     was not measured. save, stop: as `StepStats`. skipped: the loss or a gradient of some rank was
-    not finite, and no rank has updated anything.
+    not finite, and no rank has updated anything. save_done, save_failed: as `StepStats`.
     """
 
     step: int
@@ -67,6 +71,8 @@ class StepResult:
     save: bool
     stop: bool
     skipped: bool = False
+    save_done: int = 0
+    save_failed: int = 0
 
     def logged(self) -> dict[str, float | None]:
         """What a row of the log has of the step."""
@@ -142,6 +148,8 @@ class PendingStep:
             save=sums.save > 0,
             stop=sums.stop > 0,
             skipped=not sums.is_finite(),
+            save_done=round(sums.save_done),
+            save_failed=round(sums.save_failed),
         )
 
 

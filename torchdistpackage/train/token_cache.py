@@ -47,7 +47,7 @@ from torchdistpackage.train.documents import (
     documents_of,
     files_of,
 )
-from torchdistpackage.train.mapped import MappedFile
+from torchdistpackage.train.mapped import MappedTensors
 
 _FORMAT = 3
 _AT_ONCE = 512
@@ -75,7 +75,7 @@ class TokenizedText:
     vocab: int
     eos: int | None
     files: list[tuple[str, int]]
-    mapped: tuple[MappedFile, ...]
+    mapped: tuple[MappedTensors, ...]
 
     def check(self) -> None:
         """Before a read of tokens or counted: raises DataError if their file became shorter."""
@@ -311,7 +311,7 @@ def _read(folder: Path) -> TokenizedText:
             types |= {"counted": "uint8", "prompts": "int64"}
         paths = {name: folder / f"{name}.bin" for name in types}
         # only these are read again and again
-        mapped = tuple(MappedFile.of(paths[n]) for n in ("tokens", "counted") if n in paths)
+        mapped = tuple(MappedTensors.of(paths[n]) for n in ("tokens", "counted") if n in paths)
         found = {
             name: np.asarray(np.memmap(paths[name], dtype, mode="r"))
             for name, dtype in types.items()

@@ -1,6 +1,7 @@
 """What a run must remember to go on exactly: weights, optimizer, random state, counters."""
 
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +9,10 @@ import torch
 
 from torchdistpackage.checkpoint.commit import set_aside
 from torchdistpackage.checkpoint.load import latest_together, load
-from torchdistpackage.checkpoint.save import degrees_of, save
+from torchdistpackage.checkpoint.parts import TopologyRank
+from torchdistpackage.checkpoint.retention import Retention
+from torchdistpackage.checkpoint.save import PendingSave, degrees_of
+from torchdistpackage.checkpoint.snapshot import HostCopies, take_snapshot
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.topology.mesh import describe
@@ -19,6 +23,8 @@ log = logging.getLogger(__name__)
 FOLDER = "checkpoints"
 OWES = "owes_validation"
 SKIPPED = "skipped_steps"
+DATA = "data_fingerprint"
+LOSS, VAL_LOSS = "loss", "val_loss"
 
 
 @dataclass
@@ -26,13 +32,17 @@ class TrainState:
     """Where the run is: optimizer steps done and tokens seen. Data follow from the step.
 
     owes_validation: the validation that belongs to `step` was cut short. skipped: steps that were
-    left out because a number was not finite.
+    left out because a number was not finite. loss, val_loss: of `step`, None where not known.
+    data: `data_fingerprint` of what it trains on; "" where nothing is known.
     """
 
     step: int = 0
     tokens: int = 0
     owes_validation: bool = False
     skipped: int = 0
+    loss: float | None = None
+    val_loss: float | None = None
+    data: str = ""
 
 
 def save_state(trainer: Trainer, state: TrainState, run_folder: Path, keep_last: int) -> Path:
@@ -41,7 +51,19 @@ def save_state(trainer: Trainer, state: TrainState, run_folder: Path, keep_last:
     Raises:
         CheckpointError: on all ranks if any could not write.
     """
-    return save(
+    return begin_save(trainer, state, run_folder, Retention(keep_last)).finish()
+
+
+def begin_save(
+    trainer: Trainer,
+    state: TrainState,
+    run_folder: Path,
+    keep: Retention,
+    copies: HostCopies | None = None,
+) -> PendingSave:
+    """Begin a checkpoint, all ranks together; copies, errors: as `PendingSave`."""
+    losses = {name: getattr(state, name) for name in (LOSS, VAL_LOSS)}
+    return PendingSave(
         run_folder / FOLDER,
         step=state.step,
         tokens=state.tokens,
@@ -55,9 +77,18 @@ def save_state(trainer: Trainer, state: TrainState, run_folder: Path, keep_last:
             "name": trainer.name,
             OWES: state.owes_validation,
             SKIPPED: state.skipped,
+            DATA: state.data,
+            **{name: x for name, x in losses.items() if x is not None and math.isfinite(x)},
         },
-        keep_last=keep_last,
+        keep=keep,
+        copies=copies,
     )
+
+
+def saved_bytes(trainer: Trainer) -> int:
+    """Bytes that this rank writes in a save, and copies for one beside the steps."""
+    place = TopologyRank(tpc.topology, trainer.rank)
+    return take_snapshot("", trainer.saved(), place, trainer.optimizer, {}).num_bytes
 
 
 def resume(trainer: Trainer, run_folder: Path, how: str) -> TrainState:
@@ -106,7 +137,13 @@ def resume(trainer: Trainer, run_folder: Path, how: str) -> TrainState:
     skipped = loaded.facts.get(SKIPPED) or 0
     if not isinstance(skipped, int):
         raise CheckpointError(f"{path}: {SKIPPED} is {str(skipped)[:40]!r}, which is no number")
-    return TrainState(loaded.step, loaded.tokens, bool(loaded.facts.get(OWES)), skipped)
+    return TrainState(
+        loaded.step,
+        loaded.tokens,
+        bool(loaded.facts.get(OWES)),
+        skipped,
+        data=str(loaded.facts.get(DATA) or ""),
+    )
 
 
 def _random_state(trainer: Trainer) -> dict[str, int | torch.Tensor]:

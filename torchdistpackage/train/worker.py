@@ -30,6 +30,7 @@ from torchdistpackage.launch.slurm.run_dir import (
 )
 from torchdistpackage.report.page import REPORT, write_report
 from torchdistpackage.train.build import build, make_loop
+from torchdistpackage.train.data_fingerprint import data_fingerprint
 from torchdistpackage.train.export import export_run
 from torchdistpackage.train.finish import finish, sample_text
 from torchdistpackage.train.log import print_line
@@ -40,6 +41,7 @@ from torchdistpackage.train.run_folder import RESOLVED, only_writer, prepare_fol
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.stop import begin, end, write_decision
 from torchdistpackage.train.token_cache import cut_documents
+from torchdistpackage.train.train_state import TrainState
 from torchdistpackage.train.train_state import resume as resume_state
 from torchdistpackage.train.user_code import add_user_code
 
@@ -109,6 +111,8 @@ def _train(
         print_line(f"recomputed in the backward on rank 0: {names}")
     state = resume_state(trainer, folder, resume)
     if rendezvous.rank == 0:
+        if note := _edited_data(config, state):
+            print_line(f"note: {note}")
         if state.step and changed:
             print_line(f"note: changed since the last start: {changed}")
         if _leads(rendezvous) and attempt_id(os.environ) != "local":
@@ -166,6 +170,18 @@ def _report(run: Path) -> None:
         print_line(f"wrote {run / REPORT}")
     except (TorchDistError, OSError) as error:
         print_line(f"no report: {error}; mend it, and call tdp report {run}")
+
+
+def _edited_data(config: RunConfig, state: TrainState) -> str:
+    """What to say of data that are others than at the last save; the state then knows them."""
+    now, before = data_fingerprint(config.data.path), state.data
+    state.data = now
+    if not state.step or not before or now == before:
+        return ""
+    return (
+        f"data.path {config.data.path} has other contents than when step {state.step} was saved, "
+        f"so the samples from here on are not those of an undisturbed run"
+    )
 
 
 def _export(plan: Plan, run: Path) -> None:

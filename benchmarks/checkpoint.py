@@ -1,0 +1,244 @@
+"""Saves and loads on two ranks beside torch.distributed.checkpoint, and the bare bytes of each.
+
+One rule: every ratio is of two times that were taken in turns in one run, on one disk.
+
+    python -m benchmarks.checkpoint --folder DISK
+    python -m benchmarks.checkpoint --full          4 GB, three rounds
+
+save        sharded, in turn; peer: `dcp.save`; limit: the same bytes written and flushed
+blocked     how long an asynchronous save keeps training; peer: `dcp.async_save`; limit: a copy
+load        from files that are not in memory, checksums included; peer: `dcp.load`; limit: a read
+steps       a step of training while a save is written, over a quiet one
+memory      of a process after 20 asynchronous saves, over that after 2
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from benchmarks.common import in_turns, local, rows, show, slowest, write
+from torchdistpackage.checkpoint.load import load
+from torchdistpackage.checkpoint.save import PendingSave, save
+from torchdistpackage.checkpoint.snapshot import HostCopies
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.topology.mesh import topology
+
+WIDTH = 1024
+STEP_S = 0.15
+"""What a step of the quiet measurement takes, about."""
+
+
+class State:
+    """A rank's half of a state of `total_bytes`: squares of float32, split along the first dim."""
+
+    def __init__(self, total_bytes: int):
+        size, self.rank = dist.get_world_size(), dist.get_rank()
+        number = total_bytes // (4 * WIDTH * WIDTH)
+        self.world = topology((("tensor", size),), size)
+        shape = (WIDTH // size, WIDTH)
+        layout = Layout("w", (WIDTH, WIDTH), (("tensor",), ()))
+        self.params = {
+            f"w{i}": (nn.Parameter(torch.randn(shape)), layout.named(f"w{i}"))
+            for i in range(number)
+        }
+        self.tensors: dict[str, Tensor] = {
+            f"{name}.{self.rank}": p.detach() for name, (p, _) in self.params.items()
+        }
+
+    @property
+    def how(self) -> dict[str, object]:
+        return {"params": self.params, "topology": self.world, "rank": self.rank}
+
+
+def forget(folder: Path) -> None:
+    """Have no page of these files in memory."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def measured(folder: Path, total_bytes: int, rounds: int) -> dict[str, object]:
+    """All sides on one rank: name -> seconds of each round."""
+    state = State(total_bytes)
+    own = folder / f"own{state.rank}"
+    own.mkdir(exist_ok=True)
+    copies, pending = HostCopies(), list[PendingSave]()
+    plain = {name: torch.empty_like(x) for name, x in state.tensors.items()}
+    peer_pending: list[object] = []
+    count = 0
+
+    def step() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    def ours() -> None:
+        save(folder / "ours", step=step(), tokens=0, keep_last=1, **state.how)
+
+    def peer() -> None:
+        dcp.save(state.tensors, checkpoint_id=str(folder / "dcp"))
+
+    def raw() -> None:
+        with (own / "raw").open("wb", buffering=0) as file:
+            for x in state.tensors.values():
+                file.write(memoryview(x.reshape(-1).view(torch.uint8).numpy()))
+            os.fsync(file.fileno())
+
+    def copy() -> None:
+        for name, x in state.tensors.items():
+            plain[name].copy_(x)
+
+    def begin() -> None:
+        how = {"tokens": 0, "copies": copies, **state.how}
+        pending.append(PendingSave(folder / "async", step=step(), **how))
+
+    def peer_begin() -> None:
+        peer_pending.append(dcp.async_save(state.tensors, checkpoint_id=str(folder / "dcpasync")))
+
+    def settle() -> None:
+        """Nothing under way any more, and nothing in memory that a load could find."""
+        while pending:
+            pending.pop().finish()
+        while peer_pending:
+            peer_pending.pop().result()  # type: ignore[attr-defined]
+        for name in ("ours", "dcp", f"own{state.rank}"):
+            forget(folder / name)
+        dist.barrier()
+
+    def ours_load() -> None:
+        load(max((folder / "ours").glob("step_*")), **state.how)
+
+    def peer_load() -> None:
+        dcp.load(state.tensors, checkpoint_id=str(folder / "dcp"))
+
+    def raw_load() -> None:
+        with (own / "raw").open("rb", buffering=0) as file:
+            for x in plain.values():
+                file.readinto(memoryview(x.reshape(-1).view(torch.uint8).numpy()))
+
+    sides: dict[str, Callable[[], None]] = {
+        "save": ours,
+        "save, dcp": peer,
+        "save, raw write": raw,
+        "blocked": begin,
+        "blocked, dcp": peer_begin,
+        "blocked, bare copy": copy,
+    }
+    times = in_turns(sides, rounds, settle)
+    loads = {"load": ours_load, "load, dcp": peer_load, "load, raw read": raw_load}
+    times |= in_turns(loads, rounds, settle)
+    settle()
+    quiet, busy = step_times(begin, pending, rounds)
+    memory = [used_after(number, begin, pending) for number in (2, 18)]
+    return {"times": times, "steps": {"quiet": quiet, "beside": busy}, "memory": memory}
+
+
+def step_times(
+    begin: Callable[[], None], pending: list[PendingSave], rounds: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of steps, by turns with nothing and with a save under way."""
+    x = torch.randn(512, 512)
+
+    # a step of fixed work: as many products as fit into STEP_S when it is quiet
+    began, number = time.perf_counter(), 0
+    while time.perf_counter() - began < STEP_S:
+        x.mm(x)
+        number += 1
+    agreed = torch.tensor([number])
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+
+    def one() -> float:
+        began = time.perf_counter()
+        for _ in range(int(agreed)):
+            x.mm(x)
+        word = torch.tensor([float(not pending or pending[0].is_done)])
+        dist.all_reduce(word)
+        took = time.perf_counter() - began
+        if pending and word.item() == dist.get_world_size() and pending[0].agree():
+            pending.pop()
+        return took
+
+    quiet, beside = list[float](), list[float]()
+    for _ in range(rounds):
+        quiet.append(statistics.median(one() for _ in range(4)))
+        begin()
+        during = list[float]()
+        while pending:
+            during.append(one())
+        beside.append(statistics.fmean(during))
+        dist.barrier()
+    return quiet, beside
+
+
+def used_after(number: int, begin: Callable[[], None], pending: list[PendingSave]) -> int:
+    """Anonymous memory of this process in bytes after `number` more saves."""
+    for _ in range(number):
+        begin()
+        pending.pop().finish()
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--folder", type=Path, help="a folder on the disk to measure")
+    parser.add_argument("--full", action="store_true", help="4 GB instead of 400 MB")
+    asked = parser.parse_args()
+    total_bytes, rounds = (4 << 30, 3) if asked.full else (400 << 20, asked.rounds)
+    folder = Path(tempfile.mkdtemp(dir=asked.folder))
+    try:
+        found = local(measured, folder, total_bytes, rounds)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    table = rows(slowest([rank["times"] for rank in found]))
+    for part, peer in (("save", "dcp"), ("blocked", "bare copy"), ("load", "dcp")):
+        named = {name: row for name, row in table.items() if name.partition(",")[0] == part}
+        show(f"{part}, {total_bytes / 1e6:.0f} MB on 2 ranks", named, "ms", f"{part}, {peer}")
+    times = slowest([rank["times"] for rank in found])
+    judged = {
+        "save / dcp": (ratio(times, "save", "save, dcp"), 0.75),
+        "blocked - bare copy, ms": (
+            1e3 * statistics.median(
+                a - b for a, b in zip(times["blocked"], times["blocked, bare copy"], strict=True)
+            ),
+            20.0,
+        ),
+        "load / dcp": (ratio(times, "load", "load, dcp"), 0.80),
+        "step beside / quiet": (
+            ratio(slowest([rank["steps"] for rank in found]), "beside", "quiet"),
+            1.05,
+        ),
+        "memory after 20 / 2": (max(r["memory"][1] / r["memory"][0] for r in found), 1.05),
+    }  # fmt: skip
+    print()
+    for name, (value, bar) in judged.items():
+        print(f"{name:28}{value:8.2f}   at most {bar:g}: {'yes' if value <= bar else 'NO'}")
+    bars = {name: {"value": value, "bar": bar} for name, (value, bar) in judged.items()}
+    write(asked.json, {"bytes": total_bytes, "times_ms": table, "bars": bars})
+
+
+def ratio(times: dict[str, list[float]], one: str, other: str) -> float:
+    """Median of the ratios round by round."""
+    pairs = zip(times[one], times[other], strict=True)
+    return statistics.median(a / b for a, b in pairs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The same training on another number of ranks: data first, then pipe, and no larger microbatch."""
+
+import pytest
+
+from torchdistpackage.config.load import loads
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.train.elastic import elastic_plan
+
+
+def run(**more: object) -> RunConfig:
+    keys = {
+        "parallel.data": 4, "parallel.pipe": 2, "parallel.tensor": 2, "pipeline.microbatches": 2,
+        "data.global_batch": 48, "model.layers": 4, **more,
+    }  # fmt: skip
+    return loads("run: {name: x}", overrides=[f"{key}={value}" for key, value in keys.items()])
+
+
+@pytest.mark.parametrize(
+    ("world", "data", "pipe", "accumulate", "samples"),
+    [
+        (16, 4, 2, 1, 6),
+        (12, 3, 2, 2, 4),
+        (8, 2, 2, 2, 6),
+        (4, 1, 2, 4, 6),
+        (2, 1, 1, 4, 6),
+        (24, 6, 2, 1, 4),
+        (6, 3, 1, 2, 4),  # three replicas of two stages would need four ranks each
+    ],
+)
+def test_the_batch_stays_and_no_microbatch_grows(world, data, pipe, accumulate, samples):
+    plan = elastic_plan(run(), world)
+    found = plan.config.parallel
+    assert (found.data, found.pipe, found.tensor, found.context) == (data, pipe, 2, 1)
+    assert (plan.rounds, plan.samples_per_microbatch) == (accumulate, samples)
+    assert data * accumulate * 2 * samples == 48
+    assert plan.config.optim == run().optim and plan.config.train.steps == run().train.steps
+
+
+def test_as_many_replicas_as_fit_keep_the_accumulation_where_they_can():
+    plan = elastic_plan(run(**{"parallel.data": "auto", "train.accumulate": 3}), 8)
+    assert (plan.config.parallel.data, plan.rounds, plan.samples_per_microbatch) == (2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("world", "words"),
+    [
+        (5, "5 ranks are no multiple of the 2 that context=1 x tensor=2 take"),
+        (10, "10 ranks do not share data.global_batch=48 evenly in 2 microbatches"),
+    ],
+)
+def test_what_cannot_be_is_said_with_its_numbers(world, words):
+    with pytest.raises(ConfigError, match=words):
+        elastic_plan(run(), world)

@@ -1,0 +1,113 @@
+"""The checkpoints of a folder as a list: what each is, whether it is complete, what keeps it.
+
+Only manifests and sizes of files are read, unless checksums are asked for. No torch.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchdistpackage.bounded import DTYPES
+from torchdistpackage.checkpoint.commit import candidates, check_file, damage
+from torchdistpackage.checkpoint.manifest import NAME, Fact, claims, read_manifest
+from torchdistpackage.checkpoint.retention import Retention, reasons
+from torchdistpackage.errors import CheckpointError
+from torchdistpackage.topology.mesh import describe
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """One folder. saved_s: when, in seconds since 1970. problem: why it is not complete, or None.
+
+    kept_by: rules of retention that name it, of a complete one; none: the next save removes it.
+    """
+
+    path: Path
+    saved_s: float
+    size_bytes: int
+    problem: str | None
+    step: int = 0
+    tokens: int = 0
+    layout: str = ""
+    facts: Mapping[str, Fact] = field(default_factory=dict[str, Fact])
+    kept_by: tuple[str, ...] = ()
+    is_latest: bool = False
+
+
+def checkpoints_of(folder: Path, keep: Retention) -> list[CheckpointInfo]:
+    """What is in a folder of checkpoints, newest first. keep: what its run retains."""
+    paths = candidates(folder)
+    problems = {path: damage(path) for path in paths}
+    complete = [path for path in paths if problems[path] is None]
+    kept = reasons(keep, complete)
+    found = list[CheckpointInfo]()
+    for path in paths:
+        size = sum(x.stat().st_size for x in path.iterdir() if x.is_file()) if path.is_dir() else 0
+        saved_s = (path / NAME if problems[path] is None else path).stat().st_mtime
+        if (problem := problems[path]) is not None:
+            found.append(CheckpointInfo(path, saved_s, size, problem))
+            continue
+        manifest = read_manifest(path)
+        found.append(
+            CheckpointInfo(
+                path,
+                saved_s,
+                size,
+                None,
+                manifest.step,
+                manifest.tokens,
+                describe(manifest.degrees),
+                manifest.facts,
+                tuple(kept[path]),
+                path == complete[0],
+            )
+        )
+    return found
+
+
+def verify(path: Path, done: Callable[[int], object], num_threads: int) -> list[str]:
+    """What is wrong with a checkpoint: all files against their checksums, several at a time.
+
+    done: called with the bytes of each file that has been read.
+    """
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return [str(error)]
+    claimed = claims(manifest)
+
+    def check(name: str) -> str | None:
+        try:
+            check_file(path / name, manifest.files[name], claimed[name])
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            done(manifest.files[name].size_bytes)
+        return None
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        return [problem for problem in pool.map(check, sorted(manifest.files)) if problem]
+
+
+def tensor_rows(path: Path) -> list[tuple[str, str, tuple[int, ...], int, str]]:
+    """(name, dtype, shape, bytes, how it is cut) of each tensor of a checkpoint.
+
+    Raises:
+        CheckpointError: it has no manifest that is true.
+    """
+    rows = list[tuple[str, str, tuple[int, ...], int, str]]()
+    for name, entry in read_manifest(path).tensors.items():
+        num_bytes = math.prod(entry.shape) * DTYPES[entry.dtype][1]
+        cut = [
+            f"dim {dim} in {len(at)}"
+            for dim in range(len(entry.shape))
+            if len(at := {piece.offset[dim] for piece in entry.pieces}) > 1
+        ]
+        rows.append((name, entry.dtype, entry.shape, num_bytes, ", ".join(cut)))
+    return rows

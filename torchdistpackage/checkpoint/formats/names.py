@@ -1,0 +1,131 @@
+"""Names of tensors here and in another library, by a mapping file.
+
+The file is YAML with a line `ours: theirs` for each kind of name. `*` stands for what lies between
+two dots, in order. `theirs[*]` is a tensor that stacks those of all layers along its first dim, as
+Megatron's torch_dist folders do:
+
+    blocks.*.attn.qkv.weight: decoder.layers.self_attention.linear_qkv.weight[*]
+    blocks.*.mlp.up.weight: layers.*.feed_forward.w1.weight
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+from torch import Tensor
+
+from torchdistpackage.bounded import read_regular
+from torchdistpackage.bounded_yaml import BoundedLoader
+from torchdistpackage.checkpoint.formats.source import Described, TensorSource
+from torchdistpackage.errors import CheckpointError
+
+_STACKED = "[*]"
+_MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class NameRule:
+    """One line of a mapping file."""
+
+    ours: str
+    theirs: str
+
+    @property
+    def is_stacked(self) -> bool:
+        return self.theirs.endswith(_STACKED)
+
+
+def read_names(path: Path) -> tuple[NameRule, ...]:
+    """The rules of a mapping file.
+
+    Raises:
+        CheckpointError: a line is none, or has not as many `*` on both sides.
+    """
+    try:
+        # a bounded loader of plain values
+        found = yaml.load(read_regular(path, _MAX_BYTES).decode(), BoundedLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{path}: it is not read as YAML: {error}") from error
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{path}: expected lines `ours: theirs`, got {str(found)[:40]!r}")
+    rules = list[NameRule]()
+    for ours, theirs in found.items():
+        if not isinstance(ours, str) or not isinstance(theirs, str):
+            raise CheckpointError(f"{path}: {ours}: expected a name, got {str(theirs)[:40]!r}")
+        if ours.count("*") != theirs.count("*"):
+            raise CheckpointError(
+                f"{path}: {ours} has {ours.count('*')} `*`, {theirs} {theirs.count('*')}; each "
+                f"stands for the same on both sides"
+            )
+        rules.append(NameRule(ours, theirs))
+    return tuple(rules)
+
+
+def translate(name: str, pattern: str, into: str) -> str | None:
+    """`name` as `into` has it, if it is of the pattern."""
+    parts = (re.escape(part) for part in pattern.split("*"))
+    match = re.fullmatch("([^.]+)".join(parts), name)
+    if match is None:
+        return None
+    pieces = into.split("*")
+    return "".join(a + b for a, b in zip(pieces, (*match.groups(), ""), strict=True))
+
+
+def as_theirs(source: TensorSource, rules: Iterable[NameRule]) -> TensorSource:
+    """A source with their names; only what a rule names is left.
+
+    Raises:
+        CheckpointError: a rule stacks layers, which only an import takes apart.
+    """
+    rules = tuple(rules)
+    if stacked := next((rule for rule in rules if rule.is_stacked), None):
+        raise CheckpointError(f"{stacked.theirs}: stacked layers can be imported, not exported")
+    ours: dict[str, str] = {}
+    for name in source.tensors:
+        found = (translate(name, rule.ours, rule.theirs) for rule in rules)
+        if (theirs := next(filter(None, found), None)) is not None:
+            ours[_free(theirs, ours)] = name
+    return _renamed(source, ours)
+
+
+def as_ours(source: TensorSource, rules: Iterable[NameRule]) -> TensorSource:
+    """A source with our names; only what a rule names is left.
+
+    Raises:
+        CheckpointError: two of their tensors would have one name.
+    """
+    tensors: dict[str, Described] = {}
+    reads: dict[str, tuple[str, int | None]] = {}
+    for name, (dtype, shape) in source.tensors.items():
+        for rule in rules:
+            if rule.is_stacked:
+                if name != rule.theirs.removesuffix(_STACKED) or not shape:
+                    continue
+                for index in range(shape[0]):
+                    ours = _free(rule.ours.replace("*", str(index)), tensors)
+                    tensors[ours], reads[ours] = (dtype, shape[1:]), (name, index)
+                break
+            if (ours := translate(name, rule.theirs, rule.ours)) is not None:
+                ours = _free(ours, tensors)
+                tensors[ours], reads[ours] = (dtype, shape), (name, None)
+                break
+
+    def read(name: str) -> Tensor:
+        theirs, index = reads[name]
+        tensor = source.read(theirs)
+        return tensor if index is None else tensor[index]
+
+    return replace(source, tensors=tensors, read=read)
+
+
+def _renamed(source: TensorSource, names: Mapping[str, str]) -> TensorSource:
+    tensors = {new: source.tensors[old] for new, old in names.items()}
+    return replace(source, tensors=tensors, read=lambda name: source.read(names[name]))
+
+
+def _free(name: str, taken: Mapping[str, object]) -> str:
+    if name in taken:
+        raise CheckpointError(f"two tensors would be called {name}; correct the mapping file")
+    return name

@@ -1,0 +1,60 @@
+"""Named tensors that are read one at a time: what exports write and imports read."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.checkpoint.manifest import Fact, Manifest, read_manifest
+from torchdistpackage.checkpoint.tensor_file import TensorFile
+
+Described = tuple[str, tuple[int, ...]]
+"""(torch's dtype, shape) of a tensor."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorSource:
+    """tensors: name -> what it is. read: the tensor of a name. step, tokens, facts: of the run."""
+
+    tensors: Mapping[str, Described]
+    read: Callable[[str], Tensor]
+    step: int = 0
+    tokens: int = 0
+    facts: Mapping[str, Fact] = field(default_factory=dict[str, Fact])
+
+    def only(self, wanted: Callable[[str], bool]) -> "TensorSource":
+        """The tensors whose names are wanted."""
+        return replace(self, tensors={n: x for n, x in self.tensors.items() if wanted(n)})
+
+
+def checkpoint_source(path: Path) -> TensorSource:
+    """A checkpoint of ours. Its files are mapped; a tensor in several pieces is put together.
+
+    Raises:
+        CheckpointError: it is no complete checkpoint.
+    """
+    manifest = read_manifest(path)
+    tensors = {name: (x.dtype, x.shape) for name, x in manifest.tensors.items()}
+    files: dict[str, TensorFile] = {}
+
+    def read(name: str) -> Tensor:
+        return whole_tensor(manifest, path, name, files)
+
+    return TensorSource(tensors, read, manifest.step, manifest.tokens, manifest.facts)
+
+
+def whole_tensor(manifest: Manifest, path: Path, name: str, files: dict[str, TensorFile]) -> Tensor:
+    """A tensor of a checkpoint, from all its pieces. files: those mapped so far, by name."""
+    entry = manifest.tensors[name]
+    for piece in entry.pieces:
+        if piece.file not in files:
+            files[piece.file] = TensorFile(path / piece.file)
+    if len(entry.pieces) == 1:
+        (piece,) = entry.pieces
+        return files[piece.file][piece.key]
+    full = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+    for piece in entry.pieces:
+        full[piece.box] = files[piece.file][piece.key]
+    return full

@@ -1,0 +1,78 @@
+"""A safetensors file as the kernel maps it: hashed and copied from without a buffer in between.
+
+The file is read from the disk once, ahead of the hash, and the second pass, which copies, finds it
+in memory. The mapping is private, so nothing that is done to the views reaches the file.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.bounded import DTYPES, StoredTensor, check_regular, read_header
+from torchdistpackage.checkpoint.checksums import BLOCK_BYTES, Crc32, new_checksum
+from torchdistpackage.checkpoint.manifest import FileFacts
+from torchdistpackage.errors import CheckpointError
+
+_TORCH_NAMES = {name: dtype for dtype, (name, _) in DTYPES.items()}
+
+
+class TensorFile:
+    """The tensors of a file by key, as views of its mapping.
+
+    Raises:
+        OSError: it is no regular file, or cannot be read.
+        ValueError: its header is not true of it.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._held: dict[str, StoredTensor] = read_header(path)
+        size_bytes = check_regular(path)
+        self._bytes = torch.from_file(str(path), shared=False, size=size_bytes, dtype=torch.uint8)
+        ends = (stored.span[1] for stored in self._held.values())
+        self._begin = size_bytes - max(ends, default=0)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __getitem__(self, key: str) -> Tensor:
+        stored = self._held[key]
+        first, last = (self._begin + at for at in stored.span)
+        dtype = getattr(torch, _TORCH_NAMES[stored.dtype])
+        if first == last:
+            return torch.empty(stored.shape, dtype=dtype)
+        # a storage of its own: who saves one tensor is not to save the file
+        flat = torch.frombuffer(self._bytes.numpy()[first:last], dtype=torch.uint8)
+        if first % dtype.itemsize:  # not one of ours, which are aligned
+            flat = flat.clone()
+        return flat.view(dtype).view(stored.shape)
+
+    def described(self, key: str) -> tuple[str, tuple[int, ...]]:
+        """(torch's dtype, shape) of a tensor."""
+        stored = self._held[key]
+        return _TORCH_NAMES[stored.dtype], stored.shape
+
+    def verify(self, expected: FileFacts) -> None:
+        """Raises CheckpointError if the bytes have another checksum than expected."""
+        checksum = new_checksum() if expected.crc32 is None else Crc32()
+        data = memoryview(self._bytes.numpy())
+        for start in range(0, len(data), BLOCK_BYTES):
+            checksum.update(data[start : start + BLOCK_BYTES])
+        if problem := expected.differs(checksum):
+            raise CheckpointError(f"{self.path.name} {problem}")
+
+
+def read_ahead(paths: Iterable[Path]) -> None:
+    """Have the kernel begin to read these files; who needs them later waits less."""
+    for path in paths:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        except OSError:
+            continue  # whoever reads it says what is wrong
+        with suppress(OSError):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+        os.close(descriptor)
