@@ -70,7 +70,9 @@ class LayerNorm(_Norm, nn.LayerNorm):
         if not is_own or is_reduced(weight) or is_reduced(bias):
             return self.summed(weight), self.summed(bias)
         both = collectives.copy(torch.stack([weight, bias]), self.group)
-        return both[0], both[1]
+        # not both[0], both[1]: their gradients would each be written into zeros and then added
+        first, second = both.unbind()
+        return first, second
 
 
 class RMSNorm(_Norm, nn.RMSNorm):
