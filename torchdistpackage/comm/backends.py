@@ -151,7 +151,7 @@ def let_workers_rest(limit_s: float = 5.0, look_s: float = 0.005) -> None:
 
 
 def _workers() -> dict[str, str]:
-    """By thread of gloo's workers, how often it has slept; what is busy never repeats.
+    """How often each of gloo's workers has slept, by thread; one that is busy never repeats.
 
     One without work sleeps until it is woken (a futex without a time limit, its fourth argument);
     one that waits for peers, or for the lock of the interpreter, sleeps for so long at most.

@@ -382,7 +382,7 @@ def _give_up(text: str) -> None:
 
 
 def _with_host(store: dist.Store, rank: int) -> str:
-    """With the host by which it signed in (comm/rendezvous_store.py), if it did."""
+    """The rank, with the host by which it signed in (comm/rendezvous_store.py), if it did."""
     with suppress(RuntimeError, AttributeError):  # a store within no other one
         while True:
             if store.check([f"here/{rank}"]):

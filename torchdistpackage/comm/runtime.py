@@ -201,7 +201,7 @@ def _meet(
 
 
 def _as_of(rendezvous: Rendezvous, again: int) -> Rendezvous:
-    """With names of its own if this process joins `again`.
+    """The same rendezvous under names of its own, if this process joins `again`.
 
     Some of those who left are back before others are gone, and must not meet in what was.
     """

@@ -50,7 +50,7 @@ WORTH_IT = 0.03
 """Part of a step that ZeRO must save to be taken: the model is no closer to the truth."""
 
 NUM_TRIALS, NUM_BUCKETS = 3, 4
-"""Of which the shortest counts: other work on the machine only makes one longer."""
+"""Trials, of which the shortest counts: other work on the machine only makes one longer."""
 
 PASSES_OF_ADAM = 3.5
 """It reads four numbers for each parameter and writes three."""

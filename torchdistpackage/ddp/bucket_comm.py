@@ -234,7 +234,7 @@ class GradBuckets:
         return moving
 
     def num_bytes(self, b: int) -> int:
-        """Of bucket `b`."""
+        """Bytes of the gradients of bucket `b`."""
         bucket = self.buckets[b]
         return bucket.num_elements * self._specs[bucket.members[0]].sum_dtype.itemsize
 

@@ -29,14 +29,14 @@ ORDERED, SIZED = 1, 3
 """After how many reductions the order, and the sizes, are settled."""
 
 NUM_CALLS = 8
-"""Of which the shortest is what a call takes."""
+"""Small calls that are timed; the shortest is what a call takes."""
 
 NOT_WORTH_IT = 0.005
 """Part of the time by which fewer buckets may be slower and still be taken."""
 
 
 class BucketTuner:
-    """Of one reducer. Collective calls are those of `decide`, at the end of a reduction.
+    """The tuner of one reducer. Collective calls are those of `decide`, at the end of a reduction.
 
     cap_bytes: bucket size until something is known. candidates_bytes: others to choose from; none:
     that size stays.

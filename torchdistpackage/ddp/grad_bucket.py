@@ -20,7 +20,7 @@ from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.errors import CommError
 
 _living: "WeakValueDictionary[int, GradBucket]" = WeakValueDictionary()
-"""By the id of their flat memory."""
+"""Buckets by the id of their flat memory."""
 
 
 class GradBucket:

@@ -159,7 +159,7 @@ def _sizes() -> BucketSizes:
 
 
 def _hooks_by_node(specs: Sequence[ParamSpec]) -> dict[tuple[int, ...], CommHook]:
-    """Of the groups whose nodes have several ranks each, at least two and two; collective."""
+    """Hooks of groups whose nodes have several ranks each, at least two and two; collective."""
     found = {
         ranks_of(group): hierarchical_all_reduce(group)
         for group, _ in for_each_group(specs, min_size=4)

@@ -137,7 +137,7 @@ def check_unused_parameters(specs: Sequence[ParamSpec], has_grad: Sequence[bool]
 
 
 def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Those that travel together; a large one alone."""
+    """Tensors that travel together; a large one alone."""
     alike: dict[object, list[Tensor]] = {}
     left_bytes: dict[object, int] = {}
     for x in tensors:

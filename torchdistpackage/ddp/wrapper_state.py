@@ -46,7 +46,7 @@ class Wrapper(nn.Module):
         return self._group
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *args, **kwargs):
-        """As any module's; takes the names of the wrapped one, and the wrapper's too."""
+        """Load as any module does; takes the names of the wrapped one, and the wrapper's too."""
         state: OrderedDict[str, Tensor] = OrderedDict(state_dict)
         versions = getattr(state_dict, "_metadata", None)
         if versions is not None:

@@ -75,7 +75,7 @@ Found = tuple[float, str, Order, TaskGraph]
 
 
 def _shortest(found: Sequence[Found]) -> Found:
-    """Of those as long as the shortest the one whose fullest rank holds least; then the first."""
+    """The order, of the shortest ones, whose fullest rank holds least; then the first."""
     longest = min(length for length, *_ in found) * (1 + 1e-9)
     tied = [candidate for candidate in found if candidate[0] <= longest]
     return min(tied, key=lambda f: max(f[3].held(f[2])))

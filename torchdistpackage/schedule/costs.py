@@ -94,7 +94,7 @@ class StageCosts:
 
 
 Costs = Mapping[ActionKind, float] | StageCosts
-"""By kind, the same for all stages (kinds left out cost nothing), or stage by stage."""
+"""Costs by kind, the same for all stages (kinds left out cost nothing), or stage by stage."""
 
 PIECES = "pieces"
 MAX_BYTES = 1 << 21
@@ -102,7 +102,7 @@ MAX_BYTES = 1 << 21
 
 @dataclass(frozen=True, slots=True)
 class PieceCosts:
-    """Of one microbatch in one piece of the model, in the unit of the file."""
+    """Costs of one microbatch in one piece of the model, in the unit of the file."""
 
     forward: float
     backward: float
@@ -162,7 +162,7 @@ class CostsFile:
         )
 
     def weights(self, names: Sequence[str]) -> list[float]:
-        """Of each piece forward and backward together; raises as `check_pieces`."""
+        """The cost of each piece, forward and backward together; raises as `check_pieces`."""
         self.check_pieces(names)
         return [self.pieces[name].forward + self.pieces[name].backward for name in names]
 

@@ -94,7 +94,7 @@ def px_per_unit(*timelines: Timeline) -> float:
 
 
 Panels = dict[str, tuple[Timeline, str]]
-"""By name a timeline and the line above it."""
+"""Name -> a timeline and the line above it."""
 
 
 def _panels(timeline: Timeline, measured: Timeline | None) -> Panels:
@@ -114,7 +114,7 @@ def head(timeline: Timeline, unit: str = "units") -> str:
 
 
 def colours(row: tuple[Span, ...]) -> dict[tuple[int, ActionKind], str]:
-    """Of each (stage, kind) of a rank: by kind, further stages (chunks) nearer to white."""
+    """Colours of each (stage, kind) of a rank: by kind, further stages (chunks) nearer to white."""
     stages = sorted({span.action.stage for span in row if not span.action.kind.is_message})
     found = {(span.action.stage, span.action.kind): WAIT_COLOUR for span in row}
     for i, stage in enumerate(stages):

@@ -93,7 +93,7 @@ def aligned(spans: Spans) -> list[list[Span]]:
 
 
 class _Quickest(NamedTuple):
-    """Of the messages from one rank to another."""
+    """Times of the messages from one rank to another."""
 
     early: bool
     """Whether all were there before they were needed: then even the quickest took less."""
@@ -102,7 +102,7 @@ class _Quickest(NamedTuple):
 
 
 def _quickest(spans: Spans) -> dict[tuple[int, int], _Quickest]:
-    """By (from, to)."""
+    """The quickest messages by (from, to)."""
     users: dict[Action, tuple[int, float]] = {}
     waits: dict[Action, float] = {}
     for rank, row in enumerate(spans):

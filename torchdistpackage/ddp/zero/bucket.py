@@ -38,7 +38,7 @@ from torchdistpackage.layout.partition import greedy_partition
 MakeStore = Callable[[torch.device], MasterStore]
 
 AT_ONCE_BYTES = 128 * 2**20
-"""Of parameters that wait for a call at most: a step by `foreach` copies all it is given."""
+"""Bytes of parameters that may wait for a call: a step by `foreach` copies all it is given."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ShardedBucket:
     gathers: bool
 
     def wait(self) -> None:
-        """Until the host may read the sum and write what is stepped, where it keeps them."""
+        """Wait until the host may read the sum and write what is stepped, where it keeps them."""
         self.bucket_comm.wait_offloaded()
         self.parameters.wait()
 

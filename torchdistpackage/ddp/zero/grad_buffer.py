@@ -172,7 +172,7 @@ class ReduceScatterBucket:
         self._flags.forget()
 
     def wait_offloaded(self) -> None:
-        """Until the host may read the sum, and write it."""
+        """Wait until the host may read the sum, and write it."""
         self._store.wait(self.total)
 
     def stepped(self) -> None:

@@ -167,7 +167,7 @@ def streams_of(device: torch.device) -> CopyStreams | None:
 
 
 def cores_of_a_rank() -> int:
-    """Those of this process, shared with the other ranks of the node unless it is bound."""
+    """Cores for this process, which the ranks of the node share unless each is bound."""
     everything = os.cpu_count() or 1
     free = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else everything
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free == everything else 1

@@ -94,7 +94,7 @@ class ParamBuffer:
             self.wait()
 
     def wait(self) -> None:
-        """Until the host may write to what the optimizer works on."""
+        """Wait until the host may write to what the optimizer works on."""
         if self.master is not None:
             self._store.wait(self.master)
 
@@ -208,7 +208,7 @@ def wait_gathered(parameter: Tensor) -> None:
 
 
 def mark_ungathered(parameter: nn.Parameter, source: ParamBuffer) -> None:
-    """From now on the elements of `parameter` are elsewhere."""
+    """Note that the elements of `parameter` are elsewhere from now on."""
     parameter.__class__ = UngatheredParameter
     parameter.source = source
 

@@ -41,7 +41,7 @@ class ShardedOptimizerBase(Optimizer):
 
     @property
     def state(self) -> dict:
-        """Of the pieces held here, by piece."""
+        """States of the pieces held here, by piece."""
         return self.inner.state
 
     @property
@@ -63,7 +63,7 @@ class ShardedOptimizerBase(Optimizer):
         """Wait for everything in flight, so that parameters and state are whole and current."""
 
     def forget(self) -> None:
-        """From here on it owns no parameter."""
+        """Give up its parameters; from here on it owns none."""
         OWNERS.discard(self)
 
     @property
@@ -123,7 +123,7 @@ class ShardedOptimizerBase(Optimizer):
 
 
 OWNERS: WeakSet[ShardedOptimizerBase] = WeakSet()
-"""Those that own parameters."""
+"""Optimizers that own parameters."""
 
 
 def owners_of(parameters: Iterable[Tensor]) -> list[ShardedOptimizerBase]:

@@ -125,7 +125,7 @@ def assign_buckets(specs: Sequence[ParamSpec], cap_bytes: int) -> list[ParamSpec
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Those of its param groups, in their order."""
+    """The parameters of its param groups, in their order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 

@@ -19,13 +19,14 @@ from torchdistpackage.ddp.zero.param_shard import ParamPartition
 from torchdistpackage.errors import CheckpointError, CommError
 
 BATCH_BYTES = 32 * 2**20
-"""Of whole tensors; a larger one travels alone. What a gather needs on top of its result."""
+"""Bytes of whole tensors in a batch, which a gather needs beside its result; a larger one travels
+alone."""
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 """Values that can be keys of a dict, so that equal forms become one."""
 
 State = dict[Hashable, object]
-"""Of one parameter: key -> tensor, number, or whatever the optimizer keeps."""
+"""State of one parameter: key -> tensor, number, or whatever the optimizer keeps."""
 
 
 @dataclass(frozen=True)

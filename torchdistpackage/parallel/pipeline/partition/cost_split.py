@@ -22,7 +22,7 @@ in 4 stages 37 came to the best cut of all, on average within 0.2 %; by busiest 
 3.4 %."""
 _ROUNDING = 1e-9
 MOST_COMPUTATIONS = 200_000
-"""To simulate in all, which takes less than a second: a start does not wait longer for a cut."""
+"""Steps to simulate in all, less than a second: a start does not wait longer for a cut."""
 
 
 @dataclass(frozen=True, slots=True)

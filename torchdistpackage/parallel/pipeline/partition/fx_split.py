@@ -160,7 +160,7 @@ def _places(
     costs: Sequence[PieceCost],
     bytes_per_s: float,
 ) -> list[_CutPoint]:
-    """Where a cut may be, and no other is as good."""
+    """Places where a cut may be, and no other is as good."""
     users: dict[int, list[int]] = {}
     for i, node in enumerate(nodes):
         for parameter in _own(traced, node):

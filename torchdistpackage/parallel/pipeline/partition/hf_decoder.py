@@ -21,7 +21,7 @@ from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cos
 from torchdistpackage.tools.undisturbed import in_eval
 
 NUM_TOKENS = 8
-"""Of the sequence on which stages are compared with their model."""
+"""Tokens of the sequence on which stages are compared with their model."""
 _OPTIONS = {"use_cache": False, "return_dict": True}
 
 

@@ -149,8 +149,10 @@ def _mine(
 
 
 def _part(pieces: Sequence[Piece], span: range) -> Chain:
-    """Those of `span`, in the container of the chain, under their names. Not by a slice: a subclass
-    would be made anew by its own constructor."""
+    """The pieces of `span`, in the container of the chain, under their names.
+
+    Not by a slice: a subclass would be made anew by its own constructor.
+    """
     if isinstance(pieces, nn.Sequential):
         named = list(pieces._modules.items())[span.start : span.stop]
         return nn.Sequential(OrderedDict(named))  # type: ignore[arg-type]

@@ -157,7 +157,7 @@ def chunks_of(
 
 
 def num_parameters(piece: Piece) -> int:
-    """At least 1."""
+    """The number, at least 1."""
     return sum(p.numel() for p in piece.parameters()) or 1 if isinstance(piece, nn.Module) else 1
 
 
