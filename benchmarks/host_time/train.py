@@ -1,0 +1,67 @@
+"""The part of a step that is `tdp train`'s own: everything but the model's passes and the update.
+
+A real run of a tiny GPT in one process: data, statistics, norm, log, callbacks and watch are as in
+any run. `Executor.run` (forward and backward of all microbatches) and the optimizer's own step are
+timed from outside; what is left of the thread's time between two steps is the run's own.
+"""
+
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.common import local
+from torchdistpackage.config.load import load
+from torchdistpackage.parallel.pipeline.executor import Executor
+
+CONFIG = Path(__file__).parents[2] / "configs" / "gpt_tiny.yaml"
+NUM_STEPS, WARM_UP_STEPS = 120, 20
+
+
+def own_part(folder: str) -> dict[str, list[float]]:
+    """us a step: whole, and own."""
+    from torchdistpackage.train.worker import worker_main
+
+    begun: list[float] = []
+    inside: list[float] = []
+
+    def timed(call):
+        def run(*args, **kwargs):
+            begin = time.thread_time()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                inside[-1] += time.thread_time() - begin
+
+        return run
+
+    run = timed(Executor.run)
+
+    def first(*args, **kwargs):
+        begun.append(time.thread_time())
+        inside.append(0.0)
+        return run(*args, **kwargs)
+
+    Executor.run = first
+    torch.optim.AdamW.step = timed(torch.optim.AdamW.step)
+    changes = [
+        f"run.dir={folder}", "run.name=host_time", "model.dim=16", "model.layers=1",
+        "data.seq_len=8", "data.global_batch=1", "parallel.data=1", "parallel.pipe=1",
+        "pipeline.microbatches=1", "launch.local.procs=1", f"train.steps={NUM_STEPS}",
+        "train.eval_every=0", "train.generate_tokens=0", "checkpoint.save_every=0",
+        "log.plot=false",
+    ]  # fmt: skip
+    worker_main(load(str(CONFIG), changes), resume="never")
+    whole = [(b - a) * 1e6 for a, b in pairwise(begun)]
+    own = [all_ - part * 1e6 for all_, part in zip(whole, inside, strict=False)]
+    return {"whole": whole[WARM_UP_STEPS:], "own": own[WARM_UP_STEPS:]}
+
+
+def measured() -> dict[str, float]:
+    """Medians, us a step."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = local(own_part, folder, num_procs=1)[0]
+    return {name: median(values) for name, values in found.items()}
