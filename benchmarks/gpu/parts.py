@@ -74,6 +74,12 @@ PARTS: dict[str, Part] = {
         "which attention kernel runs",
         120,
     ),
+    "context": Part(
+        "benchmarks.gpu.context",
+        "attention over parts of a sequence by each CUDA kernel is that of the whole, forward and "
+        "backward; what cutting it costs",
+        110,
+    ),
     "hang": Part(
         "benchmarks.gpu.hang",
         "the report names a rank stuck in a hook, and a process with a stuck thread ends",

@@ -57,10 +57,31 @@ def run(**values: Any) -> RunConfig:
             "pipeline.schedule=1f1b is made for; set microbatches to 4096 or less",
         ),
         (
-            {"parallel__context": 2},
+            {"parallel__context": 3, "data__seq_len": 32},
             None,
-            "parallel.context",
-            "parallel.context=2 is not available yet; set it to 1",
+            "data.seq_len",
+            "data.seq_len=32 cannot be cut into the 6 equal chunks of parallel.context=3 ranks; "
+            "set seq_len to 30 or 36, or context to 1",
+        ),
+        (
+            {"parallel__context": 2, "parallel__tensor": 3, "parallel__sequence_parallel": True}
+            | {"data__seq_len": 8, "model__heads": 6, "model__dim": 96},
+            None,
+            "data.seq_len",
+            "data.seq_len=8 cannot be split over parallel.context=2 x parallel.tensor=3 ranks",
+        ),
+        (
+            {"parallel__cp_comm_type": "a2a"},
+            None,
+            "parallel.cp_comm_type",
+            "cp_comm_type=a2a would not be used with parallel.context=1; set context to 2 or more",
+        ),
+        (
+            {"parallel__cp_comm_type": "a2a", "parallel__context": 4, "parallel__tensor": 2}
+            | {"model__heads": 4, "model__dim": 64, "data__seq_len": 64},
+            None,
+            "parallel.cp_comm_type",
+            "a2a gives each of parallel.context=4 ranks whole heads, but a tensor rank has 2",
         ),
         (
             {"parallel__expert": 2},

@@ -127,6 +127,16 @@ def test_encoder_decoder_spells_the_digits(start: Start):
     assert accuracy > 0.85  # letters before are told, but the first one only the image tells
 
 
+@started(2, 2, 2)
+def test_long_context_learns_as_one_process_does(start: Start):
+    text = start.printed("long_context", "--tokens", "64", "--steps", "40")
+    first, last, apart = numbers(
+        r"step   1  loss ([\d.]+)[^!]*step  40  loss ([\d.]+)\n.*at most (\S+) apart", text
+    )
+    assert apart < 1e-5  # float32
+    assert last < first
+
+
 @started(2, 4, 2)
 def test_tensor_parallel_block_is_its_serial_twin(start: Start):
     text = start.printed("tensor_parallel_block")

@@ -228,10 +228,6 @@ def test_positions_begin_again_with_each_document_and_in_each_sample(tmp_path, s
             ],
             "model.target=x:y is given ids alone, and no positions; set it to false, or use model",
         ),
-        (
-            ["data.name=text", "data.path=p", "data.tokenizer=t", "parallel.context=2"],
-            "parallel.context=2 is not available yet; set it to 1",
-        ),
     ],
 )
 def test_runs_that_cannot_have_masks_are_refused(overrides, text):

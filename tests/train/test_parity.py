@@ -18,36 +18,31 @@ from torchdistpackage.schedule.actions import Action, ActionKind, Schedule
 from torchdistpackage.schedule.resolve import to_csv
 from torchdistpackage.topology.mesh import DEFAULT_ORDER
 
-BUILT = ("data", "pipe", "tensor")
-"""Axes that a run may use today; `context` waits for its own layers."""
-NOT_BUILT = {"context": "refused by the configuration until its attention exists"}
-
 # heads that 1..8 tensor ranks can share; the sequence length follows them
 HEADS = {1: 2, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6, 7: 7, 8: 8}
 
 
 def test_every_axis_of_the_topology_has_its_rows():
-    assert {*BUILT, *NOT_BUILT} == set(DEFAULT_ORDER)
-    for axis, reason in NOT_BUILT.items():
-        with pytest.raises(ValueError, match=f"{axis}.*not available"):
-            parity.config([f"parallel.{axis}=2"])
-        assert reason
+    assert all(any(row[axis] > 1 for row in layouts()) for axis in DEFAULT_ORDER)
 
 
 def layouts() -> list[dict[str, int]]:
-    sizes = itertools.product(range(1, 9), repeat=len(BUILT))
-    return [dict(zip(BUILT, s, strict=True)) for s in sizes if 1 < math.prod(s) <= 8]
+    sizes = itertools.product(range(1, 9), repeat=len(DEFAULT_ORDER))
+    return [dict(zip(DEFAULT_ORDER, s, strict=True)) for s in sizes if 1 < math.prod(s) <= 8]
 
 
 def cases():
-    """All of them; the small set has every variant up to 3 ranks, one a layout on 4, one of 8."""
+    """All of them; the small set has every variant up to 3 ranks, one a layout on 4, one of 8, and
+    of those with context one each up to 4."""
     for degrees in layouts():
         split = degrees["tensor"] > 1
         for sequence_parallel, tied in itertools.product((False, True)[: 1 + split], (False, True)):
             size = math.prod(degrees.values())
-            each_axis = set(degrees.values()) == {2}
+            each_axis = [degrees[axis] for axis in ("data", "pipe", "tensor")] == [2, 2, 2]
             large = size == 4 or each_axis
             small = size <= 3 or (large and sequence_parallel == split and tied)
+            if degrees["context"] > 1:
+                small = size <= 4 and sequence_parallel == split and tied == (size % 2 == 0)
             case = (degrees, sequence_parallel, tied)
             yield pytest.param(case, id=name_of(case), marks=[] if small else [pytest.mark.full])
 
@@ -61,7 +56,7 @@ def name_of(case) -> str:
 def overrides(degrees: dict[str, int], tied: bool) -> list[str]:
     """A small model that `degrees` can share; the same numbers for one process."""
     heads = HEADS[degrees["tensor"]]
-    seq_len = 2 * heads
+    seq_len = 2 * heads * (2 * context if (context := degrees.get("context", 1)) > 1 else 1)
     return [
         f"model.layers={max(2, degrees['pipe'] - 2)}", f"model.heads={heads}",
         f"model.dim={heads * 4}", "model.mlp_ratio=2.0",
@@ -175,6 +170,30 @@ def uneven(num_ranks: int, num_microbatches: int) -> Schedule:
         for held in stages
     )
     return Schedule("uneven", num_ranks + 1, num_microbatches, placement, programs)
+
+
+def exchanged():
+    """Context under each schedule and stage of ZeRO, and each way to exchange."""
+    ways = ("p2p", "all_gather", "a2a", "a2a+p2p")
+    small = {
+        ("1f1b", 0, "a2a"), ("interleaved", 1, "p2p"), ("zb-v", 2, "all_gather"), ("zb-v", 3, "p2p")
+    }  # fmt: skip
+    for name, zero, way in itertools.product(("1f1b", "interleaved", "zb-v"), range(4), ways):
+        marks = [] if (name, zero, way) in small else [pytest.mark.full]
+        yield pytest.param(name, zero, way, 2, id=f"{name}-zero{zero}-{way}", marks=marks)
+    yield pytest.param("1f1b", 1, "a2a+p2p", 4, id="context4-zero1-a2a+p2p", marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(("name", "zero", "way", "context"), list(exchanged()))
+def test_context_under_schedules_and_zero(ranks, name, zero, way, context):
+    degrees = {"data": 1, "pipe": 2, "context": context, "tensor": 1}
+    base = [
+        *overrides(degrees, tied=False),
+        *("model.layers=3", "model.heads=4", "model.kv_heads=2", "pipeline.microbatches=4"),
+    ]
+    mine = [*base, *(f"parallel.{axis}={size}" for axis, size in degrees.items())]
+    mine += [f"parallel.zero={zero}", f"pipeline.schedule={name}", f"parallel.cp_comm_type={way}"]
+    expect_same(ranks(2 * context).run(one_step, mine), one_process(ranks, base))
 
 
 LAYOUTS = {

@@ -19,6 +19,8 @@ from tests.train.transformers_ranks import (
     three_steps,
     two_steps_and_save,
 )
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.train.plan import make_plan
 
 SMALL = {
     "vocab_size": VOCAB,
@@ -118,6 +120,10 @@ LAYOUTS = {
     "pipe2xtensor2-sequence": {"pipe": 2, "tensor": 2, "sequence": 1},
     "tensor4-sequence": {"tensor": 4, "sequence": 1},
     "data2xtensor2-zero3-sequence": {"data": 2, "tensor": 2, "zero": 3, "sequence": 2},
+    "context2": {"context": 2},
+    "context3": {"context": 3},
+    "pipe2xcontext2-zero3": {"pipe": 2, "context": 2, "zero": 3},
+    "context2xtensor2-sequence": {"context": 2, "tensor": 2, "sequence": 1},
 }
 NO_GRADIENT = 1e-6
 """Of a bias of keys, which no probability depends on, only rounding is left."""
@@ -127,12 +133,16 @@ SEQUENCES = (
     ("llama", "tensor2-sequence-overlap"),
     ("gpt2", "pipe2xtensor2-sequence"),
     ("qwen3", "tensor4-sequence"),
+    ("mistral", "context3"),
+    ("gpt2", "pipe2xcontext2-zero3"),
 )
+WHOLE_ALONE = ("gemma2", "falcon", "falcon, alibi", "bloom")
+"""Whose attention cannot be over parts of a sequence."""
 
 
 def asked(layout: dict[str, int]) -> tuple[int, list[str]]:
     """(ranks, overrides) of a layout. sequence: 1 splits it along tensor, 2 overlaps that too."""
-    axes = {axis: layout.get(axis, 1) for axis in ("data", "pipe", "tensor")}
+    axes = {axis: layout.get(axis, 1) for axis in ("data", "pipe", "context", "tensor")}
     changes = [f"parallel.{axis}={size}" for axis, size in axes.items()]
     switches = ("parallel.sequence_parallel", "parallel.tp_comm_overlap")
     changes += [f"{key}=true" for key in switches[: layout.get("sequence", 0)]]
@@ -159,6 +169,8 @@ def cases():
         for layout in LAYOUTS:
             if name == "falcon" and layout.startswith("tensor4"):  # more ranks than its fused keys
                 continue
+            if name in WHOLE_ALONE and "context" in layout:
+                continue
             small = name in ("llama", "gpt2") and layout in BY_DEFAULT
             small |= (name, layout) in SEQUENCES
             yield pytest.param(name, layout, marks=() if small else FULL)
@@ -171,6 +183,18 @@ def test_three_steps_are_those_of_transformers(ranks, saved, name, layout):
     size, changes = asked(LAYOUTS[layout])
     results = ranks(size).run(three_steps, [f"model.hf={folder}", *changes])
     expect_same(results, truth)
+
+
+@pytest.mark.parametrize("name", [*WHOLE_ALONE, "dynamic"])
+def test_a_family_that_needs_the_whole_sequence_is_refused_by_name(tmp_path, name):
+    settings = MODELS.get(name) or MODELS["llama"] | {
+        "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}
+    }
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    changes = [*RUN, f"model.hf={tmp_path}/config.json", "parallel.context=2"]
+    expected = f"{settings['model_type']} cannot attend over parts of a sequence"
+    with pytest.raises(ConfigError, match=expected):
+        make_plan(parity.config(changes), 2)
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=FULL)])

@@ -136,7 +136,7 @@ def _batch_keys(source: ModelSource, keys: dict[str, object]) -> dict[str, objec
     if here.source == "alone" or "parallel.data" in keys:
         num_data = size("data")
     else:
-        num_data = max(here.world_size // (size("pipe") * size("tensor")), 1)
+        num_data = max(here.world_size // (size("pipe") * size("context") * size("tensor")), 1)
     found: dict[str, object] = {"parallel.data": num_data}
     if not source.is_run:
         found["data.seq_len"] = min(source.window, _WINDOW)

@@ -19,6 +19,7 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.lazy import resolve
 from torchdistpackage.schedule.actions import ActionKind, flatten
 from torchdistpackage.topology.mesh import Mesh, advice, describe
+from torchdistpackage.train.context_plan import context_text
 from torchdistpackage.train.memory import activation_budget_gb
 from torchdistpackage.train.plan import (
     Plan,
@@ -142,6 +143,8 @@ def plan(
         _schedule(planned),
         *_checkpoints(planned),
     ]
+    if (shared := context_text(planned, ranks_per_node)) is not None:
+        parts.append(shared)
     if run.train.recompute != "none":
         parts.append(_recompute(planned))
     if cluster is not None:

@@ -90,11 +90,40 @@ def _degrees_fill_procs(c: RunConfig, world_size: int | None) -> str | None:
     return None
 
 
-@rule("data.seq_len", "parallel.tensor", "parallel.sequence_parallel")
+@rule("data.seq_len", "parallel.context")
+def _sequence_over_context(c: RunConfig, world_size: int | None) -> str | None:
+    seq_len, context = c.data.seq_len, c.parallel.context
+    if context == 1 or seq_len % (2 * context) == 0:
+        return None
+    return (
+        f"data.seq_len={seq_len} cannot be cut into the {2 * context} equal chunks of "
+        f"parallel.context={context} ranks; set seq_len to {multiples(2 * context, seq_len)}, or "
+        f"context to 1"
+    )
+
+
+@rule("parallel.cp_comm_type", "parallel.context")
+def _context_is_exchanged(c: RunConfig, world_size: int | None) -> str | None:
+    way, context = c.parallel.cp_comm_type, c.parallel.context
+    if way == "auto" or context > 1:
+        return None
+    return (
+        f"parallel.cp_comm_type={way} would not be used with parallel.context=1; set context to 2 "
+        f"or more, or leave it out"
+    )
+
+
+@rule("data.seq_len", "parallel.tensor", "parallel.context", "parallel.sequence_parallel")
 def _sequence_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
-    seq_len, tensor = c.data.seq_len, c.parallel.tensor
+    seq_len, tensor = c.data.seq_len, c.parallel.tensor * c.parallel.context
     if not c.parallel.sequence_parallel or seq_len % tensor == 0:
         return None
+    if c.parallel.context > 1:
+        return (
+            f"data.seq_len={seq_len} cannot be split over parallel.context={c.parallel.context} x "
+            f"parallel.tensor={c.parallel.tensor} ranks, as parallel.sequence_parallel asks; set "
+            f"seq_len to {multiples(2 * tensor, seq_len)}, or sequence_parallel to false"
+        )
     return (
         f"data.seq_len={seq_len} cannot be split over parallel.tensor={tensor} ranks, as "
         f"parallel.sequence_parallel asks; set seq_len to {multiples(tensor, seq_len)}, or "
@@ -321,12 +350,6 @@ def _the_best_is_measured(c: RunConfig, world_size: int | None) -> str | None:
             f"{math.lcm(every, saved.save_every)} steps; make one a multiple of the other"
         )
     return None
-
-
-@rule("parallel.context")
-def _no_context_yet(c: RunConfig, world_size: int | None) -> str | None:
-    value = c.parallel.context
-    return None if value == 1 else f"parallel.context={value} is not available yet; set it to 1"
 
 
 @rule("parallel.expert")

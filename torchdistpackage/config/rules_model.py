@@ -44,6 +44,21 @@ def _heads_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
+@rule("parallel.cp_comm_type", "parallel.context", "model.heads", "model.kv_heads", "model.name")
+def _heads_over_context(c: RunConfig, world_size: int | None) -> str | None:
+    if c.model.name is None or c.parallel.cp_comm_type != "a2a" or c.parallel.context == 1:
+        return None
+    heads, kv, size = c.model.heads, c.model.kv_heads or c.model.heads, c.parallel.context
+    tensor = c.parallel.tensor
+    if heads % tensor or heads // tensor % size == 0:
+        return None
+    return (
+        f"parallel.cp_comm_type=a2a gives each of parallel.context={size} ranks whole heads, but a "
+        f"tensor rank has {heads // tensor} (model.heads={heads} / parallel.tensor={tensor}, "
+        f"{kv} of keys); set cp_comm_type to p2p, or context to {divisors(heads // tensor, size)}"
+    )
+
+
 @rule("model.kv_heads", "model.heads", "model.name")
 def _kv_heads_divide_heads(c: RunConfig, world_size: int | None) -> str | None:
     heads, kv = c.model.heads, c.model.kv_heads

@@ -34,6 +34,10 @@ class ParallelSection(Section):
     data: k.Degree = Field(default="auto", description="Model replicas; auto: as many as fit.")
     pipe: k.Count = Field(default=1, le=1024, description="Ranks that share the layers, in stages.")
     context: k.Count = Field(default=1, le=1024, description="Ranks that share one sequence.")
+    cp_comm_type: k.CpCommType = Field(
+        default="auto",
+        description="How context ranks exchange: a ring, a gather, heads for sequence, or both.",
+    )
     tensor: k.Count = Field(default=1, le=1024, description="Ranks that share each weight matrix.")
     expert: k.Count = Field(default=1, le=1024, description="Ranks that share the experts.")
     sequence_parallel: bool = Field(

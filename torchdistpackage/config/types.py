@@ -238,6 +238,7 @@ Signals = Annotated[
 ModelName = Literal["gpt"] | None
 DataName = Literal["python_stdlib", "text", "jsonl", "parquet", "tokens"] | None
 OptimizerName = Literal["adamw"]
+CpCommType = Literal["auto", "p2p", "all_gather", "a2a", "a2a+p2p"]
 Partition = Literal["cost", "parameters", "uniform", "time"]
 ExportFormat = Literal["hf"] | None
 KeepBest = Literal["val_loss"] | None

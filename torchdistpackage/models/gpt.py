@@ -8,6 +8,7 @@ the embedding, activations pass between blocks, logits come out of the head. Act
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +22,10 @@ from torchdistpackage.models import gpt_layout
 from torchdistpackage.models.gpt_layout import ATTENTION, EMBED, HEAD, MLP, TIED, GPTShape
 from torchdistpackage.parallel.tensor.attention import (
     ParallelAttention,
+    SequenceAttention,
     Tables,
-    document_mask,
+    Tokens,
+    WholeSequence,
     rotary_tables,
 )
 from torchdistpackage.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
@@ -49,6 +52,7 @@ class GPT(Grouped):
     stage_of: for each piece of the whole model the pipe index that holds it; None: no pipeline.
     dropout: after the embedding, on attention weights, and on each branch of a block.
     tp_comm_overlap: gather and scatter a split sequence in chunks, under the products.
+    sequence: attends over the sequence, of which this rank may hold a part; default: it has all.
     device: parameters may be made on "meta" and filled later.
 
     A tied head shares the embedding's Parameter where this run holds both; apart from it, it
@@ -69,10 +73,12 @@ class GPT(Grouped):
         axis: str = "tensor",
         dropout: float = 0.0,
         tp_comm_overlap: bool = False,
+        sequence: SequenceAttention | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
         super().__init__(group, axis)
+        self.sequence = sequence or WholeSequence()
         gpt_layout.check_split(shape, self.group.size())
         names = gpt_layout.pieces(shape)
         pieces = range(len(names)) if pieces is None else pieces
@@ -92,7 +98,9 @@ class GPT(Grouped):
                 halves.setdefault(index, []).append(half)
         self.blocks = nn.ModuleDict(
             {
-                index: GPTBlock(shape, dropout, held, tp_comm_overlap, **common)
+                index: GPTBlock(
+                    shape, dropout, held, tp_comm_overlap, sequence=self.sequence, **common
+                )
                 for index, held in halves.items()
             }
         )
@@ -111,22 +119,24 @@ class GPT(Grouped):
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """ids (B, S) int64 if the embedding is here, else activations; logits (S, B, V/n) if the
-        head is here, else activations.
+        head is here, else activations. S are the tokens of this rank.
 
-        position_ids (B, S) int64, on every stage and rank: of several documents in a sample, from 0
-        in each; no token sees another document. None: 0 to S - 1.
+        position_ids (B, S) int64 of the whole sequence, on every stage and rank: of several
+        documents in a sample, from 0 in each; no token sees another document. None: one document.
 
         Raises:
             DataError: S is longer than the table of learned positions.
             LayoutError: under sequence parallelism, S is not a multiple of the group's size.
         """
+        cuts = self.group.size() if self.shape.sequence_parallel else 1
+        num = x.shape[1] if self.embed is not None else x.shape[0] * cuts
+        tokens = self.sequence.tokens(num, position_ids, x.device)
         if self.embed is not None:
-            x = self.embed(x, position_ids)
+            x = self.embed(x, tokens)
         if self.blocks:
-            tables = self._rotary(x, position_ids)
-            mask = None if position_ids is None else document_mask(position_ids)
+            tables = self._rotary(x, tokens)
             for block in self.blocks.values():
-                x = block(x, tables, mask)
+                x = block(x, tables, tokens.mask)
         return x if self.head is None else self.head(x)
 
     def loss(
@@ -160,20 +170,21 @@ class GPT(Grouped):
         sizes = [chunk(vocab, size, index)[1] for index in range(size)]
         return collectives.gather(logits, -1, self.group, sizes)
 
-    def _rotary(self, x: Tensor, position_ids: Tensor | None) -> Tables | None:
+    def _rotary(self, x: Tensor, tokens: Tokens) -> Tables | None:
         if self.shape.position != "rotary":
             return None
-        cuts = self.group.size() if self.shape.sequence_parallel else 1
         cos, sin = rotary_tables(
-            x.shape[0] * cuts,
+            tokens.seq_len,
             self.shape.head_dim,
             rope=self.shape.rope,
             dtype=x.dtype,
             device=x.device,
         )
-        if position_ids is None:
+        if (positions := tokens.positions) is None:
             return cos, sin
-        return cos[position_ids].unsqueeze(1), sin[position_ids].unsqueeze(1)
+        cos, sin = cos[positions], sin[positions]
+        # of each sample: the same for all heads
+        return (cos, sin) if positions.dim() == 1 else (cos.unsqueeze(1), sin.unsqueeze(1))
 
 
 class Embed(VocabParallelEmbedding):
@@ -193,28 +204,29 @@ class Embed(VocabParallelEmbedding):
     def initials(self) -> dict[str, Initial]:
         return {"weight": NORMAL, "position": NORMAL}
 
-    def forward(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, tokens: Tokens | None = None) -> Tensor:
         x = super().forward(ids.t())
         if self.position is not None:
-            x = x + self._positions(ids.shape[1], position_ids)
+            x = x + self._positions(ids.shape[1], tokens or Tokens(ids.shape[1]))
         return self.drop(x)
 
-    def _positions(self, seq_len: int, position_ids: Tensor | None) -> Tensor:
-        """The vectors of my rows of the sequence: all, or my part under sequence parallelism; those
+    def _positions(self, rows: int, tokens: Tokens) -> Tensor:
+        """The vectors of the tokens here, or under sequence parallelism of my part of these: those
         of each sample, (S/n, B, D), or of all alike, (S/n, 1, D).
         """
-        if seq_len > self.shape.num_positions:
+        if tokens.seq_len > self.shape.num_positions:
             raise DataError(
-                f"gpt: a sequence of {seq_len} tokens, but positions are learned for "
+                f"gpt: a sequence of {tokens.seq_len} tokens, but positions are learned for "
                 f"{self.shape.num_positions}; shorten it, or use rotary positions"
             )
-        table, first, rows = self.position, 0, seq_len
+        table, first = self.position, 0
         if self.shape.sequence_parallel:
-            rows = seq_len // self.group.size()
+            rows = rows // self.group.size()
             table, first = self.summed(table), self.group.rank() * rows
-        if position_ids is None:
+        if (positions := tokens.positions) is None:
             return table.narrow(0, first, rows).unsqueeze(1)
-        return F.embedding(position_ids.t().narrow(0, first, rows), table)
+        positions = positions[:, None] if positions.dim() == 1 else positions.t()
+        return F.embedding(positions.narrow(0, first, rows), table)
 
 
 class GPTBlock(nn.Module):
@@ -226,6 +238,7 @@ class GPTBlock(nn.Module):
         dropout: float,
         halves: Sequence[str],
         tp_comm_overlap: bool = False,
+        sequence: SequenceAttention | None = None,
         **common,
     ):
         super().__init__()
@@ -246,6 +259,7 @@ class GPTBlock(nn.Module):
                 sequence_parallel=sequence_parallel,
                 tp_comm_overlap=tp_comm_overlap,
                 out_initial=branch,
+                sequence=sequence,
                 **common,
             )
         if MLP in halves:
@@ -264,9 +278,7 @@ class GPTBlock(nn.Module):
         group, axis = common["group"], common["axis"]
         self.drop = Dropout(dropout, split=sequence_parallel, group=group, axis=axis)
 
-    def forward(
-        self, x: Tensor, rotary: Tables | None = None, mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tables | None = None, mask: Any = None) -> Tensor:
         if self.attention is not None:
             x = x + self.drop(self.attention(self.norm1(x), rotary, mask=mask))
         return x if self.mlp is None else x + self.drop(self.mlp(self.norm2(x)))

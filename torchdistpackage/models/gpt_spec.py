@@ -43,7 +43,9 @@ class GPTSpec:
     def flops_per_token(self) -> float:
         return gpt_layout.flops_per_token(self.shape)
 
-    def refusals(self, tensor: int, num_stages: int, document_masks: bool) -> list[tuple[str, str]]:
+    def refusals(
+        self, tensor: int, num_stages: int, document_masks: bool, context: int = 1
+    ) -> list[tuple[str, str]]:
         return []  # config/rules_model.py knows all of them
 
     def goes_with(self) -> tuple[tuple[str, str], ...]:

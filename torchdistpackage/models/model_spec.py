@@ -31,7 +31,7 @@ class ModelSpec(Protocol):
 
     module: "package.module:Class", called as
         `Class(shape, pieces=range, stage_of=..., group=..., dropout=..., tp_comm_overlap=...,
-        dtype=..., device=...)`.
+        sequence=..., dtype=..., device=...)`.
     weights_loader: "package.module:function", called with such a module and a folder. Both are
         strings, since they import torch, which a plan does without.
     has_own_text: whether the model can write a text at the end of a run (train/finish.py).
@@ -78,8 +78,10 @@ class ModelSpec(Protocol):
         """Floating-point operations of forward and backward for one token of a full sequence."""
         ...
 
-    def refusals(self, tensor: int, num_stages: int, document_masks: bool) -> list[tuple[str, str]]:
-        """(key, text) of what the model cannot do among so many tensor ranks and stages, and with
+    def refusals(
+        self, tensor: int, num_stages: int, document_masks: bool, context: int = 1
+    ) -> list[tuple[str, str]]:
+        """(key, text) of what the model cannot do among so many ranks and stages, and with
         or without document masks, besides what the rules of the configuration find."""
         ...
 

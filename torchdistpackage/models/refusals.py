@@ -17,7 +17,8 @@ def refuse_model(model: ModelSpec, config: RunConfig, source: str) -> None:
         ConfigError: lists all of it, in the order of the lines of `source`.
     """
     masks = config.data.document_masks
-    asked = model.refusals(config.parallel.tensor, num_stages(config), masks)
+    p = config.parallel
+    asked = model.refusals(p.tensor, num_stages(config), masks, p.context)
     problems = [config.problem(*found) for found in asked]
     folder, key = config.model.initial_folder, "model.hf" if config.model.hf else "model.weights"
     if folder is not None:

@@ -132,6 +132,15 @@ def _setting_problems(shape: TransformersShape) -> list[str]:
     return problems + shape.kind.problems(shape.settings)
 
 
+def context_problem(shape: TransformersShape) -> str:
+    """Why ranks cannot share a sequence; "": they can."""
+    rope = shape.given.get("rope_parameters") or shape.given.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind in ("dynamic", "longrope"):
+        return f"its positions (rope type {kind}) depend on the length of what is seen"
+    return shape.kind.own_attention
+
+
 def documents_by(shape: TransformersShape) -> str:
     """How documents of one sample are kept apart, see `Family`."""
     return "not" if shape.given.get("alibi") else shape.kind.documents

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.errors import DataError, LayoutError
@@ -47,6 +46,7 @@ from torchdistpackage.models.transformers_meta import (
     parameters_on_meta,
     refused,
 )
+from torchdistpackage.models.transformers_sequence import split_between
 from torchdistpackage.models.transformers_vocab import SplitVocab
 from torchdistpackage.models.transformers_weights import fill, open_found
 from torchdistpackage.parallel.auto.draws import (
@@ -57,8 +57,10 @@ from torchdistpackage.parallel.auto.draws import (
     mark_split,
     may_draw,
 )
+from torchdistpackage.parallel.context.hugging_face import attend_over, inputs_of
+from torchdistpackage.parallel.context.model import ContextSequence
 from torchdistpackage.parallel.pipeline.partition.hf_decoder import DecoderStage, decoder_stage
-from torchdistpackage.parallel.tensor.attention import document_mask
+from torchdistpackage.parallel.tensor.attention import SequenceAttention, document_mask
 from torchdistpackage.parallel.tensor.init import Initial, initialize
 from torchdistpackage.parallel.tensor.layouts import Layouts
 from torchdistpackage.parallel.tensor.parallelize import parallelize
@@ -83,8 +85,10 @@ class TransformersStage(nn.Module):
         group: Group | None,
         axis: str,
         stage_of: Sequence[int] | None,
+        sequence: SequenceAttention | None = None,
     ):
         super().__init__()
+        self._sequence = sequence if isinstance(sequence, ContextSequence) else None
         self.decoder, self.shape, self.axis = decoder, shape, axis
         self._group, self._stage_of = group, stage_of
         self._vocab = None if group is None else SplitVocab(group, shape.vocab)
@@ -143,9 +147,10 @@ class TransformersStage(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Outputs:
         """ids (B, S) int64 on the first stage, else activations (B, S, D); activations, or from the
         last stage logits (B, S, V/n), of the columns of this rank, with the auxiliary loss of its
-        routers if config.json asks for that (output_router_logits).
+        routers if config.json asks for that (output_router_logits). S are the tokens of this rank.
 
-        position_ids (B, S) int64: from 0 in each document of a sample; no token sees another.
+        position_ids (B, S) int64 of whole sequences: from 0 in each document of a sample; no token
+        sees another.
         """
         mask = None
         by = None if position_ids is None else documents_by(self.shape)
@@ -157,6 +162,9 @@ class TransformersStage(nn.Module):
         if by == "mask":
             assert position_ids is not None
             mask = document_mask(position_ids)
+        if self._sequence is not None:
+            num = x.shape[1] * (1 if x.dim() == 2 else self.decoder.num_shares)
+            mask, position_ids = inputs_of(self._sequence, num, position_ids, x.device)
         rank = 0 if self._group is None else self._group.rank()
         draws = self._draws and self.training
         with ShardDraws(rank, default_draw) if draws else nullcontext():
@@ -214,12 +222,14 @@ def stage(
     axis: str = "tensor",
     dropout: float = 0.0,
     tp_comm_overlap: bool = False,
+    sequence: SequenceAttention | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> TransformersStage:
     """The blocks `pieces` of a model, default all, cut over the ranks of `group` along `axis`.
 
     dropout: has to be 0, as config.json has the rates. tp_comm_overlap: see `ColumnLinear`.
+    sequence: attends over the sequence, of which this rank may hold a part.
 
     Raises:
         NotAvailableError: transformers is not installed, or too old.
@@ -244,8 +254,10 @@ def stage(
         _draw_apart(decoder, shape, table)
         if shape.sequence_parallel:
             decoder.share_sequences(num)
-            _split_between(decoder.get_submodule(shape.kind.blocks), pieces, all_blocks, group)
-    made = TransformersStage(decoder, shape, group if num > 1 else None, axis, stage_of)
+            split_between(decoder.get_submodule(shape.kind.blocks), pieces, all_blocks, group)
+    if isinstance(sequence, ContextSequence):
+        attend_over(decoder, sequence)
+    made = TransformersStage(decoder, shape, group if num > 1 else None, axis, stage_of, sequence)
     index = 0 if group is None else group.rank()
     _check_shapes(made, Mesh(((axis, num),)), index)
     _materialize(made, device)
@@ -306,29 +318,6 @@ def _draw_apart(decoder: nn.Module, shape: TransformersShape, table: SplitTable)
             mark_alike(module)
         elif shape.sequence_parallel and blocks.fullmatch(name):
             mark_split(module, everything=True)
-
-
-def _split_between(blocks: nn.Module, here: range, all_blocks: range, group: Group) -> None:
-    """Let the first of all blocks take this rank's part of the sequence, and join behind the last.
-
-    here: those of this stage.
-    """
-    modules = list(blocks.children())
-
-    def take_part(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        x = args[0] if args else kwargs["hidden_states"]
-        part = collectives.scatter(x, 1, group)
-        return ((part, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": part})
-
-    def join(module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (join(module, args, output[0]), *output[1:])
-        return collectives.gather(output, 1, group)
-
-    if here.start == all_blocks.start:
-        modules[0].register_forward_pre_hook(take_part, with_kwargs=True)
-    if here.stop == all_blocks.stop:
-        modules[-1].register_forward_hook(join)
 
 
 def _check_shapes(made: TransformersStage, mesh: Mesh, index: int) -> None:

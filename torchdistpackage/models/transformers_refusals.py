@@ -7,18 +7,30 @@ from torchdistpackage.models.lora_layout import linear_layers, target_problems
 from torchdistpackage.models.transformers_layout import (
     TransformersShape,
     can_share,
+    context_problem,
     documents_by,
     weights,
 )
 
 
 def refusals(
-    shape: TransformersShape, tensor: int, num_stages: int, document_masks: bool
+    shape: TransformersShape,
+    tensor: int,
+    num_stages: int,
+    document_masks: bool,
+    context: int = 1,
 ) -> list[tuple[str, str]]:
     """(key, text) of what this model cannot do among what a run asks of it."""
     n, found = shape.sizes, list[tuple[str, str]]()
     if (read := shape.kind.found) is not None:
-        return _refusals_of_found(shape, read, tensor, num_stages, document_masks)
+        return _refusals_of_found(shape, read, tensor, num_stages, document_masks, context)
+    if context > 1 and (why := context_problem(shape)):
+        found.append(
+            (
+                "parallel.context",
+                f"{shape.family} cannot attend over parts of a sequence, as {why}; set it to 1",
+            )
+        )
     if document_masks and documents_by(shape) == "not":
         found.append(
             (
@@ -70,12 +82,18 @@ def _lora_problems(shape: TransformersShape) -> list[tuple[str, str]]:
 
 
 def _refusals_of_found(
-    shape: TransformersShape, read: FoundModel, tensor: int, num_stages: int, document_masks: bool
+    shape: TransformersShape,
+    read: FoundModel,
+    tensor: int,
+    num_stages: int,
+    document_masks: bool,
+    context: int,
 ) -> list[tuple[str, str]]:
     """Of a family that has no table: nothing of its model is cut."""
     uncut = f"{read.class_name} has no table of {', '.join(FAMILIES)}, and is not cut"
     asked = {
         "data.document_masks": document_masks and "set it to false",
+        "parallel.context": context > 1 and "set context to 1, and use data and zero",
         "parallel.tensor": tensor > 1 and "set tensor to 1, and use data and zero",
         "parallel.pipe": num_stages > 1 and "set pipe to 1, and use data and zero",
     }
@@ -101,6 +119,7 @@ def goes_with(shape: TransformersShape) -> tuple[tuple[str, str], ...]:
         ("zero", "0 to 3"),
         ("pipe", f"up to {n.layers} stages, of whole blocks"),
         ("tensor", f"{', '.join(shown)} ({n.heads} heads{shared})"),
+        ("context", f"no: {why}" if (why := context_problem(shape)) else "any number of ranks"),
         ("sequence_parallel", "yes"),
         ("recompute", "none, blocks, auto"),
         ("lora", f"on {', '.join(linear_layers(weights(shape)))}"),

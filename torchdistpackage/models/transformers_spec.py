@@ -47,8 +47,12 @@ class TransformersSpec:
     def flops_per_token(self) -> float:
         return transformers_layout.flops_per_token(self.shape)
 
-    def refusals(self, tensor: int, num_stages: int, document_masks: bool) -> list[tuple[str, str]]:
-        return transformers_refusals.refusals(self.shape, tensor, num_stages, document_masks)
+    def refusals(
+        self, tensor: int, num_stages: int, document_masks: bool, context: int = 1
+    ) -> list[tuple[str, str]]:
+        return transformers_refusals.refusals(
+            self.shape, tensor, num_stages, document_masks, context
+        )
 
     def goes_with(self) -> tuple[tuple[str, str], ...]:
         return transformers_refusals.goes_with(self.shape)

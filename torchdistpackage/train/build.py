@@ -23,14 +23,16 @@ from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.param_spec import batch_group
 from torchdistpackage.ddp.param_sync import ReplicatedTensor, sync_module_states
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.errors import ConfigError, DataError, LayoutError, ScheduleError
+from torchdistpackage.errors import ConfigError, DataError, ScheduleError
 from torchdistpackage.harness.watchdog import HangWatchdog
 from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.lazy import resolve
+from torchdistpackage.parallel.context.model import sequence_over
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cost
 from torchdistpackage.parallel.pipeline.partition.sequential import chunks_of
+from torchdistpackage.parallel.tensor.attention import SequenceAttention
 from torchdistpackage.parallel.tensor.init import collect_initials, initialize
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.generators import evaluation
@@ -51,7 +53,12 @@ from torchdistpackage.train.profiler import StepProfiler
 from torchdistpackage.train.rank_times import RankTimes
 from torchdistpackage.train.recompute import recompute_blocks, recompute_within
 from torchdistpackage.train.saving import RunSaver
-from torchdistpackage.train.staged_model import LossFn, StagedModel, TrainStages
+from torchdistpackage.train.staged_model import (
+    LossFn,
+    StagedModel,
+    TrainStages,
+    check_declared,
+)
 from torchdistpackage.train.step import Trainer, from_user, token_cross_entropy
 from torchdistpackage.train.stop import StopController
 from torchdistpackage.train.texts import text_source, token_cache_folder
@@ -93,6 +100,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         layouts=layouts,
         loss=model.loss,
         autocast=model.autocast,
+        sequence=model.sequence,
         data=data if data is not None else build_data(plan),
         replicas=replicas,
         optimizer=optimizer,
@@ -135,10 +143,11 @@ def build_model(plan: Plan, rank: int, device: torch.device) -> StagedModel:
     torch.set_float32_matmul_precision(config.precision.matmul)
     tpc.setup(plan.topology, rank, timeout_s=start_timeout_s(config))
     seed_rank(config.run.seed, plan.topology.dense, rank)
-    stage, layouts, loss = _stage(plan, device)
-    _check_declared(stage, layouts)
+    sequence = sequence_over(tpc.get_group("context"), config.parallel.cp_comm_type)
+    stage, layouts, loss = _stage(plan, device, sequence)
+    check_declared(stage, layouts)
     autocast = torch.bfloat16 if config.precision.dtype == "bf16" else None
-    return StagedModel(plan, rank, device, stage, layouts, loss, autocast)
+    return StagedModel(plan, rank, device, stage, layouts, loss, autocast, sequence)
 
 
 def start_timeout_s(config: RunConfig) -> float:
@@ -250,13 +259,15 @@ def user_object(path: str) -> Callable:
     return EntryPoint.of(path).resolve()
 
 
-def _stage(plan: Plan, device: torch.device) -> tuple[TrainStages, dict[str, Layout], LossFn]:
+def _stage(
+    plan: Plan, device: torch.device, sequence: SequenceAttention
+) -> tuple[TrainStages, dict[str, Layout], LossFn]:
     """My stages with their initial weights, layouts by local name, and the loss of the last."""
     config, mesh = plan.config, plan.topology.dense
     dtype = getattr(torch, plan.numbers.weights.dtype)
     loss, whole_outputs = token_cross_entropy, None
     if plan.model is not None:
-        stages = _named(plan, dtype, device)
+        stages = _named(plan, dtype, device, sequence)
         layouts = {s: module.layouts() for s, module in stages.items()}
         _tie(stages, layouts)
         mine = next(iter(stages.values()))
@@ -294,7 +305,9 @@ def _stage(plan: Plan, device: torch.device) -> tuple[TrainStages, dict[str, Lay
     return stage, layouts, loss
 
 
-def _named(plan: Plan, dtype: torch.dtype, device: torch.device) -> dict[int, nn.Module]:
+def _named(
+    plan: Plan, dtype: torch.dtype, device: torch.device, sequence: SequenceAttention
+) -> dict[int, nn.Module]:
     """My stages of one of our models."""
     assert plan.model is not None
     make = resolve(plan.model.module)
@@ -306,6 +319,7 @@ def _named(plan: Plan, dtype: torch.dtype, device: torch.device) -> dict[int, nn
             group=tpc.get_group("tensor"),
             dropout=plan.config.model.dropout,
             tp_comm_overlap=plan.config.parallel.tp_comm_overlap,
+            sequence=sequence,
             dtype=dtype,
             device=device,
         )
@@ -349,17 +363,6 @@ def own_cut(plan: Plan, whole: nn.Module) -> tuple[range, ...] | None:
 def _some(names: Iterable[str]) -> str:
     first = list(islice(names, 4))
     return ", ".join(first[:3] + ["..."] * (len(first) > 3)) or "none"
-
-
-def _check_declared(stage: nn.Module, layouts: dict[str, Layout]) -> None:
-    """A gradient without a layout would be summed over no rank."""
-    # the first word of a name is the number of the stage
-    names = (name for name, _ in stage.named_parameters() if name not in layouts)
-    if missing := [name.partition(".")[2] for name in names]:
-        raise LayoutError(
-            f"{len(missing)} parameters have no layout: {', '.join(missing[:5])}; the module that "
-            f"makes them declares in layouts() what each is split and replicated over"
-        )
 
 
 def _data_parallel(

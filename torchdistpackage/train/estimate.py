@@ -20,6 +20,7 @@ from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.engine import Timeline, simulate
 from torchdistpackage.topology.mesh import crossings
+from torchdistpackage.train.context_plan import context_traffic
 from torchdistpackage.train.memory import DTypeSizes
 from torchdistpackage.train.plan import (
     BUCKET_BYTES,
@@ -157,6 +158,11 @@ def _traffic(plan: Plan, shape: ModelShape, axis: str) -> tuple[_CommVolume, ...
         return (_CommVolume("all_reduce", number, num_bytes, dtype, size, note),)
     if axis == "tensor":
         return "under sequence parallelism gathers and scatters are not counted yet"
+    if axis == "context":
+        way, per_step, sent = context_traffic(plan)
+        dtype = _profiled(plan.numbers.activations)
+        note = f"attentions over parts of a sequence ({way}), as messages"
+        return (_CommVolume("p2p", per_step, sent, dtype, size, note),)
     return f"what travels along {axis} is not counted yet"
 
 

@@ -113,9 +113,10 @@ def evaluate(
     totals, size = totals_on(model.device), plan.samples_per_microbatch
     model.stage.eval()
     for b in range(num_batches):
-        parts = [None if x is None else model.to_device(x).split(size) for x in batch(b)]
-        inputs, targets, positions = parts
-        assert inputs is not None and targets is not None
+        found = batch(b)
+        inputs, targets = (model.own_part(x).split(size) for x in found[:2])
+        positions = found.position_ids
+        positions = None if positions is None else model.to_device(positions).split(size)
         executor.run(model.forward_and_loss(executor, inputs, targets, totals, positions))
     total, count = primitives.all_reduce(totals, tpc.get_group("global")).tolist()
     if not count:

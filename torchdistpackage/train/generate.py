@@ -48,19 +48,20 @@ def generate(
         timeout_s=timeout_s,
         dynamic_shapes=True,
     )
-    # the ranks of the last stage all know the token; the first of them in the model sends it
+    # of the last stage those that hold the last token know the next; the first of them sends it
     coord, last = mesh.coord(model.rank), plan.schedule.placement[-1]
-    source = mesh.rank({**coord, "pipe": last, "tensor": 0, "context": 0})
     # a sequence that is split over ranks needs a multiple of them; no token sees what comes later
     is_split = plan.shape is not None and plan.shape.sequence_parallel
-    multiple = mesh.axis_size("tensor") if is_split else 1
+    multiple = (mesh.axis_size("tensor") if is_split else 1) * model.sequence.multiple
     draw = torch.Generator().manual_seed(seed_from(how.seed, "generate"))
     tokens = list(prompt)
     model.stage.eval()
     while True:
         context = tokens[-window:]
         ids = torch.tensor([context + [0] * (-len(context) % multiple)], device=model.device)
-        logits = _logits(model, executor, ids, len(context) - 1)
+        owner, position = model.sequence.place(len(context) - 1, ids.shape[1])
+        logits = _logits(model, executor, model.sequence.part(ids), position)
+        source = mesh.rank({**coord, "pipe": last, "tensor": 0, "context": owner})
         choice = torch.zeros(1, dtype=torch.int64, device=model.device)
         if logits is not None:
             choice.fill_(next_token(logits, how, draw))
@@ -76,7 +77,7 @@ def generate(
 
 
 def _logits(model: StagedModel, executor: Executor, ids: Tensor, position: int) -> Tensor | None:
-    """Logits (V,) at one position of ids (1, S), on the ranks of the last stage."""
+    """Logits (V,) at one position of the ids (1, S) here, on the ranks of the last stage."""
     found: list[Tensor] = []
 
     def forward(stage: int, m: int, received: Message) -> Message:

@@ -51,23 +51,28 @@ def _with(config: RunConfig, section: str, **update: object) -> RunConfig:
 def _fewer_ranks(config: RunConfig) -> RunConfig:
     parallel = config.parallel
     assert isinstance(parallel.data, int)
-    # a divisor, so that heads and widths can still be shared evenly
-    tensor = next((n for n in range(2, parallel.tensor) if parallel.tensor % n == 0), 0)
-    tensor = tensor or parallel.tensor
-    pipe = parallel.pipe
+    # a divisor, so that heads, widths and sequences can still be shared evenly
+    tensor, context = (
+        next((n for n in range(2, size) if size % n == 0), size)
+        for size in (parallel.tensor, parallel.context)
+    )
+    pipe, inside = parallel.pipe, tensor * context
     if config.pipeline.schedule != CUSTOM:
-        pipe = min(pipe, max(2, MOST_RANKS // (tensor * min(parallel.data, 2))))
-    data = min(parallel.data, max(2, MOST_RANKS // (tensor * pipe)))
-    config = _with(config, "parallel", data=data, pipe=pipe, tensor=tensor)
+        pipe = min(pipe, max(2, MOST_RANKS // (inside * min(parallel.data, 2))))
+    data = min(parallel.data, max(2, MOST_RANKS // (inside * pipe)))
+    config = _with(config, "parallel", data=data, pipe=pipe, context=context, tensor=tensor)
     return config if pipe == parallel.pipe else _without_costs(config)
 
 
 def _smaller_model(config: RunConfig) -> RunConfig:
     model, data, tensor = config.model, config.data, config.parallel.tensor
-    heads, kv_heads = tensor * min(model.heads // tensor, 2), model.kv_heads
+    context = config.parallel.context
+    # each tensor rank has two heads, or as many as context ranks may exchange
+    least = 2 if context == 1 or model.heads // tensor % context else max(context, 2)
+    heads, kv_heads = tensor * min(model.heads // tensor, least), model.kv_heads
     if kv_heads not in (None, model.heads):  # queries still share keys, and ranks key-value heads
         kv_heads = min(kv_heads, tensor)
-        heads = tensor if kv_heads < tensor else 2 * tensor
+        heads = tensor if kv_heads < tensor else least * tensor
     # twice as many layers as stages, which is at least one piece for each
     stages = config.parallel.pipe * max(config.pipeline.chunks or 2, 2)
     if config.pipeline.schedule == CUSTOM:
@@ -79,7 +84,7 @@ def _smaller_model(config: RunConfig) -> RunConfig:
     sizes |= {"mlp_ratio": 4.0, "mlp_hidden": None, "max_seq_len": None, "weights": None}
     config = _with(config, "model", layers=layers, vocab=vocab, **sizes)
     if data.name is not None:
-        config = _with(config, "data", seq_len=min(data.seq_len, _TOKENS * tensor))
+        config = _with(config, "data", seq_len=min(data.seq_len, _TOKENS * tensor * context))
     return _without_costs(config)
 
 

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm.tensor_meta import Message
+from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.pipeline.executor import Executor, Forward
+from torchdistpackage.parallel.tensor.attention import SequenceAttention
 from torchdistpackage.train.plan import Plan
 
 LossFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -40,6 +42,7 @@ class StagedModel:
     """`stage`, all stages of this rank, and `layouts` go by local names.
 
     autocast: the type that forwards run in, if not that of the weights.
+    sequence: of each sequence, what this rank has.
     """
 
     plan: Plan
@@ -49,13 +52,14 @@ class StagedModel:
     layouts: dict[str, Layout]
     loss: LossFn
     autocast: torch.dtype | None
+    sequence: SequenceAttention
 
     def __post_init__(self) -> None:
         coord, placement = self.plan.topology.dense.coord(self.rank), self.plan.schedule.placement
         self.has_first = coord["pipe"] == placement[0]
         self.has_last = coord["pipe"] == placement[-1]
         # of the ranks that compute one loss, one reports it
-        self.tells_loss = self.has_last and coord["tensor"] == 0 and coord["context"] == 0
+        self.tells_loss = self.has_last and coord["tensor"] == 0
 
     def saved(self) -> dict[str, tuple[Tensor, Layout]]:
         """What a checkpoint holds, by local name: what LoRA leaves as it is comes from model.hf."""
@@ -84,9 +88,9 @@ class StagedModel:
     ) -> Forward:
         """The forward of microbatches whose last stage gives the sum of their losses.
 
-        inputs, targets: of each microbatch, where the first and the last stage are. totals: (loss
-        sum, count) of all of them are added to it if this rank reports them. position_ids: of each
-        microbatch, on every rank.
+        inputs, targets: of each microbatch `own_part`, where the first and the last stage are.
+        totals: (loss sum, count) of all of them are added to it if this rank reports them.
+        position_ids: of each microbatch, on every rank, of whole sequences.
         """
 
         def forward(stage: int, m: int, received: Message) -> Message:
@@ -102,6 +106,10 @@ class StagedModel:
 
         return forward
 
+    def own_part(self, x: Tensor) -> Tensor:
+        """Of ids or targets (B, S, ...) what this rank has, on its device."""
+        return self.to_device(self.sequence.part(x))
+
     def to_device(self, x: Tensor) -> Tensor:
         """On my device; numbers that are not ids in the precision of the weights."""
         weight = next(self.stage.parameters(), None)
@@ -112,6 +120,17 @@ class StagedModel:
         """In which forwards run."""
         dtype = self.autocast
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
+
+
+def check_declared(stage: nn.Module, layouts: Mapping[str, Layout]) -> None:
+    """A gradient without a layout would be summed over no rank."""
+    # the first word of a name is the number of the stage
+    names = (name for name, _ in stage.named_parameters() if name not in layouts)
+    if missing := [name.partition(".")[2] for name in names]:
+        raise LayoutError(
+            f"{len(missing)} parameters have no layout: {', '.join(missing[:5])}; the module that "
+            f"makes them declares in layouts() what each is split and replicated over"
+        )
 
 
 def totals_on(device: torch.device) -> Tensor:

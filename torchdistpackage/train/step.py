@@ -183,7 +183,7 @@ class Trainer(StagedModel):
         position_ids on all, if it has such.
         """
         size, batch = self.plan.samples_per_microbatch, self.batches.of_validation(0, 0)
-        inputs, targets = (self.to_device(x[:size]) for x in batch[:2])
+        inputs, targets = (self.own_part(x[:size]) for x in batch[:2])
         positions = (
             None if batch.position_ids is None else self.to_device(batch.position_ids[:size])
         )
@@ -248,8 +248,8 @@ class Trainer(StagedModel):
         """(loss sum, count) of the round if this rank reports it, else zeros."""
         phases, size = self.phases, self.plan.samples_per_microbatch
         with phases("data"):
-            inputs = self.to_device(batch.inputs).split(size) if self.has_first else ()
-            targets = self.to_device(batch.targets).split(size) if self.has_last else ()
+            inputs = self.own_part(batch.inputs).split(size) if self.has_first else ()
+            targets = self.own_part(batch.targets).split(size) if self.has_last else ()
             positions = batch.position_ids
             positions = None if positions is None else self.to_device(positions).split(size)
         totals = totals_on(self.device)

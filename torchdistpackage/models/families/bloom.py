@@ -56,4 +56,5 @@ BLOOM = Family(
     "transformer.word_embeddings",
     _bloom_problems,
     documents="not",
+    own_attention="its distances (ALiBi) are of the whole sequence",
 )

@@ -63,4 +63,5 @@ FALCON = Family(
     "transformer.word_embeddings",
     shares_keys=False,
     documents="mask",
+    own_attention="its attention is none of transformers' functions",
 )

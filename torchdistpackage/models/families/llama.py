@@ -1,5 +1,7 @@
 """Llama and the families with its names: q, k, v apart, grouped queries, a gated MLP. No torch."""
 
+from dataclasses import replace
+
 from torchdistpackage.layout.layout import HeadSplit
 from torchdistpackage.layout.table import Count
 from torchdistpackage.models.families.table import Family, Part, Settings, Sizes, Weights
@@ -138,4 +140,7 @@ _GEMMA2 = {
     "tie_word_embeddings": True,
     "pad_token_id": 0,
 }
-GEMMA2 = _like_llama(_GEMMA2, _gemma2_block, _gemma2_head)
+GEMMA2 = replace(
+    _like_llama(_GEMMA2, _gemma2_block, _gemma2_head),
+    own_attention="it caps its scores (attn_logit_softcapping)",
+)

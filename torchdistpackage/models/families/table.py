@@ -243,6 +243,7 @@ class Family:
     documents: how those of one sample are kept apart: transformers makes a mask of position_ids, or
     has to be given one, or it cannot be done.
     found: what the modules showed, of a family that has no table of its own.
+    own_attention: why its attention cannot be over parts of a sequence; "": it can.
     """
 
     defaults: Settings
@@ -258,3 +259,4 @@ class Family:
     shares_keys: bool = True
     documents: Literal["positions", "mask", "not"] = "positions"
     found: FoundModel | None = None
+    own_attention: str = ""

@@ -15,6 +15,8 @@ computed below float32: a half float cannot represent position 2049.
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -114,6 +116,7 @@ class ParallelAttention(Grouped):
     bias: of the products; out_bias: of the output product, default the same.
     dropout: part of the attention weights dropped, with masks of each rank's own.
     out_initial: initial weights of the output product, where they differ from `initial`.
+    sequence: attends over the sequence; default: all of it is on this rank.
 
     `num_heads` and `num_kv_heads` are those of this rank. `from_full` also takes a
     `torch.nn.MultiheadAttention` or its tensors.
@@ -138,6 +141,7 @@ class ParallelAttention(Grouped):
         tp_comm_overlap: bool = False,
         initial: Initial = NORMAL,
         out_initial: Initial | None = None,
+        sequence: "SequenceAttention | None" = None,
         group: Group | None = None,
         axis: str = "tensor",
         dtype: torch.dtype | None = None,
@@ -153,6 +157,7 @@ class ParallelAttention(Grouped):
         _, self.num_heads = query.head_range(size, index)
         _, self.num_kv_heads = (query if self.fused else shared).head_range(size, index)
         self.causal, self.dropout = causal, dropout
+        self.sequence = sequence or WholeSequence()
         common = {
             "sequence_parallel": sequence_parallel,
             "tp_comm_overlap": tp_comm_overlap,
@@ -179,17 +184,18 @@ class ParallelAttention(Grouped):
         x: Tensor,
         rotary: Tables | None = None,
         sizes: Sizes | None = None,
-        mask: Tensor | None = None,
+        mask: Any = None,
     ) -> Tensor:
-        """rotary: tables for the whole sequence, to turn queries and keys by.
+        """rotary: tables for the positions of queries and keys, to turn them by.
         sizes: under sequence parallelism the length of each rank's x, where they differ.
-        mask: (B, 1, S, S) of the whole sequence, True where a position is seen; replaces `causal`.
+        mask: as `sequence` has it; by default (B, 1, S, S), True where a position is seen, which
+            replaces `causal`.
         """
         q, k, v = self._heads_of(x, sizes)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         dropout = self.dropout if self.training else 0.0
-        mixed = attend(q, k, v, self.causal, dropout, self.group, mask)
+        mixed = self.sequence(q, k, v, self.causal, dropout, self.group, mask)
         return self.out(mixed.permute(2, 0, 1, 3).flatten(2), sizes)
 
     def _heads_of(self, x: Tensor, sizes: Sizes | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -205,6 +211,74 @@ class ParallelAttention(Grouped):
         q = q.unflatten(-1, (self.num_heads, width)).permute(1, 2, 0, 3)
         k, v = kv.unflatten(-1, (2, self.num_kv_heads, width)).permute(2, 1, 3, 0, 4)
         return q, k, v
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens that a forward is given, of a sequence of `seq_len`.
+
+    positions: (B, S) or (S,), the places of the tokens here; None: 0 to S - 1.
+    mask: what attention needs to keep documents apart; None: a sample is one document.
+    """
+
+    seq_len: int
+    positions: Tensor | None = None
+    mask: Any = None
+
+
+class SequenceAttention(Protocol):
+    """How a model attends over a sequence of which this rank has all tokens, or a part."""
+
+    def tokens(self, num: int, position_ids: Tensor | None, device: torch.device) -> Tokens:
+        """Of a forward with `num` tokens of a sample here. position_ids: (B, S) of the whole
+        sequence, from 0 in each document; None: a sample is one document."""
+        ...
+
+    def part(self, x: Tensor) -> Tensor:
+        """What this rank holds of `x` (B, S, ...), which is of the whole sequence."""
+        ...
+
+    def place(self, position: int, seq_len: int) -> tuple[int, int]:
+        """(index along context of the rank that holds a position, its place there)."""
+        ...
+
+    @property
+    def multiple(self) -> int:
+        """Of which the length of a sequence is one."""
+        ...
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        dropout: float,
+        group: Group | None,
+        mask: Any,
+    ) -> Tensor:
+        """Attention of the queries here, as `attend`; mask: that of `tokens`."""
+        ...
+
+
+class WholeSequence:
+    """All tokens are here."""
+
+    def tokens(self, num: int, position_ids: Tensor | None, device: torch.device) -> Tokens:
+        if position_ids is None:
+            return Tokens(num)
+        return Tokens(num, position_ids, document_mask(position_ids))
+
+    def part(self, x: Tensor) -> Tensor:
+        return x
+
+    def place(self, position: int, seq_len: int) -> tuple[int, int]:
+        return 0, position
+
+    multiple = 1
+
+    def __call__(self, q, k, v, causal, dropout, group, mask) -> Tensor:
+        return attend(q, k, v, causal, dropout, group, mask)
 
 
 def document_mask(position_ids: Tensor) -> Tensor:

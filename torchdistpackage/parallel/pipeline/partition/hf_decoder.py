@@ -44,6 +44,7 @@ class DecoderStage(nn.Module):
         super().__init__()
         self.config, self._prefix = model.config, model.base_model_prefix
         self._activations, (self._is_first, self._is_last) = activations, ends
+        self.num_shares = 1
         self.add_module(self._prefix, base)
         if self._is_last:
             for name, child in model.named_children():
@@ -87,7 +88,7 @@ class DecoderStage(nn.Module):
     def share_sequences(self, num_ranks: int) -> None:
         """Activations between blocks are this rank's part (B, S/n, D) of the sequence; masks,
         positions and what comes behind the blocks are of all."""
-        self._activations.num_shares = num_ranks
+        self._activations.num_shares = self.num_shares = num_ranks
 
 
 def decoder_stages(

@@ -1,0 +1,129 @@
+"""One softmax from rectangles of scores, one after another, and the gradients of each.
+
+A merge of two parts of a softmax weighs their outputs by their log-sum-exps (Milakov, Gimelshein,
+arXiv:1805.02867). Sums are of at least float32, whatever queries, keys and values are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.parallel.context.kernels import Drawn, Gradients, Kernel, Options
+from torchdistpackage.parallel.context.visibility import Seen, Task, Visibility
+
+Tasks = Sequence[Task]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How every rectangle is scored."""
+
+    kernel: Kernel
+    visibility: Visibility
+    scale: float
+    dropout: float = 0.0
+
+    def forward(self, task: Task, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Drawn]:
+        return self.kernel.forward(q, k, v, self._mask(task, q), self._options(task))
+
+    def backward(self, task: Task, drawn: Drawn, grad: Tensor, *tensors: Tensor) -> Gradients:
+        """tensors: q, k, v, and the merged output and log-sum-exp of these queries."""
+        mask = self._mask(task, tensors[0])
+        return self.kernel.backward(grad, *tensors, mask, drawn, self._options(task))
+
+    def _mask(self, task: Task, q: Tensor) -> Tensor | None:
+        return self.visibility.mask(task, q.dtype, q.device) if task.seen is Seen.SOME else None
+
+    def _options(self, task: Task) -> Options:
+        return Options(self.scale, self.dropout, task.seen is Seen.CAUSAL)
+
+
+class Merged:
+    """The output and the log-sum-exp of queries `q` (B, H, S, D), over all keys added so far.
+
+    drawn: by task, in order, what each of them drew.
+    """
+
+    def __init__(self, q: Tensor, scoring: Scoring):
+        self._q, self._scoring = q, scoring
+        self.out: Tensor | None = None
+        self.lse: Tensor | None = None
+        self.drawn: list[Drawn] = []
+
+    def add(self, tasks: Tasks, k: Tensor, v: Tensor) -> None:
+        """Keys (B, h, T, D) and values of a part, of which `tasks` are seen."""
+        q = self._q
+        for task in tasks:
+            rows, columns = task.rows, task.columns
+            out, lse, drawn = self._scoring.forward(
+                task, q[:, :, rows], k[:, :, columns], v[:, :, columns]
+            )
+            self.drawn.append(drawn)
+            out = out.to(lse.dtype)
+            if self.out is None or self.lse is None:
+                if rows == slice(0, q.shape[2]):
+                    self.out, self.lse = out, lse
+                    continue
+                self.out = out.new_zeros((*q.shape[:3], v.shape[3]))
+                self.lse = lse.new_full(q.shape[:3], -torch.inf)
+            before = self.lse[:, :, rows]
+            share = torch.sigmoid(lse - before).unsqueeze(-1)
+            self.out[:, :, rows].lerp_(out, share)
+            self.lse[:, :, rows] = torch.logaddexp(before, lse)
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Output, of the dtype of the queries, and log-sum-exp."""
+        assert self.out is not None and self.lse is not None
+        return self.out.to(self._q.dtype), self.lse
+
+
+class Backward:
+    """The gradient of queries over all keys so far, and those of each part of keys and values."""
+
+    def __init__(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scoring: Scoring,
+        drawn: Sequence[Drawn],
+    ):
+        self._grad, self._q, self._out, self._lse = grad, q, out, lse
+        self._scoring, self._drawn = scoring, iter(drawn)
+        self._dq: Tensor | None = None
+
+    def part(self, tasks: Tasks, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of the keys and values of a part; `tasks` in the order of the forward."""
+        grad, q, out, lse, wide = self._grad, self._q, self._out, self._lse, self._lse.dtype
+        dk = dv = None
+        for task in tasks:
+            rows, columns = task.rows, task.columns
+            got = self._scoring.backward(
+                task, next(self._drawn), grad[:, :, rows],
+                q[:, :, rows], k[:, :, columns], v[:, :, columns], out[:, :, rows], lse[:, :, rows],
+            )  # fmt: skip
+            self._dq = _added(self._dq, got[0], rows, q, wide)
+            dk = _added(dk, got[1], columns, k, wide)
+            dv = _added(dv, got[2], columns, v, wide)
+        return (
+            torch.zeros_like(k, dtype=wide) if dk is None else dk,
+            torch.zeros_like(v, dtype=wide) if dv is None else dv,
+        )
+
+    def take(self) -> Tensor:
+        """The gradient of the queries."""
+        assert self._dq is not None
+        return self._dq.to(self._q.dtype)
+
+
+def _added(total: Tensor | None, x: Tensor, where: slice, like: Tensor, dtype) -> Tensor:
+    x = x.to(dtype)
+    if total is None:
+        if where == slice(0, like.shape[2]):
+            return x
+        total = torch.zeros_like(like, dtype=dtype)
+    total[:, :, where] += x
+    return total

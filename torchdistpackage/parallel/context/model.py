@@ -1,0 +1,130 @@
+"""The attention of a model whose ranks along context share its sequences.
+
+A model is given one when it is built, as it is given a group, and no layer of it knows.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.comm.random import differ
+from torchdistpackage.comm.tpc import group_again
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.parallel.context.attention import plan_attention
+from torchdistpackage.parallel.context.choice import CommType
+from torchdistpackage.parallel.context.order import OrderName, SequenceOrder
+from torchdistpackage.parallel.context.parts import part_of
+from torchdistpackage.parallel.context.sequence import sequence_positions
+from torchdistpackage.parallel.context.visibility import Documents, Visibility, places
+from torchdistpackage.parallel.tensor.attention import SequenceAttention, Tokens, WholeSequence
+
+
+class ContextSequence:
+    """A `SequenceAttention` of parts: of each sequence the ranks of `group` hold equally many
+    tokens, those of `shard_sequence`.
+
+    comm_type, a2a_size: as `context_attention` has them.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        comm_type: CommType = "p2p",
+        *,
+        order: OrderName = "zigzag",
+        a2a_size: int | None = None,
+    ):
+        self.group, self.comm_type = group, comm_type
+        self.order_name, self.a2a_size = order, a2a_size
+
+    def order(self, num: int) -> SequenceOrder:
+        """That of a sequence of which each rank holds `num` tokens.
+
+        Raises:
+            LayoutError: not all chunks would be equally long.
+        """
+        size = self.group.size()
+        found = SequenceOrder(num * size, size, self.order_name)
+        if set(found.lengths) != {num} or (num * size) % found.num_chunks:
+            raise LayoutError(
+                f"{num} tokens on each of {size} context ranks are no equal chunks; use sequences "
+                f"of a multiple of {found.num_chunks} tokens"
+            )
+        return found
+
+    @property
+    def multiple(self) -> int:
+        return SequenceOrder(2 * self.group.size(), self.group.size(), self.order_name).num_chunks
+
+    def part(self, x: Tensor) -> Tensor:
+        size = self.group.size()
+        if x.dim() < 2 or x.shape[1] % self.multiple:
+            raise LayoutError(
+                f"a batch of shape {tuple(x.shape)} cannot be cut along its sequence for {size} "
+                f"context ranks; use (B, S, ...) with S a multiple of {self.multiple}"
+            )
+        return part_of(x, 1, self.order(x.shape[1] // size), self.group.rank())
+
+    def place(self, position: int, seq_len: int) -> tuple[int, int]:
+        for index, part in enumerate(self.order(seq_len // self.group.size()).parts):
+            for held, where in zip(part, places(part), strict=True):
+                if position in held:
+                    return index, where.start + position - held.start
+        raise LayoutError(f"there is no position {position} in a sequence of {seq_len}")
+
+    def tokens(self, num: int, position_ids: Tensor | None, device: torch.device) -> Tokens:
+        order = self.order(num)
+        if position_ids is None:
+            positions = sequence_positions(
+                order.seq_len, order=self.order_name, device=device, group=self.group
+            )
+            return Tokens(order.seq_len, positions)
+        if position_ids.shape[1] != order.seq_len:
+            raise LayoutError(
+                f"position_ids of {position_ids.shape[1]} tokens for {num} on each of "
+                f"{self.group.size()} context ranks; pass those of the whole sequence"
+            )
+        documents = Documents((position_ids == 0).cumsum(1))
+        return Tokens(order.seq_len, self.part(position_ids), documents)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        dropout: float,
+        group: Group | None,
+        mask: Any = None,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        visibility = Visibility(causal, window, mask)
+        plan = plan_attention(
+            self.group, self.order(q.shape[2]), visibility, self.comm_type, self.a2a_size, q, k
+        )
+        if not dropout or group is None:
+            return plan(q, k, v, scale=scale, dropout=dropout)
+        with differ(group.rank(), q.device):
+            return plan(q, k, v, scale=scale, dropout=dropout)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "ContextSequence":
+        return self  # a group is no value to copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        given = ranks_of(self.group), self.comm_type, self.order_name, self.a2a_size
+        return _again, given
+
+
+def sequence_over(group: Group, comm_type: CommType) -> SequenceAttention:
+    """How a model attends where the ranks of `group` share its sequences, one of which has all."""
+    return WholeSequence() if group.size() == 1 else ContextSequence(group, comm_type)
+
+
+def _again(
+    ranks: tuple[int, ...], comm_type: CommType, order: OrderName, a2a_size: int | None
+) -> ContextSequence:
+    return ContextSequence(group_again(ranks), comm_type, order=order, a2a_size=a2a_size)

@@ -1,0 +1,98 @@
+"""Which positions of a sequence each rank of a group holds. No torch.
+
+Under a causal mask a query at the end of a sequence sees many more keys than one at its
+beginning. Zig-zag order cuts the sequence into 2n chunks and gives rank i the chunks i and
+2n - 1 - i, so that all ranks score equally many pairs (Brandon et al., Striped Attention,
+arXiv:2311.09431, has the problem; this order is Megatron-LM's).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Literal, get_args
+
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.partition import even_sizes
+
+OrderName = Literal["zigzag", "contiguous"]
+Ranges = tuple[range, ...]
+"""Ascending ranges of positions, apart from each other; a part holds them joined in this order."""
+
+
+@dataclass(frozen=True)
+class SequenceOrder:
+    """A sequence of `seq_len` positions over `size` ranks; lengths of chunks differ by at most 1.
+
+    Raises:
+        LayoutError: the sequence is too short for every rank to hold each of its chunks, or there
+            is no such order.
+    """
+
+    seq_len: int
+    size: int
+    order: OrderName = "zigzag"
+
+    def __post_init__(self) -> None:
+        if self.order not in get_args(OrderName):
+            raise LayoutError(
+                f"there is no order {self.order!r} of a sequence; use zigzag or contiguous"
+            )
+        if self.seq_len < self.num_chunks:
+            raise LayoutError(
+                f"a sequence of {self.seq_len} positions cannot be cut into the "
+                f"{self.num_chunks} chunks of {self.size} ranks in {self.order} order; use "
+                f"{self.num_chunks} positions or more, or fewer ranks"
+            )
+
+    @property
+    def num_chunks(self) -> int:
+        return 2 * self.size if self.order == "zigzag" and self.size > 1 else self.size
+
+    @cached_property
+    def parts(self) -> tuple[Ranges, ...]:
+        """The ranges of each rank."""
+        sizes = even_sizes(self.seq_len, self.num_chunks)
+        ends = accumulate(sizes, initial=0)
+        chunks = [range(*bounds) for bounds in pairwise(ends)]
+        if len(chunks) == self.size:
+            return tuple((chunk,) for chunk in chunks)
+        return tuple(joined((chunks[i], chunks[-1 - i])) for i in range(self.size))
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of positions that each rank holds."""
+        return tuple(length(ranges) for ranges in self.parts)
+
+
+def length(ranges: Iterable[range]) -> int:
+    """Number of positions in all ranges."""
+    return sum(map(len, ranges))
+
+
+def joined(ranges: Iterable[range]) -> Ranges:
+    """The same positions in ascending order, with ranges that touch made one."""
+    found: list[range] = []
+    for each in sorted(ranges, key=lambda r: r.start):
+        if found and found[-1].stop == each.start:
+            each = range(found.pop().start, each.stop)
+        found.append(each)
+    return tuple(found)
+
+
+def order_of(lengths: Sequence[int], order: OrderName, ranks: Sequence[int]) -> SequenceOrder:
+    """The order in which these are the lengths of the ranks' parts.
+
+    Raises:
+        LayoutError: they are the parts of no sequence; names what each rank holds.
+    """
+    found = SequenceOrder(sum(lengths), len(lengths), order)
+    if found.lengths == tuple(lengths):
+        return found
+    held = ", ".join(f"rank {r} {n}" for r, n in zip(ranks, lengths, strict=True))
+    wanted = ", ".join(f"rank {r} {n}" for r, n in zip(ranks, found.lengths, strict=True))
+    raise LayoutError(
+        f"the ranks hold parts that no sequence has in {order} order: {held} positions; of the "
+        f"{found.seq_len} together they would hold {wanted}: cut the sequence with shard_sequence, "
+        f"or pad it on all ranks alike"
+    )

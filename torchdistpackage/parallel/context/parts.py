@@ -1,0 +1,42 @@
+"""The order of a tensor along its sequence: by position, or rank after rank; nothing is sent."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.parallel.context.order import Ranges, SequenceOrder
+from torchdistpackage.parallel.context.visibility import places
+
+
+def part_of(x: Tensor, dim: int, order: SequenceOrder, index: int) -> Tensor:
+    """What the rank at `index` holds of the whole `x`, in memory of its own."""
+    return torch.cat([x.narrow(dim, each.start, len(each)) for each in order.parts[index]], dim)
+
+
+def by_rank(x: Tensor, dim: int, order: SequenceOrder) -> Tensor:
+    """The whole `x` with the parts of all ranks after one another."""
+    held = in_ranks(order.parts)
+    return reordered(x, dim, ascending(held), held)
+
+
+def by_position(x: Tensor, dim: int, order: SequenceOrder) -> Tensor:
+    """The inverse of `by_rank`."""
+    held = in_ranks(order.parts)
+    return reordered(x, dim, held, ascending(held))
+
+
+def in_ranks(parts: Iterable[Ranges]) -> list[range]:
+    return [each for part in parts for each in part]
+
+
+def ascending(ranges: Iterable[range]) -> list[range]:
+    return sorted(ranges, key=lambda each: each.start)
+
+
+def reordered(x: Tensor, dim: int, held: Sequence[range], wanted: Sequence[range]) -> Tensor:
+    """`x`, which has the positions `held` along `dim`, in the order of `wanted`."""
+    if list(held) == list(wanted):
+        return x
+    where = dict(zip(held, places(tuple(held)), strict=True))
+    return torch.cat([x.narrow(dim, where[each].start, len(each)) for each in wanted], dim)
