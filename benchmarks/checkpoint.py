@@ -18,6 +18,7 @@ import shutil
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from benchmarks.common import in_turns, local, rows, show, slowest, write
 from torchdistpackage.checkpoint.load import load
 from torchdistpackage.checkpoint.save import PendingSave, save
 from torchdistpackage.checkpoint.snapshot import HostCopies
+from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.topology.mesh import topology
 
@@ -72,6 +74,8 @@ def forget(folder: Path) -> None:
 
 def measured(folder: Path, total_bytes: int, rounds: int) -> dict[str, object]:
     """All sides on one rank: name -> seconds of each round."""
+    setup_distributed()
+    warnings.filterwarnings("ignore", category=UserWarning)  # of DCP, on every call
     state = State(total_bytes)
     own = folder / f"own{state.rank}"
     own.mkdir(exist_ok=True)
@@ -143,6 +147,7 @@ def measured(folder: Path, total_bytes: int, rounds: int) -> dict[str, object]:
     settle()
     quiet, busy = step_times(begin, pending, rounds)
     memory = [used_after(number, begin, pending) for number in (2, 18)]
+    leave()
     return {"times": times, "steps": {"quiet": quiet, "beside": busy}, "memory": memory}
 
 

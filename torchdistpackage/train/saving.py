@@ -113,8 +113,8 @@ class RunSaver:
         earlier, began = self._pending.step, time.monotonic()
         self.flush()
         self.note(
-            f"the checkpoint of step {step} waited {time.monotonic() - began:.1f} s for that of "
-            f"step {earlier}, which was still being written"
+            f"save of step {step} waited {time.monotonic() - began:.1f} s for that of step "
+            f"{earlier} to be written"
         )
 
     def _agree(self) -> None:
@@ -148,8 +148,6 @@ class RunSaver:
             self._copies = HostCopies()
             return
         host, _, left = short
-        self.note(
-            f"checkpoints are written between steps: a copy of the state takes "
-            f"{needed[host] / 1e9:.1f} GB on {host}, which has {left / 1e9:.1f} GB left "
-            f"(checkpoint.async_mode: auto)"
-        )
+        self.note("checkpoints are written between steps (checkpoint.async_mode: auto):")
+        sizes_gb = needed[host] / 1e9, left / 1e9
+        self.note(f"  copies take {sizes_gb[0]:.1f} GB of the {sizes_gb[1]:.1f} GB left on {host}")
