@@ -80,6 +80,12 @@ PARTS: dict[str, Part] = {
         "backward; what cutting it costs",
         110,
     ),
+    "compile": Part(
+        "benchmarks.gpu.compiled",
+        "a step with `train.compile=blocks` is no slower than an eager one: time, kernels, graph "
+        "breaks, seconds to compile, and again from what was kept",
+        170,
+    ),
     "hang": Part(
         "benchmarks.gpu.hang",
         "the report names a rank stuck in a hook, and a process with a stuck thread ends",

@@ -102,6 +102,12 @@ def run(**values: Any) -> RunConfig:
             "precision.weights=bf16 with precision.dtype=float32; set dtype to bf16, or weights to",
         ),
         (
+            {"precision__fp8": "linear"},
+            None,
+            "precision.fp8",
+            "precision.fp8=linear rounds bf16 further, but precision.dtype is float32; set dtype",
+        ),
+        (
             {"model__heads": 4, "parallel__tensor": 8},
             None,
             "model.heads",

@@ -45,10 +45,19 @@ def test_what_is_to_be_touched_for_something_new_is_there():
     assert [x for x in files if not any((home / x).exists() for home in homes)] == []
     tables = re.findall(r"`([A-Z_]{4,})`", text)
     of_formats = ["FORMATS", "WRITERS", "SOURCES", "READERS"]
-    assert tables == ["GENERATORS", "TWO_CHUNKS", "ZERO_OF", *of_formats, "COMMANDS"]
+    assert tables == [
+        "GENERATORS",
+        "TWO_CHUNKS",
+        "ZERO_OF",
+        "WAYS",
+        "KINDS",
+        *of_formats,
+        "COMMANDS",
+    ]
     homes_of_tables = (
         *("torchdistpackage/schedule/generators.py", "torchdistpackage/cli/main.py"),
         *("torchdistpackage/cli/checkpoint.py", "tests/train/test_parity.py"),
+        *("torchdistpackage/comm/autograd.py", "tests/parallel/context/test_attention.py"),
     )
     code = "\n".join((ROOT / x).read_text("utf-8") for x in homes_of_tables)
     assert all(re.search(rf"^{name}\b", code, re.MULTILINE) for name in tables)

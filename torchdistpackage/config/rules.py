@@ -171,6 +171,23 @@ def _narrow_weights_have_copies(c: RunConfig, world_size: int | None) -> str | N
     )
 
 
+@rule("precision.fp8", "precision.dtype", "parallel.tp_comm_overlap")
+def _float8_is_of_bf16(c: RunConfig, world_size: int | None) -> str | None:
+    if c.precision.fp8 == "off":
+        return None
+    if c.precision.dtype != "bf16":
+        return (
+            f"precision.fp8={c.precision.fp8} rounds bf16 further, but precision.dtype is "
+            f"{c.precision.dtype}; set dtype to bf16, or fp8 to off"
+        )
+    if not c.parallel.tp_comm_overlap:
+        return None
+    return (
+        f"precision.fp8={c.precision.fp8} multiplies whole sequences, which "
+        f"parallel.tp_comm_overlap=true cuts into chunks; set one of them to off"
+    )
+
+
 @rule("data.global_batch", "parallel.data", "train.accumulate")
 def _batch_over_data(c: RunConfig, world_size: int | None) -> str | None:
     batch, data, rounds = c.data.global_batch, c.parallel.data, c.train.accumulate

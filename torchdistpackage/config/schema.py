@@ -194,6 +194,9 @@ class PrecisionSection(Section):
         default="highest",
         description="How exact products of float32 are; `high` is TF32 on a GPU.",
     )
+    fp8: k.Float8 = Field(
+        default="off", description="Float8 products of linear layers, scaled by rows; needs bf16."
+    )
 
 
 class ProfileSection(Section):
@@ -240,6 +243,13 @@ class TrainSection(Section):
     recompute: k.Recompute = Field(
         default="none",
         description="Activations recomputed in the backward; auto: as memory_gb requires.",
+    )
+    compile: k.Compile = Field(
+        default="off",
+        description="torch.compile of each block; auto: what cannot be compiled stays as it is.",
+    )
+    compile_backend: k.CompileBackend = Field(
+        default="inductor", description="What compiles; the others show where a difference begins."
     )
     memory_gb: k.GigabytesOrNull = Field(
         default=None, description="GB (1e9 bytes) a rank has for recompute=auto, weights included."

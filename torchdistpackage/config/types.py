@@ -273,7 +273,10 @@ StepRangeOrNull = (
     | None
 )
 Recompute = Literal["none", "blocks", "auto"]
+Compile = Literal["off", "blocks", "auto"]
+CompileBackend = Literal["inductor", "aot_eager", "eager"]
 GigabytesOrNull = Annotated[Positive, Field(le=1_000_000)] | None
+Float8 = Literal["off", "linear"]
 Matmul = Literal["highest", "high", "medium"]
 Position = Literal["rotary", "learned"]
 Norm = Literal["layer", "rms"]

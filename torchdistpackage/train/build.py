@@ -1,7 +1,6 @@
 """From a plan to objects: the only translator of configuration.
 
-All else receives plain arguments, which are decided here, in the order in which a run needs them:
-groups, stages and their layouts, initial weights, optimizer, data parallelism, executors.
+All else receives plain arguments, which are decided here, in the order in which a run needs them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -33,6 +32,7 @@ from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cost
 from torchdistpackage.parallel.pipeline.partition.sequential import chunks_of
 from torchdistpackage.parallel.tensor.attention import SequenceAttention
+from torchdistpackage.parallel.tensor.float8 import use_float8
 from torchdistpackage.parallel.tensor.init import collect_initials, initialize
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.generators import evaluation
@@ -43,6 +43,7 @@ from torchdistpackage.train.callbacks import (
     SaveEvents,
     StragglerCheck,
 )
+from torchdistpackage.train.compiled import compile_blocks
 from torchdistpackage.train.data import DataSource, TokenDataset
 from torchdistpackage.train.log import StepLog
 from torchdistpackage.train.loop import Callback, Loop
@@ -78,6 +79,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     """
     config, model = plan.config, build_model(plan, rank, device)
     stage, layouts = model.stage, model.layouts
+    compile_blocks(stage, config.train.compile_backend, config.train.compile)
     inner = _optimizer(stage, config.optim)
     replicas = _data_parallel(stage, layouts, inner, config.parallel.zero)
     optimizer = replicas if isinstance(replicas, ZeroOptimizer) else inner
@@ -146,6 +148,7 @@ def build_model(plan: Plan, rank: int, device: torch.device) -> StagedModel:
     sequence = sequence_over(tpc.get_group("context"), config.parallel.cp_comm_type)
     stage, layouts, loss = _stage(plan, device, sequence)
     check_declared(stage, layouts)
+    use_float8(stage, device, config.precision.fp8)
     autocast = torch.bfloat16 if config.precision.dtype == "bf16" else None
     return StagedModel(plan, rank, device, stage, layouts, loss, autocast, sequence)
 

@@ -16,6 +16,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.schedule.actions import ActionKind, flatten
 from torchdistpackage.tools.undisturbed import keep_random_states
+from torchdistpackage.train.compiled import run_eagerly
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.step_stats import PendingStep
 
@@ -58,7 +59,7 @@ def explain(trainer: Trainer, issued: PendingStep) -> str:
         torch.set_rng_state(issued.random[0])
         if len(issued.random) > 1:
             torch.cuda.set_rng_state(issued.random[1], trainer.device)
-        with probe.watching(), trainer.reducer.no_sync():
+        with run_eagerly(trainer.stage.compiled), probe.watching(), trainer.reducer.no_sync():
             if trainer.optimizer is not None:
                 trainer.optimizer.zero_grad()
             trainer.accumulate(issued.step, reduce=False)

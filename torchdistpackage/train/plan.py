@@ -17,7 +17,7 @@ from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.model_spec import ModelShape, ModelSpec
 from torchdistpackage.models.refusals import refuse_model
 from torchdistpackage.models.registry import spec_of
-from torchdistpackage.schedule.actions import Schedule
+from torchdistpackage.schedule.actions import ActionKind, Schedule, flatten
 from torchdistpackage.schedule.engine import Timeline
 from torchdistpackage.topology.mesh import Topology, topology
 from torchdistpackage.train.memory import (
@@ -160,14 +160,31 @@ def make_plan(config: RunConfig, world_size: int, source: str = "the configurati
     parallel = config.parallel
     world = topology(parallel.axes(), world_size, expert=parallel.expert)
     if (model := spec_of(config)) is None:
-        return Plan(config, world, None, (), find_stages(config, None), {})
+        plan = Plan(config, world, None, (), find_stages(config, None), {})
+        _refuse_compiled_halves(plan, source)
+        return plan
     refuse_model(model, config, source)
     pieces = ModelUnits.of(model)
     plan = Plan(config, world, model, pieces.names, find_stages(config, pieces), {})
     plan = replace(plan, layouts=model.layouts(plan.place_of))
+    _refuse_compiled_halves(plan, source)
     for load in stage_loads(plan) if config.train.recompute == "auto" else ():
         activation_budget_gb(config, load.memory, f"{source}: the rank at pipe {load.index}")
     return plan
+
+
+def _refuse_compiled_halves(plan: Plan, source: str) -> None:
+    config, programs = plan.config, plan.schedule.programs
+    if config.train.compile == "off":
+        return
+    if any(a.kind is ActionKind.W for program in programs for a in flatten(program)):
+        text = (
+            f"train.compile={config.train.compile} with pipeline.schedule="
+            f"{config.pipeline.schedule}, which computes the gradients of weights apart from those "
+            f"of inputs; the backward of a compiled block is one. Set schedule to 1f1b or "
+            f"interleaved, or compile to off"
+        )
+        raise ConfigErrors(source, [config.problem("train.compile", text)])
 
 
 def local_procs(config: RunConfig) -> int:

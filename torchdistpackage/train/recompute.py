@@ -31,7 +31,14 @@ _REPEATS = 3
 
 
 def recompute_blocks(stages: TrainStages) -> tuple[str, ...]:
-    """Checkpoint every block; their names.
+    """Checkpoint every block; their names."""
+    names = block_names(stages)
+    checkpoint_modules(stages, names)
+    return names
+
+
+def block_names(stages: TrainStages) -> tuple[str, ...]:
+    """Of the blocks of all stages of a rank.
 
     Blocks are what a stage names by `block_names()`, else the members of its lists and dicts of
     modules; in a stage without any, such as of your own chain, its children that have children.
@@ -46,7 +53,6 @@ def recompute_blocks(stages: TrainStages) -> tuple[str, ...]:
         if not lists:
             found = [n for n, x in module.named_children() if next(x.children(), None) is not None]
         names += [f"{stage}.{name}" for name in found]
-    checkpoint_modules(stages, names)
     return tuple(names)
 
 

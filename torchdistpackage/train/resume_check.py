@@ -15,7 +15,7 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import CheckpointError, ConfigError
 from torchdistpackage.train.plan import Plan
 
-_DECIDES = ("run.seed", "model.", "data.", "optim.", "precision.", "train.steps")
+_DECIDES = ("run.seed", "model.", "data.", "optim.", "precision.", "train.steps", "train.compile")
 """Keys that numbers follow from; results do not depend on the others."""
 _PLACES = ("data.cache",)
 _SHOWN = 6

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,15 @@ LossFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(outputs of the last stage, targets) -> (sum of losses, how many were summed)."""
 
 
+class CompiledCall(Protocol):
+    """Of a block that is compiled. refused: why it was not. is_on: False for as it is."""
+
+    name: str
+    kind: str
+    refused: str
+    is_on: bool
+
+
 class TrainStages(nn.ModuleDict):
     """The stages of one rank as one module: what optimizers, hooks and checkpoints see.
 
@@ -28,6 +38,8 @@ class TrainStages(nn.ModuleDict):
     def __init__(self, stages: Mapping[int, nn.Module]):
         super().__init__({str(stage): module for stage, module in stages.items()})
         self._of = dict(stages)
+        self.compiled: list[CompiledCall] = []
+        """Blocks that are called as one graph, see compiled.py."""
 
     def forward(self, stage: int, x: Message, **given: Tensor) -> Message:
         return self._of[stage](x, **given)

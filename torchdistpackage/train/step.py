@@ -38,7 +38,6 @@ from torchdistpackage.train.step_stats import PendingStep, Period, StepStats, bu
 from torchdistpackage.train.update import Update
 
 IGNORE = -100
-
 WantsSave = Callable[[], bool]
 """Whether this rank wants the run to end now."""
 

@@ -30,6 +30,7 @@ from torchdistpackage.launch.slurm.run_dir import (
 )
 from torchdistpackage.report.page import REPORT, write_report
 from torchdistpackage.train.build import build, make_loop
+from torchdistpackage.train.compiled import end_compile_workers, use_cache, warm_up
 from torchdistpackage.train.data_fingerprint import data_fingerprint
 from torchdistpackage.train.export import export_run
 from torchdistpackage.train.finish import finish, sample_text
@@ -100,6 +101,10 @@ def _train(
             print_line(note)
         if warning := too_long(plan):
             print_line(f"warning: {warning}")
+    if config.train.compile != "off":
+        use_cache(folder, rendezvous.rank)
+        if rendezvous.rank == 0:
+            print_line(f"compiling blocks with {config.train.compile_backend}")
     trainer = build(plan, rendezvous.rank, joined.device)
     data = trainer.data if rendezvous.rank == 0 else None
     if isinstance(data, PackedDataset):
@@ -110,6 +115,10 @@ def _train(
         names = ", ".join(trainer.recomputed) or "nothing"
         print_line(f"recomputed in the backward on rank 0: {names}")
     state = resume_state(trainer, folder, resume)
+    if config.train.compile != "off":
+        said = warm_up(trainer, min(state.step + 1, trainer.num_steps))
+        if rendezvous.rank == 0:
+            print_line(said)
     if rendezvous.rank == 0:
         if note := _edited_data(config, state):
             print_line(f"note: {note}")
@@ -155,6 +164,8 @@ def _train(
             note_event(folder, END, loop.state.step, word=RequeueDecision.FINISHED, reason="")
         if loss is not None and attempt_id(os.environ) != "local":
             write_decision(files, Decision(RequeueDecision.FINISHED, f"{folder}"), os.environ)
+    if config.train.compile != "off":
+        end_compile_workers()
     leave()
     if rendezvous.rank == 0 and config.log.report:
         _report(folder)  # no rank waits for it any more

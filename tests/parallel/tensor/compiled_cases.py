@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.models.gpt import GPT, GPTBlock
@@ -254,3 +256,39 @@ def made(name: str, group=None) -> Case:
             if parameter.dim() == 1:  # biases and norms that do nothing would hide a mistake
                 parameter.add_(torch.linspace(-0.5, 0.5, len(parameter), dtype=parameter.dtype))
     return module, inputs
+
+
+def step(run, parameters, given):
+    """What `run` makes of its inputs, and the gradients of these and of the parameters."""
+    torch.manual_seed(3)
+    given = [
+        x.clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for x in given
+    ]
+    out = run(*given)
+    factors = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    wanted = [x for x in (*given, *parameters) if isinstance(x, Tensor) and x.requires_grad]
+    grads = torch.autograd.grad((out * factors).sum(), wanted) if wanted else ()
+    return [out.detach(), *grads]
+
+
+def compared(name: str, backend: str, num_shapes: int) -> tuple[int, int, float, float]:
+    """(graph breaks, recompiles over the shapes, difference forward, of gradients)"""
+    module, inputs = made(name)
+    twin = copy.deepcopy(module)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(twin, backend=backend, fullgraph=True)
+    forward = backward = 0.0
+    with inductor.patch(fallback_random=True):  # else inductor draws by itself
+        for given in inputs[:num_shapes]:
+            here, there = list(module.parameters()), list(twin.parameters())
+            expected, found = step(module, here, given), step(compiled, there, given)
+            assert [x.shape for x in found] == [x.shape for x in expected]
+            apart = [
+                float((a - b).abs().max()) if a.numel() else 0.0
+                for a, b in zip(expected, found, strict=True)
+            ]
+            forward, backward = max(forward, apart[0]), max(backward, *apart[1:], 0.0)
+    breaks = sum(counters["graph_break"].values())
+    return breaks, counters["stats"]["unique_graphs"] - 1, forward, backward

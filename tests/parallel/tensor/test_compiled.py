@@ -1,25 +1,23 @@
 """Every parallel module under torch.compile: one graph, and the numbers of eager code.
 
-The small set has what differs most: a block with everything, parts of uneven lengths, what looks at
+The small set has what differs most: a pair of products, parts of uneven lengths, what looks at
 ranks, draws, and is an operator of its own. The full set has every case, and inductor.
 """
 
-import copy
+import os
 import re
 
 import pytest
 import torch
-from torch import Tensor
-from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 from torch._inductor.utils import run_and_get_code
 
 from tests.each import each
-from tests.parallel.tensor.compiled_cases import CASES, made
+from tests.parallel.tensor.compiled_cases import CASES, compared, made, step
 from torchdistpackage.comm import collectives, primitives
 
 SMALL = {
-    "GPTBlock, rotary, SwiGLU, RMSNorm, sequence parallel": 1,
+    "ParallelMlp, gated, sequence parallel": 1,
     "FeatureParallelEmbedding, sequence parallel": 2,
     "RowLinear, uneven": 1,
     "linear_cross_entropy, options": 1,
@@ -28,42 +26,6 @@ SMALL = {
 """And over how many shapes: each costs seconds."""
 WITH_INDUCTOR = ["FeatureParallelEmbedding, sequence parallel", "ParallelMlp, uneven", "GPTBlock"]
 RANKS_IMPORT = ("torch._functorch.aot_autograd", "torch._inductor.compile_fx")
-
-
-def step(run, parameters, given):
-    """What `run` makes of its inputs, and the gradients of these and of the parameters."""
-    torch.manual_seed(3)
-    given = [
-        x.clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
-        for x in given
-    ]
-    out = run(*given)
-    factors = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-    wanted = [x for x in (*given, *parameters) if isinstance(x, Tensor) and x.requires_grad]
-    grads = torch.autograd.grad((out * factors).sum(), wanted) if wanted else ()
-    return [out.detach(), *grads]
-
-
-def compared(name: str, backend: str, num_shapes: int) -> tuple[int, int, float, float]:
-    """(graph breaks, recompiles over the shapes, difference forward, of gradients)"""
-    module, inputs = made(name)
-    twin = copy.deepcopy(module)
-    torch._dynamo.reset()
-    counters.clear()
-    compiled = torch.compile(twin, backend=backend, fullgraph=True)
-    forward = backward = 0.0
-    with inductor.patch(fallback_random=True):  # else inductor draws by itself
-        for given in inputs[:num_shapes]:
-            here, there = list(module.parameters()), list(twin.parameters())
-            expected, found = step(module, here, given), step(compiled, there, given)
-            assert [x.shape for x in found] == [x.shape for x in expected]
-            apart = [
-                float((a - b).abs().max()) if a.numel() else 0.0
-                for a, b in zip(expected, found, strict=True)
-            ]
-            forward, backward = max(forward, apart[0]), max(backward, *apart[1:], 0.0)
-    breaks = sum(counters["graph_break"].values())
-    return breaks, counters["stats"]["unique_graphs"] - 1, forward, backward
 
 
 def check(name: str, backend: str, num_shapes: int = 3) -> None:
@@ -98,8 +60,6 @@ def cached_by_the_other(folder: str) -> None:
     expected = step(module, list(module.parameters()), inputs[0])
     whole = collectives.all_gather(expected[0], 0, primitives.world())
     assert not torch.equal(*whole.chunk(2)), "the ranks have parts of their own"
-    import os
-
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True)

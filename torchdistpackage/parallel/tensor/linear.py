@@ -22,6 +22,7 @@ from torchdistpackage.parallel.tensor.full import FullTensors
 from torchdistpackage.parallel.tensor.init import NORMAL, ZEROS, Initial, make_parameters
 from torchdistpackage.parallel.tensor.layouts import Layouts
 from torchdistpackage.parallel.tensor.marked import Grouped, is_reduced
+from torchdistpackage.parallel.tensor.product_gradients import Product
 from torchdistpackage.parallel.tensor.products import column_product, row_product
 
 
@@ -63,7 +64,7 @@ def row_linear(
     return y if bias is None else y + bias
 
 
-class _Linear(Grouped):
+class Linear(Grouped):
     """What both cuts share: sizes, parameters made from their layouts.
 
     tp_comm_overlap: under sequence parallelism gather and scatter in chunks, between which the
@@ -73,7 +74,10 @@ class _Linear(Grouped):
     batch_first: x (B, S, D) has its sequence in dim 1, as in transformers' models; rows (N, D) of
         flattened samples stay what they are.
     local: this rank's product alone; somebody else gathers, sums, and adds a row layer's bias.
+    product: what multiplies, by default torch (see float8.py).
     """
+
+    product: Product = staticmethod(F.linear)
 
     def __init__(
         self,
@@ -129,7 +133,7 @@ class _Linear(Grouped):
         return f"{self.din}, {self.dout}, over {self.group.size()} {self.axis} ranks"
 
 
-class ColumnLinear(_Linear):
+class ColumnLinear(Linear):
     """`column_linear` with its parameters: each rank holds, and returns, its columns.
 
     Where dout does not divide, the first ranks hold more (`torch.chunk`'s rule).
@@ -153,7 +157,7 @@ class ColumnLinear(_Linear):
         weight, bias = self.parameters_here()
         if self.local:
             return F.linear(x, weight, bias)
-        how = self.group, self.sequence_parallel, sizes, self.tp_comm_overlap
+        how = self.group, self.sequence_parallel, sizes, self.tp_comm_overlap, self.product
         y = column_product(self._sequence_first(x), (weight,), (bias,), *how)
         return self._sequence_first(y)
 
@@ -164,7 +168,7 @@ class ColumnLinear(_Linear):
         """The results of several such layers of one x, joined in the last dim: x is gathered once,
         and its gradient summed once."""
         first = layers[0]
-        how = first.group, first.sequence_parallel, sizes, first.tp_comm_overlap
+        how = first.group, first.sequence_parallel, sizes, first.tp_comm_overlap, first.product
         parameters = [layer.parameters_here() for layer in layers]
         weights, biases = zip(*parameters, strict=True)
         return column_product(x, weights, biases, *how)
@@ -177,7 +181,7 @@ class ColumnLinear(_Linear):
         return weight.t() if self.transposed else weight, bias
 
 
-class RowLinear(_Linear):
+class RowLinear(Linear):
     """`row_linear` with its parameters: each rank holds the rows for its part of the input.
 
     Where din does not divide, the first ranks hold more (`torch.chunk`'s rule).
@@ -203,9 +207,9 @@ class RowLinear(_Linear):
             (self.group, self.sequence_parallel, sizes, self.tp_comm_overlap),
         )
         if self.bias is None or not (self.sequence_parallel and is_reduced(self.bias)):
-            y = row_product(x, weight, *how, self.bias)
+            y = row_product(x, weight, *how, self.bias, self.product)
         else:
-            y = row_product(x, weight, *how) + self.bias
+            y = row_product(x, weight, *how, None, self.product) + self.bias
         return self._sequence_first(y)
 
 

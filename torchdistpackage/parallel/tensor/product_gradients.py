@@ -3,7 +3,7 @@
 Free of communication and of autograd's nodes: products.py makes nodes of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -11,13 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Product = Callable[..., Tensor]
+"""Of x, weight and bias, as `torch.nn.functional.linear`."""
 
-def multiply(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+
+def multiply(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    product: Product = F.linear,
+) -> Tensor:
     """All products, in one tensor."""
     if len(weights) == 1:
-        return F.linear(x, weights[0], biases[0] if biases else None)
+        return product(x, weights[0], biases[0] if biases else None)
     given = biases or (None,) * len(weights)
-    return torch.cat([F.linear(x, w, b) for w, b in zip(weights, given, strict=True)], -1)
+    return torch.cat([product(x, w, b) for w, b in zip(weights, given, strict=True)], -1)
 
 
 def input_gradient(grad: Tensor, weights: Sequence[Tensor]) -> Tensor:

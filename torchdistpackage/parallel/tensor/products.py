@@ -36,6 +36,7 @@ from torchdistpackage.parallel.tensor.chunked import (
     start_scatter,
 )
 from torchdistpackage.parallel.tensor.product_gradients import (
+    Product,
     as_matrix,
     input_gradient,
     is_wanted,
@@ -54,22 +55,23 @@ def column_product(
     sequence_parallel: bool = False,
     sizes: Sizes | None = None,
     overlap: bool = False,
+    product: Product = F.linear,
 ) -> Tensor:
     """[x W^T + b] of each of the weights, side by side in the last dim.
 
     x (S, ..., Din), or (S/n, ..., Din) under sequence parallelism; weights (Dout/n, Din), biases
     (Dout/n,), both of all weights or of none; result (S, ..., sum of Dout/n). The gradient of x is
     summed over the group. sizes: under sequence parallelism the length of each rank's x, where they
-    differ.
+    differ. product: another one than torch's, which nothing overlaps.
     """
     if group.size() == 1:
-        return multiply(x, weights, biases)
+        return multiply(x, weights, biases, product)
     sizes = check_sizes(x, 0, sizes, group, cut=False) if sequence_parallel else None
     x, weights, biases = _autocast(x, weights, biases)
     given = [b for b in biases if b is not None]
     into = AllGather(group, 0, sizes) if sequence_parallel else IdentityForward(group)
-    if is_traced():
-        return multiply(apply(into, x), weights, biases)
+    if product is not F.linear or is_traced():
+        return multiply(apply(into, x), weights, biases, product)
     chunks = None
     if overlap and sequence_parallel:
         lengths = sizes or (x.shape[0],) * group.size()
@@ -99,6 +101,7 @@ def row_product(
     sizes: Sizes | None = None,
     overlap: bool = False,
     bias: Tensor | None = None,
+    product: Product = F.linear,
 ) -> Tensor:
     """x W^T summed over the group, from each rank's columns of x, and then the bias.
 
@@ -111,19 +114,19 @@ def row_product(
             size.
     """
     if group.size() == 1:
-        return _plus(F.linear(x, weight), bias)
+        return _plus(product(x, weight), bias)
     if not sequence_parallel:
-        return _plus(apply(Reduce(group, in_place=True), F.linear(x, weight)), bias)
+        return _plus(apply(Reduce(group, in_place=True), product(x, weight)), bias)
     sizes = check_sizes(x, 0, sizes, group, cut=True)
     plain = ReduceScatter(group, 0, sizes)
     if is_traced():
-        y = F.linear(x, weight)
+        y = product(x, weight)
         if bias is None:
             return apply(plain, y)
         # zeros, by which the gathered gradient of all rows reaches the bias with no sum of its own
         return apply(plain, y + (bias - bias.detach())) + bias.detach()
-    if not overlap:
-        y = F.linear(x, weight)
+    if not overlap or product is not F.linear:
+        y = product(x, weight)
         return apply(plain, y) if bias is None else _ScatterAdd.apply(y, bias, plain)
     x, (weight,), _ = _autocast(x, (weight,), ())
     lengths = sizes or (x.shape[0] // group.size(),) * group.size()

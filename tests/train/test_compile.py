@@ -1,0 +1,127 @@
+"""`train.compile`: the numbers of eager steps on every layout, said, kept, and refused by name."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from tests.train import parity
+from torchdistpackage.config.load import load
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.train.compiled import compile_blocks, warm_up
+from torchdistpackage.train.plan import make_plan
+from torchdistpackage.train.staged_model import TrainStages
+
+RUN = [
+    *("model.layers=2", "model.dim=16", "model.heads=2", "data.seq_len=16", "train.steps=2"),
+    *("data.global_batch=4", "pipeline.microbatches=2", "optim.warmup_steps=1"),
+    *("precision.dtype=float64", "train.eval_batches=1"),
+]
+LAYOUTS = {
+    "tensor": ["parallel.tensor=2", "parallel.sequence_parallel=true", "train.recompute=blocks"],
+    "dropout": ["parallel.tensor=2", "model.dropout=0.1"],
+    "data": ["parallel.data=2"],
+    "zero1": ["parallel.data=2", "parallel.zero=1"],
+    "zero3": ["parallel.data=2", "parallel.zero=3"],
+    "pipe": ["parallel.pipe=2"],
+}
+SMALL = ("zero3",)
+COMPILED = ["train.compile=blocks", "train.compile_backend=aot_eager"]
+RANKS_IMPORT = ("torch._functorch.aot_autograd",)
+
+
+def trained(extra: list[str]) -> tuple[list[float], parity.Held, str]:
+    """(losses of two steps, parameters, what warming up says)."""
+    torch._dynamo.reset()
+    run = parity.trainer([*RUN, *extra])
+    said = warm_up(run, 1) if run.stage.compiled else ""
+    losses = [run.train_step(step).wait().loss for step in (1, 2)]
+    held = parity.held(run, "data")
+    run.close()
+    return losses, held, said
+
+
+@pytest.mark.own_transport("a graph calls torch's collectives of its own groups")
+@pytest.mark.parametrize(
+    "layout", [pytest.param(x, marks=[] if x in SMALL else [pytest.mark.full]) for x in LAYOUTS]
+)
+def test_compiled_blocks_train_to_the_numbers_of_eager_ones(ranks, layout):
+    extra = LAYOUTS[layout]
+    plain = ranks(2).run(trained, extra)
+    again = ranks(2).run(trained, [*extra, *COMPILED], timeout_s=400)
+    for (losses, held, said), (want_losses, want, nothing) in zip(again, plain, strict=True):
+        assert losses == pytest.approx(want_losses, abs=1e-12) and not nothing
+        for (name, _, _, x), (same, _, _, y) in zip(held, want, strict=True):
+            assert name == same
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+        num = 2 if layout == "pipe" else 4
+        assert re.search(rf"compiled {num} blocks in \d+ graphs, .* s before the first step", said)
+
+
+class Reads(nn.Module):
+    """Goes by a number, which no graph can."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x) if x.sum() > 0 else x
+
+
+def chain(*blocks: nn.Module) -> TrainStages:
+    return TrainStages({0: nn.Sequential(*blocks)})
+
+
+def test_what_cannot_be_compiled_is_refused_by_name_or_left_as_it_is():
+    x = torch.ones(2, 4)
+    stages = chain(Reads())
+    compile_blocks(stages, "eager")
+    with pytest.raises(ConfigError, match=r"0\.0 \(Reads\) cannot be compiled .*[Dd]ata-dependent"):
+        stages(0, x)
+    stages = chain(Reads())
+    expected = stages(0, x)
+    (block,) = compile_blocks(stages, "eager", "auto")
+    assert torch.equal(stages(0, x), expected)
+    assert "ata-dependent" in block.refused
+
+
+def test_hooks_inside_a_block_are_refused_by_name():
+    stages = chain(nn.Sequential(nn.Linear(4, 4)))
+    stages[str(0)][0][0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match=r"1 of 1 blocks have .* hooks .* 0\.0 \(Linear\)"):
+        compile_blocks(stages, "eager")
+
+
+def test_ever_other_lengths_are_refused_by_name():
+    stages = chain(nn.Sequential(nn.Linear(4, 4)))
+    compile_blocks(stages, "eager")
+    with pytest.raises(ConfigError, match=r"0\.0 \(Sequential\) .* \[\(9, 4\)\].*data.seq_len"):
+        for length in range(1, 12):
+            stages(0, torch.ones(length, 4))
+
+
+def test_a_split_backward_and_an_unknown_backend_are_refused_before_ranks_start():
+    keys = ["parallel.data=1", "parallel.pipe=2", "pipeline.schedule=zb-h1"]
+    config = load("configs/gpt_tiny.yaml", [*keys, "train.compile=auto", "launch.local.procs=2"])
+    with pytest.raises(ConfigError, match=r"train.compile=auto with pipeline.schedule=zb-h1"):
+        make_plan(config, 2)
+    with pytest.raises(ConfigError, match=r"train.compile_backend.*inductor.*aot_eager.*eager"):
+        load("configs/gpt_tiny.yaml", ["train.compile_backend=nvfuser"])
+
+
+@pytest.mark.full
+def test_a_second_start_reads_what_the_first_compiled_and_ranks_end(tdp, tmp_path):
+    keys = [x for x in RUN if not x.startswith(("precision", "train.steps"))]
+    keys += ["parallel.data=1", "parallel.pipe=1", "parallel.tensor=2", "launch.local.procs=2"]
+    keys += [f"run.dir={tmp_path}", "train.compile=blocks", "train.generate_tokens=0"]
+    for start, steps in enumerate((2, 3)):
+        code, said = tdp(["train", "configs/gpt_tiny.yaml", *keys, f"train.steps={steps}"])
+        assert code == 0, said
+        read = re.search(r"blocks in \d+ graphs, (\d+) of them read from", said)
+        assert read is not None and (int(read[1]) > 0) == (start == 1), said
+    code, said = tdp(
+        ["train", "configs/gpt_tiny.yaml", *keys, "train.steps=4", "train.compile=off"]
+    )
+    assert "train.compile=off (was blocks)" in said

@@ -1,0 +1,219 @@
+"""`train.compile`: the blocks of a rank's stages, each one graph, compiled before the first step.
+
+Blocks of one class share what is compiled: parameters are inputs of a graph, so a second block
+finds the first one's. A compiled block is its own call (`nn.Module.compile`), so hooks of ZeRO
+stand around it, and recomputation is in the graph. Torch keeps graphs in a folder beside the run's,
+of each rank its own: a job that is requeued reads them there.
+"""
+
+import os
+import time
+import types
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.tools.undisturbed import undisturbed
+from torchdistpackage.train.recompute import block_names
+from torchdistpackage.train.staged_model import TrainStages
+from torchdistpackage.train.step import Trainer
+
+_CACHE_KEY = "TORCHINDUCTOR_CACHE_DIR"
+CACHE = ".compiled"
+"""Beside the run folders, which share it, unless TORCHINDUCTOR_CACHE_DIR names another place."""
+_REASON_LINES = 6
+
+
+class CompiledBlock:
+    """Calls a block as one graph.
+
+    falls_back: a block that cannot be compiled runs as it is, and `refused` is why; else that is an
+    error.
+    """
+
+    def __init__(self, name: str, module: nn.Module, backend: str, falls_back: bool):
+        self.name, self.kind = name, type(module).__name__
+        self.refused, self.is_on = "", True
+        self._module, self._falls_back = module, falls_back
+        self._run = _compiled(type(module), backend)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_on or self.refused:
+            return self._module._call_impl(*args, **kwargs)
+        try:
+            return self._run(self._module, *args, **kwargs)
+        except FailOnRecompileLimitHit as error:
+            shapes = [tuple(x.shape) for x in args if isinstance(x, torch.Tensor)]
+            raise ConfigError(
+                f"train.compile: {self.name} ({self.kind}) is called with ever other inputs, now "
+                f"of shapes {shapes}, and each needs a graph of its own; give all samples one "
+                f"length (data.seq_len), or set train.compile=off: {_reason(error)}"
+            ) from error
+        except TorchDynamoException as error:
+            if not self._falls_back:
+                raise ConfigError(
+                    f"train.compile=blocks: {self.name} ({self.kind}) cannot be compiled to one "
+                    f"graph; mend what it says, set train.compile to auto, which leaves such "
+                    f"blocks as they are, or to off: {_reason(error)}"
+                ) from error
+            self.refused = _reason(error)
+            return self._module._call_impl(*args, **kwargs)
+
+
+def compile_blocks(stages: TrainStages, backend: str, how: str = "blocks") -> list[CompiledBlock]:
+    """Let every block (`block_names`) be called as one graph. Before ZeRO has put hooks on them.
+
+    how: `train.compile`; off: none.
+
+    Raises:
+        ConfigError: there is none, or one has hooks that a graph would take in.
+    """
+    if how == "off":
+        return []
+    falls_back, names = how == "auto", block_names(stages)
+    blocks = {name: stages.get_submodule(name) for name in names}
+    hooked = {
+        name: sorted({type(m).__name__ for m in block.modules() if _has_hooks(m)})
+        for name, block in blocks.items()
+    }
+    if watched := [f"{name} ({', '.join(kinds)})" for name, kinds in hooked.items() if kinds]:
+        if not falls_back:
+            raise ConfigError(
+                f"train.compile=blocks: {len(watched)} of {len(blocks)} blocks have forward or "
+                f"backward hooks inside, such as a debugger's, which would be compiled with them: "
+                f"{', '.join(watched[:3])}; remove the hooks, or set train.compile=off"
+            )
+        blocks = {name: block for name, block in blocks.items() if not hooked[name]}
+    made: list[CompiledBlock] = []
+    for name, block in blocks.items():
+        made.append(CompiledBlock(name, block, backend, falls_back))
+        block._compiled_call_impl = made[-1]
+    stages.compiled += made
+    return made
+
+
+def warm_up(trainer: Trainer, step: int) -> str:
+    """Compile all that step `step` needs, by its forward and backward, of which nothing stays.
+
+    Collective over the entire run; what there is to say of it. Seconds are those of the slowest
+    rank, and no step's.
+    """
+    began = time.monotonic()
+    torch._dynamo.utils.counters.clear()
+    with warnings.catch_warnings(), undisturbed(trainer.stage), trainer.reducer.no_sync():
+        # dynamo looks at the gradients of what it is given, activations too
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
+        if trainer.optimizer is not None:
+            trainer.optimizer.zero_grad()
+        trainer.stage.train()
+        trainer.accumulate(step, reduce=False)
+        if trainer.optimizer is not None:
+            trainer.optimizer.zero_grad()
+    counters = torch._dynamo.utils.counters
+    graphs = counters["stats"]["unique_graphs"]
+    hits = (("inductor", "fxgraph_cache_hit"), ("aot_autograd", "autograd_cache_hit"))
+    read = sum(counters[part][name] for part, name in hits)
+    blocks = trainer.stage.compiled
+    refused = [f"{x.name} ({x.kind}): {x.refused}" for x in blocks if x.refused]
+    mine = len(blocks), len(refused), graphs, read, time.monotonic() - began, refused[:1]
+    seen: list[Any] = primitives.gather_objects(mine)
+    num, left, graphs, read = (sum(x[i] for x in seen) for i in range(4))
+    text = f"{num - left} blocks in {graphs} graphs, {read} of them read from {cache_folder()}"
+    said = f"compiled {text}: {max(x[4] for x in seen):.1f} s before the first step"
+    first = next((x[5][0] for x in seen if x[5]), None)
+    return said if first is None else f"{said}; {left} blocks are as they were, such as {first}"
+
+
+@contextmanager
+def run_eagerly(blocks: Sequence[CompiledBlock]) -> Iterator[None]:
+    """Inside, these run as they are: for what watches the modules within."""
+    for block in blocks:
+        block.is_on = False
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block.is_on = True
+
+
+def use_cache(run: Path, rank: int) -> None:
+    """Let torch keep graphs beside the run folder, apart from those of other ranks, which would
+    otherwise write the same files at once."""
+    # late: a run that compiles nothing does not wait for inductor
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    named = os.environ.get(_CACHE_KEY)
+    # torch itself sets it to its default, which may be gone on the next node
+    is_named = named is not None and named != default_cache_dir()
+    place = Path(named) if named and is_named else run.absolute().parent / CACHE
+    own = place / f"torch-{torch.__version__}" / f"rank{rank}"
+    os.environ[_CACHE_KEY] = str(own)
+    os.environ.setdefault("TRITON_CACHE_DIR", str(own / "triton"))
+
+
+def end_compile_workers() -> None:
+    """End the processes and threads that compile, for which the end of a rank would wait."""
+    from torch._inductor import async_compile
+
+    async_compile.shutdown_compile_workers()
+    if async_compile.AsyncCompile.pool.cache_info().currsize:
+        async_compile.AsyncCompile.pool().shutdown()
+        async_compile.AsyncCompile.pool.cache_clear()
+
+
+def cache_folder() -> str:
+    """Where graphs of all ranks are kept."""
+    return (
+        str(Path(os.environ[_CACHE_KEY]).parent)
+        if _CACHE_KEY in os.environ
+        else "the cache of torch"
+    )
+
+
+_calls: dict[tuple[type, str], Any] = {}
+
+
+def _compiled(kind: type[nn.Module], backend: str) -> Any:
+    """What calls modules of this class, with graphs of its own.
+
+    Torch limits the graphs of one code object, and `nn.Module._call_impl` is that of all modules.
+    """
+    if (kind, backend) not in _calls:
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return module._call_impl(*args, **kwargs)
+
+        own = call.__code__.replace(co_name=f"call_{kind.__name__}")
+        function = types.FunctionType(own, globals(), own.co_name)
+        _calls[kind, backend] = torch.compile(
+            function, backend=backend, fullgraph=True, dynamic=False
+        )
+    return _calls[kind, backend]
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    held = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    own = "torchdistpackage."
+    return any(
+        not str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(own)
+        for hooks in held
+        for hook in hooks.values()
+    )
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return "; ".join(lines[:_REASON_LINES])
