@@ -23,6 +23,8 @@ LAYOUTS = {
     "zero3": ["parallel.data=2", "parallel.zero=3"],
     "recompute": ["parallel.data=2", "train.recompute=blocks"],
 }
+PIPE = ["parallel.pipe=2", "pipeline.microbatches=2"]
+LAYOUTS |= {"pipe2": PIPE, "pipe2-recompute": [*PIPE, "train.recompute=blocks"]}
 ROUTERS = {"output_router_logits": True}
 
 
@@ -54,6 +56,12 @@ def saved(ranks, tmp_path_factory):
     [
         ("olmo2", {}, "zero3"),
         ("mixtral", ROUTERS, "data2"),
+        ("gemma3_text", {}, "pipe2"),
+        *(
+            pytest.param(family, {}, "pipe2", marks=FULL)
+            for family in ("olmo2", "phi3", "granite", "cohere", "glm4", "smollm3", "qwen3_moe")
+        ),
+        pytest.param("mixtral", {}, "pipe2-recompute", marks=FULL),
         pytest.param("olmo2", {}, "recompute", marks=FULL),
         pytest.param("mixtral", {}, "zero3", marks=FULL),
         pytest.param("phi3", {}, "zero2", marks=FULL),
@@ -111,6 +119,22 @@ def test_what_is_cut_is_refused_with_the_class(tmp_path):
     with pytest.raises(ConfigError) as met:
         plan_of(tmp_path, "olmo2", "parallel.tensor=2")
     assert "Olmo2ForCausalLM" in str(met.value) and "parallel.tensor" in str(met.value)
+
+
+def test_what_no_stage_can_do_is_refused(tmp_path):
+    """Routers count their loss over all blocks; and no stage is without a block."""
+    with pytest.raises(ConfigError) as met:
+        plan_of(tmp_path, "mixtral", "parallel.pipe=2", **ROUTERS)
+    assert "the auxiliary loss of MixtralForCausalLM's routers" in str(met.value)
+    with pytest.raises(ConfigError) as met:
+        plan_of(
+            tmp_path,
+            "olmo2",
+            "parallel.pipe=2",
+            "pipeline.chunks=4",
+            "pipeline.schedule=interleaved",
+        )
+    assert "8 stages for the 4 blocks of Olmo2ForCausalLM" in str(met.value)
 
 
 def test_a_plan_counts_an_expert_by_its_part_of_the_tokens(tmp_path):

@@ -7,6 +7,7 @@ that of its tokens and which parts they reach, is tried on a small copy of the s
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from torchdistpackage.models.families.found import active_share, family
 from torchdistpackage.models.families.table import Family, FoundModel, FoundParameter, Sizes
 from torchdistpackage.models.shrunk_config import shrunk
 from torchdistpackage.models.transformers_meta import ALONE, known_settings, on_meta
+from torchdistpackage.models.transformers_staged import try_stages
 from torchdistpackage.tools.undisturbed import keep_random_states
 
 NUM_TOKENS = 12
@@ -44,12 +46,10 @@ def _read(text: str) -> Family:
     given = json.loads(text)
     with ALONE:
         config = known_settings(given)
-        return family(_found(on_meta(given, torch.float32), config, *_tried(given)))
+        return family(_found(on_meta(given, torch.float32), config, _tried(given)))
 
 
-def _found(
-    model: Any, config: Any, refused: str | None, unreached: tuple[str, ...], auxiliary: float
-) -> FoundModel:
+def _found(model: Any, config: Any, tried: "_Tried") -> FoundModel:
     own, aliases = _names(model)
     blocks, num = _blocks(model)
     text = config.get_text_config()
@@ -78,9 +78,11 @@ def _found(
         parameters=tuple(_parameters(model, own)),
         buffers=tuple(_buffers(model)),
         aliases=aliases,
-        unreached=unreached,
-        refused=refused,
-        auxiliary=auxiliary,
+        unreached=tried.unreached,
+        refused=tried.refused,
+        unstaged=tried.unstaged,
+        before=tried.before,
+        auxiliary=tried.auxiliary,
         positions=positions,
         active=active_share(settings),
     )
@@ -158,8 +160,18 @@ def small_models(given: Mapping[str, Any]) -> Iterator[nn.Module]:
             yield model
 
 
-def _tried(given: Mapping[str, Any]) -> tuple[str | None, tuple[str, ...], float]:
-    """(why tokens cannot train the model, parts that they do not reach, factor of routers' loss)"""
+@dataclass(frozen=True)
+class _Tried:
+    """What a small copy showed, see `FoundModel`."""
+
+    refused: str | None = None
+    unreached: tuple[str, ...] = ()
+    auxiliary: float = 0.0
+    unstaged: str | None = None
+    before: tuple[str, ...] = ()
+
+
+def _tried(given: Mapping[str, Any]) -> _Tried:
     error: Exception | None = None
     for model in small_models(given):
         try:
@@ -169,10 +181,10 @@ def _tried(given: Mapping[str, Any]) -> tuple[str | None, tuple[str, ...], float
             error = met
     because = "transformers makes none of its settings" if error is None else repr(error)
     name = given.get("model_type")
-    return f"a small copy of {name} does not run on token ids alone: {because}", (), 0.0
+    return _Tried(f"a small copy of {name} does not run on token ids alone: {because}")
 
 
-def _try(model: Any) -> tuple[str | None, tuple[str, ...], float]:
+def _try(model: Any) -> _Tried:
     vocab = _number(model.config.get_text_config(), "vocab_size", 1)
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(min(3, vocab - 1), vocab, (2, NUM_TOKENS), generator=draw)
@@ -185,7 +197,7 @@ def _try(model: Any) -> tuple[str | None, tuple[str, ...], float]:
         loss = loss - factor * output.aux_loss
     name = type(model).__name__
     if not isinstance(logits, Tensor) or logits.shape[:2] != ids.shape:
-        return f"{name} makes no logits of each token", (), 0.0
+        return _Tried(f"{name} makes no logits of each token")
     shifted = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
     as_given = F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
     near = (torch.isclose(loss, x, rtol=_TOLERANCE, atol=1e-6) for x in (shifted, as_given))
@@ -194,9 +206,10 @@ def _try(model: Any) -> tuple[str | None, tuple[str, ...], float]:
             f"the loss of {name} is not the cross entropy of its logits: on a small copy it is "
             f"{loss.item():.5f}, and that of the tokens {shifted.item():.5f}"
         )
-        return text, (), 0.0
+        return _Tried(text)
     output.loss.backward()
-    return None, tuple(_unreached(model)), factor
+    unreached = tuple(_unreached(model))
+    return _Tried(None, unreached, factor, *try_stages(model, ids, _blocks(model)[0]))
 
 
 def _unreached(model: nn.Module) -> Iterator[str]:

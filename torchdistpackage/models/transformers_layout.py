@@ -234,6 +234,11 @@ def weights(
         for held, stages in parts
         for name, w in held.items()
     }
+    if (read := shape.kind.found) is not None:
+        for alias, name in read.aliases.items():
+            w = found[name]
+            both = w.layout.on(*sorted({*w.layout.stages, *read.place_of(alias, places)}))
+            found[name] = replace(w, layout=both)
     if shape.sizes.tied:
         name = f"{shape.kind.table}.weight"
         w = found[name]
@@ -242,10 +247,15 @@ def weights(
     return found
 
 
-def buffers(shape: TransformersShape) -> dict[str, Layout]:
-    """By global name the buffers that a folder holds beside the parameters, whole on every rank."""
-    found = shape.kind.found
-    return {} if found is None else {b.name: Layout(b.name, b.shape) for b in found.buffers}
+def buffers(shape: TransformersShape, stage_of: Sequence[int] | None = None) -> dict[str, Layout]:
+    """By global name the buffers that a folder holds beside the parameters, never cut; stage_of as
+    for `layouts`."""
+    if (read := shape.kind.found) is None:
+        return {}
+    places = [() if stage_of is None else (stage_of[i],) for i in range(shape.sizes.layers)]
+    return {
+        b.name: Layout(b.name, b.shape).on(*read.place_of(b.name, places)) for b in read.buffers
+    }
 
 
 def layouts(

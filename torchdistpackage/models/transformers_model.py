@@ -113,7 +113,7 @@ class TransformersStage(nn.Module):
 
     def buffer_layouts(self) -> Layouts:
         """By name here, of the buffers that checkpoints hold."""
-        known = buffers(self.shape)
+        known = buffers(self.shape, self._stage_of)
         named = ((name, name.removeprefix("decoder.")) for name, _ in self.named_buffers())
         return {name: known[key] for name, key in named if key in known}
 
@@ -168,7 +168,7 @@ class TransformersStage(nn.Module):
         rank = 0 if self._group is None else self._group.rank()
         draws = self._draws and self.training
         with ShardDraws(rank, default_draw) if draws else nullcontext():
-            if isinstance(self.decoder, DecoderStage):
+            if isinstance(self.decoder, DecoderStage):  # refused where routers have a loss
                 return self.decoder(x, attention_mask=mask, position_ids=position_ids)
             output = self.decoder(input_ids=x, return_dict=True, **self._routers)
         if not self._routers:
@@ -242,7 +242,7 @@ def stage(
     model, num = on_meta(shape, dtype), 1 if group is None else group.size()
     all_blocks = range(shape.sizes.layers)
     pieces = all_blocks if pieces is None else pieces
-    if (read := shape.kind.found) is None:
+    if (read := shape.kind.found) is None or pieces != all_blocks:
         decoder = decoder_stage(model, pieces)
     else:
         decoder = model

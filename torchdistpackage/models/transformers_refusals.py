@@ -89,16 +89,29 @@ def _refusals_of_found(
     document_masks: bool,
     context: int,
 ) -> list[tuple[str, str]]:
-    """Of a family that has no table: nothing of its model is cut."""
+    """Of a family that has no table: no weight of it is cut."""
     uncut = f"{read.class_name} has no table of {', '.join(FAMILIES)}, and is not cut"
     asked = {
         "data.document_masks": document_masks and "set it to false",
         "parallel.context": context > 1 and "set context to 1, and use data and zero",
         "parallel.tensor": tensor > 1 and "set tensor to 1, and use data and zero",
-        "parallel.pipe": num_stages > 1 and "set pipe to 1, and use data and zero",
     }
     found = [(key, f"{uncut}; {text}") for key, text in asked.items() if text]
+    if num_stages > 1 and (problem := _unstaged(read, num_stages)) is not None:
+        most = 1 if read.unstaged or read.auxiliary else read.sizes.layers
+        found.append(("parallel.pipe", f"{problem}; set pipe to at most {most}"))
     return found + _too_long(shape) + _lora_problems(shape)
+
+
+def _unstaged(read: FoundModel, num_stages: int) -> str | None:
+    if read.unstaged is None and read.auxiliary:
+        return (
+            f"the auxiliary loss of {read.class_name}'s routers (output_router_logits) is of all "
+            f"blocks together, which no stage has"
+        )
+    if read.unstaged is None and num_stages > read.sizes.layers:
+        return f"{num_stages} stages for the {read.sizes.layers} blocks of {read.class_name}"
+    return read.unstaged
 
 
 def goes_with(shape: TransformersShape) -> tuple[tuple[str, str], ...]:
@@ -108,6 +121,7 @@ def goes_with(shape: TransformersShape) -> tuple[tuple[str, str], ...]:
         return (
             ("data", "any number of ranks"),
             ("zero", "0 to 3"),
+            ("pipe", shape.kind.found.unstaged or f"up to {n.layers} stages, of whole blocks"),
             ("recompute", "none, blocks, auto" if shape.kind.blocks else "none, auto"),
             ("lora", f"on {', '.join(linear_layers(weights(shape)))}"),
         )

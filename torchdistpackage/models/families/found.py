@@ -26,9 +26,15 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 def family(found: FoundModel) -> Family:
     """As plans, layouts and builds know families."""
 
-    def outside(w: Weights, s: Settings, n: Sizes) -> None:
+    def before(w: Weights, s: Settings, n: Sizes) -> None:
         for p in found.by_block.get("", ()):
-            _add(w, p, found)
+            if found.is_before(p.name):
+                _add(w, p, found)
+
+    def behind(w: Weights, s: Settings, n: Sizes) -> None:
+        for p in found.by_block.get("", ()):
+            if not found.is_before(p.name):
+                _add(w, p, found)
 
     def block(w: Weights, s: Settings, n: Sizes) -> None:
         for p in found.by_block.get(w.prefix, ()):
@@ -38,9 +44,9 @@ def family(found: FoundModel) -> Family:
         {"max_position_embeddings": found.positions, "pad_token_id": None},
         lambda _: found.sizes,
         found.blocks,
-        outside,
+        before,
         block,
-        lambda w, s, n: None,
+        behind,
         "",
         lambda _: [] if found.refused is None else [found.refused],
         output="",

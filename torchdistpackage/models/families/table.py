@@ -196,9 +196,10 @@ class FoundModel:
     there is none, so that the model is one piece. aliases: other names of a parameter -> its own.
     buffers: those that a folder holds beside the parameters. unreached: paths of parts that token
     ids do not reach, such as towers for images, which are not trained. refused: why tokens cannot
-    train it; None: they can. auxiliary: the factor of its routers' loss in the loss, 0 without one.
-    positions: its longest sequence, if its settings say so. active: the part of its experts that
-    works on a token.
+    train it; None: they can. unstaged: why its blocks cannot stand on several stages; None: they
+    can. before: paths of what runs before the blocks. auxiliary: the factor of its routers' loss in
+    the loss, 0 without one. positions: its longest sequence, if its settings say so. active: the
+    part of its experts that works on a token.
     """
 
     class_name: str
@@ -209,6 +210,8 @@ class FoundModel:
     aliases: Mapping[str, str]
     unreached: tuple[str, ...]
     refused: str | None
+    unstaged: str | None
+    before: tuple[str, ...]
     auxiliary: float
     positions: int | None
     active: float
@@ -220,6 +223,16 @@ class FoundModel:
         for p in self.parameters:
             found.setdefault(self.block_of(p.name), []).append(p)
         return found
+
+    def is_before(self, name: str) -> bool:
+        """Whether a parameter, of no block, belongs to what runs before the blocks."""
+        return name.startswith(tuple(f"{path}." for path in self.before))
+
+    def place_of(self, name: str, places: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """The pipe indices that hold a parameter or buffer. places: those of each block."""
+        if block := self.block_of(name):
+            return places[int(block.removesuffix(".").rpartition(".")[2])]
+        return places[0] if self.is_before(name) else places[-1]
 
     def block_of(self, name: str) -> str:
         """The path, with a dot, of the block that has the parameter or buffer; "" if none has."""
