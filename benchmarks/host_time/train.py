@@ -16,6 +16,7 @@ import torch
 from benchmarks.common import local
 from torchdistpackage.config.load import load
 from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.train.run_folder import prepare_folder
 
 CONFIG = Path(__file__).parents[2] / "configs" / "gpt_tiny.yaml"
 NUM_STEPS, WARM_UP_STEPS = 120, 20
@@ -54,7 +55,9 @@ def own_part(folder: str) -> dict[str, list[float]]:
         "train.eval_every=0", "train.generate_tokens=0", "checkpoint.save_every=0",
         "log.plot=false",
     ]  # fmt: skip
-    worker_main(load(str(CONFIG), changes), resume="never")
+    config = load(str(CONFIG), changes)
+    prepare_folder(config, "never")  # a launcher has done that by now
+    worker_main(config, resume="never")
     whole = [(b - a) * 1e6 for a, b in pairwise(begun)]
     own = [all_ - part * 1e6 for all_, part in zip(whole, inside, strict=False)]
     return {"whole": whole[WARM_UP_STEPS:], "own": own[WARM_UP_STEPS:]}
