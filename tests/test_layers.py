@@ -64,6 +64,7 @@ PURE_FILES = (
     "harness/hang/*.py",
     "harness/late/orders.py",
     "harness/lint/matcher.py",
+    "harness/parity/layouts.py",
     "harness/lint/report.py",
     "harness/stragglers/find.py",
     "harness/comm_test_report.py",
@@ -105,6 +106,7 @@ PURE_FILES = (
     "train/host_memory.py",
     "train/job.py",
     "train/memory.py",
+    "train/parity_plan.py",
     "train/refusals.py",
     "train/run_folder.py",
     "train/user_code.py",
@@ -136,7 +138,7 @@ MAY_LAUNCH = {
 }
 """Files of these folders that see the launcher all the same."""
 
-PLANNERS = ["build", "inference", "job", "plan", "worker"]
+PLANNERS = ["build", "inference", "job", "parity", "parity_plan", "plan", "worker"]
 """Files of train that read the configuration; the others get plain arguments."""
 
 MAY_CALL_TORCH_DISTRIBUTED = {
@@ -169,6 +171,7 @@ MAY_NAME_MODULES = {
     "cli/comm.py": "what runs in ranks, or as threads in their place, with torch",
     "cli/comm_bench.py": "what runs in ranks, with torch",
     "cli/export.py": "what writes weights, with torch, once all has been checked",
+    "cli/parity.py": "what runs in ranks, with torch",
     "cli/main.py": "the command that was asked for; whether this process is a rank",
     "cli/plan.py": "torch, for --tensor alone; what few plans show",
     "compat/emp/devices.py": "a logger",

@@ -2,6 +2,7 @@
 
     from torchdistpackage.testing import RankPool, run_ranks
 
+`compare_layouts` compares a model of yours on several layouts with one process (docs/parity.md).
 With `transport="late"` asynchronous calls behave as on NCCL (docs/late_transport.md); `mirror` does
 so in one process, and `ordered_streams` looks at streams there.
 
@@ -18,13 +19,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
+    from torchdistpackage.harness.parity.layouts import ParityReport
     from torchdistpackage.harness.pool import RankPool, run_ranks
 
+    compare_layouts: Callable[..., ParityReport]
+    ParityModel: type[Any]
     mirror: Callable[..., AbstractContextManager[None]]
     ordered_streams: Callable[[], AbstractContextManager[Any]]
 
 EXPORTS = homes(
     {
+        "harness.parity.api": ("compare_layouts",),
+        "harness.parity.layout_ranks": ("ParityModel",),
         "harness.late.group": ("mirror",),
         "harness.late.streams": ("ordered_streams",),
         "harness.pool": ("RankPool", "run_ranks"),
@@ -32,7 +38,7 @@ EXPORTS = homes(
 )
 """Public name -> module that defines it."""
 
-__all__ = ["RankPool", "mirror", "ordered_streams", "run_ranks"]
+__all__ = ["ParityModel", "RankPool", "compare_layouts", "mirror", "ordered_streams", "run_ranks"]
 
 
 def __getattr__(name: str) -> object:

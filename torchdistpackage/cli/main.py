@@ -37,6 +37,7 @@ COMMANDS = {
     "export": "Export the latest checkpoint for Hugging Face transformers, adapters for peft.",
     "checkpoint": "List, show, verify, compare, convert and prune checkpoints.",
     "comm": "Test, benchmark and check the communication between ranks.",
+    "parity": "Compare the layouts of a run with one process, module by module.",
     "schedule": "Show a pipeline schedule and its bubble.",
     "profile": "Summarise the trace of a run's profiled steps.",
     "schema": "Print the JSON schema of the YAML file.",

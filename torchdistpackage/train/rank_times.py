@@ -19,6 +19,7 @@ from torch import Tensor
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.group_state import known_states
 from torchdistpackage.comm.groups import on_cpu
+from torchdistpackage.comm.moments import OnHost
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.comm.work import Work
 from torchdistpackage.harness.stragglers.find import PHASES
@@ -100,7 +101,9 @@ class RankTimes(Callback):
         table = found if isinstance(found, Tensor) else found.wait()
         if self._log is None:
             return
-        columns = [[_short(x) for x in column] for column in table.T.tolist()]
+        columns = [
+            [_short(x) for x in column] for column in zip(*OnHost(table).read(), strict=True)
+        ]
         phases = dict(zip(PHASES, columns, strict=False))
         time_s, *waits = columns[len(PHASES) : -2]
         held, peak = columns[-2:]

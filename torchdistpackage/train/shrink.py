@@ -32,7 +32,7 @@ def shrunk(plan: Plan) -> Plan:
             config = _fewer_ranks(config)
         is_ours = config.model.name is not None
         if is_ours and num_parameters(plan) * num_ranks(config) > MOST_PARAMETERS:
-            config, is_large = _smaller_model(config), True
+            config, is_large = smaller_model(config), True
         return _one_sample(_fewer_rounds(config) if is_large else config)
 
     return plan.changed(smaller)
@@ -64,7 +64,8 @@ def _fewer_ranks(config: RunConfig) -> RunConfig:
     return config if pipe == parallel.pipe else _without_costs(config)
 
 
-def _smaller_model(config: RunConfig) -> RunConfig:
+def smaller_model(config: RunConfig) -> RunConfig:
+    """The run with a small model of ours, whose heads and layers its ranks can still share."""
     model, data, tensor = config.model, config.data, config.parallel.tensor
     context = config.parallel.context
     # each tensor rank has two heads, or as many as context ranks may exchange

@@ -1,0 +1,68 @@
+"""`tdp parity` of a configuration: a right run is one line, a planted mistake is named."""
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from torchdistpackage.cli.main import main
+from torchdistpackage.config.load import loads
+from torchdistpackage.train.parity import compare_run
+from torchdistpackage.train.parity_plan import parity_run
+from torchdistpackage.train.plan import make_plan, num_ranks
+
+GPT = ["model.layers=4", "model.dim=64", "model.heads=4", "model.dropout=0.1", "data.seq_len=32"]
+OWN = [
+    *("model.args={width: 8}", "data.target=tests.train.sources:Line", "data.args={}"),
+    *("model.loss=tests.train.sources:squared_error", "pipeline.microbatches=2"),
+]
+
+
+def compared(overrides: list[str], pool):
+    config = loads("launch: {local: {procs: null}}", overrides=overrides)
+    return compare_run(parity_run(make_plan(config, num_ranks(config))), pool)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["parallel.data=2", "parallel.pipe=2"],
+        pytest.param(
+            ["parallel.data=2", "parallel.pipe=2", "parallel.tensor=2", "pipeline.schedule=zb-h1",
+             "parallel.sequence_parallel=true"], marks=pytest.mark.full,
+        ),
+        pytest.param(
+            ["parallel.data=2", "parallel.zero=2", "parallel.tensor=2"], marks=pytest.mark.full,
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_right_run_is_one_line(pool, layout):
+    report = compared([*GPT, *layout], pool)
+    assert report.is_right, str(report)
+
+
+class Scaled(nn.Module):
+    """Divides by the number of samples that it gets, which is that of a microbatch of one rank."""
+
+    def forward(self, x):
+        return x / x.shape[0]
+
+
+def build_wrong(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, width), Scaled(), nn.Linear(width, 1))
+
+
+def test_a_mistake_in_a_model_of_ones_own_is_named_by_module_and_axis(pool):
+    target = "model.target=tests.train.test_parity_run:build_wrong"
+    report = compared([*OWN, target, "parallel.data=2"], pool)
+    assert not report.is_right and report.first is not None
+    axes, finding = report.first
+    assert axes == {"data": 2} and finding.module == "1", str(report)
+    assert "over the samples of one rank" in finding.cause
+
+
+def test_one_rank_is_refused(tmp_path: Path, capsys):
+    (tmp_path / "run.yaml").write_text("parallel: {data: 1}\n")
+    assert main(["parity", str(tmp_path / "run.yaml")]) == 2
+    assert "this run has one rank" in " ".join(capsys.readouterr().err.split())

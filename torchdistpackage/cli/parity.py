@@ -1,0 +1,32 @@
+"""`tdp parity`: the layouts of a run against one process, module by module."""
+
+import os
+
+import typer
+
+from torchdistpackage.cli._common import Config, Overrides, wrap_on_terminal
+from torchdistpackage.config.load import load
+from torchdistpackage.lazy import resolve
+from torchdistpackage.train.parity_plan import parity_run
+from torchdistpackage.train.plan import local_procs, make_plan
+from torchdistpackage.train.refusals import refuse_here
+from torchdistpackage.train.user_code import code_folder
+
+COMPARE = "torchdistpackage.train.parity:compare_run"
+
+
+def parity(config: Config, overrides: Overrides = None) -> None:
+    """Compare the layouts of a run with one process, and name the module that differs.
+
+    The model and the batch are made small, with the same classes, and trained for three steps in
+    float64: each axis of the run alone, then pairs, then all. Activations, gradients, the loss, the
+    gradient norm and the weights are compared. A right run prints one line and exits with 0; else
+    the first module and axis that differ are named, by how much, with the usual cause, and the exit
+    code is 1.
+    """
+    found = load(config, list(overrides or []))
+    plan = make_plan(found, local_procs(found), config)
+    refuse_here(found, config, code_folder(os.environ))
+    report = resolve(COMPARE)(parity_run(plan))
+    typer.echo(wrap_on_terminal(str(report)))
+    raise typer.Exit(0 if report.is_right else 1)

@@ -1,0 +1,52 @@
+"""`compare_layouts`: a model of your own program on several layouts, against one process."""
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.harness.parity.compare import first_difference
+from torchdistpackage.harness.parity.layout_ranks import ParityModel, run_layouts
+from torchdistpackage.harness.parity.layouts import Axes, ParityReport, checked
+from torchdistpackage.harness.pool import RankPool
+
+MOST_RANKS = 8
+
+
+def compare_layouts(
+    build: Callable[[], ParityModel],
+    batch: Callable[[int, int, int], Any],
+    layouts: Iterable[Axes],
+    *,
+    pool: RankPool | None = None,
+) -> ParityReport:
+    """Compare three steps of a model under each layout with those of one process, in float64.
+
+    build: makes the model on each rank, after `tpc` is set up; importable, as all that ranks call.
+    batch: called with the step (from 0), this rank's index along data and the number of such
+    ranks; returns what the step is fed, float tensors in float64. layouts: such as
+    `[{"data": 2}, {"tensor": 2}, {"data": 2, "tensor": 2}]`. pool: ranks that are there already.
+
+    The report is the line or table that `print` shows; `is_right` and `findings` are for tests.
+
+    Raises:
+        ConfigError: a layout cannot be, or `build` does not return a `ParityModel`.
+        RankError: a rank raised something of its own.
+    """
+    try:
+        chosen = checked(layouts, MOST_RANKS)
+    except ValueError as error:
+        raise ConfigError(f"compare_layouts: {error}") from error
+    if not chosen:
+        raise ConfigError("compare_layouts: no layout has several ranks; pass one, as {'data': 2}")
+    with ExitStack() as stack:
+        ranks = pool or stack.enter_context(RankPool(MOST_RANKS, timeout_s=600.0))
+        (whole,), *records = run_layouts(build, batch, chosen, ranks)
+    if whole.error:
+        raise ConfigError(f"compare_layouts: one process alone fails: {whole.error}")
+    return ParityReport(
+        [
+            (axes, first_difference(whole, held, axes))
+            for axes, held in zip(chosen, records, strict=True)
+        ]
+    )

@@ -1,0 +1,320 @@
+"""Where the steps of a layout part from those of one process: the first module, by how much, why.
+
+What is looked at comes in the order in which a step makes it: the first weights, the data, modules
+on the way forward from the outermost inwards, the loss, gradients from the loss backwards, dropout,
+buffers, the norm, and the weights after the last step. The first difference is the finding; those
+that follow from it are not told.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from torchdistpackage.harness.parity.match import (
+    TOLERANCE,
+    difference,
+    missing_place,
+    rows_found,
+)
+from torchdistpackage.harness.parity.record import DATA, LOSS, ParityRecord
+
+Axes = Mapping[str, int]
+
+SPLITS_BATCH = ("data", "expert_data", "expert")
+"""Axes whose ranks have samples of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParityFinding:
+    """The first difference of a layout. module: where; what: of it; excess: the difference, over
+    the largest number of the whole; rank: the one that differs most; cause: the usual one."""
+
+    module: str
+    what: str
+    excess: float | None
+    rank: int
+    cause: str
+
+    def __str__(self) -> str:
+        far = "" if self.excess is None else f" by {self.excess:.1e} of its largest number"
+        return (
+            f"{self.module}: {self.what} of rank {self.rank} differ{far}; usual cause: {self.cause}"
+        )
+
+
+def first_difference(
+    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes
+) -> ParityFinding | None:
+    """The first difference of the records of a layout from that of one process; None: no one.
+
+    axes: those with several ranks.
+    """
+    for rank, record in enumerate(ranks):
+        if record.error:
+            return ParityFinding(
+                _module_in(record.error, whole), "its step", None, rank, f"it raised {record.error}"
+            )
+    looks = (_initial, _data, _forward, _loss, _grads, _dropout, _buffers, _norm, _weights)
+    return next((x for look in looks if (x := look(whole, ranks, axes)) is not None), None)
+
+
+def _module_in(text: str, whole: ParityRecord) -> str:
+    return next((name for name in whole.modules if name and name in text), "the model")
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0] or "the model"
+
+
+def _worst(
+    whole: Mapping[str, Tensor], held: Iterable[Mapping[str, Tensor]], name: str
+) -> tuple[float | None, int] | None:
+    """The largest difference of the ranks' tensors of this name, and the rank; None: all fit."""
+    found: list[tuple[float, int]] = []
+    for rank, mine in enumerate(held):
+        if name in mine:
+            apart = difference(mine[name], whole[name])
+            found.append((float("inf") if apart is None else apart, rank))
+    worst, rank = max(found, default=(0.0, 0))
+    if worst <= TOLERANCE:
+        return None
+    return (None if worst == float("inf") else worst), rank
+
+
+def _initial(
+    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes
+) -> ParityFinding | None:
+    for name in whole.initial:
+        if (found := _worst(whole.initial, (r.initial for r in ranks), name)) is not None:
+            cause = "initial weights that a rank draws from a state of its own, or a wrong shard"
+            return ParityFinding(_owner(name), f"the first weights ({name})", *found, cause)
+    return None
+
+
+def _data(whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes) -> ParityFinding | None:
+    if not whole.inputs or not any(record.inputs for record in ranks):
+        return None
+    for number, tensor in enumerate(whole.inputs):
+        fed = [(rank, r.inputs[number]) for rank, r in enumerate(ranks) if len(r.inputs) > number]
+        for rank, mine in fed:
+            apart = difference(mine, tensor)
+            if apart is not None and apart > TOLERANCE:
+                cause = "data that depend on the number of ranks, or on what was asked before"
+                return ParityFinding(DATA, "samples", apart, rank, cause)
+        seen = set().union(*(rows_found(mine, tensor) for _, mine in fed))
+        if fed and any(mine.shape[1:] == tensor.shape[1:] for _, mine in fed):
+            missing = sorted(set(range(tensor.shape[0])) - seen)
+            if missing:
+                cause = f"ranks that read the same samples: sample {missing[0]} is on no rank"
+                return ParityFinding(DATA, "samples", None, fed[-1][0], cause)
+    return None
+
+
+def _forward(
+    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes
+) -> ParityFinding | None:
+    wrong = {name: x for name in whole.modules if (x := _output(whole, ranks, name)) is not None}
+    # a part of a sum is as it should be; whether somebody adds it up, its parent shows
+    partial = {name for name in wrong if _is_partial(whole, ranks, name)}
+    tops = [n for n in wrong if not any(_is_inside(n, x) for x in whole.modules if x != n)]
+    if not tops:
+        return None
+    at = tops[0]
+    while inner := [x for x in wrong if x not in partial and x != at and _level(x, at, whole)]:
+        at = inner[0]
+    excess, rank = wrong[at]
+    sums = any(_is_inside(name, at) for name in partial)
+    cause = _forward_cause(whole, ranks, at, axes, sums)
+    return ParityFinding(at or "the model", "outputs", excess, rank, cause)
+
+
+def _is_inside(name: str, other: str) -> bool:
+    return other == "" or name.startswith(f"{other}.")
+
+
+def _level(name: str, parent: str, whole: ParityRecord) -> bool:
+    """Whether a module is in another one, and no known one lies between the two."""
+    if not _is_inside(name, parent):
+        return False
+    between = (x for x in whole.modules if x not in (name, parent))
+    return not any(_is_inside(name, x) and _is_inside(x, parent) and x != "" for x in between)
+
+
+def _output(
+    whole: ParityRecord, ranks: Sequence[ParityRecord], name: str
+) -> tuple[float | None, int] | None:
+    found: list[tuple[float, int]] = []
+    for rank, record in enumerate(ranks):
+        if name in record.modules:
+            apart = _lists(record.modules[name].outputs, whole.modules[name].outputs)
+            if apart is not None:
+                found.append((apart, rank))
+    worst, rank = max(found, default=(0.0, 0))
+    if worst > TOLERANCE:
+        return worst, rank
+    held, full = _first_outputs(ranks, name), whole.modules[name].outputs
+    parts = [x for x in held if full and difference(x, full[0]) is not None]
+    if parts and len(parts) == len(held) and missing_place(parts, full[0]):
+        return None, found[-1][1]  # each is a part, and another one is on no rank
+    return None
+
+
+def _lists(mine: Sequence[Tensor], whole: Sequence[Tensor]) -> float | None:
+    """The largest difference of tensors that can be compared."""
+    apart = [difference(a, b) for a, b in zip(mine, whole, strict=False)]
+    return max((x for x in apart if x is not None), default=None)
+
+
+def _first_outputs(ranks: Sequence[ParityRecord], name: str) -> list[Tensor]:
+    calls = [r.modules[name].outputs for r in ranks if name in r.modules]
+    return [outputs[0] for outputs in calls if outputs]
+
+
+def _is_partial(whole: ParityRecord, ranks: Sequence[ParityRecord], name: str) -> bool:
+    """Whether the ranks' outputs of a module add up to the whole one."""
+    held, full = _first_outputs(ranks, name), whole.modules[name].outputs
+    if len(held) < 2 or not full or any(x.shape != full[0].shape for x in held):
+        return False
+    if not full[0].is_floating_point():
+        return False
+    total = sum((x.double() for x in held), start=0 * full[0].double())
+    return float((total - full[0]).abs().max()) <= TOLERANCE * float(full[0].abs().max())
+
+
+def _forward_cause(
+    whole: ParityRecord, ranks: Sequence[ParityRecord], name: str, axes: Axes, sums: bool
+) -> str:
+    """sums: a part inside has outputs that add up to the whole one's."""
+    held = _first_outputs(ranks, name)
+    alike = all(x.shape == held[0].shape and bool((x == held[0]).all()) for x in held)
+    if (sums and not alike) or _is_partial(whole, ranks, name):
+        return "parts of a sum that nobody adds up over the ranks"
+    if sums:
+        return "what belongs to a sum once is added on every rank, as a bias"
+    own = name.rpartition(".")[2].lower()
+    if "norm" in own or own in ("ln", "bn"):
+        return "a norm over a part of the channels or of the batch"
+    if "context" in axes or any(word in own for word in ("pos", "mask", "att", "rotary")):
+        return "a mask, or positions, of the wrong part of the sequence"
+    if set(axes) & set(SPLITS_BATCH):
+        return "something that is computed over the samples of one rank, as batch statistics"
+    return "a part of a sum that is missing, or that is added more than once"
+
+
+def _loss(whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes) -> ParityFinding | None:
+    held = [record.losses for record in ranks if record.losses]
+    if not held or not whole.losses:
+        return None
+    mean = sum(losses[0] for losses in held) / len(held)
+    apart = abs(mean - whole.losses[0]) / max(abs(whole.losses[0]), 1e-30)
+    if apart <= TOLERANCE:
+        return None
+    ratio = mean / whole.losses[0] if whole.losses[0] else 0.0
+    cause = "means of parts with unequal counts, whose mean is not that of the whole"
+    for size in _sizes(axes):
+        if abs(ratio - size) < 1e-6 or abs(ratio - 1 / size) < 1e-6:
+            cause = f"a sum where the mean belongs, or one divided twice: it is {ratio:.4g} times"
+    worst = max(range(len(held)), key=lambda i: abs(held[i][0] - whole.losses[0]))
+    return ParityFinding(LOSS, "the loss", apart, worst, cause)
+
+
+def _sizes(axes: Axes) -> list[int]:
+    sizes = [size for size in axes.values() if size > 1]
+    product = 1
+    for size in sizes:
+        product *= size
+    return [*sizes, product]
+
+
+def _grads(whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes) -> ParityFinding | None:
+    order = {name: place for place, name in enumerate(whole.modules)}
+    names = sorted(whole.grads, key=lambda name: order.get(name.rpartition(".")[0], -1))
+    for name in reversed(names):  # the backward comes to the last module first
+        missing = [i for i, r in enumerate(ranks) if name in r.initial and name not in r.grads]
+        if missing:
+            cause = "a parameter that no backward reaches on this rank"
+            return ParityFinding(_owner(name), f"no gradient ({name})", None, missing[0], cause)
+        if (found := _worst(whole.grads, (r.grads for r in ranks), name)) is not None:
+            held = [record.grads[name] for record in ranks if name in record.grads]
+            cause = _grad_cause(whole.grads[name], held, axes)
+            return ParityFinding(_owner(name), f"gradients ({name})", *found, cause)
+    return None
+
+
+def _grad_cause(whole: Tensor, held: Sequence[Tensor], axes: Axes) -> str:
+    alike = all(x.shape == held[0].shape for x in held)
+    if alike and held[0].shape == whole.shape:
+        total = sum((x.double() for x in held), start=0 * whole.double())
+        for factor in (1.0, 1.0 / len(held), *(1.0 / size for size in _sizes(axes))):
+            apart = difference(total * factor, whole)
+            same = all((difference(x, held[0]) or 0.0) <= TOLERANCE for x in held[1:])
+            if apart is not None and apart <= TOLERANCE and not same:
+                return f"a gradient that nobody sums over {' and '.join(axes)}"
+    for size in _sizes(axes):
+        for factor in (size, 1 / size):
+            apart = [difference(x.double() / factor, whole) for x in held]
+            if all(x is not None and x <= TOLERANCE for x in apart):
+                kind = "summed where the mean belongs" if factor > 1 else "divided twice"
+                return f"a gradient that is {kind}: it is {factor:.4g} times that of one process"
+    return "a hook, or a function of your own, whose backward is not that of its forward"
+
+
+def _dropout(
+    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes
+) -> ParityFinding | None:
+    shares = math.prod(size for axis, size in axes.items() if axis != "tensor")
+    for name in {n: None for record in ranks for n in record.masks}:
+        held = [(rank, r.coord, r.masks[name]) for rank, r in enumerate(ranks) if name in r.masks]
+        for i, (_, one, mask) in enumerate(held):
+            for rank, other, second in held[i + 1 :]:
+                apart = [axis for axis in axes if one.get(axis) != other.get(axis)]
+                if mask.shape != second.shape or mask.numel() < 16 or len(apart) != 1:
+                    continue
+                same = bool((mask == second).all())
+                if same and apart[0] in SPLITS_BATCH:
+                    cause = "dropout drawn alike for different samples"
+                    return ParityFinding(name, "dropout masks", None, rank, cause)
+                split = name in whole.masks and mask.numel() * shares < whole.masks[name].numel()
+                if not same and apart[0] == "tensor" and not split:
+                    cause = "dropout drawn apart for what tensor ranks hold alike"
+                    return ParityFinding(name, "dropout masks", None, rank, cause)
+                if same and apart[0] == "tensor" and split:
+                    cause = "dropout drawn alike for different parts"
+                    return ParityFinding(name, "dropout masks", None, rank, cause)
+    return None
+
+
+def _buffers(
+    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes
+) -> ParityFinding | None:
+    for name in whole.buffers:
+        if (found := _worst(whole.buffers, (r.buffers for r in ranks), name)) is not None:
+            cause = "a buffer that is not reduced over the ranks"
+            return ParityFinding(_owner(name), f"a buffer ({name})", *found, cause)
+    return None
+
+
+def _norm(whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes) -> ParityFinding | None:
+    for rank, record in enumerate(ranks):
+        for mine, full in zip(record.norms, whole.norms, strict=False):
+            apart = abs(mine - full) / max(abs(full), 1e-30)
+            if apart > TOLERANCE:
+                cause = "a norm over a part of the parameters, or with replicas counted twice"
+                return ParityFinding("the gradient norm", "the norm", apart, rank, cause)
+    return None
+
+
+def _weights(
+    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes
+) -> ParityFinding | None:
+    for name in whole.weights:
+        if (found := _worst(whole.weights, (r.weights for r in ranks), name)) is not None:
+            cause = "an optimizer or a clipping that computes over a part, as by a norm of its own"
+            return ParityFinding(_owner(name), f"weights after the steps ({name})", *found, cause)
+    later = [(abs(a - b) / max(abs(b), 1e-30)) for r in ranks if len(ranks) == 1
+             for a, b in zip(r.losses, whole.losses, strict=False)]  # fmt: skip
+    if later and max(later) > TOLERANCE:
+        return ParityFinding(LOSS, "the loss", max(later), 0, "an update that differs")
+    return None

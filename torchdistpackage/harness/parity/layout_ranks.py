@@ -1,0 +1,120 @@
+"""The ranks of `compare_layouts`: they build the model, take three steps and note them."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchdistpackage.comm.nested import leaves_of
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.errors import ConfigError, TorchDistError
+from torchdistpackage.harness.parity.record import (
+    ParityRecord,
+    copies,
+    dropout_masks,
+    recording,
+    without_dropout,
+)
+
+NUM_STEPS = 3
+SEED = 0
+_DEFAULT = (("data", 1), ("pipe", 1), ("context", 1), ("tensor", 1))
+
+
+@dataclass(frozen=True, slots=True)
+class ParityModel:
+    """A model of yours on one rank, as `build` of `compare_layouts` returns it.
+
+    module: whose parameters, buffers and modules are compared, by name. step: called with what
+    `batch` gave; takes a whole step, with the forward, the backward, the sum over ranks and the
+    update, leaves the gradients of it in `.grad`, and returns the loss, or None on a rank that has
+    none. The mean over ranks of what is returned is compared with the loss of one process.
+    """
+
+    module: nn.Module
+    step: Callable[[Any], Tensor | float | None]
+
+
+def record_rank(
+    build: Callable[[], ParityModel],
+    batch: Callable[[int, int, int], Any],
+    axes: Mapping[str, int],
+) -> ParityRecord:
+    """Set up `tpc`, build, take the steps. Runs on every rank of the layout."""
+    mesh = [(axis, axes.get(axis, 1)) for axis, _ in _DEFAULT]
+    expert = axes.get("expert", 1)
+    if expert > 1:
+        mesh[0] = ("data", axes.get("data", 1) * expert)
+    tpc.setup_process_groups(mesh, expert=expert)
+    coord = dict(tpc.topology.dense.coord(tpc.rank))
+    record = ParityRecord(coord)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        _take_steps(build, batch, record, coord["data"], dict(mesh)["data"])
+    except TorchDistError as error:
+        record.error = f"{type(error).__name__}: {error}"
+    finally:
+        torch.set_num_threads(threads)
+    return record
+
+
+def _take_steps(
+    build: Callable[[], ParityModel],
+    batch: Callable[[int, int, int], Any],
+    record: ParityRecord,
+    index: int,
+    num: int,
+) -> None:
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(SEED)
+    model = build()
+    if not isinstance(model, ParityModel):
+        raise ConfigError(f"build returned a {type(model).__name__}; return a ParityModel")
+    module = model.module.to(torch.float64)
+    parts = {_plain(name): part for name, part in module.named_modules()}
+    record.initial = named(module.named_parameters())
+    for number in range(NUM_STEPS):
+        fed = batch(number, index, num)
+        if number == 0:
+            record.inputs = [x for x in leaves_of(fed) if isinstance(x, Tensor)]
+        with without_dropout(module), recording(parts, record, lambda n=number: n == 0):
+            loss = model.step(fed)
+        if loss is not None:
+            record.losses.append(float(loss.detach() if isinstance(loss, Tensor) else loss))
+        if number == 0:
+            grads = ((n, p.grad) for n, p in module.named_parameters() if p.grad is not None)
+            record.grads = named(grads)
+    record.weights, record.buffers = named(module.named_parameters()), named(module.named_buffers())
+    # in a step more, which may differ between layouts: dropout draws by samples and parts
+    record.masks = dropout_masks(module, lambda: model.step(batch(0, index, num)))
+
+
+def _plain(name: str) -> str:
+    """A name without what wrappers put before it."""
+    return ".".join(x for x in name.split(".") if x not in ("module", "_orig_mod"))
+
+
+def named(pairs: Any) -> dict[str, Tensor]:
+    """Copies by names as the unwrapped module has them."""
+    return {_plain(name): x for name, x in copies(pairs).items()}
+
+
+def run_layouts(
+    build: Callable[[], ParityModel],
+    batch: Callable[[int, int, int], Any],
+    layouts: Sequence[Mapping[str, int]],
+    ranks: Callable[[int], Any],
+) -> list[list[ParityRecord]]:
+    """The records of one process, and of every layout."""
+    found = []
+    for axes in ({}, *layouts):
+        num = 1
+        for size in axes.values():
+            num *= size
+        found.append(ranks(num).run(record_rank, build, batch, dict(axes)))
+    return found

@@ -1,0 +1,98 @@
+"""Whether a rank's tensor is a part of the whole one, whatever the cut.
+
+Rows (of the first dim) are looked for anywhere, so samples in another order and rows of fused
+projections are found; along other dims a part is a contiguous piece.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import torch
+from torch import Tensor
+
+TOLERANCE = 1e-9
+"""Of float64, as a share of the whole tensor's largest number."""
+_MOST_PLACES = 128
+
+
+def difference(part: Tensor, whole: Tensor) -> float | None:
+    """The largest difference, over the whole's largest number, where `part` fits best; None: it
+    has no shape that a part of `whole` could have."""
+    if part.dim() != whole.dim():
+        return None
+    if part.dim() == 0:
+        part, whole = part.reshape(1), whole.reshape(1)
+    part, whole = _real(part), _real(whole)
+    scale = max(float(whole.abs().max()) if whole.numel() else 0.0, 1e-30)
+    best = _best(part, whole)
+    if part.dim() > 2 and part.shape[2:] == whole.shape[2:] and (best or 0) > TOLERANCE * scale:
+        # samples of several microbatches, of a model whose first dim is the sequence
+        merged = _best(part.flatten(0, 1), whole.flatten(0, 1))
+        best = min(x for x in (best, merged) if x is not None)
+    return None if best is None else best / scale
+
+
+def _best(part: Tensor, whole: Tensor) -> float | None:
+    if part.shape[0] > whole.shape[0]:
+        return None
+    return min((_rows(part, piece) for piece in _pieces(part.shape[1:], whole)), default=None)
+
+
+def missing_place(parts: Sequence[Tensor], whole: Tensor) -> bool:
+    """Whether even pieces along dims after the first are on no rank, though every part is one."""
+    shape = parts[0].shape[1:]
+    if any(x.dim() < 2 or x.shape[1:] != shape for x in (*parts, parts[0])):
+        return False
+    if any(size == 0 or full % size for size, full in zip(shape, whole.shape[1:], strict=True)):
+        return False
+    scale = max(float(_real(whole).abs().max()) if whole.numel() else 0.0, 1e-30)
+    fits = [
+        {i for i, piece in enumerate(pieces) if _rows(_real(part), piece) <= TOLERANCE * scale}
+        for pieces in [[*_pieces(shape, _real(whole))]]
+        for part in parts
+    ]
+    num = math.prod(full // size for size, full in zip(shape, whole.shape[1:], strict=True))
+    return all(fits) and num <= _MOST_PLACES and len(set().union(*fits)) < num
+
+
+def rows_found(part: Tensor, whole: Tensor) -> set[int]:
+    """The rows of `whole` that rows of `part` are."""
+    if part.dim() == 0 or part.shape[1:] != whole.shape[1:]:
+        return set()
+    apart = _apart(_real(part), _real(whole))
+    return set(((apart <= TOLERANCE).nonzero()[:, 1]).tolist())
+
+
+def _real(x: Tensor) -> Tensor:
+    x = torch.view_as_real(x) if x.is_complex() else x
+    return torch.nan_to_num(x.detach().to(torch.float64), nan=1e300, posinf=1e301, neginf=-1e301)
+
+
+def _pieces(shape: torch.Size, whole: Tensor) -> Iterator[Tensor]:
+    """Pieces of `whole` with all rows and this shape of a row."""
+    starts = []
+    for size, full in zip(shape, whole.shape[1:], strict=True):
+        if size > full or size == 0:
+            return
+        starts.append(range(0, full - size + 1, size if full % size == 0 else 1))
+    for number, at in enumerate(product(*starts)):
+        if number == _MOST_PLACES:
+            return
+        place = tuple(slice(a, a + size) for a, size in zip(at, shape, strict=True))
+        yield whole[(slice(None), *place)]
+
+
+def _rows(part: Tensor, whole: Tensor) -> float:
+    """How far the row that fits worst is from the row it fits best."""
+    if part.shape[0] == 0:
+        return 0.0
+    if part.shape == whole.shape and (same := float((part - whole).abs().max())) == 0.0:
+        return same
+    return float(_apart(part, whole).min(dim=1).values.max())
+
+
+def _apart(part: Tensor, whole: Tensor) -> Tensor:
+    """Of each row of `part` to each of `whole` the largest difference."""
+    part, whole = (x.reshape(x.shape[0], -1) for x in (part, whole))
+    return torch.cdist(part, whole, p=float("inf"))

@@ -1,0 +1,133 @@
+"""What one rank notes of a few steps of a model: to be compared with the same steps elsewhere.
+
+In the first step every module's inputs and outputs are kept, on the way forward and for all calls
+of it, as a microbatch is a call. Nothing of the model is changed, but that dropout is off: what it
+draws is looked at apart, since one process and many ranks draw differently for good reasons.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from torchdistpackage.comm.nested import leaves_of
+
+DATA, LOSS = "data", "loss"
+"""Names for what a rank is fed and for its loss, beside those of modules."""
+
+
+@dataclass(slots=True)
+class ModuleCalls:
+    """Tensors that a module got and gave in the first step, each joined over its calls."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+@dataclass(slots=True)
+class ParityRecord:
+    """One rank of one layout. coord: its place. modules: by name, in the order in which their first
+    calls ended. losses, norms: of each step. grads: after the sum over ranks, of the first step.
+    masks: of each dropout, what a call of it kept. error: why the rank ended."""
+
+    coord: Mapping[str, int]
+    inputs: list[Tensor] = field(default_factory=list[Tensor])
+    modules: dict[str, ModuleCalls] = field(default_factory=dict[str, ModuleCalls])
+    losses: list[float] = field(default_factory=list[float])
+    norms: list[float] = field(default_factory=list[float])
+    initial: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    grads: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    weights: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    masks: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    error: str = ""
+
+
+def copies(named: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Detached copies by name."""
+    return {name: x.detach().clone() for name, x in named}
+
+
+@contextmanager
+def recording(
+    modules: Mapping[str, nn.Module], record: ParityRecord, own: Callable[[], bool]
+) -> Iterator[None]:
+    """Note all calls of `modules` while `own()` is true."""
+    calls: dict[str, list[tuple[list[Tensor], list[Tensor]]]] = {}
+    hooks = []
+
+    def note(name: str):
+        def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+            if own():
+                found = _kept((args, kwargs)), _kept(output)
+                calls.setdefault(name, []).append(found)
+
+        return hook
+
+    for name, module in modules.items():
+        hooks.append(module.register_forward_hook(note(name), with_kwargs=True, always_call=False))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for name, held in calls.items():
+            inputs, outputs = ([call[k] for call in held] for k in (0, 1))
+            record.modules[name] = ModuleCalls(_joined(inputs), _joined(outputs))
+
+
+def _kept(value: object) -> list[Tensor]:
+    return [x.detach().clone() for x in leaves_of(value) if isinstance(x, Tensor)]
+
+
+def _joined(calls: list[list[Tensor]]) -> list[Tensor]:
+    """The k-th tensors of all calls, one after the other along the first dim where they can be."""
+    if len({len(call) for call in calls}) != 1:
+        return []
+    found = []
+    for parts in zip(*calls, strict=True):
+        alike = len({(x.shape[1:], x.dtype) for x in parts}) == 1 and parts[0].dim() > 0
+        found.append(torch.cat(parts) if alike else torch.stack([x.double().mean() for x in parts]))
+    return found
+
+
+@contextmanager
+def without_dropout(module: nn.Module) -> Iterator[None]:
+    """All dropout modules and probabilities named `dropout` are 0 inside."""
+    held: list[tuple[object, str, object]] = []
+    for part in module.modules():
+        names = (
+            ("p",) if isinstance(part, nn.modules.dropout._DropoutNd) else ("dropout", "dropout_p")
+        )
+        for name in names:
+            value = getattr(part, name, None)
+            if isinstance(value, float) and value > 0:
+                held.append((part, name, value))
+                setattr(part, name, 0.0)
+    try:
+        yield
+    finally:
+        for part, name, value in held:
+            setattr(part, name, value)
+
+
+def dropout_masks(module: nn.Module, call: Callable[[], object]) -> dict[str, Tensor]:
+    """Of each dropout module what its first call in `call()` kept, by the module's name."""
+    found: dict[str, Tensor] = {}
+    hooks = []
+    for name, part in module.named_modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+
+            def hook(
+                _: nn.Module, args: tuple[Tensor, ...], output: Tensor, name: str = name
+            ) -> None:
+                found.setdefault(name, (output != 0) | (args[0] == 0))
+
+            hooks.append(part.register_forward_hook(hook))
+    if hooks:
+        call()
+    for hook in hooks:
+        hook.remove()
+    return {".".join(x for x in n.split(".") if x != "module"): mask for n, mask in found.items()}
