@@ -80,6 +80,8 @@ PURE_FILES = (
     "parallel/pipeline/partition/cut_search.py",
     "parallel/pipeline/partition/cost_split.py",
     "parallel/tensor/layouts.py",
+    "parallel/expert/__init__.py",
+    "parallel/expert/shape.py",
     "models/refusals.py",
     "models/registry.py",
     "models/*_layout.py",

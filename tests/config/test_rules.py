@@ -87,7 +87,37 @@ def run(**values: Any) -> RunConfig:
             {"parallel__expert": 2},
             None,
             "parallel.expert",
-            "parallel.expert=2 is not available yet",
+            "parallel.expert=2, but the model has no experts to share; set model.moe.num_experts",
+        ),
+        (
+            {"model__moe": {"num_experts": 8}, "parallel__expert": 3, "parallel__data": 4},
+            None,
+            "parallel.expert",
+            "parallel.expert=3 does not divide parallel.data=4, whose ranks share the experts; set",
+        ),
+        (
+            {"model__moe": {"top_k": 3}},
+            None,
+            "model.moe.top_k",
+            "model.moe.top_k would not be read without model.moe.num_experts",
+        ),
+        (
+            {"model__moe": {"num_experts": 2, "top_k": 3}},
+            None,
+            "model.moe.num_experts",
+            "model.moe: top_k=3 experts for each token, of num_experts=2; set top_k to 2 or less",
+        ),
+        (
+            {"model__moe": {"num_experts": 8, "first": 9}},
+            None,
+            "model.moe.first",
+            "model.moe.first=9 leaves none of model.layers=4 blocks experts; set first to 3",
+        ),
+        (
+            {"model__moe": {"num_experts": 8, "capacity_factor": 1.0}, "parallel__context": 2},
+            None,
+            "model.moe.capacity_factor",
+            "model.moe.capacity_factor=1 counts places in whole sequences",
         ),
         (
             {"precision__dtype": "bf16", "precision__weights": "bf16"},

@@ -69,6 +69,45 @@ class LoraSection(Section):
     )
 
 
+class MoESection(Section):
+    """Mixtures of experts in place of MLPs; docs/expert_parallel.md."""
+
+    num_experts: k.ExpertsOrNull = Field(
+        default=None, description="Experts of a block; null: no mixtures."
+    )
+    top_k: k.Count = Field(default=2, le=1 << 14, description="Experts of each token.")
+    hidden: k.WidthOrNull = Field(
+        default=None, description="Width of an expert; null: that of the MLP."
+    )
+    score: k.RouterScore = Field(default="softmax", description="What scores experts.")
+    normalize: bool = Field(default=True, description="Weights of a token's experts sum to 1.")
+    route_scale: k.Positive = Field(default=1.0, description="Factor on these weights.")
+    num_groups: k.Count = Field(default=1, le=1 << 14, description="Groups of experts.")
+    top_groups: k.Count = Field(
+        default=1, le=1 << 14, description="Groups that a token's experts may be in."
+    )
+    balance: k.ExpertBalance = Field(
+        default="aux_loss", description="What keeps experts equally busy."
+    )
+    aux_loss: k.NotNegative = Field(
+        default=0.01, description="Factor of aux_loss and of global_aux_loss."
+    )
+    z_loss: k.NotNegative = Field(default=0.0, description="Factor of the router's z-loss.")
+    bias_rate: k.NotNegative = Field(
+        default=0.001, description="What balance=bias moves a bias by in a step."
+    )
+    capacity_factor: k.PositiveOrNull = Field(
+        default=None,
+        description="Places of an expert in a sequence over the mean; null: none is dropped.",
+    )
+    shared_hidden: k.WidthOrNull = Field(
+        default=None, description="Width of an MLP besides that takes all tokens; null: none."
+    )
+    jitter: k.BelowOne = Field(default=0.0, description="Noise on the router's input.")
+    every: k.Count = Field(default=1, le=2048, description="Every so many blocks have experts,")
+    first: k.CountOrZero = Field(default=0, le=2048, description="from this one on.")
+
+
 class ModelSection(NamedSection):
     """What is trained: one of our models, or your own by import path."""
 
@@ -89,6 +128,7 @@ class ModelSection(NamedSection):
     mlp: k.Mlp = Field(default="gelu", description="Activation of the MLP; swiglu also has a gate.")
     mlp_bias: bool = Field(default=True, description="Biases in the MLP.")
     attention_bias: bool = Field(default=True, description="Biases in attention.")
+    moe: MoESection = default(MoESection)
     vocab: k.Count = Field(default=256, le=1 << 24, description="Number of token ids.")
     dropout: k.BelowOne = Field(default=0.0, description="Part of activations dropped.")
     tied: bool = Field(default=True, description="Embedding and output head share one weight.")
@@ -134,6 +174,11 @@ class ModelSection(NamedSection):
     def is_trained(self, parameter: str) -> bool:
         """Whether the parameter of this global name gets gradients."""
         return self.lora.target is None or is_adapter(parameter)
+
+    @property
+    def expert_hidden(self) -> int:
+        """Width of an expert."""
+        return self.moe.hidden or self.hidden
 
     @property
     def hidden(self) -> int:

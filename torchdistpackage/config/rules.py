@@ -369,11 +369,5 @@ def _the_best_is_measured(c: RunConfig, world_size: int | None) -> str | None:
     return None
 
 
-@rule("parallel.expert")
-def _no_expert_yet(c: RunConfig, world_size: int | None) -> str | None:
-    value = c.parallel.expert
-    return None if value == 1 else f"parallel.expert={value} is not available yet; set it to 1"
-
-
 RULES = tuple(x for x in tuple(globals().values()) if isinstance(x, Rule))
 """In the order of this file."""

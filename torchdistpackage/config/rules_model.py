@@ -2,7 +2,12 @@
 
 from operator import attrgetter
 
-from torchdistpackage.config.model_section import LoraSection, ModelSection, RopeSection
+from torchdistpackage.config.model_section import (
+    LoraSection,
+    ModelSection,
+    MoESection,
+    RopeSection,
+)
 from torchdistpackage.config.rules import Rule, divisors, multiples, named_once, rule
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import MAX_MLP_RATIO
@@ -12,9 +17,12 @@ from torchdistpackage.layout.rope import Rope
 
 _TARGET_KEYS = ("name", "target", "hf", "args", "loss")
 _LORA_KEYS = tuple(f"lora.{key}" for key in LoraSection.model_fields if key != "target")
+_MOE_KEYS = tuple(f"moe.{key}" for key in MoESection.model_fields)
 _ROPE_KEYS = tuple(f"rope.{key}" for key in RopeSection.model_fields)
 _GPT_KEYS = tuple(
-    key for key in ModelSection.model_fields if key not in (*_TARGET_KEYS, "vocab", "rope", "lora")
+    key
+    for key in ModelSection.model_fields
+    if key not in (*_TARGET_KEYS, "vocab", "rope", "lora", "moe")
 )
 
 
@@ -144,10 +152,13 @@ def _model_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
 
 
 @rule(
-    *(f"model.{key}" for key in (*_GPT_KEYS, *_ROPE_KEYS)), "model.name", "model.target", "model.hf"
+    *(f"model.{key}" for key in (*_GPT_KEYS, *_ROPE_KEYS, *_MOE_KEYS)),
+    "model.name",
+    "model.target",
+    "model.hf",
 )
 def _model_keys_are_read(c: RunConfig, world_size: int | None) -> str | None:
-    unread = _changed(c.model, *_GPT_KEYS, *_ROPE_KEYS)
+    unread = _changed(c.model, *_GPT_KEYS, *_ROPE_KEYS, *_MOE_KEYS)
     if c.model.name is not None or not unread:
         return None
     if c.model.hf is not None:

@@ -281,6 +281,9 @@ Matmul = Literal["highest", "high", "medium"]
 Position = Literal["rotary", "learned"]
 Norm = Literal["layer", "rms"]
 Mlp = Literal["gelu", "gelu_tanh", "swiglu"]
+RouterScore = Literal["softmax", "sigmoid"]
+ExpertBalance = Literal["aux_loss", "global_aux_loss", "bias", "none"]
+ExpertsOrNull = Annotated[int, Field(ge=1, le=1 << 14), _Whole] | None
 RopeScaling = Literal["default", "linear", "llama3", "yarn"]
 PositiveOrNull = Positive | None
 LengthOrNull = Annotated[int, Field(ge=1, le=MAX_LENGTH), _Whole] | None

@@ -187,8 +187,9 @@ class NaiveDDP(Wrapper):
     def _start(self) -> None:
         """Make the reducer, or let it own what there is now."""
         specs = [self._share(n, p) for n, p in self._own_parameters() if p.requires_grad]
-        # alone, gradients are what autograd makes, unless they must be added up in more bits
-        specs = [s for s in specs if s.group.size() > 1 or s.is_wider]
+        # alone, gradients are what autograd makes, unless they must be added up in more bits, or
+        # are of experts, to whom the tokens of several batches came
+        specs = [s for s in specs if s.group.size() > 1 or s.divide > 1 or s.is_wider]
         if names := hooked_names(specs, exclusive=True):
             raise CommError(
                 f"{len(names)} of {len(specs)} parameters belong to a ZeroOptimizer, which "

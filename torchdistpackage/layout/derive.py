@@ -185,9 +185,10 @@ def gradient_axes(layout: Layout, mesh: Mesh) -> Axes:
 
 
 def num_replicas(layout: Layout, mesh: Mesh) -> int:
-    """Over how many batches a mean gradient is taken: the ranks along its batch axes."""
+    """Over how many batches a mean gradient is taken: the ranks along its batch axes, and those
+    whose tokens came to a part that is cut over them, as they do to experts."""
     axes = [a for a in gradient_axes(layout, mesh) if a in BATCH_AXES]
-    return mesh.axis_size(*axes)
+    return mesh.axis_size(*axes, *(a for a in layout.split_axes if a == "expert"))
 
 
 def placements(layout: Layout, axes: Iterable[str]) -> tuple[int | None, ...]:

@@ -20,6 +20,7 @@ from torchdistpackage.errors import DataError, LayoutError
 from torchdistpackage.layout.derive import chunk
 from torchdistpackage.models import gpt_layout
 from torchdistpackage.models.gpt_layout import ATTENTION, EMBED, HEAD, MLP, TIED, GPTShape
+from torchdistpackage.parallel.expert.layer import MoELayer
 from torchdistpackage.parallel.tensor.attention import (
     ParallelAttention,
     SequenceAttention,
@@ -99,7 +100,13 @@ class GPT(Grouped):
         self.blocks = nn.ModuleDict(
             {
                 index: GPTBlock(
-                    shape, dropout, held, tp_comm_overlap, sequence=self.sequence, **common
+                    shape,
+                    int(index),
+                    dropout,
+                    held,
+                    tp_comm_overlap,
+                    sequence=self.sequence,
+                    **common,
                 )
                 for index, held in halves.items()
             }
@@ -235,6 +242,7 @@ class GPTBlock(nn.Module):
     def __init__(
         self,
         shape: GPTShape,
+        index: int,
         dropout: float,
         halves: Sequence[str],
         tp_comm_overlap: bool = False,
@@ -264,17 +272,35 @@ class GPTBlock(nn.Module):
             )
         if MLP in halves:
             self.norm2 = _norm(shape, **common)
-            self.mlp = ParallelMlp(
-                dim,
-                shape.hidden,
-                gated=shape.mlp == "swiglu",
-                activation=ACTIVATIONS[shape.mlp],
-                bias=shape.mlp_bias,
-                sequence_parallel=sequence_parallel,
-                tp_comm_overlap=tp_comm_overlap,
-                down_initial=branch,
-                **common,
-            )
+            common_mlp = {
+                "activation": ACTIVATIONS[shape.mlp],
+                "sequence_parallel": sequence_parallel,
+                "down_initial": branch,
+            }
+            moe = shape.moe_of(index)
+            if moe is None:
+                self.mlp = ParallelMlp(
+                    dim,
+                    shape.hidden,
+                    gated=shape.mlp == "swiglu",
+                    bias=shape.mlp_bias,
+                    tp_comm_overlap=tp_comm_overlap,
+                    **common_mlp,
+                    **common,
+                )
+            else:
+                # a loss of sums over tokens, on every stage; microbatches know no global batch, and
+                # what is not finite the trainer finds and names
+                self.mlp = MoELayer.of_shape(
+                    dim,
+                    moe,
+                    attach_loss=True,
+                    step_counts=True,
+                    check_nan=False,
+                    name=f"blocks.{index}.mlp",
+                    **common_mlp,
+                    **{"tensor_group" if k == "group" else k: x for k, x in common.items()},
+                )
         group, axis = common["group"], common["axis"]
         self.drop = Dropout(dropout, split=sequence_parallel, group=group, axis=axis)
 

@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.moe import MoEShape, shape_of_options
 from torchdistpackage.layout.partition import attention_problems, feature_problems, refuse
 from torchdistpackage.layout.rope import UNSCALED, Rope, scaled_length
+from torchdistpackage.parallel.expert import shape as mixtures
 from torchdistpackage.parallel.tensor import layouts as cut
 from torchdistpackage.parallel.tensor.layouts import Layouts, prefixed
 
@@ -38,6 +40,7 @@ class GPTShape:
     mlp: activation between its two products, or swiglu: down(silu(gate(x)) * up(x)).
     attention_bias, mlp_bias: whether these products have biases.
     sequence_parallel: activations between the tensor-parallel products are cut along the sequence.
+    moe: of every `moe_every`-th block, from block `moe_first` on, in place of its MLP.
 
     Raises:
         LayoutError: lists every size that does not fit the others, with the nearest that do.
@@ -62,6 +65,9 @@ class GPTShape:
     attention_bias: bool = True
     mlp_bias: bool = True
     rope: Rope = UNSCALED
+    moe: MoEShape | None = None
+    moe_every: int = 1
+    moe_first: int = 0
 
     def __post_init__(self) -> None:
         check_split(self, 1)
@@ -79,6 +85,11 @@ class GPTShape:
     def hidden(self) -> int:
         """Width of the MLP."""
         return self.mlp_hidden or max(round(self.dim * self.mlp_ratio), 1)
+
+    def moe_of(self, block: int) -> MoEShape | None:
+        """The mixture of experts of a block; None: it has an MLP."""
+        since = block - self.moe_first
+        return self.moe if since >= 0 and since % self.moe_every == 0 else None
 
     @property
     def num_positions(self) -> int:
@@ -98,14 +109,20 @@ def shape_of_section(section: Mapping[str, Any], seq_len: int, sequence_parallel
     Raises:
         LayoutError: the sizes do not fit each other.
     """
-    names = {field.name for field in fields(GPTShape)} & section.keys() - {"rope"}
-    return GPTShape(
+    names = {field.name for field in fields(GPTShape)} & section.keys() - {"rope", "moe"}
+    shape = GPTShape(
         **{name: section[name] for name in names},
         head_width=section.get("head_dim"),
         rope=Rope(**section.get("rope", {})),
         seq_len=seq_len,
         sequence_parallel=sequence_parallel,
     )
+    mixture = section.get("moe") or {}
+    if mixture.get("num_experts") is None:
+        return shape
+    same = {"hidden": mixture["hidden"] or shape.hidden, "bias": shape.mlp_bias}
+    moe = shape_of_options({**mixture, **same, "gated": shape.mlp == "swiglu"})
+    return replace(shape, moe=moe, moe_every=mixture["every"], moe_first=mixture["first"])
 
 
 def check_split(shape: GPTShape, num_ranks: int) -> None:
@@ -123,6 +140,7 @@ def check_split(shape: GPTShape, num_ranks: int) -> None:
             f"positions turn channels in pairs; use heads of even width, or learned positions"
         )
     problems += feature_problems("the MLP", shape.hidden, num_ranks)
+    problems += [] if shape.moe is None else shape.moe.check_split(1, num_ranks)
     if shape.position == "learned" and shape.seq_len > shape.num_positions:
         problems.append(
             f"sequences of {shape.seq_len} tokens, but positions are learned for "
@@ -157,7 +175,10 @@ def piece_layouts(shape: GPTShape, piece: str, axis: str = "tensor") -> Layouts:
         sizes = shape.heads, shape.kv_heads, shape.head_width
         attention = cut.attention(dim, shape.attention_bias, axis, sequence_parallel, *sizes)
         return prefixed("norm1", norm) | prefixed("attention", attention)
-    gated = shape.mlp == "swiglu"
+    gated, moe = shape.mlp == "swiglu", shape.moe_of(int(piece.split(".")[1]))
+    if moe is not None:
+        mixture = mixtures.layouts(moe, dim, axis, sequence_parallel)
+        return prefixed("norm2", norm) | prefixed("mlp", mixture)
     mlp = cut.mlp(dim, shape.hidden, shape.mlp_bias, axis, sequence_parallel, gated)
     return prefixed("norm2", norm) | prefixed("mlp", mlp)
 
@@ -215,7 +236,21 @@ def piece_costs(shape: GPTShape) -> tuple[float, ...]:
     # products of q, k and v, and that of the heads' output; scores and values of each query head
     attention = 4.0 * shape.dim * (q + kv) + 4.0 * shape.seq_len * q
     mlp = (6.0 if shape.mlp == "swiglu" else 4.0) * shape.dim * shape.hidden
-    return (0.0, *((attention, mlp) * shape.layers), 2.0 * shape.dim * shape.vocab)
+    blocks: list[float] = []
+    for index in range(shape.layers):
+        moe = shape.moe_of(index)
+        blocks += attention, mlp if moe is None else mixtures.flops_per_token(moe, shape.dim)
+    return (0.0, *blocks, 2.0 * shape.dim * shape.vocab)
+
+
+def num_active_parameters(shape: GPTShape) -> int:
+    """Parameters that one token meets: of experts those that it goes to."""
+    idle = 0
+    for index in range(shape.layers):
+        if (moe := shape.moe_of(index)) is not None:
+            count = mixtures.num_parameters
+            idle += count(moe, shape.dim) - count(moe, shape.dim, active=True)
+    return sum(piece_parameters(shape)) - idle
 
 
 BACKWARD_PER_FORWARD = 2.0

@@ -61,7 +61,8 @@ def clip_grad_norm_(
     parameters: or the ZeroOptimizer that shards them, which is also found by its parameters.
     layouts: one for each parameter, with tpc set up; default what its layer says of it. Shards
         count as shards, replicated and tied parameters once, a stage's own on every stage.
-    group: ranks that together hold the model; default tpc's model group, of shards all ranks.
+    group: ranks that together hold the model; default tpc's model group, of shards and with shared
+        experts all ranks.
         Without tpc this rank alone, and the groups that cut its parameters.
 
     Returns the norm before clipping, equal on all ranks of the group. No host synchronisation
@@ -87,7 +88,9 @@ def clip_grad_norm_(
         parts, tensors = counted_shards(shards, group), [shard.tensor for shard in shards]
     else:
         if group is None and tpc.is_set:
-            group = tpc.get_group("model")
+            # experts are cut over ranks of several batches; all ranks decide alike, with or without
+            shares_experts = tpc.topology.expert.axis_size("expert") > 1
+            group = tpc.get_group("global" if shares_experts else "model")
         parts = counted(tensors, layouts, group)
     norm = _norm(parts, norm_type, group)
     if error_if_nonfinite and not bool(norm.isfinite()):

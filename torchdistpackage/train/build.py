@@ -19,7 +19,7 @@ from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.schema import DataSection, OptimSection, RunConfig
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.param_spec import batch_group
+from torchdistpackage.ddp.param_spec import batch_group, sum_group
 from torchdistpackage.ddp.param_sync import ReplicatedTensor, sync_module_states
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import ConfigError, DataError, ScheduleError
@@ -38,6 +38,7 @@ from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.generators import evaluation
 from torchdistpackage.train import corpus
 from torchdistpackage.train.callbacks import (
+    DeadExperts,
     NonFiniteCheck,
     ReplicaCheck,
     SaveEvents,
@@ -187,7 +188,7 @@ def make_loop(
     if train.profile.range:
         callbacks.append(StepTrace(trainer, train.profile.range, state.step + 1))
     callbacks += [RankTimes(trainer, folder, every, state.step + 1), SaveEvents()]
-    callbacks.append(NonFiniteCheck(skips=train.on_nonfinite == "skip"))
+    callbacks += [DeadExperts(10 * every), NonFiniteCheck(skips=train.on_nonfinite == "skip")]
     if train.check_replicas_every:
         callbacks.append(ReplicaCheck(trainer, train.check_replicas_every))
     return Loop(
@@ -301,9 +302,9 @@ def _stage(
                 load_weights(module, folder)
         drawn = collect_initials(stage) if config.model.lora.target else {}
         drawn = {n: x for n, x in drawn.items() if plan.is_trained(layouts[n].name)}
-        initialize(stage, layouts, mesh, tpc.rank, config.run.seed, drawn)
+        initialize(stage, layouts, plan.topology, tpc.rank, config.run.seed, drawn)
     else:
-        initialize(stage, layouts, mesh, tpc.rank, config.run.seed)
+        initialize(stage, layouts, plan.topology, tpc.rank, config.run.seed)
     tpc.prepare(sums=layouts.values())
     return stage, layouts, loss
 
@@ -376,9 +377,9 @@ def _data_parallel(
 ) -> NaiveDDP | ZeroOptimizer:
     """Sums gradients over what each layout says; the step divides. Replicas start alike."""
     if zero and inner is not None:
-        group = batch_group()
         held = (*stage.named_parameters(), *stage.named_buffers())
-        sync_module_states(ReplicatedTensor(name, x, group) for name, x in held)
+        over = [(name, x, sum_group(layouts.get(name), batch_group())) for name, x in held]
+        sync_module_states(ReplicatedTensor(*each) for each in over)
         return ZeroOptimizer(inner, stage, stage=zero, layouts=layouts, reduce_op="sum")
     # keep_order: a run that is resumed would measure, and pack, other buckets, and so round
     # its sums differently; it has to go on bit for bit
@@ -387,14 +388,11 @@ def _data_parallel(
 
 def _optimizer(stage: nn.Module, section: OptimSection) -> torch.optim.AdamW | None:
     """AdamW; matrices decay, vectors do not. None for a stage without parameters."""
-    trained = [p for p in stage.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": section.weight_decay},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    if not groups:
-        return None
-    return torch.optim.AdamW(
-        groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True
-    )
+    named = [(name, p) for name, p in stage.named_parameters() if p.requires_grad]
+    # the biases of all experts are one matrix
+    vectors = [p for name, p in named if p.dim() <= 1 or name.endswith("_bias")]
+    matrices = [p for name, p in named if p.dim() > 1 and not name.endswith("_bias")]
+    kinds = (matrices, section.weight_decay), (vectors, 0.0)
+    groups = [{"params": params, "weight_decay": decay} for params, decay in kinds if params]
+    how = {"lr": section.lr, "betas": section.betas, "eps": section.eps, "fused": True}
+    return torch.optim.AdamW(groups, **how) if groups else None

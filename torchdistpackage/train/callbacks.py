@@ -63,6 +63,29 @@ class SaveEvents(Callback):
             note_event(loop.folder, SAVE, step, took_s=round(took_s, 3))
 
 
+class DeadExperts(Callback):
+    """Names experts that no token chose in `every` steps."""
+
+    def __init__(self, every: int):
+        self._every = every
+        self._chosen: dict[str, list[int]] = {}
+
+    def on_step(self, loop: Loop, result: StepResult, issued: PendingStep) -> None:
+        for name, load in result.experts.items():
+            known = self._chosen.get(name, [0] * len(load.choices))
+            self._chosen[name] = [a + b for a, b in zip(known, load.choices, strict=True)]
+        if result.step % self._every:
+            return
+        dead = {n: [e for e, x in enumerate(xs) if not x] for n, xs in self._chosen.items()}
+        self._chosen = {}
+        named = [f"{name} {', '.join(map(str, found))}" for name, found in dead.items() if found]
+        if named:
+            loop.log.note(
+                f"experts that no token chose in the last {self._every} steps: {'; '.join(named)}",
+                dead_experts="; ".join(named),
+            )
+
+
 class StragglerCheck(Callback):
     """Says which ranks are slow, of every `every` steps."""
 

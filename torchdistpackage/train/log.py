@@ -150,12 +150,15 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         tokens_per_s: float,
         bubble: float | None = None,
         predicted_bubble: float | None = None,
+        expert_imbalance: float | None = None,
     ) -> None:
         """Show a step that is done. Bubbles are fractions of the step time; None without a
-        pipeline."""
+        pipeline. expert_imbalance: the busiest expert over the mean; None without experts."""
         text = f"loss {loss:.4f}  {_thousands(tokens_per_s)} {self._unit}/s"
         if bubble is not None:
             text += f"  bubble {bubble:.1%}"
+        if expert_imbalance is not None:
+            text += f"  experts {expert_imbalance:.1f}x"
         if self._bar is not None:  # in 80 columns there is no room for what does not change
             self._bar.update(self._task, completed=step, description=text)
             return
@@ -257,6 +260,7 @@ class StepLog:
             tokens_per_s=speed,
             bubble=None if self._predicted_bubble is None else result.bubble,
             predicted_bubble=self._predicted_bubble,
+            expert_imbalance=result.expert_imbalance,
         )
         if self._verbose and "pipeline" in noted:
             width = shutil.get_terminal_size().columns - 2

@@ -234,11 +234,12 @@ def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
         return ()
     costs = plan.model.piece_costs()
     mesh = plan.topology.dense
+    view = plan.topology.view
     loads: list[StageLoad] = []
     for index in range(len(plan.schedule.programs)):
         rank = mesh.rank({"pipe": index})
         held = [x for x in plan.layouts.values() if not x.stages or index in x.stages]
-        counts = {x.name: num_elements(x, mesh, rank) for x in held}
+        counts = {x.name: num_elements(x, view(x.view), rank) for x in held}
         trained = sum(n for x, n in counts.items() if plan.is_trained(x))
         share = sum(costs[i] for i in plan.pieces_on(index)) / (sum(costs) or 1)
         names = {

@@ -33,6 +33,7 @@ from torchdistpackage.train.data import (
     check_fingerprints,
     fingerprint,
 )
+from torchdistpackage.train.experts import ExpertCounts
 from torchdistpackage.train.staged_model import LossFn, StagedModel, totals_on
 from torchdistpackage.train.step_stats import PendingStep, Period, StepStats, busy_share
 from torchdistpackage.train.update import Update
@@ -82,6 +83,11 @@ class Trainer(StagedModel):
         self._world = tpc.groups.of(range(mesh.size))
         self._host_world = on_cpu(self._world)
         self._trained = self.stage.trained()
+        # a model of the user's own is not known before it is built, and then all of it is here
+        own = {x.name: x for x in self.layouts.values()} if mesh.axis_size("pipe") == 1 else {}
+        self.experts = ExpertCounts(
+            self.plan.layouts or own, self.stage, self.layouts, counts=coord["tensor"] == 0
+        )
         self.runs_ahead = self.device.type != "cpu" or is_queued(self._world)
         self.batches = Batches(
             self.data,
@@ -123,6 +129,7 @@ class Trainer(StagedModel):
             if self.optimizer is not None:
                 self.optimizer.zero_grad()
             self.stage.train()
+        self.experts.reset()
         totals = self.accumulate(step, record=record)
         timing = self.executor.clock.timing() if measure else None
         # a device is still at it, and its host does not wait: then it is summed when it is read
@@ -141,17 +148,20 @@ class Trainer(StagedModel):
             save_done=float(save_done),
             save_failed=float(save_failed),
         )
-        stats = own.to_tensor(like=totals)
+        stats = self.experts.join(own.to_tensor(like=totals))
         with phases("reduce"):
             primitives.all_reduce(stats, self._world)
         on_host = OnHost(stats)  # ahead of the next step, which would else be waited for
         with phases("optimizer"):
-            sums = StepStats.from_tensor(stats)
+            numbers, counts = self.experts.split(stats)
+            sums = StepStats.from_tensor(numbers)
             lr = self.update.step(step, sums.loss, sums.tokens, sums.grad_sq_norm)
+            self.experts.follow(counts, numbers.isfinite().all())
         phases.end()
         period.end()
         names, host = self.update.names, self._host_world
-        return PendingStep(step, on_host, period, lr, measure, later, host, names, norms, random)
+        known = names, norms, random, self.experts.loads
+        return PendingStep(step, on_host, period, lr, measure, later, host, *known)
 
     def accumulate(self, step: int, *, reduce: bool = True, record: bool = False) -> Tensor:
         """Gradients of the sum of all losses of a step; (loss sum, count) if this rank

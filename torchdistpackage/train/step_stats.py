@@ -4,8 +4,8 @@ They leave for the host before the next step is issued, so reading them waits fo
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.moments import Moment, OnHost, Timing, clock_of, seconds
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.parallel.expert.balance import ExpertLoad
 
 Number = TypeVar("Number", bound=Tensor | float)
 
@@ -59,6 +60,7 @@ class StepResult:
     stream. bubble: share of the step, over all ranks, in which nothing was computed; None where it
     was not measured. save, stop: as `StepStats`. skipped: the loss or a gradient of some rank was
     not finite, and no rank has updated anything. save_done, save_failed: as `StepStats`.
+    experts: by layer the load of its experts.
     """
 
     step: int
@@ -73,10 +75,21 @@ class StepResult:
     skipped: bool = False
     save_done: int = 0
     save_failed: int = 0
+    experts: Mapping[str, ExpertLoad] = field(default_factory=dict[str, ExpertLoad])
 
-    def logged(self) -> dict[str, float | None]:
+    @property
+    def expert_imbalance(self) -> float | None:
+        """The busiest expert's choices over the mean, in the layer where that is most."""
+        return max((load.imbalance for load in self.experts.values()), default=None)
+
+    def logged(self) -> dict[str, float | dict[str, float] | None]:
         """What a row of the log has of the step."""
-        return {
+        more: dict[str, float | dict[str, float] | None] = {}
+        if self.experts:
+            more["experts"] = {name: x.imbalance for name, x in self.experts.items()}
+        if any(x.dropped for x in self.experts.values()):
+            more["experts_dropped"] = {n: x.dropped_share for n, x in self.experts.items()}
+        return more | {
             "loss": self.loss,
             "grad_norm": self.grad_norm,
             "lr": self.lr,
@@ -117,7 +130,8 @@ class PendingStep:
 
     stats: `StepStats`, summed over all ranks. pass_timing: of a device, whose busy time was not
     known when they were summed, else None. host: all ranks, for what is in host memory. names,
-    norms: this rank's gradients after the sum. random: the states from which the step drew.
+    norms: this rank's gradients after the sum. random: the states from which the step drew. loads:
+    what the counts of experts say, which follow the others in `stats`.
     """
 
     step: int
@@ -130,9 +144,12 @@ class PendingStep:
     names: Sequence[str]
     norms: Tensor
     random: Sequence[Tensor]
+    loads: Callable[[Sequence[float]], Mapping[str, ExpertLoad]] = lambda _: {}
 
     def wait(self) -> StepResult:
-        sums: StepStats[float] = StepStats(*self.stats.read())
+        numbers = self.stats.read()
+        number = len(StepStats._fields)
+        sums: StepStats[float] = StepStats(*numbers[:number])
         tokens, busy = max(sums.tokens, 1), sums.busy
         if self.pass_timing is not None:
             mine = torch.tensor([busy_share(self.pass_timing)], dtype=torch.float64)
@@ -150,6 +167,7 @@ class PendingStep:
             skipped=not sums.is_finite(),
             save_done=round(sums.save_done),
             save_failed=round(sums.save_failed),
+            experts=self.loads(numbers[number:]),
         )
 
 

@@ -18,7 +18,6 @@ from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import chunk
 from torchdistpackage.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from torchdistpackage.parallel.tensor.embedding import check_ids, feature_embedding, vocab_embedding
-from torchdistpackage.parallel.tensor.linear import column_linear, row_linear
 
 ParallelDim = int | None
 
@@ -95,9 +94,11 @@ def parallel_linear(
                 f"{tuple(input.shape)} is split (of {cut.length} in all); gather it first, or "
                 f"split this layer by inputs, dim=0"
             )
-        y = column_linear(input, weight, bias, group)
+        y = F.linear(collectives.copy(input, group), weight, bias)
         return mark(y, y.dim() - 1, out_features)
-    return row_linear(own_part(input, cut, weight.shape[1]), weight, bias, group)
+    part = own_part(input, cut, weight.shape[1])
+    y = collectives.reduce(F.linear(part, weight), group)
+    return y if bias is None else y + bias
 
 
 def own_part(x: Tensor, cut: Cut | None, width: int) -> Tensor:

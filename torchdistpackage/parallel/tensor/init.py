@@ -21,7 +21,7 @@ from torchdistpackage.layout.derive import holders_along, local_shape, local_sli
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.tensor.full import copy_part
 from torchdistpackage.parallel.tensor.marked import Marked
-from torchdistpackage.topology.mesh import Mesh
+from torchdistpackage.topology.mesh import Mesh, Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def collect_initials(module: nn.Module) -> dict[str, Initial]:
 def initialize(
     module: nn.Module,
     layouts: Mapping[str, Layout],
-    mesh: Mesh,
+    mesh: Mesh | Topology,
     rank: int,
     seed: int,
     initials: Mapping[str, Initial] | None = None,
@@ -135,6 +135,7 @@ def initialize(
     initials: by parameter name; default `collect_initials(module)`. A parameter that is not
         among them stays what its module made it, which is equal on all ranks only if
         the caller seeded them alike before building it.
+    mesh: of all layouts, or the topology that has it for the view of each.
 
     Raises:
         LayoutError: a parameter is not there, has no layout, or has another shape than its layout.
@@ -145,7 +146,8 @@ def initialize(
             lacks = "layout" if name in parameters else "parameter"
             raise LayoutError(f"initial weights of {name}: the module has no {lacks} of that name")
         target, layout = parameters[name], layouts[name]
-        if tuple(target.shape) != (shape := local_shape(layout, mesh, rank)):
+        view = mesh.view(layout.view) if isinstance(mesh, Topology) else mesh
+        if tuple(target.shape) != (shape := local_shape(layout, view, rank)):
             raise LayoutError(
                 f"{name} has shape {tuple(target.shape)} on rank {rank}, but its layout, "
                 f"{layout.shape} split {layout.split}, gives it {shape}; build the module "
@@ -155,7 +157,7 @@ def initialize(
             fill(target, initial)
             continue
         full = _whole(layout, initial, seed)
-        copy_part(target, full, layout, mesh, rank)
+        copy_part(target, full, layout, view, rank)
 
 
 def _whole(layout: Layout, initial: Initial, seed: int) -> Tensor:

@@ -16,14 +16,13 @@ def get_bert_config(model_config: Any, devices: Sequence[Any]) -> Config:
     rules.column("(attention|crossattention)\\.self\\.(query|key|value)", heads.cut_queries(0))
     rules.row("(attention|crossattention)\\.output\\.dense", heads.cut_queries(1))
     rules.enter("(attention|crossattention)\\.self", "hidden_states", "encoder_hidden_states")
-    rules.shares("attention\\.self", "hidden_states", "query", "key", "value")
     rules.attribute(
         "(attention|crossattention)\\.self",
         num_attention_heads=heads.num_queries,
         all_head_size=heads.width,
     )
     rules.column("intermediate\\.dense")
-    rules.enter("intermediate", layers=("dense",))
+    rules.enter("intermediate")
     rules.row("[0-9]+\\.output\\.dense")
     for name in ("word_embeddings", "position_embeddings", "token_type_embeddings"):
         rules.embedding(name, dim)

@@ -27,7 +27,7 @@ def get_bloom_config(model_config: Any, devices: Sequence[Any]) -> Config:
     fused = SplitInChunks(rules.world_size, 0, 3 * heads.head_dim)
     rules.column("self_attention\\.query_key_value", fused)
     rules.row("self_attention\\.dense", heads.cut_queries(1))
-    rules.enter("self_attention", "hidden_states", layers=("query_key_value",))
+    rules.enter("self_attention", "hidden_states")
     rules.input("self_attention", "alibi", heads.of_folded)
     rules.attribute(
         "self_attention",
@@ -37,7 +37,7 @@ def get_bloom_config(model_config: Any, devices: Sequence[Any]) -> Config:
     )
     rules.column("mlp\\.dense_h_to_4h")
     rules.row("mlp\\.dense_4h_to_h")
-    rules.enter("mlp", "hidden_states", layers=("dense_h_to_4h",))
+    rules.enter("mlp", "hidden_states")
     rules.embedding("word_embeddings", dim)
     rules.head("lm_head", model_config)
     rules.key_heads = heads.keys

@@ -43,7 +43,7 @@ def get_codegen_config(model_config: Any, devices: Sequence[Any]) -> Config:
     head_dim = dim // num_heads
     rules.column("attn\\.qkv_proj", TakeChunks(0, head_dim, fused))
     rules.row("attn\\.out_proj", TakeChunks(1, head_dim, merged))
-    rules.enter("attn", "hidden_states", layers=("qkv_proj",))
+    rules.enter("attn", "hidden_states")
     rules.attribute(
         "attn",
         num_attention_heads=lambda value, *, rank: len(merged[rank]),
@@ -51,7 +51,7 @@ def get_codegen_config(model_config: Any, devices: Sequence[Any]) -> Config:
     )
     rules.column("mlp\\.fc_in")
     rules.row("mlp\\.fc_out")
-    rules.enter("mlp", layers=("fc_in",))
+    rules.enter("mlp")
     rules.embedding("wte", dim)
     rules.head("lm_head", model_config)
     rules.key_heads = merged

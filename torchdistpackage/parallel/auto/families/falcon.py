@@ -28,7 +28,7 @@ def get_refined_web_config(model_config: Any, devices: Sequence[Any]) -> Config:
     fused = [fused_heads(heads, rank, num_heads, num_keys, is_single) for rank in range(num)]
     rules.column("self_attention\\.query_key_value", TakeChunks(0, heads.head_dim, fused))
     rules.row("self_attention\\.dense", heads.cut_queries(1))
-    rules.enter("self_attention", "hidden_states", layers=("query_key_value",))
+    rules.enter("self_attention", "hidden_states")
     if getattr(model_config, "alibi", False):
         rules.input("self_attention", "alibi", heads.of_folded)
         rules.input("self_attention", "attention_mask", heads.of_mask)
@@ -38,7 +38,7 @@ def get_refined_web_config(model_config: Any, devices: Sequence[Any]) -> Config:
     rules.attribute("self_attention", hidden_size=heads.width, split_size=heads.width, **sizes)
     rules.column("mlp\\.dense_h_to_4h")
     rules.row("mlp\\.dense_4h_to_h")
-    rules.enter("mlp", layers=("dense_h_to_4h",))
+    rules.enter("mlp")
     rules.embedding("word_embeddings", dim)
     rules.head("lm_head", model_config)
     # in this arrangement each query head has a copy of its key in the cache

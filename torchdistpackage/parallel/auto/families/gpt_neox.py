@@ -17,11 +17,11 @@ def get_gpt_neox_config(model_config: Any, devices: Sequence[Any]) -> Config:
     fused = SplitInChunks(rules.world_size, 0, 3 * heads.head_dim)
     rules.column("attention\\.query_key_value", fused)
     rules.row("attention\\.dense", heads.cut_queries(1))
-    rules.enter("attention", "hidden_states", layers=("query_key_value",))
+    rules.enter("attention", "hidden_states")
     rules.attribute("attention", num_attention_heads=heads.num_queries, hidden_size=heads.width)
     rules.column("mlp\\.dense_h_to_4h")
     rules.row("mlp\\.dense_4h_to_h")
-    rules.enter("mlp", layers=("dense_h_to_4h",))
+    rules.enter("mlp")
     rules.embedding("embed_in", dim)
     rules.head("(embed_out|lm_head)", model_config)  # by release
     rules.key_heads = heads.keys

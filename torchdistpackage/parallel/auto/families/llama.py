@@ -15,7 +15,7 @@ def get_llama_config(model_config: Any, devices: Sequence[Any]) -> Config:
     attention(rules, model_config)
     rules.column("mlp\\.(gate_proj|up_proj)")
     rules.row("mlp\\.down_proj")
-    rules.enter("mlp", layers=("gate_proj", "up_proj"))
+    rules.enter("mlp")
     ends(rules, model_config)
     return rules.config()
 
@@ -30,7 +30,7 @@ def attention(rules: FamilyRules, model_config: Any) -> Heads:
     rules.column("self_attn\\.q_proj", heads.cut_queries(0))
     rules.column("self_attn\\.(k_proj|v_proj)", heads.cut_keys(0))
     rules.row("self_attn\\.o_proj", heads.cut_queries(1))
-    rules.enter("self_attn", "hidden_states", layers=("q_proj", "k_proj", "v_proj"))
+    rules.enter("self_attn", "hidden_states")
     # norms of single heads, of which each shard has its own
     rules.state[path("self_attn\\.(q_norm|k_norm)\\.weight$")] = Partial()
     rules.attribute(

@@ -19,7 +19,6 @@ class FamilyRules:
         self.outputs: dict[str, Any] = {}
         self.attributes: dict[str, Any] = {}
         self.split: list[str] = []
-        self.entrances: dict[str, dict[int | str, tuple[str, ...]]] = {}
         self.key_heads: Sequence[Sequence[int]] | None = None
         """Of each shard, those in its key-value cache."""
 
@@ -29,19 +28,10 @@ class FamilyRules:
         self.state[f"{path(name)}\\.weight$"] = cut
         self.state[f"{path(name)}\\.bias$"] = on_dim(cut, 0)
 
-    def enter(self, name: str, *targets: int | str, layers: Sequence[str] = ()) -> None:
-        """Inputs of which the shards go on with parts of layers, the first one by default.
-
-        layers: column layers below, in the order of their calls, if they alone read the input.
-        """
+    def enter(self, name: str, *targets: int | str) -> None:
+        """Inputs of which the shards go on with parts of layers, the first one by default."""
         for target in targets or (0,):
             self.input(name, target, "copy")
-            if layers:
-                self.shares(name, target, *layers)
-
-    def shares(self, name: str, target: int | str, *layers: str) -> None:
-        """Column layers below that alone read an input, in the order of their calls."""
-        self.entrances[f"{path(name)}$"] = {target: layers}
 
     def input(self, name: str, target: int | str, action: Any) -> None:
         """An action on one input."""
@@ -69,7 +59,7 @@ class FamilyRules:
             self.row(name)
         else:
             self.column(name)
-            self.enter(name, layers=("",))
+            self.enter(name)
             self.outputs[f"{path(name)}$"] = {0: self.joined(model_config.vocab_size)}
 
     def draws_apart(self, *names: str) -> None:
@@ -92,7 +82,6 @@ class FamilyRules:
             split_modules=self.split,
             is_general=True,
             key_heads=self.key_heads,
-            entrances=self.entrances,
         )
 
 

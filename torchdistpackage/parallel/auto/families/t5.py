@@ -23,8 +23,7 @@ def get_t5_config(model_config: Any, devices: Sequence[Any]) -> Config:
     rules.state[bias] = Split(rules.world_size, 1)
     rules.column("DenseReluDense\\.(wi|wi_0|wi_1)")
     rules.row("DenseReluDense\\.wo")
-    is_gated = getattr(model_config, "is_gated_act", False)
-    rules.enter("DenseReluDense", layers=("wi_0", "wi_1") if is_gated else ("wi",))
+    rules.enter("DenseReluDense")
     rules.embedding("(shared|embed_tokens)", model_config.d_model)
     rules.head("lm_head", model_config)
     rules.key_heads = heads.keys

@@ -1,0 +1,213 @@
+"""What travels, in what order, and what becomes of tokens that find no place or have no number."""
+
+import pytest
+import torch
+
+from tests.parallel.expert.one_process import drawn
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.errors import DataError, LayoutError, RankError
+from torchdistpackage.layout.moe import MoEShape
+from torchdistpackage.parallel import MoELayer
+from torchdistpackage.parallel.expert.capacity import kept_choices
+from torchdistpackage.parallel.expert.dispatch import plan_dispatch
+from torchdistpackage.parallel.expert.experts import bounds
+
+DIM = 4
+
+
+def routed(seeds: range) -> None:
+    """Rows that come are those that were chosen, sorted by expert; back they are where they were,
+    and gradients go the same way. Experts are uneven over ranks; some routings use one alone."""
+    tpc.setup_process_groups([("data", tpc_size())], expert=tpc_size())
+    group = tpc.get_group("expert")
+    for seed in seeds:
+        draw = torch.Generator().manual_seed(seed)
+        num_experts = int(torch.randint(group.size(), 9, (1,), generator=draw))
+        top_k = int(torch.randint(1, min(3, num_experts) + 1, (1,), generator=draw))
+        tokens = [int(n) for n in torch.randint(0, 7, (group.size(),), generator=draw)]
+        used = int(torch.randint(top_k, num_experts + 1, (1,), generator=draw))
+        experts = [
+            torch.rand(n, used, generator=draw).argsort(-1)[:, :top_k] + (num_experts - used)
+            for n in tokens
+        ]
+        keep = [torch.rand(n, top_k, generator=draw) < 0.8 for n in tokens]
+        x = [torch.randn(n, DIM, generator=draw, dtype=torch.float64) for n in tokens]
+        mine, rank = x[group.rank()].requires_grad_(), group.rank()
+        kept = keep[rank] if seed % 2 else None
+        start = bounds(num_experts, group.size())
+        plan, bad = plan_dispatch(experts[rank], kept, torch.tensor(False), start, group)
+        assert not bad
+        rows = plan.by_expert(plan.start(plan.rows_of(mine)).wait())
+        expected = [
+            x[r][t]
+            for e in range(start[rank], start[rank + 1])
+            for r in range(group.size())
+            for t, k in (experts[r] == e).nonzero().tolist()
+            if not seed % 2 or keep[r][t, k]
+        ]
+        assert torch.equal(rows, torch.stack(expected) if expected else rows[:0])
+        assert plan.counts.sum() == len(expected)
+        weights = torch.rand(*experts[rank].shape, generator=draw, dtype=torch.float64)
+        y = plan.combine(plan.send_back(plan.by_rank(rows * 2)), weights)
+        share = (weights if kept is None else weights * kept).sum(-1, keepdim=True)
+        torch.testing.assert_close(y, 2 * share * mine)
+        (grad,) = torch.autograd.grad(y.sum(), mine)
+        torch.testing.assert_close(grad, (2 * share).expand_as(mine))
+
+
+def tpc_size() -> int:
+    return torch.distributed.get_world_size()
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(60), pytest.param(range(60, 200), marks=pytest.mark.full)], ids=str
+)
+def test_drawn_routings_travel_there_and_back(ranks, seeds):
+    ranks(3).run(routed, seeds)
+
+
+def sent_bytes() -> None:
+    """Of what was chosen everything travels once each way, less what stays here, and nothing else
+    but the counts; the backward is the same."""
+    tpc.setup_process_groups([("data", 2)], expert=2)
+    layer = MoELayer(DIM, 6, 4, top_k=2, dtype=torch.float64)
+    x = drawn(tpc.rank, 5, 3, DIM).requires_grad_()
+    sent, plain = [], primitives.all_to_all
+
+    def counted(rows, group, send=None, receive=None, async_op=False):
+        sent.append(sum(n for r, n in enumerate(send) if r != group.rank()) * DIM * 8)
+        assert rows.nbytes == sum(send) * DIM * 8
+        return plain(rows, group, send, receive, async_op)
+
+    primitives.all_to_all = counted
+    try:
+        y = layer(x)
+        experts = layer.router(x).experts
+        other = int((experts // 2 != tpc.rank).sum())
+        from_other = int(primitives.all_reduce(torch.tensor(other), tpc.get_group("data"))) - other
+        y.sum().backward()
+    finally:
+        primitives.all_to_all = plain
+    row = DIM * 8
+    assert sent == [other * row, from_other * row, other * row, from_other * row]
+
+
+def test_only_what_was_chosen_travels(ranks):
+    ranks(2).run(sent_bytes)
+
+
+def shared_meanwhile() -> list[str]:
+    """The order of calls of a layer with a shared expert."""
+    tpc.setup_process_groups([("data", 2)], expert=2)
+    layer = MoELayer(DIM, 6, 4, top_k=2, shared_hidden=5, dtype=torch.float64)
+    calls: list[str] = []
+    start = primitives.all_to_all
+
+    def noted(*args, **kwargs):
+        work = start(*args, **kwargs)
+        calls.append("start")
+        wait = work.wait
+        work_type = type(work)
+
+        class Noted(work_type):
+            __slots__ = ()
+
+            def wait(self):
+                calls.append("wait")
+                return wait()
+
+        return Noted()
+
+    layer.shared.register_forward_hook(lambda *_: calls.append("shared"))
+    primitives.all_to_all = noted
+    try:
+        y = layer(drawn(0, 5, 3, DIM).requires_grad_())
+        forward = list(calls)
+        calls.clear()
+        layer.shared.down.weight.register_hook(lambda _: calls.append("shared"))
+        y.sum().backward()
+    finally:
+        primitives.all_to_all = start
+    return [*forward, "backward", *calls]
+
+
+def test_a_shared_expert_computes_while_tokens_travel(ranks):
+    forward = ["start", "shared", "wait", "start", "wait"]
+    for calls in ranks(2).run(shared_meanwhile):
+        assert calls[:5] == forward
+        assert calls[6:] in (
+            ["start", "wait", "start", "shared", "wait"],
+            ["shared", "start", "wait", "start", "wait"],
+            ["start", "shared", "wait", "start", "wait"],
+        )
+
+
+def test_equal_scores_are_chosen_by_index_and_capacity_drops_the_last(ranks):
+    experts = torch.tensor([[[0, 1]], [[0, 2]], [[1, 0]]])  # (S, B, k)
+    kept = kept_choices(experts, 3, 2)
+    assert kept[:, 0].tolist() == [[True, True], [True, True], [True, False]]
+    ranks(1).run(tied)
+
+
+def tied() -> None:
+    layer = MoELayer(DIM, 6, 5, top_k=3)
+    with torch.no_grad():
+        layer.router.weight.zero_()
+    assert layer.router(torch.randn(4, 2, DIM)).experts.eq(torch.arange(3)).all()
+
+
+def nan_on_rank_1() -> None:
+    tpc.setup_process_groups([("data", 2)], expert=2)
+    layer = MoELayer(DIM, 6, 4, name="blocks.3.mlp")
+    x = torch.randn(5, 2, DIM)
+    if tpc.rank == 1:
+        x[3, 1] = torch.nan
+    layer(x)
+
+
+def test_nan_scores_are_named_by_all_ranks(ranks):
+    with pytest.raises(RankError) as raised:
+        ranks(2).run(nan_on_rank_1)
+    assert (
+        "blocks.3.mlp on rank 1: the router's scores are NaN for 1 of 10 tokens, first for token 3 "
+        "of sequence 1, from the layer's input"
+    ) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"top_k": 5}, "top_k=5 experts for each token, of num_experts=4; set top_k to 4 or less"),
+        ({"capacity_factor": 0.0}, "capacity_factor=0 leaves the experts no place"),
+        ({"num_groups": 3}, "num_experts=4 cannot be num_groups=3 equal groups"),
+        (
+            {"num_groups": 4, "top_groups": 1},
+            "top_groups=1 of num_groups=4 leave 1 experts, but top_k=2; set top_groups to 2",
+        ),
+        ({"top_groups": 2}, "top_groups=2 of num_groups=1; set it between 1 and 1"),
+        ({"score": "tanh"}, "score='tanh' is unknown; use softmax, sigmoid"),
+        ({"shared_gate": True}, "shared_gate without shared_hidden"),
+        ({"num_experts": 0}, "num_experts=0; set it to 1 or more"),
+        ({"jitter": 1.5, "z_loss": -1.0}, "2 problems"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(options, text):
+    with pytest.raises(LayoutError) as raised:
+        MoEShape(**{"num_experts": 4, "top_k": 2, "hidden": 8, **options})
+    assert text in str(raised.value)
+
+
+def refused() -> None:
+    tpc.setup_process_groups([("data", 2)], expert=2)
+    with pytest.raises(LayoutError, match="1 experts over 2 expert ranks, of which each needs"):
+        MoELayer(DIM, 6, 1, top_k=1)
+    with pytest.raises(DataError, match=r"got x of shape \(3, 4\); give \(S, B, D\)"):
+        MoELayer(DIM, 6, 2)(torch.randn(3, DIM))
+    with pytest.raises(TypeError, match="no option num_shared"):
+        MoELayer(DIM, 6, 2, num_shared=3)
+
+
+def test_what_does_not_fit_the_ranks_is_refused(ranks):
+    ranks(2).run(refused)

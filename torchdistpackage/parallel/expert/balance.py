@@ -1,0 +1,179 @@
+"""What keeps experts equally busy: counts of choices, and the losses and biases that follow them.
+
+Counts belong to one sequence, or to all tokens of a step. Either is the same on every layout, which
+the counts of a rank's microbatch are not.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.ddp.param_spec import batch_group
+from torchdistpackage.layout.moe import MoEShape
+from torchdistpackage.parallel.expert.groups import ExpertGroups
+
+
+def balance_loss(
+    shape: MoEShape,
+    scores: Tensor,
+    experts: Tensor,
+    groups: ExpertGroups,
+    last_load: Tensor | None = None,
+) -> Tensor:
+    """Switch's loss (arXiv:2101.03961, equation 4) without its coefficient, 1 where all are busy
+    alike: experts x sum over experts of (share of the choices) x (mean score).
+
+    scores (S, B, E), of which sigmoids are divided by their sum; experts (S, B, k). It is the mean
+    over this rank's tokens, each by the shares of its own sequence or of the global batch; so its
+    mean over ranks with equally many tokens is that of all tokens. No gradient goes through counts.
+    """
+    if shape.score == "sigmoid":
+        scores = scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)
+    by_sequence = scores.mean(0)
+    if shape.balance == "aux_loss":
+        counts = counts_of(experts, shape.num_experts).to(scores.dtype)
+        counts = primitives.all_reduce(counts, groups.sequence)
+    elif last_load is None:
+        counts = counts_of(experts, shape.num_experts).sum(0).to(scores.dtype)
+        counts = primitives.all_reduce(counts, groups.batch)
+    else:
+        # before the first step nothing is known: then all are taken to be equally busy
+        counts = torch.where(last_load.sum() > 0, last_load, torch.ones_like(last_load))
+        counts = counts.to(scores.dtype)
+    busy = counts / counts.sum(-1, keepdim=True)
+    return shape.num_experts * (busy * by_sequence).sum(-1).mean()
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """Mean over tokens of the squared log-sum of logits (..., E): ST-MoE, arXiv:2202.08906."""
+    return logits.logsumexp(-1).square().mean()
+
+
+def counts_of(experts: Tensor, num_experts: int) -> Tensor:
+    """How often each expert was chosen in each sequence: experts (S, B, k) -> (B, E) int64."""
+    chosen = experts.transpose(0, 1).flatten(1)
+    counts = chosen.new_zeros(chosen.shape[0], num_experts)
+    return counts.scatter_add_(1, chosen, torch.ones_like(chosen))
+
+
+class LoadCounter:
+    """Choices of each expert, added up over the forwards of a step, and places that were refused.
+
+    No buffer: replicas differ in it, and nobody saves it. A copy or a pickle begins anew.
+    """
+
+    def __init__(self, num_experts: int):
+        self.num_experts = num_experts
+        self.total: Tensor | None = None
+        self.dropped: Tensor | None = None
+
+    def add(self, experts: Tensor, *, is_training: bool) -> None:
+        """Count experts (S, B, k) of a forward; not those of evaluations, nor those that a
+        backward computes once more."""
+        if is_training and torch._C._current_graph_task_id() == -1:
+            counts = counts_of(experts, self.num_experts).sum(0)
+            self.total = counts if self.total is None else self.total + counts
+
+    def add_dropped(self, number: Tensor) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self.dropped = number if self.dropped is None else self.dropped + number
+
+    def take(self, device: torch.device) -> Tensor:
+        """(E + 1,) int64: the choices of each expert, then those dropped; counting begins anew."""
+        none = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=device)
+        if self.total is not None:
+            none[:-1] += self.total
+        if self.dropped is not None:
+            none[-1] += self.dropped
+        self.total = self.dropped = None
+        return none
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "LoadCounter":
+        return LoadCounter(self.num_experts)
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return LoadCounter, (self.num_experts,)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """Choices of each expert of one layer in one step, over all ranks, and those that found no
+    place."""
+
+    choices: tuple[int, ...]
+    dropped: int = 0
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest expert's choices over the mean; 1 is balanced."""
+        return max(self.choices) * len(self.choices) / max(sum(self.choices), 1)
+
+    @property
+    def dropped_share(self) -> float:
+        return self.dropped / max(sum(self.choices), 1)
+
+    @property
+    def dead(self) -> tuple[int, ...]:
+        """Experts that no token chose."""
+        return tuple(e for e, n in enumerate(self.choices) if n == 0)
+
+
+def routers_in(module: nn.Module) -> dict[str, nn.Module]:
+    """By path every router in `module`."""
+    return {
+        path: part
+        for path, part in module.named_modules()
+        if isinstance(getattr(part, "counter", None), LoadCounter)
+    }
+
+
+@torch.no_grad()
+def balance_experts(module: nn.Module, group: Group | None = None) -> dict[str, ExpertLoad]:
+    """End a step of every mixture in `module`: add up its counts, move biases and last loads.
+
+    All ranks call it once a step, after the last backward. group: ranks that see different tokens;
+    None: tpc's data and context ranks, or all. By path of each router its load.
+    """
+    routers = routers_in(module)
+    if not routers:
+        return {}
+    taken = [r.counter.take(r.weight.device) for r in routers.values()]
+    sizes = [len(x) for x in taken]
+    total = primitives.all_reduce(torch.cat(taken), group or batch_group())
+    apply_counts(routers.values(), total.split(sizes))
+    return {p: load_of(x.tolist()) for p, x in zip(routers, total.split(sizes), strict=True)}
+
+
+def load_of(numbers: Iterable[float]) -> ExpertLoad:
+    """From what `LoadCounter.take` gives, summed over ranks."""
+    *choices, dropped = (int(n) for n in numbers)
+    return ExpertLoad(tuple(choices), dropped)
+
+
+@torch.no_grad()
+def apply_counts(
+    routers: Iterable[nn.Module], counts: Iterable[Tensor], valid: Tensor | None = None
+) -> None:
+    """Follow a step's counts (E + 1,) of each router: biases move by their rate towards the experts
+    that were chosen less than the mean (arXiv:2408.15664, algorithm 1).
+
+    valid: a bool scalar, whether the step counts; no host waits for it.
+    """
+    for router, numbers in zip(routers, counts, strict=True):
+        choices = numbers[:-1]
+        for name, new in _moved(router, choices).items():
+            old = getattr(router, name)
+            old.copy_(new if valid is None else torch.where(valid, new, old))
+
+
+def _moved(router: nn.Module, choices: Tensor) -> Mapping[str, Tensor]:
+    if (bias := router.expert_bias) is not None:
+        choices = choices.to(bias.dtype)
+        return {"expert_bias": bias + router.shape.bias_rate * (choices.mean() - choices).sign()}
+    if router.last_load is not None:
+        return {"last_load": choices.to(router.last_load.dtype)}
+    return {}

@@ -1,0 +1,29 @@
+"""Which choices find a place where an expert has only so many in a sequence.
+
+Each sequence is judged alone, so that no layout changes what is dropped: its tokens in order, of a
+token its better choice first, and whoever comes when all places are taken is dropped.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def capacity(factor: float, seq_len: int, top_k: int, num_experts: int) -> int:
+    """Places of an expert in a sequence: `factor` times the mean, rounded up."""
+    return math.ceil(factor * seq_len * top_k / num_experts)
+
+
+def kept_choices(experts: Tensor, num_experts: int, places: int) -> Tensor:
+    """Whether each choice finds a place: experts (S, B, k) int64 -> (S, B, k) bool."""
+    seq_len, batch, top_k = experts.shape
+    chosen = experts.transpose(0, 1).reshape(batch, seq_len * top_k)
+    # a stable sort keeps the order of tokens within an expert; positions count from its first
+    by_expert, order = (x.contiguous() for x in chosen.sort(dim=-1, stable=True))
+    firsts = torch.searchsorted(
+        by_expert, torch.arange(num_experts, device=chosen.device).expand(batch, -1).contiguous()
+    )
+    position = torch.arange(seq_len * top_k, device=chosen.device) - firsts.gather(1, by_expert)
+    kept = torch.empty_like(chosen, dtype=torch.bool).scatter_(1, order, position < places)
+    return kept.view(batch, seq_len, top_k).transpose(0, 1)

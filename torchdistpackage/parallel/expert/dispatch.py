@@ -1,0 +1,256 @@
+"""Tokens to the ranks of their experts, and what these make of them back.
+
+Chosen tokens are sorted by expert, which is by rank too, as each rank holds a run of experts. One
+gather of counts says who sends how much; one all-to-all takes the tokens there, another one the
+results back, and the backward is these two with their roles exchanged. Nothing but what was chosen
+travels. A rank with no token, or for none of whose experts there is one, makes the same calls as
+all others, so that collectives have one order on all ranks whatever the routing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """How the tokens of one forward travel within `group`.
+
+    order: (n,) which choice, token * top_k + place, each row that is sent is, sorted by expert.
+    num_tokens, top_k: of this rank. sent, received: rows to and from each rank.
+    counts: (experts here,) rows of each expert of this rank. regroup: from the order in which rows
+    arrive, by rank and then by expert, to that by expert; None where they are the same.
+    """
+
+    group: Group
+    order: Tensor
+    num_tokens: int
+    top_k: int
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    counts: Tensor
+    regroup: Tensor | None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every choice is sent, none dropped."""
+        return len(self.order) == self.num_tokens * self.top_k
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """Tokens x (num_tokens, D) -> the rows (n, D) that are sent."""
+        return _Rows.apply(x, self)
+
+    def start(self, rows: Tensor) -> "TokenExchange":
+        """Send rows (n, D) to the ranks of their experts."""
+        return TokenExchange(rows, self.group, self.sent, self.received)
+
+    def by_expert(self, rows: Tensor) -> Tensor:
+        """Rows that arrived, sorted by expert."""
+        return rows if self.regroup is None else _Permute.apply(rows, self.regroup, False)
+
+    def by_rank(self, rows: Tensor) -> Tensor:
+        """What the experts made of them, in the order in which they arrived."""
+        return rows if self.regroup is None else _Permute.apply(rows, self.regroup, True)
+
+    def send_back(self, rows: Tensor) -> Tensor:
+        """Each result to the rank of its token: rows (n, D) in the order of `rows_of`."""
+        return TokenExchange(rows, self.group, self.received, self.sent).wait()
+
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Results (n, D) and weights (num_tokens, k) -> (num_tokens, D), each token's weighted sum;
+        a dropped choice adds nothing."""
+        return _Combine.apply(rows, weights, self)
+
+
+def plan_dispatch(
+    experts: Tensor,
+    kept: Tensor | None,
+    bad: Tensor,
+    bounds: Sequence[int],
+    group: Group,
+) -> tuple[Dispatch, list[int]]:
+    """The dispatch of experts (N, k) int64, and the ranks of `group` whose `bad` is true.
+
+    kept: (N, k) bool, False for dropped choices. bounds: the first expert of each rank of the
+    group, and their number. A collective of the group; on a device its host waits for the counts,
+    which sizes of messages need.
+    """
+    num_experts, size, mine = bounds[-1], group.size(), group.rank()
+    flat = experts.flatten()
+    if kept is not None:
+        flat = torch.where(kept.flatten(), flat, num_experts)
+    order = flat.sort(stable=True).indices
+    counts = torch.bincount(flat, minlength=num_experts + 1)
+    counts[num_experts] = bad  # in place of those that were dropped, which nobody asks for
+    if size == 1:
+        here, flags = counts[:-1], []
+        if flat.device.type == "cpu" and bool(bad):  # a device is not waited for
+            flags = [0]
+        num = flat.numel() if kept is None else int(here.sum())
+        return Dispatch(group, order[:num], *experts.shape, (num,), (num,), here, None), flags
+    every = primitives.all_gather(counts.unsqueeze(0), group)
+    table = every.tolist()
+    spans = [slice(*bounds[r : r + 2]) for r in range(size)]
+    sent = tuple(sum(table[mine][span]) for span in spans)
+    received = tuple(sum(row[spans[mine]]) for row in table)
+    blocks = every[:, spans[mine]]
+    here = blocks.sum(0)
+    regroup = None
+    if blocks.shape[1] > 1:
+        regroup = _regroup(blocks, sum(received))
+    plan = Dispatch(group, order[: sum(sent)], *experts.shape, sent, received, here, regroup)
+    return plan, [r for r, row in enumerate(table) if row[num_experts]]
+
+
+def _regroup(blocks: Tensor, num: int) -> Tensor:
+    """Of rows that lie by (rank, expert), numbered by blocks (ranks, experts), the order by
+    (expert, rank)."""
+    lengths = blocks.t().flatten()
+    first = blocks.flatten().cumsum(0).sub(blocks.flatten()).view_as(blocks).t().flatten()
+    start = lengths.cumsum(0) - lengths
+    shift = torch.repeat_interleave(first - start, lengths, output_size=num)
+    return shift + torch.arange(num, device=blocks.device)
+
+
+class TokenExchange:
+    """Rows on their way to other ranks, in the forward and in the backward alike.
+
+    What is computed between this and `wait()` runs meanwhile, and so does its backward: autograd
+    runs the node of `wait` first, which sends the gradients off, and the node that waits for them
+    last, since it is the older one.
+    """
+
+    def __init__(self, rows: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]):
+        self.group, self.sent, self.received = group, sent, received
+        self.work: Work | None = None
+        self._rows = rows if group.size() == 1 else _BeginExchange.apply(rows, self)
+
+    def wait(self) -> Tensor:
+        """(sum of received, D), by rank."""
+        if self.group.size() == 1:
+            return self._rows
+        return _EndExchange.apply(self._rows, self)
+
+    def send(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Begin; the memory that is filled until `finish`."""
+        rows = rows.contiguous()
+        self.work = primitives.all_to_all(rows, self.group, sent, received, async_op=True)
+        return rows
+
+    def finish(self) -> Tensor:
+        assert self.work is not None
+        rows, self.work = self.work.wait(), None
+        return rows
+
+
+class _BeginExchange(torch.autograd.Function):
+    """The older half: its forward sends rows, its backward waits for their gradients.
+
+    Its result has the shape of what arrives and no numbers: an edge of the graph, not a tensor.
+    """
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, exchange: TokenExchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.send(rows, exchange.sent, exchange.received)
+        return rows.new_empty(()).expand(sum(exchange.received), *rows.shape[1:])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, unused: Tensor):
+        return ctx.exchange.finish(), None
+
+
+class _EndExchange(torch.autograd.Function):
+    """The younger half: its forward waits for the rows, its backward sends their gradients back."""
+
+    @staticmethod
+    def forward(ctx, edge: Tensor, exchange: TokenExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.finish()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor):
+        exchange = ctx.exchange
+        exchange.send(grad, exchange.received, exchange.sent)
+        return grad.new_empty(()).expand_as(grad), None
+
+
+class _Rows(torch.autograd.Function):
+    """Copies of tokens, one for each choice. Its transpose writes each choice's gradient to its
+    place and adds up those of a token, in the order of places: no atomic additions."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, plan: Dispatch) -> Tensor:
+        ctx.plan = plan
+        return x.index_select(0, plan.order // plan.top_k)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor):
+        plan = ctx.plan
+        return _by_choice(grad, plan).sum(1), None
+
+
+class _Combine(torch.autograd.Function):
+    """Each token's weighted sum; in float32 where rows are narrower than weights."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
+        ctx.plan = plan
+        ctx.save_for_backward(rows, weights)
+        full = _by_choice(rows, plan)
+        y = full[:, 0] * weights[:, :1]
+        for place in range(1, plan.top_k):
+            y.addcmul_(full[:, place].to(y.dtype), weights[:, place, None].to(y.dtype))
+        return y.to(rows.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor):
+        plan = ctx.plan
+        rows, weights = ctx.saved_tensors
+        grad_rows = grad.index_select(0, plan.order // plan.top_k)
+        grad_weights = None
+        if ctx.needs_input_grad[1]:
+            wide = torch.promote_types(rows.dtype, weights.dtype)
+            dots = torch.linalg.vecdot(grad_rows.to(wide), rows.to(wide)).to(weights.dtype)
+            grad_weights = weights.new_zeros(plan.num_tokens * plan.top_k)
+            grad_weights = grad_weights.index_copy_(0, plan.order, dots).view_as(weights)
+        by_row = weights.flatten().index_select(0, plan.order)
+        return grad_rows * by_row.unsqueeze(1).to(rows.dtype), grad_weights, None
+
+
+class _Permute(torch.autograd.Function):
+    """Rows by an index that has each once, or back; its transpose is the other one."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, index: Tensor, back: bool) -> Tensor:
+        ctx.index, ctx.back = index, back
+        return _permuted(rows, index, back)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor):
+        return _permuted(grad, ctx.index, not ctx.back), None, None
+
+
+def _permuted(rows: Tensor, index: Tensor, back: bool) -> Tensor:
+    if not back:
+        return rows.index_select(0, index)
+    return torch.empty_like(rows).index_copy_(0, index, rows)
+
+
+def _by_choice(rows: Tensor, plan: Dispatch) -> Tensor:
+    """Rows (n, D) at their choices, (num_tokens, k, D); zeros for those that were dropped."""
+    make = rows.new_empty if plan.is_complete else rows.new_zeros
+    full = make((plan.num_tokens * plan.top_k, *rows.shape[1:]))
+    full.index_copy_(0, plan.order, rows)
+    return full.view(plan.num_tokens, plan.top_k, *rows.shape[1:])

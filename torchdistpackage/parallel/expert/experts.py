@@ -1,0 +1,275 @@
+"""The experts of one rank: one grouped product for each of their matrices.
+
+A matrix of all experts here is one parameter, (experts here, Dout, Din), so an expert without a
+token has a gradient of zeros and not none. A state dict has them one by one, by their number in the
+whole layer: `3.up.weight`; so it does not depend on how many ranks share the experts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.layout.derive import blocks, local_shape
+from torchdistpackage.layout.moe import MoEShape
+from torchdistpackage.layout.partition import even_sizes
+from torchdistpackage.parallel.expert.groups import ExpertGroups
+from torchdistpackage.parallel.expert.shape import experts_layouts
+from torchdistpackage.parallel.tensor.full import copy_part
+from torchdistpackage.parallel.tensor.init import NORMAL, ZEROS, Initial, fill
+from torchdistpackage.parallel.tensor.layouts import Layouts
+from torchdistpackage.parallel.tensor.marked import Marked
+from torchdistpackage.topology.mesh import Mesh
+
+FUSED = {"gate_up": "gate_up_proj", "up": "up_proj", "down": "down_proj"}
+"""Our name of all experts' matrices -> that of transformers, which stores them alike."""
+
+
+class Experts(Marked):
+    """Those of the rank at its place among the expert ranks, each over its tensor ranks.
+
+    activation: of the hidden channels, or of the gate where `shape.gated`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        shape: MoEShape,
+        groups: ExpertGroups,
+        *,
+        activation: Callable[[Tensor], Tensor] = F.silu,
+        initial: Initial = NORMAL,
+        down_initial: Initial | None = None,
+        axis: str = "tensor",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__()
+        self.dim, self.shape, self.axis = dim, shape, axis
+        self.activation, self.initial = activation, initial
+        self.down_initial = down_initial or initial
+        num_ranks, self.num_tensor = groups.expert.size(), groups.tensor.size()
+        # a mark has one group; of a parameter that two cut, the mesh alone knows the ranks
+        self.group = groups.expert if self.num_tensor == 1 else None
+        self._groups = groups
+        self._mesh = Mesh((("expert", num_ranks), (axis, self.num_tensor)))
+        self._place = groups.expert.rank() * self.num_tensor + groups.tensor.rank()
+        for name, layout in self.layouts().items():
+            sizes = local_shape(layout, self._mesh, self._place)
+            weight = torch.empty(sizes, dtype=dtype, device=device)
+            if not weight.is_meta:
+                fill(weight, self.initials()[name])
+            self.register_parameter(name, nn.Parameter(weight))
+        self.first = bounds(shape.num_experts, num_ranks)[groups.expert.rank()]
+        self.num_here = self.down.shape[0]
+        self.mark()
+
+    def layouts(self) -> Layouts:
+        return experts_layouts(self.shape, self.dim, self.axis)
+
+    def initials(self) -> dict[str, Initial]:
+        return {
+            name: ZEROS
+            if name.endswith("bias")
+            else (self.down_initial if name == "down" else self.initial)
+            for name in self.layouts()
+        }
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows (n, D) sorted by expert, counts (experts here,) int64 of them, sum n -> (n, D).
+
+        With tensor ranks the result is this rank's part of a sum over them.
+        """
+        first = "gate_up" if self.shape.gated else "up"
+        hidden = grouped_linear(rows, getattr(self, first), counts)
+        if self.shape.bias:
+            hidden = hidden + _bias_rows(getattr(self, f"{first}_bias"), counts, len(rows))
+        if self.shape.gated:
+            gate, up = hidden.chunk(2, -1)
+            hidden = self.activation(gate) * up
+        else:
+            hidden = self.activation(hidden)
+        out = grouped_linear(hidden, self.down, counts)
+        if self.shape.bias:
+            bias = self.down_bias
+            if self.num_tensor > 1:  # a part of it on each rank, and on each its whole gradient
+                bias = bias - (bias * (1 - 1 / self.num_tensor)).detach()
+            out = out + _bias_rows(bias, counts, len(rows))
+        return out
+
+    # -- names that do not depend on the ranks -----------------------------------------------
+
+    def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
+        for name, (part, _) in _one_by_one(dict(self.named_parameters()), self.first).items():
+            destination[prefix + name] = part if keep_vars else part.detach()
+
+    @torch.no_grad()
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        """From experts one by one, whole or as this rank has them, or from transformers' fused
+        matrices of all experts; those of other ranks are passed over."""
+        given = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        parameters, layouts = dict(self.named_parameters()), self.layouts()
+        mine = _one_by_one(parameters, self.first)
+        fused = {own: given[name] for own in parameters if (name := _fused_name(own)) in given}
+        for own, full in fused.items():
+            if tuple(full.shape) == layouts[own].shape:
+                copy_part(parameters[own], full, layouts[own], self._mesh, self._place)
+            else:
+                error_msgs.append(_misfit(prefix + _fused_name(own), full, layouts[own].shape))
+        for name, (part, own) in mine.items():
+            if own in fused:
+                continue
+            if name not in given:
+                missing_keys.append(prefix + name)
+            elif (cut := self._cut_of(given[name], part)) is None:
+                error_msgs.append(_misfit(prefix + name, given[name], part.shape))
+            else:
+                part.copy_(cut)
+        kinds = {name.partition(".")[2] for name in mine}
+        known = {f"{e}.{kind}" for e in range(self.shape.num_experts) for kind in kinds}
+        known |= {_fused_name(own) for own in fused}
+        if strict:
+            unexpected_keys += [prefix + name for name in given if name not in known]
+
+    def _cut_of(self, full: Tensor, part: Tensor) -> Tensor | None:
+        """What `part`, a matrix of one expert here, holds of `full`: all, or its channels."""
+        if full.dim() != part.dim():
+            return None
+        for dim, length in enumerate(part.shape):
+            if full.shape[dim] != length:
+                if full.shape[dim] != self.shape.hidden:
+                    return None
+                start = bounds(self.shape.hidden, self.num_tensor)[self._place % self.num_tensor]
+                full = full.narrow(dim, start, length)
+        return full
+
+    def from_full(self, full: nn.Module | Mapping[str, Tensor]) -> "Experts":
+        """Overwrite every parameter with its part of that of `full`, by any of the names that a
+        state dict may have."""
+        self.load_state_dict(full.state_dict() if isinstance(full, nn.Module) else dict(full))
+        return self
+
+    def to_full(self, fused: bool = False) -> dict[str, Tensor]:
+        """Copies of all experts of all ranks, by name: one by one, or `fused` as transformers has
+        them. All ranks of both groups call it."""
+        whole = {name: self._gathered(name) for name, _ in self.named_parameters()}
+        if fused:
+            return {_fused_name(name): x for name, x in whole.items()}
+        return {name: part.clone() for name, (part, _) in _one_by_one(whole, 0).items()}
+
+    @torch.no_grad()
+    def _gathered(self, name: str) -> Tensor:
+        layout, x = self.layouts()[name], getattr(self, name).detach()
+        whole = x.new_zeros(layout.shape)
+        for where, local in blocks(layout, self._mesh, self._place):
+            whole[where] = x[local]
+        if self.axis in layout.split_axes:
+            primitives.all_reduce(whole, self._groups.tensor)
+        return primitives.all_reduce(whole, self._groups.expert)
+
+
+def _one_by_one(named: Mapping[str, Tensor], first: int) -> dict[str, tuple[Tensor, str]]:
+    """By name in a state dict each expert's part of parameters of which the first expert has number
+    `first`, and the parameter's name."""
+    found: dict[str, tuple[Tensor, str]] = {}
+    for own, x in named.items():
+        stem, kind = own.removesuffix("_bias"), "bias" if own.endswith("bias") else "weight"
+        names = ("gate", "up") if stem == "gate_up" else (stem,)
+        for i, expert in enumerate(x):
+            for name, part in zip(names, expert.chunk(len(names)), strict=True):
+                found[f"{first + i}.{name}.{kind}"] = part, own
+    return found
+
+
+def _fused_name(own: str) -> str:
+    stem = own.removesuffix("_bias")
+    return FUSED[stem] + own.removeprefix(stem)
+
+
+def _misfit(name: str, full: Tensor, shape: Sequence[int]) -> str:
+    return f"{name} has shape {tuple(full.shape)}, but here it is {tuple(shape)}"
+
+
+def bounds(num: int, num_ranks: int) -> tuple[int, ...]:
+    """The first of `num` things of each rank, by the rule of `layouts`, and their number."""
+    return tuple(accumulate(even_sizes(num, num_ranks), initial=0))
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Rows x (n, Din), of which counts (E,) in turn belong to each of weight (E, Dout, Din); the
+    result (n, Dout) is each row times its matrix."""
+    if torch.is_autocast_enabled(x.device.type):  # torch's grouped product does not look for it
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+    if _has_grouped_mm(x, weight):
+        ends = counts.cumsum(0).to(torch.int32)
+        y = F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+        return _ContiguousGrad.apply(y)
+    return _LoopedProduct.apply(x, weight, counts)
+
+
+def _has_grouped_mm(x: Tensor, weight: Tensor) -> bool:
+    if not hasattr(F, "grouped_mm") or x.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    if x.dtype != weight.dtype or not len(x):
+        return False
+    # its kernels read 16 bytes at once
+    widths = x.shape[-1], weight.shape[-2]
+    is_aligned = all(n * x.element_size() % 16 == 0 for n in widths)
+    if x.device.type == "cuda":
+        is_new = torch.cuda.get_device_capability(x.device) >= (8, 0)
+        return is_aligned and is_new and x.dtype is torch.bfloat16
+    return is_aligned and all(t.data_ptr() % 16 == 0 for t in (x, weight))
+
+
+class _ContiguousGrad(torch.autograd.Function):
+    """Its argument; torch's grouped product takes no expanded gradient."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad.contiguous()
+
+
+class _LoopedProduct(torch.autograd.Function):
+    """The same by one product for each expert, into memory that is there: of float64, and where
+    torch has no grouped product. A device's host waits for the counts."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.lengths = counts.tolist()
+        y = x.new_empty(x.shape[0], weight.shape[1])
+        for e, (rows, out) in enumerate(zip(*_split(ctx.lengths, x, y), strict=True)):
+            torch.mm(rows, weight[e].t(), out=out)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        for e, (rows, out) in enumerate(zip(*_split(ctx.lengths, x, grad), strict=True)):
+            if grad_weight is not None:
+                torch.mm(out.t(), rows, out=grad_weight[e])
+        if grad_x is not None:
+            for e, (out, into) in enumerate(zip(*_split(ctx.lengths, grad, grad_x), strict=True)):
+                torch.mm(out, weight[e], out=into)
+        return grad_x, grad_weight, None
+
+
+def _split(lengths: list[int], *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    return [x.split(lengths) for x in tensors]
+
+
+def _bias_rows(bias: Tensor, counts: Tensor, num: int) -> Tensor:
+    return torch.repeat_interleave(bias, counts, dim=0, output_size=num)

@@ -1,0 +1,76 @@
+"""How the parameters of a mixture of experts are cut, and what a token costs. No torch.
+
+The experts of a layer are one parameter for each matrix, with the expert as its first dim. That dim
+is cut over the ranks of `expert`, hidden channels over those of `tensor`; lengths differ by one
+where they do not divide. The router and everything shared are whole on every expert rank.
+"""
+
+import math
+
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.mark import Layouts, prefixed
+from torchdistpackage.layout.moe import MoEShape
+from torchdistpackage.parallel.tensor import layouts as cut
+
+
+def layouts(shape: MoEShape, dim: int, axis: str = "tensor", sequence_parallel: bool = False):
+    """Of every parameter of a layer, by local name.
+
+    Every rank of a tensor group routes all of its tokens alike, so nothing of the router is a
+    partial sum, even where the sequence is split around the layer.
+    """
+    found: Layouts = {"router.weight": Layout("router.weight", (shape.num_experts, dim))}
+    if shape.balance == "bias":
+        found["router.expert_bias"] = Layout("router.expert_bias", (shape.num_experts,))
+    if shape.balance == "global_aux_loss":
+        found["router.last_load"] = Layout("router.last_load", (shape.num_experts,))
+    found |= prefixed("experts", experts_layouts(shape, dim, axis))
+    if shape.shared_hidden is not None:
+        sizes = dim, shape.shared_hidden, shape.bias, axis, sequence_parallel, shape.gated
+        found |= prefixed("shared", cut.mlp(*sizes))
+    if shape.shared_gate:
+        partial = (axis,) if sequence_parallel else ()
+        found["shared_gate.weight"] = Layout("shared_gate.weight", (1, dim), unreduced=partial)
+    return found
+
+
+def experts_layouts(shape: MoEShape, dim: int, axis: str = "tensor") -> Layouts:
+    """Of the experts alone: matrices (E, Dout, Din), biases (E, Dout)."""
+    experts, hidden = shape.num_experts, shape.hidden
+    first, width = ("gate_up", 2 * hidden) if shape.gated else ("up", hidden)
+    parts = (hidden, hidden) if shape.gated else ()
+
+    def layout(name: str, sizes: tuple[int, ...], split, parts=()) -> Layout:
+        return Layout(
+            name,
+            (experts, *sizes),
+            (("expert",), *split),
+            parts=parts,
+            view="expert",
+            uneven=True,
+            split_rule="even",
+        )
+
+    found = {
+        first: layout(first, (width, dim), ((axis,), ()), ((), parts, ())),
+        "down": layout("down", (dim, hidden), ((), (axis,))),
+    }
+    if shape.bias:
+        name = f"{first}_bias"
+        found[name] = layout(name, (width,), ((axis,),), ((), parts))
+        found["down_bias"] = layout("down_bias", (dim,), ((),))
+    return found
+
+
+def num_parameters(shape: MoEShape, dim: int, *, active: bool = False) -> int:
+    """Of a layer. active: those that one token meets."""
+    experts = sum(math.prod(x.shape) for x in experts_layouts(shape, dim).values())
+    idle = experts // shape.num_experts * (shape.num_experts - shape.top_k)
+    return sum(math.prod(x.shape) for x in layouts(shape, dim).values()) - idle * active
+
+
+def flops_per_token(shape: MoEShape, dim: int) -> float:
+    """Floating-point operations of the forward of one token: the products that it meets."""
+    width = shape.top_k * shape.hidden + (shape.shared_hidden or 0)
+    products = 3 if shape.gated else 2
+    return 2.0 * dim * (products * width + shape.num_experts + shape.shared_gate)

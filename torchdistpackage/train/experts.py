@@ -1,0 +1,79 @@
+"""Experts in a run: their counts are summed with the numbers of a step, and followed on all ranks.
+
+One all-reduce a step carries loss, tokens, norm and how often each expert was chosen. From it every
+stage moves its biases, and rank 0 logs the load of all layers.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.parallel.expert.balance import (
+    ExpertLoad,
+    apply_counts,
+    load_of,
+    routers_in,
+)
+
+_ROUTER = ".router.weight"
+
+
+class ExpertCounts:
+    """The mixtures of a run, those of other stages too, in the order of the model.
+
+    layouts: of the whole model by global name. stage, local: the modules of this rank, and the
+    layouts of their parameters by local name. counts: whether this rank counts, of those that route
+    the same tokens.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[str, Layout],
+        stage: nn.Module,
+        local: Mapping[str, Layout],
+        *,
+        counts: bool,
+    ):
+        found = {n: x.shape[0] for n, x in layouts.items() if n.endswith(_ROUTER)}
+        self.names = tuple(name.removesuffix(_ROUTER) for name in found)
+        self._sizes = [num_experts + 1 for num_experts in found.values()]
+        places = {name: place for place, name in enumerate(found)}
+        routers = routers_in(stage)
+        mine = ((places.get(local[f"{p}.weight"].name), r) for p, r in routers.items())
+        self._mine = {place: router for place, router in mine if place is not None}
+        self._counts = counts
+
+    def reset(self) -> None:
+        """Forget what was counted outside of steps, such as in a trial."""
+        for router in self._mine.values():
+            router.counter.take(router.weight.device)
+
+    def join(self, stats: Tensor) -> Tensor:
+        """`stats`, one number for each, and behind them the counts of this rank."""
+        if not self._sizes:
+            return stats
+        parts = [stats.new_zeros(size) for size in self._sizes]
+        for place, router in self._mine.items():
+            taken = router.counter.take(stats.device)
+            if self._counts:
+                parts[place] += taken
+        return torch.cat([stats, *parts])
+
+    def split(self, joined: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """The two parts of what `join` made, summed over ranks."""
+        number = len(joined) - sum(self._sizes)
+        return joined[:number], joined[number:].split(self._sizes)
+
+    def follow(self, counts: Sequence[Tensor], finite: Tensor) -> None:
+        """Move biases and last loads by a step's counts; not where its numbers are not finite."""
+        mine = [counts[place] for place in self._mine]
+        apply_counts(self._mine.values(), mine, finite)
+
+    def loads(self, numbers: Sequence[float]) -> dict[str, ExpertLoad]:
+        """From the summed counts on the host, by global name of each mixture."""
+        found: dict[str, ExpertLoad] = {}
+        for name, size in zip(self.names, self._sizes, strict=True):
+            found[name], numbers = load_of(numbers[:size]), numbers[size:]
+        return found
