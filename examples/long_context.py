@@ -1,10 +1,11 @@
-"""A GPT learns to copy a key from thousands of tokens back, its sequences on two ranks.
+"""A GPT is trained to copy a key from thousands of tokens back, its sequences on two ranks.
 
     python examples/long_context.py                    8,192 tokens, context 2, beside one process
     python examples/long_context.py --tokens 256 --steps 20
 
 Each sample is noise, with a key of a few tokens near its beginning, and at its end a mark and the
-key again. The loss is of the key alone: without the beginning it cannot be guessed.
+key again. The loss is of the key alone, whose tokens are far more than one rank holds apart. The
+first steps are repeated by one process, whose losses are the same.
 """
 
 import argparse

@@ -97,6 +97,7 @@ PURE_FILES = (
     "checkpoint/manifest.py",
     "checkpoint/retention.py",
     "train/chat.py",
+    "train/context_plan.py",
     "train/data_fingerprint.py",
     "train/documents.py",
     "train/elastic.py",

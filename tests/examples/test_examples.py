@@ -128,13 +128,13 @@ def test_encoder_decoder_spells_the_digits(start: Start):
 
 
 @started(2, 2, 2)
-def test_long_context_learns_as_one_process_does(start: Start):
-    text = start.printed("long_context", "--tokens", "64", "--steps", "40")
-    first, last, apart = numbers(
-        r"step   1  loss ([\d.]+)[^!]*step  40  loss ([\d.]+)\n.*at most (\S+) apart", text
+def test_long_context_trains_as_one_process_does(start: Start):
+    text = start.printed("long_context", "--tokens", "64", "--steps", "4")
+    number, last, apart = numbers(
+        r"one process, (\d+) steps: loss ([\d.]+), at most (\S+) apart", text
     )
+    assert number == 3 and 0 < last < 5
     assert apart < 1e-5  # float32
-    assert last < first
 
 
 @started(2, 4, 2)

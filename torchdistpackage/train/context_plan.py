@@ -26,7 +26,7 @@ def context_text(plan: Plan, ranks_per_node: int | None) -> str | None:
         return None
     of, layers = _attention(plan), _heads(model.shape)[3]
     near = _near(plan, ranks_per_node)
-    asked = plan.config.parallel.cp_comm_type
+    asked = plan.cp_comm_type
     choice = choose(of, size, ranks_per_node=near)
     taken = choice.comm_type if asked == "auto" else asked
     per_step = layers * plan.rounds * plan.schedule.num_microbatches
@@ -55,7 +55,7 @@ def context_traffic(plan: Plan) -> tuple[CommType, int, int]:
     """(way, attentions of a step, bytes that the busiest rank sends in one, both ways together)."""
     assert plan.model is not None
     size, of = plan.topology.dense.axis_size("context"), _attention(plan)
-    way: CommType = plan.config.parallel.cp_comm_type
+    way: CommType = plan.cp_comm_type  # type: ignore[assignment]
     inner = default_a2a_size(size, of.heads, of.kv_heads, None)
     if way == "auto":
         choice = choose(of, size)

@@ -53,6 +53,11 @@ class Plan:
     layouts: dict[str, Layout]
 
     @property
+    def cp_comm_type(self) -> str:
+        """How ranks along context exchange their parts of a sequence, or auto."""
+        return self.config.parallel.cp_comm_type
+
+    @property
     def shape(self) -> ModelShape | None:
         """Of the model; None for a user's own."""
         return None if self.model is None else self.model.shape

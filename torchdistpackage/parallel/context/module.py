@@ -1,6 +1,7 @@
 """`context_parallel(module)`: a model of one's own whose attention is torch's own function."""
 
 from contextvars import ContextVar
+from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch.nn.functional as F
@@ -74,8 +75,6 @@ class _Forward:
             _inside.reset(token)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Forward":
-        from copy import deepcopy
-
         return _Forward(deepcopy(self._forward, memo), self._given)  # a group is not copied
 
 
