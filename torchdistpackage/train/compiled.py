@@ -119,8 +119,7 @@ def warm_up(trainer: Trainer, step: int) -> str:
             trainer.optimizer.zero_grad()
     counters = torch._dynamo.utils.counters
     graphs = counters["stats"]["unique_graphs"]
-    hits = (("inductor", "fxgraph_cache_hit"), ("aot_autograd", "autograd_cache_hit"))
-    read = sum(counters[part][name] for part, name in hits)
+    read = counters["aot_autograd"]["autograd_cache_hit"]
     blocks = trainer.stage.compiled
     refused = [f"{x.name} ({x.kind}): {x.refused}" for x in blocks if x.refused]
     mine = len(blocks), len(refused), graphs, read, time.monotonic() - began, refused[:1]
