@@ -55,12 +55,13 @@ def error_of_save(folder: str, culprits: tuple[int, ...]) -> str:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     rank = dist.get_rank()
-    write, saving.save_file = saving.save_file, fail if rank in culprits else saving.save_file
+    write = saving.write_snapshot
+    saving.write_snapshot = fail if rank in culprits else write
     try:
         with pytest.raises(CheckpointError) as error:
             save_simple(folder, (("data", 2), ("tensor", 2)), at=2)
     finally:
-        saving.save_file = write
+        saving.write_snapshot = write
     return str(error.value)
 
 

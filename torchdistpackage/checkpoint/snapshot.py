@@ -6,6 +6,7 @@ writes from copies (`HostCopies`), which are made between two steps.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torchdistpackage.checkpoint.manifest import TensorChunk, TensorEntry
 from torchdistpackage.checkpoint.parts import Params, TopologyRank, held
 from torchdistpackage.comm.flight_recorder import dtype_name
+from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.derive import Box
 
 Extras = Mapping[str, int | Tensor]
@@ -54,7 +56,8 @@ def take_snapshot(
     """What the rank `place` owns, as views of the run's memory, under the name `file`.
 
     Raises:
-        CheckpointError: the optimizer has state of a kind that has no place.
+        CheckpointError: the optimizer has state of a kind that has no place, or two tensors of
+            different layouts share memory.
     """
     tensors: dict[str, Tensor] = {}
     frozen: set[str] = set()
@@ -71,6 +74,7 @@ def take_snapshot(
                 frozen.add(key)
             pieces.append(TensorChunk(file, key, *box_of(where)))
         entries[each.name] = replace(known, pieces=tuple(pieces))
+    _refuse_shared(tensors)
     integers: dict[str, int] = {}
     for name, value in extras.items():
         if isinstance(value, Tensor):
@@ -78,6 +82,20 @@ def take_snapshot(
         else:
             integers[name] = int(value)
     return Snapshot(file, tensors, frozenset(frozen), entries, integers)
+
+
+def _refuse_shared(tensors: Mapping[str, Tensor]) -> None:
+    """A load would fill memory that two tensors share twice, from files that may differ."""
+    spans = sorted(
+        (str(x.device), x.data_ptr(), x.data_ptr() + x.nbytes, key)
+        for key, x in tensors.items()
+        if x.nbytes and x.is_contiguous()
+    )
+    for (device, _, end, key), (other_device, begin, _, other) in pairwise(spans):
+        if device == other_device and begin < end:
+            raise CheckpointError(
+                f"{key} and {other} share memory; give tied parameters one layout, under one name"
+            )
 
 
 def box_of(where: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
