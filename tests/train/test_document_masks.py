@@ -92,6 +92,7 @@ def without_zeros(grads: parity.Held) -> parity.Held:
         pytest.param(LEARNED, [], 1, id="one-learned"),
         pytest.param(LEARNED, SEQUENCE, 2, id="sequence-learned"),
         pytest.param(ROTARY, ["parallel.pipe=2"], 2, id="pipe-rotary"),
+        pytest.param(ROTARY, ["parallel.context=2"], 2, id="parts-rotary"),
         *(
             pytest.param(model, layout, world, id=f"{name}-{kind}", marks=pytest.mark.full)
             for kind, model in (("learned", LEARNED), ("rotary", ROTARY))
@@ -105,6 +106,13 @@ def without_zeros(grads: parity.Held) -> parity.Held:
                 ("both", ["parallel.pipe=2", *SEQUENCE], 4),
                 ("zero", ["parallel.data=2", "pipeline.microbatches=1", "parallel.zero=3"], 2),
                 ("blocks", ["parallel.pipe=2", "train.recompute=blocks"], 2),
+                ("context", ["parallel.context=2", "parallel.cp_comm_type=all_gather"], 2),
+                ("context4", ["parallel.context=4", "parallel.cp_comm_type=a2a+p2p"], 4),
+                (
+                    "context, blocks",
+                    ["parallel.pipe=2", "parallel.context=2", "train.recompute=blocks"],
+                    4,
+                ),
             )
         ),
     ],
@@ -139,6 +147,16 @@ def test_modules_of_transformers_take_them_too(ranks, where, tmp_path, name):
     assert packed == pytest.approx(sums, rel=1e-7)
     found = ranks(4).run(gradients, [*where, *model, *layout])
     parity.expect_close((x[1] for x in found), [grads])
+
+
+@pytest.mark.parametrize(
+    "name", ["mistral", *(pytest.param(x, marks=pytest.mark.full) for x in ("llama", "opt"))]
+)
+def test_modules_of_transformers_take_them_in_parts(ranks, where, tmp_path, name):
+    """Documents travel as the mask of each layer, also where blocks are computed again."""
+    model = [f"model.hf={config_json(tmp_path, name)}"]
+    layout = ["parallel.pipe=2", "parallel.context=2", "train.recompute=blocks"]
+    expect_equal(ranks, where, model, layout, 4)
 
 
 @pytest.mark.parametrize("name", ["bloom", "falcon, alibi"])

@@ -1,5 +1,6 @@
 """Tokens that a trained model writes: those of transformers, and the same on every layout."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -21,19 +22,21 @@ LAYOUTS = {
     "pipe2": {"pipe": 2},
     "tensor4": {"tensor": 4},
     "pipe4": {"pipe": 4},
+    "context2": {"context": 2},
+    "pipe2xcontext2": {"pipe": 2, "context": 2},
 }
 PROMPT = [197, 197, 197]
-SMALL_SET = ("one", "pipe2xtensor2")
+SMALL_SET = ("one", "pipe2xtensor2", "context2")
 EACH = [n if n in SMALL_SET else pytest.param(n, marks=pytest.mark.full) for n in LAYOUTS]
 
 
 def on_layout(ranks, source: ModelSource, layout: dict[str, int], *changes: str, **how) -> list:
     """Of every rank what follows the prompt."""
-    ones = {"data": 1, "pipe": 1, "tensor": 1}
+    ones = {"data": 1, "pipe": 1, "context": 1, "tensor": 1}
     degrees = {f"parallel.{axis}": size for axis, size in {**ones, **layout}.items()}
     keys = {**degrees, "pipeline.microbatches": 1, "data.global_batch": 1}
     config = source.config(keys, ["precision.dtype=float64", *changes])
-    number = layout.get("pipe", 1) * layout.get("tensor", 1)
+    number = math.prod(layout.values())
     prompt = how.get("prompt", PROMPT)
     sampling, window = how.get("sampling", Sampling()), how.get("window", source.window)
     return ranks(number).run(tokens, config, source.weights, prompt, sampling, window, 8)
