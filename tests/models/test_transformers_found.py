@@ -1,13 +1,14 @@
 """Classes of transformers without a table here: what is read of them, and that they train."""
 
 import json
+from datetime import date
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.models import coverage_ranks
+from tests.models import coverage, coverage_ranks
 from tests.train import parity
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ConfigError
@@ -76,6 +77,17 @@ def test_three_steps_are_those_of_transformers(ranks, saved, family, changes, la
     folder, truth = saved(family, **changes)
     found = ranks(2).run(coverage_ranks.steps, [f"model.hf={folder}", *LAYOUTS[layout]])
     assert coverage_ranks.largest_difference(found, truth) < 1e-9
+
+
+@pytest.mark.full
+def test_a_third_of_all_classes_is_right_or_refused(pool):
+    """By the date another third; `scripts/coverage` writes the table of all."""
+    trained = 0
+    for row in coverage.rows(pool, coverage.third(coverage.names(), date.today())):
+        found = [x for axis in coverage.AXES if isinstance(x := row.get(axis), float)]
+        assert all(x <= coverage.ROUNDED for x in found), row
+        trained += bool(found)
+    assert trained >= 35
 
 
 @pytest.mark.parametrize("family", ["mixtral", pytest.param("deepseek_v3", marks=FULL)])
