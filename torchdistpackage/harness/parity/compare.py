@@ -232,7 +232,9 @@ def _grads(whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes) -> Pa
     order = {name: place for place, name in enumerate(whole.modules)}
     names = sorted(whole.grads, key=lambda name: order.get(name.rpartition(".")[0], -1))
     for name in reversed(names):  # the backward comes to the last module first
-        missing = [i for i, r in enumerate(ranks) if name in r.initial and name not in r.grads]
+        # ZeRO leaves a rank no whole gradient of any parameter
+        held_by = [(i, r) for i, r in enumerate(ranks) if r.grads and name in r.initial]
+        missing = [i for i, r in held_by if name not in r.grads]
         if missing:
             cause = "a parameter that no backward reaches on this rank"
             return ParityFinding(_owner(name), f"no gradient ({name})", None, missing[0], cause)

@@ -26,10 +26,10 @@ def difference(part: Tensor, whole: Tensor) -> float | None:
     part, whole = _real(part), _real(whole)
     scale = max(float(whole.abs().max()) if whole.numel() else 0.0, 1e-30)
     best = _best(part, whole)
-    if part.dim() > 2 and part.shape[2:] == whole.shape[2:] and (best or 0) > TOLERANCE * scale:
+    if part.dim() > 2 and (best is None or best > TOLERANCE * scale):
         # samples of several microbatches, of a model whose first dim is the sequence
         merged = _best(part.flatten(0, 1), whole.flatten(0, 1))
-        best = min(x for x in (best, merged) if x is not None)
+        best = min((x for x in (best, merged) if x is not None), default=None)
     return None if best is None else best / scale
 
 
