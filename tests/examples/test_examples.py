@@ -103,6 +103,16 @@ def test_zero_keeps_a_part_of_the_state(start: Start):
     assert here / whole < 1.02 / world_size
 
 
+@started(2, 4, 2, 3)
+def test_moe_own_loop_learns_with_busy_experts(start: Start):
+    text = start.printed("moe_own_loop")
+    loss, imbalance = numbers(r"step 60  loss ([\d.]+)  experts ([\d.]+)x", text)
+    assert loss < 3.5  # equally likely bytes cost ln 256 = 5.545
+    assert imbalance < 3
+    world_size, here = numbers(r"(\d+) ranks, (\d+) of 8 experts on each", text)
+    assert (world_size, here) == (start.size, 8 if start.size % 2 else 4)
+
+
 @started(3, 4, 2, 3)
 def test_own_loop_pipeline_trains_as_one_piece_does(start: Start):
     text = start.printed("own_loop_pipeline")

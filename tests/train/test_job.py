@@ -26,6 +26,9 @@ SMALL = [
     "log.every=1", "optim.warmup_steps=1",
 ]  # fmt: skip
 
+EXPERTS = {"experts", "experts_dropped", "dead_experts"}
+"""Keys of a run with mixtures of experts."""
+
 
 def start(folder: Path, *changes: str, options: tuple[str, ...] = (), prefix: tuple[str, ...] = ()):
     program = prefix or (sys.executable, "-m", "torchdistpackage")
@@ -107,7 +110,7 @@ def test_a_run_shows_and_leaves_what_it_promises(whole):
 def test_the_page_on_logging_lists_every_key_of_a_row(whole):
     """Two come of slow ranks and of steps left out; their tests compare them with the page."""
     found = {key for row in rows(whole[0]) for key in row}
-    assert found | {"stragglers", "skipped"} == metrics_page.keys()
+    assert found | {"stragglers", "skipped"} | EXPERTS == metrics_page.keys()
     assert not found & {"stragglers", "skipped"}
 
 

@@ -23,6 +23,7 @@ from torchdistpackage.train.context_plan import context_text
 from torchdistpackage.train.memory import activation_budget_gb
 from torchdistpackage.train.plan import (
     Plan,
+    expert_plan,
     local_procs,
     make_plan,
     num_parameters,
@@ -140,6 +141,7 @@ def plan(
         *_goes_with(planned),
         *([wrap(f"warning: {warning}")] if warning else []),
         _stages(planned),
+        *_experts(planned),
         _schedule(planned),
         *_checkpoints(planned),
     ]
@@ -225,6 +227,23 @@ def _stages(plan: Plan) -> str:
         total += f", of which {trained:,} ({trained / number:.2%}) are trained"
     head = f"{total}; a rank of each pipe index holds, in {unit}{notes}"
     return f"{head}\n{text_table(memory)}\n\n{text_table(held, last_left=True)}"
+
+
+def _experts(plan: Plan) -> list[str]:
+    found = expert_plan(plan)
+    if found is None:
+        return []
+    least, most = min(found.on_rank), max(found.on_rank)
+    here = f"{most}" if least == most else f"{least} or {most}"
+    lines = [
+        f"experts            {sum(found.on_rank)} in {found.num_blocks} blocks, {here} on each of "
+        f"{len(found.on_rank)} ranks; {found.active_parameters:,} parameters meet a token",
+        f"dispatch           {found.mean_bytes / 1e6:.3g} MB leave a rank each way in a block and "
+        f"microbatch, at most {found.most_bytes / 1e6:.3g} MB",
+        f"load               {found.mean_rows:,.0f} tokens for a rank's experts, at most "
+        f"{found.most_rows:,}",
+    ]
+    return [wrap("\n".join(lines), indent=" " * 19)]
 
 
 def _ends(names: Sequence[str]) -> str:
