@@ -39,6 +39,7 @@ def _stage(here: Here, found: Found, stage: int) -> None:
     plan, meter = plan_of(changes), Meter()
     # before anything is counted: the text is mapped from its files, and no memory of a step
     data = build_data(plan)
+    gc.collect()  # the case before this one: its trainer is in cycles, and would be counted as ours
     before = _held(here, meter)
     if not here.small:
         torch.cuda.reset_peak_memory_stats()
