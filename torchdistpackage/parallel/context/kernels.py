@@ -124,6 +124,9 @@ def _efficient_backward(grad, q, k, v, out, lse, mask, drawn, options):
     padding = -q.shape[2] % _LSE_ROWS
     lse = torch.nn.functional.pad(lse, (0, padding), value=math.inf).contiguous()
     bias = _for_heads(mask, q)
+    # In half precision the kernel sums grad * out by itself, and reads rows of `out` as its forward
+    # lays them out, (B, S, H, D) in memory, whatever the strides say: else dq and dk are wrong.
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
         grad, q, whole_k, whole_v, bias, out, lse, *drawn, options.dropout,
         [True, True, True, False], options.is_causal, scale=options.scale,
