@@ -147,7 +147,9 @@ def _output(
 ) -> tuple[float | None, int] | None:
     found: list[tuple[float, int]] = []
     for rank, record in enumerate(ranks):
-        if name in record.modules:
+        # a block that a border between stages cuts is not whole on either
+        parts = (x for x in whole.modules if _is_inside(x, name))
+        if name in record.modules and all(x in record.modules for x in parts):
             apart = _lists(record.modules[name].outputs, whole.modules[name].outputs)
             if apart is not None:
                 found.append((apart, rank))
