@@ -25,11 +25,7 @@ SITE = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
 PARQUET = ["pyarrow>=15"]
 INT8 = ["bitsandbytes>=0.46"]
 REPORT = ["plotly>=6.0"]
-TENSORBOARD = ["tensorboard>=2.18"]
-WANDB = ["wandb>=0.22"]
-MLFLOW = ["mlflow-skinny>=3.4"]
-LOOKS = [*REPORT, *TENSORBOARD, *WANDB, *MLFLOW]
-DEV = [*TOOLS, *PLOT, *HF, *TYPES, *SITE, *PARQUET, *INT8, *LOOKS, "scikit-learn>=1.4"]
+DEV = [*TOOLS, *PLOT, *HF, *TYPES, *SITE, *PARQUET, *INT8, *REPORT, "scikit-learn>=1.4"]
 
 setup(
     name="torchdistpackage",
@@ -60,9 +56,6 @@ setup(
         "parquet": PARQUET,
         "int8": INT8,
         "report": REPORT,
-        "tensorboard": TENSORBOARD,
-        "wandb": WANDB,
-        "mlflow": MLFLOW,
         "site": SITE,
         "dev": DEV,
     },
