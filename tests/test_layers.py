@@ -189,6 +189,7 @@ MAY_NAME_MODULES = {
     "models/transformers_folder.py": "conversions of transformers, with torch",
     "models/transformers_layout.py": "what reads a family that has no table, with torch",
     "models/transformers_spec.py": "modules to build, with torch",
+    "train/compiled.py": "hooks of our own, told from others by where they are defined",
     "train/job.py": "what runs in ranks, with torch",
 }
 """Files with modules of ours in strings; `lazy.py` says when that is right."""

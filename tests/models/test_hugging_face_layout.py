@@ -1,6 +1,7 @@
 """Folders of transformers models that cannot be read say all that is wrong. No torch."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from torchdistpackage.errors import CheckpointError, ConfigError, LayoutError
+from torchdistpackage.layout.moe import MoEShape
 from torchdistpackage.models.gpt_layout import GPTShape, layouts
 from torchdistpackage.models.hugging_face_layout import family_of, open_folder, sources
 
@@ -133,6 +135,9 @@ def test_a_shape_that_transformers_does_not_have_is_refused():
     text = "for gpt2: norm=layer, position=learned; for llama: mlp=swiglu"
     with pytest.raises(LayoutError, match=text):
         sources(odd)
+    mixture = replace(LLAMA, moe=MoEShape(num_experts=4, top_k=2, hidden=8, gated=True))
+    with pytest.raises(LayoutError, match="for llama: no moe"):
+        sources(mixture)
 
 
 def test_a_config_that_is_no_model_is_refused(tmp_path):

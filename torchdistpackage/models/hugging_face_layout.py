@@ -77,12 +77,14 @@ def family_of(shape: GPTShape) -> str:
             "mlp_bias=true": shape.mlp_bias,
             "kv_heads=heads": shape.num_kv_heads == shape.heads,
             "head_dim=dim / heads": shape.head_dim * shape.heads == shape.dim,
+            "no moe": shape.moe is None,
         },
         "llama": {
             "norm=rms": shape.norm == "rms",
             "position=rotary": shape.position == "rotary",
             "mlp=swiglu": shape.mlp == "swiglu",
             "dim a multiple of heads": shape.dim % shape.heads == 0,
+            "no moe": shape.moe is None,
         },
     }
     lacking = {name: [x for x, holds in of.items() if not holds] for name, of in wants.items()}
