@@ -21,7 +21,7 @@ def peak(size: int) -> int:
     group = tpc.get_group("context")
     sequence = ContextSequence(group) if size > 1 else WholeSequence()
     common = {"group": tpc.get_group("tensor"), "axis": "tensor"}
-    block = GPTBlock(SHAPE, 0.0, HALVES, sequence=sequence, **common)
+    block = GPTBlock(SHAPE, 0, 0.0, HALVES, sequence=sequence, **common)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
         parameter.grad = torch.zeros_like(parameter)

@@ -99,7 +99,7 @@ def shape(sequence_parallel: bool, **options: Any) -> GPTShape:
 
 def block(group, sequence_parallel: bool, dropout: float = 0.0, **options: Any) -> Case:
     how = {"group": group, "axis": "tensor", "dtype": torch.float64}
-    made = GPTBlock(shape(sequence_parallel, **options), dropout, ("attention", "mlp"), **how)
+    made = GPTBlock(shape(sequence_parallel, **options), 0, dropout, ("attention", "mlp"), **how)
     return made, activations(group, sequence_parallel)
 
 
