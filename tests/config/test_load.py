@@ -52,7 +52,8 @@ def problems(text: str, *overrides: str) -> list[str]:
         ("train:\n  lr: 2", "r.yaml:2: train.lr: misplaced key; did you mean optim.lr?"),
         (
             "train: {every: 2}",
-            "r.yaml:1: train.every: misplaced key; did you mean log.every or train.eval_every?",
+            "r.yaml:1: train.every: misplaced key; did you mean model.moe.every or log.every or "
+            "train.eval_every?",
         ),
         (
             "launch: {pipeline: {schedule: gpipe}}",

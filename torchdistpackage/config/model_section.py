@@ -104,8 +104,8 @@ class MoESection(Section):
         default=None, description="Width of an MLP besides that takes all tokens; null: none."
     )
     jitter: k.BelowOne = Field(default=0.0, description="Noise on the router's input.")
-    every: k.Count = Field(default=1, le=2048, description="Every so many blocks have experts,")
-    first: k.CountOrZero = Field(default=0, le=2048, description="from this one on.")
+    every: k.Count = Field(default=1, le=2048, description="Every so many blocks have experts.")
+    first: k.CountOrZero = Field(default=0, le=2048, description="The first one that has.")
 
 
 class ModelSection(NamedSection):

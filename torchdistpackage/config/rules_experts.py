@@ -13,8 +13,8 @@ _KEYS = tuple(f"model.moe.{key}" for key in MoESection.model_fields if key != "n
 def _moe_keys_are_read(c: RunConfig, world_size: int | None) -> str | None:
     if c.model.moe.num_experts is not None:
         return None
-    given, plain = c.model.moe.model_dump(), MoESection().model_dump()
-    if not (unread := [f"model.moe.{key}" for key in plain if given[key] != plain[key]]):
+    given, plain = c.model.moe, MoESection().model_dump()
+    if not (unread := [f"model.moe.{key}" for key in plain if getattr(given, key) != plain[key]]):
         return None
     return (
         f"{', '.join(unread)} would not be read without model.moe.num_experts; set that, or "
@@ -69,7 +69,7 @@ def _expert_ranks_have_experts(c: RunConfig, world_size: int | None) -> str | No
     return None
 
 
-@rule("parallel.expert", "parallel.data")
+@rule("parallel.expert", "parallel.data", "parallel.pipe", "parallel.context", "parallel.tensor")
 def _expert_divides_data(c: RunConfig, world_size: int | None) -> str | None:
     ranks, data = c.parallel.expert, c.parallel.data
     if data == "auto" and world_size is not None and world_size % c.parallel.model_size == 0:
