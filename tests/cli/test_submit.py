@@ -298,7 +298,7 @@ def small_disk(work: Path) -> Generator[Path]:
     """The folder of the runs on a file system of its own."""
     runs = work / "runs"
     runs.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tdp-tests", str(runs)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tdp-tests", str(runs)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("no right to mount a file system")
     try:

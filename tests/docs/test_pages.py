@@ -53,11 +53,13 @@ def test_what_is_to_be_touched_for_something_new_is_there():
         "KINDS",
         *of_formats,
         "COMMANDS",
+        "MISTAKES",
     ]
     homes_of_tables = (
         *("torchdistpackage/schedule/generators.py", "torchdistpackage/cli/main.py"),
         *("torchdistpackage/cli/checkpoint.py", "tests/train/test_parity.py"),
         *("torchdistpackage/comm/autograd.py", "tests/parallel/context/test_attention.py"),
+        "tests/harness/parity/test_parity.py",
     )
     code = "\n".join((ROOT / x).read_text("utf-8") for x in homes_of_tables)
     assert all(re.search(rf"^{name}\b", code, re.MULTILINE) for name in tables)

@@ -16,7 +16,7 @@ COMPARE = "torchdistpackage.train.parity:compare_run"
 
 
 def parity(config: Config, overrides: Overrides = None) -> None:
-    """Compare the layouts of a run with one process, and name the module that differs.
+    """Compare the layouts of a run with one process, module by module.
 
     The model and the batch are made small, with the same classes, and trained for three steps in
     float64: each axis of the run alone, then pairs, then all. Activations, gradients, the loss, the

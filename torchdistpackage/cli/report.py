@@ -29,7 +29,7 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Write one HTML file that shows a run, or overlays several.
+    """Write one HTML file that shows a run, or compares several.
 
     The file opens without a network and without a server. It has the curves, what a step was spent
     on, memory, slow ranks, the pipeline's timeline, every start with its end, checkpoints and the

@@ -47,7 +47,9 @@ def watch(
         bool, typer.Option("--once", help="Show the run as it is now, and end.")
     ] = False,
 ) -> None:
-    """Follow a run: loss, throughput, waiting, memory, slow ranks, times and restarts.
+    """Follow a run in the terminal.
+
+    Shows loss, throughput, waiting, memory, slow ranks, times and restarts.
 
     On a terminal this is a page; q leaves it, and the run goes on. Elsewhere a line is printed when
     the run has got on, until it ends.
