@@ -112,9 +112,7 @@ def plan_of(config: Path, data: int, pipe: int, tensor: int) -> Plan:
     axes = {"data": data, "pipe": pipe, "tensor": tensor}
     given = [f"parallel.{axis}={size}" for axis, size in axes.items()]
     more = ["launch.local.procs=null", "data.global_batch=96", "pipeline.microbatches=4"]
-    if config.stem.startswith(
-        "moe"
-    ):  # its experts are shared by two ranks of data, where there are
+    if config.stem.startswith("moe"):  # two ranks of data share its experts, where there are two
         more.append(f"parallel.expert={1 + (data % 2 == 0)}")
     return make_plan(load(str(config), [*given, *more]), data * pipe * tensor)
 
