@@ -104,6 +104,8 @@ def train(
     layer.from_full(weights)
     plain = {name: w.clone().requires_grad_() for name, w in weights.items()}
     bias = torch.zeros(shape.num_experts).double() if shape.balance == "bias" else None
+    for w in plain.values():
+        w.grad = torch.zeros_like(w)
     own = torch.optim.Adam(plain.values(), 1e-2)
     trained = [p for p in layer.parameters() if p.requires_grad]
     adam: Any = torch.optim.Adam(trained, 1e-2)
@@ -142,7 +144,7 @@ def train(
         assert sum(load.choices) == S * B * shape.top_k
         assert not skewed or load.dead
         adam.zero_grad()
-        own.zero_grad()
+        own.zero_grad(set_to_none=False)  # of an idle expert none would stop its momentum
     if how != "ddp":
         adam.finish()
     full = layer.to_full()

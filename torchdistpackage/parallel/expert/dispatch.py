@@ -85,8 +85,10 @@ def plan_dispatch(
     flat = experts.flatten()
     if kept is not None:
         flat = torch.where(kept.flatten(), flat, num_experts)
-    order = flat.sort(stable=True).indices
-    counts = torch.bincount(flat, minlength=num_experts + 1)
+    by_expert, order = flat.sort(stable=True)
+    # bincount would do, but on a device its host waits for the largest number
+    numbers = torch.arange(num_experts + 2, device=flat.device)
+    counts = torch.searchsorted(by_expert, numbers).diff()
     counts[num_experts] = bad  # in place of those that were dropped, which nobody asks for
     if size == 1:
         here, flags = counts[:-1], []
