@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from torchdistpackage.launch.fork_server_client import ForkServer
 
 # On a loaded machine a deadline would be a coin toss, and a red run must be red again.
-hypothesis.settings.register_profile(
-    "tests", deadline=None, derandomize=True, database=None, max_examples=50
-)
-hypothesis.settings.load_profile("tests")
+for name, examples in (("small set", 20), ("full", 200)):
+    hypothesis.settings.register_profile(
+        name, deadline=None, derandomize=True, database=None, max_examples=examples
+    )
 
 
 UNDER_LATE = ("ddp", "comm", "parallel", "optim")
@@ -130,6 +130,8 @@ class _Under:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[OWN_TRANSPORT] = {}
+    small = config.getoption("markexpr") == "not full"
+    hypothesis.settings.load_profile("small set" if small else "full")
     for number in (signal.SIGINT, signal.SIGQUIT):  # a lane of scripts/test has them ignored
         if signal.getsignal(number) is signal.SIG_IGN:
             default = signal.SIG_DFL if number is signal.SIGQUIT else signal.default_int_handler
@@ -162,8 +164,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Late cases beyond the first of a body are more cases of the same body; so are all of one
-    that is about time, memory or names more than about calls (`late_in_full`)."""
-    begun = set()
+    that is about time, memory or names more than about calls (`late_in_full`). Of a body with
+    `few(n)`, so are all others but n, which are spread evenly over its cases. A body with several
+    has the case that is late under the late transport alone, and the others on gloo."""
+    bodies: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        call = getattr(item, "callspec", None)
+        late = call is not None and call.params.get("ranks") == "late"
+        if item.get_closest_marker("few") and not late and not item.get_closest_marker("full"):
+            bodies.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in bodies.values():
+        (number,) = cases[0].get_closest_marker("few").args
+        step = max((len(cases) - 1) / max(number - 1, 1), 1)
+        kept = {round(at * step) for at in range(number)}
+        for at, item in enumerate(cases):
+            if at not in kept:
+                item.add_marker(pytest.mark.full)
+    begun, late_ones = set(), {}
     for item in items:
         call = getattr(item, "callspec", None)
         if call is None or call.params.get("ranks") != "late" or item.get_closest_marker("full"):
@@ -171,7 +188,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         body = item.nodeid.partition("[")[0]
         if body in begun or item.get_closest_marker("late_in_full"):
             item.add_marker(pytest.mark.full)
+        else:
+            late_ones[body] = item
         begun.add(body)
+    plain = Counter(item.nodeid.partition("[")[0] for item in items if _in_small_set(item))
+    for item in items:
+        body = item.nodeid.partition("[")[0]
+        late_one = late_ones.get(body)
+        if late_one and plain[body] > 2 and item is not late_one and _same_case(item, late_one):
+            item.add_marker(pytest.mark.full)
+
+
+def _in_small_set(item: pytest.Item) -> bool:
+    return item.get_closest_marker("full") is None
+
+
+def _same_case(item: pytest.Item, other: pytest.Item) -> bool:
+    """Whether they differ at most by the transport."""
+    first, second = (
+        {name: at for name, at in x.callspec.indices.items() if name != "ranks"}  # type: ignore
+        for x in (item, other)
+    )
+    return first == second
 
 
 def pytest_terminal_summary(

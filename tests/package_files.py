@@ -40,8 +40,13 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path, inside: ast.AST | None = None) -> Iterator[tuple[int, str]]:
+@cache
+def imports(path: Path, inside: ast.AST | None = None) -> tuple[tuple[int, str], ...]:
     """(line, module) of each import: the module itself where one is imported from its package."""
+    return tuple(_imports(path, inside))
+
+
+def _imports(path: Path, inside: ast.AST | None) -> Iterator[tuple[int, str]]:
     for node in ast.walk(inside) if inside else nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -52,6 +57,7 @@ def imports(path: Path, inside: ast.AST | None = None) -> Iterator[tuple[int, st
                 yield node.lineno, whole if file_of(whole) else str(node.module)
 
 
+@cache
 def file_of(module: str) -> Path | None:
     """The file of one of our modules."""
     first, *rest = module.split(".")

@@ -72,6 +72,7 @@ MORE = [["parallel.zero=2"], ["parallel.zero=3"], ["parallel.tensor=2", "paralle
         ["precision.dtype=bf16", "precision.weights=bf16", "parallel.zero=1"]]  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "layout", [*LAYOUTS, *(pytest.param(x, marks=pytest.mark.full) for x in MORE)], ids=str
 )
@@ -109,6 +110,7 @@ def test_a_failure_stops_all_ranks_at_one_step(ranks, tmp_path, mode):
     assert damage(tmp_path / "checkpoints" / "step_000002", checksums=True) is None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["async", "disabled"])
 def test_or_it_is_said_and_training_goes_on(ranks, tmp_path, mode):
     extra = [f"checkpoint.async_mode={mode}", "checkpoint.on_error=continue"]

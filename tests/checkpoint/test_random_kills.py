@@ -58,6 +58,7 @@ def undisturbed(ranks, tmp_path_factory) -> list[tuple[int, float, float]]:
     return losses(folder)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [2, pytest.param(100, marks=pytest.mark.full)])
 def test_a_run_that_is_killed_at_random_goes_on_exactly(ranks, tmp_path, undisturbed, number):
     for seed in range(number):

@@ -114,6 +114,7 @@ def test_what_plan_refuses_is_refused_with_all_its_problems(work: Path, capsys):
     assert calls(work) == [] and not (work / "runs").exists()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETING"])
 def test_a_run_whose_job_is_alive_is_not_submitted_again(work: Path, state, monkeypatch, capsys):
     assert main(["submit", "run.yaml"]) == 0
@@ -137,6 +138,7 @@ def test_a_fresh_start_moves_the_earlier_folder_aside(work: Path, monkeypatch):
     assert len(read_records(RunDir(work / "runs/one").records)) == 1
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("said", "advice"),
     [

@@ -122,6 +122,7 @@ def embeddings(size: int) -> None:
             ts.nn.ParallelEmbedding(7, 5, padding_idx=bad)
 
 
+@pytest.mark.few(1)
 @by_world
 def test_embedding_is_torchs(ranks, world, size):
     ranks(world).run(embeddings, size)

@@ -41,6 +41,7 @@ def bomb(levels: int, width: int) -> str:
 CHAIN = "a0: &a0 [1]\n" + "\n".join(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 99))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("text", "line", "number"),
     [

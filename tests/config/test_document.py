@@ -1,7 +1,7 @@
 """Text means what YAML 1.2 says, and whatever it holds, reading ends in a run or in problems."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from torchdistpackage.config.errors import ConfigErrors
@@ -71,7 +71,6 @@ PIECES = [
 
 
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join))
-@settings(deadline=None, max_examples=200)
 def test_any_text_is_a_run_or_a_list_of_printable_lines(text: str) -> None:
     for arguments in ((text,), ("", "r.yaml", [text]), ("", "r.yaml", [f"model.args={text}"])):
         try:

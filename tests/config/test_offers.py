@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.config.test_rules import run
@@ -32,7 +32,6 @@ from torchdistpackage.config.check import RULES, failed_rules
         }
     )
 )
-@settings(deadline=None, max_examples=300)
 def test_every_offered_value_mends_its_rule(values: dict[str, Any]) -> None:
     """ "set heads to 3 or 6" is a promise: with either, the same rule is content."""
     for keys, text in failed_rules(run(**values)):

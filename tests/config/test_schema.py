@@ -6,7 +6,7 @@ from typing import Any
 
 import pydantic
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from torchdistpackage.config.check import violations
@@ -120,7 +120,6 @@ def runs(draw: st.DrawFn) -> RunConfig:
 
 
 @given(runs())
-@settings(deadline=None, max_examples=60)
 def test_a_resolved_run_reloads_to_an_equal_value(config: RunConfig) -> None:
     """What is saved beside the outputs is the run itself, and it breaks no rule on reading."""
     if config.parallel.data == "auto":

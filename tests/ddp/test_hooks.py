@@ -45,6 +45,7 @@ def learns(make: object, within: float) -> None:
     assert mine < within * exact
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("hook", "within"),
     [(bf16_compress, 1.05), (fp16_compress, 1.05), (PowerSGD, 2.0)],

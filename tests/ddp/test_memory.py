@@ -170,6 +170,7 @@ def zero_at_its_worst(stage: int) -> None:
     assert worst[stage > 1] <= kept * ROUNDED_UP, "in stages 2 and 3 not in the first step"
 
 
+@pytest.mark.few(1)
 @pytest.mark.own_transport("measures memory, of which the late transport holds copies")
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.full), 3])

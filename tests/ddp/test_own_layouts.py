@@ -121,6 +121,7 @@ def train(way: str, sequence: bool, folder: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("world", "ways", "sequence"),
     [

@@ -58,6 +58,7 @@ def same_as_one_process(kind: dict, parts: tuple[int, ...], spatial: tuple[int, 
             same(mine(own), one(own), "eval")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("parts", PARTS.values(), ids=list(PARTS))
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 def test_it_is_the_batch_norm_of_the_whole_batch(ranks, kind, parts):

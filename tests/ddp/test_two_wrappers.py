@@ -90,6 +90,7 @@ def one_body(together: bool, dim: int, options: dict) -> None:
     follow_one_process(nets, options, step)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("dim", [DIM, 1000], ids=["small", "large"])
 def test_two_wrappers_may_share_a_submodule(ranks, together, dim):

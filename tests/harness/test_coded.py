@@ -19,6 +19,7 @@ SUMMED = [torch.float32, torch.int64, torch.bfloat16, torch.float16, torch.int8,
 SIZES = [2, 3, 4, 5, 6, 7, 8, 64, 1000]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [*MOVED, torch.complex64], ids=str)
 def test_each_rank_writes_its_own_and_exactly(dtype):
     wide = [rank_pattern(rank, 200, WIDE) for rank in range(3000)]
@@ -33,6 +34,7 @@ def test_ranks_that_are_near_differ_at_every_place():
     assert all(len(set(column.tolist())) == 60 for column in rows.T)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("start", [0, 10**6, 2**33], ids=str)
 @pytest.mark.parametrize("row", [rank_pattern, None], ids=["written", "summed"])
 def test_any_shift_and_any_exchange_of_blocks_shows(row, start):
@@ -57,6 +59,7 @@ def test_sums_differ_by_place_and_part(size):
     assert all(len(part.unique()) > 10 for part in parts)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("dtype", SUMMED, ids=str)
 @pytest.mark.parametrize("size", [1, *SIZES])
 def test_sums_are_exact_in_every_order(dtype, size):

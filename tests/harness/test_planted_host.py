@@ -117,6 +117,7 @@ def plan_of(config: Path, data: int, pipe: int, tensor: int) -> Plan:
     return make_plan(load(str(config), [*given, *more]), data * pipe * tensor)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_groups_of_every_configuration_are_made(config, layout):
@@ -128,6 +129,10 @@ def test_split_from_a_bound_world_they_would_not_be():
     tied = next(path for path in CONFIGS if path.stem == "gpt_tiny")
     finding = made_bound(plan_of(tied, 2, 4, 1)).finding
     assert finding.kind == "group creation"
+
+
+@pytest.mark.full
+def test_nor_would_those_of_sixteen():
     slurm = next(path for path in CONFIGS if path.stem == "gpt_slurm")
     settings = load(str(slurm), [], 16)
     finding = made_bound(make_plan(settings, 16)).finding

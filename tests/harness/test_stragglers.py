@@ -70,6 +70,7 @@ def named(found: list[Straggler]) -> list[tuple[int, str]]:
     return [(straggler.rank, straggler.phase) for straggler in found]
 
 
+@pytest.mark.few(6)
 @every_mesh
 @pytest.mark.parametrize("phase", PHASES)
 def test_50_ms_are_found_on_every_rank_and_nobody_else_is(mesh, phase):
@@ -86,6 +87,7 @@ def test_50_ms_are_found_on_every_rank_and_nobody_else_is(mesh, phase):
     assert num_clear >= 45
 
 
+@pytest.mark.few(6)
 @every_mesh
 @pytest.mark.parametrize("noise", [0.02, 0.05, 0.1, 0.2, 0.4])
 def test_nobody_is_named_however_large_the_noise_is(mesh, noise):
@@ -99,6 +101,7 @@ def test_nobody_is_named_however_large_the_noise_is(mesh, noise):
         costs = measured(times, costs, found)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("since", range(1, WINDOW + 1))
 def test_a_delay_is_named_within_20_steps_of_its_beginning(since):
     """Windows end every 10 steps and are judged a step later; the first step is left out."""

@@ -30,6 +30,7 @@ def passes(config: tuple[tuple[str, int], ...], moe_ep_size: int | None, pairs: 
     return out.getvalue().splitlines(), rows, tested.time_s
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("config", "moe_ep_size", "said", "rows"),
     [

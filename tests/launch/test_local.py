@@ -129,6 +129,7 @@ def signal_in_rank_1(folder: Path, signum: int) -> None:
     time.sleep(60)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("signum", "how", "consequence"),
     [

@@ -102,6 +102,7 @@ def run_unguarded(folder: Path, *how: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", [["unguarded.py"], ["-m", "unguarded"]], ids=["file", "module"])
 def test_a_script_may_end_its_loading_in_a_rank_where_it_starts_ranks(tmp_path, how):
     done = run_unguarded(tmp_path, *how)

@@ -217,6 +217,7 @@ def both(shape: GPTShape) -> list[GPTShape]:
     return [replace(shape, sequence_parallel=sequence) for sequence in (False, True)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("world", "kinds"),
     [

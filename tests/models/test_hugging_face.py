@@ -45,6 +45,7 @@ def saved(tmp_path_factory):
     return of
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
     "name", [n if n in SMALL_SET else pytest.param(n, marks=FULL) for n in CONFIGS]
@@ -61,6 +62,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and equal
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("world", ["one", "pipe2xtensor2", pytest.param("tensor4", marks=FULL)])
 @pytest.mark.parametrize(
     "name", [n if n in SMALL_SET else pytest.param(n, marks=FULL) for n in CONFIGS]

@@ -52,6 +52,7 @@ def saved(ranks, tmp_path_factory):
     return of
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "changes", "layout"),
     [

@@ -43,6 +43,7 @@ def clipped(extra: list[str], p: float, limit: float) -> tuple[float, parity.Hel
 SMALL_SET = ({"data": 4}, {"pipe": 4}, {"data": 2, "pipe": 2, "tensor": 2})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "degrees",
     [pytest.param(d, marks=[] if d in SMALL_SET else pytest.mark.full) for d in LAYOUTS],

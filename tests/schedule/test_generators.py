@@ -19,8 +19,12 @@ from torchdistpackage.schedule.passes import check
 
 WHOLE = ["gpipe", "1f1b", "interleaved", "looped-bfs"]
 SPLIT = ["zb-h1", "zb-h2", "interleaved-zb", "zb-v", "dualpipe-v"]
+FEW = [(1, 1), (1, 5), (2, 1), (2, 5), (3, 2), (3, 16), (5, 5), (5, 19), (8, 2), (8, 19)]
 SOME = list(itertools.product((1, 2, 3, 5, 8), (1, 2, 5, 16, 19)))
 ALL = list(itertools.product(range(1, 9), range(1, 33)))
+
+
+sizes = pytest.mark.parametrize("sizes", [FEW, pytest.param(SOME, marks=pytest.mark.full)], ids=len)
 
 
 def orders(schedule: Schedule) -> list[str]:
@@ -30,6 +34,7 @@ def orders(schedule: Schedule) -> list[str]:
     ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("name", "chunks", "percent"),
     [
@@ -61,9 +66,10 @@ def is_legal(name: str, p: int, m: int, chunks: int) -> None:
     assert schedule.has_backward == (name != "forward")
 
 
+@sizes
 @pytest.mark.parametrize("name", GENERATORS)
-def test_every_size_has_a_legal_answer(name: str):
-    for p, m in SOME:
+def test_every_size_has_a_legal_answer(name: str, sizes: list[tuple[int, int]]):
+    for p, m in sizes:
         for chunks in (1, 2, 3) if p < 4 and m < 16 else (1 + (name in TWO_CHUNKS),):
             is_legal(name, p, m, chunks)
 
@@ -94,9 +100,10 @@ def test_orders_are_the_tables_that_everybody_draws():
     ]
 
 
+@sizes
 @pytest.mark.parametrize("name", WHOLE)
-def test_whole_backwards_leave_the_bubble_of_the_formula(name: str):
-    for p, m in SOME:
+def test_whole_backwards_leave_the_bubble_of_the_formula(name: str, sizes: list[tuple[int, int]]):
+    for p, m in sizes:
         for chunks in (1, 2, 3):
             if m >= p or (chunks == 1 and name in ("gpipe", "1f1b")):
                 costs = (
@@ -108,9 +115,10 @@ def test_whole_backwards_leave_the_bubble_of_the_formula(name: str):
                 assert bubble == pytest.approx((p - 1) / (chunks * m + p - 1), abs=1e-12), (p, m)
 
 
+@sizes
 @pytest.mark.parametrize("name", SPLIT)
-def test_split_backwards_leave_only_the_late_start(name: str):
-    for p, m in SOME:
+def test_split_backwards_leave_only_the_late_start(name: str, sizes: list[tuple[int, int]]):
+    for p, m in sizes:
         chunks = 2 if name in TWO_CHUNKS else 1
         if m >= 2 * p:
             assert simulate(build(name, p, m)).total == 3 * chunks * m + p - 1, (p, m)
@@ -123,8 +131,9 @@ def test_zb_h2_gains_over_zb_h1_when_the_next_step_follows_at_once():
     assert simulate(second, steps=2).total == 2 * 48 + 3
 
 
-def test_no_rank_holds_more_than_its_schedule_promises():
-    for p, m in SOME:
+@sizes
+def test_no_rank_holds_more_than_its_schedule_promises(sizes: list[tuple[int, int]]):
+    for p, m in sizes:
         assert simulate(build("1f1b", p, m)).peak_live == tuple(min(m, p - s) for s in range(p))
         for name, most in [
             ("gpipe", [m] * p),

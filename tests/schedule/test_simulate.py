@@ -12,7 +12,8 @@ from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.engine import Span, Timeline, replay, simulate
 from torchdistpackage.schedule.generators import GENERATORS, build
 
-SIZES = list(itertools.product(range(1, 9), range(1, 33)))
+SIZES = list(itertools.product((1, 2, 5, 8), (1, 2, 7, 16)))
+ALL_SIZES = list(itertools.product(range(1, 9), range(1, 33)))
 
 
 def order(text: str, placement: tuple[int, ...], num_microbatches: int) -> Schedule:
@@ -24,9 +25,10 @@ def ends(timeline: Timeline) -> dict[str, tuple[float, float]]:
     return {str(s.action): (s.start, s.end) for row in timeline.spans for s in row}
 
 
+@pytest.mark.parametrize("sizes", [SIZES, pytest.param(ALL_SIZES, marks=pytest.mark.full)], ids=len)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_the_bubble_is_the_formula(name: str):
-    for p, m in SIZES:
+def test_the_bubble_is_the_formula(name: str, sizes: list[tuple[int, int]]):
+    for p, m in sizes:
         # the formula holds whatever the two cost: a dear backward here, a dear forward there
         costs = (
             {ActionKind.F: 1.0, ActionKind.B: 2.0}

@@ -67,6 +67,7 @@ def keeps_its_promise(seed: int) -> None:
     assert cap is None or max(timeline.peak_live_of_rank) <= cap
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_never_longer_than_stock_legal_and_within_the_cap(seed: int):
     keeps_its_promise(seed)
@@ -78,6 +79,7 @@ def test_that_over_many_more_costs(seed: int):
     keeps_its_promise(seed)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("p", "m"), [(4, 8), pytest.param(4, 16, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", ["interleaved-zb", "zb-v", "dualpipe-v"])
 def test_dear_input_gradients_lose_less_than_in_stock_orders(name: str, p: int, m: int):
@@ -93,6 +95,7 @@ def test_dear_input_gradients_lose_less_than_in_stock_orders(name: str, p: int, 
     assert simulate(free, costs).bubble == pytest.approx(ideal, abs=0.008)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "costs",
     [

@@ -123,6 +123,7 @@ def kept_mb(model: nn.Module, x: torch.Tensor) -> float:
     return (meter.now - output.nbytes + x.nbytes) / 1e6
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("share", [0.35, 0.7])
 def test_a_proposal_meets_its_memory_and_changes_no_number(share):
     x = torch.randn(64, 20, 16, dtype=torch.float64)

@@ -54,7 +54,6 @@ def test_batches_differ_between_steps_and_seeds_and_repeat_otherwise():
     assert not torch.equal(first, data.batch("train", 2, 5, 0, 1, GLOBAL)[0])
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     num_tokens=st.integers(2, 60),
     seq_len=st.integers(1, 59),

@@ -58,6 +58,7 @@ def greedy(model: PreTrainedModel, prompt: list[int], length: int) -> list[int]:
     return found[0, len(prompt) :].tolist()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("layout", EACH)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_greedy_tokens_of_a_folder_are_those_of_transformers(ranks, tmp_path, name, layout):

@@ -37,6 +37,7 @@ def plan_of(case: str, *more: str) -> Plan:
     return make_plan(config, math.prod(degrees.values()))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[] if c in THREADS else pytest.mark.full) for c in CASES]
 )
@@ -44,6 +45,7 @@ def test_all_ranks_agree(case):
     expect_agreement(plan_of(case))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[] if c in SHARDED else pytest.mark.full) for c in CASES]

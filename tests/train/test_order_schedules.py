@@ -10,6 +10,7 @@ IN_ORDER = ("interleaved", "zb-v")
 """In the small set."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", ["pipe3", "data2xpipe2-tied", "pipe2xtensor2-sp-tied"])
 @pytest.mark.parametrize(
     "schedule", [pytest.param(s, marks=[] if s in IN_ORDER else pytest.mark.full) for s in ORDERS]

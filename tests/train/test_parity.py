@@ -140,6 +140,7 @@ def scheduled():
                     yield pytest.param(case, id=label, marks=[] if small else [pytest.mark.full])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", list(scheduled()))
 def test_every_schedule_gives_the_step_of_one_process(ranks, case, tmp_path):
     name, degrees, zero, tied = case

@@ -82,6 +82,7 @@ def whole(run_folder: Path) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -252,6 +252,7 @@ def checked(extra: list[str]) -> list[float]:
     return losses
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "extra",
     [

@@ -69,6 +69,7 @@ def train_compiled(
     assert len(graphs) == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.late_in_full
 @some_stages
 def test_compiled_blocks_train_as_one_process(ranks, options):
@@ -92,6 +93,7 @@ def test_blocks_may_be_compiled_between_steps(ranks, options):
     ranks(2).run(train_compiled, options, in_place, True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.late_in_full
 @some_stages
 def test_blocks_that_torch_compile_returned(ranks, options):

@@ -47,6 +47,7 @@ def on_nodes(options: dict) -> None:
     assert held <= whole / 2 + padding < whole, "a shard is a half of the parameters"
 
 
+@pytest.mark.few(2)
 @stages
 def test_shards_inside_a_node_with_replicas_across(ranks, options):
     ranks(4).run(on_nodes, options)
@@ -100,6 +101,7 @@ def weights(data: int, tensor: int, options: dict) -> parity.Held:
     ]
 
 
+@pytest.mark.few(2)
 @stages
 @pytest.mark.parametrize(
     "degrees", [(2, 2), *(pytest.param(d, marks=pytest.mark.full) for d in ((2, 1), (1, 2)))]

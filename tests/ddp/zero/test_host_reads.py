@@ -61,6 +61,7 @@ def steady(how: str, options: dict, unused: bool = False) -> Counter[str]:
     return reads.found
 
 
+@pytest.mark.few(4)
 @stages
 @pytest.mark.parametrize("how", ["plain", "clipped"])
 def test_a_steady_step_reads_nothing(pool, how, options):
@@ -74,6 +75,7 @@ def test_of_a_scaled_step_only_the_scaler_reads_whether_it_counts(pool, options)
         assert sum(found.values()) == 1
 
 
+@pytest.mark.few(3)
 @stages
 @pytest.mark.parametrize("how", ["plain", "clipped"])
 def test_any_number_of_unused_parameters_is_one_read(pool, how, options):

@@ -25,6 +25,7 @@ SMALL_SET = ("ASGD", "Adagrad", "Adam", "SGD")
 """With numbers, with state from the start, with the most, with the least."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "name",
@@ -37,6 +38,7 @@ def test_each_class_steps_as_it_does_alone(ranks, name: str, stage: int):
 FUSED = {"fused": True, "lr": torch.tensor(2e-2)}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("more", [{"foreach": True}, {"foreach": False}, FUSED], ids=str)
 def test_options_stay_what_they_are(ranks, more: dict):
     ranks(2).run(equals_the_plain_one, "AdamW", plain_loop, more, {"stage": 2})
@@ -72,6 +74,7 @@ def linear(name: str) -> None:
     assert_same(optimizer.state_dict(), reference.state_dict())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", sorted(MATRIXWISE))
 def test_a_class_that_reads_whole_matrices_steps_as_it_does_alone(ranks, name: str):
     ranks(2).run(linear, name)

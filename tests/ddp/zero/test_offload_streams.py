@@ -75,6 +75,7 @@ def kinds():
         yield pytest.param(*MIXED[at], stage, clips, marks=[] if small else pytest.mark.full)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("dtype", "master", "stage", "clips"), list(kinds()))
 def test_late_copies_give_the_same_bits_and_no_backward_waits(pool, dtype, master, stage, clips):
     options = {"stage": stage, "master_dtype": master}
@@ -136,6 +137,7 @@ def in_one_step(stage: int) -> tuple[list[int], list[int]]:
     return [d - before[0] for d, _ in begun], [u - before[1] for _, u in begun]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.full), 3])
 def test_two_buckets_are_on_their_way_down_while_one_is_stepped(pool, stage):
     for down, _ in pool(2).run(in_one_step, stage, transport="late"):

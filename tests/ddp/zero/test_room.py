@@ -43,6 +43,7 @@ def room(options: dict) -> tuple[int, int, int, int, int]:
     return whole, state, max(most), held(gradients), held(parameters)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_each_stage_keeps_what_it_says(ranks, size, stage):

@@ -81,6 +81,7 @@ def wrapped_again(options: dict, how: str) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("how", ["removed", "dropped"])
 @stages
 def test_a_module_can_be_wrapped_again(ranks, options, how):

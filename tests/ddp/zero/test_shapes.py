@@ -31,6 +31,7 @@ def train(options: dict) -> None:
             compare(build, world(), bucket_cap_mb=size, **options)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", STAGES, ids=["1", "2", "3", "3-resharded"])
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_training_is_that_of_one_process(ranks, size, options):
@@ -66,6 +67,7 @@ def aligned(dtype: torch.dtype, wire: torch.dtype | None, whole: bool) -> list[i
     return [sum(s.tensor.numel() for s in zero.shards), sum(p.numel() for p in net.parameters())]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_slice_begins_and_ends_at_128_bytes(ranks, size, whole):

@@ -45,6 +45,7 @@ def every_graph(options: dict, modes: list[str]) -> None:
         compare(lambda mode=mode: net(mode), world(), run=run, steps=3, **options)
 
 
+@pytest.mark.few(3)
 @stages
 def test_whatever_the_graph_training_is_that_of_one_process(ranks, options):
     modes = ["plain", "reentrant", "non-reentrant", "nested", "two outputs"]
@@ -60,6 +61,7 @@ def under_checkpoint(options: dict) -> None:
     compare(net, world(), run=run, **rest)
 
 
+@pytest.mark.few(2)
 @stages
 @pytest.mark.parametrize("reentrant", [pytest.param(True, marks=pytest.mark.full), False])
 def test_the_whole_module_may_be_recomputed(ranks, options, reentrant):
@@ -70,6 +72,7 @@ def long_run(options: dict) -> None:
     compare(net, world(), run=lambda m, x, i: loss_of(m(x)), steps=20, **options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 4))])
 @some_stages
 def test_twenty_steps_at_any_size_with_one_bucket_or_many(ranks, size, options):
@@ -103,6 +106,7 @@ def zero_kept(options: dict) -> None:
             expect_equal(zero, mine, plain)
 
 
+@pytest.mark.few(2)
 @stages
 def test_gradients_of_several_backwards_add_up(ranks, options):
     ranks(2).run(accumulating, options)
@@ -143,6 +147,7 @@ def choosing(options: dict) -> None:
             assert held.mine not in zero.state, "nobody used it, so it has no state"
 
 
+@pytest.mark.few(2)
 @stages
 @pytest.mark.parametrize("set_to_none", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_parameters_that_some_ranks_or_all_leave_unused(ranks, options, set_to_none):
@@ -209,6 +214,7 @@ def simple() -> nn.Module:
     return nn.Sequential(nn.Linear(DIM, 9), nn.Tanh(), nn.Linear(9, 5), nn.Linear(5, 3)).double()
 
 
+@pytest.mark.few(2)
 @stages
 def test_what_happens_between_steps_leaves_no_trace(ranks, options):
     ranks(2).run(interrupted, options)
@@ -235,6 +241,7 @@ def two_forwards(options: dict) -> None:
     compare(build, world(), run=run, **options)
 
 
+@pytest.mark.few(2)
 @stages
 def test_a_second_forward_before_the_first_backward(ranks, options):
     ranks(2).run(two_forwards, options)
@@ -275,6 +282,7 @@ def reading(options: dict) -> None:
             mine.load_state_dict(plain.state_dict())
 
 
+@pytest.mark.few(2)
 @stages
 def test_who_reads_or_copies_the_module_after_a_step_gets_the_new_numbers(ranks, options):
     ranks(2).run(reading, options)

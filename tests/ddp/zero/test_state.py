@@ -101,6 +101,7 @@ def test_pieces_join_to_the_plain_state_and_back(ranks, name: str):
     ranks(3).run(is_the_plain_state, name, False)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["AdamW", pytest.param("SGD", marks=pytest.mark.full)])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_at_every_size(ranks, name: str, world_size: int):

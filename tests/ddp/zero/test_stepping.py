@@ -51,6 +51,7 @@ HOW = [
 ]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("name", "options"), HOW, ids=str)
 def test_every_class_steps_several_parts_to_the_same_bit(name: str, options: dict):
     together = parts_of(11)
@@ -139,6 +140,7 @@ def calls_of_a_step(stage: int, clipped: bool) -> tuple[int, float]:
     return len(zero._buckets), len(calls) / 3
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.full), 3])
 def test_on_a_queue_a_step_is_few_calls(pool, stage: int):
     for num_buckets, num_calls in itertools.chain(*pool(2).run(few_calls, stage, transport="late")):

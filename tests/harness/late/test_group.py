@@ -86,6 +86,7 @@ def collectives() -> list[torch.Tensor]:
             assert torch.equal(one, other), (i, one, other)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_all_calls_deliver(ranks: RankPool, transport: str):
     ranks(4).run(collectives, transport=transport)

@@ -104,6 +104,7 @@ def with_mistake(name: str) -> None:
         PROGRAMS[MISTAKES[name][1]]()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_it_is_named_among_real_ranks_too(ranks, name: str):
     with pytest.raises(RankError) as e:

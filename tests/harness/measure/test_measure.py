@@ -226,6 +226,7 @@ def spans_of_calls(config, request: Request) -> list[tuple[float, float]]:
     return spans
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("config", "operation"),
     [

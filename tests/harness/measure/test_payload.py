@@ -29,6 +29,7 @@ def carried_out(operation: str, inputs: list[torch.Tensor]) -> list[torch.Tensor
     return [None, inputs[0]] if operation == "p2p" else [inputs[1], inputs[0]]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("operation", COLLECTIVES)
 def test_what_is_expected_is_what_the_operation_makes(operation, dtype):
@@ -59,6 +60,7 @@ def test_data_of_different_senders_differ(operation):
     assert len({tuple(row.tolist()) for row in rows}) == 300
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 64, 1000])
 @pytest.mark.parametrize("operation", COLLECTIVES)
 def test_what_is_moved_about_or_is_for_another_rank_is_found(operation, size):

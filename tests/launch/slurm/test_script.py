@@ -157,6 +157,7 @@ PROLOGUES = (
 )
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("lines", PROLOGUES, ids=lambda lines: lines[0])
 def test_a_prologue_cannot_keep_a_run_from_coming_back(bash, lines):
     job = job_of(f"{{nodes: 2, prologue: {json.dumps([*lines, 'export MINE=1'])}}}", bash.folder)
@@ -181,6 +182,7 @@ def test_a_prologue_that_ends_or_takes_a_name_of_the_script_fails_the_job(bash, 
     assert (done.returncode == code and not bash.noted.exists()) or not bash.words("srun")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("line", ["if true; then", "cat <<EOF", "x='", "}", "fi"])
 def test_a_prologue_that_bash_cannot_read_fails_the_job_before_it_runs(bash, line):
     done = bash(job_of(f"{{prologue: {json.dumps([line])}}}", bash.folder), WARNING="job.sbatch")

@@ -103,6 +103,7 @@ def trains_adapters(kind: str, family: str, num: int | None) -> None:
     same_tokens(split, model)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", MADE)
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.full)])
 @pytest.mark.parametrize("num", [2, pytest.param(3, marks=pytest.mark.full)])
@@ -110,6 +111,7 @@ def test_over_threads(kind, family, num):
     trains_adapters(kind, family, num)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", MADE)
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.full)])
 @pytest.mark.late_in_full

@@ -152,6 +152,7 @@ def as_before(name: str, num: int | None, sharded: bool) -> None:
         alike(split(x), module(x), atol=1e-11)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("num", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 4))])
 @pytest.mark.parametrize("sharded", [False, True])

@@ -41,6 +41,7 @@ def step_in_a_grid(how: str) -> None:
     same_state(split, model, 1e-7 if how == "zero" else 1e-9)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["ddp", "clip", "zero"])
 def test_a_step_beside_data_parallelism(ranks, how):
     ranks(4).run(step_in_a_grid, how)

@@ -41,6 +41,7 @@ def both(name: str) -> tuple[int, int]:
     return most_bytes(name, 12), most_bytes(name, 48)
 
 
+@pytest.mark.few(1)
 @pytest.mark.own_transport("measures memory, of which the late transport holds copies")
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_live_tensors_do_not_grow_with_microbatches(ranks, name):
@@ -131,6 +132,7 @@ def most_outputs(name: str, chunks: int, own_backward: bool) -> int:
     return most
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
 def test_outputs_are_let_go_of_once_they_are_sent(ranks, name, chunks):
     """All but the last two: those may be on their way."""

@@ -176,6 +176,7 @@ def trained(cut: str) -> None:
         torch.testing.assert_close(output, whole.eval()(x), rtol=0, atol=1e-12)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cut", ["by time", "by names"])
 def test_a_resnet_in_stages_trains_as_one_piece_does(ranks, cut):
     ranks(3).run(trained, cut)

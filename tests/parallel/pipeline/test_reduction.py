@@ -158,6 +158,7 @@ def schedules():
     return [*small, *(pytest.param(name, KINDS, marks=pytest.mark.full) for name in names)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "kinds"), schedules())
 def test_every_schedule_trains_as_one_process_with_every_reducer(ranks, name, kinds):
     ranks(4).run(as_one_process, name, kinds, timeout_s=60)

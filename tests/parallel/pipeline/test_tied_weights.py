@@ -93,6 +93,7 @@ def train(num_steps: int, data: int, zero: bool, schedule: str) -> None:
     assert all(torch.equal(copy, holders[0]) for copy in holders)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("num_steps", "data", "zero", "schedule"),
     [

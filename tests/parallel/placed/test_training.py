@@ -79,6 +79,7 @@ def digits(num_steps: int) -> tuple[float, float]:
     return (guess == labels[1536:]).double().mean().item(), right_ones.double().mean().item()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("num", "steps"),
     [(3, 24), *(pytest.param(n, 150, marks=pytest.mark.full) for n in (1, 2, 3, 4))],

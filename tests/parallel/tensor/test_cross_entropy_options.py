@@ -108,6 +108,7 @@ def check_options(size: int, vocab: int) -> None:
                 torch.testing.assert_close(mine.grad, logits.grad[..., columns], **TIGHT)
 
 
+@pytest.mark.few(2)
 @by_split
 def test_every_option_is_torchs(ranks, size, vocab):
     ranks(size).run(check_options, size, vocab)
@@ -144,6 +145,7 @@ def check_fused(size: int, vocab: int) -> None:
                 torch.testing.assert_close(mine.grad, whole_weight.grad[columns], **TIGHT)
 
 
+@pytest.mark.few(1)
 @by_split
 def test_the_fused_product_is_the_loss_of_the_logits(ranks, size, vocab):
     ranks(size).run(check_fused, size, vocab)

@@ -124,6 +124,7 @@ def check_options(world, kind, option: str, sequence_parallel: bool) -> None:
         torch.testing.assert_close(found[local], wanted[at], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "world",
     [

@@ -242,6 +242,7 @@ def modes_of(name: str) -> tuple[str, ...]:
     return ("", "sequence", "uneven", "overlap", "overlap, uneven")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_a_layer_equals_plain_torch(ranks, world):
     """With and without sequence parallelism, runs of all lengths, and chunks that overlap."""

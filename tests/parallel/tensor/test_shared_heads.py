@@ -93,6 +93,7 @@ def train(world, groups: int, how: str, sequence_parallel: bool, folder: str) ->
 CASES = [(how, sequence) for how in ("ddp", "1", "2", "3") for sequence in (False, True)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("world", "groups"),
     [
