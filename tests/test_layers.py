@@ -98,6 +98,7 @@ PURE_FILES = (
     "checkpoint/retention.py",
     "train/chat.py",
     "train/context_plan.py",
+    "train/expert_plan.py",
     "train/data_fingerprint.py",
     "train/documents.py",
     "train/elastic.py",
@@ -141,7 +142,7 @@ MAY_LAUNCH = {
 }
 """Files of these folders that see the launcher all the same."""
 
-PLANNERS = ["build", "inference", "job", "parity", "parity_plan", "plan", "worker"]
+PLANNERS = ["build", "expert_plan", "inference", "job", "parity", "parity_plan", "plan", "worker"]
 """Files of train that read the configuration; the others get plain arguments."""
 
 MAY_CALL_TORCH_DISTRIBUTED = {

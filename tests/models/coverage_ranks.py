@@ -47,8 +47,8 @@ def make_folder(settings: dict[str, Any], folder: str) -> str:
     return type(model).__name__
 
 
-def alone(folder: str) -> Answer:
-    """Steps of transformers' model in one process, without this package."""
+def alone(folder: str, parts: int) -> Answer:
+    """Steps of transformers' model in one process, without this package. parts: see `loss_of`."""
     from transformers import AutoModelForCausalLM
 
     section = parity.config([*RUN, f"model.hf={folder}"])
@@ -66,7 +66,7 @@ def alone(folder: str) -> Answer:
         ids, targets = data.batch("train", section.run.seed, step, 0, 1, BATCH)
         adam.zero_grad()
         with everywhere_float64():
-            loss = loss_of(model, ids, targets)
+            loss = loss_of(model, ids, targets, parts)
             loss.backward()
         gradients.append(whole({name: p.grad for name, p in named.items()}))
         for group in adam.param_groups:
@@ -78,11 +78,11 @@ def alone(folder: str) -> Answer:
     return whole(named), gradients, losses
 
 
-def loss_of(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
-    """The mean of the tokens' losses, with what transformers adds for the routers of each half of
-    the batch, as of two ranks or two microbatches."""
+def loss_of(model: nn.Module, ids: Tensor, targets: Tensor, parts: int) -> Tensor:
+    """The mean of the tokens' losses, with what transformers adds for the routers: of the whole
+    batch, or of each of its `parts`, as of two ranks or two microbatches."""
     total = torch.zeros((), dtype=torch.float64)
-    for part, wanted in zip(ids.chunk(2), targets.chunk(2), strict=True):
+    for part, wanted in zip(ids.chunk(parts), targets.chunk(parts), strict=True):
         output: Any = model(input_ids=part, return_dict=True)
         logits, count = output.logits.flatten(0, 1), (wanted != -100).sum()
         total = total + F.cross_entropy(logits, wanted.flatten(), reduction="sum")
@@ -142,6 +142,13 @@ def largest_difference(found: list[Answer], truth: Answer) -> float:
 def initial(overrides: list[str]) -> parity.Held:
     """Weights of a run before its first step."""
     return parity.held(parity.trainer([*RUN, *overrides]), "data")
+
+
+def loads(overrides: list[str]) -> dict[str, tuple[int, ...]]:
+    """Choices of each expert in the first step, by mixture."""
+    found = parity.trainer([*RUN, *overrides]).train_step(1).wait()
+    assert found.expert_imbalance is not None
+    return {name: load.choices for name, load in found.experts.items()}
 
 
 def export(folder: str, run: str, overrides: list[str]) -> None:

@@ -20,10 +20,10 @@ from torchdistpackage.lazy import resolve
 from torchdistpackage.schedule.actions import ActionKind, flatten
 from torchdistpackage.topology.mesh import Mesh, advice, describe
 from torchdistpackage.train.context_plan import context_text
+from torchdistpackage.train.expert_plan import expert_plan
 from torchdistpackage.train.memory import activation_budget_gb
 from torchdistpackage.train.plan import (
     Plan,
-    expert_plan,
     local_procs,
     make_plan,
     num_parameters,
@@ -141,7 +141,7 @@ def plan(
         *_goes_with(planned),
         *([wrap(f"warning: {warning}")] if warning else []),
         _stages(planned),
-        *_experts(planned),
+        *_experts(planned, ranks_per_node),
         _schedule(planned),
         *_checkpoints(planned),
     ]
@@ -229,17 +229,20 @@ def _stages(plan: Plan) -> str:
     return f"{head}\n{text_table(memory)}\n\n{text_table(held, last_left=True)}"
 
 
-def _experts(plan: Plan) -> list[str]:
+def _experts(plan: Plan, ranks_per_node: int | None) -> list[str]:
     found = expert_plan(plan)
     if found is None:
         return []
     least, most = min(found.on_rank), max(found.on_rank)
     here = f"{most}" if least == most else f"{least} or {most}"
+    crossing = ""
+    if ranks_per_node is not None:
+        crossing = f"; {found.crossing_bytes(plan, ranks_per_node) / 1e6:.3g} MB cross nodes"
     lines = [
         f"experts            {sum(found.on_rank)} in {found.num_blocks} blocks, {here} on each of "
         f"{len(found.on_rank)} ranks; {found.active_parameters:,} parameters meet a token",
         f"dispatch           {found.mean_bytes / 1e6:.3g} MB leave a rank each way in a block and "
-        f"microbatch, at most {found.most_bytes / 1e6:.3g} MB",
+        f"microbatch, at most {found.most_bytes / 1e6:.3g} MB{crossing}",
         f"load               {found.mean_rows:,.0f} tokens for a rank's experts, at most "
         f"{found.most_rows:,}",
     ]

@@ -50,11 +50,12 @@ def _expert_ranks_have_experts(c: RunConfig, world_size: int | None) -> str | No
     ranks, experts = c.parallel.expert, c.model.moe.num_experts
     if ranks == 1:
         return None
+    if c.model.hf is not None:  # whose config.json says; see models/transformers_refusals.py
+        return None
     if c.model.name is None:
-        what = f"model.hf={c.model.hf}" if c.model.hf else f"model.target={c.model.target}"
         return (
-            f"parallel.expert={ranks} shares the experts of model.moe, which {what} has not; set "
-            f"expert to 1"
+            f"parallel.expert={ranks} shares the experts of model.moe, which "
+            f"model.target={c.model.target} has not; set expert to 1"
         )
     if experts is None:
         return (

@@ -243,16 +243,6 @@ def piece_costs(shape: GPTShape) -> tuple[float, ...]:
     return (0.0, *blocks, 2.0 * shape.dim * shape.vocab)
 
 
-def num_active_parameters(shape: GPTShape) -> int:
-    """Parameters that one token meets: of experts those that it goes to."""
-    idle = 0
-    for index in range(shape.layers):
-        if (moe := shape.moe_of(index)) is not None:
-            count = mixtures.num_parameters
-            idle += count(moe, shape.dim) - count(moe, shape.dim, active=True)
-    return sum(piece_parameters(shape)) - idle
-
-
 BACKWARD_PER_FORWARD = 2.0
 """Each product has two gradients."""
 

@@ -44,7 +44,12 @@ class GPTSpec:
         return gpt_layout.flops_per_token(self.shape)
 
     def refusals(
-        self, tensor: int, num_stages: int, document_masks: bool, context: int = 1
+        self,
+        tensor: int,
+        num_stages: int,
+        document_masks: bool,
+        context: int = 1,
+        expert: int = 1,
     ) -> list[tuple[str, str]]:
         return []  # config/rules_model.py knows all of them
 

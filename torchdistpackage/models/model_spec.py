@@ -79,7 +79,12 @@ class ModelSpec(Protocol):
         ...
 
     def refusals(
-        self, tensor: int, num_stages: int, document_masks: bool, context: int = 1
+        self,
+        tensor: int,
+        num_stages: int,
+        document_masks: bool,
+        context: int = 1,
+        expert: int = 1,
     ) -> list[tuple[str, str]]:
         """(key, text) of what the model cannot do among so many ranks and stages, and with
         or without document masks, besides what the rules of the configuration find."""

@@ -18,7 +18,7 @@ def refuse_model(model: ModelSpec, config: RunConfig, source: str) -> None:
     """
     masks = config.data.document_masks
     p = config.parallel
-    asked = model.refusals(p.tensor, num_stages(config), masks, p.context)
+    asked = model.refusals(p.tensor, num_stages(config), masks, p.context, p.expert)
     problems = [config.problem(*found) for found in asked]
     folder, key = config.model.initial_folder, "model.hf" if config.model.hf else "model.weights"
     if folder is not None:

@@ -15,7 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchdistpackage.models.families.found import active_share, family
+from torchdistpackage.models.families.found import (
+    SHARED,
+    active_share,
+    chosen_experts,
+    family,
+    is_stacked,
+)
 from torchdistpackage.models.families.table import Family, FoundModel, FoundParameter, Sizes
 from torchdistpackage.models.shrunk_config import shrunk
 from torchdistpackage.models.transformers_meta import ALONE, known_settings, on_meta
@@ -71,11 +77,14 @@ def _found(model: Any, config: Any, tried: "_Tried") -> FoundModel:
         std=0.02,
         positions=positions if is_learned else None,
     )
+    parameters = tuple(_parameters(model, own))
+    stacked = {p.shape[0] for p in parameters if is_stacked(p.name, p.shape)}
+    is_shared = config.model_type in SHARED and len(stacked) == 1
     return FoundModel(
         class_name=type(model).__name__,
         sizes=sizes,
         blocks=blocks,
-        parameters=tuple(_parameters(model, own)),
+        parameters=parameters,
         buffers=tuple(_buffers(model)),
         aliases=aliases,
         unreached=tried.unreached,
@@ -85,6 +94,8 @@ def _found(model: Any, config: Any, tried: "_Tried") -> FoundModel:
         auxiliary=tried.auxiliary,
         positions=positions,
         active=active_share(settings),
+        shared_experts=stacked.pop() if is_shared else 0,
+        top_k=chosen_experts(settings),
     )
 
 

@@ -30,6 +30,13 @@ from torchdistpackage.models import transformers_meta
 from torchdistpackage.models.hugging_face_folder import read_weights
 from torchdistpackage.models.hugging_face_layout import Source
 from torchdistpackage.models.lora_layout import Lora
+from torchdistpackage.models.transformers_experts import (
+    expert_group,
+    place_of,
+    router_load,
+    router_loss_sum,
+    share_experts,
+)
 from torchdistpackage.models.transformers_folder import open_folder
 from torchdistpackage.models.transformers_init import ModuleDraws
 from torchdistpackage.models.transformers_layout import (
@@ -37,6 +44,7 @@ from torchdistpackage.models.transformers_layout import (
     buffers,
     documents_by,
     global_name,
+    layouts,
     split_table,
     weights,
 )
@@ -69,7 +77,8 @@ from torchdistpackage.topology.mesh import Mesh
 IGNORE = -100
 _SHOWN = 6
 Outputs = Tensor | tuple[Tensor, Tensor]
-"""Activations or logits; (logits, auxiliary loss) of a model that counts that of its routers."""
+"""Activations or logits; (logits, auxiliary loss) of a model that counts that of its routers, or
+(logits, what `router_load` says) if ranks can share its experts."""
 
 
 class TransformersStage(nn.Module):
@@ -95,6 +104,7 @@ class TransformersStage(nn.Module):
         read = shape.kind.found
         self._auxiliary = 0.0 if read is None else read.auxiliary
         self._routers = {"output_router_logits": True} if self._auxiliary else {}
+        self._top_k = 0 if read is None or not read.shared_experts else read.top_k
         self._draws = group is not None and may_draw(decoder, is_known=True)
         if group is not None and self._draws:
             draws_as(map(self.get_submodule, self.block_names()), group.rank())
@@ -173,6 +183,8 @@ class TransformersStage(nn.Module):
             output = self.decoder(input_ids=x, return_dict=True, **self._routers)
         if not self._routers:
             return output.logits
+        if self._top_k:
+            return output.logits, router_load(output.router_logits, self._top_k)
         return output.logits, output.aux_loss
 
     def loss(
@@ -191,7 +203,10 @@ class TransformersStage(nn.Module):
             total = F.cross_entropy(
                 logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="sum"
             )
-        if isinstance(outputs, tuple):
+        if isinstance(outputs, tuple) and self._top_k:
+            load = router_loss_sum(outputs[1], count, self._top_k)
+            total = total + self._auxiliary * load.to(total)
+        elif isinstance(outputs, tuple):
             # count first, as an integer times a Python float would be float32
             total = total + self._auxiliary * (count * outputs[1].to(total))
         return total, count
@@ -257,9 +272,11 @@ def stage(
             split_between(decoder.get_submodule(shape.kind.blocks), pieces, all_blocks, group)
     if isinstance(sequence, ContextSequence):
         attend_over(decoder, sequence)
+    experts = expert_group()
+    if read is not None and read.shared_experts and experts is not None:
+        share_experts(decoder, layouts(shape, axis=axis), experts)
     made = TransformersStage(decoder, shape, group if num > 1 else None, axis, stage_of, sequence)
-    index = 0 if group is None else group.rank()
-    _check_shapes(made, Mesh(((axis, num),)), index)
+    _check_shapes(made, *place_of(group, axis))
     _materialize(made, device)
     return made
 
@@ -367,10 +384,7 @@ def load_weights(made: TransformersStage, folder: str | Path) -> None:
     Raises:
         CheckpointError: the folder has not exactly the weights of this model, as `open_folder`.
     """
-    group = made._group
-    mesh, index = Mesh(((made.axis, 1),)), 0
-    if group is not None:
-        mesh, index = Mesh(((made.axis, group.size()),)), group.rank()
+    mesh, index = place_of(made._group, made.axis)
     if made.shape.kind.found is not None:
         layouts = made.layouts() | made.buffer_layouts()
         tensors = dict(made.named_parameters()) | dict(made.named_buffers())

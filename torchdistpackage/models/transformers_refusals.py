@@ -1,6 +1,7 @@
 """What a causal language model of transformers cannot do of what a run asks of it. No torch."""
 
 from torchdistpackage.layout.partition import either, nearest
+from torchdistpackage.models.families.found import SHARED
 from torchdistpackage.models.families.registry import FAMILIES
 from torchdistpackage.models.families.table import FoundModel
 from torchdistpackage.models.lora_layout import linear_layers, target_problems
@@ -19,11 +20,14 @@ def refusals(
     num_stages: int,
     document_masks: bool,
     context: int = 1,
+    expert: int = 1,
 ) -> list[tuple[str, str]]:
     """(key, text) of what this model cannot do among what a run asks of it."""
     n, found = shape.sizes, list[tuple[str, str]]()
+    if expert > 1:
+        found += _unshared(shape, expert)
     if (read := shape.kind.found) is not None:
-        return _refusals_of_found(shape, read, tensor, num_stages, document_masks, context)
+        return found + _refusals_of_found(shape, read, tensor, num_stages, document_masks, context)
     if context > 1 and (why := context_problem(shape)):
         found.append(
             (
@@ -60,6 +64,38 @@ def refusals(
             )
         )
     return found + _too_long(shape) + _lora_problems(shape)
+
+
+def _unshared(shape: TransformersShape, expert: int) -> list[tuple[str, str]]:
+    """Why so many ranks cannot share the experts."""
+    read = shape.kind.found
+    if read is None or not read.shared_experts:
+        name = shape.family if read is None else read.class_name
+        text = (
+            f"parallel.expert={expert} shares experts of {', '.join(SHARED)} over ranks, and those "
+            f"of no other model, such as {name}; set expert to 1"
+        )
+        if read is not None and shape.family in SHARED:
+            text = (
+                f"parallel.expert={expert}, but this release of transformers does not stack the "
+                f"experts of {name}; use transformers 5, or set expert to 1"
+            )
+        return [("parallel.expert", text)]
+    found: list[tuple[str, str]] = []
+    if expert > read.shared_experts:
+        text = (
+            f"parallel.expert={expert} ranks for the {read.shared_experts} experts of "
+            f"{read.class_name}, of which each needs one; set expert to {read.shared_experts} or "
+            f"less"
+        )
+        found.append(("parallel.expert", text))
+    if shape.lora is not None:
+        text = (
+            f"adapters are trained beside whole models alone, and parallel.expert={expert} shares "
+            f"the experts of {read.class_name}; set expert to 1"
+        )
+        found.append(("model.lora.target", text))
+    return found
 
 
 def _too_long(shape: TransformersShape) -> list[tuple[str, str]]:
@@ -117,10 +153,13 @@ def _unstaged(read: FoundModel, num_stages: int) -> str | None:
 def goes_with(shape: TransformersShape) -> tuple[tuple[str, str], ...]:
     """What a run of this model may ask for, axis by axis."""
     n = shape.sizes
-    if shape.kind.found is not None:
+    if (read := shape.kind.found) is not None:
+        most = read.shared_experts
+        shared = [("expert", f"up to {most} ranks, whose number divides data's")] if most else []
         return (
             ("data", "any number of ranks"),
             ("zero", "0 to 3"),
+            *shared,
             ("pipe", shape.kind.found.unstaged or f"up to {n.layers} stages, of whole blocks"),
             ("recompute", "none, blocks, auto" if shape.kind.blocks else "none, auto"),
             ("lora", f"on {', '.join(linear_layers(weights(shape)))}"),

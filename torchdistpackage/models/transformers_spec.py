@@ -48,10 +48,15 @@ class TransformersSpec:
         return transformers_layout.flops_per_token(self.shape)
 
     def refusals(
-        self, tensor: int, num_stages: int, document_masks: bool, context: int = 1
+        self,
+        tensor: int,
+        num_stages: int,
+        document_masks: bool,
+        context: int = 1,
+        expert: int = 1,
     ) -> list[tuple[str, str]]:
         return transformers_refusals.refusals(
-            self.shape, tensor, num_stages, document_masks, context
+            self.shape, tensor, num_stages, document_masks, context, expert
         )
 
     def goes_with(self) -> tuple[tuple[str, str], ...]:

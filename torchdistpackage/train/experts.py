@@ -4,6 +4,7 @@ One all-reduce a step carries loss, tokens, norm and how often each expert was c
 stage moves its biases, and rank 0 logs the load of all layers.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -17,7 +18,8 @@ from torchdistpackage.parallel.expert.balance import (
     routers_in,
 )
 
-_ROUTER = ".router.weight"
+_EXPERTS = ".experts."
+_PART = re.compile(r"\.(?:router|experts)(?=\.|$)")
 
 
 class ExpertCounts:
@@ -36,12 +38,18 @@ class ExpertCounts:
         *,
         counts: bool,
     ):
-        found = {n: x.shape[0] for n, x in layouts.items() if n.endswith(_ROUTER)}
-        self.names = tuple(name.removesuffix(_ROUTER) for name in found)
+        found = {
+            mixture_of(name): layout.shape[0]
+            for name, layout in layouts.items()
+            if "expert" in layout.split_axes and _EXPERTS in name
+        }
+        self.names = tuple(found)
         self._sizes = [num_experts + 1 for num_experts in found.values()]
         places = {name: place for place, name in enumerate(found)}
         routers = routers_in(stage)
-        mine = ((places.get(local[f"{p}.weight"].name), r) for p, r in routers.items())
+        mixtures = {path: mixture_of(path) for path in routers}
+        names = {mixture_of(name): mixture_of(x.name) for name, x in local.items()}
+        mine = ((places.get(names.get(mixtures[p], "")), r) for p, r in routers.items())
         self._mine = {place: router for place, router in mine if place is not None}
         self._counts = counts
 
@@ -77,3 +85,8 @@ class ExpertCounts:
         for name, size in zip(self.names, self._sizes, strict=True):
             found[name], numbers = load_of(numbers[:size]), numbers[size:]
         return found
+
+
+def mixture_of(name: str) -> str:
+    """The path of a mixture from that of its router, its experts, or of a parameter of these."""
+    return _PART.split(name, maxsplit=1)[0]

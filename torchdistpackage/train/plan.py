@@ -14,8 +14,6 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.ddp.bucket_plan import bucket_sizes
 from torchdistpackage.layout.derive import Creation, creations, num_elements
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.layout.partition import even_sizes
-from torchdistpackage.models.gpt_layout import GPTShape, num_active_parameters
 from torchdistpackage.models.model_spec import ModelShape, ModelSpec
 from torchdistpackage.models.refusals import refuse_model
 from torchdistpackage.models.registry import spec_of
@@ -260,45 +258,6 @@ def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
 def num_parameters(plan: Plan) -> int:
     """Parameters of the full model, each counted once; 0 for a user's own."""
     return sum(math.prod(layout.shape) for layout in plan.layouts.values())
-
-
-@dataclass(frozen=True)
-class ExpertPlan:
-    """The mixtures of experts of a plan.
-
-    active_parameters: of the full model, those that one token meets. on_rank: experts of each rank.
-    mean_bytes, most_bytes: what leaves a rank for others, each way, of a block's microbatch: where
-    all experts are chosen alike, and where none is chosen that the rank itself has. mean_rows,
-    most_rows: tokens that a rank's experts then get from all ranks of its group.
-    """
-
-    active_parameters: int
-    num_blocks: int
-    on_rank: tuple[int, ...]
-    mean_bytes: float
-    most_bytes: int
-    mean_rows: float
-    most_rows: int
-
-
-def expert_plan(plan: Plan) -> ExpertPlan | None:
-    """What the experts of our gpt cost; None: it has none."""
-    shape = plan.shape
-    if not isinstance(shape, GPTShape) or shape.moe is None:
-        return None
-    ranks, moe = plan.config.parallel.expert, shape.moe
-    tokens = plan.samples_per_microbatch * shape.seq_len // plan.config.parallel.context
-    most_bytes = tokens * moe.top_k * shape.dim * plan.numbers.activations.num_bytes
-    on_rank = even_sizes(moe.num_experts, ranks)
-    return ExpertPlan(
-        num_active_parameters(shape),
-        sum(shape.moe_of(block) is not None for block in range(shape.layers)),
-        tuple(on_rank),
-        most_bytes * (1 - 1 / ranks),
-        most_bytes * (ranks > 1),
-        tokens * moe.top_k * ranks * on_rank[0] / moe.num_experts,
-        tokens * ranks * min(moe.top_k, on_rank[0]),
-    )
 
 
 def num_trained(plan: Plan) -> int:

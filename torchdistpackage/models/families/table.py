@@ -199,7 +199,8 @@ class FoundModel:
     train it; None: they can. unstaged: why its blocks cannot stand on several stages; None: they
     can. before: paths of what runs before the blocks. auxiliary: the factor of its routers' loss in
     the loss, 0 without one. positions: its longest sequence, if its settings say so. active: the
-    part of its experts that works on a token.
+    part of its experts that works on a token. shared_experts: of each block, if ranks can share
+    them; 0: they cannot. top_k: of them, those that a token goes to.
     """
 
     class_name: str
@@ -215,6 +216,8 @@ class FoundModel:
     auxiliary: float
     positions: int | None
     active: float
+    shared_experts: int = 0
+    top_k: int = 0
 
     @cached_property
     def by_block(self) -> dict[str, list[FoundParameter]]:

@@ -26,6 +26,8 @@ from torchdistpackage.topology.mesh import Mesh
 
 FUSED = {"gate_up": "gate_up_proj", "up": "up_proj", "down": "down_proj"}
 """Our name of all experts' matrices -> that of transformers, which stores them alike."""
+_GROUPED = (torch.float32, torch.bfloat16)
+"""Types of torch's grouped product."""
 
 
 class Experts(Marked):
@@ -214,7 +216,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def _has_grouped_mm(x: Tensor, weight: Tensor) -> bool:
-    if not hasattr(F, "grouped_mm") or x.dtype not in (torch.float32, torch.bfloat16):
+    if not hasattr(F, "grouped_mm") or x.dtype not in _GROUPED:
         return False
     if x.dtype != weight.dtype or not len(x):
         return False

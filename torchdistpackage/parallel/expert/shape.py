@@ -5,8 +5,6 @@ is cut over the ranks of `expert`, hidden channels over those of `tensor`; lengt
 where they do not divide. The router and everything shared are whole on every expert rank.
 """
 
-import math
-
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import Layouts, prefixed
 from torchdistpackage.layout.moe import MoEShape
@@ -60,13 +58,6 @@ def experts_layouts(shape: MoEShape, dim: int, axis: str = "tensor") -> Layouts:
         found[name] = layout(name, (width,), ((axis,),), ((), parts))
         found["down_bias"] = layout("down_bias", (dim,), ((),))
     return found
-
-
-def num_parameters(shape: MoEShape, dim: int, *, active: bool = False) -> int:
-    """Of a layer. active: those that one token meets."""
-    experts = sum(math.prod(x.shape) for x in experts_layouts(shape, dim).values())
-    idle = experts // shape.num_experts * (shape.num_experts - shape.top_k)
-    return sum(math.prod(x.shape) for x in layouts(shape, dim).values()) - idle * active
 
 
 def flops_per_token(shape: MoEShape, dim: int) -> float:

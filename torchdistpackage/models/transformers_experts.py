@@ -1,0 +1,134 @@
+"""Experts of transformers' models over ranks: each has some of a block's stacked experts.
+
+A module takes the place of transformers' own, under its name and with its parameters' names; the
+router before it stays transformers'. The loss of the routers is counted as transformers counts it,
+over the tokens of all ranks together, so that it does not depend on how many these are.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.ddp.param_spec import batch_group
+from torchdistpackage.errors import DataError
+from torchdistpackage.layout.derive import local_shape
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.parallel.expert.balance import LoadCounter
+from torchdistpackage.parallel.expert.dispatch import plan_dispatch
+from torchdistpackage.parallel.expert.experts import bounds, grouped_linear
+from torchdistpackage.topology.mesh import Mesh
+
+
+class StackedExperts(nn.Module):
+    """Those of this rank, in place of `whole`, transformers' module of all of a block.
+
+    layouts: of its two matrices, by their names there. name: of the module, in errors.
+    """
+
+    expert_bias = last_load = None
+    """Nothing follows the counts: these routers have a loss at most."""
+
+    def __init__(self, whole: Any, group: Group, layouts: Mapping[str, Layout], name: str):
+        super().__init__()
+        self.num_experts, self.act_fn = whole.num_experts, whole.act_fn
+        self.name, self._group = name, group
+        self._bounds = bounds(self.num_experts, group.size())
+        self.counter = LoadCounter(self.num_experts)
+        mesh = Mesh((("expert", group.size()),))
+        for own, layout in layouts.items():
+            shape = local_shape(layout, mesh, group.rank())
+            weight = getattr(whole, own)
+            made = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+            self.register_parameter(own, nn.Parameter(made, weight.requires_grad))
+
+    @property
+    def weight(self) -> Tensor:
+        """Of which `routers_in` asks the device."""
+        return self.gate_up_proj
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states (N, D), each token's experts (N, k) int64 and their weights (N, k) ->
+        (N, D).
+
+        Raises:
+            DataError: weights are NaN, here or on another rank of the group.
+        """
+        self.counter.add(top_k_index.unsqueeze(1), is_training=self.training)
+        bad = top_k_weights.detach().isnan().any()
+        plan, found = plan_dispatch(top_k_index, None, bad, self._bounds, self._group)
+        if found:
+            ranks = ", ".join(str(ranks_of(self._group)[r]) for r in found)
+            raise DataError(
+                f"{self.name}: the router's scores are NaN on rank {ranks}; look for what "
+                f"overflowed before it, or lower the learning rate"
+            )
+        rows = plan.by_expert(plan.start(plan.rows_of(hidden_states)).wait())
+        gate, up = grouped_linear(rows, self.gate_up_proj, plan.counts).chunk(2, -1)
+        rows = grouped_linear(self.act_fn(gate) * up, self.down_proj, plan.counts)
+        return plan.combine(plan.send_back(plan.by_rank(rows)), top_k_weights)
+
+
+def expert_group() -> Group | None:
+    """Ranks that share the experts; None: this process has all of them."""
+    return tpc.get_group("expert") if tpc.is_set else None
+
+
+def place_of(tensor: Group | None, axis: str) -> tuple[Mesh, int]:
+    """Of what cuts parameters: a mesh, and this rank's place in it."""
+    groups = expert_group(), tensor
+    sizes = [1 if x is None else x.size() for x in groups]
+    expert, index = (0 if x is None else x.rank() for x in groups)
+    return Mesh((("expert", sizes[0]), (axis, sizes[1]))), expert * sizes[1] + index
+
+
+def share_experts(decoder: nn.Module, layouts: Mapping[str, Layout], group: Group) -> None:
+    """Replace every module of experts in `decoder`. layouts: of all parameters of the model, by
+    their names in it, of which those that are cut over `expert` name these modules."""
+    found: dict[str, dict[str, Layout]] = {}
+    for name, layout in layouts.items():
+        if "expert" in layout.split_axes:
+            path, _, own = name.rpartition(".")
+            found.setdefault(path, {})[own] = layout
+    here = dict(decoder.named_modules())
+    for path, mine in found.items():
+        if path in here:  # and not on another stage
+            parent, _, own = path.rpartition(".")
+            setattr(here[parent], own, StackedExperts(here[path], group, mine, path))
+
+
+def router_load(router_logits: Sequence[Tensor], top_k: int) -> Tensor:
+    """(2, E): how often each expert was chosen in all blocks, and the sum of its probabilities.
+
+    router_logits: (N, E) of each block. Float32, or float64 of float64 logits.
+    """
+    total: Tensor | None = None
+    for logits in router_logits:
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+        chosen = scores.topk(top_k, -1).indices.flatten()
+        counts = scores.new_zeros(scores.shape[-1])
+        counts.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=scores.dtype))
+        load = torch.stack([counts, scores.sum(0)])
+        total = load if total is None else total + load
+    assert total is not None
+    return total
+
+
+def router_loss_sum(load: Tensor, num_tokens: Tensor, top_k: int) -> Tensor:
+    """This rank's part of (tokens that are counted) x (transformers' loss of its routers), both of
+    the microbatch of all ranks that see different tokens, which all call this.
+
+    Switch's loss (arXiv:2101.03961, equation 4) over the tokens of all blocks together: experts x
+    sum of (choices / tokens) x (mean probability). load: of `router_load`; num_tokens: int64.
+    """
+    counts, sums = load.detach()[0], load[1]
+    joined = torch.cat([counts, num_tokens.to(counts).reshape(1)])
+    if tpc.is_set:
+        joined = primitives.all_reduce(joined, batch_group())
+    counts, num_tokens = joined[:-1], joined[-1]
+    rows = counts.sum() / top_k
+    return num_tokens * len(counts) * (counts / rows * sums / rows).sum()
