@@ -29,8 +29,8 @@ for name, examples in (("small set", 20), ("full", 200)):
 
 
 UNDER_LATE = ("ddp", "comm", "parallel", "optim")
-"""Folders whose bodies run under the late transport too: their first case in the small set. So do
-those of torchshard's names (`test_torchshard*`), which are layers as well."""
+"""Folders whose bodies run under the late transport too: in the small set the first case, on no
+other. So do those of torchshard's names (`test_torchshard*`), which are layers as well."""
 PRELOAD = (
     *("tests.deprecations", "pytest", "torch._dynamo", "torch.testing", "hypothesis"),
     *("torchdistpackage.train.worker", "torchdistpackage.cli.train", "torchdistpackage.models.gpt"),
@@ -165,8 +165,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Late cases beyond the first of a body are more cases of the same body; so are all of one
     that is about time, memory or names more than about calls (`late_in_full`). Of a body with
-    `few(n)`, so are all others but n, which are spread evenly over its cases. A body with several
-    has the case that is late under the late transport alone, and the others on gloo."""
+    `few(n)`, so are all others but n, which are spread evenly over its cases. The case that is late
+    is not run on gloo alone as well: what lies under the late transport is gloo."""
     bodies: dict[str, list[pytest.Item]] = {}
     for item in items:
         call = getattr(item, "callspec", None)
@@ -191,16 +191,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         else:
             late_ones[body] = item
         begun.add(body)
-    plain = Counter(item.nodeid.partition("[")[0] for item in items if _in_small_set(item))
     for item in items:
-        body = item.nodeid.partition("[")[0]
-        late_one = late_ones.get(body)
-        if late_one and plain[body] > 2 and item is not late_one and _same_case(item, late_one):
+        late_one = late_ones.get(item.nodeid.partition("[")[0])
+        if late_one and item is not late_one and _same_case(item, late_one):
             item.add_marker(pytest.mark.full)
-
-
-def _in_small_set(item: pytest.Item) -> bool:
-    return item.get_closest_marker("full") is None
 
 
 def _same_case(item: pytest.Item, other: pytest.Item) -> bool:
