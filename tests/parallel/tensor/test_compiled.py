@@ -6,6 +6,7 @@ ranks, draws, and is an operator of its own. The full set has every case, and in
 
 import os
 import re
+import warnings
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch._inductor.utils import run_and_get_code
 from tests.each import each
 from tests.parallel.tensor.compiled_cases import CASES, compared, made, step
 from torchdistpackage.comm import collectives, primitives
+from torchdistpackage.parallel.auto.draws import ShardDraws, default_draw
 
 SMALL = {
     "ParallelMlp, gated, sequence parallel": 1,
@@ -113,3 +115,24 @@ def out_of_range(backend: str) -> None:
 @pytest.mark.own_transport("a graph calls torch's collectives of its own groups")
 def test_a_graph_refuses_ids_outside_the_vocabulary(ranks, backend):
     ranks(2).run(out_of_range, backend)
+
+
+def drawing_block() -> None:
+    """Dropout of a shard takes a seed of its own a call: graphs break there, and draw alike."""
+    module, inputs = made("tensor_parallel, block of a GPT-2, dropout")
+    parameters = list(module.parameters())
+    torch._dynamo.reset()
+    # dynamo asks it of what the frame before a break has made
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    with ShardDraws(primitives.world().rank(), default_draw):
+        expected = step(module, parameters, inputs[0])
+        assert not torch.equal(expected[0], step(module.eval(), parameters, inputs[0])[0])
+        compiled = torch.compile(module.train(), backend="aot_eager")
+        for a, b in zip(expected, step(compiled, parameters, inputs[0]), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.full
+@pytest.mark.own_transport("a graph calls torch's collectives of its own groups")
+def test_a_block_that_draws_gives_the_numbers_of_eager_code(ranks):
+    ranks(2).run(drawing_block, timeout_s=600)

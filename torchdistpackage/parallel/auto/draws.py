@@ -41,6 +41,9 @@ _LOCK = threading.Lock()
 """Over the default generators while an operation runs on a seed of its own."""
 
 _current: ContextVar["ShardDraws | None"] = ContextVar("tdp_shard_draws", default=None)
+_active: list[None] = []
+"""One item for each `ShardDraws` of any thread. A compiler can see that it is empty, and then that
+a block's hooks do nothing; it cannot read a variable of the context."""
 
 
 class ShardDraws(TorchFunctionMode):
@@ -72,10 +75,12 @@ class ShardDraws(TorchFunctionMode):
 
     def __enter__(self) -> "ShardDraws":
         self._token = _current.set(self)
+        _active.append(None)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> Any:
         _current.reset(self._token)
+        _active.pop()
         return super().__exit__(*error)
 
 
@@ -126,11 +131,11 @@ def mark_alike(module: nn.Module) -> None:
 
 def _mark(module: nn.Module, everything: bool | None) -> None:
     def enter(module: nn.Module, args: Any) -> None:
-        if (draws := _current.get()) is not None:
+        if _active and (draws := _current.get()) is not None:
             draws.regions.append(everything)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if (draws := _current.get()) is not None and draws.regions:
+        if _active and (draws := _current.get()) is not None and draws.regions:
             draws.regions.pop()
 
     module.register_forward_pre_hook(enter)
