@@ -25,7 +25,13 @@ SITE = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
 PARQUET = ["pyarrow>=15"]
 INT8 = ["bitsandbytes>=0.46"]
 REPORT = ["plotly>=6.0"]
-DEV = [*TOOLS, *PLOT, *HF, *TYPES, *SITE, *PARQUET, *INT8, *REPORT, "scikit-learn>=1.4"]
+# The services of log.to: an extra of the name of each.
+TENSORBOARD = ["tensorboard>=2.18"]
+# The other two bring fifteen packages and thirty: tested against a contract where they are not.
+WANDB = ["wandb>=0.22"]
+MLFLOW = ["mlflow-skinny>=3.4"]
+SHOWN = [*REPORT, *TENSORBOARD]
+DEV = [*TOOLS, *PLOT, *HF, *TYPES, *SITE, *PARQUET, *INT8, *SHOWN, "scikit-learn>=1.4"]
 
 setup(
     name="torchdistpackage",
@@ -56,6 +62,9 @@ setup(
         "parquet": PARQUET,
         "int8": INT8,
         "report": REPORT,
+        "tensorboard": TENSORBOARD,
+        "wandb": WANDB,
+        "mlflow": MLFLOW,
         "site": SITE,
         "dev": DEV,
     },

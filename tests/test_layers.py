@@ -192,6 +192,7 @@ MAY_NAME_MODULES = {
     "models/transformers_spec.py": "modules to build, with torch",
     "train/compiled.py": "hooks of our own, told from others by where they are defined",
     "train/job.py": "what runs in ranks, with torch",
+    "train/trackers/feed.py": "libraries of services, for the runs that log to them",
 }
 """Files with modules of ours in strings; `lazy.py` says when that is right."""
 

@@ -142,6 +142,7 @@ def absent_files(config: RunConfig) -> list[Problem]:
     ]
     needed = [(package, key, "hf") for package, key in _needed_packages(config).items()]
     needed += [("plotly", "log.report", "report")] if config.log.report else []
+    needed += [(name, "log.to", name) for name in config.log.to]
     why = "needs {0}, which is not installed; install the extra {1}: "
     why += 'pip install "torchdistpackage[{1}]"'
     return absent + [

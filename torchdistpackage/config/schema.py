@@ -343,6 +343,9 @@ class LogSection(Section):
     report: bool = Field(
         default=False, description="Write report.html at the end; needs the extra report."
     )
+    to: k.TrackerNames = Field(
+        default=(), description="Services that get the rows too; each needs the extra of its name."
+    )
 
 
 class RunConfig(Section):

@@ -235,6 +235,15 @@ Signals = Annotated[
     _different(SIGNALS),
     Expected(f"a list of different signals out of {', '.join(SIGNALS)}", SIGNALS),
 ]
+
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+"""Services that a run can log to. Each is the name of its package and of the extra."""
+TrackerNames = Annotated[
+    tuple[Annotated[str, _enum(TRACKERS)], ...],
+    BeforeValidator(_sequence),
+    _different(TRACKERS),
+    Expected(f"a list of different services out of {', '.join(TRACKERS)}", TRACKERS),
+]
 ModelName = Literal["gpt"] | None
 DataName = Literal["python_stdlib", "text", "jsonl", "parquet", "tokens"] | None
 OptimizerName = Literal["adamw"]

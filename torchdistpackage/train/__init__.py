@@ -20,6 +20,7 @@ Steps           loop (which calls a Callback between steps), step, update, step_
                 profiler, trace, nonfinite.
 Data            data, corpus, documents, token_cache, split, packing, chat, mapped.
 State           train_state, stop, log, finish, export, recompute.
+Services        trackers/ (log.to: TensorBoard, Weights & Biases, MLflow).
 Beside a run    evaluation, generate, prompts, inference with inference_request (tdp eval and tdp
                 generate); shrink, dry_run (tdp comm lint); estimate (tdp plan --profile);
                 trace_file (tdp profile).

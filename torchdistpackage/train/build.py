@@ -165,6 +165,7 @@ def make_loop(
     folder: Path,
     life: StopController | None = None,
     watch: HangWatchdog | None = None,
+    more: Iterable[Callback] = (),
 ) -> Loop:
     """The loop of the run that `trainer` was built for; all ranks call it together."""
     plan, config = trainer.plan, trainer.plan.config
@@ -209,7 +210,7 @@ def make_loop(
             mode=checkpoint.async_mode,
             goes_on=checkpoint.on_error == "continue",
         ),
-        callbacks=callbacks,
+        callbacks=[*callbacks, *more],
     )
 
 

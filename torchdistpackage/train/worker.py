@@ -19,7 +19,7 @@ from torchdistpackage.harness.hang.dump import remove_traces
 from torchdistpackage.harness.watchdog import HangWatchdog, agree_on_start
 from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
-from torchdistpackage.launch.run_events import END, note_event, note_start
+from torchdistpackage.launch.run_events import END, flat, note_event, note_start
 from torchdistpackage.launch.slurm.requeue import EXIT_TEMPFAIL, Decision, RequeueDecision
 from torchdistpackage.launch.slurm.run_dir import (
     RunDir,
@@ -42,6 +42,7 @@ from torchdistpackage.train.run_folder import RESOLVED, only_writer, prepare_fol
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.stop import begin, end, write_decision
 from torchdistpackage.train.token_cache import cut_documents
+from torchdistpackage.train.trackers.feed import Trackers
 from torchdistpackage.train.train_state import TrainState
 from torchdistpackage.train.train_state import resume as resume_state
 from torchdistpackage.train.user_code import add_user_code
@@ -148,25 +149,37 @@ def _train(
         first_timeout_s=max(config.launch.init_timeout_s, config.train.step_timeout_s),
         start=agree_on_start(folder, rank=rendezvous.rank, world_size=rendezvous.world_size),
     )
-    with watch:
-        loop = make_loop(trainer, state, folder, life, watch)
+    trackers = Trackers(
+        config.log.to,
+        folder,
+        rank=rendezvous.rank,
+        name=config.run.name,
+        config=dict(flat(config.model_dump(mode="json"))),
+        step=state.step,
+    )
+    with watch, trackers:
+        loop = make_loop(trainer, state, folder, life, watch, [trackers])
         loss = loop.run()
         with watch.allow_slow():
             if loss is not None:
                 finish(loop, loss, text=_sample(trainer), plot=config.log.plot)
             primitives.barrier()
+    word = RequeueDecision.FINISHED
     if rendezvous.rank == 0:
         if loss is None:
             decision = end(life, folder, loop.state.step, os.environ)
-            note_event(folder, END, loop.state.step, word=decision.word, reason=decision.reason)
+            word = decision.word
+            note_event(folder, END, loop.state.step, word=word, reason=decision.reason)
             print_line(f"saved and ended {decision.reason} [{decision.word}]")
         else:
-            note_event(folder, END, loop.state.step, word=RequeueDecision.FINISHED, reason="")
+            note_event(folder, END, loop.state.step, word=word, reason="")
         if loss is not None and attempt_id(os.environ) != "local":
             write_decision(files, Decision(RequeueDecision.FINISHED, f"{folder}"), os.environ)
     if config.train.compile != "off":
         end_compile_workers()
     leave()
+    for line in trackers.close(word):
+        print_line(line)  # no rank waits for it any more
     if rendezvous.rank == 0 and config.log.report:
         _report(folder)  # no rank waits for it any more
     if loss is not None and rendezvous.rank == 0 and config.checkpoint.export is not None:

@@ -1,0 +1,120 @@
+"""What an experiment tracker does, what a row becomes for it, and what it keeps between starts."""
+
+import json
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from torchdistpackage.bounded import parse_json, read_regular
+from torchdistpackage.launch.files import atomic_write
+from torchdistpackage.launch.run_rows import Row
+from torchdistpackage.report.charts import number
+
+PROJECT = "torchdistpackage"
+"""The project or experiment of a run, unless the service's own variable names another."""
+FOLDER = "trackers"
+_MOST_BYTES = 1 << 20
+_CONNECT_S = 3.0
+
+
+@dataclass(slots=True)
+class TrackedRun:
+    """A run as its trackers know it.
+
+    config: every key by its dotted name. step: the last one that this start does not do again.
+    """
+
+    folder: Path
+    name: str
+    config: Mapping[str, Any]
+    step: int
+
+
+class Tracker(Protocol):
+    """One service. Its methods are called in one thread, and may raise anything."""
+
+    name: str
+
+    def open(self, run: TrackedRun) -> int:
+        """Begin the service's run, or go on with it; the last step whose row it has."""
+        ...
+
+    def send(self, rows: Sequence[Row]) -> None:
+        """Hand over rows in ascending order; when this returns, the service has them."""
+        ...
+
+    def add_picture(self, path: Path, step: int) -> None:
+        """Hand over a PNG or SVG file, where the service can show it."""
+        ...
+
+    def close(self, word: str) -> None:
+        """End this start. word: that of its end, as in events.jsonl; "failed" without one."""
+        ...
+
+    @property
+    def place(self) -> str:
+        """Where to look at the run, in words for its log."""
+        ...
+
+
+@dataclass(slots=True)
+class TrackerState:
+    """What a tracker keeps in the run folder from start to start: `trackers/NAME.json`."""
+
+    path: Path
+    values: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @classmethod
+    def of(cls, folder: Path, name: str) -> "TrackerState":
+        """As it was left; without values where there is none that can be read."""
+        path = folder / FOLDER / f"{name}.json"
+        try:
+            values = parse_json(read_regular(path, _MOST_BYTES).decode())
+        except (OSError, ValueError):
+            values = None
+        return cls(path, values if isinstance(values, dict) else {})
+
+    @property
+    def step(self) -> int:
+        """The last step whose row was handed over; 0 for none."""
+        value = self.values.get("step")
+        return value if isinstance(value, int) else 0
+
+    def keep(self, **values: Any) -> None:
+        """Set values, and have them on the disk."""
+        self.values |= values
+        atomic_write(self.path, json.dumps(self.values))
+
+
+def scalars(row: Row) -> Iterator[tuple[str, float]]:
+    """The numbers of a row; of a mapping or list one for each entry, as `experts/NAME`."""
+    for key, value in row.items():
+        if key == "step":
+            continue
+        inner: Any = {"": value}
+        if isinstance(value, dict):
+            inner = value
+        elif isinstance(value, list):
+            inner = dict(enumerate(value))
+        for name, one in inner.items():
+            if (found := number(one)) is not None:
+                yield f"{key}/{name}" if name != "" else key, found
+
+
+def texts(row: Row) -> Iterator[tuple[str, str]]:
+    """The values of a row that are texts."""
+    return ((key, value) for key, value in row.items() if isinstance(value, str))
+
+
+def is_reachable(url: str) -> bool:
+    """Whether a connection to the host of `url` can be made, tried for 3 s."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((parts.hostname or "", port), _CONNECT_S).close()
+    except OSError:
+        return False
+    return True
