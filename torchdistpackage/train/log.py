@@ -321,7 +321,10 @@ def _points(rows: list[dict[str, Any]], key: str) -> Iterator[tuple[int, float]]
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(_finite(row), allow_nan=False) + "\n"
+    try:
+        return json.dumps(row, allow_nan=False) + "\n"
+    except ValueError:  # rare, and the look for it costs more than the line
+        return json.dumps(_finite(row), allow_nan=False) + "\n"
 
 
 def _finite(value: Any) -> Any:

@@ -82,6 +82,7 @@ class Trainer(StagedModel):
         coord = mesh.coord(self.rank)
         self._world = tpc.groups.of(range(mesh.size))
         self._host_world = on_cpu(self._world)
+        self.stage.train()  # folders of transformers come in evaluation mode
         self._trained = self.stage.trained()
         # a model of the user's own is not known before it is built, and then all of it is here
         own = {x.name: x for x in self.layouts.values()} if mesh.axis_size("pipe") == 1 else {}
@@ -128,7 +129,8 @@ class Trainer(StagedModel):
         with phases("optimizer"):
             if self.optimizer is not None:
                 self.optimizer.zero_grad()
-            self.stage.train()
+            if not self.stage.training:  # a walk through all modules, which few steps need
+                self.stage.train()
         self.experts.reset()
         totals = self.accumulate(step, record=record)
         timing = self.executor.clock.timing() if measure else None
