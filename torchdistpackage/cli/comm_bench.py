@@ -113,6 +113,10 @@ def bench(
     plots: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write plots (PNG) into DIR.")
     ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw slow links and times by size (SVG); with --pairs."),
+    ] = None,
     profile: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write a cluster profile for tdp plan --profile."),
@@ -137,16 +141,16 @@ def bench(
         iterations=iterations,
         warmup=warmup,
         isolated=isolated,
-        pairs=pairs,
+        pairs=pairs or picture is not None,
         timeout_s=timeout_s,
     )
     limits = parse_limits(min_busbw or [])
-    outputs = Outputs(json, profile, plots)
+    outputs = Outputs(json, profile, plots, picture)
     if slurm is not None:
         if axes or procs or outputs != Outputs():
             raise ConfigError(
                 "--slurm takes its ranks from its CONFIG and writes all files into the run folder; "
-                "leave out --axes, --procs, --json, --plots and --profile"
+                "leave out --axes, --procs, --json, --plots, --picture and --profile"
             )
         _submit(slurm, words or [], request, limits, _options(request, sizes, min_busbw or []))
         return

@@ -16,7 +16,9 @@ from torchdistpackage.config.job_geometry import JobGeometry
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.lazy import resolve
+from torchdistpackage.report.placement import placement_svg
 from torchdistpackage.schedule.actions import ActionKind, flatten
 from torchdistpackage.topology.mesh import Mesh, advice, describe
 from torchdistpackage.train.context_plan import context_text
@@ -101,6 +103,10 @@ def plan(
             metavar="A..B", help="Show the degrees of the same training on A to B nodes instead."
         ),
     ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the ranks on their nodes, by group (SVG)."),
+    ] = None,
 ) -> None:
     """Show a run's layout, memory, schedule and batch script.
 
@@ -114,7 +120,7 @@ def plan(
         typer.echo(_elastic(config, load(config, overrides or []), nodes, ranks_per_node))
         return
     if tensor is not None:
-        if overrides or world or ranks_per_node or sbatch or profile:
+        if overrides or world or ranks_per_node or sbatch or profile or picture:
             raise typer.BadParameter(
                 "a model alone takes --seq-len and --all only", param_hint="--tensor"
             )
@@ -155,7 +161,22 @@ def plan(
         parts.append(_placement(planned, ranks_per_node))
     if shape is not None:
         parts.append(_script(run, shape))
+    if picture is not None:
+        parts.append(_draw(planned, ranks_per_node or planned.world_size, picture))
     typer.echo("\n\n".join(parts))
+
+
+def _draw(plan: Plan, ranks_per_node: int, path: Path) -> str:
+    """Write the ranks on their nodes as a picture; what to say of it."""
+    meshes = [(axis, plan.topology.named(axis)[0]) for axis in AXES]
+    try:
+        atomic_write(path, placement_svg(plan.config.run.name, meshes, ranks_per_node))
+    except OSError as error:
+        raise ConfigError(
+            f"--picture {path} cannot be written: {error.strerror}; name a file in a folder that "
+            f"is yours"
+        ) from error
+    return f"wrote {path}"
 
 
 def _coordinates(plan: Plan, limit: int) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.harness.bench.picture import picture
 from torchdistpackage.harness.bench.profile import dumps
 from torchdistpackage.harness.bench.report import BenchReport, Pairs, size_text
 from torchdistpackage.harness.bench.request import ISOLATED, Request
@@ -27,11 +28,12 @@ _TICKS = 16
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Files to write, each if it is named; `plots` is a folder."""
+    """Files to write, each if it is named; `plots` is a folder, `picture` an SVG."""
 
     json: Path | None = None
     profile: Path | None = None
     plots: Path | None = None
+    picture: Path | None = None
 
     def check(self, request: Request) -> None:
         """Try all of it; `plots` is made.
@@ -51,7 +53,7 @@ class Outputs:
             with _writing(self.plots, "name a folder that is yours, or a new one in it"):
                 self.plots.mkdir(parents=True, exist_ok=True)
                 _try(self.plots)
-        for path in filter(None, (self.json, self.profile)):
+        for path in filter(None, (self.json, self.profile, self.picture)):
             with _writing(path, "name a file in a folder that exists and is yours"):
                 if path.is_dir():
                     raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
@@ -65,6 +67,7 @@ class Outputs:
             (self.json, lambda path: _file(path, _json(report))),
             (self.profile, lambda path: _file(path, dumps(report.profile()))),
             (self.plots, lambda path: draw(report, path)),
+            (self.picture, lambda path: _file(path, picture(report))),
         ]
         for path, make in makers:
             if path is not None:
@@ -89,7 +92,7 @@ def into(folder: Path, request: Request) -> Outputs:
     """All that `request` gives, in one folder; pictures where matplotlib is."""
     pictures = None if missing_matplotlib() else folder / "plots"
     lines = folder / "profile.json" if request.gives_lines else None
-    return Outputs(folder / "bench.json", lines, pictures)
+    return Outputs(folder / "bench.json", lines, pictures, folder / "bench.svg")
 
 
 def _try(folder: Path) -> None:
