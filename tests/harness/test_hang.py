@@ -12,7 +12,7 @@ from torchdistpackage.harness.hang import shutdown
 from torchdistpackage.harness.hang.diagnosis import Cause, Diagnosis, diagnose
 from torchdistpackage.harness.hang.dump import Dump, Process, State
 from torchdistpackage.launch.failure import Failure, FailureKind, report, root_cause, to_json
-from torchdistpackage.topology.mesh import Mesh
+from torchdistpackage.topology.mesh import topology as topology_of
 
 BATCH = '"/home/me/loader.py", line 31, in batch'
 STACK = '  File "/home/me/loader.py", line 31, in batch\n    time.sleep(60)\n'
@@ -69,9 +69,11 @@ def one(rank, snapshot=None, state=State.DUMPED, host="", stack=STACK, **more) -
     return Dump(rank, state, process, 50.0, 12, 9.0, snapshot, (stack,), **more)
 
 
-def told(*found: Dump, world_size=None, mesh=None, stacks=None) -> Diagnosis:
+def told(*found: Dump, world_size=None, axes=None, expert=1, stacks=None) -> Diagnosis:
     by_rank = {dump.rank: dump for dump in found}
-    return diagnose(world_size or len(found), by_rank, stacks, mesh=mesh)
+    size = world_size or len(found)
+    places = None if axes is None else topology_of(axes, size, expert=expert)
+    return diagnose(size, by_rank, stacks, topology=places)
 
 
 def in_line(text: str, *parts: str) -> None:
@@ -116,9 +118,20 @@ def test_the_report():
         one(1, receives[0], stack=INSIDE, limit_s=8.0),
         one(2, behind, limit_s=8.0),
         one(3, receives[1], stack=INSIDE, limit_s=8.0),
-        mesh=Mesh((("data", 2), ("pipe", 2))),
+        axes=(("data", 2), ("pipe", 2)),
     )
     assert found.text == REPORT.format(batch=BATCH)
+
+
+def test_ranks_that_share_experts_are_named_by_their_place_among_them():
+    found = told(
+        one(0, snapshot((0, 1), call("all_to_all", 5))),
+        one(1, snapshot((0, 1), call("all_gather", 4, "done"), phase="data")),
+        axes=(("data", 4),),
+        expert=2,
+        world_size=4,
+    )
+    assert "rank 1 (data 1 expert 1 on node01)" in found.text
 
 
 def test_the_culprit_is_at_the_end_of_the_waits():

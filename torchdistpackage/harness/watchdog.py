@@ -207,8 +207,8 @@ class HangWatchdog(Heartbeat):
                 raise ConfigError(f"watch: {name} is {limit_s:g}; give it more than 0 seconds")
         self._folder = Folder(Path(folder).absolute(), start)
         failure = failure or os.environ.get("TDP_FAILURE")
-        mesh, path = topology and topology.dense, Path(failure) if failure else None
-        self._ending = Shutdown(self._folder, rank, world_size, mesh, path)
+        path = Path(failure) if failure else None
+        self._ending = Shutdown(self._folder, rank, world_size, topology, path)
         own = str(path) if path else None
         self._dump = Dump(rank, State.HERE, Process.mine(), time.time(), failure=own)
         self._clock = StepClock(self)

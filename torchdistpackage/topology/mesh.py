@@ -232,6 +232,15 @@ class Topology:
     def world_size(self) -> int:
         return self.dense.size
 
+    def place(self, rank: int) -> dict[str, int]:
+        """Index of `rank` along each axis that has more than one rank, `expert` included."""
+        found = {
+            axis: i for axis, i in self.dense.coord(rank).items() if self.dense.axis_size(axis) > 1
+        }
+        if self.expert.axis_size("expert") > 1:
+            found["expert"] = self.expert.coord(rank)["expert"]
+        return found
+
     def view(self, name: View) -> Mesh:
         return self.dense if name == "dense" else self.expert
 

@@ -61,7 +61,7 @@ def tpc_size() -> int:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(60), pytest.param(range(60, 200), marks=pytest.mark.full)], ids=str
+    "seeds", [range(12), pytest.param(range(12, 200), marks=pytest.mark.full)], ids=str
 )
 def test_drawn_routings_travel_there_and_back(ranks, seeds):
     ranks(3).run(routed, seeds)

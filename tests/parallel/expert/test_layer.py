@@ -9,6 +9,7 @@ from tests.parallel.expert.one_process import OPTIONS
 DATA4, DATA2 = (("data", 4),), (("data", 2),)
 BOTH, TENSOR = (("data", 2), ("tensor", 2)), (("data", 1), ("tensor", 2))
 SPLIT = {"sequence_parallel": True}
+SOME = ("uneven", "groups", "capacity", "global")
 HOWS = ("ddp", "1", "2", "3")
 
 
@@ -24,9 +25,19 @@ def trained(cases: list) -> None:
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param([(DATA2, 2, kind, "ddp") for kind in OPTIONS], id="expert2"),
-        pytest.param([(TENSOR, 1, kind, "ddp", SPLIT) for kind in OPTIONS], id="tensor2"),
-        pytest.param([(DATA2, 2, "uneven", stage) for stage in "123"], id="zero"),
+        pytest.param([(DATA2, 2, kind, "ddp") for kind in SOME], id="expert2"),
+        pytest.param(
+            [(TENSOR, 1, kind, "ddp", SPLIT) for kind in ("shared", "bias")], id="tensor2"
+        ),
+        pytest.param([(DATA2, 2, "uneven", stage) for stage in "23"], id="zero"),
+        pytest.param(
+            [(DATA2, 2, kind, "ddp") for kind in OPTIONS], id="expert2-all", marks=pytest.mark.full
+        ),
+        pytest.param(
+            [(TENSOR, 1, kind, "ddp", SPLIT) for kind in OPTIONS],
+            id="tensor2-all",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_experts_of_two_ranks_train_as_in_one_process(ranks, cases):

@@ -25,7 +25,7 @@ from torchdistpackage.harness.hang.waits import (
     waits,
 )
 from torchdistpackage.launch.failure import Failure, FailureKind, from_json, is_secondary
-from torchdistpackage.topology.mesh import Mesh
+from torchdistpackage.topology.mesh import Topology
 
 _DOING = {
     "start": "starting",
@@ -77,16 +77,16 @@ def diagnose(
     dumps: Mapping[int, Dump],
     stacks: Mapping[int, str] | None = None,
     *,
-    mesh: Mesh | None = None,
+    topology: Topology | None = None,
     noted: Mapping[int, str] | None = None,
 ) -> Diagnosis:
     """The culprits of a hang and the report.
 
     dumps: by rank, of all that have one. stacks: left by the C side of those that do not answer.
-    mesh: gives ranks their coordinates. noted: letters of those whose watchers say that they are
-    stopped.
+    topology: gives ranks their coordinates. noted: letters of those whose watchers say that they
+    are stopped.
     """
-    hang = Hang(world_size, dumps, stacks or {}, mesh, noted or {})
+    hang = Hang(world_size, dumps, stacks or {}, topology, noted or {})
     suspects = hang.suspects()
     return Diagnosis(suspects, hang.report(suspects))
 
@@ -99,11 +99,12 @@ class Hang:
         world_size: int,
         dumps: Mapping[int, Dump],
         stacks: Mapping[int, str],
-        mesh: Mesh | None,
+        topology: Topology | None,
         noted: Mapping[int, str],
     ) -> None:
         self.world_size, self.dumps, self.stacks = world_size, dumps, stacks
-        self.mesh = mesh if mesh is not None and mesh.size == world_size else None
+        fits = topology is not None and topology.world_size == world_size
+        self.topology = topology if fits else None
         self.letters = {**noted, **states(dumps)}
         self.hosts = {rank: dump.process.host for rank, dump in dumps.items()}
         self.answered = {rank for rank, dump in dumps.items() if dump.state is State.DUMPED}
@@ -123,9 +124,8 @@ class Hang:
     def who(self, rank: int) -> str:
         """`data 2 pipe 1 tensor 0 on node17`, axes of size 1 left out."""
         name = ""
-        if self.mesh is not None:
-            coord = self.mesh.coord(rank)
-            name = " ".join(f"{axis} {coord[axis]}" for axis, size in self.mesh.axes if size > 1)
+        if self.topology is not None:
+            name = " ".join(f"{axis} {i}" for axis, i in self.topology.place(rank).items())
         host = self.hosts.get(rank)
         return (name or f"rank {rank}") + (f" on {host}" if host else "")
 

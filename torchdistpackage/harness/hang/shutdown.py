@@ -23,7 +23,7 @@ from torchdistpackage.launch.failure import (
 )
 from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.launch.supervisor import noted_stopped
-from torchdistpackage.topology.mesh import Mesh
+from torchdistpackage.topology.mesh import Topology
 
 GATHER_S = 4.0
 """For the words of ranks that are alive; then those that have come are put together."""
@@ -44,7 +44,7 @@ class Shutdown:
     folder: Folder
     rank: int
     world_size: int
-    mesh: Mesh | None
+    topology: Topology | None
     failure: Path | None
 
     def report(self, alarm_s: float) -> Diagnosis | None:
@@ -71,7 +71,7 @@ class Shutdown:
             if report and (letter := noted_stopped(Path(report)))
         }
         stacks = self.folder.stacks(silent)
-        found = diagnose(self.world_size, dumps, stacks, mesh=self.mesh, noted=noted)
+        found = diagnose(self.world_size, dumps, stacks, topology=self.topology, noted=noted)
         if self.failure is not None:
             atomic_write(self.failure, to_json(found.failure(alarm_s)))
         self.folder.write_report(found.text)
