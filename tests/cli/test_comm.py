@@ -28,12 +28,12 @@ def rows(shown: str) -> dict[str, list[str]]:
 
 
 def test_it_lists_what_was_tested_over_which_groups(capfd):
-    assert main(["comm", "test", "--axes", "data=2,pipe=2", "--pairs"]) == 0
+    assert main(["comm", "test", "--axes", "data=2,context=2", "--pairs"]) == 0
     shown = capfd.readouterr()
-    assert shown.out.startswith("4 ranks: data=2 x pipe=2\n\ngroup")
+    assert shown.out.startswith("4 ranks: data=2 x context=2\n\ngroup")
     assert rows(shown.out) == {
         "data": ["2", "2", "15"],
-        "pipe, model": ["2", "2", "19"],
+        "context, model": ["2", "2", "15"],
         "global": ["1", "4", "15"],
         "all pairs": ["6", "2", "3"],
     }

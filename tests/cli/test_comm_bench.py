@@ -40,10 +40,10 @@ def test_local_ranks_are_measured_and_all_is_written(forks, tmp_path, capsys):
 
 
 def test_what_is_too_slow_is_named_and_ends_with_1(forks, capsys):
-    words = ["--axes", "data=2", "--operations", "broadcast", "--sizes", "1KiB", *QUICK]
-    assert main(["comm", "bench", *words, "--min-busbw", "data=1000000"]) == 1
+    words = ["--axes", "context=2", "--operations", "broadcast", "--sizes", "1KiB", *QUICK]
+    assert main(["comm", "bench", *words, "--min-busbw", "context=1000000"]) == 1
     said = capsys.readouterr()
-    assert "too slow: data, node, alone: broadcast over ranks [0, 1] reaches" in said.err
+    assert "too slow: context, node, alone: broadcast over ranks [0, 1] reaches" in said.err
     assert "broadcast" in said.out
 
 

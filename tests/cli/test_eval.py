@@ -21,10 +21,12 @@ LAYOUTS = {
     "data2xpipe2": ["--pipe", "2", "parallel.data=2"],
     "pipe2xtensor2": ["--pipe", "2", "--tensor", "2"],
     "data3": ["parallel.data=3"],
+    "context2": ["parallel.context=2"],
+    "data2xcontext2": ["parallel.data=2", "parallel.context=2"],
     "tensor4, interleaved": ["--tensor", "2", "--pipe", "2", "pipeline.schedule=interleaved"],
     "sequence": ["--tensor", "2", "parallel.sequence_parallel=true"],
 }
-SMALL_SET = ("one", "data2xpipe2")
+SMALL_SET = ("one", "data2xpipe2", "context2")
 EACH = [n if n in SMALL_SET else pytest.param(n, marks=pytest.mark.full) for n in LAYOUTS]
 CHANGES = ["precision.dtype=float64", "data.seq_len=8"]
 

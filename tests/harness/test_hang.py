@@ -134,6 +134,21 @@ def test_ranks_that_share_experts_are_named_by_their_place_among_them():
     assert "rank 1 (data 1 expert 1 on node01)" in found.text
 
 
+def test_ranks_along_context_have_their_coordinates():
+    """Of two that share a sequence one waits in a hop of the ring for the other one."""
+    found = told(
+        one(0, snapshot((0, 1), call("receive", 7, peer=1), axis="context")),
+        one(1, snapshot((0, 1), call("receive", 6, "done", peer=0), axis="context", phase="data")),
+        one(2, snapshot((2, 3), call("receive", 7, peer=3), axis="context")),
+        one(3, snapshot((2, 3), call("all_reduce", 2), axis="data")),
+        axes=(("data", 2), ("context", 2)),
+    )
+    assert [(c.rank, c.cause) for c in found.suspects][:1] == [(1, Cause.BUSY)]
+    assert found.text.startswith("hang: rank 1 (data 0 context 1 on node01) is in data loading")
+    in_line(found.text, "data 0 context 0", "waits in receive", "data 0 context 1")
+    in_line(found.text, "receive number 7 from rank 1, the context group of ranks 0, 1")
+
+
 def test_the_culprit_is_at_the_end_of_the_waits():
     """0 waits for 1, which waits for 2, which loads data: only 2 is to blame."""
     chain = told(

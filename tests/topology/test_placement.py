@@ -1,6 +1,6 @@
 """Groups that cross nodes are counted, and the busy ones warned about."""
 
-from torchdistpackage.topology.mesh import Mesh, advice, best_order, crossings
+from torchdistpackage.topology.mesh import DEFAULT_ORDER, Mesh, advice, best_order, crossings
 
 
 def test_crossings_count_groups_with_ranks_on_two_nodes():
@@ -29,3 +29,14 @@ def test_best_order_keeps_the_quiet_axes():
         "context",
         "tensor",
     )
+
+
+def test_context_stays_inside_a_node_before_pipe():
+    sizes = {"data": 2, "pipe": 2, "context": 2, "tensor": 2}
+    mesh = Mesh(tuple((axis, sizes[axis]) for axis in DEFAULT_ORDER))
+    assert {c.axis: c.num_crossing for c in crossings(mesh, 4)} == {
+        "data": 8, "pipe": 8, "context": 0, "tensor": 0
+    }  # fmt: skip
+    (text,) = advice(Mesh((("context", 2), ("pipe", 4), ("tensor", 2))), 8)
+    assert "8 of 8 context groups of 2 ranks cross a node of 8 ranks" in text
+    assert "parallel.order ['pipe', 'context', 'tensor']" in text

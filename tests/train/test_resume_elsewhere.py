@@ -37,11 +37,15 @@ RUNS = {
             "parallel.sequence_parallel=true",
         ],
     ),
+    "context2-zero3": (2, ["parallel.context=2", "parallel.zero=3"]),
+    "context4-zero1": (4, ["parallel.context=4", "parallel.zero=1"]),
+    "data2xcontext2-zero2": (4, ["parallel.data=2", "parallel.context=2", "parallel.zero=2"]),
 }
 SMALL_SET = [
     ("data4-zero1", "one"), ("one", "data4-zero1"), ("data2xpipe2-zero2", "data2xtensor2-zero1"),
     ("data2-zero3", "data2-zero1"), ("data2-zero1", "data2-zero3"),
-    ("data2xpipe2-zbv-zero1", "pipe2-three"),
+    ("data2xpipe2-zbv-zero1", "pipe2-three"), ("context4-zero1", "context2-zero3"),
+    ("context2-zero3", "data2xcontext2-zero2"),
 ]  # fmt: skip
 
 
