@@ -110,6 +110,7 @@ PURE_FILES = (
     "train/host_memory.py",
     "train/job.py",
     "train/memory.py",
+    "train/parity_model.py",
     "train/parity_plan.py",
     "train/refusals.py",
     "train/run_folder.py",
@@ -142,7 +143,8 @@ MAY_LAUNCH = {
 }
 """Files of these folders that see the launcher all the same."""
 
-PLANNERS = ["build", "expert_plan", "inference", "job", "parity", "parity_plan", "plan", "worker"]
+PLANNERS = ["build", "expert_plan", "inference", "job", "parity", "parity_model"]
+PLANNERS += ["parity_plan", "plan", "worker"]
 """Files of train that read the configuration; the others get plain arguments."""
 
 MAY_CALL_TORCH_DISTRIBUTED = {

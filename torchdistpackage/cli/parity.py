@@ -1,12 +1,15 @@
 """`tdp parity`: the layouts of a run against one process, module by module."""
 
 import os
+import tempfile
+from pathlib import Path
 
 import typer
 
 from torchdistpackage.cli._common import Config, Overrides, wrap_on_terminal
 from torchdistpackage.config.load import load
 from torchdistpackage.lazy import resolve
+from torchdistpackage.train.parity_model import is_model, model_plan, with_small_copy
 from torchdistpackage.train.parity_plan import parity_run
 from torchdistpackage.train.plan import local_procs, make_plan
 from torchdistpackage.train.refusals import refuse_here
@@ -18,15 +21,27 @@ COMPARE = "torchdistpackage.train.parity:compare_run"
 def parity(config: Config, overrides: Overrides = None) -> None:
     """Compare the layouts of a run with one process, module by module.
 
+    CONFIG is the file of a run, or a folder of transformers: then two ranks along data, pipe and
+    tensor, or the degrees that are given.
+
     The model and the batch are made small, with the same classes, and trained for three steps in
     float64: each axis of the run alone, then pairs, then all. Activations, gradients, the loss, the
     gradient norm and the weights are compared. A right run prints one line and exits with 0; else
     the first module and axis that differ are named, by how much, with the usual cause, and the exit
     code is 1.
     """
-    found = load(config, list(overrides or []))
-    plan = make_plan(found, local_procs(found), config)
-    refuse_here(found, config, code_folder(os.environ))
-    report = resolve(COMPARE)(parity_run(plan))
+    with tempfile.TemporaryDirectory(prefix="tdp-parity-") as scratch:
+        if is_model(config):
+            plan, notes = model_plan(config, overrides or [], Path(scratch))
+            for note in notes:
+                typer.echo(wrap_on_terminal(note), err=True)
+        else:
+            found = load(config, list(overrides or []))
+            make_plan(found, local_procs(found), config)
+            refuse_here(found, config, code_folder(os.environ))
+            if found.model.hf is not None:
+                found = with_small_copy(found, Path(scratch))
+            plan = make_plan(found, local_procs(found), config)
+        report = resolve(COMPARE)(parity_run(plan))
     typer.echo(wrap_on_terminal(str(report)))
     raise typer.Exit(0 if report.is_right else 1)
