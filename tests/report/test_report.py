@@ -60,6 +60,16 @@ def test_a_rank_is_compared_with_the_peers_of_its_stage(tmp_path: Path):
     assert [row[0] for row in heat["z"]] == pytest.approx([0, -20, 0, 20])
 
 
+def test_the_load_of_experts_has_a_line_for_each_layer(tmp_path: Path):
+    folder = write_run(tmp_path / "a")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    loads = [row | {"experts": {"blocks.0": 1.5, "blocks.1": row["step"]}} for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in loads))
+    traces = chart([read_run_data(folder)], "experts").traces
+    assert [x["name"] for x in traces] == ["blocks.0", "blocks.1"]
+    assert set(traces[0]["y"]) == {1.5} and traces[1]["y"] == traces[1]["x"]
+
+
 def test_spikes_survive_thinning():
     points = [(float(step), 1.0) for step in range(100_000)]
     points[54_321] = (54_321.0, 99.0)

@@ -47,6 +47,7 @@ def charts(runs: Sequence[RunData], peak_flops: float | None = None) -> list[Cha
     for run in runs:
         of = f" of {run.name}" if len(runs) > 1 else ""
         found += [_spent(run, of), _memory(run, of), _slow(run, of), *_lists(run, of)]
+        found += _mappings(run, of)
     found += _others(runs)
     return [chart for chart in found if chart is not None and chart.traces]
 
@@ -266,6 +267,35 @@ def _lists(run: RunData, of: str) -> list[Chart]:
         layout = {"xaxis": {"title": {"text": "step"}}, "yaxis": {"dtick": 1 if num < 20 else None}}
         found.append(Chart(f"{key}-{run.name}", title, f"{key} by step.", [trace], layout))
     return found
+
+
+def _mappings(run: RunData, of: str) -> list[Chart]:
+    """Lines of each key whose values are mappings to numbers, as `experts`, by layer."""
+    keys = {k for row in run.rows[-1000:] for k, v in row.items() if isinstance(v, dict)}
+    found = []
+    for key in sorted(keys):
+        rows = _columns([row for row in run.rows if _mapping(row, key)])
+        parts = list(dict.fromkeys(name for row in rows for name in _mapping(row, key)))
+        points = {
+            name: [
+                (row["step"], value)
+                for row in rows
+                if (value := number(_mapping(row, key).get(name))) is not None
+            ]
+            for name in parts[:_MOST_LINES]
+        }
+        traces = [
+            _line(held, name, _MOST_COLUMNS, colour=index)
+            for index, (name, held) in enumerate(points.items())
+            if held
+        ]
+        title = _MAPPED.get(key, key)
+        note = f"{key} by step, a line for each layer."
+        found.append(Chart(f"{key}-{run.name}", f"{title}{of}", note, traces, _steps("")))
+    return found
+
+
+_MAPPED = {"experts": "Busiest expert over the mean", "experts_dropped": "Choices without a place"}
 
 
 def _others(runs: Sequence[RunData]) -> list[Chart]:
