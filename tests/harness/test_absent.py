@@ -77,7 +77,7 @@ def test_a_rank_that_stops_in_between_is_named_with_its_operation(ranks):
         f"come within 3 s; rank 2 on {HOST} waited"
     ) in text
     assert text.startswith("1 check failed")
-    assert max(time_s for _, time_s in found[:3]) < LIMIT_S + 1
+    assert max(time_s for _, time_s in found[:3]) < 2 * LIMIT_S + 1
 
 
 def raises_within(patch: pytest.MonkeyPatch) -> None:
