@@ -92,7 +92,7 @@ class Cluster:
     def run(
         self,
         *command: str | Path,
-        limit_s: float = 60,
+        limit_s: float = 240,
         check: bool = True,
         env: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
@@ -100,7 +100,9 @@ class Cluster:
     ) -> subprocess.CompletedProcess[str]:
         """A command on the login host, with SLURM_CONF and none of Slurm's other variables.
 
-        `env` adds variables. Where `check` is on, a code other than 0 raises with both outputs.
+        limit_s: long, as each job is a session of its own, and a kernel that shares the cores out
+        by sessions leaves little to this one while many start. `env` adds variables. Where `check`
+        is on, a code other than 0 raises with both outputs.
         """
         done = subprocess.run(
             [str(word) for word in command],
