@@ -22,6 +22,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from torchdistpackage.ddp.bucket_comm import (
     GradBuckets,
@@ -348,8 +349,12 @@ class Reducer:
         """Go over to the plan that was agreed on last, before anything leaves in the old one."""
         plan, self._next_plan = self._next_plan, None
         if plan is not None:
-            self.grad_buckets.pack(plan, self.grad_buckets.leave())
-            self._reset(_IDLE)
+            self._pack(plan)
+
+    @_disable_dynamo  # it asks groups for their ranks, on which the compiler of torch 2.11 stumbles
+    def _pack(self, plan: BucketPlan) -> None:
+        self.grad_buckets.pack(plan, self.grad_buckets.leave())
+        self._reset(_IDLE)
 
     def _reset(self, phase: ReductionPhase) -> None:
         self.phase, self.next_bucket = phase, 0

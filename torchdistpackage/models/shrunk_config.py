@@ -194,6 +194,8 @@ def _size(
         return (2 * WIDTH // HEAD) if _is_mamba2(given) else min(value, _HEADS)
     if key in _EXPERT_COUNTS:
         return min(value, _EXPERTS)
+    if key == "top_k" and "num_beams" in given:
+        return value  # of generation, whose defaults transformers 4 writes into every config.json
     if key in _CHOSEN:
         return min(value, 2, _EXPERTS if num_experts else value)
     if key in ("n_group", "num_expert_group", "mamba_n_groups", "n_groups", "mamba_ngroups"):

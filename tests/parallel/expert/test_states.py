@@ -78,5 +78,5 @@ def beside_mixtral() -> None:
 
 
 def test_fused_experts_of_transformers_come_and_go(ranks):
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", minversion="5", reason="transformers 4 stacks no experts")
     ranks(2).run(beside_mixtral)
