@@ -111,6 +111,10 @@ def test_of_transformers(name):
     ],
     ids=["mamba", "falcon"],
 )
+@pytest.mark.skipif(
+    hf.__version__.startswith("4."),
+    reason="in transformers 4 beams keep the states of others: without a cache tokens differ",
+)
 def test_states_without_keys_are_cached(make):
     torch.manual_seed(0)
     model = randomised(make())
