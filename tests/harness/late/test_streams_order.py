@@ -139,7 +139,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", ALL)
 def test_programs_are_in_order(name: str):
     with mirror(4), ordered_streams() as history:

@@ -36,6 +36,7 @@ def test_a_right_model_prints_one_line(pool):
     assert len(report.findings) == 7 and "\n" not in str(report)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("wrong", MISTAKES)
 def test_a_planted_mistake_is_named_by_module_and_axis(pool, wrong: str):
     module, axes, cause = MISTAKES[wrong]
