@@ -77,6 +77,7 @@ def test_a_rank_that_stops_in_between_is_named_with_its_operation(ranks):
         f"come within 3 s; rank 2 on {HOST} waited"
     ) in text
     assert text.startswith("1 check failed")
+    # once the limit, and once more where a loaded machine is late to look; a hang takes a minute
     assert max(time_s for _, time_s in found[:3]) < 2 * LIMIT_S + 1
 
 

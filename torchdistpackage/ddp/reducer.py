@@ -351,7 +351,9 @@ class Reducer:
         if plan is not None:
             self._pack(plan)
 
-    @_disable_dynamo  # it asks groups for their ranks, on which the compiler of torch 2.11 stumbles
+    # It asks groups for their ranks, on which the compiler of torch 2.11 stumbles. The first call
+    # loads torch._dynamo, as the step of torch's own optimizers has done by then.
+    @_disable_dynamo
     def _pack(self, plan: BucketPlan) -> None:
         self.grad_buckets.pack(plan, self.grad_buckets.leave())
         self._reset(_IDLE)
