@@ -10,6 +10,8 @@ from torchdistpackage.harness.parity.match import difference
 from torchdistpackage.testing import ParityModel, compare_layouts
 
 AXES = {"data": 2, "context": 2, "tensor": 2}
+EVERY = layouts_of(AXES)
+assert len(EVERY) == 7
 MISTAKES = {
     "copy": ("second.norm", {"tensor"}, "a gradient that nobody sums over tensor"),
     "reduce": ("second.mlp", {"tensor"}, "parts of a sum that nobody adds up"),
@@ -29,11 +31,16 @@ MISTAKES = {
 """What is wrong -> the module that is named, the axes that alone show it, words of the cause."""
 
 
-def test_a_right_model_prints_one_line(pool):
+@pytest.mark.parametrize(
+    "layouts",
+    [[{"context": 2}, {"data": 2, "tensor": 2}], pytest.param(EVERY, marks=pytest.mark.full)],
+    ids=["two", "every"],
+)
+def test_a_right_model_prints_one_line(pool, layouts):
     build, batch = planted.planted("")
-    report = compare_layouts(build, batch, layouts_of(AXES), pool=pool)
+    report = compare_layouts(build, batch, layouts, pool=pool)
     assert report.is_right, str(report)
-    assert len(report.findings) == 7 and "\n" not in str(report)
+    assert len(report.findings) == len(layouts) and "\n" not in str(report)
 
 
 @pytest.mark.few(4)
