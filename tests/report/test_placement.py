@@ -54,8 +54,10 @@ def test_the_command_writes_the_axes_of_the_run(tmp_path: Path, capsys):
     assert axes == ["pipe", "data", "tensor"] and text.count("data-node") == 12
 
 
-def test_a_folder_that_takes_nothing_is_named(tmp_path: Path, capsys):
+@pytest.mark.parametrize("folder", ["file", "missing"])
+def test_a_folder_that_takes_nothing_is_named_and_none_is_made(tmp_path: Path, capsys, folder):
     (tmp_path / "file").write_text("")
-    words = ["plan", "configs/gpt_tiny.yaml", "--picture", str(tmp_path / "file" / "x.svg")]
+    words = ["plan", "configs/gpt_tiny.yaml", "--picture", str(tmp_path / folder / "x.svg")]
     assert main(words) == 2
     assert "--picture" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -170,11 +170,12 @@ def _draw(plan: Plan, ranks_per_node: int, path: Path) -> str:
     """Write the ranks on their nodes as a picture; what to say of it."""
     meshes = [(axis, plan.topology.named(axis)[0]) for axis in AXES]
     try:
+        path.parent.stat()  # as tdp comm bench, it makes no folder of a mistyped name
         atomic_write(path, placement_svg(plan.config.run.name, meshes, ranks_per_node))
     except OSError as error:
         raise ConfigError(
             f"--picture {path} cannot be written: {error.strerror}; name a file in a folder that "
-            f"is yours"
+            f"exists and is yours"
         ) from error
     return f"wrote {path}"
 
