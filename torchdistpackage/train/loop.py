@@ -22,6 +22,9 @@ from torchdistpackage.train.train_state import TrainState
 class Callback:
     """Made, and called by the loop, on all ranks alike. `loop.log` takes what is to be said."""
 
+    def on_begin(self, loop: "Loop") -> None:
+        """The files of the run are open, and no step has been issued."""
+
     def records(self, step: int) -> bool:
         """Whether `step`, the next one, is to be recorded on this rank."""
         return False
@@ -102,6 +105,8 @@ class Loop:
         """
         try:
             with self.log.opened(self.state.step):
+                for callback in self._callbacks:
+                    callback.on_begin(self)
                 loss = self._train()
                 with self.marks.allow_slow():
                     self.saver.flush()

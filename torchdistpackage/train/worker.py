@@ -158,7 +158,7 @@ def _train(
         step=state.step,
     )
     with watch, trackers:
-        loop = make_loop(trainer, state, folder, life, watch, [trackers])
+        loop = make_loop(trainer, state, folder, life, watch, [trackers] if config.log.to else [])
         loss = loop.run()
         with watch.allow_slow():
             if loss is not None:

@@ -4,6 +4,7 @@ The thread reads the file as it grows. So the training does not wait, rows that 
 still there when it works again, and a start begins with what the tracker lacks.
 """
 
+import os
 import threading
 import time
 from collections import deque
@@ -23,6 +24,8 @@ TRACKERS = {
     "mlflow": "torchdistpackage.train.trackers.mlflow:MLflowTracker",
 }
 """By name in strings, so that a library is loaded by the run that uses it alone."""
+FOLDERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlruns"}
+"""What each makes in the run folder."""
 PICTURES = ("loss.png", "pipeline.svg")
 _LOOK_S, _AGAIN_S = 1.0, 30.0
 _END_S, _FAILED_END_S = 20.0, 5.0
@@ -143,22 +146,23 @@ class Trackers(Callback):
         if kind is not None and self._feeds:
             self._finish("failed", _FAILED_END_S)
 
-    def before_step(self, loop: Loop, step: int) -> None:
-        if not self._feeds:  # rows that this start does again have been dropped by now
-            self._start()
+    def on_begin(self, loop: Loop) -> None:
+        """Rows that this start does again have been dropped by now."""
+        self._feeds = [TrackerFeed(x, self._run) for x in self._names]
 
     def on_step(self, loop: Loop, result: StepResult, issued: PendingStep) -> None:
         for feed in self._feeds:
             while feed.said:
                 loop.log.note(feed.said.popleft())
 
-    def _start(self) -> None:
-        self._feeds = [TrackerFeed(x, self._run) for x in self._names]
+    def on_end(self, loop: Loop) -> None:
+        """Name the folders that are the run's, for its summary."""
+        at_server = bool(os.environ.get("MLFLOW_TRACKING_URI"))
+        names = [x for x in self._names if x != "mlflow" or not at_server]
+        loop.artifacts += tuple(f"{FOLDERS[name]}/" for name in names)
 
     def close(self, word: str) -> list[str]:
         """End them all, with the pictures of the run; what is to be said of it."""
-        if not self._feeds:
-            self._start()
         return self._finish(word, _END_S)
 
     def _finish(self, word: str, wait_s: float) -> list[str]:

@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 
 from torchdistpackage.bounded import parse_json, read_regular
 from torchdistpackage.launch.files import atomic_write
-from torchdistpackage.launch.run_rows import Row
-from torchdistpackage.report.charts import number
+from torchdistpackage.launch.run_rows import Row, number
 
 PROJECT = "torchdistpackage"
 """The project or experiment of a run, unless the service's own variable names another."""
