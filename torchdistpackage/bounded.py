@@ -33,13 +33,15 @@ def read_regular(path: Path, most_bytes: int, *, follow: bool = True) -> bytes:
     return content
 
 
-def check_regular(path: Path) -> int:
-    """The size of a regular file; neither it nor what a link leads to is opened.
+def check_regular(path: Path, *, follow: bool = False) -> int:
+    """The size of a regular file, which is not opened.
+
+    follow: a symbolic link stands for what it leads to; else it is refused.
 
     Raises:
         OSError: there is none, or it is something else: a link, a device, a pipe, a folder.
     """
-    found = path.stat(follow_symlinks=False)
+    found = path.stat(follow_symlinks=follow)
     _check(found, path, found.st_size)
     return found.st_size
 

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.slurm.folders import submitted
+from tests.launch.slurm.scripted import Programs, row
 from tests.report.folders import metrics_row, write_run
 from torchdistpackage.cli.main import main
+from torchdistpackage.cli.watch import RunView
 from torchdistpackage.report.run_data import read_run_data
 from torchdistpackage.report.status import curve, duration, status_of
 
@@ -24,9 +27,50 @@ def test_a_finished_run_is_shown_once(tmp_path: Path, capsys):
     said = capsys.readouterr().out
     for text in ("step 200/200", "state", "finished", "restarts", "1, the last from step 100",
                  "5.0k tokens/s", "20.0%", "pipe 20.0%", "2.00 GiB at most, on rank 2",
-                 "rank 3 (+20 %)"):  # fmt: skip
+                 "on rank 2 (data 1 pipe 0)", "rank 3 (data 1 pipe 1) +20 %"):  # fmt: skip
         assert text in said
     assert "last step in" not in said and "█" in said
+
+
+def test_the_queue_is_asked_for_a_submitted_run(tmp_path: Path, monkeypatch, capsys):
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    slurm = Programs(tmp_path / "bin")
+    folder = submitted(tmp_path / "waits", "41", time.time() - 100).folder
+    waiting = row("41", "PENDING", nodes="").replace("|None|", "|Priority|")
+    for said in (waiting, row("41", "RUNNING", nodes="n[1-2]")):
+        slurm.say("squeue", said)
+        assert main(["watch", str(folder), "--once"]) == 0
+    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith(("queue", "state"))]
+    assert [" ".join(line.split()) for line in lines] == [
+        "state no start noted", "queue PENDING Priority",
+        "state no start noted", "queue RUNNING n[1-2]",
+    ]  # fmt: skip
+    view = RunView(folder)
+    assert "RUNNING" in view.look()[1].facts["queue"]
+    slurm.say("squeue", row("41", "COMPLETED"))
+    assert "RUNNING" in view.look()[1].facts["queue"]  # for 10 s it is not asked again
+    slurm.say("squeue", "slurm_load_jobs error: Unable to contact slurm controller\n", code=1)
+    assert main(["watch", str(folder), "--once"]) == 0
+    assert "Slurm does not answer: " in capsys.readouterr().out
+
+
+def test_a_job_that_never_began_is_not_watched_for_ever(tmp_path: Path, monkeypatch, capsys):
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    Programs(tmp_path / "bin").say("squeue", row("41", "CANCELLED", nodes=""))
+    folder = submitted(tmp_path / "gone", "41", time.time() - 100).folder
+    assert main(["watch", str(folder), "--plain", "--interval", "0.1"]) == 0
+    assert "state no start noted" in capsys.readouterr().out
+
+
+def test_what_others_wrote_moves_no_cursor(tmp_path: Path, capsys):
+    folder = write_run(tmp_path / "a")
+    text = (folder / "events.jsonl").read_text().replace('"finished"', '"\\u001b[2Jdone\\r"')
+    (folder / "events.jsonl").write_text(text)
+    view = RunView(folder)
+    shown = view.text(*view.look())
+    assert "done" in shown and not set(shown) & {"\x1b", "\r"}
 
 
 def half_written(folder: Path) -> None:
@@ -76,7 +120,9 @@ def test_lines_follow_a_run_to_its_end(tmp_path: Path, monkeypatch, capsys):
     steps = [line.split()[1] for line in said.splitlines() if line.startswith("step")]
     assert list(dict.fromkeys(steps)) == ["200/1000", "202/1000"]
     assert "a line is torn" in said
-    assert said.splitlines()[-1].endswith("tokens/s  bubble 20.0%  lagging rank 3 (+20 %)")
+    assert said.splitlines()[-1].endswith(
+        "tokens/s  bubble 20.0%  lagging rank 3 (data 1 pipe 1) +20 %"
+    )
     assert "state finished" in said.splitlines()[-1]
 
 
@@ -122,3 +168,4 @@ def test_a_curve_of_characters():
     assert curve([0.0, 15.0], 2, 2) == [" █", "▁█"]
     assert [len(line) for line in curve(list(range(1000)), 50, 3)] == [50] * 3
     assert curve([], 10, 2) == []
+    assert curve([1e308, -1e308, 1e308, 1e308], 2, 1) == ["▁█"]

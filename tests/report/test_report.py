@@ -1,6 +1,7 @@
 """What a report says of a run folder: complete, torn, half there, of an older version, several."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from tests.report.folders import BEGAN_S, write_run
 from torchdistpackage.cli.main import main
+from torchdistpackage.cli.watch import RunView
 from torchdistpackage.launch.run_rows import RowReader
 from torchdistpackage.report.charts import busy_excess, charts, thin
 from torchdistpackage.report.page import html
@@ -54,7 +56,7 @@ def test_what_a_step_is_spent_on_adds_up_to_its_time(tmp_path: Path):
 
 def test_a_rank_is_compared_with_the_peers_of_its_stage(tmp_path: Path):
     data = read_run_data(write_run(tmp_path / "a"))
-    excess = busy_excess(data.ranks[0], data.layout)
+    excess = busy_excess(data.ranks[0], data.mesh)
     assert excess == pytest.approx([0, -20, 0, 20])
     heat = chart([data], "slow").traces[0]
     assert [row[0] for row in heat["z"]] == pytest.approx([0, -20, 0, 20])
@@ -68,6 +70,21 @@ def test_the_load_of_experts_has_a_line_for_each_layer(tmp_path: Path):
     traces = chart([read_run_data(folder)], "experts").traces
     assert [x["name"] for x in traces] == ["blocks.0", "blocks.1"]
     assert set(traces[0]["y"]) == {1.5} and traces[1]["y"] == traces[1]["x"]
+
+
+def test_ranks_are_listed_with_their_coordinates(tmp_path: Path):
+    folder = write_run(tmp_path / "a")
+    path = folder / "ranks.jsonl"
+    path.write_text(path.read_text().replace('"pipe", 2', '"pipe", 1').replace(
+        '"context", 1', '"context", 2'))  # fmt: skip
+    (held,) = [table for table in tables([read_run_data(folder)]) if table.key == "ranks"]
+    assert [(row[0], row[1], row[2]) for row in held.rows] == [
+        ("0", "data 0 context 0", "n1"), ("1", "data 0 context 1", "n1"),
+        ("2", "data 1 context 0", "n2"), ("3", "data 1 context 1", "n2"),
+    ]  # fmt: skip
+    assert held.rows[3][3:] == ["+50.0 % of its peers", "2.00 GiB"]
+    names = [x["name"] for x in chart([read_run_data(folder)], "memory-a").traces]
+    assert names[3] == "rank 3 (data 1 context 1)"
 
 
 def test_spikes_survive_thinning():
@@ -144,9 +161,27 @@ def wrong_kinds(folder: Path) -> None:
     (folder / "resolved.yaml").write_text("- no mapping\n")
 
 
-def a_pipe(folder: Path) -> None:
-    import os
+def no_times(folder: Path) -> None:
+    """Times that are none, counts without a bound, and a layout of another shape."""
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    rows[0] |= {"at_s": float("nan")}
+    rows[1] |= {"took_s": 10**400}
+    rows[3] |= {"num_ranks": 10**400, "job_end_s": 10**400}
+    rows[4] |= {"at_s": 1e300}
+    (folder / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ranks = json.dumps({"step": 1, "layout": [["data"], 3], "at_s": 1e300, "hosts": 3})
+    (folder / "ranks.jsonl").write_text(ranks + "\n")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 201, "loss": 1e308}\n{"step": 202, "loss": -1e308}\n')
 
+
+def a_circle(folder: Path) -> None:
+    (folder / "ranks.jsonl").unlink()
+    (folder / "ranks.jsonl").symlink_to("ranks.jsonl")
+
+
+def a_pipe(folder: Path) -> None:
     (folder / "metrics.jsonl").unlink()
     os.mkfifo(folder / "metrics.jsonl")
 
@@ -158,6 +193,8 @@ def a_pipe(folder: Path) -> None:
         (no_events, "events.jsonl has no events: an older version"),
         (only_config, "metrics.jsonl has no rows: it has taken no step yet"),
         (wrong_kinds, "metrics.jsonl: 2 lines are torn or no row"),
+        (no_times, "events.jsonl: 2 lines are torn or no event"),
+        (a_circle, "Too many levels of symbolic links"),
         (a_pipe, "is a pipe"),
     ],
 )
@@ -167,6 +204,8 @@ def test_a_damaged_folder_is_shown_as_far_as_it_goes(tmp_path: Path, capsys, dam
     assert main(["report", str(folder), "-o", str(tmp_path / "out.html")]) == 0
     assert said in capsys.readouterr().err
     assert said in (tmp_path / "out.html").read_text()
+    view = RunView(folder)
+    assert said in " ".join(view.text(*view.look()).split())
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path, capsys):

@@ -89,12 +89,13 @@ class RunView:
     def __init__(self, folder: Path):
         self.folder = folder
         self._readers = RowReader(folder / METRICS), RowReader(folder / RANKS)
-        self._asked_s, self._queue = float("-inf"), ""
+        self._asked_s, self._queue, self._queue_ended = float("-inf"), "", False
 
     def look(self) -> tuple[RunData, RunStatus]:
         """Read what is new."""
         data = read_run_data(self.folder, readers=self._readers)
-        return data, status_of(data, time.time(), self._queue_state())
+        queue = self._queue_state()
+        return data, status_of(data, time.time(), queue, queue_ended=self._queue_ended)
 
     def _queue_state(self) -> str:
         """What Slurm says of the latest job; "" without a job, or without an answer."""
@@ -107,6 +108,7 @@ class RunView:
                 job = record.latest.job
                 info = query_jobs([job], since_s=record.latest.time_s).jobs[job]
                 self._queue = " ".join(filter(None, (info.state, info.reason, info.nodes)))
+                self._queue_ended = info.ended
             except LaunchError as error:
                 self._queue = f"Slurm does not answer: {error}".partition("\n")[0]
         return self._queue
@@ -119,6 +121,8 @@ class RunView:
         width = max(map(len, status.facts), default=0)
         lines += [f"{name:<{width}}  {text}" for name, text in status.facts.items()]
         lines += [f"note: {note}" for note in data.notes]
+        # what others wrote moves no cursor
+        lines = ["".join(c if c.isprintable() else " " for c in line) for line in lines]
         return "\n".join(line.rstrip() if len(line) <= columns else wrap(line) for line in lines)
 
 

@@ -75,7 +75,7 @@ def append_json(path: Path, value: Mapping[str, Any]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
-        check_regular(path.resolve())
+        check_regular(path, follow=True)
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o664)
     try:
         size = os.lseek(file, 0, os.SEEK_END)

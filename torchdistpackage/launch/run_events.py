@@ -17,6 +17,8 @@ from torchdistpackage.launch.files import append_json, read_json_lines
 from torchdistpackage.launch.run_rows import EVENTS
 
 SUBMIT, START, SAVE, END = "submit", "start", "save", "end"
+_LAST_S = 2.0**37
+"""In the year 6325: no event is later, and dates of a calendar end soon after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,4 +88,7 @@ def read_events(folder: Path) -> tuple[list[RunEvent], int]:
 
 def _event(row: Any) -> RunEvent:
     rest = {k: v for k, v in row.items() if k not in ("event", "step", "at_s")}
-    return RunEvent(str(row["event"]), int(row["step"]), float(row["at_s"]), rest)
+    event = RunEvent(str(row["event"]), int(row["step"]), float(row["at_s"]), rest)
+    if event.step < 0 or not 0 <= event.at_s < _LAST_S:
+        raise ValueError("no step, or no time")
+    return event

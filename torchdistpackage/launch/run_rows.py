@@ -4,6 +4,7 @@ At any moment, from any machine that shares the folder: a line that is torn, or 
 counted and passed over, and a file that is not there has no rows.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,17 @@ def parse_row(line: str) -> Row | None:
     return cast(Row, row) if type(step) is int and 0 <= step < 1 << 63 else None
 
 
+def number(value: Any) -> float | None:
+    """A finite number, that is no bool, as a float; else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        value = float(value)
+    except OverflowError:
+        return None
+    return value if math.isfinite(value) else None
+
+
 @dataclass(slots=True)
 class RowReader:
     """The rows of one file, which may grow: `read_new` reads what was added since its last call.
@@ -55,7 +67,7 @@ class RowReader:
             DataError: the name is that of a device, a pipe or the like, which is not opened.
         """
         try:
-            check_regular(self.path.resolve())
+            check_regular(self.path, follow=True)
             with self.path.open("rb") as file:
                 inode, at = self._place
                 found = file.seek(0, 2)
@@ -114,7 +126,7 @@ def read_rows(path: Path) -> tuple[list[Row], int]:
 def last_rows(path: Path) -> Iterator[Row]:
     """Rows at the end of a file, the last one first, without reading the rest."""
     try:
-        check_regular(path.resolve())
+        check_regular(path, follow=True)
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(size - _TAIL_BYTES, 0))

@@ -8,10 +8,12 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
-from torchdistpackage.launch.run_rows import Row
+from torchdistpackage.launch.run_rows import Row, number
 from torchdistpackage.report.run_data import RunData
+from torchdistpackage.topology.mesh import Mesh
 
 _MOST_POINTS = 4000
 """Of a series of one run; of several runs they share this number."""
@@ -22,6 +24,7 @@ _COMPUTE = ("forward", "backward", "optimizer")
 _KNOWN = {"step", "steps", "tokens", "skipped", "unigram", "bigram"}
 
 Point = tuple[float, float]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,8 @@ def charts(runs: Sequence[RunData], peak_flops: float | None = None) -> list[Cha
     found.append(_utilization(runs, peak_flops))
     for run in runs:
         of = f" of {run.name}" if len(runs) > 1 else ""
-        found += [_spent(run, of), _memory(run, of), _slow(run, of), *_lists(run, of)]
-        found += _mappings(run, of)
+        found += [_spent(run, of), _memory(run, of), _slow(run, of)]
+        found += [_by_part(run, key, of) for key in _keys_of_parts(run)]
     found += _others(runs)
     return [chart for chart in found if chart is not None and chart.traces]
 
@@ -79,17 +82,6 @@ def series(rows: Iterable[Row], key: str) -> list[Point]:
     """Steps and finite numbers of a key."""
     found = ((row["step"], number(row.get(key))) for row in rows)
     return [(step, value) for step, value in found if value is not None]
-
-
-def number(value: Any) -> float | None:
-    """A finite number, that is no bool, as a float; else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        value = float(value)
-    except OverflowError:
-        return None
-    return value if math.isfinite(value) else None
 
 
 def _line(points: Sequence[Point], name: str, most: int, **more: Any) -> dict[str, Any]:
@@ -187,8 +179,7 @@ def _memory(run: RunData, of: str) -> Chart:
     gib = [(row["step"], [x / 2**30 for x in _numbers(row["peak_bytes"])]) for row in rows]
     if num <= _MOST_LINES:
         lines: dict[str, Callable[[list[float]], float | None]] = {
-            f"rank {rank}": lambda held, rank=rank: held[rank] if rank < len(held) else None
-            for rank in range(num)
+            run.rank_text(rank): lambda held, rank=rank: _at(held, rank) for rank in range(num)
         }
     else:
         lines = {"least": min, "median": statistics.median, "most": max}
@@ -203,7 +194,8 @@ def _memory(run: RunData, of: str) -> Chart:
 def _slow(run: RunData, of: str) -> Chart:
     """How much longer than its peers each rank was busy."""
     rows = [row for row in _columns(run.ranks) if _mapping(row, "phases")]
-    table = [busy_excess(row, run.layout) for row in rows]
+    mesh = run.mesh
+    table = [busy_excess(row, mesh) for row in rows]
     num = max(map(len, table), default=0)
     if num < 2:
         return Chart("slow", "", "", [])
@@ -224,14 +216,14 @@ def _slow(run: RunData, of: str) -> Chart:
     return Chart(f"slow-{run.name}", f"Ranks against each other{of}", note, [trace], layout)
 
 
-def busy_excess(row: Row, layout: Sequence[tuple[str, int]]) -> list[float]:
+def busy_excess(row: Row, mesh: Mesh) -> list[float]:
     """By rank how many percent longer than the median of its peers it was busy.
 
-    Peers are the ranks of one pipe index; without a layout all ranks.
+    Peers are the ranks of one pipe index; without axes all ranks.
     """
     phases = [_numbers(held) for held in _mapping(row, "phases").values()]
     busy = [sum(x) for x in zip(*phases, strict=False)]
-    stage = [_index(rank, layout, "pipe") for rank in range(len(busy))]
+    stage = _stages(mesh, len(busy))
     middle = {
         s: statistics.median(b for b, own in zip(busy, stage, strict=True) if own == s)
         for s in set(stage)
@@ -242,57 +234,45 @@ def busy_excess(row: Row, layout: Sequence[tuple[str, int]]) -> list[float]:
     ]
 
 
-def _index(rank: int, layout: Sequence[tuple[str, int]], axis: str) -> int:
-    for name, size in reversed(layout):
-        rank, index = divmod(rank, max(size, 1))
-        if name == axis:
-            return index
-    return 0
+@lru_cache
+def _stages(mesh: Mesh, num_ranks: int) -> list[int]:
+    known = mesh.size >= num_ranks
+    return [mesh.index(rank, "pipe") if known else 0 for rank in range(num_ranks)]
 
 
-def _lists(run: RunData, of: str) -> list[Chart]:
-    """A heat map of each key of metrics.jsonl whose values are lists, as the load of experts."""
-    keys = {k for row in run.rows[-1000:] for k, v in row.items() if _numbers(v)}
-    found = []
-    for key in sorted(keys):
-        rows = [row for row in run.rows if _numbers(row.get(key))]
-        rows = rows[:: max(len(rows) // _MOST_COLUMNS, 1)]
-        num = max(len(row[key]) for row in rows)
-        z = [[_at(_numbers(row[key]), i) for row in rows] for i in range(num)]
+def _keys_of_parts(run: RunData) -> list[str]:
+    """Keys of metrics.jsonl whose values are lists of numbers, or mappings to numbers."""
+    return sorted({k for row in run.rows[-1000:] for k, v in row.items() if _parts(v)})
+
+
+def _parts(value: Any) -> dict[str, float]:
+    """The numbers of a mapping by name, of a list by place; {} for what is neither."""
+    if isinstance(value, list):
+        value = {str(place): one for place, one in enumerate(value)}
+    pairs = value.items() if isinstance(value, dict) else ()
+    return {name: x for name, one in pairs if (x := number(one)) is not None}
+
+
+def _by_part(run: RunData, key: str, of: str) -> Chart:
+    """A line for each part of a key, as the load of experts by layer; a heat map of many parts."""
+    found = [(row["step"], parts) for row in run.rows if (parts := _parts(row.get(key)))]
+    held = _columns(found)
+    names = list(dict.fromkeys(name for _, parts in held for name in parts))
+    if len(names) > _MOST_LINES:
+        z = [[parts.get(name) for _, parts in held] for name in names]
         trace = {
-            "type": "heatmap", "x": [row["step"] for row in rows], "z": z,
-            "colorscale": "Viridis", "y": list(range(num)),
+            "type": "heatmap", "x": [step for step, _ in held], "y": names, "z": z,
+            "colorscale": "Viridis",
         }  # fmt: skip
-        title = f"Load of experts{of}" if "expert" in key else f"{key}{of}"
-        layout = {"xaxis": {"title": {"text": "step"}}, "yaxis": {"dtick": 1 if num < 20 else None}}
-        found.append(Chart(f"{key}-{run.name}", title, f"{key} by step.", [trace], layout))
-    return found
-
-
-def _mappings(run: RunData, of: str) -> list[Chart]:
-    """Lines of each key whose values are mappings to numbers, as `experts`, by layer."""
-    keys = {k for row in run.rows[-1000:] for k, v in row.items() if isinstance(v, dict)}
-    found = []
-    for key in sorted(keys):
-        rows = _columns([row for row in run.rows if _mapping(row, key)])
-        parts = list(dict.fromkeys(name for row in rows for name in _mapping(row, key)))
-        points = {
-            name: [
-                (row["step"], value)
-                for row in rows
-                if (value := number(_mapping(row, key).get(name))) is not None
-            ]
-            for name in parts[:_MOST_LINES]
-        }
+        traces = [trace]
+    else:
+        lines = ([(step, p[name]) for step, p in held if name in p] for name in names)
         traces = [
-            _line(held, name, _MOST_COLUMNS, colour=index)
-            for index, (name, held) in enumerate(points.items())
-            if held
+            _line(points, name, _MOST_COLUMNS, colour=index)
+            for index, (name, points) in enumerate(zip(names, lines, strict=True))
         ]
-        title = _MAPPED.get(key, key)
-        note = f"{key} by step, a line for each layer."
-        found.append(Chart(f"{key}-{run.name}", f"{title}{of}", note, traces, _steps("")))
-    return found
+    note = f"{key} by step, of each of its {len(names)} parts."
+    return Chart(f"{key}-{run.name}", f"{_MAPPED.get(key, key)}{of}", note, traces, _steps(""))
 
 
 _MAPPED = {"experts": "Busiest expert over the mean", "experts_dropped": "Choices without a place"}
@@ -307,7 +287,7 @@ def _others(runs: Sequence[RunData]) -> list[Chart]:
     return [_line_chart(runs, key, key, f"{key} by step.", "") for key in left]
 
 
-def _columns(rows: Sequence[Row]) -> Sequence[Row]:
+def _columns(rows: Sequence[T]) -> Sequence[T]:
     """As many rows as a chart has room for, evenly, with the last one."""
     every = math.ceil(len(rows) / _MOST_COLUMNS) if rows else 1
     return rows[::-1][::every][::-1]

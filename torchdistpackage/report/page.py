@@ -97,10 +97,8 @@ def _facts(run: RunData) -> str:
     for key, name in (("loss", "loss"), ("val_loss", "validation loss")):
         if points := series(run.rows, key):
             facts[name] = f"{points[-1][1]:.4f}"
-    if run.layout:
-        facts["ranks"] = (
-            " x ".join(f"{name} {size}" for name, size in run.layout if size > 1) or "1"
-        )
+    if axes := run.mesh.axes:
+        facts["ranks"] = " x ".join(f"{name} {size}" for name, size in axes)
     if run.starts:
         facts["state"] = f"{run.starts[-1].word} {run.starts[-1].cause}".strip()
         facts["starts"] = str(len(run.starts))

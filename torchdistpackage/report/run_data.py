@@ -20,9 +20,10 @@ from torchdistpackage.errors import ConfigError, DataError, LaunchError
 from torchdistpackage.launch.failure import root_cause, summary
 from torchdistpackage.launch.lock import holder_of
 from torchdistpackage.launch.run_events import END, SAVE, START, SUBMIT, RunEvent, flat, read_events
-from torchdistpackage.launch.run_rows import METRICS, RANKS, Row, RowReader
+from torchdistpackage.launch.run_rows import METRICS, RANKS, Row, RowReader, number
 from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.runs import AttemptResult, SubmittedRun, attempt_results
+from torchdistpackage.topology.mesh import Mesh
 
 RESOLVED, CHECKPOINTS = "resolved.yaml", "checkpoints"
 PICTURE = "pipeline.svg"
@@ -92,10 +93,25 @@ class RunData:
         return value if isinstance(value, int) else None
 
     @property
-    def layout(self) -> list[tuple[str, int]]:
-        """Axes of the ranks and their sizes, as the ranks wrote them."""
+    def mesh(self) -> Mesh:
+        """Axes of several ranks, as the ranks wrote them; without axes where they did not."""
         found = next((row["layout"] for row in self.ranks if "layout" in row), [])
-        return [(str(name), int(size)) for name, size in found]
+        try:
+            return Mesh(tuple((str(name), size) for name, size in found if size != 1))
+        except (TypeError, ValueError):  # which a TopologyError is
+            return Mesh(())
+
+    def coord_text(self, rank: int) -> str:
+        """Where a rank is along axes of several ranks, as `data 1 context 1`; "" if unknown."""
+        mesh = self.mesh
+        if rank >= mesh.size:
+            return ""
+        return " ".join(f"{axis} {index}" for axis, index in mesh.coord(rank).items())
+
+    def rank_text(self, rank: int) -> str:
+        """Such as `rank 3 (data 1 context 1)`."""
+        coord = self.coord_text(rank)
+        return f"rank {rank} ({coord})" if coord else f"rank {rank}"
 
 
 def read_run_data(folder: Path, *, readers: Sequence[RowReader] = ()) -> RunData:
@@ -211,8 +227,8 @@ def _starts(data: RunData, events: Sequence[RunEvent]) -> Iterator[RunStart]:
     ]
     begun = sorted([*begun, *older], key=lambda event: event.at_s)
     last = last_sign_s(data)
-    for number, event in enumerate(begun):
-        until_s = begun[number + 1].at_s if number + 1 < len(begun) else None
+    for place, event in enumerate(begun):
+        until_s = begun[place + 1].at_s if place + 1 < len(begun) else None
         own = [e for e in ends if e.at_s >= event.at_s and (until_s is None or e.at_s < until_s)]
         attempt = str(event.values.get("attempt", ""))
         end = own[-1] if own else None
@@ -244,8 +260,7 @@ def _start(
         signs = [x for x in (last_s, until_s) if x is not None and x >= event.at_s]
         end_s = min(signs, default=None)
     nodes = attempt.start.nodes if attempt is not None else ""
-    number = values.get("num_ranks")
-    job_end = values.get("job_end_s")
+    num_ranks = values.get("num_ranks")
     return RunStart(
         attempt=str(values.get("attempt", "")) or "?",
         begin_s=event.at_s,
@@ -255,16 +270,16 @@ def _start(
         word=word,
         cause=cause,
         place=nodes or str(values.get("host", "")),
-        num_ranks=number if isinstance(number, int) else None,
+        num_ranks=num_ranks if type(num_ranks) is int and number(num_ranks) else None,
         device=str(values.get("device", "")),
-        job_end_s=float(job_end) if isinstance(job_end, int | float) else None,
+        job_end_s=number(values.get("job_end_s")),
         keys=values.get("keys") if isinstance(values.get("keys"), dict) else {},
     )
 
 
 def last_sign_s(data: RunData) -> float | None:
     """When the run last wrote a row: the latest sign of life of a start without an end."""
-    times = [row["at_s"] for row in data.ranks[-1:] if isinstance(row.get("at_s"), int | float)]
+    times = [x for row in data.ranks[-1:] if (x := number(row.get("at_s"))) is not None]
     with contextlib.suppress(OSError):
         times.append((data.folder / METRICS).stat().st_mtime)
     return max(times, default=None)
@@ -279,7 +294,7 @@ def _saves(folder: Path, events: Sequence[RunEvent]) -> list[RunSave]:
     except OSError:
         pass
     found = {
-        e.step: RunSave(e.step, e.at_s, _number(e.values.get("took_s")), e.step in there)
+        e.step: RunSave(e.step, e.at_s, number(e.values.get("took_s")), e.step in there)
         for e in events
         if e.kind == SAVE
     }
@@ -313,10 +328,9 @@ def _log_warnings(folder: Path) -> Iterator[tuple[str, str]]:
             yield path.name, line
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
-
-
 def when(time_s: float) -> str:
-    """Local time as text, to the second."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+    """Local time as text, to the second; "?" for what is no time."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+    except (ValueError, OverflowError, OSError):
+        return "?"

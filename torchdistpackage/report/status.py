@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchdistpackage.launch.run_rows import METRICS, Row
-from torchdistpackage.report.charts import busy_excess, number, series
+from torchdistpackage.launch.run_rows import METRICS, Row, number
+from torchdistpackage.report.charts import busy_excess, series
 from torchdistpackage.report.run_data import RUNNING, RunData
 
 _RECENT = 20
@@ -37,15 +37,19 @@ class RunStatus:
         return "  ".join([f"step {self.step}/{self.num_steps or '?'}", *words])
 
 
-def status_of(data: RunData, now_s: float, queue: str = "") -> RunStatus:
-    """The status of a run. now_s: seconds since 1970. queue: what Slurm says of its job."""
+def status_of(
+    data: RunData, now_s: float, queue: str = "", *, queue_ended: bool = False
+) -> RunStatus:
+    """The status of a run. now_s: seconds since 1970. queue: what Slurm says of its job;
+    queue_ended: that the job is over for good, which a job that never began writes nowhere else."""
     last = data.rows[-1] if data.rows else {}
     step = int(last.get("step", 0))
     start = data.starts[-1] if data.starts else None
     step_s = _median(data.rows, "time_s")
     facts: dict[str, str] = {}
     word = start.word if start else ("no start noted" if not data.rows else "")
-    ended = start is not None and word not in (RUNNING,) and start.end_s is not None
+    ended = start is not None and word != RUNNING and start.end_s is not None
+    ended = ended or (queue_ended and word != RUNNING)
     if step_s and word == RUNNING and (quiet := _quiet_s(data, step_s, now_s)):
         word += f", quiet for {duration(quiet)}"
     facts["state"] = " ".join(filter(None, (word, start.cause if start else "")))
@@ -64,15 +68,16 @@ def status_of(data: RunData, now_s: float, queue: str = "") -> RunStatus:
     if (bubble := _median(data.rows, "bubble")) is not None:
         facts["bubble"] = f"{bubble:.1%}"
     if data.ranks:
-        facts |= _of_ranks(data.ranks[-1], data.layout)
+        facts |= _of_ranks(data)
     facts |= _times(data, step, step_s, now_s, ended)
     facts = {name: text for name, text in facts.items() if text}
     return RunStatus(step, data.num_steps, loss[0][1] if loss else None, facts, ended)
 
 
-def _of_ranks(row: Row, layout: Sequence[tuple[str, int]]) -> dict[str, str]:
-    """Shares of a step, memory and ranks that lag, of one row of ranks.jsonl."""
+def _of_ranks(data: RunData) -> dict[str, str]:
+    """Shares of a step, memory and ranks that lag, of the last row of ranks.jsonl."""
     facts: dict[str, str] = {}
+    row = data.ranks[-1]
     whole = _mean(row.get("time_s"))
     waits = row.get("waits")
     if whole and isinstance(waits, dict):
@@ -82,11 +87,11 @@ def _of_ranks(row: Row, layout: Sequence[tuple[str, int]]) -> dict[str, str]:
     found = [x for x in peaks if number(x) is not None] if isinstance(peaks, list) else []
     if found:
         most = max(found)
-        facts["memory"] = f"{most / 2**30:.2f} GiB at most, on rank {found.index(most)}"
+        facts["memory"] = f"{most / 2**30:.2f} GiB at most, on {data.rank_text(peaks.index(most))}"
     if isinstance(row.get("phases"), dict):
-        excess = busy_excess(row, layout)
+        excess = busy_excess(row, data.mesh)
         late = sorted(((x, r) for r, x in enumerate(excess) if x > _LAGS_PERCENT), reverse=True)
-        facts["lagging"] = ", ".join(f"rank {rank} (+{x:.0f} %)" for x, rank in late[:4])
+        facts["lagging"] = ", ".join(f"{data.rank_text(r)} +{x:.0f} %" for x, r in late[:4])
     return facts
 
 
@@ -136,7 +141,9 @@ def curve(values: Sequence[float], columns: int, rows: int) -> list[str]:
     parts = [
         values[int(i * size) : max(int((i + 1) * size), int(i * size) + 1)] for i in range(num)
     ]
-    means = [sum(part) / len(part) for part in parts if part]
+    # of the largest one, as a sum of numbers near 1e308 is none
+    scale = max(map(abs, values)) or 1.0
+    means = [sum(x / scale for x in part) / len(part) for part in parts if part]
     low, high = min(means), max(means)
     eighths = [round((x - low) / (high - low or 1.0) * (8 * rows - 1)) + 1 for x in means]
     return [
@@ -147,7 +154,7 @@ def curve(values: Sequence[float], columns: int, rows: int) -> list[str]:
 
 def duration(seconds: float) -> str:
     """Such as 3 d 4 h, 2 h 05 min, 4 min 10 s, 12 s."""
-    whole = int(seconds)
+    whole = max(int(seconds), 0)
     minutes, s = divmod(whole, 60)
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)

@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchdistpackage.report.charts import Chart
+from torchdistpackage.launch.run_rows import number
+from torchdistpackage.report.charts import Chart, busy_excess
 from torchdistpackage.report.run_data import RunData, RunStart, when
 
 COLOURS = {"finished": 2, "requeue": 0, "chain": 0, "again": 5, "running": 4, "failed": 3}
 """Word of an end -> place in the palette of the page; the others have 1."""
+_MOST_RANKS = 1024
+"""With a row of their own; `ranks.jsonl` has them all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +30,9 @@ def life(runs: Sequence[RunData], now_s: float) -> Chart:
     traces: list[dict[str, Any]] = []
     shown: set[str] = set()
     for run in runs:
-        for number, start in enumerate(run.starts):
+        for place, start in enumerate(run.starts):
             end_s = start.end_s or (now_s if start.word == "running" else start.begin_s)
-            text = f"start {number} ({start.attempt}) from step {start.step}: {_end(start)}"
+            text = f"start {place} ({start.attempt}) from step {start.step}: {_end(start)}"
             traces.append(
                 {
                     "type": "scatter", "mode": "lines", "line": {"width": 18},
@@ -85,6 +88,10 @@ def tables(runs: Sequence[RunData]) -> list[Table]:
         found.append(Table("changed", "Changed between starts", "Keys that a start set anew.",
                            [*head, "key", "start", "was", "became", "written at"],
                            changed))  # fmt: skip
+    ranks = [named(run, row) for run in runs for row in _rank_rows(run)]
+    found.append(Table("ranks", "Ranks", "Where each rank is along the axes, as last measured.",
+                       [*head, "rank", "coordinates", "on", "busy", "peak memory"],
+                       ranks))  # fmt: skip
     saves = [
         named(run, (str(s.step), when(s.at_s), "" if s.took_s is None else f"{s.took_s:.2f}",
                     "kept" if s.kept else "removed"))
@@ -113,6 +120,27 @@ def _start_rows(run: RunData) -> list[list[str]]:
         rows.append([start.attempt, when(start.begin_s), ended, f"{start.step} to {last or '?'}",
                      ranks, start.place, start.word, start.cause])  # fmt: skip
     return rows
+
+
+def _rank_rows(run: RunData) -> list[list[str]]:
+    """Of each rank its place and, of the last row with numbers, how busy it was and its memory."""
+    if not run.ranks:
+        return []
+    last, hosts = run.ranks[-1], next((r["hosts"] for r in run.ranks if "hosts" in r), [])
+    busy, peaks = busy_excess(last, run.mesh), last.get("peak_bytes")
+    num = max(len(busy), len(peaks) if isinstance(peaks, list) else 0)
+    rows = []
+    for rank in range(min(num, _MOST_RANKS)):
+        host, peak = _item(hosts, rank), number(_item(peaks, rank))
+        excess = _item(busy, rank)
+        rows.append([str(rank), run.coord_text(rank), "" if host is None else str(host),
+                     "" if excess is None else f"{excess:+.1f} % of its peers",
+                     "" if peak is None else f"{peak / 2**30:.2f} GiB"])  # fmt: skip
+    return rows
+
+
+def _item(values: Any, index: int) -> Any:
+    return values[index] if isinstance(values, list) and index < len(values) else None
 
 
 def _changes(run: RunData) -> list[list[str]]:

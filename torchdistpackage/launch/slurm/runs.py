@@ -256,7 +256,7 @@ class LogTail:
         for path in paths:
             at = self.read_bytes.get(path, 0)
             try:
-                check_regular(path.resolve())
+                check_regular(path, follow=True)
                 with path.open("rb") as file:
                     if at > file.seek(0, 2):  # a shorter one is a new file
                         at = 0
