@@ -1,8 +1,9 @@
-"""The part of a step that is `tdp train`'s own: everything but the model's passes and the update.
+"""The part of a step that is `tdp train`'s own: everything that a bare loop of torch does not do.
 
 A real run of a tiny GPT in one process: data, statistics, norm, log, callbacks and watch are as in
 any run. `Executor.run` (forward and backward of all microbatches) and the optimizer's own step are
-timed from outside; what is left of the thread's time between two steps is the run's own.
+timed from outside. What is left of the thread's time between two steps is the run's own, less what
+torch takes to clip and to zero the same gradients.
 """
 
 import tempfile
@@ -24,7 +25,7 @@ NUM_STEPS, WARM_UP_STEPS = 120, 20
 
 
 def own_part(folder: str) -> dict[str, list[float]]:
-    """us a step: whole, and own."""
+    """us a step: whole, what is left of it, and of that what a bare loop needs."""
     from torchdistpackage.train.worker import worker_main
 
     begun: list[float] = []
@@ -40,6 +41,14 @@ def own_part(folder: str) -> dict[str, list[float]]:
 
         return run
 
+    def noted(call):
+        def step(optimizer, *args, **kwargs):
+            optimizers.append(optimizer)
+            return call(optimizer, *args, **kwargs)
+
+        return step
+
+    optimizers: list[Optimizer] = []
     run = timed(Executor.run)
 
     def first(*args, **kwargs):
@@ -49,7 +58,7 @@ def own_part(folder: str) -> dict[str, list[float]]:
 
     Executor.run = first
     # torch wraps the step in its profiler's mark, which is the optimizer's time too
-    torch.optim.AdamW.step = timed(Optimizer.profile_hook_step(torch.optim.AdamW.step))
+    torch.optim.AdamW.step = noted(timed(Optimizer.profile_hook_step(torch.optim.AdamW.step)))
     torch.optim.AdamW.step.hooked = True
     changes = [
         f"run.dir={folder}", "run.name=host_time", "model.dim=16", "model.layers=1",
@@ -62,12 +71,26 @@ def own_part(folder: str) -> dict[str, list[float]]:
     prepare_folder(config, "never")  # a launcher has done that by now
     worker_main(config, resume="never")
     whole = [(b - a) * 1e6 for a, b in pairwise(begun)]
-    own = [all_ - part * 1e6 for all_, part in zip(whole, inside, strict=False)]
-    return {"whole": whole[WARM_UP_STEPS:], "own": own[WARM_UP_STEPS:]}
+    left = [all_ - part * 1e6 for all_, part in zip(whole, inside, strict=False)]
+    bare = [clip_and_zero_us(optimizers[0]) for _ in range(NUM_STEPS)]
+    return {
+        name: x[WARM_UP_STEPS:] for name, x in (("whole", whole), ("left", left), ("bare", bare))
+    }
+
+
+def clip_and_zero_us(optimizer: Optimizer) -> float:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    begin = time.thread_time()
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.zero_grad()
+    return (time.thread_time() - begin) * 1e6
 
 
 def measured() -> dict[str, float]:
     """Medians, us a step."""
     with tempfile.TemporaryDirectory() as folder:
         found = local(own_part, folder, num_procs=1)[0]
-    return {name: median(values) for name, values in found.items()}
+    us = {name: median(values) for name, values in found.items()}
+    return {**us, "own": us["left"] - us["bare"]}

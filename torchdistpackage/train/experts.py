@@ -74,10 +74,11 @@ class ExpertCounts:
         number = len(joined) - sum(self._sizes)
         return joined[:number], joined[number:].split(self._sizes)
 
-    def follow(self, counts: Sequence[Tensor], finite: Tensor) -> None:
+    def follow(self, counts: Sequence[Tensor], numbers: Tensor) -> None:
         """Move biases and last loads by a step's counts; not where its numbers are not finite."""
-        mine = [counts[place] for place in self._mine]
-        apply_counts(self._mine.values(), mine, finite)
+        if self._mine:
+            mine = [counts[place] for place in self._mine]
+            apply_counts(self._mine.values(), mine, numbers.isfinite().all())
 
     def loads(self, numbers: Sequence[float]) -> dict[str, ExpertLoad]:
         """From the summed counts on the host, by global name of each mixture."""

@@ -72,6 +72,8 @@ class StagedModel:
         self.has_last = coord["pipe"] == placement[-1]
         # of the ranks that compute one loss, one reports it
         self.tells_loss = self.has_last and coord["tensor"] == 0
+        weight = next(self.stage.parameters(), None)
+        self._dtype = None if weight is None else weight.dtype
 
     def saved(self) -> dict[str, tuple[Tensor, Layout]]:
         """What a checkpoint holds, by local name: what LoRA leaves as it is comes from model.hf."""
@@ -124,9 +126,8 @@ class StagedModel:
 
     def to_device(self, x: Tensor) -> Tensor:
         """On my device; numbers that are not ids in the precision of the weights."""
-        weight = next(self.stage.parameters(), None)
-        dtype = weight.dtype if weight is not None and x.is_floating_point() else x.dtype
-        return x.to(self.device, non_blocking=True).to(dtype)
+        x = x.to(self.device, non_blocking=True)
+        return x if self._dtype is None or not x.is_floating_point() else x.to(self._dtype)
 
     def precision(self) -> AbstractContextManager[object]:
         """In which forwards run."""

@@ -158,7 +158,7 @@ class Trainer(StagedModel):
             numbers, counts = self.experts.split(stats)
             sums = StepStats.from_tensor(numbers)
             lr = self.update.step(step, sums.loss, sums.tokens, sums.grad_sq_norm)
-            self.experts.follow(counts, numbers.isfinite().all())
+            self.experts.follow(counts, numbers)
         phases.end()
         period.end()
         names, host = self.update.names, self._host_world

@@ -42,10 +42,13 @@ class StepStats(NamedTuple, Generic[Number]):
 
     def to_tensor(self, like: Tensor) -> Tensor:
         """One number for each field, in the type and on the device of `like`."""
-        # filled on the device: a copy from the host would wait for it
-        return torch.stack(
-            [x.to(like) if isinstance(x, Tensor) else like.new_full((), x) for x in self]
-        )
+        values = like.new_zeros(len(self))
+        for place, x in enumerate(self):
+            if isinstance(x, Tensor):
+                values[place].copy_(x)
+            elif x:  # filled on the device: a copy from the host would wait for it
+                values[place].fill_(x)
+        return values
 
     @staticmethod
     def from_tensor(values: Tensor) -> "StepStats[Tensor]":

@@ -75,6 +75,7 @@ class Update:
         self._none = torch.zeros(0, dtype=self._wide, device=device)
         speaks = [float(g.counts_in_norm) for g in gradients]
         self._counts = torch.tensor(speaks, dtype=self._wide, device=device)
+        self._names = [g.name for g in gradients]
         self.names: list[str] = []
         self._halted = torch.zeros((), dtype=torch.float32, device=device)
 
@@ -89,11 +90,11 @@ class Update:
         if not grads:
             self.names = []
             return self._none.sum(), self._none
-        self.names = [self._gradients[i].name for i in grads]
         found = torch._foreach_norm(list(grads.values()), 2.0)
-        norms = torch.stack([norm.to(self._wide) for norm in found])
-        counts = self._counts
+        norms = torch.stack(found).to(self._wide)
+        self.names, counts = self._names, self._counts
         if len(grads) < len(counts):
+            self.names = [self._names[i] for i in grads]
             counts = torch.stack([counts[i] for i in grads])
         return (norms.square() * counts).sum(), norms
 
