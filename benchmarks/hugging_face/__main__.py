@@ -1,6 +1,6 @@
 """Models of transformers beside transformers' own loading and Hugging Face's Trainer.
 
-    python -m benchmarks.hugging_face                  2 GB into 4 ranks, then steps on 2 ranks
+    python -m benchmarks.hugging_face                  2 GB into 4 ranks, steps on 2, tokens on 1
     python -m benchmarks.hugging_face --quick --gb 0.1
 
 It needs the extra `hf`, accelerate, and the size of the model on the disk. A run replaces only the
@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.common import local, machine
 from benchmarks.hugging_face.bars import (
     COMPUTATION,
+    GENERATING,
     LOADING,
     MEMORY,
     MESSAGES,
@@ -44,7 +45,7 @@ CLOSE = 1e-4
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     split = lambda text: text.split(",")  # noqa: E731
-    parser.add_argument("--parts", type=split, default=[LOADING, TRAINING])
+    parser.add_argument("--parts", type=split, default=[LOADING, TRAINING, GENERATING])
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--gb", type=float, default=2.0, help="of float32 weights to load")
     parser.add_argument("--file-mb", type=int, default=500, help="of a file of them")
@@ -137,7 +138,28 @@ def training(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-PARTS = {LOADING: loading, TRAINING: training}
+def generating(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    from benchmarks.hugging_face import generating, models
+
+    size, model = models.Size(512, 4), str(folder / "model")
+    local(models.save, size, model, options.file_mb, num_procs=1, preload=PRELOAD)
+    args = (model, options.rounds, 512, 64)
+    (rank,) = local(generating.rank_main, *args, num_procs=1, preload=PRELOAD)
+    return {
+        "prompt": 512,
+        "new": 64,
+        "layers": size.layers,
+        "dim": size.dim,
+        "rounds": options.rounds,
+        "same": rank["same"],
+        "time": {
+            s: spread_ms(rounds_s([[[x] for x in turns]])) for s, turns in rank["turns"].items()
+        },
+        "cpu_s": {side: median(times) for side, times in rank["cpu_s"].items()},
+    }
+
+
+PARTS = {LOADING: loading, TRAINING: training, GENERATING: generating}
 
 
 def show(part: str, found: dict[str, Any]) -> None:

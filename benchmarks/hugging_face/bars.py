@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from benchmarks.judged import Judged
 from benchmarks.turns import ratio
 
+OURS_HF = "ours, model.hf"
 OURS, TRANSFORMERS, BYTES = "ours", "transformers", "the bytes alone"
 TRAINER, COMPUTATION, MESSAGES = "Trainer", "computation alone", "sum alone"
-LOADING, TRAINING = "loading", "training"
+LOADING, TRAINING, GENERATING = "loading", "training", "generating"
 MEMORY = {"peak_bytes": "peak memory", "private_bytes": "peak memory of its own"}
 BAR, AIM = 1.00, 0.80
+GENERATING_BAR, GENERATING_AIM = 1.30, 1.00
 
 
 def judge(results: Mapping) -> list[Judged]:
@@ -31,6 +33,12 @@ def judge(results: Mapping) -> list[Judged]:
         for side in (OURS, TRAINER):
             text = f"{side} / {COMPUTATION}, a step"
             found.append(_judged(text, ratio(sides[side], sides[COMPUTATION]), False))
+    if GENERATING in parts:
+        sides = parts[GENERATING]["time"]
+        for side in (OURS, OURS_HF):
+            value, half = ratio(sides[side], sides[TRANSFORMERS])
+            text = f"{side} / {TRANSFORMERS}, generating"
+            found.append(Judged(text, value, GENERATING_BAR, GENERATING_AIM, half))
     return found
 
 

@@ -5,9 +5,11 @@ from collections.abc import Iterator, Mapping
 
 from benchmarks.hugging_face.bars import (
     COMPUTATION,
+    GENERATING,
     LOADING,
     MEMORY,
     OURS,
+    OURS_HF,
     TRAINER,
     TRAINING,
     TRANSFORMERS,
@@ -25,6 +27,8 @@ def page(results: Mapping) -> str:
         lines += loading(parts[LOADING])
     if TRAINING in parts:
         lines += training(parts[TRAINING])
+    if GENERATING in parts:
+        lines += generating(parts[GENERATING])
     return "\n".join(lines) + "\n"
 
 
@@ -54,6 +58,18 @@ def training(found: Mapping) -> Iterator[str]:
         yield f"| {' | '.join([side, *_times(times)])} | {found['cpu_s'][side] * 1e3:.0f} |"
 
 
+def generating(found: Mapping) -> Iterator[str]:
+    yield (
+        f"\n## Generating\n\n{found['new']} greedy tokens after a prompt of {found['prompt']}, "
+        f"each side with a cache, in one process; {found['layers']} layers of width "
+        f"{found['dim']}, {found['rounds']} rounds. {found['same']} of {found['new']} tokens are "
+        f"the same.\n"
+    )
+    yield "| | ms | middle half | all | CPU ms |\n|---|---|---|---|---|"
+    for side, times in found["time"].items():
+        yield f"| {' | '.join([side, *_times(times)])} | {found['cpu_s'][side] * 1e3:.0f} |"
+
+
 def _times(times: Mapping) -> list[str]:
     return [
         f"{times['median']:.1f}",
@@ -71,6 +87,7 @@ PAGES = Pages(
         *(f"{OURS} / {TRANSFORMERS}, loading, {what}" for what in MEMORY.values()),
         f"{OURS} / {TRAINER}, a step",
         f"{OURS} / {COMPUTATION}, a step",
+        *(f"{side} / {TRANSFORMERS}, generating" for side in (OURS, OURS_HF)),
     ),
 )
 

@@ -87,6 +87,28 @@ def test_several_prompts_of_a_run_one_of_them_in_a_file(pooled, run, tmp_path, c
     assert capsys.readouterr().out != first
 
 
+def test_a_message_is_answered_by_the_chat_template_until_the_turn_ends(pooled, tmp_path, capsys):
+    source = save_tokenizer(folders.save("llama", tmp_path / "source"), VOCAB)
+    (source / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role[0] + m.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'a' }}{% endif %}"
+    )
+    (source / "generation_config.json").write_text("{}")
+    codec = TokenizerCodec(source)
+    ids = codec.encode("umu nu</s>a")
+    wide = ["--max-new-tokens", "5", FLOAT64, "--prompt", "mu nu", "--prompt", "xi", "--batch", "2"]
+    truth = of_transformers("llama", ids, 5)
+    assert main(["generate", str(source), "--chat", *wide]) == 0
+    assert capsys.readouterr().out.startswith(f"[1/2] mu nu\n{codec.decode(truth)}\n[2/2] xi\n")
+    asked: list[GenerateRequest] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_inference, "on_ranks", lambda *args: asked.append(args[-1]))
+        assert main(["generate", str(source), "--chat", *wide, "--stop", "a"]) == 0
+    (end,), (a,) = (codec._tokenizer.encode(text).ids for text in ("</s>", "a"))
+    assert asked[0].stops[-2:] == (a, end)
+    assert asked[0].prompts[0] == tuple(ids)
+
+
 def test_a_damaged_newest_checkpoint_is_passed_over(pooled, run, capsys):
     newest = run / "checkpoints" / "step_000002"
     good = shutil.copytree(run / "checkpoints" / "step_000001", newest).with_name("step_000001")
@@ -150,6 +172,11 @@ def test_mistakes_are_listed_at_once_and_no_rank_starts(run, tmp_path, monkeypat
     assert "cannot be shared by parallel.tensor=8" in refused(
         str(run), "--prompt", "a", "--tensor", "8"
     )
+    said = refused(str(run), "--prompt", "a", "--chat", "--stop", "ab")
+    assert "--chat: tokens are bytes" in said and "--stop 'ab': no single token" in said
+    plain = save_tokenizer(folders.save("llama", tmp_path / "plain"), VOCAB)
+    said = refused(str(plain), "--prompt", "a", "--chat")
+    assert f"{plain} has none, neither as chat_template.jinja" in said
     source = folders.save("gpt2", tmp_path / "source")
     assert f"{source} has no tokenizer" in refused(str(source), "--prompt", "a")
     (run / "checkpoints").rename(tmp_path / "moved")

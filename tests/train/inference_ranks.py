@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.train.build import build_model
-from torchdistpackage.train.generate import generate
+from torchdistpackage.train.generate import generate, generate_batch
 from torchdistpackage.train.inference import Answer, load_weights, perform
 from torchdistpackage.train.inference_request import (
     EvalRequest,
@@ -59,3 +59,29 @@ def tokens(
     model = build_model(make_plan(config, dist.get_world_size()), dist.get_rank(), CPU)
     load_weights(model, weights)
     return list(islice(generate(model, prompt, how, window, None), number))
+
+
+def batch_tokens(
+    config: RunConfig,
+    weights: TrainedWeights,
+    prompts: Sequence[Sequence[int]],
+    number: int,
+    use_cache: bool,
+) -> tuple[list[list[int]], list[int]]:
+    """What follows each prompt on this rank, and the columns of each forward of a stage here."""
+    model = build_model(make_plan(config, dist.get_world_size()), dist.get_rank(), CPU)
+    load_weights(model, weights)
+    columns: list[int] = []
+    forward = model.forward
+
+    def counted(stage: int, x: torch.Tensor) -> torch.Tensor:
+        # activations of our GPT are (S, B, D)
+        is_turned = x.is_floating_point() and config.model.hf is None
+        columns.append(x.shape[0 if is_turned else 1])
+        return forward(stage, x)
+
+    model.forward = counted
+    window = model.plan.shape.num_positions
+    found = generate_batch(model, prompts, Sampling(), window, None, use_cache=use_cache)
+    told = list(islice(found, number))
+    return [list(row) for row in zip(*told, strict=True)], columns

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.models import hugging_face_folders as folders
 from tests.models.hugging_face_ranks import save_run
-from tests.train.inference_ranks import tokens
+from tests.train.inference_ranks import batch_tokens, tokens
 from tests.train.test_transformers import MODELS
 from tests.train.transformers_ranks import save_model
 from torchdistpackage.cli._inference import ModelSource, source_of
@@ -78,6 +78,50 @@ def test_greedy_tokens_of_other_families(ranks, tmp_path, name, layout):
     source = source_of(Path(folder), None)
     told = on_layout(ranks, source, LAYOUTS[layout], prompt=[9, 9, 9])
     assert told == [truth] * len(told)
+
+
+PROMPTS = [[9, 5, 3, 7, 8], [9], [4, 5, 6]]
+
+
+def batch_on(ranks, source: ModelSource, layout: dict[str, int], use_cache: bool = True) -> list:
+    """Of every rank what follows PROMPTS, and the columns of its forwards."""
+    ones = {"data": 1, "pipe": 1, "tensor": 1}
+    degrees = {f"parallel.{axis}": size for axis, size in {**ones, **layout}.items()}
+    keys = {**degrees, "pipeline.microbatches": 1, "data.global_batch": layout.get("data", 1)}
+    config = source.config(keys, ["precision.dtype=float64"])
+    number = math.prod(layout.values())
+    return ranks(number).run(batch_tokens, config, source.weights, PROMPTS, 6, use_cache)
+
+
+BATCH_LAYOUTS = [{"data": 2}, {"tensor": 2}, {"pipe": 2}, {"pipe": 2, "tensor": 2}]
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("layout", BATCH_LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_batch_with_padding_and_a_cache_gives_each_prompt_its_own(ranks, tmp_path, name, layout):
+    """Prompts of 5, 1 and 3 tokens, and after them one column for each token."""
+    source = source_of(folders.save(name, tmp_path / "source"), None)
+    truth = [of_transformers(name, prompt, 6) for prompt in PROMPTS]
+    for told, columns in batch_on(ranks, source, layout):
+        assert (told, columns) == (truth, [5, 1, 1, 1, 1, 1])
+    ((told, columns),) = batch_on(ranks, source, {}, use_cache=False)
+    assert told == truth and len(columns) == 18
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", BATCH_LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_batch_of_other_families_too(ranks, tmp_path, name, layout):
+    folder = save_model(MODELS[name], str(tmp_path / "source"))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    source = source_of(Path(folder), None)
+    truth = [greedy(model, prompt, 6) for prompt in PROMPTS]
+    # transformers' eager attention gives no numbers to padding in float64: a batch for each length
+    is_eager = model.config._attn_implementation == "eager"
+    expected = [5, 1, 3, *[1] * 15] if is_eager else [5, 1, 1, 1, 1, 1]
+    for told, columns in batch_on(ranks, source, layout):
+        assert (told, columns) == (truth, expected)
 
 
 def a_run(ranks, folder: Path, *changes: str) -> ModelSource:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from torchdistpackage.cli._inference import Changes, Checkpoint, Pipe, Target, T
 from torchdistpackage.config.schema import DataSection
 from torchdistpackage.errors import DataError
 from torchdistpackage.models.registry import model_of
+from torchdistpackage.train.chat import ChatTemplate
 from torchdistpackage.train.documents import TextSource
 from torchdistpackage.train.inference_request import GenerateRequest, Sampling
 from torchdistpackage.train.prompts import ByteCodec, TokenCodec, TokenizerCodec
@@ -46,6 +48,16 @@ def generate(
         typer.Option(metavar="P", help="Nucleus sampling with cumulative probability P."),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Random seed of the sampling.")] = 0,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Prompts are messages, written by the chat template.")
+    ] = False,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TOKEN", help="Another token that ends a text; repeatable."),
+    ] = None,
+    batch: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Prompts that are continued together.")
+    ] = 8,
     tokenizer: Tokenizer = None,
     checkpoint: Checkpoint = None,
     pipe: Pipe = None,
@@ -64,7 +76,9 @@ def generate(
     source = inference.find_source(_COMMAND, target, checkpoint, changes, problems)
     layout = {"parallel.pipe": pipe, "parallel.tensor": tensor}
     keys = {key: size for key, size in layout.items() if size is not None}
-    keys |= {"parallel.data": 1, "pipeline.microbatches": 1, "data.global_batch": 1}
+    given = dict(change.split("=", 1) for change in changes if "=" in change)
+    replicas = given.get("parallel.data", 1)  # which all write the same
+    keys |= {"parallel.data": 1, "pipeline.microbatches": 1, "data.global_batch": replicas}
     config = None
     with ListedIn(problems):
         config = source.config(keys, changes)
@@ -74,6 +88,9 @@ def generate(
             f"model.target={source.own.model.target} built the model, and only a language model of "
             f"this package or of transformers can be asked for tokens"
         )
+    elif folder is None and chat:
+        problems.append("--chat: tokens are bytes, and a chat template is of a tokenizer; give one")
+        codec = ByteCodec()
     elif folder is None and not source.has_bytes:
         problems.append(
             f"{target} has no tokenizer, and its tokens are no bytes; give --tokenizer FOLDER"
@@ -81,9 +98,16 @@ def generate(
     else:
         data = source.own.data if config is None else config.data
         codec = _codec(folder, source, data, problems)
-    encoded = [] if codec is None else [codec.encode(text) for text in texts]
-    problems += _prompt_problems(encoded, texts, source.window)
     stops = _stops(source, codec, problems)
+    if codec is not None:
+        stops += tuple(_asked_stops(stop or (), codec, problems))
+    encoded = [] if codec is None else [codec.encode(text) for text in texts]
+    if chat:
+        found = _Chat.of(folder, codec, problems)
+        encoded = [] if found is None else list(found.encode(texts, problems))
+        stops += () if found is None else found.stops
+        texts = [f"{text}\n" for text in texts]
+    problems += _prompt_problems(encoded, texts, source.window)
     if problems or codec is None or config is None:
         raise refusal(_COMMAND, problems)
     request = GenerateRequest(
@@ -94,8 +118,49 @@ def generate(
         window=source.window,
         stops=stops,
         sampling=Sampling(temperature, top_k, top_p, seed),
+        batch=batch,
     )
     inference.on_ranks(source, config, request)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """Messages as a tokenizer's chat template writes them. stops: what ends a reply."""
+
+    template: ChatTemplate
+    codec: TokenizerCodec
+    stops: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, folder: Path | None, codec: TokenCodec | None, problems: list[str]
+    ) -> "_Chat | None":
+        if folder is None or codec is None:
+            return None  # which is a problem already, but for a model of bytes
+        try:
+            template = ChatTemplate(folder)
+            # no token stands before what the template writes
+            written = TokenizerCodec(folder)
+            found = written.special(template.behind_reply().lstrip())
+        except DataError as error:
+            problems.append(f"--chat: {error}")
+            return None
+        return cls(template, written, () if found is None else (found,))
+
+    def encode(self, texts: list[str], problems: list[str]) -> Iterator[list[int]]:
+        for number, text in enumerate(texts, 1):
+            try:
+                yield self.codec.encode(self.template.prompt(text, f"prompt {number}"))
+            except DataError as error:
+                problems.append(str(error))
+
+
+def _asked_stops(tokens: list[str], codec: TokenCodec, problems: list[str]) -> Iterator[int]:
+    for text in tokens:
+        if (found := codec.token(text)) is None:
+            problems.append(f"--stop {text!r}: no single token of this model's tokenizer")
+        else:
+            yield found
 
 
 def _codec(

@@ -307,7 +307,7 @@ def described_by(folder: Path, *, chat: bool) -> list[Path]:
 def no_chat_template(folder: Path) -> str:
     """What to say of a folder without one."""
     return (
-        f"data.field=messages is written by a chat template, and {folder} has none, neither as "
+        f"chats are written by a chat template, and {folder} has none, neither as "
         f"{TEMPLATE} nor as chat_template in {SETTINGS[-1]}; use the tokenizer of a chat model, or "
         f"write the template"
     )

@@ -19,6 +19,7 @@ from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import DataError, LayoutError
 from torchdistpackage.layout.derive import chunk
 from torchdistpackage.models import gpt_layout
+from torchdistpackage.models.gpt_cache import GPTCache
 from torchdistpackage.models.gpt_layout import ATTENTION, EMBED, HEAD, MLP, TIED, GPTShape
 from torchdistpackage.parallel.expert.layer import MoELayer
 from torchdistpackage.parallel.tensor.attention import (
@@ -144,7 +145,15 @@ class GPT(Grouped):
             tables = self._rotary(x, tokens)
             for block in self.blocks.values():
                 x = block(x, tables, tokens.mask)
-        return x if self.head is None else self.head(x)
+        if self.head is None:
+            return x
+        return self.head(x[-1:] if tokens.last_only else x)
+
+    def make_cache(self) -> GPTCache | None:
+        """Of keys and values, for one batch; None where a token depends on those behind it."""
+        moe = self.shape.moe
+        is_alone = self.shape.sequence_parallel or (moe is not None and moe.capacity_factor)
+        return None if is_alone else GPTCache(self)
 
     def loss(
         self, logits: Tensor, targets: Tensor, ignore_index: int = -100

@@ -10,8 +10,8 @@ result is joined for the norm and the head.
 """
 
 import re
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,13 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.config.model_section import is_adapter
-from torchdistpackage.errors import DataError, LayoutError
-from torchdistpackage.layout.derive import local_shape
-from torchdistpackage.layout.mark import mark_of, mark_parameter
+from torchdistpackage.errors import DataError
 from torchdistpackage.layout.table import SplitTable
 from torchdistpackage.models import transformers_meta
 from torchdistpackage.models.hugging_face_folder import read_weights
 from torchdistpackage.models.hugging_face_layout import Source
 from torchdistpackage.models.lora_layout import Lora
+from torchdistpackage.models.transformers_cache import TransformersCache, tried_cache
 from torchdistpackage.models.transformers_experts import (
     expert_group,
     place_of,
@@ -54,6 +53,7 @@ from torchdistpackage.models.transformers_meta import (
     parameters_on_meta,
     refused,
 )
+from torchdistpackage.models.transformers_parameters import check_shapes, materialize
 from torchdistpackage.models.transformers_sequence import split_between
 from torchdistpackage.models.transformers_vocab import SplitVocab
 from torchdistpackage.models.transformers_weights import fill, open_found
@@ -72,10 +72,8 @@ from torchdistpackage.parallel.tensor.attention import SequenceAttention, docume
 from torchdistpackage.parallel.tensor.init import Initial, initialize
 from torchdistpackage.parallel.tensor.layouts import Layouts
 from torchdistpackage.parallel.tensor.parallelize import parallelize
-from torchdistpackage.topology.mesh import Mesh
 
 IGNORE = -100
-_SHOWN = 6
 Outputs = Tensor | tuple[Tensor, Tensor]
 """Activations or logits; (logits, auxiliary loss) of a model that counts that of its routers, or
 (logits, what `router_load` says) if ranks can share its experts."""
@@ -105,6 +103,7 @@ class TransformersStage(nn.Module):
         self._auxiliary = 0.0 if read is None else read.auxiliary
         self._routers = {"output_router_logits": True} if self._auxiliary else {}
         self._top_k = 0 if read is None or not read.shared_experts else read.top_k
+        self._cached: dict[str, Any] = {}
         self._draws = group is not None and may_draw(decoder, is_known=True)
         if group is not None and self._draws:
             draws_as(map(self.get_submodule, self.block_names()), group.rank())
@@ -179,8 +178,9 @@ class TransformersStage(nn.Module):
         draws = self._draws and self.training
         with ShardDraws(rank, default_draw) if draws else nullcontext():
             if isinstance(self.decoder, DecoderStage):  # refused where routers have a loss
-                return self.decoder(x, attention_mask=mask, position_ids=position_ids)
-            output = self.decoder(input_ids=x, return_dict=True, **self._routers)
+                given = {"attention_mask": mask, "position_ids": position_ids}
+                return self.decoder(x, **(given | self._cached))
+            output = self.decoder(input_ids=x, return_dict=True, **self._routers, **self._cached)
         if not self._routers:
             return output.logits
         if self._top_k:
@@ -216,12 +216,43 @@ class TransformersStage(nn.Module):
         logits = _logits(outputs)
         return logits if self._vocab is None else self._vocab.join(logits)
 
+    def make_cache(self) -> "StageTokens | None":
+        """Of keys and values, for one batch; None where transformers' cache does not serve it."""
+        if self.shape.sequence_parallel or self._sequence is not None:
+            return None
+        read, num, takes_padding = self.shape.kind.found, self.shape.sizes.layers, True
+        if read is not None:
+            is_staged = isinstance(self.decoder, DecoderStage) and len(self.block_names()) < num
+            can, takes_padding = tried_cache(self.shape.given, is_staged)
+            if not can:
+                return None
+        return StageTokens(self, takes_padding)
+
     def logits_at(self, outputs: Outputs, position: int) -> Tensor:
         """Those (V,) of one position of the first sample, equal over the group.
 
         outputs: logits (B, S, V/n) as `forward` gives them.
         """
         return self.whole_logits(_logits(outputs)[0, position])
+
+
+class StageTokens:
+    """A cache of `TransformersStage`: what `GPTCache` is to our GPT."""
+
+    def __init__(self, made: TransformersStage, takes_padding: bool):
+        names = made.block_names()
+        first = int(names[0].rpartition(".")[2]) if names else 0
+        self._made, self._cache = made, TransformersCache(made.decoder, first)
+        self.takes_padding = takes_padding and self._cache.takes_padding
+
+    @contextmanager
+    def call(self, num: int, padding: Tensor | None) -> Iterator[None]:
+        """A forward inside is of `num` more tokens of each row."""
+        with self._cache.call(num, padding) as self._made._cached:
+            try:
+                yield
+            finally:
+                self._made._cached = {}
 
 
 def _logits(outputs: Outputs) -> Tensor:
@@ -276,8 +307,8 @@ def stage(
     if read is not None and read.shared_experts and experts is not None:
         share_experts(decoder, layouts(shape, axis=axis), experts)
     made = TransformersStage(decoder, shape, group if num > 1 else None, axis, stage_of, sequence)
-    _check_shapes(made, *place_of(group, axis))
-    _materialize(made, device)
+    check_shapes(made, *place_of(group, axis))
+    materialize(made, device)
     return made
 
 
@@ -335,44 +366,6 @@ def _draw_apart(decoder: nn.Module, shape: TransformersShape, table: SplitTable)
             mark_alike(module)
         elif shape.sequence_parallel and blocks.fullmatch(name):
             mark_split(module, everything=True)
-
-
-def _check_shapes(made: TransformersStage, mesh: Mesh, index: int) -> None:
-    """Raises LayoutError where transformers' parameters are not those of the layouts."""
-    known = weights(made.shape, None, made.axis)
-    problems: list[str] = []
-    parameters = dict(made.named_parameters())
-    for name, key in made.global_names().items():
-        if key not in known:
-            problems.append(f"{key} is not known")
-            continue
-        has, wants = tuple(parameters[name].shape), local_shape(known[key].layout, mesh, index)
-        if has != wants:
-            problems.append(f"{key} has shape {has}, not {wants}")
-    if problems:
-        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise LayoutError(
-            f"this release of transformers builds another {made.shape.family} than the one known "
-            f"here: {'; '.join(problems[:_SHOWN])}{more}; use model.target for this model"
-        )
-
-
-def _materialize(made: nn.Module, device: torch.device) -> None:
-    """Put parameters, without values, and buffers on `device`; what is shared stays so."""
-    known: dict[int, nn.Parameter] = {}
-    for module in made.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or not parameter.is_meta:
-                continue
-            if id(parameter) not in known:
-                empty = torch.empty_like(parameter, device=device)
-                known[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-                if (mark := mark_of(parameter)) is not None:
-                    mark_parameter(known[id(parameter)], mark.layout, mark.group, mark.depth)
-            module._parameters[name] = known[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
 
 
 def load_weights(made: TransformersStage, folder: str | Path) -> None:

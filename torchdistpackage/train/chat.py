@@ -81,6 +81,27 @@ class ChatTemplate:
                 spans.append((len(before), len(upto)))
         return Document(text, spans=_joined(spans, where))
 
+    def prompt(self, text: str, where: str) -> str:
+        """What stands before a reply to a user who says `text`.
+
+        Raises:
+            DataError: the template does not take it.
+        """
+        said: list[Message] = [{"role": "user", "content": text}]
+        return self._text(said, tools=None, where=where, add_generation_prompt=True)
+
+    def behind_reply(self) -> str:
+        """What the template writes behind a reply, by which a turn ends.
+
+        Raises:
+            DataError: the template does not take a chat of one reply.
+        """
+        reply = secrets.token_hex(8)
+        said: list[Message] = [{"role": "user", "content": "-"}]
+        said.append({"role": ASSISTANT, "content": reply})
+        text = self._text(said, tools=None, where="a chat of one reply")
+        return text.partition(reply)[2].replace(self._begin, "").replace(self._end, "")
+
     def _text(self, messages: list[Message], *, tools: object, where: str, **options: bool) -> str:
         try:
             text = self._render(messages=messages, tools=tools, **options)

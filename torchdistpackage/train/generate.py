@@ -1,11 +1,12 @@
 """Tokens of a language model, one after another, on any layout.
 
-Each token is one forward of the whole sequence through the pipeline: nothing of an earlier one is
-kept. It is chosen where the logits are, from random numbers that no layout changes, and sent to all
-ranks, so every layout writes what one process writes.
+Prompts of a batch begin behind padding, so that all end in one column. Every stage keeps keys and
+values; where a model cannot, or a text has grown out of its window, each token is one forward of
+the whole sequence. A token is chosen where the logits are, from random numbers that no layout
+changes, and sent to all ranks, so every layout writes what one process writes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,63 +33,182 @@ def generate(
     window: int,
     timeout_s: float | None,
 ) -> Iterator[int]:
-    """What follows `prompt`, without end. All ranks of one model call it alike and get the same.
+    """What follows `prompt`, without end: the one row of `generate_batch`."""
+    for token in generate_batch(model, [prompt], how, window, timeout_s):
+        yield token[0]
 
-    The model is left in evaluation mode. window: tokens that it sees; of a longer sequence the
-    last ones. timeout_s: of a message between stages.
+
+def generate_batch(
+    model: StagedModel,
+    prompts: Sequence[Sequence[int]],
+    how: Sampling,
+    window: int,
+    timeout_s: float | None,
+    *,
+    stops: Collection[int] = (),
+    use_cache: bool = True,
+) -> Iterator[list[int]]:
+    """The next token of each prompt, until all have ended: what each alone would be given.
+
+    All ranks of one model call it alike and get the same. The model is left in evaluation mode.
+
+    window: tokens that it sees; of a longer sequence the last ones. timeout_s: of a message between
+    stages. stops: ids after which a row has ended; what it is given from then on means nothing.
 
     Raises:
         NonFiniteError: on all ranks, where logits are no numbers.
     """
-    plan, mesh = model.plan, model.plan.topology.dense
     executor = Executor(
-        evaluation(plan.schedule, 1),
+        evaluation(model.plan.schedule, 1),
         tpc.get_group("pipe"),
         device=model.device,
         timeout_s=timeout_s,
         dynamic_shapes=True,
     )
-    # of the last stage those that hold the last token know the next; the first of them sends it
-    coord, last = mesh.coord(model.rank), plan.schedule.placement[-1]
+    rows = [list(prompt) for prompt in prompts]
+    ended = [False] * len(rows)
+    seed = seed_from(how.seed, "generate")
+    draws = [torch.Generator().manual_seed(seed) for _ in rows]
+    model.stage.eval()
+    batches = _CachedRows.of(model, executor, rows) if use_cache else None
+    while not all(ended):
+        told = [0] * len(rows)
+        if batches is not None and all(batch.width <= window for batch in batches):
+            for batch in batches:
+                if not all(ended[row] for row in batch.rows):
+                    these = [draws[row] for row in batch.rows]
+                    found = _agreed(model, batch.logits(), how, these, _owner(model, 0))
+                    batch.add(found)
+                    for row, token in zip(batch.rows, found, strict=True):
+                        told[row] = token
+        else:
+            # keys turned for their places in the text are of no use where a window begins later
+            batches = None
+            for row, tokens in enumerate(rows):
+                if not ended[row]:
+                    logits, source = _logits_of_all(model, executor, tokens[-window:])
+                    told[row] = _agreed(model, logits, how, [draws[row]], source)[0]
+        if _NO_NUMBER in told:
+            row = told.index(_NO_NUMBER)
+            raise NonFiniteError(
+                f"the logits of token {len(rows[row])} are no numbers; the weights, or sums of "
+                f"this precision, are not finite: use an earlier checkpoint, or a wider "
+                f"precision.dtype"
+            )
+        for row, token in enumerate(told):
+            rows[row].append(token)
+            ended[row] |= token in stops
+        yield told
+
+
+def _owner(model: StagedModel, index: int) -> int:
+    """The rank that says the tokens: of the last stage the first that has the logits. index: along
+    context, of the ranks that hold the last token."""
+    mesh, last = model.plan.topology.dense, model.plan.schedule.placement[-1]
+    return mesh.rank({**mesh.coord(model.rank), "pipe": last, "tensor": 0, "context": index})
+
+
+def _agreed(
+    model: StagedModel,
+    logits: Tensor | None,
+    how: Sampling,
+    draws: Sequence[torch.Generator],
+    source: int,
+) -> list[int]:
+    """A token for each row of logits (B, V), as rank `source` says."""
+    choice = torch.zeros(len(draws), dtype=torch.int64, device=model.device)
+    if logits is not None:
+        tokens = [next_token(x, how, draw) for x, draw in zip(logits, draws, strict=True)]
+        choice.copy_(torch.tensor(tokens))
+    primitives.broadcast(choice, tpc.get_group("model"), source)
+    return choice.tolist()
+
+
+class _CachedRows:
+    """Rows whose next tokens stand in one column, over caches of all stages of this rank."""
+
+    def __init__(
+        self,
+        model: StagedModel,
+        executor: Executor,
+        caches: dict[int, Any],
+        rows: dict[int, Sequence[int]],
+    ):
+        self._model, self._executor, self._caches = model, executor, caches
+        self.rows, self.width = tuple(rows), max(map(len, rows.values()))
+        padding = [self.width - len(row) for row in rows.values()]
+        ids = [[0] * num + list(row) for num, row in zip(padding, rows.values(), strict=True)]
+        self._next = torch.tensor(ids, device=model.device)
+        self._padding = torch.tensor(padding, device=model.device) if any(padding) else None
+
+    @classmethod
+    def of(
+        cls, model: StagedModel, executor: Executor, rows: Sequence[Sequence[int]]
+    ) -> "list[_CachedRows] | None":
+        """One, or where the model takes no padding one for each length. None if it, or the way it
+        is run, needs all tokens each time."""
+        whole = model.sequence.multiple == 1 and not model.stage.compiled
+        if not whole or model.plan.config.precision.fp8 != "off":
+            return None
+        modules: dict[int, Any] = {s: model.stage[str(s)] for s in executor.stages}
+        caches = {s: module.make_cache() for s, module in modules.items()}
+        if None in caches.values():
+            return None
+        takes_padding = all(cache.takes_padding for cache in caches.values())
+        together: dict[int, dict[int, Sequence[int]]] = {}
+        for row, tokens in enumerate(rows):
+            together.setdefault(0 if takes_padding else len(tokens), {})[row] = tokens
+        found = list[_CachedRows]()
+        for held in together.values():
+            found.append(cls(model, executor, caches, held))
+            caches = {s: module.make_cache() for s, module in modules.items()}
+        return found
+
+    def logits(self) -> Tensor | None:
+        """Those (B, V) of the last column, on the ranks of the last stage."""
+        model, executor, found = self._model, self._executor, list[Tensor]()
+
+        def forward(stage: int, m: int, received: Message) -> Message:
+            x = self._next if executor.is_first_stage(stage) else received
+            with self._caches[stage].call(self._next.shape[1], self._padding):
+                output = model.forward(stage, x)
+            if executor.is_last_stage(stage):
+                module: Any = model.stage[str(stage)]
+                found.append(module.whole_logits(output)[:, -1])
+            return output
+
+        executor.run(forward)
+        return found[0] if found else None
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """One more of each row."""
+        self._next = torch.tensor(tokens, device=self._model.device)[:, None]
+        self.width += 1
+
+
+def _logits_of_all(
+    model: StagedModel, executor: Executor, context: Sequence[int]
+) -> tuple[Tensor | None, int]:
+    """Logits (1, V) behind the last token by a forward of the whole sequence, on ranks that have
+    them, and the rank that speaks for these."""
+    plan, found = model.plan, list[Tensor]()
     # a sequence that is split over ranks needs a multiple of them; no token sees what comes later
     is_split = plan.shape is not None and plan.shape.sequence_parallel
-    multiple = (mesh.axis_size("tensor") if is_split else 1) * model.sequence.multiple
-    draw = torch.Generator().manual_seed(seed_from(how.seed, "generate"))
-    tokens = list(prompt)
-    model.stage.eval()
-    while True:
-        context = tokens[-window:]
-        ids = torch.tensor([context + [0] * (-len(context) % multiple)], device=model.device)
-        owner, position = model.sequence.place(len(context) - 1, ids.shape[1])
-        logits = _logits(model, executor, model.sequence.part(ids), position)
-        source = mesh.rank({**coord, "pipe": last, "tensor": 0, "context": owner})
-        choice = torch.zeros(1, dtype=torch.int64, device=model.device)
-        if logits is not None:
-            choice.fill_(next_token(logits, how, draw))
-        primitives.broadcast(choice, tpc.get_group("model"), source)
-        token = int(choice)
-        if token == _NO_NUMBER:
-            raise NonFiniteError(
-                f"the logits of token {len(tokens)} are no numbers; the weights, or sums of this "
-                f"precision, are not finite: use an earlier checkpoint, or a wider precision.dtype"
-            )
-        tokens.append(token)
-        yield token
-
-
-def _logits(model: StagedModel, executor: Executor, ids: Tensor, position: int) -> Tensor | None:
-    """Logits (V,) at one position of the ids (1, S) here, on the ranks of the last stage."""
-    found: list[Tensor] = []
+    num_parts = plan.topology.dense.axis_size("tensor") if is_split else 1
+    multiple = num_parts * model.sequence.multiple
+    ids = torch.tensor([[*context, *[0] * (-len(context) % multiple)]], device=model.device)
+    owner, position = model.sequence.place(len(context) - 1, ids.shape[1])
+    part = model.sequence.part(ids)
 
     def forward(stage: int, m: int, received: Message) -> Message:
-        output = model.forward(stage, ids if executor.is_first_stage(stage) else received)
+        output = model.forward(stage, part if executor.is_first_stage(stage) else received)
         if executor.is_last_stage(stage):
             module: Any = model.stage[str(stage)]
-            found.append(module.logits_at(output, position))
+            found.append(module.logits_at(output, position)[None])
         return output
 
     executor.run(forward)
-    return found[0] if found else None
+    return found[0] if found else None, _owner(model, owner)
 
 
 def next_token(logits: Tensor, how: Sampling, draw: torch.Generator) -> int:

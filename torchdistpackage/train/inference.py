@@ -25,7 +25,7 @@ from torchdistpackage.train.evaluation import (
     batches_of,
     evaluate,
 )
-from torchdistpackage.train.generate import generate
+from torchdistpackage.train.generate import generate_batch
 from torchdistpackage.train.inference_request import (
     EvalRequest,
     EvalResult,
@@ -85,21 +85,45 @@ def perform(
 
 
 def write_texts(model: StagedModel, request: GenerateRequest, write: Write) -> None:
-    """Each prompt and what follows it, token by token."""
-    path = request.tokenizer
+    """Each prompt and what follows it, in order; the first of a batch token by token."""
+    for first in range(0, len(request.prompts), request.batch):
+        _write_batch(model, request, first, write)
+
+
+def _write_batch(model: StagedModel, request: GenerateRequest, first: int, write: Write) -> None:
+    path, total = request.tokenizer, len(request.texts)
     codec = ByteCodec() if path is None else TokenizerCodec(path)
-    timeout_s = start_timeout_s(model.plan.config)
-    for number, (text, prompt) in enumerate(zip(request.texts, request.prompts, strict=True), 1):
-        if len(request.texts) > 1:
-            write(f"[{number}/{len(request.texts)}] ")
-        write(text)
-        growing = GrowingText(codec, prompt)
-        tokens = generate(model, prompt, request.sampling, request.window, timeout_s)
-        for token in islice(tokens, request.max_new_tokens):
-            if token in request.stops:
+    chosen = slice(first, first + request.batch)
+    prompts = request.prompts[chosen]
+    heads = [f"[{first + row}/{total}] " if total > 1 else "" for row in range(1, len(prompts) + 1)]
+    pending = [head + text for head, text in zip(heads, request.texts[chosen], strict=True)]
+    growing = [GrowingText(codec, prompt) for prompt in prompts]
+    ended, shown = [False] * len(prompts), 0
+    tokens = generate_batch(
+        model,
+        prompts,
+        request.sampling,
+        request.window,
+        start_timeout_s(model.plan.config),
+        stops=request.stops,
+    )
+    write(pending[0])
+    pending[0] = ""
+    for told in islice(tokens, request.max_new_tokens):
+        for row, token in enumerate(told):
+            if not ended[row] and not (ended_now := token in request.stops):
+                pending[row] += growing[row].add(token)
+            elif not ended[row]:
+                ended[row] = ended_now
+                pending[row] += f"{growing[row].end()}\n"
+        while shown < len(prompts):  # what was shown in part, and all that has ended behind it
+            write(pending[shown])
+            pending[shown] = ""
+            if not ended[shown]:
                 break
-            write(growing.add(token))
-        write(f"{growing.end()}\n")
+            shown += 1
+    for row in range(shown, len(prompts)):
+        write(pending[row] + ("" if ended[row] else f"{growing[row].end()}\n"))
 
 
 def load_weights(model: StagedModel, weights: TrainedWeights) -> int | None:

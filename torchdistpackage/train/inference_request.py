@@ -29,7 +29,7 @@ class GenerateRequest:
     """texts, prompts: the same as letters and as ids. stops: ids that end a text.
 
     tokenizer: a folder with tokenizer.json; None: tokens are bytes. window: tokens that the model
-    sees at once.
+    sees at once. batch: prompts that are continued together.
     """
 
     texts: tuple[str, ...]
@@ -39,6 +39,7 @@ class GenerateRequest:
     window: int
     stops: tuple[int, ...] = ()
     sampling: Sampling = Sampling()
+    batch: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,10 @@ class TokenCodec(Protocol):
         """None of a text without a token."""
         ...
 
+    def token(self, text: str) -> int | None:
+        """The id of the token that this text is; None: it is none, or several."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """Without special tokens, and without ids that stand for nothing."""
         ...
@@ -33,6 +37,10 @@ class ByteCodec:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def token(self, text: str) -> int | None:
+        found = text.encode()
+        return found[0] if len(found) == 1 else None
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < _BYTES).decode(errors="replace")
@@ -56,6 +64,15 @@ class TokenizerCodec:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def special(self, text: str) -> int | None:
+        """The id of a special token that `text` begins with."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids[0] if ids and not self.decode(ids[:1]) else None
+
+    def token(self, text: str) -> int | None:
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids[0] if len(ids) == 1 else None
 
 
 class GrowingText:

@@ -219,11 +219,13 @@ class Tokens:
 
     positions: (B, S) or (S,), the places of the tokens here; None: 0 to S - 1.
     mask: what attention needs to keep documents apart; None: a sample is one document.
+    last_only: of all tokens here only the last needs logits.
     """
 
     seq_len: int
     positions: Tensor | None = None
     mask: Any = None
+    last_only: bool = False
 
 
 class SequenceAttention(Protocol):

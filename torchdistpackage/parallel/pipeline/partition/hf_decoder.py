@@ -60,13 +60,14 @@ class DecoderStage(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
+        **more: Any,
     ) -> Tensor:
         """ids (B, S) on the first stage, else activations (B, S, D) as the stage before gave them.
 
-        attention_mask, position_ids (B, S): of the model, the same for every stage. Returns
+        attention_mask, position_ids (B, S), more: of the model, the same for every stage. Returns
         activations; on the last stage logits (B, S, V), or with labels (B, S) the model's loss.
         """
-        given: dict[str, Any] = {"input_ids": x, **_OPTIONS}
+        given: dict[str, Any] = {"input_ids": x, **_OPTIONS, **more}
         if not self._is_first:
             given["inputs_embeds"] = self._activations.whole_like(given.pop("input_ids"))
         masks = {"attention_mask": attention_mask, "position_ids": position_ids}

@@ -1,0 +1,150 @@
+"""transformers' own cache of keys and values, for a stage that has some of a model's blocks.
+
+Classes without a table of their own are tried on a small copy first: what they write token by token
+has to be what they say of the whole sequence.
+"""
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchdistpackage.parallel.pipeline.partition.hf_decoder import (
+    DecoderStage,
+    decoder_stage,
+    path_to_blocks,
+)
+from torchdistpackage.tools.undisturbed import keep_random_states
+
+_PREFILL = 5
+"""Tokens of the small copy that are given at once."""
+_TOLERANCE = 1e-4
+"""Of float32, relative to the largest logit."""
+
+
+class TransformersCache:
+    """Of the blocks of one stage, which stand from block `first` on.
+
+    decoder: a DecoderStage, or a whole model of transformers.
+    """
+
+    def __init__(self, decoder: Any, first: int = 0):
+        part = decoder
+        if isinstance(decoder, DecoderStage):
+            part = getattr(decoder, decoder._prefix)
+            whole = decoder.__dict__.get("_whole")
+        else:
+            whole, part = decoder, getattr(decoder, decoder.base_model_prefix, decoder)
+        # a base counts its blocks, and not those of other stages
+        self._past, self.length = _stage_cache(part.config, first), 0
+        takes = inspect.signature(type(part if whole is None else whole).forward).parameters
+        self._last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        # the later name, which some classes have already, warns about the earlier
+        self._name = "cache" if "cache" in takes else "past_key_values"
+        # transformers' eager softmax is in float32, where the mask of float64 is minus infinity: a
+        # column of padding, which sees nothing, would be no number
+        is_eager = getattr(part.config, "_attn_implementation", None) == "eager"
+        is_wide = any(p.dtype == torch.float64 for p in part.parameters())
+        self.takes_padding = not (is_eager and is_wide)
+        self._has_positions = "position_ids" in inspect.signature(type(part).forward).parameters
+
+    @contextmanager
+    def call(self, num: int, padding: Tensor | None) -> Iterator[dict[str, Any]]:
+        """Keywords of the decoder for `num` more tokens of each row, as `GPTCache.call`."""
+        end = self.length + num
+        given: dict[str, Any] = {self._name: self._past, "use_cache": True, **self._last}
+        if padding is not None:
+            columns = torch.arange(end, device=padding.device)
+            given["attention_mask"] = (columns >= padding[:, None]).long()
+            if self._has_positions:
+                places = columns[self.length :] - padding[:, None]
+                given["position_ids"] = places.clamp(min=0)
+        yield given
+        self.length = end
+
+
+def _stage_cache(config: Any, first: int) -> Any:
+    from transformers import DynamicCache
+
+    class StageCache(DynamicCache):
+        """Blocks write under their number in the model; all else asks for numbers of this stage."""
+
+        def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+            return super().update(key_states, value_states, layer_idx - first, *args, **kwargs)
+
+    return (StageCache if first else DynamicCache)(config=config.get_text_config(decoder=True))
+
+
+def tried_cache(given: Mapping[str, Any], is_staged: bool) -> tuple[bool, bool]:
+    """Whether a class that has no table writes with a cache what it does without, and with padding.
+
+    is_staged: cut into two stages, behind each of its blocks. Tried on a small copy; any difference
+    or error is a no.
+    """
+    text = json.dumps(dict(given), sort_keys=True, default=str)
+    can = _tried(text, is_staged, 0)
+    return can, can and _tried(text, is_staged, 2)
+
+
+@lru_cache(maxsize=16)
+def _tried(text: str, is_staged: bool, padding: int) -> bool:
+    from torchdistpackage.models.transformers_found import small_models
+
+    with keep_random_states(), torch.no_grad():
+        for model in small_models(json.loads(text)):
+            model.eval()
+            try:
+                return all(_agrees(stages, padding) for stages in _cuts(model, is_staged))
+            except Exception:
+                # of a class that nobody has seen, whatever its forward raises
+                continue
+    return False
+
+
+def _cuts(model: Any, is_staged: bool) -> Iterator[list[tuple[nn.Module, int]]]:
+    """(stages with their first blocks) in a row."""
+    if not is_staged:
+        yield [(model, 0)]
+        return
+    base = getattr(model, model.base_model_prefix)
+    num = len(base.get_submodule(path_to_blocks(base)))
+    for cut in range(1, num):
+        stages = [(decoder_stage(model, range(cut)), 0)]
+        stages.append((decoder_stage(model, range(cut, num)), cut))
+        for stage, _ in stages:
+            stage.eval()
+        yield stages
+
+
+def _agrees(stages: list[tuple[nn.Module, int]], second: int) -> bool:
+    """second: columns of padding before the second row."""
+    config: Any = stages[0][0].config
+    vocab = config.get_text_config().vocab_size
+    draw = torch.Generator().manual_seed(0)
+    num, padding = _PREFILL + 3, torch.tensor([0, second])
+    ids = torch.randint(min(3, vocab - 1), vocab, (2, num), generator=draw)
+    caches = [TransformersCache(stage, first) for stage, first in stages]
+
+    def run(x: Tensor, more: list[dict[str, Any]]) -> Tensor:
+        for (stage, _), given in zip(stages, more, strict=True):
+            is_stage = isinstance(stage, DecoderStage)
+            output: Any = stage(x, **given) if is_stage else stage(input_ids=x, **given)
+            x = output if is_stage else output.logits
+        return x[:, -1]
+
+    plain = [{} for _ in stages]
+    for begin, end in ((0, _PREFILL), *((at, at + 1) for at in range(_PREFILL, num))):
+        calls = [cache.call(end - begin, padding if second else None) for cache in caches]
+        found = run(ids[:, begin:end], [call.__enter__() for call in calls])
+        for call in calls:
+            call.__exit__(None, None, None)
+        for row in range(2):
+            alone = run(ids[row : row + 1, int(padding[row]) : end], plain)[0]
+            if (found[row] - alone).abs().max() > _TOLERANCE * alone.abs().max().clamp(min=1e-6):
+                return False
+    return True
