@@ -7,13 +7,13 @@ from torch import nn
 
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import loads
-from torchdistpackage.train.parity import compare_run
+from torchdistpackage.train.parity import compare_plan, compare_run
 from torchdistpackage.train.parity_plan import parity_run
 from torchdistpackage.train.plan import make_plan, num_ranks
 
 GPT = ["model.layers=4", "model.dim=64", "model.heads=4", "model.dropout=0.1", "data.seq_len=32"]
 OWN = [
-    *("model.args={width: 8}", "data.target=tests.train.sources:Line", "data.args={}"),
+    *("data.target=tests.train.sources:Line", "data.args={}"),
     *("model.loss=tests.train.sources:squared_error", "pipeline.microbatches=2"),
 ]
 
@@ -55,11 +55,32 @@ def build_wrong(width: int) -> nn.Module:
 
 def test_a_mistake_in_a_model_of_ones_own_is_named_by_module_and_axis(pool):
     target = "model.target=tests.train.test_parity_run:build_wrong"
-    report = compared([*OWN, target, "parallel.data=2"], pool)
+    report = compared([*OWN, target, "model.args={width: 8}", "parallel.data=2"], pool)
     assert not report.is_right and report.first is not None
     axes, finding = report.first
     assert axes == {"data": 2} and finding.module == "1", str(report)
     assert "over the samples of one rank" in finding.cause
+
+
+def build_sized(least: int, width: int = 64) -> nn.Module:
+    """Is refused in its own size, or in any other."""
+    if (width == 64) != (least == 64):
+        raise ValueError(f"not with a width of {width}")
+    return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1))
+
+
+@pytest.mark.parametrize("least", [1, 64])
+def test_a_model_of_ones_own_is_made_smaller_if_it_can_be(pool, least: int):
+    words = [*OWN, "model.target=tests.train.test_parity_run:build_sized", "parallel.data=2"]
+    config = loads(
+        "launch: {local: {procs: null}}", overrides=[*words, f"model.args={{least: {least}}}"]
+    )
+    said: list[str] = []
+    report = compare_plan(make_plan(config, num_ranks(config)), said.append, pool)
+    assert report.is_right, str(report)
+    own_size = [line for line in said if "compared in its own size" in line]
+    assert len(own_size) == (least == 64) and said[-1].startswith("1 of 1, data 2: the same")
+    assert all("not with a width of 32" in line for line in own_size)
 
 
 def test_one_rank_is_refused(tmp_path: Path, capsys):

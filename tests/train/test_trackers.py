@@ -295,6 +295,7 @@ def test_a_run_that_is_resumed_is_one_run_of_tensorboard(tmp_path: Path, pool, s
         out, _ = process.communicate(timeout=180)
         assert process.returncode == 0, out
         assert "failed" not in out and "tensorboard --logdir" in out, out
+        assert "tensorboard/" in out.partition("run folder")[2], out
     found, (rows, _) = events_of(tmp_path / "run"), read_rows(tmp_path / "run" / "metrics.jsonl")
     assert {*found.Tags()["scalars"]} >= {"loss", "grad_norm", "lr", "tokens_per_s", "val_loss"}
     for key in ("loss", "val_loss"):

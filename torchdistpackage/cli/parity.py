@@ -15,7 +15,7 @@ from torchdistpackage.train.plan import local_procs, make_plan
 from torchdistpackage.train.refusals import refuse_here
 from torchdistpackage.train.user_code import code_folder
 
-COMPARE = "torchdistpackage.train.parity:compare_run"
+COMPARE = "torchdistpackage.train.parity:compare_plan"
 
 
 def parity(config: Config, overrides: Overrides = None) -> None:
@@ -42,6 +42,7 @@ def parity(config: Config, overrides: Overrides = None) -> None:
             if found.model.hf is not None:
                 found = with_small_copy(found, Path(scratch))
             plan = make_plan(found, local_procs(found), config)
-        report = resolve(COMPARE)(parity_run(plan))
+        parity_run(plan)  # says what cannot be compared before torch is loaded
+        report = resolve(COMPARE)(plan, lambda line: typer.echo(wrap_on_terminal(line), err=True))
     typer.echo(wrap_on_terminal(str(report)))
     raise typer.Exit(0 if report.is_right else 1)

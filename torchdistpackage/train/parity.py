@@ -4,9 +4,13 @@ The model and the batch are made smaller with the same classes; the samples of a
 one process under every layout. Dropout is off, as one process draws otherwise than many ranks.
 """
 
+import inspect
 import math
+import os
 import random
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,34 +20,91 @@ from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import TorchDistError
-from torchdistpackage.harness.parity.compare import first_difference
-from torchdistpackage.harness.parity.layouts import ParityReport
+from torchdistpackage.harness.parity.compare import ITS_STEP, ParityFinding, first_difference
+from torchdistpackage.harness.parity.layouts import ParityReport, text_of
 from torchdistpackage.harness.parity.record import ParityRecord, recording, without_dropout
 from torchdistpackage.harness.pool import RankPool
-from torchdistpackage.train.build import build
-from torchdistpackage.train.parity_plan import NUM_STEPS, ParityRun
-from torchdistpackage.train.plan import make_plan
+from torchdistpackage.train.build import build, user_object
+from torchdistpackage.train.parity_plan import NUM_STEPS, ParityRun, parity_run
+from torchdistpackage.train.plan import Plan, make_plan
+from torchdistpackage.train.smaller_arguments import with_smaller_arguments
 from torchdistpackage.train.step import Trainer
+from torchdistpackage.train.user_code import add_user_code
 
 _LIMIT_S = 600.0
 """For the steps of one layout; ranks may be more than cores."""
+_PRELOAD = ("torchdistpackage.train.parity", "torch._dynamo")
+"""Of 15 ranks in sets of 1, 2, 4 and 8 each would import them."""
 
 
-def compare_run(run: ParityRun, pool: RankPool | None = None) -> ParityReport:
+def compare_plan(
+    plan: Plan, say: Callable[[str], None], pool: RankPool | None = None
+) -> ParityReport:
+    """Compare every layout of a plan's axes with one process, with a small model.
+
+    A model of one's own is made smaller by its constructor's arguments (smaller_arguments.py); in
+    its own size it is compared where it cannot be. say: takes lines of progress.
+
+    Raises:
+        ConfigError: the plan has one rank.
+        TorchDistError: one process alone fails, or a rank raises something of its own.
+    """
+    config = plan.config
+    if config.model.target is None:
+        return compare_run(parity_run(plan), pool, say)
+    add_user_code(os.environ)
+    defaults = _defaults(user_object(config.model.target))
+    small = with_smaller_arguments(config, defaults)
+    if small is not config:
+        try:
+            changed = plan.changed(lambda _: small)
+            report = compare_run(parity_run(changed), pool, say)
+        except TorchDistError as error:
+            wrong = str(error).strip().splitlines()[-1]
+        else:
+            raised = [x for _, x in report.findings if x is not None and x.what == ITS_STEP]
+            if not raised:
+                return report
+            wrong = raised[0].cause
+        say(f"smaller arguments do not do ({wrong}); compared in its own size")
+    return compare_run(parity_run(plan), pool, say)
+
+
+def _defaults(target: Callable[..., object]) -> dict[str, Any]:
+    """Of the arguments that have one."""
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    return {x.name: x.default for x in parameters if x.default is not x.empty}
+
+
+def compare_run(
+    run: ParityRun, pool: RankPool | None = None, say: Callable[[str], None] = lambda line: None
+) -> ParityReport:
     """Compare every layout of the run with one process.
 
     Raises:
         TorchDistError: one process alone fails, or a rank raises something of its own.
     """
-    own = pool or RankPool(run.most_ranks, timeout_s=_LIMIT_S)
+    say(f"comparing {len(run.layouts)} layouts with one process")
+    theirs = () if run.whole.model.hf is None else ("transformers.modeling_utils",)
+    own = pool or RankPool(run.most_ranks, timeout_s=_LIMIT_S, preload=(*_PRELOAD, *theirs))
     try:
+        began = time.monotonic()
         (whole,) = own(1).run(record_run, run.whole, {})
         if whole.error:
             raise TorchDistError(f"one process alone fails: {whole.error}")
-        found = []
-        for axes, config in run.layouts:
+        say(f"one process: {time.monotonic() - began:.0f} s")
+        found: list[tuple[dict[str, int], ParityFinding | None]] = []
+        for number, (axes, config) in enumerate(run.layouts, 1):
+            began = time.monotonic()
             held = own(math.prod(axes.values())).run(record_run, config, dict(axes))
-            found.append((axes, first_difference(whole, held, axes)))
+            finding = first_difference(whole, held, axes)
+            found.append((axes, finding))
+            word = "the same" if finding is None else f"differs in {finding.module}"
+            took = f"{time.monotonic() - began:.0f} s"
+            say(f"{number} of {len(run.layouts)}, {text_of(axes)}: {word}, {took}")
     finally:
         if pool is None:
             own.close()

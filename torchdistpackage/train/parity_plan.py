@@ -4,7 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.schema import (
+    CheckpointSection,
+    PrecisionSection,
+    RunConfig,
+    TrainSection,
+)
 from torchdistpackage.config.types import CUSTOM
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.parity.layouts import layouts_of
@@ -58,16 +63,27 @@ def _small(plan: Plan) -> RunConfig:
         rounds = min(config.pipeline.microbatches, 4) * min(config.train.accumulate, 2)
         config = _with(config, "pipeline", microbatches=min(config.pipeline.microbatches, 4))
         config = _with(config, "train", accumulate=min(config.train.accumulate, 2))
-    config = _with(config, "precision", dtype="float64")
-    config = _with(config, "data", global_batch=2 * rounds)
-    config = _with(config, "train", steps=NUM_STEPS, recompute="none", straggler_every=0)
-    return _with(config, "checkpoint", save_every=0)
+    samples = 2 * rounds * (2 if config.parallel.expert > 1 else 1)
+    warmup = min(config.optim.warmup(config.train.steps), 1)
+    plain = TrainSection(steps=NUM_STEPS, straggler_every=0, eval_every=0)
+    kept = {"accumulate": config.train.accumulate, "step_timeout_s": config.train.step_timeout_s}
+    return config.model_copy(
+        update={
+            "precision": PrecisionSection(dtype="float64"),
+            "data": config.data.model_copy(update={"global_batch": samples}),
+            "optim": config.optim.model_copy(update={"warmup_steps": warmup}),
+            "train": plain.model_copy(update=kept),
+            "checkpoint": CheckpointSection(save_every=0),
+        }
+    )
 
 
 def _laid_out(config: RunConfig, axes: dict[str, int]) -> RunConfig:
     degrees = {a: axes.get(a, 1) for a in AXES if hasattr(config.parallel, a)}
     more: dict[str, object] = {}
-    if axes.get("data", 1) == 1:
+    # expert ranks are some of the data ranks
+    degrees["data"] *= axes.get("expert", 1)
+    if degrees["data"] == 1:
         more["zero"] = 0
     if axes.get("tensor", 1) == 1:
         more |= {"sequence_parallel": False, "tp_comm_overlap": False}

@@ -62,6 +62,10 @@ def test_a_part_is_found_wherever_it_was_cut():
     assert difference(whole[:, 4:], whole) == 0.0
     assert difference(whole[2:4, 2:4], whole) == 0.0
     assert difference(whole[:, :3] + 1e-3, whole) == pytest.approx(1e-3 / 47)
+    fused = torch.arange(72.0).double().reshape(6, 12)  # two ranks have one of each pair of columns
+    assert difference(fused[:, [0, 1, 4, 5, 8, 9]], fused) == 0.0
+    assert difference(fused[[4, 1]][:, [2, 3, 6, 7, 10, 11]], fused) == 0.0
+    assert difference(fused[:, [0, 1, 4, 5, 8, 9]] + 0.25, fused) > 1e-3
     assert difference(whole[0], whole) is None and difference(torch.zeros(7, 8), whole) is None
     nan = whole.clone()
     nan[0, 0] = float("nan")

@@ -26,6 +26,10 @@ SPLITS_BATCH = ("data", "expert_data", "expert")
 """Axes whose ranks have samples of their own."""
 
 
+ITS_STEP = "its step"
+"""What differs where a rank raised an error."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParityFinding:
     """The first difference of a layout. module: where; what: of it; excess: the difference, over
@@ -54,7 +58,7 @@ def first_difference(
     for rank, record in enumerate(ranks):
         if record.error:
             return ParityFinding(
-                _module_in(record.error, whole), "its step", None, rank, f"it raised {record.error}"
+                _module_in(record.error, whole), ITS_STEP, None, rank, f"it raised {record.error}"
             )
     looks = (_initial, _data, _forward, _loss, _grads, _dropout, _buffers, _norm, _weights)
     return next((x for look in looks if (x := look(whole, ranks, axes)) is not None), None)

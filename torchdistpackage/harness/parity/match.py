@@ -1,7 +1,8 @@
 """Whether a rank's tensor is a part of the whole one, whatever the cut.
 
 Rows (of the first dim) are looked for anywhere, so samples in another order and rows of fused
-projections are found; along other dims a part is a contiguous piece.
+projections are found; along other dims a part is a contiguous piece, or along the last one several,
+as the queries, keys and values of a rank are of a fused projection.
 """
 
 import math
@@ -14,6 +15,8 @@ from torch import Tensor
 TOLERANCE = 1e-9
 """Of float64, as a share of the whole tensor's largest number."""
 _MOST_PLACES = 128
+_JOINED = (2, 3, 4, 6, 8, 12, 16)
+"""Pieces that are tried: three of queries, keys and values, more where these have unlike sizes."""
 
 
 def difference(part: Tensor, whole: Tensor) -> float | None:
@@ -25,12 +28,35 @@ def difference(part: Tensor, whole: Tensor) -> float | None:
         part, whole = part.reshape(1), whole.reshape(1)
     part, whole = _real(part), _real(whole)
     scale = max(float(whole.abs().max()) if whole.numel() else 0.0, 1e-30)
+    best = _fit(part, whole, scale)
+    if best is not None and best > TOLERANCE * scale:
+        best = min(best, _joined(part, whole, scale))
+    return None if best is None else best / scale
+
+
+def _joined(part: Tensor, whole: Tensor, scale: float) -> float:
+    """The difference where the last dim of `part` joins several pieces of the whole's; infinity
+    where no number of pieces fits."""
+    if part.dim() > 1 and part.shape[-1] < whole.shape[-1]:
+        for number in (n for n in _JOINED if part.shape[-1] % n == 0):
+            found = 0.0
+            for piece in part.chunk(number, -1):
+                apart = _fit(piece, whole, scale)
+                found = max(found, float("inf") if apart is None else apart)
+                if found > TOLERANCE * scale:
+                    break
+            else:
+                return found
+    return float("inf")
+
+
+def _fit(part: Tensor, whole: Tensor, scale: float) -> float | None:
     best = _best(part, whole)
     if part.dim() > 2 and (best is None or best > TOLERANCE * scale):
         # samples of several microbatches, of a model whose first dim is the sequence
         merged = _best(part.flatten(0, 1), whole.flatten(0, 1))
         best = min((x for x in (best, merged) if x is not None), default=None)
-    return None if best is None else best / scale
+    return best
 
 
 def _best(part: Tensor, whole: Tensor) -> float | None:
