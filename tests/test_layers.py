@@ -105,6 +105,7 @@ PURE_FILES = (
     "train/estimate.py",
     "train/plan.py",
     "train/shrink.py",
+    "train/smaller_arguments.py",
     "train/stage_partition.py",
     "train/__init__.py",
     "train/host_memory.py",

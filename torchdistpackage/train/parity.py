@@ -33,7 +33,7 @@ from torchdistpackage.train.user_code import add_user_code
 
 _LIMIT_S = 600.0
 """For the steps of one layout; ranks may be more than cores."""
-_PRELOAD = ("torchdistpackage.train.parity", "torch._dynamo")
+_PRELOAD = (__name__, "torch._dynamo")
 """Of 15 ranks in sets of 1, 2, 4 and 8 each would import them."""
 
 

@@ -37,6 +37,10 @@ class Mixer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         whole = comm.all_gather(x, 1, "context")
+        if self.wrong == "gather":  # by hand, so that no gradient comes back from other ranks
+            whole = comm.all_gather(x.detach(), 1, "context").clone()
+            at = tpc.get_group_rank("context") * x.shape[1]
+            whole[:, at : at + x.shape[1]] = x
         at = 0 if self.wrong == "mask" else tpc.get_group_rank("context") * x.shape[1]
         mask = torch.ones(LENGTH, LENGTH, dtype=x.dtype).tril()[at : at + x.shape[1]]
         return self.out(mask / mask.sum(1, keepdim=True) @ whole)
@@ -94,10 +98,12 @@ class Layer(nn.Module):
     def __init__(self, wrong: str):
         super().__init__()
         self.norm, self.mixer, self.mlp = nn.LayerNorm(DIM), Mixer(wrong), Mlp(wrong)
-        self.drop, self.track = nn.Dropout(0.3), Tracker(wrong)
+        self.drop, self.track, self.wrong = nn.Dropout(0.3), Tracker(wrong), wrong
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.mixer(x)
+        if self.wrong == "own lines":
+            x = x * tpc.get_group_size("data")
         return self.track(x + self.drop(self.mlp(self.norm(x))))
 
 

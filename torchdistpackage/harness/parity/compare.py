@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from torchdistpackage.harness.parity.backward import backward_culprit
 from torchdistpackage.harness.parity.match import (
     TOLERANCE,
     difference,
@@ -127,11 +128,22 @@ def _forward(
         return None
     at = tops[0]
     while inner := [x for x in wrong if x not in partial and x != at and _level(x, at, whole)]:
-        at = inner[0]
+        # what is wrong because its inputs are, comes of its parent's own lines
+        right = [name for name in inner if _has_right_inputs(whole, ranks, name)]
+        if not right:
+            break
+        at = right[0]
     excess, rank = wrong[at]
     sums = any(_is_inside(name, at) for name in partial)
     cause = _forward_cause(whole, ranks, at, axes, sums)
     return ParityFinding(at or "the model", "outputs", excess, rank, cause)
+
+
+def _has_right_inputs(whole: ParityRecord, ranks: Sequence[ParityRecord], name: str) -> bool:
+    held, full = [r.modules[name].inputs for r in ranks if name in r.modules], whole.modules[name]
+    apart = (_lists(inputs, full.inputs) for inputs in held)
+    firsts = [x[0] for x in held if x]
+    return all(x is None or x <= TOLERANCE for x in apart) and not _is_missing(firsts, full.inputs)
 
 
 def _is_inside(name: str, other: str) -> bool:
@@ -160,11 +172,14 @@ def _output(
     worst, rank = max(found, default=(0.0, 0))
     if worst > TOLERANCE:
         return worst, rank
-    held, full = _first_outputs(ranks, name), whole.modules[name].outputs
-    parts = [x for x in held if full and difference(x, full[0]) is not None]
-    if parts and len(parts) == len(held) and missing_place(parts, full[0]):
+    if _is_missing(_first_outputs(ranks, name), whole.modules[name].outputs):
         return None, found[-1][1]  # each is a part, and another one is on no rank
     return None
+
+
+def _is_missing(held: Sequence[Tensor], full: Sequence[Tensor]) -> bool:
+    parts = [x for x in held if full and difference(x, full[0]) is not None]
+    return bool(parts) and len(parts) == len(held) and missing_place(parts, full[0])
 
 
 def _lists(mine: Sequence[Tensor], whole: Sequence[Tensor]) -> float | None:
@@ -247,6 +262,9 @@ def _grads(whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes) -> Pa
         if (found := _worst(whole.grads, (r.grads for r in ranks), name)) is not None:
             held = [record.grads[name] for record in ranks if name in record.grads]
             cause = _grad_cause(whole.grads[name], held, axes)
+            if (before := backward_culprit(whole, ranks, axes)) is not None:
+                module, *apart = before
+                return ParityFinding(module, "gradients of its inputs", *apart, cause)
             return ParityFinding(_owner(name), f"gradients ({name})", *found, cause)
     return None
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torchdistpackage.harness.parity.record import (
     recording,
     without_dropout,
 )
+from torchdistpackage.launch.entrypoint import EntryPoint
 
 NUM_STEPS = 3
 SEED = 0
@@ -37,6 +39,28 @@ class ParityModel:
 
     module: nn.Module
     step: Callable[[Any], Tensor | float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramFunction:
+    """A function of the program that was started, which ranks load from its file."""
+
+    entry: EntryPoint
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.entry.resolve()(*self.args, *args, **self.kwargs)
+
+
+def importable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, so that ranks find it also where its module is `__main__`."""
+    inner, args, kwargs = function, (), {}
+    if isinstance(function, partial):
+        inner, args, kwargs = function.func, function.args, function.keywords
+    if getattr(inner, "__module__", "") != "__main__":
+        return function
+    return ProgramFunction(EntryPoint.of(inner), args, kwargs)
 
 
 def record_rank(
@@ -112,6 +136,7 @@ def run_layouts(
 ) -> list[list[ParityRecord]]:
     """The records of one process, and of every layout."""
     found = []
+    build, batch = importable(build), importable(batch)
     for axes in ({}, *layouts):
         num = 1
         for size in axes.values():

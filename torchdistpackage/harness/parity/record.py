@@ -8,6 +8,7 @@ draws is looked at apart, since one process and many ranks draw differently for 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,13 @@ DATA, LOSS = "data", "loss"
 
 @dataclass(slots=True)
 class ModuleCalls:
-    """Tensors that a module got and gave in the first step, each joined over its calls."""
+    """Tensors that a module got and gave in the first step, each joined over its calls, and the
+    gradients of those; [] where some have none."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
+    input_grads: list[Tensor] = field(default_factory=list[Tensor])
+    output_grads: list[Tensor] = field(default_factory=list[Tensor])
 
 
 @dataclass(slots=True)
@@ -55,14 +59,15 @@ def recording(
     modules: Mapping[str, nn.Module], record: ParityRecord, own: Callable[[], bool]
 ) -> Iterator[None]:
     """Note all calls of `modules` while `own()` is true."""
-    calls: dict[str, list[tuple[list[Tensor], list[Tensor]]]] = {}
+    calls: dict[str, list[tuple[list[Tensor], ...]]] = {}
     hooks = []
 
     def note(name: str):
         def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
             if own():
                 found = _kept((args, kwargs)), _kept(output)
-                calls.setdefault(name, []).append(found)
+                grads = _grads_to_come((args, kwargs)), _grads_to_come(output)
+                calls.setdefault(name, []).append((*found, *grads))
 
         return hook
 
@@ -74,12 +79,26 @@ def recording(
         for hook in hooks:
             hook.remove()
         for name, held in calls.items():
-            inputs, outputs = ([call[k] for call in held] for k in (0, 1))
-            record.modules[name] = ModuleCalls(_joined(inputs), _joined(outputs))
+            record.modules[name] = ModuleCalls(*(_joined([x[k] for x in held]) for k in range(4)))
 
 
 def _kept(value: object) -> list[Tensor]:
     return [x.detach().clone() for x in leaves_of(value) if isinstance(x, Tensor)]
+
+
+def _grads_to_come(value: object) -> list[Tensor]:
+    """A list that the backward fills: of each tensor that has a gradient, in their order."""
+    found: list[Tensor] = []
+    asked = [x for x in leaves_of(value) if isinstance(x, Tensor) and x.requires_grad]
+    come: dict[int, Tensor] = {}
+
+    def keep(place: int, grad: Tensor) -> None:
+        come[place] = grad.detach().clone()
+        found[:] = [come[i] for i in sorted(come)] if len(come) == len(asked) else []
+
+    for place, x in enumerate(asked):
+        x.register_hook(partial(keep, place))
+    return found
 
 
 def _joined(calls: list[list[Tensor]]) -> list[Tensor]:
