@@ -18,14 +18,17 @@ from typing import Any
 
 from tests.models import coverage_ranks
 from torchdistpackage.harness.pool import RankPool
+from torchdistpackage.models.families.found import SHARED
 from torchdistpackage.models.shrunk_config import shrunk
 
 PAGE = Path(__file__).parents[2] / "docs" / "model_classes.md"
+PIPE, TENSOR = ["parallel.pipe=2", "pipeline.microbatches=2"], ["parallel.tensor=2"]
 AXES = {
     "data 2": ["parallel.data=2"],
     "ZeRO 3": ["parallel.data=2", "parallel.zero=3"],
-    "pipe 2": ["parallel.pipe=2", "pipeline.microbatches=2"],
-    "tensor 2": ["parallel.tensor=2"],
+    "pipe 2": PIPE,
+    "tensor 2": TENSOR,
+    "pipe 2 x tensor 2": [*PIPE, *TENSOR],
 }
 LACKING: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -89,18 +92,28 @@ def rows(pool: RankPool, wanted: list[str], axes: Mapping[str, list[str]] = AXES
             at = f"{folder}/model"
             try:
                 row["class"] = pool(1).run(coverage_ranks.make_folder, settings(name), at)[0]
-                truth = pool(1).run(coverage_ranks.alone, at)[0]
+                truths = {n: pool(1).run(coverage_ranks.alone, at, n)[0] for n in (1, 2)}
             except Exception as error:  # whatever transformers raises
                 row["why"] = _last_line(error)
             else:
                 for axis, overrides in axes.items():
-                    row[axis] = _tried(pool, [f"model.hf={at}", *overrides], truth)
+                    # ranks with data of their own count the routers' loss apart, if they have one
+                    apart = "parallel.data=2" in overrides and name not in SHARED
+                    run = [f"model.hf={at}", *overrides]
+                    row[axis] = _tried(pool, run, truths[2 if apart else 1], _size(overrides))
         yield row
 
 
-def _tried(pool: RankPool, run: list[str], truth: coverage_ranks.Answer) -> float | str:
+def _size(overrides: list[str]) -> int:
+    """Ranks of a layout of two along each axis."""
+    return 2 ** sum(x in ("parallel.data=2", PIPE[0], TENSOR[0]) for x in overrides)
+
+
+def _tried(
+    pool: RankPool, run: list[str], truth: coverage_ranks.Answer, size: int = 2
+) -> float | str:
     try:
-        found = pool(2).run(coverage_ranks.steps, run)
+        found = pool(size).run(coverage_ranks.steps, run)
         return coverage_ranks.largest_difference(found, truth)
     except Exception as error:  # a refusal, whose reason is shown
         return _last_line(error)

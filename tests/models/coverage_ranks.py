@@ -47,7 +47,7 @@ def make_folder(settings: dict[str, Any], folder: str) -> str:
     return type(model).__name__
 
 
-def alone(folder: str, parts: int) -> Answer:
+def alone(folder: str, parts: int, num_steps: int = STEPS) -> Answer:
     """Steps of transformers' model in one process, without this package. parts: see `loss_of`."""
     from transformers import AutoModelForCausalLM
 
@@ -55,14 +55,14 @@ def alone(folder: str, parts: int) -> Answer:
     model = AutoModelForCausalLM.from_pretrained(folder, **build_options(torch.float64)).train()
     tied = getattr(model, "all_tied_weights_keys", {})
     named = {tied.get(name, name): p for name, p in model.named_parameters() if p.requires_grad}
-    optim = section.optim
+    optim, decay = section.optim, section.optim.weight_decay
     groups = [
-        {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": optim.weight_decay},
-        {"params": [p for p in named.values() if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [named[x] for x in named if _decays(x, named[x])], "weight_decay": decay},
+        {"params": [named[x] for x in named if not _decays(x, named[x])], "weight_decay": 0.0},
     ]
     adam = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
     data, gradients, losses = UnevenTokens(SEQ_LEN, VOCAB), [], []
-    for step in range(1, STEPS + 1):
+    for step in range(1, num_steps + 1):
         ids, targets = data.batch("train", section.run.seed, step, 0, 1, BATCH)
         adam.zero_grad()
         with everywhere_float64():
@@ -78,6 +78,11 @@ def alone(folder: str, parts: int) -> Answer:
     return whole(named), gradients, losses
 
 
+def _decays(name: str, parameter: Tensor) -> bool:
+    """Matrices do; biases do not, those of stacked experts among them."""
+    return parameter.dim() > 1 and not name.endswith("_bias")
+
+
 def loss_of(model: nn.Module, ids: Tensor, targets: Tensor, parts: int) -> Tensor:
     """The mean of the tokens' losses, with what transformers adds for the routers: of the whole
     batch, or of each of its `parts`, as of two ranks or two microbatches."""
@@ -91,7 +96,7 @@ def loss_of(model: nn.Module, ids: Tensor, targets: Tensor, parts: int) -> Tenso
     return total / (targets != -100).sum()
 
 
-def steps(overrides: list[str]) -> Answer:
+def steps(overrides: list[str], num_steps: int = STEPS) -> Answer:
     """The same on this rank of a layout."""
     run = parity.trainer([*RUN, *overrides])
     plain = run.accumulate
@@ -102,7 +107,7 @@ def steps(overrides: list[str]) -> Answer:
 
     run.accumulate = accumulate
     gradients, losses = [], []
-    for step in range(1, STEPS + 1):
+    for step in range(1, num_steps + 1):
         losses.append(run.train_step(step).wait().loss)
         gradients.append(_gradients(run))
     return parity.held(run, "data"), gradients, losses
@@ -128,7 +133,7 @@ def largest_difference(found: list[Answer], truth: Answer) -> float:
     for losses in (answer[2] for answer in found):
         worst = max(worst, *(abs(a - b) / abs(b) for a, b in zip(losses, truth[2], strict=True)))
     pairs = [([answer[0] for answer in found], truth[0])]
-    pairs += [([answer[1][i] for answer in found], truth[1][i]) for i in range(STEPS)]
+    pairs += [([x[1][i] for x in found], mine) for i, mine in enumerate(truth[1])]
     for mine, true in pairs:
         held, expected = parity.whole(mine, rtol=1e-6, atol=1e-9), parity.whole([true])
         missing = expected.keys() - held.keys()

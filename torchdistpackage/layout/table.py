@@ -10,7 +10,7 @@ from typing import Literal
 
 from torchdistpackage.layout.layout import HeadSplit, Layout
 
-LayerKind = Literal["column", "row", "vocab", "feature", "adapter"]
+LayerKind = Literal["column", "row", "joined", "vocab", "feature", "adapter"]
 Count = Literal["heads", "keys", "groups", "width"]
 
 
@@ -19,8 +19,8 @@ class LayerCut:
     """How one layer is split.
 
     kind: "column" and "row" are products split by outputs and by inputs; "vocab" and "feature" are
-        embeddings split by rows and by columns; "adapter" is a product with a low-rank factor,
-        whose result no rank needs whole.
+        embeddings split by rows and by columns; "joined" is a column layer whose outputs every rank
+        needs whole; "adapter" is a product with a low-rank factor, whose result none needs so.
     weight: the layout of its matrix; a column layer's bias is split alike, a row layer's is whole.
     transposed: the matrix is stored as (inputs, outputs), as that of transformers' Conv1D.
     entrance: path of the module whose input the column layers in it multiply, often an attention
@@ -70,17 +70,21 @@ class SplitTable:
 
     partial: by name the layouts of parameters that are whole, and of whose gradients each rank has
         a part.
+    experts: of modules that hold matrices of many experts by name, and call no layers of their own,
+        the layouts of all of their parameters; those that no axis cuts are added up as biases are.
     """
 
     layers: dict[str, LayerCut] = field(default_factory=dict[str, LayerCut])
     attention: dict[str, AttentionCut] = field(default_factory=dict[str, AttentionCut])
     partial: dict[str, Layout] = field(default_factory=dict[str, Layout])
+    experts: dict[str, dict[str, Layout]] = field(default_factory=dict[str, dict[str, Layout]])
 
     def __or__(self, other: "SplitTable") -> "SplitTable":
         return SplitTable(
             self.layers | other.layers,
             self.attention | other.attention,
             self.partial | other.partial,
+            self.experts | other.experts,
         )
 
     def also_called(self, path: str, other: str) -> None:

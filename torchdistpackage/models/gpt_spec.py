@@ -22,7 +22,13 @@ class GPTSpec:
     has_own_text: ClassVar[bool] = True
 
     @classmethod
-    def of_section(cls, section: Mapping[str, Any], seq_len: int, sequence_parallel: bool) -> Self:
+    def of_section(
+        cls,
+        section: Mapping[str, Any],
+        seq_len: int,
+        sequence_parallel: bool,
+        tensor: int = 1,
+    ) -> Self:
         return cls(gpt_layout.shape_of_section(section, seq_len, sequence_parallel))
 
     def pieces(self) -> tuple[str, ...]:

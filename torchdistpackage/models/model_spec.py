@@ -45,8 +45,15 @@ class ModelSpec(Protocol):
     def shape(self) -> ModelShape: ...
 
     @classmethod
-    def of_section(cls, section: Mapping[str, Any], seq_len: int, sequence_parallel: bool) -> Self:
-        """The model that the keys of a model section describe, for sequences of `seq_len` tokens.
+    def of_section(
+        cls,
+        section: Mapping[str, Any],
+        seq_len: int,
+        sequence_parallel: bool,
+        tensor: int = 1,
+    ) -> Self:
+        """The model that the keys of a model section describe, for sequences of `seq_len` tokens
+        and so many tensor ranks.
 
         Raises:
             LayoutError, ConfigError: the keys describe no such model.

@@ -30,8 +30,10 @@ def spec_of(config: RunConfig) -> ModelSpec | None:
         LayoutError, ConfigError: they describe no model.
     """
     kind, section = model_of(config.model), config.model.model_dump()
-    seq_len, sequence_parallel = config.data.seq_len, config.parallel.sequence_parallel
-    return None if kind is None else kind.of_section(section, seq_len, sequence_parallel)
+    seq_len, p = config.data.seq_len, config.parallel
+    if kind is None:
+        return None
+    return kind.of_section(section, seq_len, p.sequence_parallel, p.tensor)
 
 
 def model(name: str) -> type[ModelSpec]:

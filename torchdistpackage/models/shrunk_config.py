@@ -146,11 +146,11 @@ _KINDS = (
 """Lists that name the kind of each layer."""
 
 
-def shrunk(given: Mapping[str, Any], of_each_kind: int = 1) -> dict[str, Any]:
+def shrunk(given: Mapping[str, Any], of_each_kind: int = 1, heads: int = _HEADS) -> dict[str, Any]:
     """`given`, a config.json with all its settings, as that of a small model of the same classes.
 
-    of_each_kind: layers that the copy keeps of each kind. Whether transformers can make a model of
-    it has to be tried.
+    of_each_kind: layers that the copy keeps of each kind. heads: that it has at most. Whether
+    transformers can make a model of it has to be tried.
     """
     small = dict(given)
     layers = _layers_of(given)
@@ -166,7 +166,7 @@ def shrunk(given: Mapping[str, Any], of_each_kind: int = 1) -> dict[str, Any]:
     for key, value in given.items():
         if isinstance(value, dict):
             inner = cast(dict[str, Any], value)
-            small[key] = _shrunk_inside(key, inner, kept, of_each_kind)
+            small[key] = _shrunk_inside(key, inner, kept, of_each_kind, heads)
         elif isinstance(value, list) and key in _INNER:
             small[key] = [_inner(x, width) for x in small[key]]
         elif isinstance(value, list) and key in ("axial_pos_shape", "axial_pos_embds_dim"):
@@ -174,12 +174,18 @@ def shrunk(given: Mapping[str, Any], of_each_kind: int = 1) -> dict[str, Any]:
         elif isinstance(value, list) and key.endswith("token_id"):
             small[key] = [x if x < VOCAB else 2 for x in cast(list[int], value)]
         elif type(value) is int and value > 0:
-            small[key] = _size(key, value, given, width, len(kept), num_experts)
+            small[key] = _size(key, value, given, width, len(kept), num_experts, heads)
     return small
 
 
 def _size(
-    key: str, value: int, given: Mapping[str, Any], width: int, layers: int, num_experts: int
+    key: str,
+    value: int,
+    given: Mapping[str, Any],
+    width: int,
+    layers: int,
+    num_experts: int,
+    heads: int,
 ) -> int:
     if key in _WIDTHS:
         return max(round(value * WIDTH / width / HEAD) * HEAD, HEAD)
@@ -189,9 +195,9 @@ def _size(
         return layers if value == _layers_of(given) else min(value, 2)
     if key in _KEY_HEADS:
         queries = given.get(_KEY_HEADS[key])
-        return _HEADS if queries == value else min(value, _HEADS // 2)
+        return min(value, heads if queries == value else heads // 2)
     if key in _QUERY_HEADS:
-        return (2 * WIDTH // HEAD) if _is_mamba2(given) else min(value, _HEADS)
+        return (2 * WIDTH // HEAD) if _is_mamba2(given) else min(value, heads)
     if key in _EXPERT_COUNTS:
         return min(value, _EXPERTS)
     if key == "top_k" and "num_beams" in given:
@@ -260,14 +266,14 @@ def _indices(value: Sequence[Any], kept: Sequence[int]) -> list[Any]:
 
 
 def _shrunk_inside(
-    key: str, inner: Mapping[str, Any], kept: Sequence[int], of_each_kind: int
+    key: str, inner: Mapping[str, Any], kept: Sequence[int], of_each_kind: int, heads: int
 ) -> dict[str, Any]:
     if key.endswith("_config") and key != "per_layer_config":
-        return shrunk(inner, of_each_kind)
+        return shrunk(inner, of_each_kind, heads)
     if key == "per_layer_config":
         new = {str(old): str(at) for at, old in enumerate(kept)}
         return {
-            new[str(k)]: shrunk(v, of_each_kind) if isinstance(v, dict) else v
+            new[str(k)]: shrunk(v, of_each_kind, heads) if isinstance(v, dict) else v
             for k, v in inner.items()
             if str(k) in new
         }

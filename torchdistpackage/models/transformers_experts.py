@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchdistpackage.comm import primitives
+from torchdistpackage.comm import collectives, primitives
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.param_spec import batch_group
@@ -33,15 +33,22 @@ class StackedExperts(nn.Module):
     expert_bias = last_load = None
     """Nothing follows the counts: these routers have a loss at most."""
 
-    def __init__(self, whole: Any, group: Group, layouts: Mapping[str, Layout], name: str):
+    def __init__(
+        self,
+        whole: Any,
+        group: Group,
+        layouts: Mapping[str, Layout],
+        name: str,
+        tensor: Group | None = None,
+    ):
         super().__init__()
         self.num_experts, self.act_fn = whole.num_experts, whole.act_fn
-        self.name, self._group = name, group
+        self.name, self._group, self._tensor = name, group, tensor
         self._bounds = bounds(self.num_experts, group.size())
         self.counter = LoadCounter(self.num_experts)
-        mesh = Mesh((("expert", group.size()),))
         for own, layout in layouts.items():
-            shape = local_shape(layout, mesh, group.rank())
+            axes = [x for x in layout.split_axes if x != "expert"]
+            shape = local_shape(layout, *_place(group, tensor, axes[0] if axes else "tensor"))
             weight = getattr(whole, own)
             made = torch.empty(shape, dtype=weight.dtype, device=weight.device)
             self.register_parameter(own, nn.Parameter(made, weight.requires_grad))
@@ -59,6 +66,9 @@ class StackedExperts(nn.Module):
             DataError: weights are NaN, here or on another rank of the group.
         """
         self.counter.add(top_k_index.unsqueeze(1), is_training=self.training)
+        if self._tensor is not None:
+            hidden_states = collectives.copy(hidden_states, self._tensor)
+            top_k_weights = collectives.copy(top_k_weights, self._tensor)
         bad = top_k_weights.detach().isnan().any()
         plan, found = plan_dispatch(top_k_index, None, bad, self._bounds, self._group)
         if found:
@@ -70,7 +80,8 @@ class StackedExperts(nn.Module):
         rows = plan.by_expert(plan.start(plan.rows_of(hidden_states)).wait())
         gate, up = grouped_linear(rows, self.gate_up_proj, plan.counts).chunk(2, -1)
         rows = grouped_linear(self.act_fn(gate) * up, self.down_proj, plan.counts)
-        return plan.combine(plan.send_back(plan.by_rank(rows)), top_k_weights)
+        y = plan.combine(plan.send_back(plan.by_rank(rows)), top_k_weights)
+        return y if self._tensor is None else collectives.reduce(y, self._tensor)
 
 
 def expert_group() -> Group | None:
@@ -80,15 +91,22 @@ def expert_group() -> Group | None:
 
 def place_of(tensor: Group | None, axis: str) -> tuple[Mesh, int]:
     """Of what cuts parameters: a mesh, and this rank's place in it."""
-    groups = expert_group(), tensor
+    return _place(expert_group(), tensor, axis)
+
+
+def _place(experts: Group | None, tensor: Group | None, axis: str) -> tuple[Mesh, int]:
+    groups = experts, tensor
     sizes = [1 if x is None else x.size() for x in groups]
     expert, index = (0 if x is None else x.rank() for x in groups)
     return Mesh((("expert", sizes[0]), (axis, sizes[1]))), expert * sizes[1] + index
 
 
-def share_experts(decoder: nn.Module, layouts: Mapping[str, Layout], group: Group) -> None:
+def share_experts(
+    decoder: nn.Module, layouts: Mapping[str, Layout], group: Group, tensor: Group | None = None
+) -> None:
     """Replace every module of experts in `decoder`. layouts: of all parameters of the model, by
-    their names in it, of which those that are cut over `expert` name these modules."""
+    their names in it, of which those that are cut over `expert` name these modules. tensor: ranks
+    that share each expert."""
     found: dict[str, dict[str, Layout]] = {}
     for name, layout in layouts.items():
         if "expert" in layout.split_axes:
@@ -98,7 +116,7 @@ def share_experts(decoder: nn.Module, layouts: Mapping[str, Layout], group: Grou
     for path, mine in found.items():
         if path in here:  # and not on another stage
             parent, _, own = path.rpartition(".")
-            setattr(here[parent], own, StackedExperts(here[path], group, mine, path))
+            setattr(here[parent], own, StackedExperts(here[path], group, mine, path, tensor))
 
 
 def router_load(router_logits: Sequence[Tensor], top_k: int) -> Tensor:

@@ -7,7 +7,7 @@ that of its tokens and which parts they reach, is tried on a small copy of the s
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -24,10 +24,14 @@ from torchdistpackage.models.families.found import (
 )
 from torchdistpackage.models.families.table import Family, FoundModel, FoundParameter, Sizes
 from torchdistpackage.models.shrunk_config import shrunk
+from torchdistpackage.models.transformers_cuts import CHOICES, can_deal_heads, find_cuts
 from torchdistpackage.models.transformers_meta import ALONE, known_settings, on_meta
 from torchdistpackage.models.transformers_staged import try_stages
+from torchdistpackage.models.transformers_trial import try_tensor
 from torchdistpackage.tools.undisturbed import keep_random_states
 
+MOST_TRIED = 8
+"""Tensor ranks of a small copy."""
 NUM_TOKENS = 12
 """Of a sample of the small copy."""
 _LARGEST = 20_000_000
@@ -37,19 +41,24 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_targ
 _LEARNED = re.compile(r"position|\bwpe\b")
 
 
-def found_family(given: Mapping[str, Any]) -> Family:
-    """The family of one config.json, which transformers can make a model of.
+def found_family(given: Mapping[str, Any], tensor: int = 1) -> Family:
+    """The family of one config.json, which transformers can make a model of, cut for so many
+    tensor ranks.
 
     Raises:
         NotAvailableError: transformers is not there.
         ConfigError: it has no such causal language model, or refuses the settings.
     """
-    return _read(json.dumps(dict(given), sort_keys=True, default=str))
+    return _read(json.dumps(dict(given), sort_keys=True, default=str), tensor)
 
 
 @lru_cache(maxsize=8)
-def _read(text: str) -> Family:
+def _read(text: str, tensor: int) -> Family:
     given = json.loads(text)
+    if tensor > 1:
+        whole = _read(text, 1).found
+        assert whole is not None
+        return family(whole if whole.refused else _cut(given, whole, tensor))
     with ALONE:
         config = known_settings(given)
         return family(_found(on_meta(given, torch.float32), config, _tried(given)))
@@ -147,12 +156,37 @@ def _blocks(model: Any) -> tuple[str, int]:
     return path, lists[path]
 
 
+# -- what tensor ranks share ---------------------------------------------------------------------
+
+
+def _cut(given: Mapping[str, Any], whole: FoundModel, tensor: int) -> FoundModel:
+    """`whole` with the cuts of the first choices by which a small copy computes the same."""
+    by_heads = can_deal_heads(whole, tensor)
+    num_ranks = min(tensor, MOST_TRIED)
+    problem = f"transformers makes no small copy of {whole.class_name} to try it on"
+    with ALONE:
+        model = on_meta(given, torch.float32)
+        for small in small_models(given, max(num_ranks, 4)):
+            ids = _ids(small)
+            read = _found(small, small.config, _Tried())
+            read = replace(read, unreached=whole.unreached)
+            for choices in CHOICES:
+                chosen = replace(choices, by_heads=choices.by_heads and by_heads)
+                cut = replace(read, cuts=find_cuts(small, read, chosen))
+                found = try_tensor(small, cut, ids, num_ranks)
+                if found is None:
+                    return replace(whole, cuts=find_cuts(model, whole, chosen))
+                problem = found
+    return replace(whole, uncut=problem)
+
+
 # -- what is tried on a small copy ---------------------------------------------------------------
 
 
-def small_models(given: Mapping[str, Any]) -> Iterator[nn.Module]:
+def small_models(given: Mapping[str, Any], heads: int = 4) -> Iterator[nn.Module]:
     """Copies of a model to try things on, the smallest first; where none can be made, none.
 
+    heads: that they have at most.
     Their weights are drawn from a seed of their own, in float32 on the CPU.
     """
     from transformers import AutoModelForCausalLM
@@ -160,7 +194,7 @@ def small_models(given: Mapping[str, Any]) -> Iterator[nn.Module]:
     whole = known_settings(given)
     for each in (1, 2):
         try:
-            config = known_settings(shrunk(whole.to_dict(), of_each_kind=each))
+            config = known_settings(shrunk(whole.to_dict(), of_each_kind=each, heads=heads))
             with keep_random_states():
                 torch.manual_seed(0)
                 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -196,9 +230,7 @@ def _tried(given: Mapping[str, Any]) -> _Tried:
 
 
 def _try(model: Any) -> _Tried:
-    vocab = _number(model.config.get_text_config(), "vocab_size", 1)
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(min(3, vocab - 1), vocab, (2, NUM_TOKENS), generator=draw)
+    ids = _ids(model)
     model.eval()
     output = model(input_ids=ids, labels=ids.clone(), return_dict=True)
     loss, logits = output.loss, output.logits
@@ -221,6 +253,13 @@ def _try(model: Any) -> _Tried:
     output.loss.backward()
     unreached = tuple(_unreached(model))
     return _Tried(None, unreached, factor, *try_stages(model, ids, _blocks(model)[0]))
+
+
+def _ids(model: Any) -> Tensor:
+    """(2, NUM_TOKENS) token ids."""
+    vocab = _number(model.config.get_text_config(), "vocab_size", 1)
+    draw = torch.Generator().manual_seed(0)
+    return torch.randint(min(3, vocab - 1), vocab, (2, NUM_TOKENS), generator=draw)
 
 
 def _unreached(model: nn.Module) -> Iterator[str]:

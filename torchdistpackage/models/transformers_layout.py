@@ -31,18 +31,20 @@ _MOST = 1 << 24
 @dataclass(frozen=True)
 class TransformersShape:
     """One model of a family. given: its config.json; seq_len: of the sequences it is trained on;
-    lora: its adapters, if only these are trained."""
+    lora: its adapters, if only these are trained. tensor: ranks that share a model without a table,
+    of which nothing is cut for one."""
 
     family: str
     given: Mapping[str, Any]
     seq_len: int
     sequence_parallel: bool = False
     lora: Lora | None = None
+    tensor: int = 1
 
     @cached_property
     def kind(self) -> Family:
         table = FAMILIES.get(self.family)
-        return resolve(_FOUND)(self.given) if table is None else table
+        return resolve(_FOUND)(self.given, self.tensor) if table is None else table
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -80,7 +82,7 @@ class TransformersShape:
 
 
 def shape_of_section(
-    section: Mapping[str, Any], seq_len: int, sequence_parallel: bool
+    section: Mapping[str, Any], seq_len: int, sequence_parallel: bool, tensor: int = 1
 ) -> TransformersShape:
     """The shape of the model that `hf` of a model section names.
 
@@ -91,7 +93,7 @@ def shape_of_section(
     found = read_config(where)
     lora = Lora.of_section(section.get("lora"))
     family = str(found.get("model_type"))
-    shape = TransformersShape(family, found, seq_len, sequence_parallel, lora)
+    shape = TransformersShape(family, found, seq_len, sequence_parallel, lora, tensor)
     try:
         shape.kind  # noqa: B018  read now, as it may be none
     except ConfigError as error:

@@ -98,8 +98,9 @@ class TransformersStage(nn.Module):
         self._sequence = sequence if isinstance(sequence, ContextSequence) else None
         self.decoder, self.shape, self.axis = decoder, shape, axis
         self._group, self._stage_of = group, stage_of
-        self._vocab = None if group is None else SplitVocab(group, shape.vocab)
         read = shape.kind.found
+        is_whole = group is None or (read is not None and not read.cuts.head)
+        self._vocab = None if is_whole else SplitVocab(group, shape.vocab)
         self._auxiliary = 0.0 if read is None else read.auxiliary
         self._routers = {"output_router_logits": True} if self._auxiliary else {}
         self._top_k = 0 if read is None or not read.shared_experts else read.top_k
@@ -305,7 +306,8 @@ def stage(
         attend_over(decoder, sequence)
     experts = expert_group()
     if read is not None and read.shared_experts and experts is not None:
-        share_experts(decoder, layouts(shape, axis=axis), experts)
+        known = layouts(shape, axis=axis)
+        share_experts(decoder, known, experts, group if num > 1 else None)
     made = TransformersStage(decoder, shape, group if num > 1 else None, axis, stage_of, sequence)
     check_shapes(made, *place_of(group, axis))
     materialize(made, device)

@@ -125,14 +125,22 @@ def _refusals_of_found(
     document_masks: bool,
     context: int,
 ) -> list[tuple[str, str]]:
-    """Of a family that has no table: no weight of it is cut."""
-    uncut = f"{read.class_name} has no table of {', '.join(FAMILIES)}, and is not cut"
+    """Of a family that has no table."""
+    without = (
+        f"{read.class_name} has no table of {', '.join(FAMILIES)}, and its sequence is not cut"
+    )
     asked = {
         "data.document_masks": document_masks and "set it to false",
-        "parallel.context": context > 1 and "set context to 1, and use data and zero",
-        "parallel.tensor": tensor > 1 and "set tensor to 1, and use data and zero",
+        "parallel.context": context > 1 and "set context to 1, and use data, tensor and zero",
+        "parallel.sequence_parallel": shape.sequence_parallel and "set it to false",
     }
-    found = [(key, f"{uncut}; {text}") for key, text in asked.items() if text]
+    found = [(key, f"{without}; {text}") for key, text in asked.items() if text]
+    if tensor > 1 and read.uncut is not None:
+        text = (
+            f"{tensor} ranks that share {read.class_name} by rules do not compute what a small "
+            f"copy of it does: {read.uncut}; set tensor to 1, and use data and zero"
+        )
+        found.append(("parallel.tensor", text))
     if num_stages > 1 and (problem := _unstaged(read, num_stages)) is not None:
         most = 1 if read.unstaged or read.auxiliary else read.sizes.layers
         found.append(("parallel.pipe", f"{problem}; set pipe to at most {most}"))
@@ -160,6 +168,7 @@ def goes_with(shape: TransformersShape) -> tuple[tuple[str, str], ...]:
             ("data", "any number of ranks"),
             ("zero", "0 to 3"),
             *shared,
+            ("tensor", "any number of ranks, by rules that are tried on a small copy"),
             ("pipe", shape.kind.found.unstaged or f"up to {n.layers} stages, of whole blocks"),
             ("recompute", "none, blocks, auto" if shape.kind.blocks else "none, auto"),
             ("lora", f"on {', '.join(linear_layers(weights(shape)))}"),

@@ -26,8 +26,15 @@ class TransformersSpec:
     has_own_text: ClassVar[bool] = False
 
     @classmethod
-    def of_section(cls, section: Mapping[str, Any], seq_len: int, sequence_parallel: bool) -> Self:
-        return cls(transformers_layout.shape_of_section(section, seq_len, sequence_parallel))
+    def of_section(
+        cls,
+        section: Mapping[str, Any],
+        seq_len: int,
+        sequence_parallel: bool,
+        tensor: int = 1,
+    ) -> Self:
+        how = section, seq_len, sequence_parallel, tensor
+        return cls(transformers_layout.shape_of_section(*how))
 
     def pieces(self) -> tuple[str, ...]:
         return transformers_layout.pieces(self.shape)

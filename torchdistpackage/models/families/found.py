@@ -2,6 +2,7 @@
 
 What is known of it are names and shapes of its parameters, which of them are matrices of linear
 layers, which share memory, and where its blocks are: enough for whatever cuts nothing of the model.
+What tensor ranks share of it follows from rules (models/transformers_cuts.py).
 """
 
 import re
@@ -10,6 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.table import LayerCut, SplitTable
+from torchdistpackage.models.families.cuts import FoundCut, StackedCut
 from torchdistpackage.models.families.table import (
     Family,
     FoundModel,
@@ -38,6 +41,13 @@ def family(found: FoundModel) -> Family:
         for p in found.by_block.get("", ()):
             if not found.is_before(p.name):
                 _add(w, p, found)
+        for alias, name in found.aliases.items():  # a head that is the embedding too
+            path, shape = alias.rpartition(".")[0], shapes[name]
+            if (cut := found.cuts.layers.get(path)) is not None and alias == f"{path}.weight":
+                layout = _of_layer(w, FoundParameter(name, shape), cut, "weight")
+                _list_layer(w, path, cut, layout)
+
+    shapes = {p.name: p.shape for p in found.parameters}
 
     def block(w: Weights, s: Settings, n: Sizes) -> None:
         for p in found.by_block.get(w.prefix, ()):
@@ -59,13 +69,64 @@ def family(found: FoundModel) -> Family:
 
 
 def _add(w: Weights, p: FoundParameter, found: FoundModel) -> None:
-    is_expert = len(p.shape) == 3 or _EXPERT.search(w.prefix + p.name) is not None
+    """A parameter, whole or as `found.cuts` says."""
+    full, cuts = w.prefix + p.name, found.cuts
+    path, _, last = full.rpartition(".")
+    is_expert = len(p.shape) == 3 or _EXPERT.search(full) is not None
     share = found.active if is_expert else 1.0
     layout = Layout(p.name, p.shape)
-    if found.shared_experts and is_stacked(w.prefix + p.name, p.shape):
-        cut = (("expert",), (), ())
-        layout = Layout(p.name, p.shape, cut, view="expert", uneven=True, split_rule="even")
+    if path in cuts.experts:
+        layout = _of_stacked(w, p, cuts.experts[path][last])
+    elif (cut := cuts.layers.get(path)) is not None:
+        layout = _of_layer(w, p, cut, last)
+    elif full in cuts.partial:
+        layout = replace(layout, unreduced=(w.axis,))
+    if found.shared_experts and is_stacked(full, p.shape):
+        split = (("expert",), *layout.split[1:])
+        layout = replace(layout, split=split, view="expert", uneven=True, split_rule="even")
     w.add(p.name, Weight(layout, "made", inputs=p.inputs, share=share))
+    layout = w.held[full].layout
+    if path in cuts.experts and not found.shared_experts:
+        w.split.experts.setdefault(path, {})[last] = layout
+    elif last == "weight" and (cut := cuts.layers.get(path)) is not None:
+        _list_layer(w, path, cut, layout)
+    around = path.rpartition(".")[0]
+    for module in (path, around):
+        if module in cuts.attention:
+            w.split.attention[module] = cuts.attention[module]
+
+
+def _of_layer(w: Weights, p: FoundParameter, cut: FoundCut, last: str) -> Layout:
+    if last != "weight":
+        is_cut = cut.kind in ("column", "joined")
+        return (
+            w.cut(p.name, p.shape, 0, cut.heads, cut.parts) if is_cut else Layout(p.name, p.shape)
+        )
+    return w.cut(p.name, p.shape, cut.dim, cut.heads, cut.parts)
+
+
+def _of_stacked(w: Weights, p: FoundParameter, cut: StackedCut) -> Layout:
+    if cut.dim is None:
+        return Layout(p.name, p.shape, unreduced=(w.axis,))
+    return w.cut(p.name, p.shape, cut.dim, cut.heads, cut.parts)
+
+
+def _list_layer(w: Weights, path: str, cut: FoundCut, layout: Layout) -> None:
+    how = {"transposed": cut.transposed, "entrance": cut.entrance or path}
+    w.split.layers[path] = LayerCut(cut.kind, layout, **how)
+
+
+def table_of(found: FoundModel, axis: str = "tensor") -> tuple[SplitTable, dict[str, Layout]]:
+    """What tensor ranks have in place of which layers, and the layout of every parameter."""
+    table, layouts = SplitTable(), dict[str, Layout]()
+    made = family(found)
+    for prefix in found.by_block:
+        w = Weights(prefix, axis, found.sizes.std)
+        for part in (made.block,) if prefix else (made.embed, made.head):
+            part(w, {}, found.sizes)
+        table |= w.split
+        layouts |= {name: weight.layout for name, weight in w.held.items()}
+    return table, layouts
 
 
 def is_stacked(name: str, shape: tuple[int, ...]) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from torchdistpackage.layout.layout import HeadSplit, Layout
 from torchdistpackage.layout.table import AttentionCut, Count, LayerCut, LayerKind, SplitTable
+from torchdistpackage.models.families.cuts import FoundCuts
 
 Settings = Mapping[str, Any]
 """Of a config.json, with the family's defaults for what it leaves out."""
@@ -98,20 +99,20 @@ class Weights:
 
     def table(self, name: str, rows: int, columns: int, zero_row: int | None = None) -> None:
         """An embedding, cut by columns."""
-        layout = self._cut(name, (rows, columns), 1)
+        layout = self.cut(name, (rows, columns), 1)
         self.add(f"{name}.weight", Weight(layout, "normal", self.std, zero_row))
         self._layer(name, "feature", layout)
 
     def cut_rows(self, name: str) -> None:
         """Cut a table by rows instead, as a head that shares it is."""
         weight = self.held[f"{name}.weight"]
-        cut = self._cut(f"{name}.weight", weight.layout.shape, 0)
+        cut = self.cut(f"{name}.weight", weight.layout.shape, 0)
         self.held[f"{name}.weight"] = replace(weight, layout=cut)
         self._layer(name, "vocab", cut)
 
     def tied_head(self, name: str, rows: int, columns: int) -> None:
         """The matrix that makes logits where it is an embedding, cut by rows."""
-        self._layer(name, "column", self._cut(name, (rows, columns), 0), entrance=name)
+        self._layer(name, "column", self.cut(name, (rows, columns), 0), entrance=name)
 
     def column(
         self,
@@ -130,12 +131,12 @@ class Weights:
         """
         dim = int(transposed)
         shape = (inputs, size) if transposed else (size, inputs)
-        layout = self._cut(name, shape, dim, heads, parts)
+        layout = self.cut(name, shape, dim, heads, parts)
         self.add(f"{name}.weight", Weight(layout, "normal", self.std, inputs=1 - dim))
         entrance = self.prefix + (name.rpartition(".")[0] or name)
         self._layer(name, "column", layout, transposed=transposed, entrance=entrance)
         if bias:
-            layout = self._cut(name, (size,), 0, heads, parts)
+            layout = self.cut(name, (size,), 0, heads, parts)
             self.add(f"{name}.bias", Weight(layout, "zeros"))
 
     def row(
@@ -152,7 +153,7 @@ class Weights:
         """A layer cut by its inputs; its bias is whole. scale: of its initial draws."""
         dim = int(not transposed)
         shape = (inputs, size) if transposed else (size, inputs)
-        layout = self._cut(name, shape, dim, heads)
+        layout = self.cut(name, shape, dim, heads)
         self.add(f"{name}.weight", Weight(layout, "normal", self.std * scale, inputs=dim))
         self._layer(name, "row", layout, transposed=transposed)
         if bias:
@@ -166,7 +167,7 @@ class Weights:
         cut = AttentionCut(queries, keys, n.head_dim, counts, by_head)
         self.split.attention[self.prefix + name] = cut
 
-    def _cut(
+    def cut(
         self,
         name: str,
         shape: tuple[int, ...],
@@ -174,6 +175,7 @@ class Weights:
         heads: HeadSplit | None = None,
         parts: Sequence[int] = (),
     ) -> Layout:
+        """The layout of a parameter that is cut along `dim`."""
         split = tuple((self.axis,) if at == dim else () for at in range(len(shape)))
         fused = tuple(tuple(parts) if at == dim else () for at in range(len(shape)))
         return Layout(name, shape, split, parts=fused, heads=heads, split_rule="even")
@@ -200,7 +202,8 @@ class FoundModel:
     can. before: paths of what runs before the blocks. auxiliary: the factor of its routers' loss in
     the loss, 0 without one. positions: its longest sequence, if its settings say so. active: the
     part of its experts that works on a token. shared_experts: of each block, if ranks can share
-    them; 0: they cannot. top_k: of them, those that a token goes to.
+    them; 0: they cannot. top_k: of them, those that a token goes to. cuts: what tensor ranks share;
+    of a model that is not to be cut nothing. uncut: why they cannot; None: they can.
     """
 
     class_name: str
@@ -218,6 +221,8 @@ class FoundModel:
     active: float
     shared_experts: int = 0
     top_k: int = 0
+    cuts: FoundCuts = field(default_factory=FoundCuts)
+    uncut: str | None = None
 
     @cached_property
     def by_block(self) -> dict[str, list[FoundParameter]]:

@@ -28,6 +28,7 @@ from torchdistpackage.layout.table import AttentionCut, LayerCut, SplitTable
 from torchdistpackage.parallel.tensor.full import copy_part
 from torchdistpackage.parallel.tensor.linear import ColumnLinear, RowLinear
 from torchdistpackage.parallel.tensor.lookup import split_lookup
+from torchdistpackage.parallel.tensor.stacked import split_stacked
 from torchdistpackage.topology.mesh import Mesh
 
 _ADAPTED = ".base_layer"
@@ -58,6 +59,9 @@ def parallelize(
         return
     split = _LayerSwap(module, table, group, axis, tp_comm_overlap)
     split.replace_layers()
+    for path, layouts in table.experts.items():
+        if (experts := split.modules.get(path)) is not None:
+            split_stacked(experts, layouts, group, split.shard, path.count(".") + 1)
     for path, cut in table.attention.items():
         if (attention := split.modules.get(path)) is not None:
             _count_heads(attention, cut, group)
@@ -92,12 +96,15 @@ class _LayerSwap:
             whole = dict(layer._parameters)
             made, layouts = self._made(path, cut, layer, is_local=cut.entrance in entrances)
             for name, layout in layouts.items():
-                made.register_parameter(name, self._shard(whole[name], layout))
+                made.register_parameter(name, self.shard(whole[name], layout))
             replaced[layer] = made
         for parent in list(self._module.modules()):
             for name, child in parent._modules.items():
                 if child in replaced:
                     parent._modules[name] = replaced[child]
+        for path, cut in here.items():
+            if cut.kind == "joined":
+                self._join(path, cut, replaced[self._layer(path)])
         for path, is_sequence in entrances.items():
             entrance = _Entrance(self.group, is_sequence)
             self.modules[path].register_forward_pre_hook(entrance, with_kwargs=True)
@@ -118,7 +125,7 @@ class _LayerSwap:
         """
         columns: dict[str, list[str]] = defaultdict(list)
         for path, cut in here.items():
-            if cut.kind == "column":
+            if cut.kind in ("column", "joined"):
                 columns[cut.entrance].append(path)
         found: dict[str, bool] = {}
         for entrance, paths in columns.items():
@@ -155,7 +162,7 @@ class _LayerSwap:
             "axis": self.axis,
             "device": "meta",
         }
-        if cut.kind == "column":
+        if cut.kind in ("column", "joined"):
             parts = next(filter(None, cut.weight.parts), ())
             column = ColumnLinear(inputs, outputs, parts=parts, local=is_local, **how)
             return column, column.layouts()
@@ -164,7 +171,15 @@ class _LayerSwap:
             self.modules[path].register_forward_hook(_Exit(self.group, row))
         return row, row.layouts()
 
-    def _shard(self, whole: nn.Parameter, layout: Layout) -> nn.Parameter:
+    def _join(self, path: str, cut: LayerCut, column: nn.Module) -> None:
+        """Let all ranks have all outputs of a column layer, with those of its adapter."""
+        dim, num = int(cut.transposed), self.group.size()
+        sizes = [local_shape(cut.weight, self.mesh, index)[dim] for index in range(num)]
+        behind = self.modules[path] if self._is_adapted(path) else column
+        behind.register_forward_hook(_Joined(self.group, tuple(sizes)))
+
+    def shard(self, whole: nn.Parameter, layout: Layout) -> nn.Parameter:
+        """This rank's part of a parameter, once for all of its names."""
         if whole not in self._shards:
             shape = local_shape(layout, self.mesh, self.group.rank())
             part = torch.empty(shape, dtype=whole.dtype, device=whole.device)
@@ -211,6 +226,17 @@ class _Exit:
         else:
             y = collectives.reduce(partial, self.group)
         return y if self.layer.bias is None else y + self.layer.bias
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """All outputs of a column layer; sizes: what each rank has of them."""
+
+    group: Group
+    sizes: tuple[int, ...]
+
+    def __call__(self, module: nn.Module, args: object, y: Tensor) -> Tensor:
+        return collectives.gather(y, -1, self.group, self.sizes)
 
 
 def _argument_names(module: nn.Module) -> list[str]:

@@ -1,0 +1,74 @@
+"""Experts of foreign models whose matrices are stacked in one module: cut inside, in place.
+
+Each rank has some hidden channels of every expert. The module's own forward makes a part of the
+result of them; what it is given is copied in, so that gradients are summed, and its result is added
+up. A bias of the result is on all ranks: each adds its part, as a forward sees it divided.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchdistpackage.comm import collectives
+from torchdistpackage.comm.nested import map_tensors
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.mark import mark_parameter
+
+
+def split_stacked(
+    module: nn.Module,
+    layouts: Mapping[str, Layout],
+    group: Group,
+    shard: Callable[[nn.Parameter, Layout], nn.Parameter],
+    depth: int,
+) -> None:
+    """Cut the parameters of `module` by `layouts`, of all of them by name.
+
+    shard: this rank's part of a parameter. depth: of marks, see `Mark`.
+    """
+    shared: list[str] = []
+    for name, layout in layouts.items():
+        whole = module._parameters[name]
+        assert whole is not None
+        if layout.split_axes:
+            module.register_parameter(name, shard(whole, layout))
+        else:
+            shared.append(name)
+            mark_parameter(whole, layout, group, depth)
+    module.register_forward_pre_hook(_ExpertsInput(group, tuple(shared)), with_kwargs=True)
+    module.register_forward_hook(_ExpertsResult(group, tuple(shared)))
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertsInput:
+    """Inputs for products of a part of the channels. shared: names of the biases on all ranks."""
+
+    group: Group
+    shared: tuple[str, ...]
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for name in self.shared:
+            # an attribute that hides the parameter, for this forward alone
+            module.__dict__[name] = module._parameters[name] / self.group.size()
+        return map_tensors(args, self._copied), map_tensors(kwargs, self._copied)
+
+    def _copied(self, x: Tensor) -> Tensor:
+        return collectives.copy(x, self.group) if x.is_floating_point() else x
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertsResult:
+    """The sum of the ranks' parts."""
+
+    group: Group
+    shared: tuple[str, ...]
+
+    def __call__(self, module: nn.Module, args: object, output: Any) -> Any:
+        for name in self.shared:
+            del module.__dict__[name]
+        return map_tensors(output, lambda x: collectives.reduce(x, self.group))
