@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchdistpackage.models.transformers_found import small_models
 from torchdistpackage.parallel.pipeline.partition.hf_decoder import (
     DecoderStage,
     decoder_stage,
@@ -93,8 +94,6 @@ def tried_cache(given: Mapping[str, Any], is_staged: bool) -> tuple[bool, bool]:
 
 @lru_cache(maxsize=16)
 def _tried(text: str, is_staged: bool, padding: int) -> bool:
-    from torchdistpackage.models.transformers_found import small_models
-
     with keep_random_states(), torch.no_grad():
         for model in small_models(json.loads(text)):
             model.eval()

@@ -1,6 +1,6 @@
 """Parameters of a stage that was split on the meta device: compared with the layouts, then made."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,14 +11,12 @@ from torchdistpackage.layout.mark import mark_of, mark_parameter
 from torchdistpackage.models.transformers_layout import weights
 from torchdistpackage.topology.mesh import Mesh
 
-if TYPE_CHECKING:
-    from torchdistpackage.models.transformers_model import TransformersStage
-
 _SHOWN = 6
 
 
-def check_shapes(made: "TransformersStage", mesh: Mesh, index: int) -> None:
-    """Raises LayoutError where transformers' parameters are not those of the layouts."""
+def check_shapes(made: Any, mesh: Mesh, index: int) -> None:
+    """Raises LayoutError where transformers' parameters are not those of the layouts. made: a
+    `TransformersStage`."""
     known = weights(made.shape, None, made.axis)
     problems: list[str] = []
     parameters = dict(made.named_parameters())

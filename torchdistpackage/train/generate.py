@@ -148,7 +148,7 @@ class _CachedRows:
         """One, or where the model takes no padding one for each length. None if it, or the way it
         is run, needs all tokens each time."""
         whole = model.sequence.multiple == 1 and not model.stage.compiled
-        if not whole or model.plan.config.precision.fp8 != "off":
+        if not whole or model.plan.has_float8:
             return None
         modules: dict[int, Any] = {s: model.stage[str(s)] for s in executor.stages}
         caches = {s: module.make_cache() for s, module in modules.items()}

@@ -58,6 +58,11 @@ class Plan:
         return self.config.parallel.cp_comm_type
 
     @property
+    def has_float8(self) -> bool:
+        """Whether linear layers compute products in float8."""
+        return self.config.precision.fp8 != "off"
+
+    @property
     def shape(self) -> ModelShape | None:
         """Of the model; None for a user's own."""
         return None if self.model is None else self.model.shape
