@@ -1,11 +1,14 @@
 """`tdp export` writes what transformers loads, from a checkpoint of any layout."""
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM
 
 from tests.models import hugging_face_folders as folders
 from tests.models.hugging_face_ranks import save_run
@@ -137,3 +140,35 @@ def test_a_full_disk_leaves_nothing(ranks, tmp_path, monkeypatch, capsys):
     assert main(["export", str(run), str(tmp_path / "out")]) == 1
     assert "cannot be written: Error while serializing" in capsys.readouterr().err
     assert not [x for x in tmp_path.iterdir() if "out" in x.name]
+
+
+def test_merged_adapters_are_the_bits_of_peft(ranks, tmp_path, capsys):
+    """Of a run whose ranks had parts of the adapters, which are not as they begin."""
+    source = folders.save("llama", tmp_path / "source")
+    adapted = "model.lora={r: 3, alpha: 7, target: [q_proj, down_proj]}"
+    run = saved_run(ranks, tmp_path, {"tensor": 2}, f"model.hf={source}", adapted)
+    (source / "tokenizer.json").write_text("{}")
+    out, adapters = tmp_path / "out", tmp_path / "adapters"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an earlier name
+        assert main(["export", str(run), str(out), "--merge"]) == 0
+        assert main(["export", str(run), str(adapters)]) == 0
+        base = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+        before = {name: x.clone() for name, x in base.state_dict().items()}
+        truth = PeftModel.from_pretrained(base, str(adapters)).merge_and_unload().state_dict()
+    found = AutoModelForCausalLM.from_pretrained(out, dtype="auto").state_dict()
+    assert found.keys() == truth.keys() == before.keys()
+    assert all(torch.equal(found[name], x) for name, x in truth.items())
+    changed = {name for name, x in before.items() if not torch.equal(found[name], x)}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "down_proj"}
+    assert (out / "tokenizer.json").is_file()
+    assert not (out / "adapter_config.json").exists()
+    (source / "config.json").unlink()
+    assert main(["export", str(run), str(tmp_path / "again"), "--merge"]) == 2
+    assert f"{source}: it has no config.json" in capsys.readouterr().err
+
+
+def test_a_run_without_adapters_is_not_merged(ranks, tmp_path, capsys):
+    run = saved_run(ranks, tmp_path, {})
+    assert main(["export", str(run), str(tmp_path / "out"), "--merge"]) == 2
+    assert "has no adapters (model.lora)" in capsys.readouterr().err

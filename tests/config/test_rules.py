@@ -387,6 +387,20 @@ def run(**values: Any) -> RunConfig:
             "optim.warmup_steps=20 is more than train.steps=10; set warmup_steps to 10 or less",
         ),
         (
+            {"optim__schedule": "linear", "optim__schedule_args": {"power": 2}},
+            None,
+            "optim.schedule",
+            "optim.schedule_args has power, but optim.schedule=linear takes none; leave out what "
+            "it does not take",
+        ),
+        (
+            {"optim__name": "muon", "parallel__tensor": 2},
+            None,
+            "optim.name",
+            "optim.name=muon makes the update of a whole matrix orthogonal, and parallel.tensor=2 "
+            "leaves parts of it to each rank; use data, pipe and context without ZeRO, or adamw",
+        ),
+        (
             {"model__name": "gpt", "model__target": "a:b"},
             None,
             "model.name",

@@ -16,9 +16,9 @@ from torchdistpackage.models.shrunk_config import VOCAB
 from torchdistpackage.models.transformers_meta import build_options
 from torchdistpackage.optim.sharded import ShardedOptimizer
 from torchdistpackage.train.export import export_checkpoint
+from torchdistpackage.train.learning_rate import warmup_cosine
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.train_state import TrainState, save_state
-from torchdistpackage.train.update import warmup_cosine
 
 STEPS, SEQ_LEN, BATCH = 3, 12, 4
 RUN = [

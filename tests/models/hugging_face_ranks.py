@@ -90,6 +90,10 @@ def save_run(changes: list[str]) -> None:
     """A run folder with a checkpoint of the state that a run begins with."""
     run = parity.trainer([*START, *changes])
     config = run.plan.config
+    for name, parameter in run.stage.named_parameters():
+        if name.endswith(("lora_A.default.weight", "lora_B.default.weight")):
+            # not zero, as B begins; the same bits wherever a part of it is
+            torch.nn.init.constant_(parameter, 0.25 if "_A" in name else 0.5)
     folder = Path(config.run.dir) / config.run.name
     save_state(run, TrainState(step=1), folder, keep_last=1)
     if run.rank == 0:

@@ -1,12 +1,15 @@
-"""Warm-up and cosine, at the steps where they turn."""
+"""Warm-up and cosine, at the steps where they turn; transformers' schedules beside its own."""
 
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchdistpackage.train.update import warmup_cosine
+from torchdistpackage.config.load import loads
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.train.learning_rate import learning_rate, warmup_cosine
 
 
 def test_the_turning_points():
@@ -27,3 +30,69 @@ def test_the_factor_rises_then_falls_and_stays_between_its_ends(warmup, num_step
     assert rising == sorted(rising) and all(0 < f <= 1 for f in rising)
     assert all(a >= b - 1e-12 for a, b in pairwise(falling))
     assert all(ratio - 1e-12 <= f <= 1 for f in falling)
+
+
+SCHEDULES = [
+    ("constant", {}),
+    ("constant_with_warmup", {}),
+    ("linear", {}),
+    ("cosine", {}),
+    ("cosine", {"num_cycles": 1.5}),
+    ("cosine_with_restarts", {"num_cycles": 3}),
+    ("cosine_with_min_lr", {"min_lr_rate": 0.2}),
+    ("cosine_with_min_lr", {"min_lr": 1e-4, "num_cycles": 2}),
+    ("polynomial", {}),
+    ("polynomial", {"power": 2.0, "lr_end": 1e-5}),
+    ("inverse_sqrt", {}),
+    ("inverse_sqrt", {"timescale": 7}),
+    ("warmup_stable_decay", {"num_decay_steps": 5}),
+    (
+        "warmup_stable_decay",
+        {"num_decay_steps": 6, "num_stable_steps": 3, "warmup_type": "cosine", "min_lr_ratio": 0.1},
+    ),
+    ("warmup_stable_decay", {"num_decay_steps": 8, "decay_type": "1-sqrt"}),
+]
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+@pytest.mark.parametrize(("name", "given"), SCHEDULES, ids=str)
+def test_schedules_of_transformers_have_its_numbers(name, given, warmup):
+    transformers = pytest.importorskip("transformers")
+    parameter, lr, num_steps = torch.nn.Parameter(torch.zeros(1)), 3e-3, 20
+    optimizer = torch.optim.SGD([parameter], lr=lr)
+    length = None if "num_stable_steps" in given else num_steps  # it takes one of both
+    theirs = transformers.get_scheduler(
+        name, optimizer, warmup, length, scheduler_specific_kwargs=dict(given)
+    )
+    said = {"lr": lr, "schedule": name, "schedule_args": given, "warmup_steps": warmup}
+    text = f"{{optim: {said}, train: {{steps: {num_steps}}}}}"
+    at = learning_rate(loads(text).optim, num_steps)
+    for step in range(num_steps + 3):
+        assert at(step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12, abs=1e-18), step
+        optimizer.step()
+        theirs.step()
+
+
+@pytest.mark.parametrize(
+    ("optim", "text"),
+    [
+        ("{schedule: linear, schedule_args: {power: 2}}", "has power, but optim.schedule=linear"),
+        ("{schedule: cosine, schedule_args: {num_cycles: a}}", "num_cycles=a; use a number"),
+        ("{schedule: cosine_with_min_lr}", "needs one of min_lr and min_lr_rate"),
+        ("{schedule: warmup_stable_decay}", "needs num_decay_steps"),
+        ("{schedule: polynomial, schedule_args: {lr_end: 1.0}}", "lr_end=1 is not below"),
+        (
+            "{schedule: warmup_stable_decay, schedule_args: {decay_type: x, num_decay_steps: 1}}",
+            "decay_type=x; use one of linear, cosine, 1-sqrt",
+        ),
+        ("{schedule: inverse_sqrt, schedule_args: {timescale: 0}}", "timescale=0; use"),
+    ],
+)
+def test_what_a_schedule_does_not_take_is_refused(optim, text):
+    with pytest.raises(ConfigError, match=text):
+        loads(f"optim: {optim}")
+
+
+def test_muon_is_refused_where_ranks_have_parts_of_matrices():
+    with pytest.raises(ConfigError, match=r"parallel\.tensor=2 and parallel\.zero=1 leaves parts"):
+        loads("{optim: {name: muon}, parallel: {tensor: 2, zero: 1, data: 1}}")

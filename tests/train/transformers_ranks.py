@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from tests.train import parity
 from tests.train.sources import UnevenTokens
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.train.learning_rate import warmup_cosine
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.train_state import TrainState, resume, save_state
-from torchdistpackage.train.update import warmup_cosine
 
 STEPS = 3
 VOCAB, SEQ_LEN = 65, 12  # an odd vocabulary, which ranks cannot share evenly

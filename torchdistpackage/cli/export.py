@@ -16,6 +16,7 @@ from torchdistpackage.models.registry import model_of, spec_of
 from torchdistpackage.train.run_folder import CHECKPOINTS, RESOLVED
 
 EXPORT = "torchdistpackage.train.export:export_checkpoint"
+MERGE = "torchdistpackage.train.export:export_merged"
 TARGETS = ("hf",)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
@@ -35,6 +36,9 @@ def export(
     shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Maximum size of a file, such as 500MB.")
     ] = "5GB",
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Add adapters to the weights that they are for.")
+    ] = False,
     like: Annotated[
         Path | None,
         typer.Option(
@@ -43,7 +47,7 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Export the latest checkpoint for Hugging Face transformers, adapters for peft."""
+    """Export the latest checkpoint for Hugging Face transformers, adapters for peft or merged."""
     problems: list[str] = []
     if to not in TARGETS:
         problems.append(f"--to {to}: weights can be written for {', '.join(TARGETS)}")
@@ -71,20 +75,24 @@ def export(
         problems.append(f"--checkpoint {checkpoint}: there is no such folder")
     if config is not None and model_of(config.model) is None:
         problems.append(f"{run}: model.target built its model, whose names only it knows")
+    base = None if config is None else config.model.hf
+    if merge and config is not None and not config.model.lora.target:
+        problems.append(f"--merge: {run} has no adapters (model.lora); leave it out")
     if problems or size is None or config is None or path is None:
         raise refusal("tdp export", problems)
     model = spec_of(config)
     assert model is not None
-    written: Any = resolve(EXPORT)(
+    written: Any = resolve(MERGE if merge else EXPORT)(
         path,
         model,
+        *((base,) if merge else ()),
         folder,
         dtype=dtype,
         shard_bytes=int(size[1]) * _UNITS[(size[2] or "").upper()],
         like=like or _begun_with(resolved),
     )
     files = sorted(x.name for x in Path(written).glob("*.safetensors"))
-    named = model.files().config
+    named = "config.json" if merge else model.files().config
     typer.echo(f"{path} -> {written}: {len(files)} files of weights, {named}")
 
 

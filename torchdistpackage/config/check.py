@@ -23,6 +23,7 @@ from torchdistpackage.config.packages import too_old
 from torchdistpackage.config.rules import DEGREES
 from torchdistpackage.config.rules_experts import EXPERT_RULES
 from torchdistpackage.config.rules_model import MODEL_RULES
+from torchdistpackage.config.rules_optim import OPTIM_RULES
 from torchdistpackage.config.rules_pipeline import PIPELINE_RULES
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import Found, canonical_name, problems
@@ -31,7 +32,7 @@ from torchdistpackage.errors import ConfigError, DataError
 
 _SECTIONS = tuple(RunConfig.model_fields)
 RULES = sorted(
-    (*MODEL_RULES, *EXPERT_RULES, *rules.RULES, *PIPELINE_RULES),
+    (*MODEL_RULES, *OPTIM_RULES, *EXPERT_RULES, *rules.RULES, *PIPELINE_RULES),
     key=lambda rule: _SECTIONS.index(rule.fields[0].partition(".")[0]),
 )
 """In the order in which they are reported: that of the sections of the file."""

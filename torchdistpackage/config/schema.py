@@ -11,6 +11,7 @@ from pydantic import Field, PrivateAttr
 from torchdistpackage.config import types as k
 from torchdistpackage.config.errors import KeyPlaces, Problem, SourceLocation
 from torchdistpackage.config.model_section import ModelSection
+from torchdistpackage.config.optim_section import OptimSection
 from torchdistpackage.config.types import NamedSection, Section, default
 from torchdistpackage.config.yaml_loader import write
 from torchdistpackage.errors import ConfigError
@@ -155,30 +156,6 @@ class DataSection(NamedSection):
         default=32, le=1 << 24, description="Samples in a step, over all ranks."
     )
     val_fraction: k.UpToHalf = Field(default=0.05, description="Part kept for validation.")
-
-
-class OptimSection(Section):
-    """How weights follow gradients, and the learning rate over time."""
-
-    name: k.OptimizerName = Field(default="adamw", description="Optimizer.")
-    lr: k.Positive = Field(default=1e-3, description="Learning rate after warm-up.")
-    weight_decay: k.NotNegative = Field(
-        default=0.1,
-        description="Decoupled weight decay, of parameters of two dims or more: none of biases "
-        "and norms.",
-    )
-    betas: k.Betas = Field(default=(0.9, 0.95), description="Decay of the two running means.")
-    eps: k.Positive = Field(default=1e-8, description="Added to the denominator of the update.")
-    clip: k.NotNegative = Field(default=1.0, description="Largest global gradient norm; 0 is off.")
-    warmup_steps: k.StepsOrNull = Field(
-        default=None,
-        description="Steps of linear warm-up from 0; null: 20, but at most a tenth of train.steps.",
-    )
-    min_lr_ratio: k.Fraction = Field(default=0.1, description="Learning rate at the end, over lr.")
-
-    def warmup(self, num_steps: int) -> int:
-        """Steps of warm-up in a run of so many steps."""
-        return min(20, num_steps // 10) if self.warmup_steps is None else self.warmup_steps
 
 
 class PrecisionSection(Section):

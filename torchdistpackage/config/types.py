@@ -246,7 +246,19 @@ TrackerNames = Annotated[
 ]
 ModelName = Literal["gpt"] | None
 DataName = Literal["python_stdlib", "text", "jsonl", "parquet", "tokens"] | None
-OptimizerName = Literal["adamw"]
+OptimizerName = Literal["adamw", "sgd", "muon"]
+LrSchedule = Literal[
+    "warmup_cosine",
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+]
 CpCommType = Literal["auto", "p2p", "all_gather", "a2a", "a2a+p2p"]
 Partition = Literal["cost", "parameters", "uniform", "time"]
 ExportFormat = Literal["hf"] | None

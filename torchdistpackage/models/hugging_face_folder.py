@@ -123,8 +123,7 @@ def write_folder(
         temporary.mkdir(parents=True)
         _write_weights(temporary, made_of, whole, dtype, shard_bytes, files)
         (temporary / files.config).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        for companion in _companions(like):
-            shutil.copyfile(companion, temporary / companion.name)
+        copy_companions(like, temporary)
         if folder.exists():
             folder.rmdir()
         temporary.rename(folder)
@@ -135,11 +134,14 @@ def write_folder(
     return folder
 
 
-def _companions(like: str | Path | None) -> list[Path]:
+def copy_companions(like: str | Path | None, folder: Path) -> None:
+    """Put the tokenizer and settings of a folder, or of that of a config.json, into `folder`."""
     if like is None:
-        return []
-    folder = config_file(like).parent
-    return [folder / name for name in COMPANIONS if (folder / name).is_file()]
+        return
+    source = config_file(like).parent
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def _write_weights(

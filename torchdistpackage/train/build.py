@@ -4,7 +4,6 @@ All else receives plain arguments, which are decided here, in the order in which
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from torchdistpackage.checkpoint.save import fail_together
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.config.schema import DataSection, OptimSection, RunConfig
+from torchdistpackage.config.schema import DataSection, RunConfig
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.param_spec import batch_group, sum_group
 from torchdistpackage.ddp.param_sync import ReplicatedTensor, sync_module_states
@@ -46,9 +45,11 @@ from torchdistpackage.train.callbacks import (
 )
 from torchdistpackage.train.compiled import compile_blocks
 from torchdistpackage.train.data import DataSource, TokenDataset
+from torchdistpackage.train.learning_rate import learning_rate
 from torchdistpackage.train.log import StepLog
 from torchdistpackage.train.loop import Callback, Loop
 from torchdistpackage.train.memory import activation_budget_gb, memory
+from torchdistpackage.train.optimizers import make_optimizer
 from torchdistpackage.train.packing import PackedDataset
 from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.profiler import StepProfiler
@@ -67,7 +68,7 @@ from torchdistpackage.train.texts import text_source, token_cache_folder
 from torchdistpackage.train.token_cache import tokenized
 from torchdistpackage.train.trace import StepTrace
 from torchdistpackage.train.train_state import TrainState
-from torchdistpackage.train.update import Update, reduced_grads, warmup_cosine
+from torchdistpackage.train.update import Update, reduced_grads
 
 
 def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None = None) -> Trainer:
@@ -81,16 +82,11 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     config, model = plan.config, build_model(plan, rank, device)
     stage, layouts = model.stage, model.layouts
     compile_blocks(stage, config.train.compile_backend, config.train.compile)
-    inner = _optimizer(stage, config.optim)
+    inner = make_optimizer(stage, config.optim, config.model.vocab)
     replicas = _data_parallel(stage, layouts, inner, config.parallel.zero)
     optimizer = replicas if isinstance(replicas, ZeroOptimizer) else inner
     pipe, optim = tpc.get_group("pipe"), config.optim
-    ratio = partial(
-        warmup_cosine,
-        warmup_steps=optim.warmup(config.train.steps),
-        num_steps=config.train.steps,
-        min_ratio=optim.min_lr_ratio,
-    )
+    rate = learning_rate(optim, config.train.steps)
 
     def executor(schedule: Schedule) -> Executor:
         return Executor(schedule, pipe, device=device, timeout_s=start_timeout_s(config))
@@ -112,7 +108,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
             optimizer,
             inner,
             device,
-            learning_rate=lambda step: optim.lr * ratio(step - 1),
+            learning_rate=lambda step: rate(step - 1),
             clip=optim.clip,
             halts=config.train.on_nonfinite == "stop",
         ),
@@ -385,15 +381,3 @@ def _data_parallel(
     # keep_order: a run that is resumed would measure, and pack, other buckets, and so round
     # its sums differently; it has to go on bit for bit
     return NaiveDDP(stage, layouts=layouts, reduce_op="sum", keep_order=True)
-
-
-def _optimizer(stage: nn.Module, section: OptimSection) -> torch.optim.AdamW | None:
-    """AdamW; matrices decay, vectors do not. None for a stage without parameters."""
-    named = [(name, p) for name, p in stage.named_parameters() if p.requires_grad]
-    # the biases of all experts are one matrix
-    vectors = [p for name, p in named if p.dim() <= 1 or name.endswith("_bias")]
-    matrices = [p for name, p in named if p.dim() > 1 and not name.endswith("_bias")]
-    kinds = (matrices, section.weight_decay), (vectors, 0.0)
-    groups = [{"params": params, "weight_decay": decay} for params, decay in kinds if params]
-    how = {"lr": section.lr, "betas": section.betas, "eps": section.eps, "fused": True}
-    return torch.optim.AdamW(groups, **how) if groups else None

@@ -4,11 +4,14 @@ The pieces of each parameter come together from whichever files hold them, so th
 any layout. Held at once are the tensors of one file that is written, and one parameter.
 """
 
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from torchdistpackage.checkpoint.commit import damage, latest
 from torchdistpackage.checkpoint.formats.source import checkpoint_source
@@ -16,7 +19,12 @@ from torchdistpackage.checkpoint.manifest import Manifest, read_manifest
 from torchdistpackage.config.hugging_face import config_file
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.models.hugging_face_folder import SHARD_BYTES, write_folder
+from torchdistpackage.models.hugging_face_folder import (
+    SHARD_BYTES,
+    check_new,
+    copy_companions,
+    write_folder,
+)
 from torchdistpackage.models.model_spec import ModelSpec
 from torchdistpackage.train.run_folder import CHECKPOINTS
 
@@ -77,6 +85,50 @@ def export_checkpoint(
         like=like,
         files=model.files(),
     )
+
+
+def export_merged(
+    path: str | Path,
+    model: ModelSpec,
+    base: str | Path,
+    folder: str | Path,
+    *,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    like: str | Path | None = None,
+) -> Path:
+    """Write the model of the folder `base` with the adapters of a checkpoint added in: what peft's
+    `merge_and_unload` makes of them. transformers and peft hold the whole model in memory.
+
+    dtype: of the weights; default that of `base`. like: a folder whose tokenizer is kept.
+
+    Raises:
+        CheckpointError: as `export_checkpoint`, or `base` cannot be read.
+    """
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(folder)
+    check_new(folder)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    adapters, written = temporary / "adapters", temporary / "merged"
+    try:
+        temporary.mkdir(parents=True)
+        export_checkpoint(path, model, adapters, like=base)
+        whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto", local_files_only=True)
+        merged: Any = PeftModel.from_pretrained(whole, str(adapters)).merge_and_unload()
+        if dtype is not None:
+            merged = merged.to(getattr(torch, dtype))
+        merged.save_pretrained(written, max_shard_size=shard_bytes)
+        copy_companions(like or base, written)
+        if folder.exists():
+            folder.rmdir()
+        written.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{base} cannot be merged into {folder}: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
 
 
 def _check_model(manifest: Manifest, layouts: Mapping[str, Layout], path: Path) -> None:

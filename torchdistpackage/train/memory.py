@@ -60,6 +60,7 @@ def memory(
     formats = number_formats(config.precision)
     weight, wide = formats.weights, formats.gradients
     zero, has_copy = config.parallel.zero, weight != wide
+    num_means = 2 if config.optim.name == "adamw" else 1  # muon: a little less than it has
     adds_up = zero < 2 or config.pipeline.microbatches > 1
     weights = gradients = optimizer = 0
     for layout in layouts:
@@ -73,7 +74,7 @@ def memory(
         is_freed = zero == 3 and len(layout.stages) <= 1
         weights += (part * (not has_copy) if is_freed else count) * weight.num_bytes
         gradients += (count * adds_up + part * (zero >= 2)) * wide.num_bytes
-        optimizer += (part if zero >= 1 else count) * wide.num_bytes * (2 + has_copy)
+        optimizer += (part if zero >= 1 else count) * wide.num_bytes * (num_means + has_copy)
     return MemoryEstimate(weights, gradients, optimizer)
 
 

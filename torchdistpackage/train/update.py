@@ -4,7 +4,6 @@ Nothing waits for the device. Whether the numbers of all ranks are finite is kno
 first, so the step is left out there: the optimizer's kernels take a flag and touch nothing.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -125,16 +124,3 @@ class Update:
             return factor
         norm = power.sqrt() * factor
         return factor * (self._clip / (norm + 1e-6)).clamp(max=1.0)
-
-
-def warmup_cosine(step: int, *, warmup_steps: int, num_steps: int, min_ratio: float) -> float:
-    """Factor on the learning rate in step `step` (0 is the first) of `num_steps`: warm-up, cosine.
-
-    Rises to 1 over `warmup_steps`, starting above 0, then falls as a cosine to `min_ratio` in
-    the last step and stays there.
-    """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    length = max(num_steps - 1 - warmup_steps, 1)
-    done = min((step - warmup_steps) / length, 1.0)
-    return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * done))

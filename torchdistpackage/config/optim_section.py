@@ -1,0 +1,64 @@
+"""The optim section of the YAML file: the optimizer, and the learning rate over time."""
+
+from collections.abc import Mapping
+
+from pydantic import Field
+
+from torchdistpackage.config import types as k
+from torchdistpackage.config.types import Section
+
+SCHEDULE_ARGS: Mapping[str, tuple[str, ...]] = {
+    "warmup_cosine": (),
+    "constant": (),
+    "constant_with_warmup": (),
+    "linear": (),
+    "cosine": ("num_cycles",),
+    "cosine_with_restarts": ("num_cycles",),
+    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "polynomial": ("lr_end", "power"),
+    "inverse_sqrt": ("timescale",),
+    "warmup_stable_decay": (
+        *("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type"),
+        *("min_lr_ratio", "num_cycles"),
+    ),
+}
+"""What optim.schedule_args may name, for each optim.schedule: arguments of transformers."""
+SCHEDULE_SHAPES = ("linear", "cosine", "1-sqrt")
+"""warmup_type and decay_type of warmup_stable_decay."""
+
+
+class OptimSection(Section):
+    """How weights follow gradients, and the learning rate over time."""
+
+    name: k.OptimizerName = Field(
+        default="adamw",
+        description="Optimizer; muon: of matrices that are not of the vocabulary, AdamW of others.",
+    )
+    lr: k.Positive = Field(default=1e-3, description="Learning rate after warm-up.")
+    weight_decay: k.NotNegative = Field(
+        default=0.1,
+        description="Decoupled weight decay (of sgd added to the gradient), of parameters of two "
+        "dims or more: none of biases and norms.",
+    )
+    betas: k.Betas = Field(default=(0.9, 0.95), description="Decay of the two running means.")
+    momentum: k.Fraction = Field(default=0.95, description="Of sgd and muon.")
+    eps: k.Positive = Field(default=1e-8, description="Added to the denominator of the update.")
+    clip: k.NotNegative = Field(default=1.0, description="Largest global gradient norm; 0 is off.")
+    schedule: k.LrSchedule = Field(
+        default="warmup_cosine",
+        description="Learning rate over the steps: ours, or one by its name in transformers.",
+    )
+    schedule_args: k.FreeForm = Field(
+        default_factory=dict, description="Arguments of a schedule of transformers."
+    )
+    warmup_steps: k.StepsOrNull = Field(
+        default=None,
+        description="Steps of linear warm-up from 0; null: 20, but at most a tenth of train.steps.",
+    )
+    min_lr_ratio: k.Fraction = Field(
+        default=0.1, description="Of warmup_cosine: learning rate at the end, over lr."
+    )
+
+    def warmup(self, num_steps: int) -> int:
+        """Steps of warm-up in a run of so many steps."""
+        return min(20, num_steps // 10) if self.warmup_steps is None else self.warmup_steps

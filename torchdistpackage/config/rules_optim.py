@@ -1,0 +1,64 @@
+"""Rules of the optim section: arguments that a schedule takes, layouts that an optimizer cannot
+follow."""
+
+from torchdistpackage.config.optim_section import SCHEDULE_ARGS, SCHEDULE_SHAPES
+from torchdistpackage.config.rules import Rule, rule
+from torchdistpackage.config.schema import RunConfig
+
+
+@rule("optim.schedule", "optim.schedule_args", "optim.lr", "train.steps")
+def _schedule_takes_its_arguments(c: RunConfig, world_size: int | None) -> str | None:
+    name, given = c.optim.schedule, c.optim.schedule_args
+    takes = SCHEDULE_ARGS[name]
+    if unknown := [key for key in given if key not in takes]:
+        takes_text = f"takes {', '.join(takes)}" if takes else "takes none"
+        return (
+            f"optim.schedule_args has {', '.join(unknown)}, but optim.schedule={name} "
+            f"{takes_text}; leave out what it does not take"
+        )
+    shapes = [key for key in given if key.endswith("_type")]
+    for key in given:
+        value = given[key]
+        if key in shapes and value not in SCHEDULE_SHAPES:
+            return f"optim.schedule_args.{key}={value}; use one of {', '.join(SCHEDULE_SHAPES)}"
+        if key not in shapes and (isinstance(value, bool) or not isinstance(value, int | float)):
+            return f"optim.schedule_args.{key}={value}; use a number"
+    return _unsound(c)
+
+
+def _unsound(c: RunConfig) -> str | None:
+    name, given = c.optim.schedule, c.optim.schedule_args
+    if name == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & given.keys()) != 1:
+        return (
+            "optim.schedule=cosine_with_min_lr needs one of min_lr and min_lr_rate in "
+            "optim.schedule_args; add min_lr_rate: 0.1, say"
+        )
+    if name == "warmup_stable_decay" and "num_decay_steps" not in given:
+        return (
+            f"optim.schedule=warmup_stable_decay needs num_decay_steps in optim.schedule_args; add "
+            f"num_decay_steps: {max(c.train.steps // 10, 1)}, say"
+        )
+    end = given.get("lr_end")
+    if isinstance(end, int | float) and end >= c.optim.lr:
+        return f"optim.schedule_args.lr_end={end:g} is not below optim.lr={c.optim.lr:g}; lower it"
+    scale = given.get("timescale")
+    if isinstance(scale, int | float) and scale <= 0:
+        return f"optim.schedule_args.timescale={scale:g}; use a number of steps above 0"
+    return None
+
+
+@rule("optim.name", "parallel.tensor", "parallel.zero")
+def _muon_sees_whole_matrices(c: RunConfig, world_size: int | None) -> str | None:
+    p = c.parallel
+    asked = {"tensor": p.tensor > 1, "zero": p.zero > 0}
+    split = [f"parallel.{key}={getattr(p, key)}" for key, is_on in asked.items() if is_on]
+    if c.optim.name != "muon" or not split:
+        return None
+    return (
+        f"optim.name=muon makes the update of a whole matrix orthogonal, and {' and '.join(split)} "
+        f"leaves parts of it to each rank; use data, pipe and context without ZeRO, or adamw"
+    )
+
+
+OPTIM_RULES = tuple(x for x in tuple(globals().values()) if isinstance(x, Rule))
+"""In the order of this file."""
