@@ -75,7 +75,7 @@ def write_pages(pages: Path) -> None:
         done.add(file)
         if file.suffix == ".md":
             todo += copy_page(file, pages)
-        elif file.suffix == ".svg":
+        elif file.suffix in (".svg", ".png"):
             (pages / page_of(file)).parent.mkdir(exist_ok=True)
             shutil.copy(file, pages / page_of(file))
         else:
