@@ -354,6 +354,12 @@ def test_experts_that_ranks_cannot_share_are_refused(tmp_path, family, more, sai
     assert said in str(met.value)
 
 
+def test_a_router_that_samples_is_not_shared(tmp_path):
+    with pytest.raises(ConfigError) as met:
+        plan_of(tmp_path, "phimoe", "parallel.tensor=2")
+    assert "PhimoeForCausalLM: its router samples experts in training" in str(met.value)
+
+
 @STACKED
 def test_a_plan_says_what_experts_cost(tmp_path):
     plan = plan_of(tmp_path, "mixtral", *EXPERT[1:], "data.global_batch=64", world=4)

@@ -1,7 +1,7 @@
 """What a causal language model of transformers cannot do of what a run asks of it. No torch."""
 
 from torchdistpackage.layout.partition import either, nearest
-from torchdistpackage.models.families.found import SHARED
+from torchdistpackage.models.families.found import SAMPLED, SHARED
 from torchdistpackage.models.families.registry import FAMILIES
 from torchdistpackage.models.families.table import FoundModel
 from torchdistpackage.models.lora_layout import linear_layers, target_problems
@@ -135,7 +135,10 @@ def _refusals_of_found(
         "parallel.sequence_parallel": shape.sequence_parallel and "set it to false",
     }
     found = [(key, f"{without}; {text}") for key, text in asked.items() if text]
-    if tensor > 1 and read.uncut is not None:
+    if tensor > 1 and (why := SAMPLED.get(shape.family)) is not None:
+        text = f"{read.class_name}: {why}; set tensor to 1, and use data and zero"
+        found.append(("parallel.tensor", text))
+    elif tensor > 1 and read.uncut is not None:
         text = (
             f"{tensor} ranks that share {read.class_name} by rules do not compute what a small "
             f"copy of it does: {read.uncut}; set tensor to 1, and use data and zero"
