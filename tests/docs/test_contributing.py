@@ -184,7 +184,7 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
         ("train/build.py", r"from torchdistpackage.train.callbacks import \(\n", "    Greeting,\n"),
     ],
     "a key of the YAML": [
-        ("config/schema.py", r"class OptimSection\(Section\):\n.*\n\n", f"    {NOISE}\n"),
+        ("config/optim_section.py", r"class OptimSection\(Section\):\n.*\n\n", f"    {NOISE}\n"),
         ("train/update.py", r"        halts: bool,\n", "        noise: float = 0.0,\n"),
         (
             "train/update.py",

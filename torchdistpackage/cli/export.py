@@ -47,7 +47,7 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Export the latest checkpoint for Hugging Face transformers, adapters for peft or merged."""
+    """Export the latest checkpoint for transformers or peft, adapters merged or apart."""
     problems: list[str] = []
     if to not in TARGETS:
         problems.append(f"--to {to}: weights can be written for {', '.join(TARGETS)}")

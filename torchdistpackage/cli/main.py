@@ -34,7 +34,7 @@ COMMANDS = {
     "data": "Prepare the training data of a run.",
     "generate": "Continue prompts with a trained model, on any layout.",
     "eval": "Loss and perplexity of a trained model, on any layout.",
-    "export": "Export the latest checkpoint for Hugging Face transformers, adapters for peft.",
+    "export": "Export the latest checkpoint for transformers or peft, adapters merged or apart.",
     "checkpoint": "List, show, verify, compare, convert and prune checkpoints.",
     "comm": "Test, benchmark and check the communication between ranks.",
     "parity": "Compare the layouts of a run with one process, module by module.",
