@@ -53,9 +53,7 @@ def training(found: Mapping) -> Iterator[str]:
         f"steps. Weights of both Trainers at the end are {found['distance']:.1e} of their way "
         f"apart.\n"
     )
-    yield "| | ms a step | middle half | all | CPU ms |\n|---|---|---|---|---|"
-    for side, times in found["time"].items():
-        yield f"| {' | '.join([side, *_times(times)])} | {found['cpu_s'][side] * 1e3:.0f} |"
+    yield from _timed(found, "ms a step")
 
 
 def generating(found: Mapping) -> Iterator[str]:
@@ -65,7 +63,11 @@ def generating(found: Mapping) -> Iterator[str]:
         f"{found['dim']}, {found['rounds']} rounds. {found['same']} of {found['new']} tokens are "
         f"the same.\n"
     )
-    yield "| | ms | middle half | all | CPU ms |\n|---|---|---|---|---|"
+    yield from _timed(found, "ms")
+
+
+def _timed(found: Mapping, unit: str) -> Iterator[str]:
+    yield f"| | {unit} | middle half | all | CPU ms |\n|---|---|---|---|---|"
     for side, times in found["time"].items():
         yield f"| {' | '.join([side, *_times(times)])} | {found['cpu_s'][side] * 1e3:.0f} |"
 

@@ -1,6 +1,8 @@
 """SGD and Muon under the layouts that they can follow are as in one process, and torch's own."""
 
 import math
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,8 +10,10 @@ import torch
 from tests.train import parity
 from tests.train.test_parity import overrides
 from torchdistpackage.config.load import loads
+from torchdistpackage.train.log import read_metrics
 from torchdistpackage.train.optimizers import MuonWithAdamW, make_optimizer
 
+CONFIG = Path(__file__).parents[2] / "configs" / "gpt_tiny.yaml"
 LAYOUTS = {
     "muon": [{"data": 2}, {"pipe": 2}],
     "sgd": [{"data": 2, "zero": 1}, {"tensor": 2}, {"data": 2, "zero": 3}],
@@ -68,3 +72,25 @@ def test_muon_and_adamw_are_torchs_own_and_leave_a_broken_step_out():
     for (name, p), q in zip(stage.named_parameters(), twin.parameters(), strict=True):
         assert torch.allclose(p, q, atol=1e-6), name
     assert set(ours.state) == set(stage.parameters())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["muon", "sgd"])
+def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(tdp, tmp_path, name):
+    command = [
+        *("train", str(CONFIG), f"run.dir={tmp_path}", "run.name=a", f"optim.name={name}"),
+        *("optim.schedule=cosine", "optim.warmup_steps=1", "train.steps=4", "train.eval_every=0"),
+        *("train.generate_tokens=0", "checkpoint.save_every=2", "parallel.data=1"),
+        *("parallel.pipe=2", "launch.local.procs=2", "model.dim=32", "model.layers=2"),
+    ]
+    assert tdp(command)[0] == 0
+    whole = losses(tmp_path / "a")
+    assert len(set(whole)) == 4
+    shutil.rmtree(tmp_path / "a" / "checkpoints" / "step_000004")
+    code, said = tdp(command)
+    assert code == 0 and "resumed after step 2 of 4" in said
+    assert losses(tmp_path / "a") == whole
+
+
+def losses(run: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(run / "metrics.jsonl")]

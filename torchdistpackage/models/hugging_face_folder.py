@@ -10,6 +10,7 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -116,14 +117,26 @@ def write_folder(
     Raises:
         CheckpointError: the folder is not empty, or cannot be written; nothing of it is left.
     """
+    with new_folder(folder) as written:
+        _write_weights(written, made_of, whole, dtype, shard_bytes, files)
+        (written / files.config).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        copy_companions(like, written)
+    return Path(folder)
+
+
+@contextmanager
+def new_folder(folder: str | Path) -> Iterator[Path]:
+    """A folder to write to, which is renamed to `folder`, new or empty, once all is written.
+
+    Raises:
+        CheckpointError: the folder is not empty, or cannot be written; nothing of it is left.
+    """
     folder = Path(folder)
     check_new(folder)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
-        _write_weights(temporary, made_of, whole, dtype, shard_bytes, files)
-        (temporary / files.config).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        copy_companions(like, temporary)
+        yield temporary
         if folder.exists():
             folder.rmdir()
         temporary.rename(folder)
@@ -131,7 +144,6 @@ def write_folder(
         raise CheckpointError(f"{folder} cannot be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return folder
 
 
 def copy_companions(like: str | Path | None, folder: Path) -> None:

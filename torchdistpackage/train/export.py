@@ -4,7 +4,6 @@ The pieces of each parameter come together from whichever files hold them, so th
 any layout. Held at once are the tensors of one file that is written, and one parameter.
 """
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,8 +20,8 @@ from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.hugging_face_folder import (
     SHARD_BYTES,
-    check_new,
     copy_companions,
+    new_folder,
     write_folder,
 )
 from torchdistpackage.models.model_spec import ModelSpec
@@ -108,27 +107,20 @@ def export_merged(
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    folder = Path(folder)
-    check_new(folder)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    adapters, written = temporary / "adapters", temporary / "merged"
-    try:
-        temporary.mkdir(parents=True)
+    with new_folder(folder) as written:
+        adapters = written / "adapters"
         export_checkpoint(path, model, adapters, like=base)
-        whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto", local_files_only=True)
+        try:
+            whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto", local_files_only=True)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{base} cannot be read: {error}") from error
         merged: Any = PeftModel.from_pretrained(whole, str(adapters)).merge_and_unload()
+        shutil.rmtree(adapters)
         if dtype is not None:
             merged = merged.to(getattr(torch, dtype))
         merged.save_pretrained(written, max_shard_size=shard_bytes)
         copy_companions(like or base, written)
-        if folder.exists():
-            folder.rmdir()
-        written.rename(folder)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{base} cannot be merged into {folder}: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return folder
+    return Path(folder)
 
 
 def _check_model(manifest: Manifest, layouts: Mapping[str, Layout], path: Path) -> None:
