@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
-from pydantic.fields import FieldInfo
 
+from torchdistpackage.config.data_section import ITEMS
 from torchdistpackage.config.schema import RunConfig, Section
 from torchdistpackage.config.types import expected_of
 
@@ -25,16 +25,16 @@ def tables() -> str:
     for name, section in RunConfig.model_fields.items():
         parts.append(f"\n## {name}\n\n{section.description}\n\n")
         parts.append("| key | default | takes | what it is |\n|---|---|---|---|\n")
-        parts += [f"| {' | '.join(row)} |\n" for row in rows(section)]
+        assert isinstance(section.annotation, type)
+        parts += [f"| {' | '.join(row)} |\n" for row in rows(section.annotation, name)]
     return "".join(parts)
 
 
-def rows(section: FieldInfo, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    kind = section.annotation
-    assert isinstance(kind, type) and issubclass(kind, Section)
+def rows(kind: type, top: str, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    assert issubclass(kind, Section)
     for name, field in kind.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from rows(field, f"{prefix}{name}.")
+            yield from rows(field.annotation, top, f"{prefix}{name}.")
             continue
         default = field.get_default(call_default_factory=True)
         yield (
@@ -43,6 +43,8 @@ def rows(section: FieldInfo, prefix: str = "") -> Iterator[tuple[str, str, str, 
             expected_of(field).text,
             str(field.description),
         )
+        if (item := ITEMS.get(f"{top}.{prefix}{name}")) is not None:
+            yield from rows(item, top, f"{prefix}{name}[].")
 
 
 def shown(value: object) -> str:

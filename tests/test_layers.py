@@ -144,7 +144,7 @@ MAY_LAUNCH = {
 }
 """Files of these folders that see the launcher all the same."""
 
-PLANNERS = ["build", "expert_plan", "inference", "job", "parity", "parity_model"]
+PLANNERS = ["build", "data_build", "expert_plan", "inference", "job", "parity", "parity_model"]
 PLANNERS += ["parity_plan", "plan", "worker"]
 """Files of train that read the configuration; the others get plain arguments."""
 

@@ -14,7 +14,7 @@ from benchmarks.gpu.here import Here
 from benchmarks.gpu.models import overrides, plan_of, sizes, trainer
 from benchmarks.gpu.rows import Found
 from tests.ddp.allocated import Meter
-from torchdistpackage.train.build import build_data
+from torchdistpackage.train.data_build import build_data
 from torchdistpackage.train.plan import stage_loads
 
 MIB = 2**20

@@ -437,6 +437,31 @@ def run(**values: Any) -> RunConfig:
             "model.lora.r",
             "model.lora.r, model.lora.alpha would not be read without model.lora.target",
         ),
+        (
+            {"data__sources": [{"path": "a.txt", "weight": 0}, {"path": "b.txt", "weight": 0}]},
+            None,
+            "data.sources",
+            "the weights of the 2 data.sources add up to 0, so no sample could be drawn; give one",
+        ),
+        (
+            {"data__sources": [{"path": "a.txt"}, {"path": "b.txt", "label": "a"}]},
+            None,
+            "data.sources",
+            "data.sources: 2 of them have the label a, under which the log has their part; give",
+        ),
+        (
+            {"data__sources": [{"path": "a.jsonl"}, {"path": "b.txt", "field": "x"}]},
+            None,
+            "data.sources",
+            "data.sources[0] (jsonl) needs data.tokenizer, a folder with tokenizer.json; "
+            "data.sources[1]: field=x would not be read with text",
+        ),
+        (
+            {"data__sources": [{"path": "a.txt"}], "data__path": "x"},
+            None,
+            "data.name",
+            "data.sources and data.path=x exclude each other; remove one",
+        ),
         ({"data__name": "text"}, None, "data.name", "needs data.path, the file or folder to read"),
         ({"data__name": "tokens"}, None, "data.name", "needs data.path, the file to read"),
         ({"data__path": "x"}, None, "data.name", "data.path=x would not be read with data.name=py"),

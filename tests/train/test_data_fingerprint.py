@@ -16,21 +16,21 @@ def test_an_edit_changes_it_and_a_copy_does_not(tmp_path: Path, monkeypatch, who
     file = tmp_path / "a.txt"
     content = os.urandom(6400)
     file.write_bytes(content)
-    before = data_fingerprint(str(file))
+    before = data_fingerprint([str(file)])
     assert before
     copy = tmp_path / "b.txt"
     copy.write_bytes(content)
-    assert data_fingerprint(str(copy)) == before
+    assert data_fingerprint([str(copy)]) == before
     for at in (0, 3200, 6399):
         file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        assert data_fingerprint(str(file)) != before
+        assert data_fingerprint([str(file)]) != before
     file.write_bytes(content + b"!")
-    assert data_fingerprint(str(file)) != before
+    assert data_fingerprint([str(file)]) != before
 
 
 def test_a_folder_is_its_files_and_their_names(tmp_path: Path):
     (tmp_path / "a").write_text("1")
-    one = data_fingerprint(str(tmp_path))
+    one = data_fingerprint([str(tmp_path)])
     (tmp_path / "a").rename(tmp_path / "b")
-    assert data_fingerprint(str(tmp_path)) != one
-    assert data_fingerprint(None) == data_fingerprint(str(tmp_path / "none")) == ""
+    assert data_fingerprint([str(tmp_path)]) != one
+    assert data_fingerprint([]) == data_fingerprint([str(tmp_path / "none")]) == ""

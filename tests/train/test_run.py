@@ -12,7 +12,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ConfigError, DataError
-from torchdistpackage.train.build import build_data
+from torchdistpackage.train.data_build import build_data
 from torchdistpackage.train.plan import make_plan
 
 TINY = [

@@ -125,8 +125,7 @@ class ModelSource:
 
     @property
     def has_bytes(self) -> bool:
-        data = self.own.data
-        return data.name in ("python_stdlib", "text") and data.tokenizer is None
+        return self.own.data.has_bytes
 
     @property
     def _own_weights(self) -> list[str]:

@@ -5,11 +5,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from torchdistpackage.cli._common import Config, Overrides
+from torchdistpackage.config.data_section import DataSection
 from torchdistpackage.config.load import load
+from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import ConfigError, DataError
 from torchdistpackage.train.split import split_documents
-from torchdistpackage.train.texts import text_source, token_cache_folder
-from torchdistpackage.train.token_cache import cut_documents, tokenized
+from torchdistpackage.train.texts import text_parts, tokenized_part
+from torchdistpackage.train.token_cache import TokenizedText, cut_documents
 
 data = typer.Typer(no_args_is_help=True)
 
@@ -29,6 +31,19 @@ def tokenize(config: Config, overrides: Overrides = None) -> None:
     run = load(config, list(overrides or []), only=("run", "data"))
     if run.data.tokenizer is None:
         raise ConfigError(f"{config}: there is no data.tokenizer, so there is nothing to tokenize")
+    labels = {x.section.path: f"{x.label}: " for x in run.data.blend}
+    for part in text_parts(run).values():
+        found = _tokenize(run, part)
+        typer.echo(
+            f"{labels.get(part.path, '')}{len(found.tokens):,} tokens of {len(found.ends):,} "
+            f"documents, vocabulary {found.vocab:,}, in {found.folder}"
+        )
+        split = split_documents(found, part.val_fraction)
+        for note in filter(None, (split.note, cut_documents(found, part.seq_len))):
+            typer.echo(f"note: {note}")
+
+
+def _tokenize(run: RunConfig, part: DataSection) -> TokenizedText:
     columns = TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     console = Console(stderr=True)
     with Progress(
@@ -40,13 +55,6 @@ def tokenize(config: Config, overrides: Overrides = None) -> None:
             bar.update(task, completed=done, total=total)
 
         try:
-            found = tokenized(text_source(run), token_cache_folder(run), show)
+            return tokenized_part(run, part, show)
         except DataError as error:
             raise ConfigError(str(error)) from error
-    typer.echo(
-        f"{len(found.tokens):,} tokens of {len(found.ends):,} documents, vocabulary "
-        f"{found.vocab:,}, in {found.folder}"
-    )
-    split = split_documents(found, run.data.val_fraction)
-    for note in filter(None, (split.note, cut_documents(found, run.data.seq_len))):
-        typer.echo(f"note: {note}")

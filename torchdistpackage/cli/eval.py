@@ -21,16 +21,13 @@ from torchdistpackage.cli._inference import (
     quoted,
 )
 from torchdistpackage.config.check import absent_files
-from torchdistpackage.config.schema import DataSection
+from torchdistpackage.config.data_section import KIND_OF_SUFFIX, DataSection
 from torchdistpackage.errors import DataError
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.train.inference_request import EvalRequest, EvalResult
-from torchdistpackage.train.texts import text_source, token_cache_folder
-from torchdistpackage.train.token_cache import tokenized
+from torchdistpackage.train.texts import text_parts, tokenized_part
 
 _COMMAND = "tdp eval"
-_KINDS = {".jsonl": "jsonl", ".parquet": "parquet", ".bin": "tokens"}
-"""Suffix of a file -> data.name; any other: text."""
 _MICROBATCHES = 4
 _WINDOW = 1024
 """Of a transformers folder: longer windows give a lower loss and take more memory."""
@@ -74,9 +71,10 @@ def eval(
         problems += map(str, absent_files(config))
     if problems or config is None:
         raise refusal(_COMMAND, problems)
-    if config.data.tokenizer is not None and detect(os.environ).source == "alone":
+    if detect(os.environ).source == "alone":
         try:  # a bad line is refused here, and the ranks find what was made
-            tokenized(text_source(config), token_cache_folder(config))
+            for part in text_parts(config).values():
+                tokenized_part(config, part)
         except DataError as error:
             raise refusal(_COMMAND, [str(error)]) from error
     found = inference.on_ranks(source, config, EvalRequest(all_data=data is not None))
@@ -99,7 +97,7 @@ def _data_keys(
     folder, plain = source.tokenizer(given), DataSection()
     if data is None:
         return {} if folder is None else {"data.tokenizer": quoted(folder)}
-    kind = kind or _KINDS.get(data.suffix, "text")
+    kind = kind or KIND_OF_SUFFIX.get(data.suffix, "text")
     reads_text = kind != "tokens"
     if reads_text and folder is None and not source.has_bytes:
         problems.append(
@@ -113,6 +111,7 @@ def _data_keys(
         "data.path": quoted(data),
         "data.target": "null",
         "data.args": "{}",
+        "data.sources": "[]",
         "data.tokenizer": quoted(folder) if reads_text and folder is not None else "null",
     }
     if kind not in ("jsonl", "parquet"):

@@ -12,7 +12,7 @@ from torchdistpackage.bounded import parse_json
 from torchdistpackage.cli import _inference as inference
 from torchdistpackage.cli._common import ListedIn, refusal
 from torchdistpackage.cli._inference import Changes, Checkpoint, Pipe, Target, Tensor, Tokenizer
-from torchdistpackage.config.schema import DataSection
+from torchdistpackage.config.data_section import DataSection
 from torchdistpackage.errors import DataError
 from torchdistpackage.models.registry import model_of
 from torchdistpackage.train.chat import ChatTemplate

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from torchdistpackage.cli._blend import sources_text
 from torchdistpackage.cli._common import Config, Overrides, World, text_table, wrap
 from torchdistpackage.config.check import wrong_files
 from torchdistpackage.config.errors import ConfigErrors
@@ -147,6 +148,7 @@ def plan(
         *_goes_with(planned),
         *([wrap(f"warning: {warning}")] if warning else []),
         _stages(planned),
+        *sources_text(planned),
         *_experts(planned, ranks_per_node),
         _schedule(planned),
         *_checkpoints(planned),

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from torchdistpackage.config import rules
+from torchdistpackage.config.data_section import SUFFIX_OF_KIND, DataSection
 from torchdistpackage.config.data_split import split_at_end, too_few_tokens
 from torchdistpackage.config.errors import Problem
 from torchdistpackage.config.hugging_face import (
@@ -21,6 +22,7 @@ from torchdistpackage.config.hugging_face import (
 from torchdistpackage.config.job_geometry import GPUS, LAYOUT, JobGeometry, job_geometry
 from torchdistpackage.config.packages import too_old
 from torchdistpackage.config.rules import DEGREES
+from torchdistpackage.config.rules_data import DATA_RULES
 from torchdistpackage.config.rules_experts import EXPERT_RULES
 from torchdistpackage.config.rules_model import MODEL_RULES
 from torchdistpackage.config.rules_optim import OPTIM_RULES
@@ -32,7 +34,7 @@ from torchdistpackage.errors import ConfigError, DataError
 
 _SECTIONS = tuple(RunConfig.model_fields)
 RULES = sorted(
-    (*MODEL_RULES, *OPTIM_RULES, *EXPERT_RULES, *rules.RULES, *PIPELINE_RULES),
+    (*MODEL_RULES, *OPTIM_RULES, *EXPERT_RULES, *rules.RULES, *DATA_RULES, *PIPELINE_RULES),
     key=lambda rule: _SECTIONS.index(rule.fields[0].partition(".")[0]),
 )
 """In the order in which they are reported: that of the sections of the file."""
@@ -135,7 +137,8 @@ def _some(numbers: list[int]) -> str:
 
 def absent_files(config: RunConfig) -> list[Problem]:
     """What the data section names and is not there, and packages that keys need."""
-    named = {"data.path": config.data.path, "data.tokenizer": config.data.tokenizer}
+    named = {key: part.path for key, part in config.data.parts.items()}
+    named |= {"data.tokenizer": config.data.tokenizer}
     absent = [
         config.problem(key, f"{path} is not there, seen from {Path.cwd()}")
         for key, path in named.items()
@@ -171,15 +174,15 @@ def _needed_packages(config: RunConfig) -> dict[str, str]:
 
 def wrong_files(config: RunConfig) -> list[Problem]:
     """What the data and model sections name or need, and is there, but of no use to this run."""
-    found = {"data.tokenizer": _of_tokenizer(config), "data.path": _of_size(config)}
+    found = {"data.tokenizer": _of_tokenizer(config)}
+    found |= {key: _of_size(part) for key, part in config.data.parts.items()}
     return old_packages(config) + [
         config.problem(key, text) for key, texts in found.items() for text in texts
     ]
 
 
-def _of_size(config: RunConfig) -> Iterator[str]:
+def _of_size(data: DataSection) -> Iterator[str]:
     """Of one file of bytes or token ids, which is cut near its end."""
-    data = config.data
     path = Path(data.path or "")
     if data.name not in ("text", "tokens") or data.tokenizer is not None or not path.is_file():
         return
@@ -189,6 +192,14 @@ def _of_size(config: RunConfig) -> Iterator[str]:
     for split, number in zip(("train", "val"), numbers, strict=True):
         if text := too_few_tokens(split, number, data.seq_len, total=total):
             yield f"{path}: {text}"
+
+
+def bytes_there(data: DataSection) -> int | None:
+    """Of the files that a part of the data reads, as far as they are here; None: nothing is."""
+    path, suffix = Path(data.path or ""), SUFFIX_OF_KIND.get(data.name or "", "")
+    if not path.is_dir():
+        return path.stat().st_size if path.is_file() else None
+    return sum(x.stat().st_size for x in path.rglob(f"*{suffix}") if x.is_file())
 
 
 def _of_tokenizer(config: RunConfig) -> Iterator[str]:
@@ -203,9 +214,10 @@ def _of_tokenizer(config: RunConfig) -> Iterator[str]:
             if (hf := config.model.hf) is not None:
                 fix = f"use the tokenizer of {hf}"
             yield f"{folder} has {size} ids, but model.vocab is {vocab}; {fix}"
-        if config.data.field != "messages":
+        fields = {x.field for x in config.data.parts.values() if x.tokenizer is not None}
+        if fields - {"messages"}:
             text_ends(file, config.data.bos, config.data.eos)
-        elif chat_template(file.parent) is None:
+        if "messages" in fields and chat_template(file.parent) is None:
             yield no_chat_template(file.parent)
     except DataError as error:
         yield str(error).removeprefix("data.tokenizer ")

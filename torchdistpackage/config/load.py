@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from torchdistpackage.bounded_yaml import MAX_DEPTH
 from torchdistpackage.config.check import failed_rules
+from torchdistpackage.config.data_section import ITEMS
 from torchdistpackage.config.errors import (
     MAX_PROBLEMS,
     ConfigErrors,
@@ -245,14 +246,14 @@ class _PartialConfig:
                     inside = inside[key]
                 value, name = inside.pop(path[-1]), dotted(path)  # the rest is looked at without it
                 if unknown:
-                    text, meant = unknown_key(dotted(path[:-1]), str(path[-1]))
+                    text, meant = unknown_key(path[:-1], str(path[-1]))
                     self.invalid |= meant
                 elif any(b == name or b.startswith((f"{name}.", f"{name}[")) for b in self.invalid):
                     continue  # it, or a part of it, could not be read, which has been said
                 elif name in SECTIONS:
                     text = _unfit_section(name, value)
                 else:
-                    text = _unfit_value(name, value)
+                    text = _unfit_value(path, value)
                 self._report(self._place(loc), name, text)
 
     def check(self, config: RunConfig, world_size: int | None, job: bool) -> None:
@@ -270,9 +271,24 @@ class _PartialConfig:
 
 
 def _key_of(loc: Keys) -> Keys:
-    """The key or section a pydantic location lies in, without list indices and union branches."""
+    """The key or section a pydantic location lies in, without union branches and list indices, but
+    for those of a list of sections."""
     ends = (loc[:end] for end in range(len(loc), 0, -1))
-    return next((p for p in ends if dotted(p) in KEYS or dotted(p) in SECTIONS), loc)
+    return next((p for p in ends if dotted(p) in SECTIONS or _field_of(p) is not None), loc)
+
+
+def _field_of(path: Keys) -> FieldInfo | None:
+    """A key of the file, or of a section in a list."""
+    if dotted(path) in KEYS:
+        return KEYS[dotted(path)]
+    section = _section_of(path[:-1])
+    return None if section is None else section.model_fields.get(str(path[-1]))
+
+
+def _section_of(path: Keys) -> type[Section] | None:
+    """The section at this path, which may be one of a list."""
+    is_item = bool(path) and isinstance(path[-1], int)
+    return ITEMS.get(dotted(path[:-1])) if is_item else SECTIONS.get(dotted(path))
 
 
 def _unfit_section(path: str, value: object) -> str:
@@ -282,8 +298,10 @@ def _unfit_section(path: str, value: object) -> str:
     return f"wants {what} ({', '.join(SECTIONS[path].model_fields)}), got {_shown(value)}"
 
 
-def _unfit_value(path: str, value: object) -> str:
-    wants = expected_of(KEYS[path])
+def _unfit_value(path: Keys, value: object) -> str:
+    field = _field_of(path)
+    assert field is not None
+    wants = expected_of(field)
     text = f"wants {wants.text}, got {_shown(value)}"
     items = cast(list[object], value) if isinstance(value, list) else [value]
     wrong = (item for item in items if isinstance(item, str) and item not in wants.choices)
@@ -333,8 +351,8 @@ _FAR = 0.85
 """For names of other sections, of which some looks like anything."""
 
 
-def unknown_key(section: str, key: str) -> tuple[str, frozenset[str]]:
-    """What to say of a key that `section` does not have, and the paths it may stand for.
+def unknown_key(path: Keys, key: str) -> tuple[str, frozenset[str]]:
+    """What to say of a key that the section at `path` lacks, and the paths it may stand for.
 
     Where a key of that name belongs, else the nearest of the section, or one very near of any
     other, or valid names.
@@ -342,7 +360,12 @@ def unknown_key(section: str, key: str) -> tuple[str, frozenset[str]]:
     if "epoch" in key.lower():
         length = "train.steps"
         return f"unknown key; set {length}, of data.global_batch samples each", frozenset({length})
-    here = SECTIONS[section].model_fields
+    found = _section_of(path)
+    here, section = {} if found is None else found.model_fields, dotted(path)
+    if section not in SECTIONS:
+        close = nearest(key, here)
+        hint = f"did you mean {close}?" if close else f"valid here: {', '.join(here)}"
+        return f"unknown key; {hint}", frozenset()
     last = {path: path.rpartition(".")[2] for path in (*SECTIONS, *KEYS) if path}
     belongs = [path for path in last if last[path] == key]
     close = nearest(key, here)

@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchdistpackage.config.schema import DataSection, ModelSection, RunConfig
+from torchdistpackage.config.data_section import DataSection
+from torchdistpackage.config.schema import ModelSection, RunConfig
 from torchdistpackage.config.types import MAX_RANKS
 from torchdistpackage.errors import ConfigError
 
@@ -141,14 +142,13 @@ def _overlap_of_a_sequence(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@rule("model.vocab", "data.name", "model.name", "data.tokenizer")
+@rule("model.vocab", "data.name", "data.sources", "data.field", "model.name", "data.tokenizer")
 def _vocab_holds_bytes(c: RunConfig, world_size: int | None) -> str | None:
-    if c.model.name is None or c.data.name not in ("python_stdlib", "text") or c.data.tokenizer:
+    if c.model.name is None or not c.data.has_bytes or c.model.vocab >= _NUM_BYTES:
         return None
-    if c.model.vocab >= _NUM_BYTES:
-        return None
+    of = "data.sources" if c.data.sources else f"data.name={c.data.name}"
     return (
-        f"model.vocab={c.model.vocab} is too small for data.name={c.data.name}, whose tokens are "
+        f"model.vocab={c.model.vocab} is too small for {of}, whose tokens are "
         f"bytes; set vocab to {_NUM_BYTES} or more"
     )
 
@@ -247,76 +247,6 @@ def _warmup_fits(c: RunConfig, world_size: int | None) -> str | None:
         f"optim.warmup_steps={warmup} is more than train.steps={steps}; set warmup_steps to "
         f"{steps} or less"
     )
-
-
-@rule("data.name", "data.target", "data.tokenizer", "data.field", "data.cache")
-def _tokenizer_is_for_text(c: RunConfig, world_size: int | None) -> str | None:
-    d, plain = c.data, DataSection()
-    source = f"data.name={d.name}" if d.name else f"data.target={d.target}"
-    takes_field = d.name in ("jsonl", "parquet")
-    if takes_field and d.tokenizer is None:
-        return f"{source} needs data.tokenizer, a folder with tokenizer.json"
-    if d.tokenizer is not None and not (takes_field or d.name == "text"):
-        return f"data.tokenizer={d.tokenizer} would not be read with {source}; remove it"
-    if d.field != plain.field and not takes_field:
-        return f"data.field={d.field} would not be read with {source}; remove it"
-    if d.cache is not None and d.tokenizer is None:
-        return f"data.cache={d.cache} would not be used without data.tokenizer; remove it"
-    return None
-
-
-@rule("data.bos", "data.tokenizer", "data.field")
-def _bos_is_added_to_texts(c: RunConfig, world_size: int | None) -> str | None:
-    return _added_to_texts("data.bos", c.data.bos, c.data)
-
-
-@rule("data.eos", "data.tokenizer", "data.field")
-def _eos_is_added_to_texts(c: RunConfig, world_size: int | None) -> str | None:
-    return _added_to_texts("data.eos", c.data.eos, c.data)
-
-
-def _added_to_texts(key: str, value: str, data: DataSection) -> str | None:
-    if value == "on" and data.tokenizer is None:
-        return f"{key}=on, but without data.tokenizer there is no such token; leave it out"
-    if value == "on" and data.field == "messages":
-        return (
-            f"{key}=on, but with data.field=messages the chat template writes all special tokens; "
-            f"leave it out"
-        )
-    return None
-
-
-@rule("data.document_masks", "data.tokenizer", "model.name", "model.target")
-def _documents_are_known(c: RunConfig, world_size: int | None) -> str | None:
-    if not c.data.document_masks:
-        return None
-    if c.data.tokenizer is None:
-        return (
-            "data.document_masks=true, but without data.tokenizer it is not known where documents "
-            "end; set it to false"
-        )
-    if c.model.target is not None:
-        return (
-            f"data.document_masks=true, but model.target={c.model.target} is given ids alone, and "
-            f"no positions; set it to false, or use model.name or model.hf"
-        )
-    return None
-
-
-@rule("data.name", "data.target", "data.args", "data.path", "data.dtype")
-def _data_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
-    if text := named_once(c.data, "data"):
-        return text
-    source = f"data.name={c.data.name}" if c.data.name else f"data.target={c.data.target}"
-    reads_path = c.data.name in ("text", "jsonl", "parquet", "tokens")
-    if reads_path and c.data.path is None:
-        folder = " or folder" * (c.data.name != "tokens")
-        return f"{source} needs data.path, the file{folder} to read"
-    if not reads_path and c.data.path is not None:
-        return f"data.path={c.data.path} would not be read with {source}; remove it"
-    if c.data.name != "tokens" and c.data.dtype != DataSection().dtype:
-        return f"data.dtype={c.data.dtype} would not be read with {source}; remove it"
-    return None
 
 
 def named_once(section: ModelSection | DataSection, where: str) -> str | None:

@@ -9,11 +9,12 @@ from typing import Any, Self
 from pydantic import Field, PrivateAttr
 
 from torchdistpackage.config import types as k
+from torchdistpackage.config.data_section import DataSection
 from torchdistpackage.config.errors import KeyPlaces, Problem, SourceLocation
 from torchdistpackage.config.model_section import ModelSection
 from torchdistpackage.config.optim_section import OptimSection
-from torchdistpackage.config.types import NamedSection, Section, default
-from torchdistpackage.config.yaml_loader import write
+from torchdistpackage.config.types import Section, default
+from torchdistpackage.config.yaml_loader import keys_of, write
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.topology.mesh import DEFAULT_ORDER
 
@@ -115,47 +116,6 @@ class PipelineSection(Section):
         default="cost",
         description="What stages share evenly: computation, parameters, number of pieces, or time.",
     )
-
-
-class DataSection(NamedSection):
-    """The training data: one of our sources, or your own by import path."""
-
-    name: k.DataName = Field(default="python_stdlib", description="Our source; not with target.")
-    path: k.PathOrNull = Field(
-        default=None,
-        description="File or folder of text, JSON lines or parquet; file of token ids.",
-    )
-    tokenizer: k.PathOrNull = Field(
-        default=None, description="Folder with tokenizer.json; null: the tokens of text are bytes."
-    )
-    field: k.TextField = Field(
-        default="text",
-        description="Field or column; with prompt+completion or messages prompts are masked.",
-    )
-    bos: k.TextEnd = Field(
-        default="auto",
-        description="Begin-of-text token before each document; auto: as the tokenizer adds it.",
-    )
-    eos: k.TextEnd = Field(
-        default="auto",
-        description="End-of-text token behind each document; auto: if the tokenizer has one.",
-    )
-    cache: k.PathOrNull = Field(
-        default=None, description="Folder of tokenized texts; null: tokens in run.dir."
-    )
-    document_masks: bool = Field(
-        default=False, description="No token attends to another document; needs tokenizer."
-    )
-    dtype: k.TokenDtype = Field(default="uint16", description="Type of the ids of tokens.")
-    target: k.ImportPath = Field(
-        default=None, description="Your data, pkg.module:build; not with name."
-    )
-    args: k.FreeForm = Field(default_factory=dict, description="Keyword arguments of target.")
-    seq_len: k.Count = Field(default=128, le=k.MAX_LENGTH, description="Tokens in one sample.")
-    global_batch: k.Count = Field(
-        default=32, le=1 << 24, description="Samples in a step, over all ranks."
-    )
-    val_fraction: k.UpToHalf = Field(default=0.05, description="Part kept for validation.")
 
 
 class PrecisionSection(Section):
@@ -357,7 +317,7 @@ class RunConfig(Section):
 
     def problem(self, key: str, text: str) -> Problem:
         """What is wrong with the value of a dotted key, where it was written."""
-        return Problem(*self._places.of(tuple(key.split("."))), key, text)
+        return Problem(*self._places.of(keys_of(key)), key, text)
 
     def place(self, key: str) -> SourceLocation | None:
         """Where the value of a dotted key was written; None: nowhere, it is the default."""

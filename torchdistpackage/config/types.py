@@ -77,6 +77,9 @@ def _sequence(value: object) -> object:
     return tuple(cast(list[object], value)) if isinstance(value, list) else value
 
 
+Listed = BeforeValidator(_sequence)
+
+
 def _different(names: tuple[str, ...]) -> AfterValidator:
     """Each of `names` at most once."""
 
@@ -246,6 +249,7 @@ TrackerNames = Annotated[
 ]
 ModelName = Literal["gpt"] | None
 DataName = Literal["python_stdlib", "text", "jsonl", "parquet", "tokens"] | None
+FileKind = Literal["text", "jsonl", "parquet", "tokens"] | None
 OptimizerName = Literal["adamw", "sgd", "muon"]
 LrSchedule = Literal[
     "warmup_cosine",
@@ -325,6 +329,8 @@ TextField = Annotated[
     Field(min_length=1, max_length=200),
     Expected("the name of a field, prompt+completion, or messages"),
 ]
+TextFieldOrNull = TextField | None
+LabelOrNull = FolderName | None
 TokenDtype = Literal["uint8", "uint16", "uint32"]
 TextEnd = Literal["auto", "on", "off"]
 
@@ -362,5 +368,5 @@ class NamedSection(Section):
         if not isinstance(value, dict):
             return value
         keys = cast(dict[str, Any], value)
-        others = (keys.get("target"), keys.get("hf"))
-        return keys if "name" in keys or others == (None, None) else {**keys, "name": None}
+        others = (keys.get("target"), keys.get("hf"), keys.get("sources") or None)
+        return keys if "name" in keys or others == (None,) * 3 else {**keys, "name": None}

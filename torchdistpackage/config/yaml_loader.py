@@ -82,6 +82,13 @@ def dotted(path: Keys) -> str:
     return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).removeprefix(".")
 
 
+def keys_of(path: str) -> Keys:
+    """The other way: optim.betas[0] is ("optim", "betas", 0)."""
+    parts = (re.fullmatch(r"(.*?)(?:\[(\d+)\])?", part) for part in path.split("."))
+    pairs = [(found[1], found[2]) for found in parts if found]
+    return tuple(x for key, index in pairs for x in ([key] if index is None else [key, int(index)]))
+
+
 def read(
     text: str, file: str, root: Keys = (), given: SourceLocation | None = None
 ) -> "YamlDocument":

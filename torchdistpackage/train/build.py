@@ -3,7 +3,7 @@
 All else receives plain arguments, which are decided here, in the order in which a run needs them.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 
@@ -16,14 +16,13 @@ from torchdistpackage.checkpoint.save import fail_together
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.config.schema import DataSection, RunConfig
+from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.param_spec import batch_group, sum_group
 from torchdistpackage.ddp.param_sync import ReplicatedTensor, sync_module_states
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.errors import ConfigError, DataError, ScheduleError
+from torchdistpackage.errors import ConfigError, ScheduleError
 from torchdistpackage.harness.watchdog import HangWatchdog
-from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.lazy import resolve
 from torchdistpackage.parallel.context.model import sequence_over
@@ -35,22 +34,23 @@ from torchdistpackage.parallel.tensor.float8 import use_float8
 from torchdistpackage.parallel.tensor.init import collect_initials, initialize
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.generators import evaluation
-from torchdistpackage.train import corpus
+from torchdistpackage.train.blend import BlendedDataset
 from torchdistpackage.train.callbacks import (
     DeadExperts,
     NonFiniteCheck,
     ReplicaCheck,
     SaveEvents,
+    SourceShares,
     StragglerCheck,
 )
 from torchdistpackage.train.compiled import compile_blocks
-from torchdistpackage.train.data import DataSource, TokenDataset
+from torchdistpackage.train.data import DataSource
+from torchdistpackage.train.data_build import build_data
 from torchdistpackage.train.learning_rate import learning_rate
 from torchdistpackage.train.log import StepLog
 from torchdistpackage.train.loop import Callback, Loop
 from torchdistpackage.train.memory import activation_budget_gb, memory
 from torchdistpackage.train.optimizers import make_optimizer
-from torchdistpackage.train.packing import PackedDataset
 from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.profiler import StepProfiler
 from torchdistpackage.train.rank_times import RankTimes
@@ -64,11 +64,10 @@ from torchdistpackage.train.staged_model import (
 )
 from torchdistpackage.train.step import Trainer, from_user, token_cross_entropy
 from torchdistpackage.train.stop import StopController
-from torchdistpackage.train.texts import text_source, token_cache_folder
-from torchdistpackage.train.token_cache import tokenized
 from torchdistpackage.train.trace import StepTrace
 from torchdistpackage.train.train_state import TrainState
 from torchdistpackage.train.update import Update, reduced_grads
+from torchdistpackage.train.user_code import user_object
 
 
 def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None = None) -> Trainer:
@@ -186,6 +185,8 @@ def make_loop(
         callbacks.append(StepTrace(trainer, train.profile.range, state.step + 1))
     callbacks += [RankTimes(trainer, folder, every, state.step + 1), SaveEvents()]
     callbacks += [DeadExperts(10 * every), NonFiniteCheck(skips=train.on_nonfinite == "skip")]
+    if isinstance(trainer.data, BlendedDataset):
+        callbacks.append(SourceShares(trainer.data, trainer.seed))
     if train.check_replicas_every:
         callbacks.append(ReplicaCheck(trainer, train.check_replicas_every))
     return Loop(
@@ -208,56 +209,6 @@ def make_loop(
         ),
         callbacks=[*callbacks, *more],
     )
-
-
-def build_data(plan: Plan) -> DataSource:
-    """The data section as a source of batches."""
-    section = plan.config.data
-    if section.target is not None:
-        source = user_object(section.target)(**section.args)
-        if not isinstance(source, DataSource):
-            raise DataError(
-                f"data.target {section.target} returned a {type(source).__name__} without a "
-                f"batch(...) method; see train.data.DataSource"
-            )
-        return source
-    if section.tokenizer is not None:
-        text = tokenized(text_source(plan.config), token_cache_folder(plan.config))
-        return PackedDataset(
-            text,
-            vocab=plan.config.model.vocab,
-            seq_len=section.seq_len,
-            global_batch=section.global_batch,
-            val_fraction=section.val_fraction,
-            document_masks=section.document_masks,
-        )
-    found = read_corpus(section, section.val_fraction)
-    data = TokenDataset(
-        found.train,
-        found.val,
-        plan.config.model.vocab,
-        section.seq_len,
-        num_val=plan.config.train.eval_batches * section.global_batch,
-        global_batch=section.global_batch,
-    )
-    data.check_length("val")  # now, and not in the first validation
-    return data
-
-
-def read_corpus(section: DataSection, val_fraction: float) -> corpus.Corpus:
-    """The token ids of a data section without a tokenizer or target."""
-    match section.name:
-        case "python_stdlib":
-            return corpus.python_stdlib(val_fraction)
-        case "text":
-            return corpus.text(section.path or "", val_fraction)
-        case _:
-            return corpus.tokens(section.path or "", section.dtype, val_fraction)
-
-
-def user_object(path: str) -> Callable:
-    """What `pkg.module:name` names."""
-    return EntryPoint.of(path).resolve()
 
 
 def _stage(

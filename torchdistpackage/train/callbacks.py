@@ -13,6 +13,8 @@ from torchdistpackage.harness.stragglers.compare import Comparison
 from torchdistpackage.launch.run_events import SAVE, note_event
 from torchdistpackage.layout.derive import replica_ranks
 from torchdistpackage.optim.sharded import ShardedOptimizer
+from torchdistpackage.train.blend import BlendedDataset
+from torchdistpackage.train.log import SHARES
 from torchdistpackage.train.loop import Callback, Loop
 from torchdistpackage.train.nonfinite import explain
 from torchdistpackage.train.plan import Plan, stage_loads
@@ -84,6 +86,18 @@ class DeadExperts(Callback):
                 f"experts that no token chose in the last {self._every} steps: {'; '.join(named)}",
                 dead_experts="; ".join(named),
             )
+
+
+class SourceShares(Callback):
+    """Notes what part of each step came from each source, and how often it was passed over."""
+
+    def __init__(self, data: BlendedDataset, seed: int):
+        self._data, self._seed = data, seed
+
+    def on_step(self, loop: Loop, result: StepResult, issued: PendingStep) -> None:
+        if loop.is_main:
+            values = {SHARES: self._data.shares(self._seed, result.step)}
+            loop.log.note(**values, epochs=self._data.epochs(self._seed, result.step))
 
 
 class StragglerCheck(Callback):

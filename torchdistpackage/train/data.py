@@ -88,7 +88,7 @@ class TokenDataset:
         self.seq_len = seq_len
         self.num_val = num_val
         self._global_batch = global_batch
-        self._ids: dict[str, Ids] = {"train": train, "val": val}
+        self._ids: dict[Split, Ids] = {"train": train, "val": val}
         self.check_length("train")
         for split, ids in self._ids.items():
             if np.iinfo(ids.dtype).max >= vocab:
@@ -100,6 +100,11 @@ class TokenDataset:
         if self.vocab > MAX_TABLE_VOCAB:
             return None
         return entropies(self._ids["train"], self._ids["val"], vocab=self.vocab)
+
+    @property
+    def num_samples(self) -> dict[Split, int]:
+        """Windows that would hold each token once, the last less than full, of each split."""
+        return {s: -(-(len(ids) - 1) // self.seq_len) for s, ids in self._ids.items()}
 
     def batch(
         self,

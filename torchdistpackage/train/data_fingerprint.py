@@ -4,7 +4,7 @@ A file of at most 64 MiB is read whole, of a larger one its size and 64 blocks t
 it. No torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import xxhash
@@ -14,13 +14,13 @@ _NUM_BLOCKS = 64
 _BLOCK_BYTES = 1 << 16
 
 
-def data_fingerprint(path: str | None) -> str:
-    """Of a file, or of all files of a folder with their names; "" where there is none to read."""
-    if path is None:
+def data_fingerprint(paths: Sequence[str]) -> str:
+    """Of files, and of all files of folders with their names; "" where there is none to read."""
+    if not paths:
         return ""
     checksum = xxhash.xxh3_64()
     try:
-        for name, file in _files(Path(path)):
+        for name, file in (pair for path in paths for pair in _files(Path(path))):
             size_bytes = file.stat().st_size
             checksum.update(f"{name} {size_bytes} ".encode())
             with file.open("rb") as opened:

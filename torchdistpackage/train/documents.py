@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchdistpackage.bounded import parse_json
+from torchdistpackage.config.data_section import SUFFIX_OF_KIND
 from torchdistpackage.config.text_ends import TextEnds, text_ends
 from torchdistpackage.config.types import TextEnd
 from torchdistpackage.errors import DataError
@@ -22,7 +23,6 @@ CHAT, TOOLS = "messages", "tools"
 """The field that holds a chat, a list of messages, and that of its tools."""
 _ROWS = 512
 """Of a parquet file that are in memory at once."""
-_SUFFIXES = {"text": "", "jsonl": ".jsonl", "parquet": ".parquet"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def files_of(kind: str, path: Path) -> list[Path]:
     """
     if path.is_file():
         return [path]
-    suffix, found = _SUFFIXES[kind], list[Path]()
+    suffix, found = SUFFIX_OF_KIND.get(kind, ""), list[Path]()
     for folder, folders, names in os.walk(path):
         folders[:] = [name for name in folders if name[0] != "."]
         paths = (Path(folder, n) for n in names if n[0] != "." and n.endswith(suffix))

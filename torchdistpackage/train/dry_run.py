@@ -13,11 +13,12 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import ConfigError, TorchDistError
 from torchdistpackage.harness.lint.linter import lint
 from torchdistpackage.harness.lint.report import LintReport
-from torchdistpackage.train.build import build, build_data, user_object
+from torchdistpackage.train.build import build
 from torchdistpackage.train.data import DataSource
+from torchdistpackage.train.data_build import build_data
 from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.shrink import shrunk
-from torchdistpackage.train.user_code import add_user_code
+from torchdistpackage.train.user_code import add_user_code, user_object
 
 STEPS = 2
 """The first announces shapes and learns what a backward does; the second is as all later ones."""

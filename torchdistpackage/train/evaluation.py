@@ -2,7 +2,7 @@
 long as it comes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -73,6 +73,25 @@ class DocumentWindows:
 
     def read(self, first: int, number: int) -> DataBatch:
         return DataBatch(*self._text.batch("val", 0, 0, 0, 1, number, first=first))
+
+
+class JoinedWindows:
+    """The windows of several, one after another."""
+
+    def __init__(self, parts: Sequence[Windows]):
+        self.number, self.seq_len = sum(x.number for x in parts), parts[0].seq_len
+        self._parts = parts
+
+    def read(self, first: int, number: int) -> DataBatch:
+        found: list[DataBatch] = []
+        for part in self._parts:
+            here = min(max(part.number - first, 0), number)
+            if here:
+                found.append(part.read(first, here))
+            first, number = max(first - part.number, 0), number - here
+        return DataBatch(
+            *(None if x[0] is None else torch.cat(x) for x in zip(*found, strict=True))
+        )
 
 
 def batches_of(

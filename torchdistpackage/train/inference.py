@@ -13,13 +13,16 @@ from torchdistpackage.checkpoint.save import fail_together
 from torchdistpackage.comm.creation import end_processes
 from torchdistpackage.comm.runtime import join, leave
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.config.data_section import DataSection
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import CheckpointError, DataError, NonFiniteError
 from torchdistpackage.launch.rendezvous import detect
-from torchdistpackage.train.build import build_data, build_model, read_corpus, start_timeout_s
+from torchdistpackage.train.build import build_model, start_timeout_s
 from torchdistpackage.train.data import DataBatch
+from torchdistpackage.train.data_build import build_data, read_corpus
 from torchdistpackage.train.evaluation import (
     DocumentWindows,
+    JoinedWindows,
     TokenWindows,
     Windows,
     batches_of,
@@ -38,8 +41,7 @@ from torchdistpackage.train.plan import Plan, make_plan
 from torchdistpackage.train.prompts import ByteCodec, GrowingText, TokenizerCodec
 from torchdistpackage.train.run_folder import CHECKPOINTS
 from torchdistpackage.train.staged_model import StagedModel
-from torchdistpackage.train.texts import text_source, token_cache_folder
-from torchdistpackage.train.token_cache import tokenized
+from torchdistpackage.train.texts import tokenized_part
 from torchdistpackage.train.user_code import add_user_code
 
 Answer = EvalResult | RankRefusal | None
@@ -173,19 +175,24 @@ def _evaluated(model: StagedModel, request: EvalRequest, step: int | None) -> Ev
 
 
 def _windows(config: RunConfig, request: EvalRequest) -> Windows:
-    section, vocab = config.data, config.model.vocab
+    parts = config.data.parts.values()
+    return JoinedWindows([_of_part(config, part, request.all_data) for part in parts])
+
+
+def _of_part(config: RunConfig, section: DataSection, all_data: bool) -> Windows:
+    vocab = config.model.vocab
     if section.tokenizer is not None:
         packed = PackedDataset(
-            tokenized(text_source(config), token_cache_folder(config)),
+            tokenized_part(config, section),
             vocab=vocab,
             seq_len=section.seq_len,
             global_batch=section.global_batch,
-            val_fraction=1.0 if request.all_data else section.val_fraction,
+            val_fraction=1.0 if all_data else section.val_fraction,
             document_masks=section.document_masks,
         )
         return DocumentWindows(packed)
-    found = read_corpus(section, 0.0 if request.all_data else section.val_fraction)
-    return TokenWindows(found.train if request.all_data else found.val, vocab, section.seq_len)
+    found = read_corpus(section, 0.0 if all_data else section.val_fraction)
+    return TokenWindows(found.train if all_data else found.val, vocab, section.seq_len)
 
 
 def _write(text: str) -> None:

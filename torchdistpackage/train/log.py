@@ -29,6 +29,9 @@ from torchdistpackage.train.step_stats import StepResult
 log = logging.getLogger(__name__)
 
 PLOT = "loss.png"
+SHARES = "sources"
+"""The key of a row under which each of several sources has its part of the step's samples."""
+_COLUMNS = 80
 _LOOK_S = 1.0
 """How often it is looked whether the folder is still there, which is free but for old NFS."""
 _MOST = 1e300
@@ -151,9 +154,11 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         bubble: float | None = None,
         predicted_bubble: float | None = None,
         expert_imbalance: float | None = None,
+        shares: Any = None,
     ) -> None:
         """Show a step that is done. Bubbles are fractions of the step time; None without a
-        pipeline. expert_imbalance: the busiest expert over the mean; None without experts."""
+        pipeline. expert_imbalance: the busiest expert over the mean; None without experts. shares:
+        of the step's samples, by source of several."""
         text = f"loss {loss:.4f}  {_thousands(tokens_per_s)} {self._unit}/s"
         if bubble is not None:
             text += f"  bubble {bubble:.1%}"
@@ -165,7 +170,12 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         if predicted_bubble is not None:
             text += f" (predicted {predicted_bubble:.1%})"
         if step % self._every == 0 or step == self._total:
-            self.say(f"step {step}/{self._total}  {text}")
+            line = f"step {step}/{self._total}  {text}"
+            named = "  ".join(f"{name} {share:.0%}" for name, share in (shares or {}).items())
+            fits = len(line) + len(named) + 2 <= _COLUMNS
+            self.say(f"{line}  {named}" if named and fits else line)
+            if named and not fits:
+                self.say(fill(named, _COLUMNS, initial_indent="  ", subsequent_indent="  "))
 
     def say(self, line: str) -> None:
         """Print one line, above the bar if there is one."""
@@ -210,7 +220,7 @@ class StepLog:
         self._flops_per_token, self._predicted_bubble = flops_per_token, predicted_bubble
         self._metrics: MetricsLog | None = None
         self._lines: list[str] = []
-        self._values: dict[str, float | str] = {}
+        self._values: dict[str, float | str | Mapping[str, float]] = {}
 
     @contextmanager
     def opened(self, done: int) -> Iterator[None]:
@@ -231,7 +241,7 @@ class StepLog:
                 self._bar.say(line)
             self._lines = []
 
-    def note(self, *lines: str, **values: float | str) -> None:
+    def note(self, *lines: str, **values: float | str | Mapping[str, float]) -> None:
         """Say these lines, and add these values to the row, with the step that is logged next."""
         self._lines += lines
         self._values |= values
@@ -261,6 +271,7 @@ class StepLog:
             bubble=None if self._predicted_bubble is None else result.bubble,
             predicted_bubble=self._predicted_bubble,
             expert_imbalance=result.expert_imbalance,
+            shares=noted.get(SHARES),
         )
         if self._verbose and "pipeline" in noted:
             width = shutil.get_terminal_size().columns - 2

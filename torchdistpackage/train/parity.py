@@ -24,12 +24,12 @@ from torchdistpackage.harness.parity.compare import ITS_STEP, ParityFinding, fir
 from torchdistpackage.harness.parity.layouts import ParityReport, text_of
 from torchdistpackage.harness.parity.record import ParityRecord, recording, without_dropout
 from torchdistpackage.harness.pool import RankPool
-from torchdistpackage.train.build import build, user_object
+from torchdistpackage.train.build import build
 from torchdistpackage.train.parity_plan import NUM_STEPS, ParityRun, parity_run
 from torchdistpackage.train.plan import Plan, make_plan
 from torchdistpackage.train.smaller_arguments import with_smaller_arguments
 from torchdistpackage.train.step import Trainer
-from torchdistpackage.train.user_code import add_user_code
+from torchdistpackage.train.user_code import add_user_code, user_object
 
 _LIMIT_S = 600.0
 """For the steps of one layout; ranks may be more than cores."""

@@ -63,7 +63,7 @@ def with_smaller_arguments(config: RunConfig, defaults: Mapping[str, Any]) -> Ru
 
 def _bytes(config: RunConfig) -> bool:
     """Whether a token is a byte."""
-    return config.data.name in ("python_stdlib", "text") and config.data.tokenizer is None
+    return config.data.has_bytes
 
 
 def _sizes(args: Mapping[str, Any]) -> Iterator[tuple[str, int]]:

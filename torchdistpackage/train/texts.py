@@ -5,17 +5,17 @@ No torch.
 
 from pathlib import Path
 
+from torchdistpackage.config.data_section import DataSection
 from torchdistpackage.config.errors import Problem
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import DataError
 from torchdistpackage.train.documents import TextSource
 from torchdistpackage.train.split import split_documents
-from torchdistpackage.train.token_cache import tokenized
+from torchdistpackage.train.token_cache import Progress, TokenizedText, tokenized
 
 
-def text_source(config: RunConfig) -> TextSource:
-    """What a run with data.tokenizer has tokenized."""
-    data = config.data
+def text_source(data: DataSection) -> TextSource:
+    """What a data section with a tokenizer has tokenized."""
     where = data.name or "", data.path or "", data.tokenizer or ""
     return TextSource(*where, data.field, data.bos, data.eos)
 
@@ -25,15 +25,27 @@ def token_cache_folder(config: RunConfig) -> Path:
     return Path(config.data.cache or Path(config.run.dir) / "tokens")
 
 
+def text_parts(config: RunConfig) -> dict[str, DataSection]:
+    """By the key of its path, each part of the data that is tokenized."""
+    return {key: x for key, x in config.data.parts.items() if x.tokenizer is not None}
+
+
+def tokenized_part(
+    config: RunConfig, data: DataSection, progress: Progress | None = None
+) -> TokenizedText:
+    """The ids of a part, made now if they are not there; raises DataError as `tokenized`."""
+    return tokenized(text_source(data), token_cache_folder(config), progress)
+
+
 def wrong_texts(config: RunConfig) -> list[Problem]:
     """What is wrong with the texts of a run with data.tokenizer, which are tokenized for it."""
-    if config.data.tokenizer is None:
-        return []
-    try:
-        found = tokenized(text_source(config), token_cache_folder(config))
-    except DataError as error:
-        texts = str(error).splitlines()
-    else:
-        split = split_documents(found, config.data.val_fraction)
-        texts = list(split.problems(config.data.seq_len))
-    return [config.problem("data.path", text.removeprefix("data.path ")) for text in texts]
+    problems: list[Problem] = []
+    for key, data in text_parts(config).items():
+        try:
+            found = tokenized_part(config, data)
+        except DataError as error:
+            texts = str(error).splitlines()
+        else:
+            texts = list(split_documents(found, data.val_fraction).problems(data.seq_len))
+        problems += [config.problem(key, text.removeprefix("data.path ")) for text in texts]
+    return problems

@@ -2,12 +2,17 @@
 
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torchdistpackage.config.errors import Problem
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.launch.entrypoint import missing_module
+from torchdistpackage.launch.entrypoint import EntryPoint, missing_module
+
+
+def user_object(path: str) -> Callable:
+    """What `pkg.module:name` names."""
+    return EntryPoint.of(path).resolve()
 
 
 def code_folder(env: Mapping[str, str]) -> str:

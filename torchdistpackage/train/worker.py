@@ -31,17 +31,16 @@ from torchdistpackage.launch.slurm.run_dir import (
 from torchdistpackage.report.page import REPORT, write_report
 from torchdistpackage.train.build import build, make_loop
 from torchdistpackage.train.compiled import end_compile_workers, use_cache, warm_up
+from torchdistpackage.train.data_build import notes_of
 from torchdistpackage.train.data_fingerprint import data_fingerprint
 from torchdistpackage.train.export import export_run
 from torchdistpackage.train.finish import finish, sample_text
 from torchdistpackage.train.log import print_line
-from torchdistpackage.train.packing import PackedDataset
 from torchdistpackage.train.plan import Plan, make_plan, too_long
 from torchdistpackage.train.resume_check import changed_keys
 from torchdistpackage.train.run_folder import RESOLVED, only_writer, prepare_folder, run_folder
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.stop import begin, end, write_decision
-from torchdistpackage.train.token_cache import cut_documents
 from torchdistpackage.train.trackers.feed import Trackers
 from torchdistpackage.train.train_state import TrainState
 from torchdistpackage.train.train_state import resume as resume_state
@@ -107,10 +106,8 @@ def _train(
         if rendezvous.rank == 0:
             print_line(f"compiling blocks with {config.train.compile_backend}")
     trainer = build(plan, rendezvous.rank, joined.device)
-    data = trainer.data if rendezvous.rank == 0 else None
-    if isinstance(data, PackedDataset):
-        for note in filter(None, (data.split.note, cut_documents(data.text, data.seq_len))):
-            print_line(f"note: {note}")
+    for note in notes_of(trainer.data) if rendezvous.rank == 0 else ():
+        print_line(f"note: {note}")
     if rendezvous.rank == 0 and config.train.recompute != "none":
         # a chain of your own may have no blocks, and a limit may be large enough
         names = ", ".join(trainer.recomputed) or "nothing"
@@ -198,12 +195,14 @@ def _report(run: Path) -> None:
 
 def _edited_data(config: RunConfig, state: TrainState) -> str:
     """What to say of data that are others than at the last save; the state then knows them."""
-    now, before = data_fingerprint(config.data.path), state.data
+    paths = [part.path for part in config.data.parts.values() if part.path is not None]
+    now, before = data_fingerprint(paths), state.data
     state.data = now
     if not state.step or not before or now == before:
         return ""
+    keys = ", ".join(f"{key} {part.path}" for key, part in config.data.parts.items())
     return (
-        f"data.path {config.data.path} has other contents than when step {state.step} was saved, "
+        f"{keys} has other contents than when step {state.step} was saved, "
         f"so the samples from here on are not those of an undisturbed run"
     )
 
@@ -223,7 +222,7 @@ def _sample(trainer: Trainer) -> str | None:
     """What a language model of bytes writes at the end; None if it is none, or need not."""
     config, model = trainer.plan.config, trainer.plan.model
     num_tokens = config.train.generate_tokens
-    has_bytes = config.data.name in ("python_stdlib", "text") and config.data.tokenizer is None
+    has_bytes = config.data.has_bytes
     if not num_tokens or model is None or not model.has_own_text or not has_bytes:
         return None
     # from stage 3 on no replica has weights of its own

@@ -1,0 +1,139 @@
+"""The rules that join keys of the data section."""
+
+from torchdistpackage.config.data_section import DataSection
+from torchdistpackage.config.rules import Rule, named_once, rule
+from torchdistpackage.config.schema import RunConfig
+
+
+@rule("data.name", "data.target", "data.sources", "data.tokenizer", "data.field", "data.cache")
+def _tokenizer_is_for_text(c: RunConfig, world_size: int | None) -> str | None:
+    d, plain = c.data, DataSection()
+    if d.cache is not None and d.tokenizer is None:
+        return f"data.cache={d.cache} would not be used without data.tokenizer; remove it"
+    if d.sources:
+        return None
+    source = f"data.name={d.name}" if d.name else f"data.target={d.target}"
+    takes_field = d.name in ("jsonl", "parquet")
+    if takes_field and d.tokenizer is None:
+        return f"{source} needs data.tokenizer, a folder with tokenizer.json"
+    if d.tokenizer is not None and not (takes_field or d.name == "text"):
+        return f"data.tokenizer={d.tokenizer} would not be read with {source}; remove it"
+    if d.field != plain.field and not takes_field:
+        return f"data.field={d.field} would not be read with {source}; remove it"
+    return None
+
+
+@rule("data.bos", "data.tokenizer", "data.field")
+def _bos_is_added_to_texts(c: RunConfig, world_size: int | None) -> str | None:
+    return _added_to_texts("data.bos", c.data.bos, c.data)
+
+
+@rule("data.eos", "data.tokenizer", "data.field")
+def _eos_is_added_to_texts(c: RunConfig, world_size: int | None) -> str | None:
+    return _added_to_texts("data.eos", c.data.eos, c.data)
+
+
+def _added_to_texts(key: str, value: str, data: DataSection) -> str | None:
+    if value == "on" and data.tokenizer is None:
+        return f"{key}=on, but without data.tokenizer there is no such token; leave it out"
+    if value == "on" and data.field == "messages":
+        return (
+            f"{key}=on, but with data.field=messages the chat template writes all special tokens; "
+            f"leave it out"
+        )
+    return None
+
+
+@rule("data.document_masks", "data.tokenizer", "model.name", "model.target")
+def _documents_are_known(c: RunConfig, world_size: int | None) -> str | None:
+    if not c.data.document_masks:
+        return None
+    if c.data.tokenizer is None:
+        return (
+            "data.document_masks=true, but without data.tokenizer it is not known where documents "
+            "end; set it to false"
+        )
+    if c.model.target is not None:
+        return (
+            f"data.document_masks=true, but model.target={c.model.target} is given ids alone, and "
+            f"no positions; set it to false, or use model.name or model.hf"
+        )
+    return None
+
+
+@rule("data.name", "data.target", "data.args", "data.path", "data.sources", "data.dtype")
+def _data_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
+    if c.data.sources:
+        others = {"data.path": c.data.path, "data.target": c.data.target}
+        given = [f"{key}={value}" for key, value in others.items() if value is not None]
+        if not given:
+            return None
+        return f"data.sources and {' and '.join(given)} exclude each other; remove one"
+    if text := named_once(c.data, "data"):
+        return text
+    source = f"data.name={c.data.name}" if c.data.name else f"data.target={c.data.target}"
+    reads_path = c.data.name in ("text", "jsonl", "parquet", "tokens")
+    if reads_path and c.data.path is None:
+        folder = " or folder" * (c.data.name != "tokens")
+        return f"{source} needs data.path, the file{folder} to read"
+    if not reads_path and c.data.path is not None:
+        return f"data.path={c.data.path} would not be read with {source}; remove it"
+    if c.data.name != "tokens" and c.data.dtype != DataSection().dtype:
+        return f"data.dtype={c.data.dtype} would not be read with {source}; remove it"
+    return None
+
+
+_READ = ("data.sources", "data.name", "data.field", "data.tokenizer")
+"""What decides how sources are read."""
+
+
+@rule("data.sources")
+def _sources_have_weights(c: RunConfig, world_size: int | None) -> str | None:
+    sources = c.data.sources
+    if without := [f"data.sources[{i}]" for i, x in enumerate(sources) if x.path is None]:
+        return f"{', '.join(without)} names no path; give each source the file or folder to read"
+    if not sources or sum(x.weight for x in sources) > 0:
+        return None
+    return (
+        f"the weights of the {len(sources)} data.sources add up to 0, so no sample could be drawn; "
+        f"give one of them a weight above 0, or leave the weights out for equal parts"
+    )
+
+
+@rule(*_READ)
+def _sources_are_told_apart(c: RunConfig, world_size: int | None) -> str | None:
+    labels = [x.label for x in c.data.blend]
+    if not (twice := sorted({x for x in labels if labels.count(x) > 1})):
+        return None
+    return (
+        f"data.sources: {labels.count(twice[0])} of them have the label {twice[0]}, under which "
+        f"the log has their part; give each another label"
+    )
+
+
+@rule(*_READ, "data.document_masks")
+def _sources_are_read_as_named(c: RunConfig, world_size: int | None) -> str | None:
+    said: list[str] = []
+    for index, (source, (_, _, section)) in enumerate(
+        zip(c.data.sources, c.data.blend, strict=True)
+    ):
+        where, lines = f"data.sources[{index}]", section.name in ("jsonl", "parquet")
+        if lines and section.tokenizer is None:
+            said.append(
+                f"{where} ({section.name}) needs data.tokenizer, a folder with tokenizer.json"
+            )
+        if source.field is not None and not lines:
+            said.append(f"{where}: field={source.field} would not be read with {section.name}")
+        if c.data.document_masks and section.name == "tokens":
+            said.append(f"{where} is token ids, of which data.document_masks knows no documents")
+    names = {x.section.tokenizer is None and x.section.name == "text" for x in c.data.blend}
+    if not said and names == {True, False}:
+        said.append(
+            "data.sources mix bytes of text with token ids, which have no vocabulary in common; "
+            "give data.tokenizer, or ids alone"
+        )
+    return "; ".join(said) or None
+
+
+DATA_RULES = tuple(x for x in tuple(globals().values()) if isinstance(x, Rule))
+"""In the order of this file."""
