@@ -21,6 +21,8 @@ Each message gives, in this order: what was wrong and where, the numbers that sh
 it, and what to change. An `assert` means a bug in this package, never in its input.
 """
 
+from typing import Any
+
 
 class TorchDistError(Exception):
     """Base class: catch this to catch everything above."""
@@ -59,7 +61,12 @@ class HeldError(LaunchError):
 
 
 class RankError(TorchDistError, RuntimeError):
-    """A rank that this process started failed, hung or was killed; names the first culprit."""
+    """A rank that this process started failed, hung or was killed; names the first culprit.
+
+    culprit: its `torchdistpackage.launch.failure.Failure`, where a pool's rank ended by one.
+    """
+
+    culprit: Any = None
 
 
 class CommError(TorchDistError, RuntimeError):

@@ -61,9 +61,12 @@ def test_schedules_of_transformers_have_its_numbers(name, given, warmup):
     parameter, lr, num_steps = torch.nn.Parameter(torch.zeros(1)), 3e-3, 20
     optimizer = torch.optim.SGD([parameter], lr=lr)
     length = None if "num_stable_steps" in given else num_steps  # it takes one of both
-    theirs = transformers.get_scheduler(
-        name, optimizer, warmup, length, scheduler_specific_kwargs=dict(given)
-    )
+    if name == "inverse_sqrt":  # get_scheduler drops its timescale before transformers 5
+        theirs = transformers.get_inverse_sqrt_schedule(optimizer, warmup, **given)
+    else:
+        theirs = transformers.get_scheduler(
+            name, optimizer, warmup, length, scheduler_specific_kwargs=dict(given)
+        )
     said = {"lr": lr, "schedule": name, "schedule_args": given, "warmup_steps": warmup}
     text = f"{{optim: {said}, train: {{steps: {num_steps}}}}}"
     at = learning_rate(loads(text).optim, num_steps)

@@ -27,7 +27,7 @@ from typing import Any, Self, cast
 from torchdistpackage.errors import LaunchError, RankError, TopologyError
 from torchdistpackage.harness.late.orders import is_late
 from torchdistpackage.launch.entrypoint import EntryPoint, Result, pack_arguments
-from torchdistpackage.launch.failure import Failure, report
+from torchdistpackage.launch.failure import Failure, report, root_cause
 from torchdistpackage.launch.files import tail
 from torchdistpackage.launch.fork_server_client import ForkServer
 from torchdistpackage.launch.ipc import unpack
@@ -197,7 +197,9 @@ class Ranks:
                 waiting = set(range(self.world_size)) - set(outcomes) - {f.rank for f in failures}
                 text = f"ranks {sorted(waiting)} were still running then\n" if waiting else ""
                 text += report(failures, self.world_size)
-                raise RankError(f"{text}\ntransport: {transport}" if late else text)
+                error = RankError(f"{text}\ntransport: {transport}" if late else text)
+                error.culprit = root_cause(failures)
+                raise error
             if len(outcomes) < self.world_size:
                 raise RankError(self._hung(fn, limit_s, set(outcomes)))
         except BaseException:

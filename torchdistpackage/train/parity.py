@@ -21,8 +21,14 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import TorchDistError
 from torchdistpackage.harness.parity.compare import ITS_STEP, ParityFinding, first_difference
+from torchdistpackage.harness.parity.layout_ranks import records_of
 from torchdistpackage.harness.parity.layouts import ParityReport, text_of
-from torchdistpackage.harness.parity.record import ParityRecord, recording, without_dropout
+from torchdistpackage.harness.parity.record import (
+    ParityRecord,
+    recording,
+    told_where,
+    without_dropout,
+)
 from torchdistpackage.harness.pool import RankPool
 from torchdistpackage.train.build import build
 from torchdistpackage.train.parity_plan import NUM_STEPS, ParityRun, parity_run
@@ -47,7 +53,7 @@ def compare_plan(
 
     Raises:
         ConfigError: the plan has one rank.
-        TorchDistError: one process alone fails, or a rank raises something of its own.
+        TorchDistError: one process alone fails.
     """
     config = plan.config
     if config.model.target is None:
@@ -85,26 +91,28 @@ def compare_run(
     """Compare every layout of the run with one process.
 
     Raises:
-        TorchDistError: one process alone fails, or a rank raises something of its own.
+        TorchDistError: one process alone fails.
     """
     say(f"comparing {len(run.layouts)} layouts with one process")
     theirs = () if run.whole.model.hf is None else ("transformers.modeling_utils",)
     own = pool or RankPool(run.most_ranks, timeout_s=_LIMIT_S, preload=(*_PRELOAD, *theirs))
     try:
         began = time.monotonic()
-        (whole,) = own(1).run(record_run, run.whole, {})
+        (whole,) = records_of(own(1), record_run, run.whole, {})
         if whole.error:
             raise TorchDistError(f"one process alone fails: {whole.error}")
         say(f"one process: {time.monotonic() - began:.0f} s")
         found: list[tuple[dict[str, int], ParityFinding | None]] = []
         for number, (axes, config) in enumerate(run.layouts, 1):
             began = time.monotonic()
-            held = own(math.prod(axes.values())).run(record_run, config, dict(axes))
+            held = records_of(own(math.prod(axes.values())), record_run, config, dict(axes))
             finding = first_difference(whole, held, axes)
             found.append((axes, finding))
             word = "the same" if finding is None else f"differs in {finding.module}"
             took = f"{time.monotonic() - began:.0f} s"
             say(f"{number} of {len(run.layouts)}, {text_of(axes)}: {word}, {took}")
+            if finding is not None and finding.detail:
+                say(finding.detail)
     finally:
         if pool is None:
             own.close()
@@ -118,10 +126,7 @@ def record_run(config: RunConfig, axes: Mapping[str, int]) -> ParityRecord:
     record = ParityRecord(dict(plan.topology.dense.coord(rank)))
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(0)
-    try:
-        _take_steps(build(plan, rank, torch.device("cpu")), record)
-    except TorchDistError as error:
-        record.error = f"{type(error).__name__}: {error}"
+    _take_steps(build(plan, rank, torch.device("cpu")), record)
     return record
 
 
@@ -140,7 +145,11 @@ def _take_steps(trainer: Trainer, record: ParityRecord) -> None:
     parts = {name: part for name, part in named if name}
     record.initial = _weights(trainer)
     for step in range(1, NUM_STEPS + 1):
-        with without_dropout(trainer.stage), recording(parts, record, lambda n=step: n == 1):
+        with (
+            told_where(parts),
+            without_dropout(trainer.stage),
+            recording(parts, record, lambda n=step: n == 1),
+        ):
             result = trainer.train_step(step).wait()
         record.losses.append(result.loss)
         record.norms.append(result.grad_norm)

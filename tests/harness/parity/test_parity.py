@@ -137,3 +137,21 @@ def test_a_layout_that_raises_is_a_finding(pool):
     report = compare_layouts(fails, planted.batch, [{"data": 2}, {"tensor": 2}], pool=pool)
     assert [finding is None for _, finding in report.findings] == [True, False]
     assert "7 channels for 2 ranks" in str(report) and report.first[1].module == "second.mlp"
+
+
+def raises(wrong: str = "") -> ParityModel:
+    """A module whose forward ends by an error on one rank; the other one waits for it."""
+    from torchdistpackage import tpc
+
+    model = planted.build()
+    if tpc.get_group_size("tensor") > 1 and tpc.get_group_rank("tensor") == 1:
+        model.module.get_submodule("second.norm").weight = torch.nn.Parameter(torch.ones(7))
+    return model
+
+
+def test_a_module_that_raises_on_one_rank_is_named_with_rank_and_line(pool):
+    report = compare_layouts(raises, planted.batch, [{"tensor": 2}, {"data": 2}], pool=pool)
+    (_, finding), (_, other) = report.findings
+    assert other is None and (finding.module, finding.rank) == ("second.norm", 1), str(report)
+    assert "rank 1 ends by RuntimeError" in str(report) and "planted.py:" in finding.cause
+    assert "Traceback" in finding.detail

@@ -30,8 +30,7 @@ def compare_layouts(
     The report is the line or table that `print` shows; `is_right` and `findings` are for tests.
 
     Raises:
-        ConfigError: a layout cannot be, or `build` does not return a `ParityModel`.
-        RankError: a rank raised something of its own.
+        ConfigError: a layout cannot be, or one process alone fails.
     """
     try:
         chosen = checked(layouts, MOST_RANKS)

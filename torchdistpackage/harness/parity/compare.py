@@ -34,15 +34,19 @@ ITS_STEP = "its step"
 @dataclass(frozen=True, slots=True)
 class ParityFinding:
     """The first difference of a layout. module: where; what: of it; excess: the difference, over
-    the largest number of the whole; rank: the one that differs most; cause: the usual one."""
+    the largest number of the whole; rank: the one that differs most; cause: the usual one; detail:
+    the traceback of a rank that raised."""
 
     module: str
     what: str
     excess: float | None
     rank: int
     cause: str
+    detail: str = ""
 
     def __str__(self) -> str:
+        if self.what == ITS_STEP:
+            return f"{self.module}: rank {self.rank} ends by {self.cause}"
         far = "" if self.excess is None else f" by {self.excess:.1e} of its largest number"
         return (
             f"{self.module}: {self.what} of rank {self.rank} differ{far}; usual cause: {self.cause}"
@@ -58,14 +62,18 @@ def first_difference(
     """
     for rank, record in enumerate(ranks):
         if record.error:
-            return ParityFinding(
-                _module_in(record.error, whole), ITS_STEP, None, rank, f"it raised {record.error}"
-            )
+            module = _module_in(record.error, whole)
+            line = record.error.removeprefix(f"{module}: ")
+            return ParityFinding(module, ITS_STEP, None, rank, line, record.error_detail)
     looks = (_initial, _data, _forward, _loss, _grads, _dropout, _buffers, _norm, _weights)
     return next((x for look in looks if (x := look(whole, ranks, axes)) is not None), None)
 
 
 def _module_in(text: str, whole: ParityRecord) -> str:
+    """The one that `told_where` put first, else one whose name is in the text."""
+    at = text.partition(": ")[0]
+    if at in whole.modules and at:
+        return at
     return next((name for name in whole.modules if name and name in text), "the model")
 
 

@@ -12,14 +12,16 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm.nested import leaves_of
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.errors import ConfigError, TorchDistError
+from torchdistpackage.errors import ConfigError, RankError
 from torchdistpackage.harness.parity.record import (
     ParityRecord,
     copies,
     dropout_masks,
     recording,
+    told_where,
     without_dropout,
 )
+from torchdistpackage.harness.pool import Ranks
 from torchdistpackage.launch.entrypoint import EntryPoint
 
 NUM_STEPS = 3
@@ -80,8 +82,6 @@ def record_rank(
     torch.set_num_threads(1)
     try:
         _take_steps(build, batch, record, coord["data"], dict(mesh)["data"])
-    except TorchDistError as error:
-        record.error = f"{type(error).__name__}: {error}"
     finally:
         torch.set_num_threads(threads)
     return record
@@ -106,7 +106,11 @@ def _take_steps(
         fed = batch(number, index, num)
         if number == 0:
             record.inputs = [x for x in leaves_of(fed) if isinstance(x, Tensor)]
-        with without_dropout(module), recording(parts, record, lambda n=number: n == 0):
+        with (
+            told_where(parts),
+            without_dropout(module),
+            recording(parts, record, lambda n=number: n == 0),
+        ):
             loss = model.step(fed)
         if loss is not None:
             record.losses.append(float(loss.detach() if isinstance(loss, Tensor) else loss))
@@ -132,7 +136,7 @@ def run_layouts(
     build: Callable[[], ParityModel],
     batch: Callable[[int, int, int], Any],
     layouts: Sequence[Mapping[str, int]],
-    ranks: Callable[[int], Any],
+    ranks: Callable[[int], Ranks],
 ) -> list[list[ParityRecord]]:
     """The records of one process, and of every layout."""
     found = []
@@ -141,5 +145,19 @@ def run_layouts(
         num = 1
         for size in axes.values():
             num *= size
-        found.append(ranks(num).run(record_rank, build, batch, dict(axes)))
+        found.append(records_of(ranks(num), record_rank, build, batch, dict(axes)))
     return found
+
+
+def records_of(ranks: Ranks, record: Callable[..., ParityRecord], *args: Any) -> list[ParityRecord]:
+    """What each rank notes; where the steps end by an error, one rank's record is that error."""
+    try:
+        return ranks.run(record, *args)
+    except RankError as error:
+        rank, line = 0, str(error).partition("\n")[0]
+        if error.culprit is not None:
+            rank, line = error.culprit.rank, error.culprit.error or line
+        found = [ParityRecord({}) for _ in range(ranks.world_size)]
+        found[rank].error = line.removeprefix("TorchDistError: ")
+        found[rank].error_detail = str(error)
+        return found

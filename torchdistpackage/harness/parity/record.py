@@ -5,15 +5,18 @@ of it, as a microbatch is a call. Nothing of the model is changed, but that drop
 draws is looked at apart, since one process and many ranks draw differently for good reasons.
 """
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm.nested import leaves_of
+from torchdistpackage.errors import TorchDistError
 
 DATA, LOSS = "data", "loss"
 """Names for what a rank is fed and for its loss, beside those of modules."""
@@ -34,7 +37,8 @@ class ModuleCalls:
 class ParityRecord:
     """One rank of one layout. coord: its place. modules: by name, in the order in which their first
     calls ended. losses, norms: of each step. grads: after the sum over ranks, of the first step.
-    masks: of each dropout, what a call of it kept. error: why the rank ended."""
+    masks: of each dropout, what a call of it kept. error: of the rank that ended the steps, in one
+    line; error_detail: its traceback, or where all ranks hung."""
 
     coord: Mapping[str, int]
     inputs: list[Tensor] = field(default_factory=list[Tensor])
@@ -47,6 +51,7 @@ class ParityRecord:
     buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     masks: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     error: str = ""
+    error_detail: str = ""
 
 
 def copies(named: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -110,6 +115,39 @@ def _joined(calls: list[list[Tensor]]) -> list[Tensor]:
         alike = len({(x.shape[1:], x.dtype) for x in parts}) == 1 and parts[0].dim() > 0
         found.append(torch.cat(parts) if alike else torch.stack([x.double().mean() for x in parts]))
     return found
+
+
+@contextmanager
+def told_where(modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """What is raised inside says the module whose forward was running, if any, and the line.
+
+    Raises:
+        TorchDistError: in place of any other exception.
+    """
+    running: list[str] = []
+
+    def enter(name: str, *_: object) -> None:
+        running.append(name)
+
+    def leave(*_: object) -> None:
+        running.pop()
+
+    hooks = []
+    for name, module in modules.items():
+        hooks.append(module.register_forward_pre_hook(partial(enter, name)))
+        hooks.append(module.register_forward_hook(leave))  # not called after an exception
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [x for x in frames if "site-packages" not in x.filename] or frames
+        at = f" ({Path(own[-1].filename).name}:{own[-1].lineno})"
+        where = f"{running[-1]}: " if running and running[-1] else ""
+        message = str(error).strip().partition("\n")[0]
+        raise TorchDistError(f"{where}{type(error).__name__}: {message}{at}") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager
