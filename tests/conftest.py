@@ -200,10 +200,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _same_case(item: pytest.Item, other: pytest.Item) -> bool:
     """Whether they differ at most by the transport."""
     first, second = (
-        {name: at for name, at in x.callspec.indices.items() if name != "ranks"}  # type: ignore
+        {name: value for name, value in x.callspec.params.items() if name != "ranks"}  # type: ignore
         for x in (item, other)
     )
-    return first == second
+    return all(first[name] is second[name] for name in first)
 
 
 def pytest_terminal_summary(

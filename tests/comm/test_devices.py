@@ -64,6 +64,7 @@ def test_gpus_for_all_are_taken(start):
     assert told == [(f"cuda:{r % 2}", "nccl") for r in range(4)]
 
 
+@pytest.mark.full
 def test_several_nodes_short_of_gpus_do_not_train_on_the_cpu_unless_told(start):
     told = on_two_nodes(start, 303, (2, 2), tasks=3)
     assert all("n1 shows 2 GPUs to 3 ranks" in t.error and "n2 shows" in t.error for t in told)

@@ -29,6 +29,7 @@ while time.perf_counter() < end_s:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "end",
     ["", pytest.param("dist.destroy_process_group()", marks=pytest.mark.full)],

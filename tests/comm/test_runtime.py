@@ -312,6 +312,7 @@ def test_under_a_launcher_threads_set_by_the_user_stand(start):
     assert start(own_threads, [by_hand(r, 2, port) for r in range(2)]) == [2, 2]
 
 
+@pytest.mark.full
 def test_torchruns_own_store_is_joined(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(

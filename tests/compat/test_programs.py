@@ -10,6 +10,7 @@ import sys
 import pytest
 
 
+@pytest.mark.full
 def test_the_bandwidth_test_of_the_batch_script_runs():
     pytest.importorskip("torch")
     program = [sys.executable, "-m", "torchdistpackage.dist.py_comm_test"]

@@ -150,6 +150,7 @@ print("done")
 """
 
 
+@pytest.mark.full
 def test_torchs_own_loss_of_a_part_needs_no_other_name_before():
     found = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True)
     assert found.stdout.strip().endswith("done"), found.stderr

@@ -18,6 +18,7 @@ COMMANDS = re.search(r"```sh\n(.*?)```", PAGE, re.DOTALL)[1].splitlines()
 LINE = re.search(r"```\n(loss .*?)\n", PAGE)[1]
 
 
+@pytest.mark.full
 def test_the_commands_of_the_page_run(ranks, tmp_path, monkeypatch, capsys):
     assert len(COMMANDS) == 6
     monkeypatch.chdir(tmp_path)

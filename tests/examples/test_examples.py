@@ -137,6 +137,7 @@ def test_encoder_decoder_spells_the_digits(start: Start):
     assert accuracy > 0.85  # letters before are told, but the first one only the image tells
 
 
+@pytest.mark.full
 @started(2, 2, 2)
 def test_long_context_learns_what_one_process_does(start: Start):
     tokens = 64 if start.how == "forked" else 512
@@ -166,6 +167,7 @@ def test_topology_gives_each_model_replica_one_tensor(start: Start):
     assert found == [start.size, start.size // 4, start.size // 4]
 
 
+@pytest.mark.full
 @started(2, 4, 2)
 def test_sharded_ema_tries_out_and_saves_averages(start: Start):
     text = start.printed("sharded_ema")
@@ -235,6 +237,7 @@ def test_torchshard_arcface_learns_as_one_process_and_holds_its_share(start: Sta
         assert 0.7 < found * 2**20 / arcface_bytes(classes, batch, size) < 1
 
 
+@pytest.mark.full
 @started(2, 2, 4)
 def test_torchshard_classifier_learns_alike_under_its_flags(start: Start):
     def found(*flags: str) -> list[float]:
@@ -270,6 +273,7 @@ def test_torchshard_mini_gpt_learns_alike_under_its_flags(start: Start):
         assert found(SPLIT, "--enable-amp-mode") == pytest.approx(plain, abs=0.02)
 
 
+@pytest.mark.full
 def test_an_example_starts_its_own_ranks(tmp_path: Path):
     """What it prints was looked at above."""
     text = Start("by hand", 4, tmp_path, None).printed("tensor_parallel_block")

@@ -334,6 +334,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_copies", [2, pytest.param(20, marks=pytest.mark.full)])
 def test_copies_run_side_by_side_and_leave_nobody(tmp_path: Path, num_copies: int) -> None:
     """Some end without closing their pool, some are killed, some use the one-shot form."""

@@ -80,6 +80,7 @@ def dropped(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     return masks
 
 
+@pytest.mark.full
 def test_dropout_is_alike_where_ranks_hold_the_same(ranks):
     """Before the blocks and in front of an adapter that is given all positions; not between."""
     one, other = ranks(SIZE).run(dropped, {**MODELS["gpt2"], **DROPS})

@@ -205,6 +205,7 @@ def of_a_layout(
     return norm, again
 
 
+@pytest.mark.full
 def test_the_norm_of_shards_under_layouts_is_that_of_one_process(ranks):
     """Replicas, or two tensor ranks with and without sequence parallelism."""
     norms = (1.0, 2.0, math.inf)

@@ -156,8 +156,8 @@ def test_a_run_comes_out_as_a_folder_of_peft(ranks, adapted, tmp_path, name, lay
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [
-        (BOTH, ["train.recompute=blocks"]),
-        pytest.param("data2-zero3", ["train.recompute=blocks"], marks=FULL),
+        pytest.param(BOTH, ["train.recompute=blocks"], marks=FULL),
+        ("data2-zero3", ["train.recompute=blocks"]),
         pytest.param("pipe2", ["train.recompute=auto", "train.memory_gb=0.00018"], marks=FULL),
     ],
 )

@@ -34,6 +34,7 @@ from tests.parallel.auto.models import (
 from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.errors import CommError, LayoutError
 
+RANKS_IMPORT = ("peft",)
 TARGETS = {
     "gpt2": ["c_attn", "c_proj", "c_fc", "wte"],
     "llama": ["q_proj", "k_proj", "o_proj", "down_proj", "lm_head"],

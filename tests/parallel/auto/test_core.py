@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from tests.parallel.auto.models import language_model, prompt, same_state, same_training, steps
@@ -14,6 +15,7 @@ from torchdistpackage.parallel.auto import parallelize_module
 RANKS_IMPORT = ("tests.parallel.auto.test_core",)
 
 
+@pytest.mark.full
 def test_ranks_load_nothing_of_threads():
     code = """
 import sys
