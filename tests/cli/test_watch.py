@@ -1,9 +1,11 @@
 """`tdp watch` of run folders: once, in lines while a run writes, and as a page of a terminal."""
 
+import contextlib
 import json
 import os
 import pty
 import select
+import shutil
 import subprocess
 import sys
 import threading
@@ -169,3 +171,38 @@ def test_a_curve_of_characters():
     assert [len(line) for line in curve(list(range(1000)), 50, 3)] == [50] * 3
     assert curve([], 10, 2) == []
     assert curve([1e308, -1e308, 1e308, 1e308], 2, 1) == ["▁█"]
+
+
+@contextlib.contextmanager
+def as_nobody():
+    """Files that only root may read are closed inside, also where the tests run as root."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+COMMANDS = (
+    ["watch", "{}", "--once"],
+    ["report", "{}", "-o", "{}.html"],
+    ["checkpoint", "ls", "{}"],
+)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda x: x[0])
+def test_a_folder_that_may_not_be_read_is_named(tmp_path, capfd, words):
+    whole, closed = write_run(tmp_path / "whole", steps=20), tmp_path / "closed"
+    shutil.copytree(whole, closed)
+    main([word.format(whole) for word in words])  # loads what it needs
+    capfd.readouterr()
+    closed.chmod(0)
+    with as_nobody():
+        code = main([word.format(closed) for word in words])
+    closed.chmod(0o700)
+    said = capfd.readouterr().err
+    assert code == 1 and said.count("\n") == 1, said
+    assert str(tmp_path) in said and "Permission denied; its owner can give the right" in said

@@ -91,6 +91,12 @@ def _run(args: list[str]) -> int:
         text = f"tdp: {error}"
         print(wrap(text, indent="    ") if sys.stderr.isatty() else text, file=sys.stderr)
         return _REFUSED if isinstance(error, _REFUSALS) else _FAILED
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        hint = "its owner can give the right to read and search it"
+        print(f"tdp: {error.filename}: {error.strerror}; {hint}", file=sys.stderr)
+        return _FAILED
     except KeyboardInterrupt:
         return _INTERRUPTED
     return 0

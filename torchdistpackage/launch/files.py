@@ -103,7 +103,8 @@ def read_json_lines(path: Path, parse: Callable[[Any], T]) -> tuple[list[T], lis
     except (FileNotFoundError, NotADirectoryError):
         return [], []
     except OSError as error:
-        raise LaunchError(f"{path} {error.strerror}; move it away") from error
+        hint = "ask its owner" if isinstance(error, PermissionError) else "move it away"
+        raise LaunchError(f"{path} {error.strerror}; {hint}") from error
     found: list[T] = []
     bad: list[int] = []
     for number, line in enumerate(lines, 1):

@@ -79,7 +79,8 @@ class RowReader:
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise DataError(f"{self.path} {error.strerror}; move it away") from error
+            hint = "ask its owner" if isinstance(error, PermissionError) else "move it away"
+            raise DataError(f"{self.path} {error.strerror}; {hint}") from error
         self._place = now, at + len(data)
         *lines, self._cut = (self._cut + data).split(b"\n")
         for line in lines:

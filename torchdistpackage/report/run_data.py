@@ -5,6 +5,7 @@ in `RunData.notes`, so that a run is shown as far as it goes.
 """
 
 import contextlib
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -143,6 +144,11 @@ def read_run_data(folder: Path, *, readers: Sequence[RowReader] = ()) -> RunData
     for start in data.starts:
         data.places |= {k: p for k, p in _places(start.keys).items() if not _is_copy(p, data)}
     data.saves = _saves(folder, events)
+    for name in (CHECKPOINTS, "logs"):
+        if (folder / name).is_dir() and not os.access(
+            folder / name, os.R_OK | os.X_OK, effective_ids=True
+        ):
+            data.notes.append(f"{name} may not be read, so nothing of it is shown; ask its owner")
     if readers:
         return data
     data.warnings = [*_row_warnings(data.rows), *_log_warnings(folder)][:_MOST_WARNINGS]
