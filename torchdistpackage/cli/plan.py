@@ -17,7 +17,6 @@ from torchdistpackage.config.job_geometry import JobGeometry
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.lazy import resolve
 from torchdistpackage.report.placement import placement_svg
 from torchdistpackage.schedule.actions import ActionKind, flatten
@@ -38,6 +37,7 @@ from torchdistpackage.train.plan import (
 SPLIT = "torchdistpackage.parallel.auto.plan_text:split_table"
 JOB_SHAPE, PREVIEW = (f"torchdistpackage.launch.slurm.job:{x}" for x in ("job_shape", "preview"))
 RENDER = "torchdistpackage.launch.slurm.script:render"
+WRITE = "torchdistpackage.launch.files:atomic_write"
 READ_PROFILE = "torchdistpackage.harness.bench.profile:read"
 ESTIMATES = "torchdistpackage.train.estimate:estimates"
 TIMELINE = "torchdistpackage.train.estimate:timeline_with_messages"
@@ -173,7 +173,7 @@ def _draw(plan: Plan, ranks_per_node: int, path: Path) -> str:
     meshes = [(axis, plan.topology.named(axis)[0]) for axis in AXES]
     try:
         path.parent.stat()  # as tdp comm bench, it makes no folder of a mistyped name
-        atomic_write(path, placement_svg(plan.config.run.name, meshes, ranks_per_node))
+        resolve(WRITE)(path, placement_svg(plan.config.run.name, meshes, ranks_per_node))
     except OSError as error:
         raise ConfigError(
             f"--picture {path} cannot be written: {error.strerror}; name a file in a folder that "
