@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from benchmarks.common import in_turns, local, rows, show, slowest, write
 from torchdistpackage.checkpoint.load import load
-from torchdistpackage.checkpoint.save import PendingSave, save
+from torchdistpackage.checkpoint.retention import Retention
+from torchdistpackage.checkpoint.save import PendingSave, SharedFolder, save, start_save
 from torchdistpackage.checkpoint.snapshot import HostCopies
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.layout.layout import Layout
@@ -107,7 +108,8 @@ def measured(folder: Path, total_bytes: int, rounds: int) -> dict[str, object]:
 
     def begin() -> None:
         how = {"tokens": 0, "copies": copies, **state.how}
-        pending.append(PendingSave(folder / "async", step=step(), **how))
+        target = SharedFolder(folder / "async", Retention())
+        pending.append(start_save(target, step=step(), **how))
 
     def peer_begin() -> None:
         peer_pending.append(dcp.async_save(state.tensors, checkpoint_id=str(folder / "dcpasync")))

@@ -95,6 +95,7 @@ PURE_FILES = (
     "checkpoint/checksums.py",
     "checkpoint/commit.py",
     "checkpoint/manifest.py",
+    "checkpoint/node_folder.py",
     "checkpoint/retention.py",
     "train/chat.py",
     "train/context_plan.py",

@@ -10,7 +10,8 @@ from torch import nn
 from benchmarks.gpu.here import Here
 from benchmarks.gpu.rows import Found
 from torchdistpackage.checkpoint.load import load
-from torchdistpackage.checkpoint.save import PendingSave, save
+from torchdistpackage.checkpoint.retention import Retention
+from torchdistpackage.checkpoint.save import SharedFolder, save, start_save
 from torchdistpackage.checkpoint.snapshot import HostCopies
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.layout.layout import Layout
@@ -46,14 +47,15 @@ def _saves(here: Here, found: Found) -> None:
     copies = HostCopies()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        PendingSave(folder, step=1, copies=copies, **how).finish()  # allocates
+        target = SharedFolder(folder, Retention())
+        start_save(target, step=1, copies=copies, **how).finish()  # allocates
         copy_s = here.median_s(copy, ROUNDS)
         host_s, stream_s, equal = list[float](), list[float](), list[bool]()
         for step in range(2, 2 + ROUNDS):
             here.sync()
             before = [x.detach().cpu() for x, _ in params.values()]
             begin = time.perf_counter()
-            pending = PendingSave(folder, step=step, copies=copies, **how)
+            pending = start_save(target, step=step, copies=copies, **how)
             host_s.append(time.perf_counter() - begin)
             with torch.no_grad():  # what the next step does to the weights
                 for x, _ in params.values():

@@ -16,7 +16,8 @@ from torchdistpackage.checkpoint import save as saves
 from torchdistpackage.checkpoint.commit import damage, latest
 from torchdistpackage.checkpoint.manifest import read_manifest
 from torchdistpackage.checkpoint.parts import TopologyRank
-from torchdistpackage.checkpoint.save import PendingSave
+from torchdistpackage.checkpoint.retention import Retention
+from torchdistpackage.checkpoint.save import SharedFolder, start_save
 from torchdistpackage.checkpoint.snapshot import HostCopies, take_snapshot
 from torchdistpackage.checkpoint.writer import write_snapshot
 from torchdistpackage.errors import CheckpointError
@@ -130,7 +131,7 @@ def beside(folder: str) -> None:
     copies = HostCopies()
     for step in (1, 2):
         common: dict[str, Any] = {"tokens": 0, "params": params, "topology": world, "rank": rank}
-        pending = PendingSave(folder, step=step, copies=copies, **common)
+        pending = start_save(SharedFolder(folder, Retention()), step=step, copies=copies, **common)
         with torch.no_grad():
             weight += 10
         path = pending.finish()

@@ -1,14 +1,8 @@
-"""SIGKILL at every moment of a save leaves a complete checkpoint, and the next save works.
-
-A moment is a call that changes the disk (or hands over to another rank): the writer dies before
-it, and in those that write, also with half of it done.
+"""SIGKILL at every moment of a save or a prune leaves a complete checkpoint, and the next save
+works.
 """
 
-import os
-import pathlib
-import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,58 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchdistpackage.checkpoint import writer
-from torchdistpackage.checkpoint.commit import latest
+from tests.checkpoint.moments import NEVER, Moments
+from torchdistpackage.checkpoint.commit import damage, latest, retain
 from torchdistpackage.checkpoint.load import latest_together, load
 from torchdistpackage.checkpoint.parts import Params
-from torchdistpackage.checkpoint.save import PendingSave, save
+from torchdistpackage.checkpoint.retention import Retention
+from torchdistpackage.checkpoint.save import SharedFolder, save, start_save
 from torchdistpackage.checkpoint.snapshot import HostCopies
-from torchdistpackage.comm import primitives
 from torchdistpackage.errors import RankError
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.topology.mesh import topology
-
-NEVER = -1
-
-
-class Moments:
-    """Counts the moments of a save, and kills this process at one of them."""
-
-    def __init__(self, kill_at: int):
-        self.kill_at, self.passed = kill_at, 0
-
-    def __call__(self) -> bool:
-        self.passed += 1
-        return self.passed - 1 == self.kill_at
-
-    def watch(self, patch: pytest.MonkeyPatch) -> None:
-        for name in ("mkdir", "chmod", "fsync", "rename", "unlink", "rmdir"):
-            patch.setattr(os, name, self._before(getattr(os, name)))
-        for name in ("gather_objects", "broadcast_object"):
-            patch.setattr(primitives, name, self._before(getattr(primitives, name)))
-        written = self._half(writer.write_safetensors, at=0)
-        patch.setattr(writer, "write_safetensors", written)
-        patch.setattr(pathlib.Path, "write_text", self._half(pathlib.Path.write_text, at=0))
-
-    def _before(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if self():
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*args, **kwargs)
-
-        return watched
-
-    def _half(self, write: Callable[..., Any], at: int) -> Callable[..., Any]:
-        """`write`, of whose file (argument `at`) half is written by the one who dies."""
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            result = write(*args, **kwargs)
-            if self():
-                os.truncate(args[at], Path(args[at]).stat().st_size // 2)
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-
-        return self._before(watched)
 
 
 def params_of(value: int) -> Params:
@@ -78,7 +30,13 @@ def params_of(value: int) -> Params:
 
 
 def write(
-    folder: str, step: int, value: int, victim: int = 0, kill_at: int = NEVER, beside: bool = False
+    folder: str,
+    step: int,
+    value: int,
+    victim: int = 0,
+    kill_at: int = NEVER,
+    beside: bool = False,
+    keep_last: int = 2,
 ) -> int:
     """Save weights of `value`; the number of moments that passed on this rank.
 
@@ -91,12 +49,14 @@ def write(
         params, world = params_of(value), topology((("tensor", size),), size)
         how: dict[str, Any] = {"tokens": value, "params": params, "topology": world, "rank": rank}
         if beside:
-            pending = PendingSave(folder, step=step, copies=HostCopies(), **how)
+            pending = start_save(
+                SharedFolder(folder, Retention()), step=step, copies=HostCopies(), **how
+            )
             with torch.no_grad():
                 params["w"][0].fill_(-1)
             pending.finish()
         else:
-            save(folder, step=step, **how)
+            save(folder, step=step, keep_last=keep_last, **how)
     return moments.passed
 
 
@@ -150,3 +110,40 @@ def test_a_save_that_is_killed_anywhere_leaves_a_complete_checkpoint(
     assert outcomes == sorted(outcomes)
     assert not outcomes[0]
     assert num_moments >= (20 if victim == 0 else 5)
+
+
+def prune(folder: str, kill_at: int = NEVER) -> int:
+    """Remove all but the newest; the number of moments that passed."""
+    moments = Moments(kill_at)
+    with pytest.MonkeyPatch.context() as patch:
+        moments.watch(patch)
+        newest = latest(folder)
+        assert newest is not None
+        retain(Path(folder), Retention(1), newest)
+    return moments.passed
+
+
+@pytest.mark.parametrize("most", [3, pytest.param(sys.maxsize, marks=pytest.mark.full)])
+def test_a_prune_that_is_killed_anywhere_leaves_what_it_keeps_and_nothing_half_removed(
+    ranks, tmp_path: Path, most: int
+):
+    run = ranks(1).run
+
+    def fill(folder: Path) -> None:
+        for step in (1, 2, 3):
+            run(write, str(folder), step, step, 0, NEVER, False, 3)
+
+    fill(tmp_path / "counted")
+    (num_moments,) = run(prune, str(tmp_path / "counted"))
+    num_kills = min(num_moments, most)
+    for kill_at in (i * (num_moments - 1) // (num_kills - 1) for i in range(num_kills)):
+        folder = tmp_path / f"killed{kill_at}"
+        fill(folder)
+        with pytest.raises(RankError, match="SIGKILL"):
+            run(prune, str(folder), kill_at)
+        names = [path.name for path in folder.iterdir() if "." not in path.name]
+        assert "step_000003" in names
+        assert {damage(folder / name, checksums=True) for name in names} == {None}, kill_at
+        assert run(recover, str(folder))[0] == (3, 3)
+        run(prune, str(folder))
+        assert [path.name for path in folder.iterdir()] == ["step_000003"], kill_at

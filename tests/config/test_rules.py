@@ -323,6 +323,20 @@ def run(**values: Any) -> RunConfig:
             "checkpoint.export=hf needs a checkpoint, but save_every and save_every_min are off",
         ),
         (
+            {"checkpoint__local_dir": "/dev/shm"},
+            None,
+            "checkpoint.local_dir",
+            "checkpoint.local_dir=/dev/shm and checkpoint.local_every=0 go together: a folder of "
+            "each node, and the steps between two copies in it; set both, or neither",
+        ),
+        (
+            {"checkpoint__local_dir": str(Path("runs/run/copies").absolute())}
+            | {"checkpoint__local_every": 5},
+            None,
+            "checkpoint.local_dir",
+            "which all nodes share; name one that each node has for itself",
+        ),
+        (
             {"checkpoint__keep_best": "val_loss", "train__eval_every": 0},
             None,
             "checkpoint.keep_best",

@@ -40,12 +40,22 @@ def test_tokens_are_counted_beyond_what_a_float32_tells_apart():
 def test_each_number_of_a_step_comes_back_under_its_name():
     room = totals_on(torch.device("cpu"))
     summed = room[0] + 1, torch.tensor(2), torch.tensor(3.0)
-    own = StepStats(*summed, busy=0.25, save=0.0, stop=1.0, save_done=1.0, save_failed=0.0)
+    own = StepStats(
+        *summed,
+        busy=0.25,
+        save=0.0,
+        stop=1.0,
+        save_done=1.0,
+        save_failed=0.0,
+        local_done=0.0,
+        local_failed=1.0,
+    )
     sums = StepStats.from_tensor(2 * own.to_tensor(like=room))
     assert sums.loss.dtype == room.dtype
-    assert [x.item() for x in sums] == [2.0, 4.0, 6.0, 0.5, 0.0, 2.0, 2.0, 0.0]
+    assert [x.item() for x in sums] == [2.0, 4.0, 6.0, 0.5, 0.0, 2.0, 2.0, 0.0, 0.0, 2.0]
     assert (sums.tokens, sums.grad_sq_norm, sums.stop) == (4.0, 6.0, 2.0)
     assert (sums.save_done, sums.save_failed) == (2.0, 0.0)
+    assert (sums.local_done, sums.local_failed) == (0.0, 2.0)
 
 
 def told_late(extra: list[str]) -> list[bool]:

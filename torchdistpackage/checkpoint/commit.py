@@ -40,6 +40,13 @@ def folder_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint's folder."""
+    match = _STEP.match(path.name)
+    assert match is not None
+    return int(match[1])
+
+
 def make_temporary(folder: Path, step: int) -> Path:
     """A fresh private folder (mode 0700) inside `folder` to write a checkpoint of `step` into.
 

@@ -5,24 +5,26 @@ place in the global tensor. The manifest is put together from the headers of the
 exchange nothing but how it went: all succeed, or all fail.
 
 What a rank writes or commits it does without collectives (`LocalWork`), so it may run in a thread
-while the steps make theirs. Ranks meet between two steps alone, in `PendingSave.agree`.
+while the steps make theirs. Ranks meet between two steps alone, in `PendingSave.agree`. Which
+folders are written to, and by whom they are committed, is for a `SaveTarget` to say.
 """
 
 import math
-import os
 import shutil
 import socket
 import threading
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import Protocol, cast
 
 import torch
 from safetensors import safe_open
 from torch import nn
 
 from torchdistpackage.checkpoint.commit import commit, folder_name, make_temporary, retain
+from torchdistpackage.checkpoint.local_work import LocalWork
 from torchdistpackage.checkpoint.manifest import Fact, FileFacts, Manifest, TensorEntry
 from torchdistpackage.checkpoint.parts import Params, TopologyRank, params_of
 from torchdistpackage.checkpoint.retention import Retention
@@ -34,9 +36,6 @@ from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.optim.sharded import ShardedOptimizer
 from torchdistpackage.topology.mesh import Topology
-
-_NICENESS = 10
-"""Of a thread that writes beside the steps: they come first where cores are short."""
 
 
 def save(
@@ -65,8 +64,8 @@ def save(
     Raises:
         CheckpointError: on all ranks if any could not write; then `folder` is as before.
     """
-    return PendingSave(
-        folder,
+    return start_save(
+        SharedFolder(folder, Retention(keep_last), group),
         step=step,
         tokens=tokens,
         params=params,
@@ -75,110 +74,161 @@ def save(
         optimizer=optimizer,
         extras=extras,
         facts=facts,
-        keep=Retention(keep_last),
-        group=group,
     ).finish()
 
 
-T = TypeVar("T")
+Files = Mapping[str, FileFacts]
+"""What has been written, by name."""
+Write = Callable[[Path, Callable[[], bool]], Files]
+"""Writes this rank's files into a temporary folder; the second argument: whether to stop."""
 
 
-class LocalWork(Generic[T]):
-    """What one rank does by itself, now or in a thread, and how it ended."""
+@dataclass(frozen=True, slots=True)
+class SaveFacts:
+    """What a manifest says besides its tensors and files."""
 
-    def __init__(self, work: Callable[[], T], *, in_thread: bool):
-        self._work = work
-        self.error: Exception | None = None
-        self._result: T | None = None
-        self._thread: threading.Thread | None = None
-        if in_thread:
-            # a daemon: a rank that ends with an error is not kept by a slow disk
-            self._thread = threading.Thread(target=self._run_nice, name="checkpoint", daemon=True)
-            self._thread.start()
-        else:
-            self._run()
+    step: int
+    tokens: int
+    degrees: tuple[tuple[str, int], ...]
+    facts: Mapping[str, Fact]
+
+    def manifest(self, tensors: Mapping[str, TensorEntry], files: Files) -> Manifest:
+        return Manifest(self.step, self.tokens, self.degrees, tensors, files, self.facts)
+
+
+class SaveTarget(Protocol):
+    """Where the ranks of `group` write to. A committer makes a folder, and commits what is in it.
+
+    path: where the checkpoint is in the end. name: of that in messages, alike on all ranks.
+    committer: the global rank that commits what this one writes.
+    """
+
+    path: Path
+    name: str
 
     @property
-    def is_done(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
+    def group(self) -> Group: ...
 
-    def result(self) -> T:
-        """What the work returned; raises what it raised. Waits for it."""
-        if self._thread is not None:
-            self._thread.join()
-        if self.error is not None:
-            raise self.error
-        return cast(T, self._result)
+    @property
+    def committer(self) -> int: ...
 
-    def _run_nice(self) -> None:
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        self._run()
+    def make_temporary(self, step: int) -> Path:
+        """A fresh private folder for a checkpoint of `step`; called on committers."""
+        ...
 
-    def _run(self) -> None:
-        try:
-            self._result = self._work()
-        except Exception as error:
-            self.error = error
+    def write(self, temporary: Path, snapshot: Snapshot, cancelled: Callable[[], bool]) -> Files:
+        """Write this rank's part; the files of all ranks together are those of the checkpoint."""
+        ...
+
+    def commit(self, temporary: Path, saved: SaveFacts, files: Files) -> None:
+        """Make what all have written count, and remove what is not kept; called on committers."""
+        ...
+
+
+class SharedFolder:
+    """One folder that all ranks write to, and the first one commits.
+
+    keep: what stays in it afterwards; None: all. group: all ranks (default).
+    """
+
+    def __init__(self, path: str | Path, keep: Retention | None = None, group: Group | None = None):
+        self.path, self.name = Path(path), str(path)
+        self._keep, self._group = keep, group
+
+    @property
+    def group(self) -> Group:
+        return resolve_group(self._group, "global")
+
+    @property
+    def committer(self) -> int:
+        return primitives.ranks_of(self.group)[0]
+
+    def make_temporary(self, step: int) -> Path:
+        return make_temporary(self.path, step)
+
+    def write(self, temporary: Path, snapshot: Snapshot, cancelled: Callable[[], bool]) -> Files:
+        return {snapshot.file: write_snapshot(temporary, snapshot, cancelled)}
+
+    def commit(self, temporary: Path, saved: SaveFacts, files: Files) -> None:
+        final = commit(temporary, saved.manifest(collect(temporary, files), files))
+        if self._keep is not None:
+            retain(self.path, self._keep, final)
+
+
+def start_save(
+    target: SaveTarget,
+    *,
+    step: int,
+    tokens: int,
+    params: Params | nn.Module,
+    topology: Topology,
+    rank: int,
+    optimizer: torch.optim.Optimizer | None = None,
+    extras: Extras | None = None,
+    facts: Mapping[str, Fact] | None = None,
+    copies: HostCopies | None = None,
+) -> "PendingSave":
+    """Begin a save, all ranks of the target together. Arguments besides these two are as in `save`.
+
+    copies: memory for a copy of the state, made before this returns; a thread then writes it and
+    another commits. None: it has been written when this returns, from the run's own memory.
+
+    Raises:
+        CheckpointError: on all ranks if the folder takes no more.
+    """
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.arrive()  # a gather in flight has the slices that are written
+
+    def snapshot() -> Snapshot:
+        held, place = params_of(params, topology, rank), TopologyRank(topology, rank)
+        taken = take_snapshot(file_name(rank), held, place, optimizer, extras or {})
+        return taken if copies is None else copies.copy(taken)
+
+    taken = LocalWork(snapshot, in_thread=False)
+    return PendingSave(
+        target,
+        SaveFacts(step, tokens, degrees_of(topology), facts or {}),
+        lambda temporary, cancelled: target.write(temporary, taken.result(), cancelled),
+        in_thread=copies is not None,
+    )
 
 
 class PendingSave:
     """One save under way. Made, asked to `agree`, `finish` and `cancel` on all ranks alike.
 
-    The arguments are those of `save`; keep: what stays afterwards. copies: memory for a copy of the
-    state, made before this returns; a thread then writes it and another commits. None: it has been
-    written when this returns, from the run's own memory.
+    write: what this rank adds to the temporary folder. in_thread: this and the commit run in
+    threads; else it has been written when this returns. files: of all ranks, once all have written.
 
     Raises:
-        CheckpointError: on all ranks if the folder takes no more.
+        CheckpointError: on all ranks if a folder takes no more.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        *,
-        step: int,
-        tokens: int,
-        params: Params | nn.Module,
-        topology: Topology,
-        rank: int,
-        optimizer: torch.optim.Optimizer | None = None,
-        extras: Extras | None = None,
-        facts: Mapping[str, Fact] | None = None,
-        keep: Retention | None = None,
-        group: Group | None = None,
-        copies: HostCopies | None = None,
-    ):
-        self.step = step
-        self._folder, self._group = Path(folder), resolve_group(group, "global")
-        self._ranks = primitives.ranks_of(self._group)
-        self._is_first, self._in_thread = rank == self._ranks[0], copies is not None
-        self._doing = f"writing the checkpoint of step {step} to {folder}"
+    def __init__(self, target: SaveTarget, saved: SaveFacts, write: Write, *, in_thread: bool):
+        self.saved, self._target, self._group = saved, target, target.group
+        ranks = primitives.ranks_of(self._group)
+        mine = ranks[self._group.rank()]
+        self._commits, self._in_thread = mine == target.committer, in_thread
+        self._doing = f"writing the checkpoint of step {saved.step} to {target.name}"
         self._cancelled = threading.Event()
         self._is_written = False
-        if isinstance(optimizer, ShardedOptimizer):
-            optimizer.arrive()  # a gather in flight has the slices that are written
-        self._temporary = self._make_temporary()
+        self.files: dict[str, FileFacts] = {}
 
-        def snapshot() -> Snapshot:
-            held, place = params_of(params, topology, rank), TopologyRank(topology, rank)
-            taken = take_snapshot(file_name(rank), held, place, optimizer, extras or {})
-            return taken if copies is None else copies.copy(taken)
+        def make() -> str:
+            return str(target.make_temporary(saved.step) if self._commits else "")
 
-        def manifest(files: Mapping[str, FileFacts]) -> Manifest:
-            tensors, degrees = collect(self._temporary, files), degrees_of(topology)
-            return Manifest(step, tokens, degrees, tensors, files, facts or {})
-
-        def commit_files(files: Mapping[str, FileFacts]) -> None:
-            final = commit(self._temporary, manifest(files))
-            retain(self._folder, keep or Retention(), final)
-
-        self._commit = commit_files
-        taken = LocalWork(snapshot, in_thread=False)
-        self._work: LocalWork[FileFacts | None] = LocalWork(
-            lambda: write_snapshot(self._temporary, taken.result(), self._cancelled.is_set),
-            in_thread=self._in_thread,
+        made = outcomes_of(make, self._group, self._doing)
+        temporary = self._temporary = Path(str(made[ranks.index(target.committer)]))
+        self._work: LocalWork[Files | None] = LocalWork(
+            lambda: write(temporary, self._cancelled.is_set), in_thread=in_thread
         )
+
+    @property
+    def step(self) -> int:
+        return self.saved.step
+
+    @property
+    def num_ranks(self) -> int:
+        return self._group.size()
 
     @property
     def is_done(self) -> bool:
@@ -193,26 +243,29 @@ class PendingSave:
     def agree(self) -> bool:
         """End the phase that is under way, all ranks together; whether the checkpoint counts now.
 
-        Of the two phases the first ends when all have written and the second when the first rank
-        has committed. Waits for this rank's work.
+        Of the two phases the first ends when all have written and the second when those that commit
+        have done so. Waits for this rank's work.
 
         Raises:
             CheckpointError: on all ranks if any failed; then the folder is as before.
         """
         try:
-            outcomes = _outcomes_of(self._work.result, self._group, self._doing)
+            outcomes = outcomes_of(self._work.result, self._group, self._doing)
         except CheckpointError:
-            if self._is_first:
+            if self._commits:
                 shutil.rmtree(self._temporary, ignore_errors=True)
             raise
         if self._is_written:
             return True
         self._is_written = True
-        files = dict(zip(map(file_name, self._ranks), cast(list[FileFacts], outcomes), strict=True))
-        self._work = LocalWork(
-            lambda: self._commit(files) if self._is_first else None,
-            in_thread=self._in_thread and self._is_first,
-        )
+        for written in cast(list[Files], outcomes):
+            self.files |= written
+
+        def commit_files() -> None:
+            if self._commits:
+                self._target.commit(self._temporary, self.saved, self.files)
+
+        self._work = LocalWork(commit_files, in_thread=self._in_thread and self._commits)
         return False
 
     def finish(self) -> Path:
@@ -223,17 +276,11 @@ class PendingSave:
         """
         while not self.agree():
             pass
-        return self._folder / folder_name(self.step)
+        return self._target.path / folder_name(self.step)
 
     def cancel(self) -> None:
         """Write no more here, as some rank has failed; its error comes from `agree`."""
         self._cancelled.set()
-
-    def _make_temporary(self) -> Path:
-        def make() -> str:
-            return str(make_temporary(self._folder, self.step) if self._is_first else "")
-
-        return Path(str(_outcomes_of(make, self._group, self._doing)[0]))
 
 
 def collect(temporary: Path, files: Mapping[str, FileFacts]) -> dict[str, TensorEntry]:
@@ -290,7 +337,7 @@ def fail_together(group: Group, doing: str) -> Generator[None]:
     _outcomes(None, mine, group, doing)
 
 
-def _outcomes_of(work: Callable[[], object], group: Group, doing: str) -> list[object]:
+def outcomes_of(work: Callable[[], object], group: Group, doing: str) -> list[object]:
     """What `work`, without collectives, returned on every rank; raises as `fail_together`."""
     result, mine = None, None
     try:

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -87,6 +88,31 @@ def write_stream(
             file.write(data)
             size_bytes += len(data)
     return FileFacts(size_bytes, checksum.hexdigest())
+
+
+def copy_file(
+    source: BinaryIO,
+    target: Path,
+    expected: FileFacts,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> FileFacts:
+    """Copy an open file to its end into a temporary folder, and flush it; returns `expected`.
+
+    Raises:
+        CheckpointError: the bytes are not those that are expected.
+        OSError: it cannot be read, the disk is full, or the like.
+    """
+    checksum = new_checksum()
+    with target.open("wb", buffering=0) as file:
+        while data := source.read(BLOCK_BYTES):
+            if cancelled():
+                raise CancelledSave(f"{target.name} was not copied to its end")
+            checksum.update(data)
+            file.write(data)
+    if problem := expected.differs(checksum):
+        raise CheckpointError(f"{source.name} {problem}")
+    settle(target)
+    return expected
 
 
 def make_header(

@@ -332,17 +332,27 @@ def _elastic(source: str, run: RunConfig, nodes: str, ranks_per_node: int | None
 def _checkpoints(plan: Plan) -> list[str]:
     """How the state is saved, and what the copies of saves beside the steps take."""
     section, loads = plan.config.checkpoint, stage_loads(plan)
-    if not section.save_every and not section.save_every_min:
+    if not section.save_every and not section.save_every_min and section.local_dir is None:
         return []
     times = [f"{section.save_every} steps"] if section.save_every else []
     times += [f"{section.save_every_min:g} minutes"] if section.save_every_min else []
+    times = times or [f"{plan.config.train.steps} steps"]
     how = "between steps"
     if section.async_mode != "disabled":
         most = max((x.memory.weights_bytes + x.memory.optimizer_bytes for x in loads), default=0)
         copy = f", at most {most / 1e9:,.3f} GB a rank" if most else ""
         where = ", where the host has room for it" if section.async_mode == "auto" else ""
         how = f"while training goes on, from a copy in host memory{copy}{where}"
-    return [wrap(f"checkpoints        every {' and '.join(times)}, written {how}", indent=" " * 19)]
+    lines = [f"checkpoints        every {' and '.join(times)}, written {how}"]
+    if section.local_dir is not None:
+        size = sum(x.memory.weights_bytes + x.memory.optimizer_bytes for x in loads) / len(loads)
+        # of its own ranks and of the next node's, twice, and once more while they are written
+        room = f"; up to {6 * size / 1e9:,.3f} GB there for each rank of a node" if size else ""
+        lines.append(
+            f"local copies       every {section.local_every} steps in {section.local_dir}, of a "
+            f"node's ranks and the next node's{room}"
+        )
+    return [wrap("\n".join(lines), indent=" " * 19)]
 
 
 def _recompute(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from torchdistpackage.config.data_section import DataSection
 from torchdistpackage.config.schema import ModelSection, RunConfig
@@ -275,6 +276,24 @@ def _export_has_what_it_writes(c: RunConfig, world_size: int | None) -> str | No
         return (
             f"checkpoint.export={saved.export} needs a checkpoint, but save_every and "
             f"save_every_min are off; set one of them, or export to null"
+        )
+    return None
+
+
+@rule("checkpoint.local_dir", "checkpoint.local_every", "run.dir", "run.name")
+def _local_copies_have_a_place(c: RunConfig, world_size: int | None) -> str | None:
+    saved = c.checkpoint
+    if (saved.local_dir is None) != (not saved.local_every):
+        return (
+            f"checkpoint.local_dir={saved.local_dir or 'null'} and checkpoint.local_every="
+            f"{saved.local_every} go together: a folder of each node, and the steps between two "
+            f"copies in it; set both, or neither"
+        )
+    run = (Path(c.run.dir) / c.run.name).absolute()
+    if saved.local_dir is not None and Path(saved.local_dir).is_relative_to(run):
+        return (
+            f"checkpoint.local_dir={saved.local_dir} is in the run folder {run}, which all nodes "
+            f"share; name one that each node has for itself, such as one in /dev/shm"
         )
     return None
 

@@ -213,6 +213,14 @@ class CheckpointSection(Section):
     keep_best: k.KeepBest = Field(
         default=None, description="val_loss: the one with the lowest validation loss is kept too."
     )
+    local_dir: k.NodePathOrNull = Field(
+        default=None,
+        description="A folder that each node has for itself, such as one in /dev/shm, for copies "
+        "of its state and the next node's; $NAME is expanded on the node.",
+    )
+    local_every: k.StepsOrZero = Field(
+        default=0, description="Steps between two copies in local_dir; 0 is off."
+    )
     async_mode: k.AsyncMode = Field(
         default="auto",
         description="async: copy the state and write it while training goes on; auto: where host "

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from torchdistpackage.checkpoint.local_copies import LocalCopies
 from torchdistpackage.checkpoint.parts import TopologyRank
 from torchdistpackage.checkpoint.retention import Retention
 from torchdistpackage.checkpoint.save import fail_together
@@ -65,7 +66,7 @@ from torchdistpackage.train.staged_model import (
 from torchdistpackage.train.step import Trainer, from_user, token_cross_entropy
 from torchdistpackage.train.stop import StopController
 from torchdistpackage.train.trace import StepTrace
-from torchdistpackage.train.train_state import TrainState
+from torchdistpackage.train.train_state import FOLDER, TrainState
 from torchdistpackage.train.update import Update, reduced_grads
 from torchdistpackage.train.user_code import user_object
 
@@ -161,8 +162,12 @@ def make_loop(
     life: StopController | None = None,
     watch: HangWatchdog | None = None,
     more: Iterable[Callback] = (),
+    local: LocalCopies | None = None,
 ) -> Loop:
-    """The loop of the run that `trainer` was built for; all ranks call it together."""
+    """The loop of the run that `trainer` was built for; all ranks call it together.
+
+    local: of `make_local_copies`, after a `resume` with them.
+    """
     plan, config = trainer.plan, trainer.plan.config
     train, checkpoint, every = config.train, config.checkpoint, config.log.every
     model, has_pipeline = plan.model, config.parallel.pipe > 1
@@ -200,15 +205,23 @@ def make_loop(
         eval_every=train.eval_every,
         save_every=checkpoint.save_every,
         save_every_min=checkpoint.save_every_min,
+        local_every=checkpoint.local_every if local is not None else 0,
         saver=RunSaver(
             trainer,
             folder,
             keep=Retention(checkpoint.keep_last, checkpoint.keep_every, checkpoint.keep_best),
             mode=checkpoint.async_mode,
             goes_on=checkpoint.on_error == "continue",
+            local=local,
         ),
         callbacks=[*callbacks, *more],
     )
+
+
+def make_local_copies(plan: Plan, folder: Path) -> LocalCopies | None:
+    """Those of the run with this folder, made by all ranks together; None: it has none."""
+    where = plan.config.checkpoint.local_dir
+    return None if where is None else LocalCopies(where, folder / FOLDER, plan.config.run.name)
 
 
 def _stage(

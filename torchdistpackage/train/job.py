@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from torchdistpackage.checkpoint.commit import latest
+from torchdistpackage.checkpoint.commit import latest, step_of
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
@@ -237,7 +237,7 @@ def _start_ranks(path: str, overrides: list[str], resume: str) -> int:
     refuse_here(config, path, code_folder(os.environ))
     files = RunDir(run_folder(config).absolute())
     with only_writer(files.run):
-        refuse_checkpoint(files.run, resume, lambda: plan)
+        refuse_checkpoint(config, resume, lambda: plan)
         return _run_ranks(config, num_procs, resume, files)
 
 
@@ -275,7 +275,7 @@ def _run_ranks(config: RunConfig, num_procs: int, resume: str, files: RunDir) ->
 def _this_start(files: RunDir, rank: int) -> Start:
     step = 0
     if rank == 0 and (path := latest(files.run / CHECKPOINTS)):
-        step = int(path.name.partition("_")[2].partition(".")[0])
+        step = step_of(path)
     return this_start(files, os.environ, step)
 
 

@@ -53,9 +53,9 @@ class Loop:
     """One call of `run()`. `folder` is the run folder, shared by all ranks.
 
     call_timeout_s: of a collective or message after the first step, without a watch. eval_every,
-    save_every, save_every_min: steps, or minutes, between two; 0 and None are off, and a validation
-    comes at the end too. saver: of this run's checkpoints; default: all in turn. callbacks: called
-    in their order, on all ranks.
+    save_every, save_every_min, local_every: steps, or minutes, between two; 0 and None are off, and
+    a validation comes at the end too. saver: of this run's checkpoints, for local_every with local
+    copies; default: all in turn. callbacks: called in their order, on all ranks.
     watch: ends a hang before the limits of single calls do.
     """
 
@@ -72,12 +72,14 @@ class Loop:
         eval_every: int = 0,
         save_every: int = 0,
         save_every_min: float | None = None,
+        local_every: int = 0,
         saver: RunSaver | None = None,
         callbacks: Sequence[Callback] = (),
     ):
         self.trainer, self.state, self.folder, self.log = trainer, state, folder, log
         self._eval_every = eval_every
         self._save_every, self._save_every_min = save_every, save_every_min
+        self._local_every = local_every
         self._callbacks = callbacks
         self.marks = watch or Heartbeat()
         self._call_timeout_s = call_timeout_s if watch is None else watch.call_timeout_s
@@ -109,7 +111,7 @@ class Loop:
                     callback.on_begin(self)
                 loss = self._train()
                 with self.marks.allow_slow():
-                    self.saver.flush()
+                    self.saver.close()
                 self.log.sync()
                 for callback in self._callbacks:
                     callback.on_end(self)
@@ -150,8 +152,9 @@ class Loop:
                 callback.on_issued(self, step)
             validate = step == total or is_due(self._eval_every, step)
             save = is_due(self._save_every, step) or (step == total and self._saves)
+            copy = is_due(self._local_every, step)
             # what follows the step is not of its time
-            apart = validate or save or self._asked_to_stop or self._asked_to_save
+            apart = validate or save or copy or self._asked_to_stop or self._asked_to_save
             if apart or not trainer.runs_ahead or any(x.is_due(step) for x in callbacks):
                 result = self._read(issued)
                 if validate:
@@ -160,7 +163,9 @@ class Loop:
             if step > start + 1:  # the first one warms up
                 self.stop.step_s.append(time.monotonic() - began)
             if save or self._asked_to_save or self._asked_to_stop:
-                self._save()
+                self._save(last=step == total or self._asked_to_stop)
+            elif copy:
+                self._save_locally()
             began = time.monotonic()
         if self._asked_to_stop:
             return None
@@ -182,11 +187,16 @@ class Loop:
             self.log.amend(self.state.step, self._validated(loss))
         return loss
 
-    def _save(self) -> None:
+    def _save(self, *, last: bool) -> None:
         self.log.sync()  # a checkpoint without its rows would leave a gap
         with self.trainer.phases("save"), self.marks.allow_slow():
-            self.saver.save(self.state)
+            self.saver.save(self.state, last=last)
         self._saved_at, self._asked_to_save = time.monotonic(), False
+
+    def _save_locally(self) -> None:
+        self.log.sync()
+        with self.trainer.phases("save"), self.marks.allow_slow():
+            self.saver.save_locally(self.state)
 
     def _on_saved(self, step: int, took_s: float) -> None:
         """The checkpoint of `step` counts, `took_s` after its save began."""
@@ -196,16 +206,13 @@ class Loop:
 
     @property
     def _saves(self) -> bool:
-        return bool(self._save_every or self._save_every_min)
+        return bool(self._save_every or self._save_every_min or self._local_every)
 
     def _save_is_due(self) -> bool:
         """Rank 0's clock decides for all; the step's all-reduce carries its word."""
         minutes = self._save_every_min
-        return (
-            self.is_main
-            and minutes is not None
-            and time.monotonic() - self._saved_at >= 60 * minutes
-        )
+        by_clock = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        return self.is_main and (by_clock or self.saver.owes)
 
     def _read(self, issued: PendingStep) -> StepResult:
         """Wait for the numbers of a step, and note what all ranks agreed on with them."""

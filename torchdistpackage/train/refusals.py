@@ -5,13 +5,15 @@ model cannot do (models/refusals.py). Here are files, your own modules, texts, a
 resume from, which are looked at where the run is started.
 """
 
+import os
 from collections.abc import Callable
-from pathlib import Path
 
+from torchdistpackage.checkpoint.node_folder import expanded
 from torchdistpackage.config.check import absent_files, wrong_files
 from torchdistpackage.config.errors import ConfigErrors, Problem
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import extra_of
+from torchdistpackage.errors import CheckpointError
 from torchdistpackage.train.plan import Plan, make_plan
 from torchdistpackage.train.resume_check import refuse_other_model, resumed_from
 from torchdistpackage.train.run_folder import CHECKPOINTS, run_folder
@@ -26,10 +28,29 @@ def refuse_here(config: RunConfig, source: str, code: str) -> None:
         ConfigError: lists all files and modules that are not there or of no use, or all that is
             wrong with the texts.
     """
-    if found := absent_files(config) + wrong_files(config) + unknown_modules(config, code):
+    found = absent_files(config) + wrong_files(config) + unknown_modules(config, code)
+    if found := found + _unusable_local_dir(config):
         raise ConfigErrors(source, found)
     if found := wrong_texts(config):  # the ranks find what is made here
         raise ConfigErrors(source, found)
+
+
+def _unusable_local_dir(config: RunConfig) -> list[Problem]:
+    """Where the ranks run on this machine, which is then the only node."""
+    where = config.checkpoint.local_dir
+    if where is None:
+        return []
+    try:
+        root = expanded(where, os.environ)
+        nearest = next(x for x in (root, *root.parents) if x.exists())
+        if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+            return []
+        text = f"{root} cannot be written, as {nearest} is no folder of yours; name another"
+    except CheckpointError as error:
+        text = str(error).partition(": ")[2]
+    except OSError as error:
+        text = f"{where}: {error.strerror}; name another folder"
+    return [config.problem("checkpoint.local_dir", text)]
 
 
 def job_problems(config: RunConfig, code: str) -> list[Problem]:
@@ -46,13 +67,15 @@ def job_problems(config: RunConfig, code: str) -> list[Problem]:
     return found
 
 
-def refuse_checkpoint(run: Path, resume: str, plan: Callable[[], Plan]) -> None:
-    """Raises CheckpointError if what such a start of the run folder would resume from is not of its
-    plan, which is made only if there is something to resume from."""
-    if (checkpoint := resumed_from(resume, run / CHECKPOINTS)) is not None:
+def refuse_checkpoint(config: RunConfig, resume: str, plan: Callable[[], Plan]) -> None:
+    """Raises CheckpointError if what such a start of the run would resume from is not of its plan,
+    which is made only if there is something to resume from."""
+    has_copies = config.checkpoint.local_dir is not None
+    own = run_folder(config) / CHECKPOINTS
+    if (checkpoint := resumed_from(resume, own, has_copies=has_copies)) is not None:
         refuse_other_model(checkpoint, plan())
 
 
 def check_checkpoint(config: RunConfig, resume: str, num_ranks: int) -> None:
     """`refuse_checkpoint` of a run that is not planned yet, on so many ranks."""
-    refuse_checkpoint(run_folder(config), resume, lambda: make_plan(config, num_ranks))
+    refuse_checkpoint(config, resume, lambda: make_plan(config, num_ranks))

@@ -30,8 +30,10 @@ def named_folder(resume: str) -> Path:
     return Path(resume)
 
 
-def resumed_from(resume: str, own: Path) -> Path | None:
-    """The checkpoint that `--resume` names, of those in `own` if it is auto; None: a new run.
+def resumed_from(resume: str, own: Path, *, has_copies: bool = False) -> Path | None:
+    """The checkpoint that `--resume` names, of those in `own` if it is auto; None: none there.
+
+    has_copies: nodes have copies, so a whole one may be found where ranks run.
 
     Raises:
         ConfigError: `resume` is no folder.
@@ -41,7 +43,7 @@ def resumed_from(resume: str, own: Path) -> Path | None:
         return None
     if resume == "auto":
         newest, damaged = newest_complete(own)
-        if newest is None and damaged:
+        if newest is None and damaged and not has_copies:
             raise none_complete(own, len(damaged), damaged[-1][1])
         return newest
     path = named_folder(resume)

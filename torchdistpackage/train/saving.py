@@ -1,9 +1,12 @@
 """The checkpoints of a run: when copies are written, and what becomes of a save that fails.
 
 A save beside the steps goes through three agreements of all ranks, each between two steps: the copy
-has been made, all have written, the first rank has committed. Whether a rank is ready for the next
-one is a word in the sum that each step makes anyway (`StepStats.save_done`), so a step waits for no
-disk, and a failure is known on all ranks with the numbers of the next step.
+has been made, all have written, those that commit have done so. Whether a rank is ready for the
+next one is a word in the sum that each step makes anyway (`StepStats.save_done`), so a step waits
+for no disk, and a failure is known on all ranks with the numbers of the next step.
+
+With local copies a save goes to the nodes' own disks, and from there to the run folder. The two are
+under way apart, as a slow folder must not hold up the next local copy.
 """
 
 import socket
@@ -13,26 +16,92 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+from torchdistpackage.checkpoint.local_copies import LocalCopies
 from torchdistpackage.checkpoint.retention import Retention
-from torchdistpackage.checkpoint.save import PendingSave
+from torchdistpackage.checkpoint.save import PendingSave, SharedFolder
 from torchdistpackage.checkpoint.snapshot import HostCopies
 from torchdistpackage.comm import primitives
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.train.host_memory import available_bytes
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.step_stats import StepResult
-from torchdistpackage.train.train_state import TrainState, begin_save, saved_bytes
+from torchdistpackage.train.train_state import FOLDER, TrainState, begin_save, saved_bytes
 
 _SHARE = 0.5
 """Of the memory that a node has left, what copies may take: training is not at its peak yet."""
+_SAID_S = 0.05
+"""A wait that is worth a line."""
+
+
+class SaveSlot:
+    """Room for one save under way, and what all ranks know of it. All ranks call it alike.
+
+    done: called with a save that counts, and the seconds that it took; failed: with the error of
+    one that does not, and never will.
+    """
+
+    def __init__(
+        self,
+        done: Callable[[PendingSave, float], None],
+        failed: Callable[[CheckpointError], None],
+    ):
+        self._done, self._failed = done, failed
+        self.pending: PendingSave | None = None
+        self._began_s = 0.0
+        self._issued = self._heard_after = 0
+
+    def words(self, step: int) -> tuple[bool, bool]:
+        """Whether this rank has done its part, or failed; said in the sum of `step`."""
+        self._issued, pending = step, self.pending
+        return (False, False) if pending is None else (pending.is_done, pending.has_failed)
+
+    def hear(self, step: int, done: int, failed: int) -> None:
+        """How many ranks said so in the sum of `step`; raises what `failed` does."""
+        # the words of steps that were issued before are of the phase before
+        if self.pending is None or step <= self._heard_after:
+            return
+        if failed:
+            self.pending.cancel()
+        if failed or done == self.pending.num_ranks:
+            self._agree()
+
+    def begin(self, begin: Callable[[], PendingSave], began_s: float | None = None) -> None:
+        """Begin a save; what was under way is over. began_s: when it began, if not now."""
+        self._began_s = time.monotonic() if began_s is None else began_s
+        try:
+            self.pending = begin()
+        except CheckpointError as error:
+            self._failed(error)
+            return
+        self._heard_after = self._issued
+
+    def flush(self) -> None:
+        """Wait until nothing is under way; raises what `failed` does."""
+        while self.pending is not None:
+            self._agree()
+
+    def _agree(self) -> None:
+        assert self.pending is not None
+        pending = self.pending
+        try:
+            is_over = pending.agree()
+        except CheckpointError as error:
+            self.pending = None
+            self._failed(error)
+            return
+        self._heard_after = self._issued
+        if is_over:
+            self.pending = None
+            self._done(pending, self._began_s)
 
 
 class RunSaver:
     """Saves the state of a run, one checkpoint at a time; all ranks call it alike.
 
     mode: disabled, async, or auto: async where every node has room for the copies. goes_on: a save
-    that fails is said, and training goes on; else it raises. note: takes a line for the log;
-    on_saved: a step that was saved, and the seconds from the beginning of the save to its commit.
+    that fails is said, and training goes on; else it raises. local: copies on the nodes' own disks,
+    by which saves go. note: takes a line for the log; on_saved: a step that was saved, and the
+    seconds from the beginning of the save to its commit.
     """
 
     def __init__(
@@ -43,22 +112,31 @@ class RunSaver:
         keep: Retention | None = None,
         mode: str = "disabled",
         goes_on: bool = False,
+        local: LocalCopies | None = None,
     ):
-        self._trainer, self._folder, self._keep = trainer, folder, keep or Retention(1)
-        self._mode, self._goes_on = mode, goes_on
+        self._trainer, self._goes_on, self._mode = trainer, goes_on, mode
+        self._folder, self._keep = folder / FOLDER, keep or Retention(1)
+        self.local = local
         self.note: Callable[[str], None] = lambda line: None
         self.on_saved: Callable[[int, float], None] = lambda step, took_s: None
         self._copies = HostCopies() if mode == "async" else None
-        self._pending: PendingSave | None = None
-        self._began_s = 0.0
-        self._issued = self._heard_after = 0
+        self._shared = SaveSlot(self._saved, self._failed)
+        self._local = SaveSlot(self._copied, self._local_failed)
+        self._drains = False
+        self.owes = False
+        """Whether the run folder is to get a checkpoint after the next step, as a local copy that
+        was to bring one has failed."""
 
     def words(self, step: int) -> dict[str, bool]:
-        """What this rank says of its save in the sum of `step`, which is issued now."""
-        self._issued, pending = step, self._pending
-        if pending is None:
-            return {}
-        return {"save_done": pending.is_done, "save_failed": pending.has_failed}
+        """What this rank says of its saves in the sum of `step`, which is issued now."""
+        (done, failed), (local, lost) = self._shared.words(step), self._local.words(step)
+        words = {
+            "save_done": done,
+            "save_failed": failed,
+            "local_done": local,
+            "local_failed": lost,
+        }
+        return {word: True for word, said in words.items() if said}
 
     def hear(self, result: StepResult) -> None:
         """What all ranks said in the sum of a step.
@@ -66,32 +144,35 @@ class RunSaver:
         Raises:
             CheckpointError: on all ranks if a save failed on one, unless it is to go on.
         """
-        # the words of steps that were issued before are of the phase before
-        if self._pending is None or result.step <= self._heard_after:
-            return
-        if result.save_failed:
-            self._pending.cancel()
-        if result.save_failed or result.save_done == self._trainer.plan.world_size:
-            self._agree()
+        self._shared.hear(result.step, result.save_done, result.save_failed)
+        self._local.hear(result.step, result.local_done, result.local_failed)
 
-    def save(self, state: TrainState) -> None:
+    def save(self, state: TrainState, *, last: bool = False) -> None:
         """Save `state`, or begin to; waits for the save before, if it is still under way.
+
+        last: nothing comes after it, so it does not go by a local copy.
 
         Raises:
             CheckpointError: as `hear`.
         """
-        self._wait_for_earlier(state.step)
-        self._began_s = time.monotonic()
-        if self._mode == "auto":
-            self._choose_mode()
-        try:
-            self._pending = begin_save(self._trainer, state, self._folder, self._keep, self._copies)
-        except CheckpointError as error:
-            self._failed(error)
+        if self.local is not None and not last and not self.owes:
+            self.save_locally(state, drains=True)
             return
-        self._heard_after = self._issued
-        if self._copies is None:
-            self.flush()
+        self.owes = False
+        self._wait_for_earlier(self._local, state.step)
+        self._wait_for_earlier(self._shared, state.step)
+        self._begin(self._shared, state, self._target)
+
+    def save_locally(self, state: TrainState, *, drains: bool = False) -> None:
+        """Copy `state` to the nodes' own disks, or begin to. drains: and then to the run folder.
+
+        Raises:
+            CheckpointError: as `hear`.
+        """
+        assert self.local is not None
+        self._wait_for_earlier(self._local, state.step)
+        self._drains = drains
+        self._begin(self._local, state, self.local)
 
     def flush(self) -> None:
         """Wait until nothing is under way.
@@ -99,41 +180,68 @@ class RunSaver:
         Raises:
             CheckpointError: as `hear`.
         """
-        while self._pending is not None:
-            self._agree()
+        self._local.flush()
+        self._shared.flush()
+
+    def close(self) -> None:
+        """The run has ended, and is saved: nothing is under way, and local copies are removed.
+
+        Raises:
+            CheckpointError: as `hear`.
+        """
+        self.flush()
+        if self.local is not None:
+            self.local.close()
 
     def abandon(self) -> None:
         """The run fails: what is under way will not count."""
-        if self._pending is not None:
-            self._pending.cancel()
+        for slot in (self._local, self._shared):
+            if slot.pending is not None:
+                slot.pending.cancel()
 
-    def _wait_for_earlier(self, step: int) -> None:
-        if self._pending is None:
-            return
-        earlier, began = self._pending.step, time.monotonic()
-        self.flush()
-        self.note(
-            f"save of step {step} waited {time.monotonic() - began:.1f} s for that of step "
-            f"{earlier} to be written"
-        )
+    @property
+    def _target(self) -> SharedFolder:
+        return SharedFolder(self._folder, self._keep)
 
-    def _agree(self) -> None:
-        assert self._pending is not None
-        try:
-            is_over = self._pending.agree()
-        except CheckpointError as error:
-            self._failed(error)
+    def _begin(self, slot: SaveSlot, state: TrainState, target: SharedFolder | LocalCopies) -> None:
+        if self._mode == "auto":
+            self._choose_mode()
+        slot.begin(lambda: begin_save(self._trainer, state, target, self._copies))
+        if self._copies is None:
+            slot.flush()
+
+    def _wait_for_earlier(self, slot: SaveSlot, step: int) -> None:
+        if slot.pending is None:
             return
-        self._heard_after = self._issued
-        if is_over:
-            step, self._pending = self._pending.step, None
-            self.on_saved(step, time.monotonic() - self._began_s)
+        earlier, began = slot.pending.step, time.monotonic()
+        slot.flush()
+        if (waited_s := time.monotonic() - began) >= _SAID_S:
+            self.note(
+                f"save of step {step} waited {waited_s:.1f} s for that of step {earlier} to be "
+                f"written"
+            )
+
+    def _saved(self, save: PendingSave, began_s: float) -> None:
+        self.on_saved(save.step, time.monotonic() - began_s)
+
+    def _copied(self, save: PendingSave, began_s: float) -> None:
+        if not self._drains:
+            return
+        self._wait_for_earlier(self._shared, save.step)
+        local = self.local
+        assert local is not None
+        self._shared.begin(lambda: local.drain(save, self._target), began_s)
 
     def _failed(self, error: CheckpointError) -> None:
-        self._pending = None
         if not self._goes_on:
             raise error
         self.note(f"no checkpoint: {error}; training goes on (checkpoint.on_error: continue)")
+
+    def _local_failed(self, error: CheckpointError) -> None:
+        if not self._goes_on:
+            raise error
+        self.owes |= self._drains
+        self.note(f"no local copy: {error}; training goes on (checkpoint.on_error: continue)")
 
     def _choose_mode(self) -> None:
         """Once, at the first save, when the state of the optimizer is there."""

@@ -114,13 +114,15 @@ class Trainer(StagedModel):
         stop: WantsSave = never_save,
         save_done: bool = False,
         save_failed: bool = False,
+        local_done: bool = False,
+        local_failed: bool = False,
     ) -> PendingStep:
         """Forward, backward, reduction, clipping and update of step `step` (the first is 1).
 
         record: `executor.spans` is afterwards the timeline of the last round, and `recordings` has
             those of all rounds.
         stop: asked as late as the ranks can still agree on it: when the step's numbers are summed.
-        save_done, save_failed: of this rank's part of the save under way.
+        save_done to local_failed: of this rank's part of the save, and local copy, under way.
         """
         phases = self.phases
         period = Period(self.device)
@@ -149,6 +151,8 @@ class Trainer(StagedModel):
             stop=float(stop()),
             save_done=float(save_done),
             save_failed=float(save_failed),
+            local_done=float(local_done),
+            local_failed=float(local_failed),
         )
         stats = self.experts.join(own.to_tensor(like=totals))
         with phases("reduce"):

@@ -25,7 +25,7 @@ class StepStats(NamedTuple, Generic[Number]):
     grad_sq_norm: sum of the squares of the gradients. busy: share of a rank's time in which it
     computed. save: rank 0 asks for a checkpoint. stop: a rank asks for the end of this start.
     save_done, save_failed: ranks that have done their part of the save under way, and that could
-    not.
+    not. local_done, local_failed: the same of the local copy.
     """
 
     loss: Number
@@ -36,6 +36,8 @@ class StepStats(NamedTuple, Generic[Number]):
     stop: Number
     save_done: Number
     save_failed: Number
+    local_done: Number
+    local_failed: Number
 
     def is_finite(self: "StepStats[float]") -> bool:
         return all(map(math.isfinite, (self.loss, self.tokens, self.grad_sq_norm)))
@@ -62,7 +64,7 @@ class StepResult:
     loss: mean over the tokens of the global batch, in nats. time_s: on a device, that of its
     stream. bubble: share of the step, over all ranks, in which nothing was computed; None where it
     was not measured. save, stop: as `StepStats`. skipped: the loss or a gradient of some rank was
-    not finite, and no rank has updated anything. save_done, save_failed: as `StepStats`.
+    not finite, and no rank has updated anything. save_done to local_failed: as `StepStats`.
     experts: by layer the load of its experts.
     """
 
@@ -78,6 +80,8 @@ class StepResult:
     skipped: bool = False
     save_done: int = 0
     save_failed: int = 0
+    local_done: int = 0
+    local_failed: int = 0
     experts: Mapping[str, ExpertLoad] = field(default_factory=dict[str, ExpertLoad])
 
     @property
@@ -170,6 +174,8 @@ class PendingStep:
             skipped=not sums.is_finite(),
             save_done=round(sums.save_done),
             save_failed=round(sums.save_failed),
+            local_done=round(sums.local_done),
+            local_failed=round(sums.local_failed),
             experts=self.loads(numbers[number:]),
         )
 

@@ -9,9 +9,16 @@ import torch
 
 from torchdistpackage.checkpoint.commit import set_aside
 from torchdistpackage.checkpoint.load import latest_together, load
+from torchdistpackage.checkpoint.local_copies import LocalCopies
 from torchdistpackage.checkpoint.parts import TopologyRank
 from torchdistpackage.checkpoint.retention import Retention
-from torchdistpackage.checkpoint.save import PendingSave, degrees_of
+from torchdistpackage.checkpoint.save import (
+    PendingSave,
+    SaveTarget,
+    SharedFolder,
+    degrees_of,
+    start_save,
+)
 from torchdistpackage.checkpoint.snapshot import HostCopies, take_snapshot
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CheckpointError
@@ -51,20 +58,17 @@ def save_state(trainer: Trainer, state: TrainState, run_folder: Path, keep_last:
     Raises:
         CheckpointError: on all ranks if any could not write.
     """
-    return begin_save(trainer, state, run_folder, Retention(keep_last)).finish()
+    target = SharedFolder(run_folder / FOLDER, Retention(keep_last))
+    return begin_save(trainer, state, target).finish()
 
 
 def begin_save(
-    trainer: Trainer,
-    state: TrainState,
-    run_folder: Path,
-    keep: Retention,
-    copies: HostCopies | None = None,
+    trainer: Trainer, state: TrainState, target: SaveTarget, copies: HostCopies | None = None
 ) -> PendingSave:
-    """Begin a checkpoint, all ranks together; copies, errors: as `PendingSave`."""
+    """Begin a checkpoint, all ranks together; copies, errors: as `start_save`."""
     losses = {name: getattr(state, name) for name in (LOSS, VAL_LOSS)}
-    return PendingSave(
-        run_folder / FOLDER,
+    return start_save(
+        target,
         step=state.step,
         tokens=state.tokens,
         params=trainer.saved(),
@@ -80,7 +84,6 @@ def begin_save(
             DATA: state.data,
             **{name: x for name, x in losses.items() if x is not None and math.isfinite(x)},
         },
-        keep=keep,
         copies=copies,
     )
 
@@ -91,8 +94,12 @@ def saved_bytes(trainer: Trainer) -> int:
     return take_snapshot("", trainer.saved(), place, trainer.optimizer, {}).num_bytes
 
 
-def resume(trainer: Trainer, run_folder: Path, how: str) -> TrainState:
+def resume(
+    trainer: Trainer, run_folder: Path, how: str, local: LocalCopies | None = None
+) -> TrainState:
     """Load the state that `how` names into the trainer: auto, never, or a checkpoint's path.
+
+    local: copies of an earlier start, of which auto takes a newer one, and which then begin anew.
 
     It may be of other degrees or another ZeRO stage. Weights, optimizer and data go on exactly;
     only dropout then draws anew.
@@ -100,11 +107,31 @@ def resume(trainer: Trainer, run_folder: Path, how: str) -> TrainState:
     Raises:
         CheckpointError: the named one is missing or damaged, or of another model.
     """
+    state = _resume(trainer, run_folder / FOLDER, how, local)
+    if local is not None:
+        local.begin()
+    return state
+
+
+def _newest(own: Path, rank: int, local: LocalCopies | None) -> Path | None:
+    """The newest complete checkpoint over the run's own and the local ones."""
+    newest, damaged = None, None
+    try:
+        newest = latest_together(own, rank=rank)
+    except CheckpointError as error:
+        damaged = error
+    if local is not None:
+        newest = local.recover(newest)
+    if newest is None and damaged is not None:
+        raise damaged
+    return newest
+
+
+def _resume(trainer: Trainer, own: Path, how: str, local: LocalCopies | None) -> TrainState:
     if how == "never":
         return TrainState()
-    own = run_folder / FOLDER
     if how == "auto":
-        path = latest_together(own, rank=trainer.rank)
+        path = _newest(own, trainer.rank, local)
         if path is None:
             return TrainState()
     else:
@@ -117,7 +144,7 @@ def resume(trainer: Trainer, run_folder: Path, how: str) -> TrainState:
         topology=tpc.topology,
         rank=trainer.rank,
         optimizer=trainer.optimizer,
-        checksums=how != "auto",  # latest_together has read them
+        checksums=how != "auto",  # they have been read
     )
     if how != "auto" and trainer.rank == 0 and path.resolve().parent == own.resolve():
         set_aside(own, loaded.step)

@@ -29,7 +29,7 @@ from torchdistpackage.launch.slurm.run_dir import (
     this_start,
 )
 from torchdistpackage.report.page import REPORT, write_report
-from torchdistpackage.train.build import build, make_loop
+from torchdistpackage.train.build import build, make_local_copies, make_loop
 from torchdistpackage.train.compiled import end_compile_workers, use_cache, warm_up
 from torchdistpackage.train.data_build import notes_of
 from torchdistpackage.train.data_fingerprint import data_fingerprint
@@ -112,7 +112,8 @@ def _train(
         # a chain of your own may have no blocks, and a limit may be large enough
         names = ", ".join(trainer.recomputed) or "nothing"
         print_line(f"recomputed in the backward on rank 0: {names}")
-    state = resume_state(trainer, folder, resume)
+    local = make_local_copies(plan, folder)
+    state = resume_state(trainer, folder, resume, local)
     if config.train.compile != "off":
         said = warm_up(trainer, min(state.step + 1, trainer.num_steps))
         if rendezvous.rank == 0:
@@ -155,7 +156,8 @@ def _train(
         step=state.step,
     )
     with watch, trackers:
-        loop = make_loop(trainer, state, folder, life, watch, [trackers] if config.log.to else [])
+        more = [trackers] if config.log.to else []
+        loop = make_loop(trainer, state, folder, life, watch, more, local)
         loss = loop.run()
         with watch.allow_slow():
             if loss is not None:
