@@ -46,6 +46,16 @@ LAYOUTS |= {
     "expert2-data4": ["parallel.data=4", "parallel.expert=2", "parallel.zero=1"],
 }
 TENSOR = ["parallel.tensor=2"]
+CONTEXT = ["parallel.context=2"]
+LAYOUTS |= {
+    "context2": CONTEXT,
+    "context3": ["parallel.context=3", "parallel.cp_comm_type=all_gather"],
+    "context2-pipe2": [*CONTEXT, *PIPE],
+    "context2-expert2": [*CONTEXT, *EXPERT],
+    "context2-expert2-zero3": [*CONTEXT, *EXPERT, "parallel.zero=3"],
+    "context2-expert2-recompute": [*CONTEXT, *EXPERT, "train.recompute=blocks"],
+    "context2-tensor2": [*CONTEXT, *TENSOR],
+}
 LAYOUTS |= {
     "tensor2": TENSOR,
     "tensor4": ["parallel.tensor=4"],
@@ -175,6 +185,33 @@ def test_tensor_ranks_take_the_steps_of_transformers(ranks, saved, family, chang
     assert coverage_ranks.largest_difference(found, truth) < 1e-9
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("family", "changes", "layout"),
+    [
+        pytest.param("mixtral", ROUTERS | {"sliding_window": 5}, "context2-expert2", marks=STACKED),
+        ("mixtral", ROUTERS, "context3"),
+        *((x, ROUTERS, "context2") for x in SHARED),
+        *((x, {}, "context2-pipe2") for x in SHARED),
+        *((x, ROUTERS, "context2-tensor2") for x in ("mixtral", "qwen3_moe")),
+        *(
+            pytest.param(x, ROUTERS, layout, marks=STACKED)
+            for x in SHARED
+            for layout in LAYOUTS
+            if layout.startswith("context2-expert2")
+        ),
+    ],
+)
+def test_ranks_that_share_sequences_take_the_steps_of_transformers(
+    ranks, saved, family, changes, layout
+):
+    """The loss of the routers is of whole sequences too."""
+    folder, truth = saved(family, **changes)
+    size = {"context2": 2, "context3": 3}.get(layout, 4)
+    found = ranks(size).run(coverage_ranks.steps, [f"model.hf={folder}", *LAYOUTS[layout]])
+    assert coverage_ranks.largest_difference(found, truth) < 1e-9
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("axis", ["data 2", "tensor 2", "pipe 2"])
 def test_six_classes_of_the_day_take_five_steps_of_transformers(ranks, tmp_path, axis):
@@ -271,7 +308,8 @@ def test_a_sequence_of_a_found_family_is_not_cut(tmp_path):
     run = ["parallel.tensor=2", "parallel.context=2", "parallel.sequence_parallel=true"]
     with pytest.raises(ConfigError) as met:
         plan_of(tmp_path, "olmo2", *run, world=4)
-    assert "2 problems" in str(met.value) and str(met.value).count("Olmo2ForCausalLM") == 2
+    assert "2 problems" in str(met.value) and "olmo2 cannot attend over parts" in str(met.value)
+    assert "Olmo2ForCausalLM has no table of llama" in str(met.value)
 
 
 def test_a_rule_that_is_wrong_is_refused_with_the_first_module_that_differs(tmp_path, monkeypatch):
@@ -340,7 +378,7 @@ def test_what_no_stage_can_do_is_refused(tmp_path):
             "those of no other model, such as DeepseekV3ForCausalLM; set expert",
         ),
         ("llama", EXPERT[1:], "those of no other model, such as llama; set expert to 1"),
-        ("mixtral", [*EXPERT[1:], "parallel.context=2"], "its sequence is not cut; set context"),
+        ("deepseek_v3", ["parallel.context=2"], "deepseek_v3 cannot attend over parts of a"),
         pytest.param(
             *("qwen3_moe", ["parallel.expert=8"]),
             "ranks for the 4 experts of Qwen3MoeForCausalLM",

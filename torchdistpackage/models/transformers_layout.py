@@ -17,6 +17,7 @@ from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.rope import scaled_length
 from torchdistpackage.layout.table import LayerCut, SplitTable
 from torchdistpackage.lazy import resolve
+from torchdistpackage.models.families.found import SHARED
 from torchdistpackage.models.families.registry import FAMILIES
 from torchdistpackage.models.families.table import Family, Sizes, Weight, Weights
 from torchdistpackage.models.lora_layout import Lora
@@ -140,6 +141,8 @@ def context_problem(shape: TransformersShape) -> str:
     kind = rope.get("rope_type", rope.get("type"))
     if kind in ("dynamic", "longrope"):
         return f"its positions (rope type {kind}) depend on the length of what is seen"
+    if shape.kind.found is not None and shape.family not in SHARED:
+        return "it has no table here, and nobody has seen how it attends"
     return shape.kind.own_attention
 
 

@@ -181,7 +181,10 @@ class TransformersStage(nn.Module):
             if isinstance(self.decoder, DecoderStage):  # refused where routers have a loss
                 given = {"attention_mask": mask, "position_ids": position_ids}
                 return self.decoder(x, **(given | self._cached))
-            output = self.decoder(input_ids=x, return_dict=True, **self._routers, **self._cached)
+            # of what has no table, not all take positions
+            given = {} if self._sequence is None else {"position_ids": position_ids}
+            given |= self._routers | self._cached
+            output = self.decoder(input_ids=x, return_dict=True, **given)
         if not self._routers:
             return output.logits
         if self._top_k:

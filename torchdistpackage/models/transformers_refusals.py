@@ -26,8 +26,6 @@ def refusals(
     n, found = shape.sizes, list[tuple[str, str]]()
     if expert > 1:
         found += _unshared(shape, expert)
-    if (read := shape.kind.found) is not None:
-        return found + _refusals_of_found(shape, read, tensor, num_stages, document_masks, context)
     if context > 1 and (why := context_problem(shape)):
         found.append(
             (
@@ -35,6 +33,8 @@ def refusals(
                 f"{shape.family} cannot attend over parts of a sequence, as {why}; set it to 1",
             )
         )
+    if (read := shape.kind.found) is not None:
+        return found + _refusals_of_found(shape, read, tensor, num_stages, document_masks)
     if document_masks and documents_by(shape) == "not":
         found.append(
             (
@@ -123,18 +123,14 @@ def _refusals_of_found(
     tensor: int,
     num_stages: int,
     document_masks: bool,
-    context: int,
 ) -> list[tuple[str, str]]:
     """Of a family that has no table."""
-    without = (
-        f"{read.class_name} has no table of {', '.join(FAMILIES)}, and its sequence is not cut"
-    )
     asked = {
-        "data.document_masks": document_masks and "set it to false",
-        "parallel.context": context > 1 and "set context to 1, and use data, tensor and zero",
-        "parallel.sequence_parallel": shape.sequence_parallel and "set it to false",
+        "data.document_masks": document_masks,
+        "parallel.sequence_parallel": shape.sequence_parallel,
     }
-    found = [(key, f"{without}; {text}") for key, text in asked.items() if text]
+    text = f"{read.class_name} has no table of {', '.join(FAMILIES)}; set it to false"
+    found = [(key, text) for key, is_asked in asked.items() if is_asked]
     if tensor > 1 and (why := SAMPLED.get(shape.family)) is not None:
         text = f"{read.class_name}: {why}; set tensor to 1, and use data and zero"
         found.append(("parallel.tensor", text))
@@ -171,6 +167,7 @@ def goes_with(shape: TransformersShape) -> tuple[tuple[str, str], ...]:
             ("data", "any number of ranks"),
             ("zero", "0 to 3"),
             *shared,
+            ("context", f"no: {why}" if (why := context_problem(shape)) else "any number of ranks"),
             ("tensor", "any number of ranks, by rules that are tried on a small copy"),
             ("pipe", shape.kind.found.unstaged or f"up to {n.layers} stages, of whole blocks"),
             ("recompute", "none, blocks, auto" if shape.kind.blocks else "none, auto"),

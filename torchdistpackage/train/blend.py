@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm.random import seed_from
-from torchdistpackage.train.data import DataSource, Split, check_place
+from torchdistpackage.train.data import SequenceSource, Split, check_place
 
 _CIRCLE = 1 << 64
 _STEP = 0x9E3779B97F4A7C15
@@ -68,7 +68,7 @@ class BlendPart(NamedTuple):
 
     label: str
     weight: float
-    data: DataSource
+    data: SequenceSource
     num_samples: int
 
 
@@ -81,7 +81,13 @@ class BlendedDataset:
 
     def __init__(self, parts: Sequence[BlendPart], global_batch: int):
         self.parts, self._global_batch = parts, global_batch
+        self.seq_len = parts[0].data.seq_len
         self._orders: dict[int, BlendOrder] = {}
+
+    def part(self, ranges: Sequence[range]) -> "BlendedDataset":
+        """See `SequenceSource`."""
+        parts = [x._replace(data=x.data.part(ranges)) for x in self.parts]
+        return BlendedDataset(parts, self._global_batch)
 
     def batch(
         self,

@@ -8,8 +8,9 @@ what was prepared and never used is lost without a trace.
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from copy import copy
 from functools import cached_property
 from itertools import islice
 from queue import SimpleQueue
@@ -62,6 +63,21 @@ class DataSource(Protocol):
         ...
 
 
+@runtime_checkable
+class SequenceSource(DataSource, Protocol):
+    """A source that reads parts of its samples, where ranks share a sequence. Of one without
+    `part` each rank is given whole samples, and keeps its part.
+    """
+
+    seq_len: int
+
+    def part(self, ranges: Sequence[range]) -> "SequenceSource":
+        """The same samples, of whose `seq_len` positions inputs and targets are those in `ranges`,
+        one after another. position_ids stay whole: by them every rank knows who sees whom.
+        """
+        ...
+
+
 class TokenDataset:
     """Windows of `seq_len` tokens and, as targets, the tokens that follow each.
 
@@ -88,11 +104,18 @@ class TokenDataset:
         self.seq_len = seq_len
         self.num_val = num_val
         self._global_batch = global_batch
+        self._ranges: Sequence[range] = (range(seq_len),)
         self._ids: dict[Split, Ids] = {"train": train, "val": val}
         self.check_length("train")
         for split, ids in self._ids.items():
             if np.iinfo(ids.dtype).max >= vocab:
                 self._check_ids(split, ids[:_CHECK_AT_START], np.zeros(1, np.int64))
+
+    def part(self, ranges: Sequence[range]) -> "TokenDataset":
+        """See `SequenceSource`."""
+        found = copy(self)
+        found._ranges = ranges
+        return found
 
     @cached_property
     def table_entropies(self) -> tuple[float, float] | None:
@@ -117,7 +140,8 @@ class TokenDataset:
         *,
         first: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """(ids, targets), int64 (per_rank, seq_len) each, on the CPU; see `DataSource.batch`.
+        """(ids, targets), int64 (per_rank, seq_len) each, on the CPU; see `DataSource.batch`. Of a
+        `part` they are as long as that.
 
         Raises:
             DataError: no such split or data index, the split is shorter than one window, or an
@@ -129,13 +153,18 @@ class TokenDataset:
             starts = self._drawn(seed, step, sample)
         else:
             starts = self._spaced(step * (self._global_batch or num_data * per_rank) + sample)
-        tokens, length = self._ids[split], self.seq_len + 1
-        window = np.empty((per_rank, length), tokens.dtype)
+        windows = [self._windows(split, starts + each.start, len(each)) for each in self._ranges]
+        inputs, targets = ([w[:, side] for w in windows] for side in (slice(-1), slice(1, None)))
+        return torch.cat(inputs, 1), torch.cat(targets, 1)
+
+    def _windows(self, split: Split, starts: npt.NDArray[np.int64], length: int) -> Tensor:
+        """`length` tokens from each start on, and the one that follows, as their last target."""
+        tokens = self._ids[split]
+        window = np.empty((len(starts), length + 1), tokens.dtype)
         for row, start in zip(window, starts.tolist(), strict=True):
-            row[:] = tokens[start : start + length]
+            row[:] = tokens[start : start + length + 1]
         self._check_ids(split, window, starts)
-        ids = torch.from_numpy(window.astype(np.int64))
-        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        return torch.from_numpy(window.astype(np.int64))
 
     def _drawn(self, seed: int, step: int, sample: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Random window starts, each a hash of its own sample index."""
@@ -342,22 +371,29 @@ def fingerprint(x: Tensor) -> int:
 
 
 def check_fingerprints(
-    value: int, group: Group, axis_name: str, device: torch.device | str = "cpu"
+    value: int,
+    group: Group,
+    axis_name: str,
+    device: torch.device | str = "cpu",
+    *,
+    part: int = 0,
 ) -> None:
-    """Make sure that all ranks of the group hold the same fingerprint: one small all-gather.
+    """Make sure that all ranks of the group with equal `part` hold the same fingerprint: one small
+    all-gather.
 
     The value that most hold counts as right, of equally many the first rank's.
 
     Raises:
         DataError: on every rank of the group, with the ranks that differ.
     """
-    mine = torch.tensor([value], dtype=torch.int64, device=device)
-    values = primitives.all_gather(mine, group).tolist()
-    right, _ = Counter(values).most_common(1)[0]
-    ranks = primitives.ranks_of(group)
-    if odd := [(rank, v) for rank, v in zip(ranks, values, strict=True) if v != right]:
-        raise DataError(
-            f"{axis_name} group of ranks {', '.join(map(str, ranks))}: the ranks of one model must "
-            f"get one batch, but {', '.join(f'rank {r} has {v:016x}' for r, v in odd)} where the "
-            f"others have {right:016x}; choose samples by data_index, never by global rank"
-        )
+    mine = torch.tensor([[value, part]], dtype=torch.int64, device=device)
+    rows, ranks = primitives.all_gather(mine, group).tolist(), primitives.ranks_of(group)
+    for number in sorted({held for _, held in rows}):
+        values = [(rank, v) for rank, (v, held) in zip(ranks, rows, strict=True) if held == number]
+        right, _ = Counter(v for _, v in values).most_common(1)[0]
+        if odd := ", ".join(f"rank {r} has {v:016x}" for r, v in values if v != right):
+            raise DataError(
+                f"{axis_name} group of ranks {', '.join(map(str, ranks))}: the ranks of one model "
+                f"must get one batch, but {odd} where the others have {right:016x}; choose samples "
+                f"by data_index, never by global rank"
+            )

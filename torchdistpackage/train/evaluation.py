@@ -3,9 +3,11 @@ long as it comes.
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchdistpackage.comm import primitives
@@ -28,6 +30,10 @@ class Windows(Protocol):
     number: int
     seq_len: int
 
+    def part(self, ranges: Sequence[range]) -> "Windows":
+        """The same, of whose positions `read` gives those of `ranges`, see `SequenceSource`."""
+        ...
+
     def read(self, first: int, number: int) -> DataBatch:
         """Of the windows from `first` on, int64 (number, seq_len) each."""
         ...
@@ -42,6 +48,7 @@ class TokenWindows:
 
     def __init__(self, ids: Ids, vocab: int, seq_len: int):
         self.seq_len, self._ids = seq_len, ids
+        self._ranges: Sequence[range] = (range(seq_len),)
         self.number = -(-(len(ids) - 1) // seq_len)
         if len(ids) < 2:
             raise DataError(f"{len(ids)} tokens to evaluate on; use 2 or more")
@@ -54,15 +61,26 @@ class TokenWindows:
                     f"vocabulary of {vocab}; is it of this model's tokenizer and data.dtype?"
                 )
 
+    def part(self, ranges: Sequence[range]) -> "TokenWindows":
+        found = copy(self)
+        found._ranges = ranges
+        return found
+
     def read(self, first: int, number: int) -> DataBatch:
-        ids = np.zeros((number, self.seq_len), np.int64)
-        targets = np.full((number, self.seq_len), IGNORE, np.int64)
-        for row in range(number):
-            at = (first + row) * self.seq_len
-            tokens = self._ids[at : at + self.seq_len + 1]
-            ids[row, : min(len(tokens), self.seq_len)] = tokens[: self.seq_len]
-            targets[row, : len(tokens) - 1] = tokens[1:]
-        return DataBatch(torch.from_numpy(ids), torch.from_numpy(targets))
+        starts = (first + np.arange(number)) * self.seq_len
+        parts = [self._read(starts + each.start, len(each)) for each in self._ranges]
+        return DataBatch(
+            *(torch.from_numpy(np.concatenate(x, 1)) for x in zip(*parts, strict=True))
+        )
+
+    def _read(self, starts: npt.NDArray[np.int64], length: int) -> tuple[npt.NDArray, npt.NDArray]:
+        ids = np.zeros((len(starts), length), np.int64)
+        targets = np.full((len(starts), length), IGNORE, np.int64)
+        for row, at in enumerate(starts.tolist()):
+            tokens = self._ids[at : at + length + 1]
+            ids[row, : len(tokens)] = tokens[:length]
+            targets[row, : max(len(tokens) - 1, 0)] = tokens[1:]
+        return ids, targets
 
 
 class DocumentWindows:
@@ -70,6 +88,11 @@ class DocumentWindows:
 
     def __init__(self, text: PackedDataset):
         self.number, self.seq_len, self._text = text.num_samples["val"], text.seq_len, text
+
+    def part(self, ranges: Sequence[range]) -> "DocumentWindows":
+        found = copy(self)
+        found._text = self._text.part(ranges)
+        return found
 
     def read(self, first: int, number: int) -> DataBatch:
         return DataBatch(*self._text.batch("val", 0, 0, 0, 1, number, first=first))
@@ -81,6 +104,9 @@ class JoinedWindows:
     def __init__(self, parts: Sequence[Windows]):
         self.number, self.seq_len = sum(x.number for x in parts), parts[0].seq_len
         self._parts = parts
+
+    def part(self, ranges: Sequence[range]) -> "JoinedWindows":
+        return JoinedWindows([x.part(ranges) for x in self._parts])
 
     def read(self, first: int, number: int) -> DataBatch:
         found: list[DataBatch] = []
@@ -120,7 +146,7 @@ def evaluate(
 ) -> tuple[float, int]:
     """(sum of losses, how many were summed) over all batches and ranks, the same on all.
 
-    batch: number b of this rank. The model is left in evaluation mode.
+    batch: number b of this rank, of each sequence its part. The model is left in evaluation mode.
 
     Raises:
         DataError: nothing counts.
@@ -133,7 +159,7 @@ def evaluate(
     model.stage.eval()
     for b in range(num_batches):
         found = batch(b)
-        inputs, targets = (model.own_part(x).split(size) for x in found[:2])
+        inputs, targets = (model.to_device(x).split(size) for x in found[:2])
         positions = found.position_ids
         positions = None if positions is None else model.to_device(positions).split(size)
         executor.run(model.forward_and_loss(executor, inputs, targets, totals, positions))

@@ -160,14 +160,18 @@ def _evaluated(model: StagedModel, request: EvalRequest, step: int | None) -> Ev
             source, windows = build_data(model.plan), None
         else:
             source, windows = None, _windows(config, request)
+    sequence = model.sequence
     if windows is not None:
+        windows = windows.part(sequence.ranges(windows.seq_len))
         batch = batches_of(windows, index, num_data, per_rank)
         num_batches, number = -(-windows.number // config.data.global_batch), windows.number
     else:
         assert source is not None
 
         def batch(b: int):
-            return DataBatch(*source.batch("val", config.run.seed, b, index, num_data, per_rank))
+            found = DataBatch(*source.batch("val", config.run.seed, b, index, num_data, per_rank))
+            inputs, targets = map(sequence.part, found[:2])
+            return found._replace(inputs=inputs, targets=targets)
 
         num_batches, number = config.train.eval_batches, 0
     total, count = evaluate(model, batch, num_batches, timeout_s)

@@ -10,6 +10,8 @@ With document masks each piece of a document in a sample stands alone: positions
 it, which is all that a model needs to know where it begins.
 """
 
+from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -60,9 +62,16 @@ class PackedDataset:
         self._document_masks = document_masks
         self.split = split_documents(text, val_fraction)
         self._trains = val_fraction < 1
+        self._ranges: Sequence[range] = (range(seq_len),)
         self._orders: dict[tuple[str, int, int], DocumentOrder] = {}
         if problems := [*self._problems(vocab), *self._long_prompts()]:
             raise DataError("; ".join(problems))
+
+    def part(self, ranges: Sequence[range]) -> "PackedDataset":
+        """See `SequenceSource`."""
+        found = copy(self)
+        found._ranges = ranges
+        return found
 
     @property
     def num_samples(self) -> dict[str, int]:
@@ -83,7 +92,7 @@ class PackedDataset:
         first: int = 0,
     ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
         """(ids, targets) and, with document masks, position_ids: int64 (per_rank, seq_len) each, on
-        the CPU; targets of -100 do not count.
+        the CPU; targets of -100 do not count. Of a `part` ids and targets are as long as that.
 
         Raises:
             DataError: no such split or data index, or a file became shorter.
@@ -93,29 +102,34 @@ class PackedDataset:
         # training steps are counted from 1, batches of a validation from 0
         before = (step - 1 if split == "train" else step) * self._global_batch
         number, per_epoch = before + first + data_index * per_rank, self.num_samples[split]
-        ids = np.zeros((per_rank, self.seq_len), np.int64)
-        targets = np.full((per_rank, self.seq_len), IGNORE, np.int64)
+        length = sum(map(len, self._ranges))
+        ids = np.zeros((per_rank, length), np.int64)
+        targets = np.full((per_rank, length), IGNORE, np.int64)
         positions = np.zeros((per_rank, self.seq_len), np.int64)
         for row in range(per_rank):
             epoch, sample = divmod(number + row, per_epoch)
             order = self._order(split, seed, epoch if split == "train" else 0)
-            part = self.split.parts[split]
-            begins = self._fill(part, order, sample * self.seq_len, ids[row], targets[row])
-            positions[row] = _positions(begins, self.seq_len)
+            at, begin = sample * self.seq_len, 0
+            for each in self._ranges:
+                here = slice(begin, begin + len(each))
+                filled = ids[row, here], targets[row, here]
+                self._fill(self.split.parts[split], order, at + each.start, *filled)
+                begin = here.stop
+            if self._document_masks:
+                positions[row] = _positions(order, at, self.seq_len)
         found = torch.from_numpy(ids), torch.from_numpy(targets)
         return (*found, torch.from_numpy(positions)) if self._document_masks else found
 
     def _fill(
         self, part: SplitPart, order: DocumentOrder, at: int, ids: npt.NDArray, targets: npt.NDArray
-    ) -> list[int]:
-        """The sample that begins at token `at` of an epoch, document by document; where each
-        begins in it, what is filled up with zeros too.
-        """
-        text, stop = self.text, min(at + self.seq_len + 1, int(order.ends[-1]))
+    ) -> None:
+        """From token `at` of an epoch on, document by document; nothing behind its end."""
+        text, stop = self.text, min(at + len(ids) + 1, int(order.ends[-1]))
+        if at >= stop:
+            return
         tokens = np.empty(stop - at, np.int64)
         counts = np.ones(stop - at, bool)
         i, begin = int(np.searchsorted(order.ends, at, side="right")), at
-        begins: list[int] = []
         while at < stop:
             document = int(order.documents[i])
             end = min(int(order.ends[i]), stop)
@@ -123,17 +137,14 @@ class PackedDataset:
             first = int(part.starts[document]) + offset
             source = slice(first, first + end - at)
             where = slice(at - begin, end - begin)
-            begins.append(at - begin)
             tokens[where] = text.tokens[source]
             if text.counted is not None:
                 counts[where] = text.counted[source] != 0
             if offset == 0:
                 counts[at - begin] = False  # predicted from another document
             at, i = end, i + 1
-        n = len(tokens) - 1
-        ids[: min(len(tokens), self.seq_len)] = tokens[: self.seq_len]
-        targets[:n] = np.where(counts[1:], tokens[1:], IGNORE)
-        return [*begins, len(tokens)]
+        ids[: len(tokens)] = tokens[: len(ids)]
+        targets[: len(tokens) - 1] = np.where(counts[1:], tokens[1:], IGNORE)
 
     def _order(self, split: str, seed: int, epoch: int) -> DocumentOrder:
         key = (split, seed if split == "train" else 0, epoch)
@@ -170,9 +181,12 @@ class PackedDataset:
         ]
 
 
-def _positions(begins: list[int], seq_len: int) -> npt.NDArray[np.int64]:
-    """0, 1, ... from each beginning on, in a sample of `seq_len`."""
+def _positions(order: DocumentOrder, at: int, seq_len: int) -> npt.NDArray[np.int64]:
+    """0, 1, ... from each beginning of a document on, in the sample that begins at token `at` of
+    an epoch, and of what is filled up with zeros behind the last.
+    """
     first = np.zeros(seq_len, np.int64)
-    inside = np.asarray([x for x in begins if x < seq_len], np.int64)
-    first[inside] = inside
+    inside = slice(*np.searchsorted(order.ends, (at, at + seq_len - 1), side="right"))
+    begins = order.ends[inside] - at
+    first[begins] = begins
     return np.arange(seq_len) - np.maximum.accumulate(first)

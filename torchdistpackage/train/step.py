@@ -8,6 +8,7 @@ small all-reduce a step carries loss, tokens and norm.
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ from torchdistpackage.train.data import (
     Batches,
     DataBatch,
     DataSource,
+    SequenceSource,
     check_fingerprints,
     fingerprint,
 )
@@ -39,6 +41,8 @@ from torchdistpackage.train.step_stats import PendingStep, Period, StepStats, bu
 from torchdistpackage.train.update import Update
 
 IGNORE = -100
+HEAD = 16
+"""Positions of each sample that ranks which read parts of them all read, once, to compare."""
 WantsSave = Callable[[], bool]
 """Whether this rank wants the run to end now."""
 
@@ -75,7 +79,9 @@ class Trainer(StagedModel):
         super().__post_init__()
         self.phases = Phases(self.device)
         self.reducer: Reducer = self.replicas.reducer
-        self._checked = False
+        self._checked, self._part = False, 0
+        self._shared: SequenceSource | None = None
+        """The source, if of its samples this rank reads part `_part` alone."""
         self.recomputed: tuple[str, ...] = ()
         """Modules of `stage` whose forward is done again in the backward."""
         mesh, microbatches = self.plan.topology.dense, self.plan.schedule.num_microbatches
@@ -90,17 +96,20 @@ class Trainer(StagedModel):
             self.plan.layouts or own, self.stage, self.layouts, counts=coord["tensor"] == 0
         )
         self.runs_ahead = self.device.type != "cpu" or is_queued(self._world)
-        self.batches = Batches(
-            self.data,
-            self.seed,
+        self._batches = partial(
+            Batches,
+            seed=self.seed,
             data_index=coord["data"],
             num_data=mesh.axis_size("data"),
             per_round=microbatches * self.plan.samples_per_microbatch,
             rounds=self.rounds,
             num_steps=self.num_steps,
-            prepare=self._pinned,
-            ahead=self.runs_ahead,
         )
+        source = self.data
+        if mesh.axis_size("context") > 1 and isinstance(source, SequenceSource):
+            self._shared, self._part = source, coord["context"]
+            source = source.part(self.sequence.ranges(source.seq_len))
+        self.batches = self._batches(source, prepare=self._pinned, ahead=self.runs_ahead)
 
     # -- training ----------------------------------------------------------------------
 
@@ -178,11 +187,7 @@ class Trainer(StagedModel):
         totals = totals_on(self.device)
         self.recordings: list[Recording] = []
         for index in range(self.rounds):
-            with self.phases("data"):
-                batch = self.batches.of_training(step, index)
-            if not self._checked:  # the first of this process, of a resumed run too
-                check_batch(batch, self.device)
-                self._checked = True
+            batch = self._batch(step, index)
             due = index == self.rounds - 1 or self.sums_each_round
             reducer = self.reducer if reduce and due else None
             totals += self._pass(self.executor, batch, reducer, record)
@@ -193,12 +198,32 @@ class Trainer(StagedModel):
                     self.reducer.finish()
         return totals
 
+    def _batch(self, step: int, index: int) -> DataBatch:
+        """The first of this process, of a resumed run too, is compared with that of other ranks."""
+        with self.phases("data"):
+            # before a thread reads ahead: a source is asked for one batch at a time
+            head = None if self._checked else self._head(step, index)
+            batch = self.batches.of_training(step, index)
+        if not self._checked:
+            if head is not None:
+                check_batch(head, self.device)
+            check_batch(batch, self.device, self._part)
+            self._checked = True
+        return batch
+
+    def _head(self, step: int, index: int) -> DataBatch | None:
+        """The beginning of each sample, where ranks read different parts of them."""
+        if self._shared is None:
+            return None
+        source = self._shared.part((range(min(HEAD, self._shared.seq_len)),))
+        return self._batches(source, prepare=DataBatch).of_training(step, index)
+
     def sample(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """A microbatch of validation: inputs on the first stage's ranks, targets on the last's, and
         position_ids on all, if it has such.
         """
         size, batch = self.plan.samples_per_microbatch, self.batches.of_validation(0, 0)
-        inputs, targets = (self.own_part(x[:size]) for x in batch[:2])
+        inputs, targets = (self._own(x[:size]) for x in batch[:2])
         positions = (
             None if batch.position_ids is None else self.to_device(batch.position_ids[:size])
         )
@@ -239,6 +264,10 @@ class Trainer(StagedModel):
 
     # -- one pass over the microbatches of a round -------------------------------------
 
+    def _own(self, x: Tensor) -> Tensor:
+        """Of inputs or targets of a batch this rank's part, on its device."""
+        return self.own_part(x) if self._shared is None else self.to_device(x)
+
     def _pinned(
         self, inputs: Tensor, targets: Tensor, position_ids: Tensor | None = None
     ) -> DataBatch:
@@ -263,8 +292,8 @@ class Trainer(StagedModel):
         """(loss sum, count) of the round if this rank reports it, else zeros."""
         phases, size = self.phases, self.plan.samples_per_microbatch
         with phases("data"):
-            inputs = self.own_part(batch.inputs).split(size) if self.has_first else ()
-            targets = self.own_part(batch.targets).split(size) if self.has_last else ()
+            inputs = self._own(batch.inputs).split(size) if self.has_first else ()
+            targets = self._own(batch.targets).split(size) if self.has_last else ()
             positions = batch.position_ids
             positions = None if positions is None else self.to_device(positions).split(size)
         totals = totals_on(self.device)
@@ -281,12 +310,14 @@ class Trainer(StagedModel):
         return totals
 
 
-def check_batch(batch: DataBatch, device: torch.device) -> None:
-    """All ranks of one model must hold the same batch (tensor, context and pipe peers)."""
+def check_batch(batch: DataBatch, device: torch.device, part: int = 0) -> None:
+    """All ranks of one model must hold the same batch (tensor, context and pipe peers), or those
+    of each part of it.
+    """
     value = 0
     for x in batch:
         value = (value * 31 + (0 if x is None else fingerprint(x))) % 2**62
-    check_fingerprints(value, tpc.get_group("model"), "model", device)
+    check_fingerprints(value, tpc.get_group("model"), "model", device, part=part)
 
 
 def random_states(device: torch.device) -> tuple[Tensor, ...]:

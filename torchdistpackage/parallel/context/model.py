@@ -14,8 +14,7 @@ from torchdistpackage.comm.tpc import group_again
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.context.attention import plan_attention
 from torchdistpackage.parallel.context.choice import CommType
-from torchdistpackage.parallel.context.order import OrderName, SequenceOrder
-from torchdistpackage.parallel.context.parts import part_of
+from torchdistpackage.parallel.context.order import OrderName, Ranges, SequenceOrder
 from torchdistpackage.parallel.context.sequence import sequence_positions
 from torchdistpackage.parallel.context.visibility import Documents, Visibility, places
 from torchdistpackage.parallel.tensor.attention import SequenceAttention, Tokens, WholeSequence
@@ -58,6 +57,9 @@ class ContextSequence:
     def multiple(self) -> int:
         return SequenceOrder(2 * self.group.size(), self.group.size(), self.order_name).num_chunks
 
+    def ranges(self, seq_len: int) -> Ranges:
+        return self.order(seq_len // self.group.size()).parts[self.group.rank()]
+
     def part(self, x: Tensor) -> Tensor:
         size = self.group.size()
         if x.dim() < 2 or x.shape[1] % self.multiple:
@@ -65,7 +67,7 @@ class ContextSequence:
                 f"a batch of shape {tuple(x.shape)} cannot be cut along its sequence for {size} "
                 f"context ranks; use (B, S, ...) with S a multiple of {self.multiple}"
             )
-        return part_of(x, 1, self.order(x.shape[1] // size), self.group.rank())
+        return torch.cat([x[:, each.start : each.stop] for each in self.ranges(x.shape[1])], 1)
 
     def place(self, position: int, seq_len: int) -> tuple[int, int]:
         for index, part in enumerate(self.order(seq_len // self.group.size()).parts):

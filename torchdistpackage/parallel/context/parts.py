@@ -9,11 +9,6 @@ from torchdistpackage.parallel.context.order import Ranges, SequenceOrder
 from torchdistpackage.parallel.context.visibility import places
 
 
-def part_of(x: Tensor, dim: int, order: SequenceOrder, index: int) -> Tensor:
-    """What the rank at `index` holds of the whole `x`, in memory of its own."""
-    return torch.cat([x.narrow(dim, each.start, len(each)) for each in order.parts[index]], dim)
-
-
 def by_rank(x: Tensor, dim: int, order: SequenceOrder) -> Tensor:
     """The whole `x` with the parts of all ranks after one another."""
     held = in_ranks(order.parts)

@@ -14,7 +14,7 @@ computed below float32: a half float cannot represent position 2049.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -236,6 +236,10 @@ class SequenceAttention(Protocol):
         sequence, from 0 in each document; None: a sample is one document."""
         ...
 
+    def ranges(self, seq_len: int) -> Sequence[range]:
+        """The positions that this rank holds, in the order in which it holds them."""
+        ...
+
     def part(self, x: Tensor) -> Tensor:
         """What this rank holds of `x` (B, S, ...), which is of the whole sequence."""
         ...
@@ -270,6 +274,9 @@ class WholeSequence:
         if position_ids is None:
             return Tokens(num)
         return Tokens(num, position_ids, document_mask(position_ids))
+
+    def ranges(self, seq_len: int) -> Sequence[range]:
+        return (range(seq_len),)
 
     def part(self, x: Tensor) -> Tensor:
         return x
