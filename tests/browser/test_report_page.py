@@ -44,6 +44,7 @@ def num_colours(picture: bytes) -> int:
     return len(image.getcolors(1 << 24) or [])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1200])
 def test_every_chart_is_drawn_offline_and_fits(browser, page_file, width: int, scheme: str):

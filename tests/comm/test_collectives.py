@@ -67,6 +67,7 @@ def test_debug_mode_finds_nothing_where_nothing_is(ranks, name):
     ranks(4).run(right_when_checked, "three", name)
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
 @every_layout
 @every_operation
@@ -113,6 +114,7 @@ def gradients_are_those_of_small_steps(layout: str, name: str, every: int) -> No
                     assert abs(float(gradient.reshape(-1)[cell]) - slope) < 1e-8, (case, cell)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("layout", "every"),
     [("pairs", 5), *(pytest.param(name, 1, marks=pytest.mark.full) for name in ("pairs", "three"))],
@@ -137,6 +139,7 @@ def gradients_of_gradients_are_those_of_small_steps(layout: str, name: str) -> N
         torch.testing.assert_close(second, slope, rtol=0, atol=1e-7, msg=str(case))
 
 
+@pytest.mark.few(8)
 @every_layout
 @every_operation
 def test_gradients_of_gradients_are_those_of_small_steps(ranks, layout, name):

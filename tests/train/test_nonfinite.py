@@ -105,6 +105,7 @@ SMALL_SET = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[] if c in SMALL_SET else pytest.mark.full) for c in CASES]
 )

@@ -95,6 +95,7 @@ def expect_same(results: list, truth: list) -> None:
         assert abs(my_norm - norm) < 1e-9 * norm
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("case", list(cases()))
 def test_one_step_is_that_of_one_process(ranks, case):
     degrees, sequence_parallel, tied = case

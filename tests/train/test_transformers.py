@@ -176,7 +176,7 @@ def cases():
             yield pytest.param(name, layout, marks=() if small else FULL)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "layout"), list(cases()))
 def test_three_steps_are_those_of_transformers(ranks, saved, name, layout):
     """Losses, the gradient of every parameter in each step, and the weights after them."""

@@ -43,6 +43,7 @@ def of_pipeline(schedule: str, data: int, loss_scale: bool) -> dict[str, int]:
     return dict(found.found)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("schedule", "data", "loss_scale"),
     [
