@@ -195,6 +195,11 @@ def test_groups_are_called_by_their_axes():
     assert rank_name(topo, 9) == "rank 9 (data 1 pipe 1 tensor 1)"
     one_long = topology([("data", 1), ("pipe", 3), ("tensor", 1)], 3)
     assert group_name(one_long, range(3)) == "pipe"
+    experts = topology([("data", 4), ("tensor", 2)], 8, expert=2)
+    assert group_name(experts, experts.group(0, "expert")) == "expert"
+    assert group_name(experts, experts.group(0, "expert_data")) == "expert_data"
+    assert group_name(experts, experts.group(0, "data")) == "data"
+    assert group_name(experts, (0, 6)) == "part of data"
 
 
 def test_a_long_name_moves_the_columns_of_all():

@@ -20,7 +20,7 @@ from torchdistpackage.harness.lint.matcher import (
     PendingOp,
     Where,
 )
-from torchdistpackage.topology.mesh import Topology, describe
+from torchdistpackage.topology.mesh import Mesh, Topology, describe
 
 Name = Callable[[int], str]
 """A rank as people call it: `rank 3 (data 1 tensor 1)`."""
@@ -126,17 +126,27 @@ def rank_name(topology: Topology, rank: int) -> str:
 def group_name(topology: Topology, ranks: Sequence[int]) -> str:
     """The axes along which the ranks differ, `data+tensor`; `global` for all, if by several.
 
-    Ranks that are not all of those along their axes are a `part of` them, as the two stages that
-    share a weight are.
+    With experts, groups that are none of the dense axes have the names of the second view, `expert`
+    or `expert_data`. Ranks that are not all of those along their axes are a `part of` them, as the
+    two stages that share a weight are.
     """
     mesh = topology.dense
     if len(ranks) == mesh.size:
         long = [name for name, size in mesh.axes if size > 1]
         return long[0] if len(long) == 1 else "global"
+    name, is_whole = _along(mesh, ranks)
+    if not is_whole and topology.expert.axis_size("expert") > 1:
+        other, is_other = _along(topology.expert, ranks)
+        if is_other:
+            return other
+    return name if is_whole else f"part of {name}"
+
+
+def _along(mesh: Mesh, ranks: Sequence[int]) -> tuple[str, bool]:
+    """The axes along which the ranks differ, and whether they are all of those along these."""
     coords = [mesh.coord(rank) for rank in ranks]
     axes = [name for name in mesh.names if len({coord[name] for coord in coords}) > 1]
-    name = "+".join(axes) or "alone"
-    return name if tuple(mesh.group(ranks[0], axes)) == tuple(ranks) else f"part of {name}"
+    return "+".join(axes) or "alone", tuple(mesh.group(ranks[0], axes)) == tuple(ranks)
 
 
 def group_kinds(groups: Iterable[LintGroup]) -> tuple[GroupKind, ...]:
