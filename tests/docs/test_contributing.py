@@ -14,6 +14,37 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NOISE = "noise: k.NotNegative = Field(default=0.0, description='Of the gradient.')"
+STARCODER2 = """
+from dataclasses import replace
+from torchdistpackage.families.fused import last_norm
+from torchdistpackage.families.llama import LLAMA, attention
+from torchdistpackage.families.table import Settings, Sizes, Weights
+
+_STARCODER2 = {
+    "vocab_size": 49152,
+    "hidden_size": 3072,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.018042,
+    "tie_word_embeddings": True,
+    "use_bias": True,
+    "head_dim": None,
+    "pad_token_id": None,
+}
+
+def _block(w: Weights, s: Settings, n: Sizes) -> None:
+    bias = s["use_bias"]
+    attention(w, n, bias, bias)
+    w.column("mlp.c_fc", n.hidden, n.dim, bias=bias)
+    w.row("mlp.c_proj", n.dim, n.hidden, bias=bias)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        w.norm(name, n.dim, bias=True)
+
+STARCODER2 = replace(LLAMA, defaults=_STARCODER2, block=_block, head=last_norm("model.norm"))
+"""
 
 EDITS: dict[str, list[tuple[str, str, str]]] = {
     "a pipeline schedule": [
@@ -136,6 +167,19 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("config/types.py", r"ModelName = Literal\[", "'flat', "),
         ("configs/flat.yaml", "", "run: {name: flat}\nmodel: {name: flat, vocab: 256}\n"),
+    ],
+    "a family of transformers": [
+        ("families/starcoder2.py", "", STARCODER2),
+        (
+            "families/registry.py",
+            r"FAMILIES: dict\[str, Family\] = \{\n",
+            "    'starcoder2': STARCODER2,\n",
+        ),
+        (
+            "families/registry.py",
+            r"from torchdistpackage.families.opt import OPT\n",
+            "from torchdistpackage.families.starcoder2 import STARCODER2\n",
+        ),
     ],
     "a check of the communication test": [
         (
@@ -290,6 +334,68 @@ def test_a_model_a_key_a_logged_value_and_a_callback_in_a_run(edited: Path):
     found = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
     assert [(row["ranks"], row["greeting"]) for row in found] == [(2.0, "hello")] * 2
     assert [row["loss"] for row in found] == pytest.approx([math.log(256)] * 2), "of equal logits"
+
+
+FAMILY = """
+import json, sys, torch
+from copy import deepcopy
+from transformers import Starcoder2Config, Starcoder2ForCausalLM
+from torchdistpackage.compat.tensor_parallel import tensor_parallel
+from torchdistpackage.models.transformers_layout import layouts, shape_of_section
+from torchdistpackage.parallel.auto.explain import explain
+torch.manual_seed(0)
+torch.set_num_threads(1)
+config = Starcoder2Config(vocab_size=256, hidden_size=24, intermediate_size=37, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, bos_token_id=0,
+    eos_token_id=1)
+model = Starcoder2ForCausalLM(config).double()
+config.save_pretrained(sys.argv[1])
+cuts = layouts(shape_of_section({"hf": sys.argv[1]}, 8, False))
+shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+assert {name: cut.shape for name, cut in cuts.items()} == shapes
+plan = {row.name: row.cut for row in explain(model, 2).parameters}
+assert {n for n, cut in plan.items() if cut == "whole"} == {n for n in cuts if "norm" in n}
+ids = torch.arange(14).view(2, 7)
+split = tensor_parallel(deepcopy(model), ["cpu"] * 2)
+assert torch.allclose(split(ids).logits, model(ids).logits, rtol=0, atol=1e-11)
+"""
+
+
+def test_a_family_of_transformers(edited: Path, tmp_path: Path):
+    """One table of it gives layouts and the plan of `tensor_parallel`."""
+    pytest.importorskip("transformers")
+    run(edited, "-c", FAMILY, str(tmp_path))
+
+
+@pytest.mark.full
+def test_a_family_of_transformers_trains_on_ranks_and_is_exported(edited: Path, tmp_path: Path):
+    """With sequence parallelism and a split loss, in float64 of one process' numbers."""
+    from transformers import AutoModelForCausalLM
+
+    run(edited, "-c", FAMILY, str(tmp_path))
+    (edited / "family.yaml").write_text("data: {name: python_stdlib}\n", "utf-8")
+    found: list[tuple[list[float], dict]] = []
+    for tensor in (1, 2):
+        name = f"family-{tensor}"
+        options = (
+            f"model.hf={tmp_path}/config.json",
+            f"run.name={name}",
+            f"parallel.tensor={tensor}",
+        )
+        options += (f"parallel.sequence_parallel={str(tensor > 1).lower()}", f"--procs={tensor}")
+        options += ("precision.dtype=float64", "data.seq_len=16", "data.global_batch=4")
+        options += ("train.steps=3", "train.eval_batches=1", "log.plot=false")
+        options += ("optim.warmup_steps=0", "checkpoint.save_every=3", "checkpoint.export=hf")
+        run(edited, "-m", "torchdistpackage", "train", "family.yaml", *options)
+        (folder,) = edited.glob(f"runs/*{name}*")
+        rows = map(json.loads, (folder / "metrics.jsonl").read_text("utf-8").splitlines())
+        (exported,) = folder.rglob("hf/")
+        weights = AutoModelForCausalLM.from_pretrained(exported).state_dict()
+        found.append(([row["loss"] for row in rows], weights))
+    (losses, weights), (split_losses, split_weights) = found
+    assert len(losses) == 3 and split_losses == pytest.approx(losses, rel=0, abs=1e-9)
+    assert weights.keys() == split_weights.keys()
+    assert all(weights[key].allclose(split_weights[key], rtol=0, atol=1e-9) for key in weights)
 
 
 @pytest.mark.full

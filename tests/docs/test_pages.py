@@ -51,7 +51,7 @@ def test_what_is_to_be_touched_for_something_new_is_there():
         "ZERO_OF",
         "WAYS",
         "KINDS",
-        *("SCHEDULE_ARGS", "OPTIONS", "SHARED"),
+        *("SCHEDULE_ARGS", "OPTIONS", "SHARED", "FAMILIES", "SPLIT_ALONE"),
         *of_formats,
         "COMMANDS",
         *("TRACKERS", "TRACKERS"),
@@ -62,8 +62,8 @@ def test_what_is_to_be_touched_for_something_new_is_there():
         *("torchdistpackage/cli/checkpoint.py", "tests/train/test_parity.py"),
         *("torchdistpackage/comm/autograd.py", "tests/parallel/context/test_attention.py"),
         *("tests/harness/parity/test_parity.py", "tests/parallel/expert/one_process.py"),
-        *("torchdistpackage/models/families/found.py", "torchdistpackage/train/trackers/feed.py"),
-        "torchdistpackage/config/optim_section.py",
+        *("torchdistpackage/families/found.py", "torchdistpackage/train/trackers/feed.py"),
+        *("torchdistpackage/config/optim_section.py", "torchdistpackage/families/registry.py"),
     )
     code = "\n".join((ROOT / x).read_text("utf-8") for x in homes_of_tables)
     assert all(re.search(rf"^{name}\b", code, re.MULTILINE) for name in tables)

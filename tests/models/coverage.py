@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.models import coverage_ranks
+from torchdistpackage.families.found import SHARED
 from torchdistpackage.harness.pool import RankPool
-from torchdistpackage.models.families.found import SHARED
 from torchdistpackage.models.shrunk_config import shrunk
 
 PAGE = Path(__file__).parents[2] / "docs" / "model_classes.md"

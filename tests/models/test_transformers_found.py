@@ -15,9 +15,9 @@ from tests.models import coverage, coverage_ranks
 from tests.train import parity
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.families.found import SHARED
+from torchdistpackage.families.registry import FAMILIES
 from torchdistpackage.models import transformers_found
-from torchdistpackage.models.families.found import SHARED
-from torchdistpackage.models.families.registry import FAMILIES
 from torchdistpackage.models.shrunk_config import VOCAB, shrunk
 from torchdistpackage.train.expert_plan import expert_plan
 from torchdistpackage.train.plan import make_plan, num_parameters, stage_loads

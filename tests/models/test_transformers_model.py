@@ -15,7 +15,7 @@ from tests.models.transformers_model_ranks import (
 from tests.train.test_transformers import MODELS, SMALL
 from tests.train.transformers_ranks import save_model
 from torchdistpackage.config.packages import OLDEST, is_before
-from torchdistpackage.models.families.registry import FAMILIES
+from torchdistpackage.families.registry import FAMILIES
 from torchdistpackage.models.transformers_layout import TransformersShape, weights
 
 MORE = {

@@ -13,8 +13,8 @@ import torch
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.hugging_face import read_config
 from torchdistpackage.errors import ConfigError, DataError, NotAvailableError
+from torchdistpackage.families.registry import FAMILIES
 from torchdistpackage.models import transformers_layout
-from torchdistpackage.models.families.registry import FAMILIES
 from torchdistpackage.models.lora_layout import Lora
 from torchdistpackage.models.transformers_layout import TransformersShape, shape_of_section
 from torchdistpackage.models.transformers_model import load_weights, on_meta, stage

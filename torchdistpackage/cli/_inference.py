@@ -28,10 +28,10 @@ from torchdistpackage.config.load import load, loads, override_problems
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.yaml_loader import write
 from torchdistpackage.errors import CheckpointError, ConfigError, DataError
+from torchdistpackage.families.registry import FAMILIES
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.workers import run_local
 from torchdistpackage.lazy import resolve
-from torchdistpackage.models.families.registry import FAMILIES
 from torchdistpackage.models.registry import model_of, spec_of
 from torchdistpackage.topology.mesh import DEFAULT_ORDER
 from torchdistpackage.train.inference_request import (

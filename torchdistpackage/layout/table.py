@@ -1,7 +1,7 @@
 """Which layers of a model are split over tensor ranks, and how, as data. No torch.
 
 A table speaks of layers by their paths in the whole model. Layouts of parameters follow from the
-same statements (models/families/table.py); `parallel/tensor/parallelize.py` builds the layers.
+same statements (families/table.py); `parallel/tensor/parallelize.py` builds the layers.
 """
 
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ from torchdistpackage.layout.layout import HeadSplit, Layout
 
 LayerKind = Literal["column", "row", "joined", "vocab", "feature", "adapter"]
 Count = Literal["heads", "keys", "groups", "width"]
+CachedHeads = Literal["keys", "heads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class AttentionCut:
     counts: for each attribute of the module what it holds: the number of query heads, of key-value
         heads, of query heads to a key-value head, or the width of all query heads.
     by_head: arguments that hold something for each query head, such as ALiBi's distances.
+    inputs: arguments that its column layers multiply; another sequence's in a cross-attention.
+    cached: whether a cache of keys and values has the key-value heads, or one for each query head.
     """
 
     queries: HeadSplit
@@ -50,6 +53,8 @@ class AttentionCut:
     head_dim: int
     counts: Mapping[str, Count] = field(default_factory=dict[str, Count])
     by_head: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ("hidden_states",)
+    cached: CachedHeads = "keys"
 
     def on_rank(self, num_ranks: int, index: int) -> dict[str, int]:
         """Attribute -> its value on the rank at `index` of `num_ranks`."""
@@ -72,12 +77,14 @@ class SplitTable:
         a part.
     experts: of modules that hold matrices of many experts by name, and call no layers of their own,
         the layouts of all of their parameters; those that no axis cuts are added up as biases are.
+    dropouts: those of activations of which each rank has its own part, and draws for it.
     """
 
     layers: dict[str, LayerCut] = field(default_factory=dict[str, LayerCut])
     attention: dict[str, AttentionCut] = field(default_factory=dict[str, AttentionCut])
     partial: dict[str, Layout] = field(default_factory=dict[str, Layout])
     experts: dict[str, dict[str, Layout]] = field(default_factory=dict[str, dict[str, Layout]])
+    dropouts: frozenset[str] = frozenset()
 
     def __or__(self, other: "SplitTable") -> "SplitTable":
         return SplitTable(
@@ -85,6 +92,7 @@ class SplitTable:
             self.attention | other.attention,
             self.partial | other.partial,
             self.experts | other.experts,
+            self.dropouts | other.dropouts,
         )
 
     def also_called(self, path: str, other: str) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 from torchdistpackage.config.hugging_face import ADAPTER_FILE
 from torchdistpackage.config.model_section import is_adapter
+from torchdistpackage.families.table import Weight
 from torchdistpackage.layout.layout import Axes, Layout
-from torchdistpackage.models.families.table import Weight
 from torchdistpackage.models.hugging_face_layout import FolderFiles
 
 ALL_LINEAR = "all-linear"

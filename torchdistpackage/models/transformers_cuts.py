@@ -22,10 +22,10 @@ from typing import Any
 
 from torch import nn
 
+from torchdistpackage.families.cuts import FoundCut, FoundCuts, FoundKind, StackedCut
+from torchdistpackage.families.table import FoundModel
 from torchdistpackage.layout.layout import HeadSplit
 from torchdistpackage.layout.table import AttentionCut, Count
-from torchdistpackage.models.families.cuts import FoundCut, FoundCuts, FoundKind, StackedCut
-from torchdistpackage.models.families.table import FoundModel
 
 
 @dataclass(frozen=True, slots=True)

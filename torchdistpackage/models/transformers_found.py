@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchdistpackage.models.families.found import (
+from torchdistpackage.families.found import (
     SHARED,
     active_share,
     chosen_experts,
     family,
     is_stacked,
 )
-from torchdistpackage.models.families.table import Family, FoundModel, FoundParameter, Sizes
+from torchdistpackage.families.table import Family, FoundModel, FoundParameter, Sizes
 from torchdistpackage.models.shrunk_config import shrunk
 from torchdistpackage.models.transformers_cuts import CHOICES, can_deal_heads, find_cuts
 from torchdistpackage.models.transformers_meta import ALONE, known_settings, on_meta

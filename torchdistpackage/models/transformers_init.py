@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm.random import seed_from
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.models.families.table import FoundModel
+from torchdistpackage.families.table import FoundModel
 from torchdistpackage.models.transformers_meta import ALONE, Constructed, on_meta
 from torchdistpackage.tools.undisturbed import keep_random_states
 

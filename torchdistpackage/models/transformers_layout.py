@@ -13,13 +13,13 @@ from typing import Any
 from torchdistpackage.config.hugging_face import ORIGINAL, read_config, rope_parameters
 from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.families.found import SHARED
+from torchdistpackage.families.registry import FAMILIES
+from torchdistpackage.families.table import Family, Sizes, Weight, Weights
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.rope import scaled_length
 from torchdistpackage.layout.table import LayerCut, SplitTable
 from torchdistpackage.lazy import resolve
-from torchdistpackage.models.families.found import SHARED
-from torchdistpackage.models.families.registry import FAMILIES
-from torchdistpackage.models.families.table import Family, Sizes, Weight, Weights
 from torchdistpackage.models.lora_layout import Lora
 
 BACKWARD_PER_FORWARD = 2.0
@@ -132,7 +132,8 @@ def _setting_problems(shape: TransformersShape) -> list[str]:
         problems.append(f"{n.heads} heads cannot share {n.kv_heads} key-value heads evenly")
     if not problems and n.padding is not None and n.padding >= n.vocab:
         problems.append(f"pad_token_id is {n.padding}, but the vocabulary has {n.vocab} tokens")
-    return problems + shape.kind.problems(shape.settings)
+    kind, settings = shape.kind, shape.settings
+    return problems + kind.uncut(settings) + kind.problems(settings)
 
 
 def context_problem(shape: TransformersShape) -> str:

@@ -1,9 +1,9 @@
 """What a causal language model of transformers cannot do of what a run asks of it. No torch."""
 
+from torchdistpackage.families.found import SAMPLED, SHARED
+from torchdistpackage.families.registry import FAMILIES
+from torchdistpackage.families.table import FoundModel
 from torchdistpackage.layout.partition import either, nearest
-from torchdistpackage.models.families.found import SAMPLED, SHARED
-from torchdistpackage.models.families.registry import FAMILIES
-from torchdistpackage.models.families.table import FoundModel
 from torchdistpackage.models.lora_layout import linear_layers, target_problems
 from torchdistpackage.models.transformers_layout import (
     TransformersShape,

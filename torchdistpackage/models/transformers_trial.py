@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.families.found import table_of
+from torchdistpackage.families.table import FoundModel
 from torchdistpackage.harness.lint.linter import lint
 from torchdistpackage.layout.derive import local_shape
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.models.families.found import table_of
-from torchdistpackage.models.families.table import FoundModel
 from torchdistpackage.models.transformers_experts import share_experts
 from torchdistpackage.models.transformers_vocab import SplitVocab
 from torchdistpackage.parallel.tensor.full import copy_part

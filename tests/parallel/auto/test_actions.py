@@ -18,7 +18,7 @@ from torchdistpackage.parallel.auto.actions import (
     SplitInGroupedChunks,
     TakeChunks,
 )
-from torchdistpackage.parallel.auto.families.heads import deal_heads
+from torchdistpackage.parallel.auto.heads import deal_heads
 from torchdistpackage.parallel.auto.rules import (
     Config,
     find_matching_actions,

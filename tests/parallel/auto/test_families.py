@@ -17,7 +17,7 @@ from tests.parallel.auto.models import (
 )
 from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.auto.families.registry import PREDEFINED_CONFIGS
+from torchdistpackage.families import registry
 
 HALF = {"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -125,7 +125,7 @@ def test_over_ranks(ranks, family, num):
 
 def test_every_family_is_tested():
     kinds = {make().config.model_type for make in FAMILIES.values()} | {"gpt2", "llama"}
-    assert set(PREDEFINED_CONFIGS) - kinds == {"RefinedWeb", "RefinedWebModel"}
+    assert {*registry.FAMILIES, *registry.SPLIT_ALONE} - kinds == {"RefinedWeb", "RefinedWebModel"}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto import Config, get_default_config
 from torchdistpackage.parallel.auto.cache_heads import filled_places
-from torchdistpackage.parallel.auto.families.gpt2 import get_gpt2_config
+from torchdistpackage.parallel.auto.family_plan import find_plan
 
 FULL = pytest.mark.full
 
@@ -92,7 +92,7 @@ def partial(plan: Config) -> Config:
 
 def gradients_of_a_prefix(num: int | None, shards: int) -> None:
     model = made("gpt2")  # nothing of which is in float32, where parts would be rounded apart
-    heads = get_gpt2_config(model.config, range(shards))
+    heads = find_plan(model.config, shards)
     layers = get_default_config(model, range(shards))
     with torch.no_grad():
         filled = step(model, None, 0, 3)[cache_name(model)]

@@ -5,7 +5,6 @@ They are the plans of parallel/auto, which may be bound to threads too.
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import wraps
 from typing import Any, Self
 
 import torch
@@ -14,8 +13,9 @@ from torch import nn
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.compat.tensor_parallel.devices import check_device_ids
 from torchdistpackage.compat.tensor_parallel.thread_maps import ThreadCollectives
+from torchdistpackage.families.registry import FAMILIES, SPLIT_ALONE
 from torchdistpackage.parallel.auto import layerwise
-from torchdistpackage.parallel.auto.families import registry
+from torchdistpackage.parallel.auto.family_plan import family_plan, find_plan
 from torchdistpackage.parallel.auto.ops import Collectives, RankCollectives
 from torchdistpackage.parallel.auto.reporting import LOG
 from torchdistpackage.parallel.auto.rules import Config
@@ -55,15 +55,15 @@ ConfigGetter = Callable[[Any, Sequence[Any]], Config]
 """Of a model's config and its devices, such as `get_gpt2_config`."""
 
 
-def _earlier(get: ConfigGetter) -> ConfigGetter:
-    @wraps(get)
+def _getter(kind: str) -> ConfigGetter:
     def plan(model_config: Any, devices: Sequence[Any]) -> TensorParallelConfig:
-        return TensorParallelConfig.of(get(model_config, devices))
+        return TensorParallelConfig.of(family_plan(kind, model_config, len(devices)))
 
+    plan.__name__ = f"get_{kind}_config"
     return plan
 
 
-PREDEFINED_CONFIGS = {kind: _earlier(get) for kind, get in registry.PREDEFINED_CONFIGS.items()}
+PREDEFINED_CONFIGS = {kind: _getter(kind) for kind in (*FAMILIES, *SPLIT_ALONE)}
 get_bert_config = PREDEFINED_CONFIGS["bert"]
 get_bloom_config = PREDEFINED_CONFIGS["bloom"]
 get_codegen_config = PREDEFINED_CONFIGS["codegen"]
@@ -89,7 +89,7 @@ def find_predefined_tensor_parallel_config(
     Raises:
         LayoutError: the family is known, but this model cannot be split over so many devices.
     """
-    found = registry.find_plan(model_config, len(check_device_ids(device_ids)))
+    found = find_plan(model_config, len(check_device_ids(device_ids)))
     if found is None:
         LOG.warning(
             "no plan is known for models of type %r: each layer is split by itself",

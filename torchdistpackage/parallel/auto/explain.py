@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.parallel.auto.actions import StateAction, Whole
-from torchdistpackage.parallel.auto.families.registry import plan_for
+from torchdistpackage.parallel.auto.family_plan import plan_for
 from torchdistpackage.parallel.auto.layerwise import default_rules
 from torchdistpackage.parallel.auto.rules import Config, add_lora_rules, find_matching_actions
 from torchdistpackage.parallel.auto.shard import (

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.parallel.auto.explain import explain as tabulate
-from torchdistpackage.parallel.auto.families.registry import plan_for
+from torchdistpackage.parallel.auto.family_plan import plan_for
 from torchdistpackage.parallel.auto.hugging_face import (
     ShardedModelCalls,
     is_pretrained,

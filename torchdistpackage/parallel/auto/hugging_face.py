@@ -19,7 +19,7 @@ from torchdistpackage.errors import LayoutError, NotAvailableError
 from torchdistpackage.layout.mark import Layouts
 from torchdistpackage.parallel.auto.adapters import TakesNoAdapters
 from torchdistpackage.parallel.auto.draws import may_draw, use_draws_of_first
-from torchdistpackage.parallel.auto.families.registry import plan_for
+from torchdistpackage.parallel.auto.family_plan import plan_for
 from torchdistpackage.parallel.auto.model import ParallelModule, check_is_unsplit
 from torchdistpackage.parallel.auto.rules import Config
 

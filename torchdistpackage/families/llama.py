@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from torchdistpackage.families.table import Family, Part, Settings, Sizes, Weights
 from torchdistpackage.layout.layout import HeadSplit
 from torchdistpackage.layout.table import Count
-from torchdistpackage.models.families.table import Family, Part, Settings, Sizes, Weights
 
 _LLAMA = {
     "vocab_size": 32000,
@@ -40,7 +40,7 @@ def _llama_sizes(s: Settings) -> Sizes:
 
 
 def _llama_block(w: Weights, s: Settings, n: Sizes) -> None:
-    _attention(w, n, s["attention_bias"], s["attention_bias"])
+    attention(w, n, s["attention_bias"], s["attention_bias"])
     _gated_mlp(w, n, s["mlp_bias"])
     w.norm("input_layernorm", n.dim)
     w.norm("post_attention_layernorm", n.dim)
@@ -54,7 +54,7 @@ _COUNTS: dict[str, Count] = {
 }
 
 
-def _attention(w: Weights, n: Sizes, bias: bool, out_bias: bool) -> None:
+def attention(w: Weights, n: Sizes, bias: bool, out_bias: bool = False) -> None:
     query, key = HeadSplit(n.heads), HeadSplit(n.kv_heads, shared=True)
     w.attention("self_attn", n, **_COUNTS)
     w.column("self_attn.q_proj", n.heads * n.head_dim, n.dim, query, bias=bias)
@@ -70,7 +70,7 @@ def _gated_mlp(w: Weights, n: Sizes, bias: bool) -> None:
 
 
 def _qwen2_block(w: Weights, s: Settings, n: Sizes) -> None:
-    _attention(w, n, True, False)
+    attention(w, n, True, False)
     _gated_mlp(w, n, False)
     w.norm("input_layernorm", n.dim)
     w.norm("post_attention_layernorm", n.dim)
@@ -89,7 +89,7 @@ _GEMMA2_NORMS = (
 
 
 def _gemma2_block(w: Weights, s: Settings, n: Sizes) -> None:
-    _attention(w, n, s["attention_bias"], s["attention_bias"])
+    attention(w, n, s["attention_bias"], s["attention_bias"])
     _gated_mlp(w, n, False)
     for name in _GEMMA2_NORMS:
         w.norm(name, n.dim, kind="zeros")  # they scale by 1 + weight

@@ -11,9 +11,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from torchdistpackage.families.cuts import FoundCuts
 from torchdistpackage.layout.layout import HeadSplit, Layout
-from torchdistpackage.layout.table import AttentionCut, Count, LayerCut, LayerKind, SplitTable
-from torchdistpackage.models.families.cuts import FoundCuts
+from torchdistpackage.layout.table import (
+    AttentionCut,
+    CachedHeads,
+    Count,
+    LayerCut,
+    LayerKind,
+    SplitTable,
+)
 
 Settings = Mapping[str, Any]
 """Of a config.json, with the family's defaults for what it leaves out."""
@@ -147,25 +154,46 @@ class Weights:
         heads: HeadSplit | None = None,
         *,
         bias: bool = False,
+        parts: Sequence[int] = (),
         transposed: bool = False,
         scale: float = 1.0,
     ) -> None:
         """A layer cut by its inputs; its bias is whole. scale: of its initial draws."""
         dim = int(not transposed)
         shape = (inputs, size) if transposed else (size, inputs)
-        layout = self.cut(name, shape, dim, heads)
+        layout = self.cut(name, shape, dim, heads, parts)
         self.add(f"{name}.weight", Weight(layout, "normal", self.std * scale, inputs=dim))
         self._layer(name, "row", layout, transposed=transposed)
         if bias:
             self.whole(f"{name}.bias", size, kind="zeros")
 
     def attention(
-        self, name: str, n: "Sizes", *, by_head: tuple[str, ...] = (), **counts: Count
+        self,
+        name: str,
+        n: Sizes,
+        *,
+        queries: HeadSplit | None = None,
+        by_head: tuple[str, ...] = (),
+        inputs: tuple[str, ...] = ("hidden_states",),
+        cached: CachedHeads = "keys",
+        **counts: Count,
     ) -> None:
-        """A module that works on this rank's heads. counts: see `AttentionCut`."""
-        queries, keys = HeadSplit(n.heads), HeadSplit(n.kv_heads, shared=True)
-        cut = AttentionCut(queries, keys, n.head_dim, counts, by_head)
+        """A module that works on this rank's heads. queries: by default one head a group; by_head,
+        inputs, cached, counts: see `AttentionCut`."""
+        queries, keys = queries or HeadSplit(n.heads), HeadSplit(n.kv_heads, shared=True)
+        cut = AttentionCut(queries, keys, n.head_dim, counts, by_head, inputs, cached)
         self.split.attention[self.prefix + name] = cut
+
+    def stacked(self, name: str, **layouts: Layout) -> None:
+        """A module with matrices of all experts of a block. layouts: of each, by its name there."""
+        path = self.prefix + name
+        for each, layout in layouts.items():
+            self.add(f"{name}.{each}", Weight(layout, "normal", self.std))
+        self.split.experts[path] = {each: self.held[f"{path}.{each}"].layout for each in layouts}
+
+    def dropout(self, name: str) -> None:
+        """A dropout layer between a column and a row layer, on each rank's own activations."""
+        self.split.dropouts |= {self.prefix + name}
 
     def cut(
         self,
@@ -258,8 +286,9 @@ class Family:
     """defaults: transformers', of the settings that are read. blocks: path of the list of blocks.
     embed, block, head: list the parameters before the blocks, of one, and behind them but for the
     output matrix. table, output: names of the embedding and of the matrix that makes logits.
-    problems: what is no model in settings. saved_names: of parameters in the files, and in modules
-    of releases before they were renamed -> today's.
+    problems: what `model.hf` cannot train of what settings ask for; uncut: what nobody can cut.
+    saved_names: of parameters in the files, and in modules of releases before they were renamed ->
+    today's. earlier_settings: of settings their names in earlier configs.
     shares_keys: several ranks may hold one key-value head, which is then a parameter's part alone.
     documents: how those of one sample are kept apart: transformers makes a mask of position_ids, or
     has to be given one, or it cannot be done.
@@ -275,8 +304,10 @@ class Family:
     head: Part
     table: str
     problems: Callable[[Settings], list[str]] = lambda _: []
+    uncut: Callable[[Settings], list[str]] = lambda _: []
     output: str = "lm_head"
-    saved_names: Mapping[str, str] = field(default_factory=dict)
+    saved_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    earlier_settings: Mapping[str, str] = field(default_factory=dict[str, str])
     shares_keys: bool = True
     documents: Literal["positions", "mask", "not"] = "positions"
     found: FoundModel | None = None

@@ -1,7 +1,7 @@
 """GPT-NeoX: q, k, v of a head after one another, and a head of its own. No torch."""
 
-from torchdistpackage.models.families.fused import last_norm, query_key_value, sizes_of, wide_mlp
-from torchdistpackage.models.families.table import Family, Settings, Sizes, Weights
+from torchdistpackage.families.fused import last_norm, query_key_value, sizes_of, wide_mlp
+from torchdistpackage.families.table import Family, Settings, Sizes, Weights
 
 _NEOX = {
     "vocab_size": 50432,

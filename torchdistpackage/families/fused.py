@@ -1,7 +1,7 @@
 """What families share whose q, k and v are one product. No torch."""
 
+from torchdistpackage.families.table import Part, Settings, Sizes, Weights
 from torchdistpackage.layout.layout import HeadSplit
-from torchdistpackage.models.families.table import Part, Settings, Sizes, Weights
 
 SHORT = {"layers": "n_layer", "heads": "n_head"}
 

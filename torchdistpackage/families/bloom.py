@@ -1,14 +1,14 @@
 """BLOOM: q, k, v of a head after one another, and ALiBi in place of positions. No torch."""
 
-from torchdistpackage.layout.table import Count
-from torchdistpackage.models.families.fused import (
+from torchdistpackage.families.fused import (
     SHORT,
     last_norm,
     query_key_value,
     sizes_of,
     wide_mlp,
 )
-from torchdistpackage.models.families.table import Family, Settings, Sizes, Weights
+from torchdistpackage.families.table import Family, Settings, Sizes, Weights
+from torchdistpackage.layout.table import Count
 
 _BLOOM = {
     "vocab_size": 250880,
@@ -40,7 +40,7 @@ def _bloom_block(w: Weights, s: Settings, n: Sizes) -> None:
         w.norm(name, n.dim, bias=True)
 
 
-def _bloom_problems(s: Settings) -> list[str]:
+def _bloom_uncut(s: Settings) -> list[str]:
     if s["pretraining_tp"] > 1 and s["slow_but_exact"]:
         return ["slow_but_exact multiplies by slices of whole weights; set it to false"]
     return []
@@ -54,7 +54,7 @@ BLOOM = Family(
     _bloom_block,
     last_norm("transformer.ln_f"),
     "transformer.word_embeddings",
-    _bloom_problems,
+    uncut=_bloom_uncut,
     documents="not",
     own_attention="its distances (ALiBi) are of the whole sequence",
 )

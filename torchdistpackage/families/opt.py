@@ -1,7 +1,7 @@
 """OPT: q, k, v apart, learned positions, layers of the MLP in the block itself. No torch."""
 
+from torchdistpackage.families.table import Family, Settings, Sizes, Weights
 from torchdistpackage.layout.layout import HeadSplit
-from torchdistpackage.models.families.table import Family, Settings, Sizes, Weights
 
 _OPT = {
     "vocab_size": 50272,
@@ -42,7 +42,8 @@ def _sizes(s: Settings) -> Sizes:
 
 
 def _embed(w: Weights, s: Settings, n: Sizes) -> None:
-    w.table("model.decoder.embed_tokens", n.vocab, n.dim, n.padding)
+    columns = s["word_embed_proj_dim"] or n.dim
+    w.table("model.decoder.embed_tokens", n.vocab, columns, n.padding)
     w.table("model.decoder.embed_positions", s["max_position_embeddings"] + _MORE_ROWS, n.dim)
 
 

@@ -1,11 +1,11 @@
-"""Falcon: q, k, v fused by key-value head, with rotary positions or ALiBi. No torch."""
+"""Falcon, once RefinedWeb: q, k, v fused by key-value head, rotary positions or ALiBi. No torch."""
 
 from dataclasses import replace
 
+from torchdistpackage.families.fused import last_norm, sizes_of, wide_mlp
+from torchdistpackage.families.table import Family, Settings, Sizes, Weights
 from torchdistpackage.layout.layout import HeadSplit
-from torchdistpackage.layout.table import Count
-from torchdistpackage.models.families.fused import last_norm, sizes_of, wide_mlp
-from torchdistpackage.models.families.table import Family, Settings, Sizes, Weights
+from torchdistpackage.layout.table import CachedHeads, Count
 
 _FALCON = {
     "vocab_size": 65024,
@@ -38,7 +38,9 @@ def _falcon_block(w: Weights, s: Settings, n: Sizes) -> None:
     counts: dict[str, Count] = {"num_heads": "heads", "num_kv_heads": "keys", "num_kv": "keys"}
     counts |= {"hidden_size": "width", "split_size": "width"}
     by_head = ("alibi", "attention_mask") if s["alibi"] else ()
-    w.attention("self_attention", n, by_head=by_head, **counts)
+    # with many queries to a key head the cache gets a copy of it for each
+    cached: CachedHeads = "heads" if s["new_decoder_architecture"] else "keys"
+    w.attention("self_attention", n, by_head=by_head, cached=cached, **counts)
     # for each key head its query heads, the key, the value
     w.column("self_attention.query_key_value", size, n.dim, HeadSplit(n.kv_heads), bias=s["bias"])
     w.row("self_attention.dense", n.dim, n.dim, HeadSplit(n.heads), bias=s["bias"])
@@ -64,4 +66,9 @@ FALCON = Family(
     shares_keys=False,
     documents="mask",
     own_attention="its attention is none of transformers' functions",
+)
+REFINED_WEB = replace(
+    FALCON,
+    defaults={**_FALCON, "new_decoder_architecture": True, "multi_query": False},
+    earlier_settings={"num_attention_heads": "n_head", "num_kv_heads": "n_head_kv"},
 )

@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torchdistpackage.layout.layout import Layout
-from torchdistpackage.layout.table import LayerCut, SplitTable
-from torchdistpackage.models.families.cuts import FoundCut, StackedCut
-from torchdistpackage.models.families.table import (
+from torchdistpackage.families.cuts import FoundCut, StackedCut
+from torchdistpackage.families.table import (
     Family,
     FoundModel,
     FoundParameter,
@@ -22,6 +20,8 @@ from torchdistpackage.models.families.table import (
     Weight,
     Weights,
 )
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.table import LayerCut, SplitTable
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 SHARED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")

@@ -1,0 +1,11 @@
+"""Families of transformers as tables: sizes, parameters and how each is cut. No torch.
+
+table        the language of tables: `Weights` lists parameters, `Family` is a table
+llama, ...   the tables, one family or several alike a file; fused: what several share
+registry     model_type -> table
+cuts         how layers of a model without a table are cut, as data
+found        such a model as a `Family`, from what transformers' modules show
+
+`model.hf` takes layouts, split layers, checkpoints and exports from a table
+(models/transformers_layout.py), `tensor_parallel(model)` its plan (parallel/auto/family_plan.py).
+"""

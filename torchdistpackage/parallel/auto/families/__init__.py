@@ -1,1 +1,0 @@
-"""Plans for families of Hugging Face models, one a file."""

@@ -1,0 +1,255 @@
+"""The plan of a known family, from the table that `model.hf` trains by (families/).
+
+A table says of each layer, by its path in a block, how it is cut. The same statements become rules
+here for the ends of names, so that a family's base model, its other heads and one with adapters
+have the plan too. Two cuts differ from those of `model.hf`: heads that do not divide evenly are
+dealt (heads.py), and an embedding is cut by columns, also where the head has its weight.
+"""
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.families.registry import FAMILIES, SPLIT_ALONE
+from torchdistpackage.families.table import Family, Settings, Sizes, Weights
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.partition import even_sizes
+from torchdistpackage.layout.table import AttentionCut, LayerCut
+from torchdistpackage.parallel.auto.actions import (
+    FirstOnly,
+    Partial,
+    Split,
+    SplitInGroupedChunks,
+    StateAction,
+    TakeChunks,
+    on_dim,
+)
+from torchdistpackage.parallel.auto.heads import deal_heads
+from torchdistpackage.parallel.auto.layerwise import even_part
+from torchdistpackage.parallel.auto.ops import SizedGather
+from torchdistpackage.parallel.auto.rules import Config
+
+EXPERT_INPUTS = (0, 2)
+"""Of transformers' stacked experts: tokens, and the weights that multiply partial products."""
+
+
+def plan_for(module: Any, num: int) -> Config | None:
+    """The plan for `num` shards of a module that has a family's `config`, such as with adapters."""
+    return find_plan(getattr(module, "config", None), num) if num > 1 else None
+
+
+def find_plan(model_config: Any, num: int) -> Config | None:
+    """The plan for `num` shards of a model with this configuration; None where none is known.
+
+    Raises:
+        LayoutError: the family is known, but this model cannot be split over so many.
+    """
+    kind = getattr(model_config, "model_type", None) or ""
+    known = kind in FAMILIES or kind in SPLIT_ALONE
+    return family_plan(kind, model_config, num) if known and num > 1 else None
+
+
+def family_plan(kind: str, model_config: Any, num: int) -> Config:
+    """The plan of the family `kind` for a model with `model_config`, for `num` shards.
+
+    Raises:
+        LayoutError: there are more shards than heads, or this model is one that cannot be cut.
+    """
+    family = FAMILIES.get(kind) or SPLIT_ALONE[kind]
+    settings = settings_of(family, model_config)
+    if problems := family.uncut(settings):
+        raise LayoutError(f"{kind} cannot be split: {'; '.join(problems)}")
+    rules = TableRules(kind, family, settings, num)
+    return Config(
+        rules.state,
+        rules.inputs,
+        rules.outputs,
+        rules.attributes,
+        full_gradients=True,
+        split_modules=rules.split,
+        is_general=True,
+        key_heads=rules.cached_heads,
+    )
+
+
+def settings_of(family: Family, model_config: Any) -> Settings:
+    """What the family's table reads of a configuration, whose release may have earlier names."""
+    found: dict[str, Any] = {}
+    for name, default in family.defaults.items():
+        found[name] = getattr(model_config, name, default)
+        earlier = family.earlier_settings.get(name, name)
+        if not hasattr(model_config, name) and hasattr(model_config, earlier):
+            found[name] = getattr(model_config, earlier)
+    return found
+
+
+class TableRules:
+    """The dicts of a plan, for the layers that a family's table lists.
+
+    split: patterns of modules that draw random numbers on split values: dropout layers, and
+    attention, whose scores are of the shard's heads. cached_heads: of each shard, those in its
+    key-value cache.
+    """
+
+    def __init__(self, kind: str, family: Family, settings: Settings, num: int):
+        self.num = num
+        self.state: dict[str, Any] = {}
+        self.inputs: dict[str, Any] = {}
+        self.outputs: dict[str, Any] = {}
+        self.attributes: dict[str, Any] = {}
+        self.split: list[str] = []
+        sizes = family.sizes(settings)
+        block, top = (Weights("", "tensor", sizes.std) for _ in range(2))
+        family.block(block, settings, sizes)
+        family.embed(top, settings, sizes)
+        self._names = tuple(block.split.layers)
+        self._attention = block.split.attention
+        self.heads = deal_heads(
+            kind, sizes.heads, sizes.head_dim, num, sizes.kv_heads, blocks(block)
+        )
+        cached = {cut.cached for cut in self._attention.values()}
+        self.cached_heads = self.heads.queries if cached == {"heads"} else self.heads.keys
+        self._add_block(block)
+        for name, cut in top.split.layers.items():
+            self._add_embedding(name.rpartition(".")[2], cut.weight.shape[1])
+        self._add_head(family, sizes)
+
+    # -- parts of a table ------------------------------------------------------------------
+
+    def _add_block(self, block: Weights) -> None:
+        for name, cut in block.split.layers.items():
+            if cut.kind == "column":
+                self._add_column(name, cut)
+            else:
+                self._add_row(name, self._action(cut.weight))
+        for name, cut in block.split.attention.items():
+            self._add_attention(name, cut)
+        for name, layouts in block.split.experts.items():
+            for each, layout in layouts.items():
+                self.state[f"{path(name)}\\.{each}$"] = self._action(layout)
+            self._enter(name, *EXPERT_INPUTS)
+            self.outputs[f"{path(name)}$"] = {0: "sum"}
+            part = partial(even_part, world_size=self.num)
+            self.attributes[f"{path(name)}$"] = {"intermediate_dim": part}
+        for name in block.split.partial:
+            self.state[f"{path(name)}$"] = Partial()
+        for name, layout in alone(block):
+            self.state[f"{path(name)}$"] = self._action(layout)
+        self.split += [f"{path(name)}$" for name in block.split.dropouts]
+
+    def _add_attention(self, name: str, cut: AttentionCut) -> None:
+        heads = self.heads
+        values = {
+            "heads": heads.num_queries,
+            "keys": heads.num_keys,
+            "groups": heads.num_groups,
+            "width": heads.width,
+        }
+        pattern = f"{path(name)}$"
+        self.attributes[pattern] = {each: values[count] for each, count in cut.counts.items()}
+        self._enter(name, *cut.inputs)
+        for argument in cut.by_head:
+            self.inputs[pattern][argument] = heads.of_heads
+        self.split.append(pattern)
+
+    def _add_column(self, name: str, cut: LayerCut) -> None:
+        """Outputs stay apart."""
+        action, layer = self._action(cut.weight), self._path(name)
+        self._add_parameters(layer, action, on_dim(action, 0))
+        if cut.transposed:  # transformers' Conv1D notes its outputs, and shapes what it returns so
+            self.attributes[f"{layer}$"] = {"nf": partial(_length, on_dim(action, 0))}
+        if cut.entrance not in self._attention:
+            self._enter(cut.entrance, 0)
+
+    def _add_row(self, layer: str, action: StateAction) -> None:
+        """Products are summed, and the bias once."""
+        pattern = self._path(layer)
+        self._add_parameters(pattern, action, FirstOnly())
+        self.outputs[f"{pattern}$"] = {0: "sum"}
+
+    def _add_embedding(self, name: str, columns: int) -> None:
+        """Rows are joined. columns: of the whole."""
+        self.state[f"{path(name)}\\.weight$"] = Split(self.num, 1)
+        self.outputs[f"{path(name)}$"] = {0: self._joined(columns)}
+
+    def _add_head(self, family: Family, sizes: Sizes) -> None:
+        """The layer that makes logits, under all its names. A weight that is an embedding's too is
+        cut by columns, so that the layer multiplies parts of its input."""
+        names = {family.output}
+        for saved, today in family.saved_names.items():
+            if today == f"{family.output}.weight":
+                names.add(saved.removesuffix(".weight"))
+        for name in names:
+            if sizes.tied:
+                self.inputs[f"{path(name)}$"] = {0: "split -1"}
+                self._add_row(name, Split(self.num, 1))
+            else:
+                self._add_parameters(path(name), Split(self.num, 0), Split(self.num, 0))
+                self._enter(name, 0)
+                self.outputs[f"{path(name)}$"] = {0: self._joined(sizes.vocab)}
+        for saved, today in family.saved_names.items():
+            if (action := self.state.get(f"{path(today)}$")) is not None:
+                self.state[f"{path(saved)}$"] = action
+
+    # -- rules -----------------------------------------------------------------------------
+
+    def _path(self, name: str) -> str:
+        """Of a layer whose name ends another one's too, as in BERT, with its block's number."""
+        is_end = any(other.endswith(f".{name}") for other in self._names)
+        return rf"(^|\.)[0-9]+\.{re.escape(name)}" if is_end else path(name)
+
+    def _add_parameters(self, layer: str, weight: StateAction, bias: StateAction) -> None:
+        self.state[f"{layer}\\.weight$"] = weight
+        self.state[f"{layer}\\.bias$"] = bias
+
+    def _enter(self, name: str, *targets: int | str) -> None:
+        """Inputs of which the shards go on with parts of layers."""
+        self.inputs.setdefault(f"{path(name)}$", {}).update(dict.fromkeys(targets, "copy"))
+
+    def _joined(self, length: int) -> SizedGather:
+        return SizedGather(-1, tuple(even_sizes(length, self.num)))
+
+    def _action(self, layout: Layout) -> StateAction:
+        """The cut of a layout, with heads as they are dealt here."""
+        dim = next(dim for dim, axes in enumerate(layout.split) if axes)
+        parts, heads, width = layout.parts[dim], layout.heads, self.heads.head_dim
+        if heads is None and not parts:
+            return Split(self.num, dim)
+        if heads is None or (parts and heads.groups == self.heads.num):
+            each = 1 if heads is None else width
+            return SplitInGroupedChunks(self.num, dim, len(parts), each)
+        if parts:
+            return TakeChunks(dim, width, self.heads.in_parts(len(parts), heads.groups))
+        held = layout.shape[dim] // width
+        if held == self.heads.num:
+            return self.heads.cut_queries(dim)
+        return self.heads.cut_keys(dim) if heads.shared else self.heads.cut_fused(dim)
+
+
+def path(name: str) -> str:
+    """A pattern that begins where a name between dots begins."""
+    return rf"(^|\.){re.escape(name)}"
+
+
+def blocks(block: Weights) -> int:
+    """Runs of heads that are dealt each for itself: fused parts of what attention puts out."""
+    rows = [cut.weight for cut in block.split.layers.values() if cut.kind == "row"]
+    return max((len(parts) for layout in rows for parts in layout.parts), default=0) or 1
+
+
+def alone(block: Weights) -> Iterator[tuple[str, Layout]]:
+    """Cut parameters that are no layer's, such as biases of positions by head."""
+    for name, weight in block.held.items():
+        module = name.rpartition(".")[0]
+        is_listed = module in block.split.layers or module in block.split.experts
+        if weight.layout.split_axes and not is_listed:
+            yield name, weight.layout
+
+
+def _length(action: StateAction, value: int, *, rank: int) -> int:
+    """Of a shard's part of a dim of `value` elements."""
+    return len(action(torch.empty(value, device="meta"), rank=rank))

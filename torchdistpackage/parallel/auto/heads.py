@@ -1,0 +1,122 @@
+"""How attention heads, and the key and value heads that they read, are dealt to shards."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.partition import even_sizes
+from torchdistpackage.parallel.auto.actions import StateAction, TakeChunks
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query heads in runs, the first shards one more; key and value heads as these need them.
+
+    queries, keys: of each shard, the heads of the model that it has, in its order. per_key: query
+    heads of the model to a key head.
+    """
+
+    queries: tuple[tuple[int, ...], ...]
+    keys: tuple[tuple[int, ...], ...]
+    head_dim: int
+    per_key: int = 1
+
+    @property
+    def num(self) -> int:
+        """Query heads of the model."""
+        return sum(map(len, self.queries))
+
+    def cut_queries(self, dim: int) -> StateAction:
+        return TakeChunks(dim, self.head_dim, self.queries)
+
+    def cut_keys(self, dim: int) -> StateAction:
+        return TakeChunks(dim, self.head_dim, self.keys)
+
+    def cut_fused(self, dim: int) -> StateAction:
+        """Of a dim that has for each key head its query heads, the key, the value."""
+        return TakeChunks(dim, self.head_dim, [self._fused(rank) for rank in range(len(self.keys))])
+
+    def _fused(self, rank: int) -> list[int]:
+        queries, keys = self.queries[rank], self.keys[rank]
+        mine, found = len(queries) // len(keys), list[int]()
+        for at, key in enumerate(keys):
+            first = key * (self.per_key + 2)
+            group = queries[at * mine : (at + 1) * mine]
+            found += [first + query % self.per_key for query in group]
+            found += [first + self.per_key, first + self.per_key + 1]
+        return found
+
+    def in_parts(self, num_parts: int, num_heads: int) -> list[list[int]]:
+        """Of each shard the heads in a dim of parts that hold `num_heads` each."""
+        return [
+            [part * num_heads + head for part in range(num_parts) for head in run]
+            for run in _runs(num_heads, len(self.queries))
+        ]
+
+    def of_heads(self, value: Tensor | None, *, rank: int) -> Tensor | None:
+        """The shard's part of a tensor (batch x heads, ...) or (batch, heads, ..., ...), of which
+        one may stand for all heads."""
+        if value is None:
+            return None
+        if value.dim() == 4:
+            return value if value.shape[1] == 1 else value[:, self.queries[rank]]
+        return value.unflatten(0, (-1, self.num))[:, self.queries[rank]].flatten(0, 1)
+
+    def num_queries(self, value: Any = None, *, rank: int) -> int:
+        return len(self.queries[rank])
+
+    def num_keys(self, value: Any = None, *, rank: int) -> int:
+        return len(self.keys[rank])
+
+    def num_groups(self, value: Any = None, *, rank: int) -> int:
+        """Query heads that share a key head."""
+        return len(self.queries[rank]) // len(self.keys[rank])
+
+    def width(self, value: Any = None, *, rank: int) -> int:
+        """Elements of the shard's queries."""
+        return len(self.queries[rank]) * self.head_dim
+
+
+def deal_heads(
+    what: str,
+    num_heads: int,
+    head_dim: int,
+    world_size: int,
+    num_key_heads: int | None = None,
+    blocks: int = 1,
+) -> Heads:
+    """Heads for `world_size` shards. blocks: runs of heads of which each shard has its part.
+
+    Where the query heads of a shard are not whole groups of one size, each gets a key head of its
+    own, so that a shard's heads are again groups of one size.
+
+    Raises:
+        LayoutError: there are more shards than heads.
+    """
+    each = num_heads // blocks
+    if each < world_size:
+        where = f" in {blocks} blocks of {each}" if blocks > 1 else ""
+        raise LayoutError(
+            f"{what} has {num_heads} attention heads{where}, which {world_size} shards cannot "
+            f"share; use at most {each}"
+        )
+    per_key = num_heads // (num_key_heads or num_heads)
+    queries, keys = list[tuple[int, ...]](), list[tuple[int, ...]]()
+    for run in _runs(each, world_size):
+        mine = tuple(block * each + head for block in range(blocks) for head in run)
+        wanted = [head // per_key for head in mine]
+        distinct = tuple(sorted(set(wanted)))
+        counts = {wanted.count(key) for key in distinct}
+        queries.append(mine)
+        keys.append(distinct if len(counts) == 1 else tuple(wanted))
+    return Heads(tuple(queries), tuple(keys), head_dim, per_key)
+
+
+def _runs(num: int, world_size: int) -> list[range]:
+    ends = list[range]()
+    for size in even_sizes(num, world_size):
+        start = ends[-1].stop if ends else 0
+        ends.append(range(start, start + size))
+    return ends
