@@ -9,6 +9,7 @@ from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models import gpt_layout, hugging_face_config, hugging_face_layout
 from torchdistpackage.models.gpt_layout import GPTShape
 from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
+from torchdistpackage.models.model_spec import ModelUse
 
 
 @dataclass(frozen=True)
@@ -22,14 +23,9 @@ class GPTSpec:
     has_own_text: ClassVar[bool] = True
 
     @classmethod
-    def of_section(
-        cls,
-        section: Mapping[str, Any],
-        seq_len: int,
-        sequence_parallel: bool,
-        tensor: int = 1,
-    ) -> Self:
-        return cls(gpt_layout.shape_of_section(section, seq_len, sequence_parallel))
+    def of_section(cls, section: Mapping[str, Any], use: ModelUse) -> Self:
+        shape = gpt_layout.shape_of_section(section, use.seq_len, use.sequence_parallel)
+        return cls(shape)
 
     def pieces(self) -> tuple[str, ...]:
         return gpt_layout.pieces(self.shape)
@@ -49,14 +45,7 @@ class GPTSpec:
     def flops_per_token(self) -> float:
         return gpt_layout.flops_per_token(self.shape)
 
-    def refusals(
-        self,
-        tensor: int,
-        num_stages: int,
-        document_masks: bool,
-        context: int = 1,
-        expert: int = 1,
-    ) -> list[tuple[str, str]]:
+    def refusals(self, use: ModelUse) -> list[tuple[str, str]]:
         return []  # config/rules_model.py knows all of them
 
     def goes_with(self) -> tuple[tuple[str, str], ...]:

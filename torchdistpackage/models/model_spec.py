@@ -1,11 +1,39 @@
 """What plans, builds and exports ask of a model before any of its modules is there. No torch."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
+from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
+
+
+@dataclass(frozen=True, slots=True)
+class ModelUse:
+    """What a run asks of a model. tensor, num_stages, context, expert: ranks along each axis."""
+
+    seq_len: int
+    sequence_parallel: bool = False
+    document_masks: bool = False
+    tensor: int = 1
+    num_stages: int = 1
+    context: int = 1
+    expert: int = 1
+
+    @classmethod
+    def of(cls, config: RunConfig, num_stages: int = 1) -> Self:
+        p = config.parallel
+        return cls(
+            config.data.seq_len,
+            p.sequence_parallel,
+            config.data.document_masks,
+            p.tensor,
+            num_stages,
+            p.context,
+            p.expert,
+        )
 
 
 class ModelShape(Protocol):
@@ -45,15 +73,8 @@ class ModelSpec(Protocol):
     def shape(self) -> ModelShape: ...
 
     @classmethod
-    def of_section(
-        cls,
-        section: Mapping[str, Any],
-        seq_len: int,
-        sequence_parallel: bool,
-        tensor: int = 1,
-    ) -> Self:
-        """The model that the keys of a model section describe, for sequences of `seq_len` tokens
-        and so many tensor ranks.
+    def of_section(cls, section: Mapping[str, Any], use: ModelUse) -> Self:
+        """The model that the keys of a model section describe, for such a run.
 
         Raises:
             LayoutError, ConfigError: the keys describe no such model.
@@ -85,16 +106,9 @@ class ModelSpec(Protocol):
         """Floating-point operations of forward and backward for one token of a full sequence."""
         ...
 
-    def refusals(
-        self,
-        tensor: int,
-        num_stages: int,
-        document_masks: bool,
-        context: int = 1,
-        expert: int = 1,
-    ) -> list[tuple[str, str]]:
-        """(key, text) of what the model cannot do among so many ranks and stages, and with
-        or without document masks, besides what the rules of the configuration find."""
+    def refusals(self, use: ModelUse) -> list[tuple[str, str]]:
+        """(key, text) of what the model cannot do, besides what the rules of the configuration
+        find."""
         ...
 
     def goes_with(self) -> tuple[tuple[str, str], ...]:

@@ -7,7 +7,7 @@ from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.rules_pipeline import num_stages
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import CheckpointError, LayoutError
-from torchdistpackage.models.model_spec import ModelSpec
+from torchdistpackage.models.model_spec import ModelSpec, ModelUse
 
 
 def refuse_model(model: ModelSpec, config: RunConfig, source: str) -> None:
@@ -16,10 +16,8 @@ def refuse_model(model: ModelSpec, config: RunConfig, source: str) -> None:
     Raises:
         ConfigError: lists all of it, in the order of the lines of `source`.
     """
-    masks = config.data.document_masks
-    p = config.parallel
-    asked = model.refusals(p.tensor, num_stages(config), masks, p.context, p.expert)
-    problems = [config.problem(*found) for found in asked]
+    use = ModelUse.of(config, num_stages(config))
+    problems = [config.problem(*found) for found in model.refusals(use)]
     folder, key = config.model.initial_folder, "model.hf" if config.model.hf else "model.weights"
     if folder is not None:
         try:

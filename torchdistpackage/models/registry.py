@@ -5,7 +5,7 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.lazy import resolve
 from torchdistpackage.models.gpt_spec import GPTSpec
-from torchdistpackage.models.model_spec import ModelSpec
+from torchdistpackage.models.model_spec import ModelSpec, ModelUse
 
 MODELS: dict[str, type[ModelSpec]] = {
     "gpt": GPTSpec,
@@ -29,11 +29,9 @@ def spec_of(config: RunConfig) -> ModelSpec | None:
     Raises:
         LayoutError, ConfigError: they describe no model.
     """
-    kind, section = model_of(config.model), config.model.model_dump()
-    seq_len, p = config.data.seq_len, config.parallel
-    if kind is None:
+    if (kind := model_of(config.model)) is None:
         return None
-    return kind.of_section(section, seq_len, p.sequence_parallel, p.tensor)
+    return kind.of_section(config.model.model_dump(), ModelUse.of(config))
 
 
 def model(name: str) -> type[ModelSpec]:

@@ -5,6 +5,7 @@ from torchdistpackage.families.registry import FAMILIES
 from torchdistpackage.families.table import FoundModel
 from torchdistpackage.layout.partition import either, nearest
 from torchdistpackage.models.lora_layout import linear_layers, target_problems
+from torchdistpackage.models.model_spec import ModelUse
 from torchdistpackage.models.transformers_layout import (
     TransformersShape,
     can_share,
@@ -14,19 +15,12 @@ from torchdistpackage.models.transformers_layout import (
 )
 
 
-def refusals(
-    shape: TransformersShape,
-    tensor: int,
-    num_stages: int,
-    document_masks: bool,
-    context: int = 1,
-    expert: int = 1,
-) -> list[tuple[str, str]]:
+def refusals(shape: TransformersShape, use: ModelUse) -> list[tuple[str, str]]:
     """(key, text) of what this model cannot do among what a run asks of it."""
-    n, found = shape.sizes, list[tuple[str, str]]()
-    if expert > 1:
-        found += _unshared(shape, expert)
-    if context > 1 and (why := context_problem(shape)):
+    n, tensor, found = shape.sizes, use.tensor, list[tuple[str, str]]()
+    if use.expert > 1:
+        found += _unshared(shape, use.expert)
+    if use.context > 1 and (why := context_problem(shape)):
         found.append(
             (
                 "parallel.context",
@@ -34,8 +28,8 @@ def refusals(
             )
         )
     if (read := shape.kind.found) is not None:
-        return found + _refusals_of_found(shape, read, tensor, num_stages, document_masks)
-    if document_masks and documents_by(shape) == "not":
+        return found + _refusals_of_found(shape, read, use)
+    if use.document_masks and documents_by(shape) == "not":
         found.append(
             (
                 "data.document_masks",
@@ -55,12 +49,12 @@ def refusals(
                 f"they read; set tensor to {either(fits)}",
             )
         )
-    if num_stages > n.layers:
+    if use.num_stages > n.layers:
         found.append(
             (
                 "parallel.pipe",
-                f"{num_stages} stages for the {n.layers} blocks of {shape.family}, of which every "
-                f"stage needs one; set parallel.pipe to {n.layers} or less",
+                f"{use.num_stages} stages for the {n.layers} blocks of {shape.family}, of which "
+                f"every stage needs one; set parallel.pipe to {n.layers} or less",
             )
         )
     return found + _too_long(shape) + _lora_problems(shape)
@@ -118,15 +112,12 @@ def _lora_problems(shape: TransformersShape) -> list[tuple[str, str]]:
 
 
 def _refusals_of_found(
-    shape: TransformersShape,
-    read: FoundModel,
-    tensor: int,
-    num_stages: int,
-    document_masks: bool,
+    shape: TransformersShape, read: FoundModel, use: ModelUse
 ) -> list[tuple[str, str]]:
     """Of a family that has no table."""
+    tensor, num_stages = use.tensor, use.num_stages
     asked = {
-        "data.document_masks": document_masks,
+        "data.document_masks": use.document_masks,
         "parallel.sequence_parallel": shape.sequence_parallel,
     }
     text = f"{read.class_name} has no table of {', '.join(FAMILIES)}; set it to false"

@@ -12,6 +12,7 @@ from torchdistpackage.models import (
     transformers_refusals,
 )
 from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
+from torchdistpackage.models.model_spec import ModelUse
 from torchdistpackage.models.transformers_layout import TransformersShape
 
 
@@ -26,15 +27,9 @@ class TransformersSpec:
     has_own_text: ClassVar[bool] = False
 
     @classmethod
-    def of_section(
-        cls,
-        section: Mapping[str, Any],
-        seq_len: int,
-        sequence_parallel: bool,
-        tensor: int = 1,
-    ) -> Self:
-        how = section, seq_len, sequence_parallel, tensor
-        return cls(transformers_layout.shape_of_section(*how))
+    def of_section(cls, section: Mapping[str, Any], use: ModelUse) -> Self:
+        how = use.seq_len, use.sequence_parallel, use.tensor
+        return cls(transformers_layout.shape_of_section(section, *how))
 
     def pieces(self) -> tuple[str, ...]:
         return transformers_layout.pieces(self.shape)
@@ -54,17 +49,8 @@ class TransformersSpec:
     def flops_per_token(self) -> float:
         return transformers_layout.flops_per_token(self.shape)
 
-    def refusals(
-        self,
-        tensor: int,
-        num_stages: int,
-        document_masks: bool,
-        context: int = 1,
-        expert: int = 1,
-    ) -> list[tuple[str, str]]:
-        return transformers_refusals.refusals(
-            self.shape, tensor, num_stages, document_masks, context, expert
-        )
+    def refusals(self, use: ModelUse) -> list[tuple[str, str]]:
+        return transformers_refusals.refusals(self.shape, use)
 
     def goes_with(self) -> tuple[tuple[str, str], ...]:
         return transformers_refusals.goes_with(self.shape)
