@@ -172,13 +172,13 @@ class ShardReader:
         self,
         path: Path,
         params: Params,
-        place: TopologyRank,
+        here: TopologyRank,
         optimizer: torch.optim.Optimizer | None,
     ):
         self.path = path
         self.manifest: Manifest = read_manifest(path)
         self.num_owned = 0
-        self._place, self._optimizer = place, optimizer
+        self._here, self._optimizer = here, optimizer
         self._reads: dict[str, list[Read]] = defaultdict(list)
         self._states: dict[Tensor, dict[str, Tensor]] = {}
         self._files: dict[str, TensorFile] = {}
@@ -192,7 +192,7 @@ class ShardReader:
         masters = self._ask_states(layouts) if is_sharded else set[Tensor]()
         counted: set[str] = set()
         for param, layout in params.values():
-            mine = place.whole(layout, param)
+            mine = here.whole(layout, param)
             self._ask(mine, layout.name, rounds=param in masters)
             if mine.owned is not None and layout.name not in counted:
                 self.num_owned += sum(tensor.numel() for _, tensor in mine.owned)
@@ -265,7 +265,7 @@ class ShardReader:
                 is_wide = has_master(shard)
                 masters |= {shard.parameter} if is_wide else set()
                 one = layout.named(f"{layout.name}#{MASTER}")
-                self._ask(self._place.sliced(one, shard, tensor), layout.name, rounds=is_wide)
+                self._ask(self._here.sliced(one, shard, tensor), layout.name, rounds=is_wide)
             self._states[tensor] = {
                 key: self._ask_state(key, tensor, shard, layout, hyper.get(tensor, {}))
                 for key in self._keys[layout.name]
@@ -278,16 +278,16 @@ class ShardReader:
         """Memory for one piece of state: in the shape of its tensor, or a number, on the device
         where torch.optim has it."""
         name = f"{layout.name}#{key}"
-        one, entry, place = layout.named(name), self.manifest.tensors[name], self._place
+        one, entry, here = layout.named(name), self.manifest.tensors[name], self._here
         dtype = getattr(torch, entry.dtype)
         if key == STEP or entry.shape != layout.shape:
             on_device = hyper.get("capturable") or hyper.get("fused")
             buffer = torch.empty((), dtype=dtype, device=of.device if on_device else "cpu")
-            self._ask(place.number(one, shard, buffer), layout.name)
+            self._ask(here.number(one, shard, buffer), layout.name)
         else:
             # zeros, as padding that a layout has is in no file
             buffer = torch.zeros_like(of, dtype=dtype, requires_grad=False)
-            self._ask(place.part(one, shard, buffer), layout.name)
+            self._ask(here.part(one, shard, buffer), layout.name)
         return buffer
 
     # -- boxes -------------------------------------------------------------------------
@@ -309,7 +309,7 @@ class ShardReader:
                 box = ", ".join(f"{s.start}:{s.stop}" for s in where)
                 raise CheckpointError(
                     f"{self.path} has {covered} of the {target.numel()} elements of "
-                    f"{mine.name}[{box}], which rank {self._place.rank} holds; use a checkpoint "
+                    f"{mine.name}[{box}], which rank {self._here.rank} holds; use a checkpoint "
                     f"that is complete"
                 )
 

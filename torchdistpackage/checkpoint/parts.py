@@ -154,7 +154,7 @@ def _memory_order(x: Tensor) -> tuple[int, ...]:
 
 
 def held(
-    params: Params, place: TopologyRank, optimizer: torch.optim.Optimizer | None
+    params: Params, here: TopologyRank, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[SavedTensor]:
     """Every tensor to save: parameters, and what the optimizer keeps for them.
 
@@ -171,19 +171,19 @@ def held(
     if isinstance(optimizer, ShardedOptimizer):
         members = (h for group in optimizer.partitions for h in group if any(h.bounds))
         from_shards = {h.spec.parameter for h in members}
-    yield from (place.whole(x, p) for p, x in first.values() if p not in from_shards)
+    yield from (here.whole(x, p) for p, x in first.values() if p not in from_shards)
     if isinstance(optimizer, ShardedOptimizer):
         for shard in optimizer.shards:
             layout = layouts.get(shard.parameter)
             if layout is None:
                 continue
-            yield place.sliced(layout, shard, shard.tensor.to(shard.parameter.dtype))
+            yield here.sliced(layout, shard, shard.tensor.to(shard.parameter.dtype))
             if has_master(shard):
-                yield place.sliced(layout.named(f"{layout.name}#{MASTER}"), shard, shard.tensor)
-            yield from _state(optimizer, shard.tensor, shard, layout, place)
+                yield here.sliced(layout.named(f"{layout.name}#{MASTER}"), shard, shard.tensor)
+            yield from _state(optimizer, shard.tensor, shard, layout, here)
     elif optimizer is not None:
         for param, layout in first.values():
-            yield from _state(optimizer, param, None, layout, place)
+            yield from _state(optimizer, param, None, layout, here)
 
 
 def has_master(shard: OptimizerShard) -> bool:
@@ -192,7 +192,7 @@ def has_master(shard: OptimizerShard) -> bool:
 
 
 def _state(
-    optimizer: Any, of: Tensor, shard: OptimizerShard | None, layout: Layout, place: TopologyRank
+    optimizer: Any, of: Tensor, shard: OptimizerShard | None, layout: Layout, here: TopologyRank
 ) -> Iterator[SavedTensor]:
     """All that the optimizer keeps for one of its tensors."""
     for key, value in optimizer.state.get(of, {}).items():
@@ -205,4 +205,4 @@ def _state(
                 f"optimizer state {name} has shape {tuple(tensor.shape)}, its parameter "
                 f"{tuple(of.shape)}; only state of that shape and scalars can be saved"
             )
-        yield (place.part if tensor.ndim else place.number)(layout.named(name), shard, tensor)
+        yield (here.part if tensor.ndim else here.number)(layout.named(name), shard, tensor)

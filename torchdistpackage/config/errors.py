@@ -20,21 +20,23 @@ class SourceLocation(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class KeyPlaces:
+class KeyLocations:
     """Where the keys of a run were written; runs of equal values are equal wherever they were.
 
-    held: by path, as far as they were written at all, the rest in `source`.
+    by_path: of those that were written; the others are somewhere in `source`.
     """
 
     source: str = field(default="", compare=False)
-    held: Mapping[tuple[str | int, ...], SourceLocation] = field(
+    by_path: Mapping[tuple[str | int, ...], SourceLocation] = field(
         default_factory=dict[tuple[str | int, ...], SourceLocation], compare=False
     )
 
     def of(self, path: tuple[str | int, ...]) -> SourceLocation:
         """Of `path`, or of the nearest thing around it."""
         around = (path[:end] for end in range(len(path), 0, -1))
-        return next((self.held[p] for p in around if p in self.held), SourceLocation(self.source))
+        return next(
+            (self.by_path[p] for p in around if p in self.by_path), SourceLocation(self.source)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +49,9 @@ class Problem:
     text: str
 
     def __str__(self) -> str:
-        place = f"{self.file}:{self.line}" if self.line else self.file
+        location = f"{self.file}:{self.line}" if self.line else self.file
         said = f"{self.path}=" in self.file  # the override repeats its own path
-        line = ": ".join(part for part in (place, "" if said else self.path, self.text) if part)
+        line = ": ".join(part for part in (location, "" if said else self.path, self.text) if part)
         # One line that every terminal can show, whatever the file holds.
         line = line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}..."
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)

@@ -18,7 +18,7 @@ from torchdistpackage.config.data_section import ITEMS
 from torchdistpackage.config.errors import (
     MAX_PROBLEMS,
     ConfigErrors,
-    KeyPlaces,
+    KeyLocations,
     Problem,
     SourceLocation,
     nearest,
@@ -105,7 +105,7 @@ def loads(
     if problems:
         in_order = sorted(problems, key=lambda p: (p.file.startswith(_OVERRIDE), p.line or 0))
         raise ConfigErrors(source, in_order)
-    return config.written_at(KeyPlaces(source, draft.places))
+    return config.written_at(KeyLocations(source, draft.locations))
 
 
 def override_problems(overrides: Sequence[str]) -> list[Problem]:
@@ -122,7 +122,7 @@ class _PartialConfig:
 
     def __init__(self, source: str, document: YamlDocument) -> None:
         self.source = source
-        self.problems, self.places = document.problems, document.places
+        self.problems, self.locations = document.problems, document.locations
         self.invalid = document.invalid
         self.values: dict[str, Any] = {}
         self._overridden: list[str] = []
@@ -132,39 +132,39 @@ class _PartialConfig:
         elif value is not None:  # the bad path "" stands for all: no rule has anything to say
             self._report(SourceLocation(source, 1), "", _unfit_section("", value))
 
-    def _report(self, place: SourceLocation, path: str, text: str) -> None:
-        self.problems.append(Problem(*place, path, text))
+    def _report(self, location: SourceLocation, path: str, text: str) -> None:
+        self.problems.append(Problem(*location, path, text))
         self.invalid.add(path)
 
-    def _place(self, path: Keys) -> SourceLocation:
-        return KeyPlaces(self.source, self.places).of(path)
+    def _location(self, path: Keys) -> SourceLocation:
+        return KeyLocations(self.source, self.locations).of(path)
 
     def override(self, text: str) -> None:
         """Set one value over those of the file."""
-        place = SourceLocation(_OVERRIDE + text)
+        location = SourceLocation(_OVERRIDE + text)
         name, equals, value = (part.strip() for part in text.partition("="))
         path = tuple(name.split("."))
         if not equals or not all(path) or len(path) > MAX_DEPTH or max(map(len, path)) > MAX_KEY:
             why = "an override is section.key=value, e.g. train.steps=100"
-            self.problems.append(Problem(*place, "", why))
+            self.problems.append(Problem(*location, "", why))
             return
         if undone := [old for old in self._overridden if f"{old}.".startswith(f"{name}.")]:
             why = f"would undo another override of {undone[0]}; give one of them"
-            self._report(place, name, why)
+            self._report(location, name, why)
             return
         self._overridden.append(name)
-        document = read(value, place.file, path, place)
+        document = read(value, location.file, path, location)
         plain = isinstance(document.value, str) and value[:1] not in ("'", '"', "|", ">")
         if plain and document.value != value:
             why = f"would be read as {_shown(document.value)}; put the value in YAML's quotes"
-            self._report(place, name, why)
+            self._report(location, name, why)
             return
         self.problems += document.problems
         self.invalid |= document.invalid
         if not document.problems:
-            self._set(path, document, place)
+            self._set(path, document, location)
 
-    def _set(self, path: tuple[str, ...], document: YamlDocument, place: SourceLocation) -> None:
+    def _set(self, path: tuple[str, ...], document: YamlDocument, location: SourceLocation) -> None:
         parent = self.values
         for end in range(1, len(path)):
             inside = parent.get(path[end - 1])
@@ -172,13 +172,13 @@ class _PartialConfig:
                 if inside is not None and ".".join(path[:end]) in SECTIONS:
                     return  # the file has no mapping here, which is a problem of the file
                 inside = parent[path[end - 1]] = dict[str, Any]()
-                self.places[path[:end]] = place
+                self.locations[path[:end]] = location
             parent = cast(dict[str, Any], inside)
         parent[path[-1]] = document.value
-        stale = [p for p in self.places if p[: len(path)] == path]
+        stale = [p for p in self.locations if p[: len(path)] == path]
         for old in stale:
-            del self.places[old]
-        self.places |= {path: place, **document.places}
+            del self.locations[old]
+        self.locations |= {path: location, **document.locations}
 
     def fill_from_weights(self) -> None:
         """Give the model section the sizes of the model whose weights it names."""
@@ -189,40 +189,40 @@ class _PartialConfig:
         folder = section.get("weights")
         if not isinstance(folder, str) or section.get("target") is not None:
             return
-        place = self._place(("model", "weights"))
+        location = self._location(("model", "weights"))
         try:
             found = model_keys(read_config(folder), f"{folder}/{CONFIG}")
         except ConfigError as error:
-            self._report(place, "model.weights", str(error))
+            self._report(location, "model.weights", str(error))
             return
         for key, value in found.items():
             if key not in section:
-                section[key], self.places["model", key] = value, place
+                section[key], self.locations["model", key] = value, location
             elif section[key] != value and key not in FREE_KEYS:
                 why = (
                     f"{_shown(section[key])}, but {folder}/{CONFIG} has {_shown(value)}; remove it"
                 )
-                self._report(self._place(("model", key)), f"model.{key}", why)
+                self._report(self._location(("model", key)), f"model.{key}", why)
 
     def _fill_vocab(self, section: dict[str, Any]) -> None:
         """Of a transformers model, all that data need to know of it."""
-        place, folder = self._place(("model", "hf")), section["hf"]
+        location, folder = self._location(("model", "hf")), section["hf"]
         try:
             read = read_config(folder)
         except ConfigError as error:
-            self._report(place, "model.hf", str(error))
+            self._report(location, "model.hf", str(error))
             return
         # that of a model that reads more than texts is inside
         text = read if "vocab_size" in read else read.get("text_config")
         found = cast(dict[str, Any], text).get("vocab_size") if isinstance(text, dict) else None
         if type(found) is not int:
             why = f"{folder} has vocab_size={_shown(found)}; it needs the number of token ids"
-            self._report(place, "model.hf", why)
+            self._report(location, "model.hf", why)
         elif "vocab" not in section:
-            section["vocab"], self.places["model", "vocab"] = found, place
+            section["vocab"], self.locations["model", "vocab"] = found, location
         elif section["vocab"] != found:
             why = f"{_shown(section['vocab'])}, but {folder} has {_shown(found)}; remove it"
-            self._report(self._place(("model", "vocab")), "model.vocab", why)
+            self._report(self._location(("model", "vocab")), "model.vocab", why)
 
     def validate(self) -> RunConfig:
         """The run; what pydantic refuses is reported in our words and replaced by its default."""
@@ -254,19 +254,19 @@ class _PartialConfig:
                     text = _unfit_section(name, value)
                 else:
                     text = _unfit_value(path, value)
-                self._report(self._place(loc), name, text)
+                self._report(self._location(loc), name, text)
 
     def check(self, config: RunConfig, world_size: int | None, job: bool) -> None:
         """Report the rules across sections that the run breaks."""
         for keys, text in failed_rules(config, world_size, frozenset(self.invalid), job=job):
             path = self._culprit(keys)
-            self.problems.append(Problem(*self._place(tuple(path.split("."))), path, text))
+            self.problems.append(Problem(*self._location(tuple(path.split("."))), path, text))
 
     def _culprit(self, keys: Sequence[str]) -> str:
         """The key to point at: one given as an override, or in the file, or the first."""
-        places = {key: self.places.get(tuple(key.split("."))) for key in keys}
-        written = {key: place for key, place in places.items() if place}
-        late = [key for key, place in written.items() if place.file.startswith(_OVERRIDE)]
+        locations = {key: self.locations.get(tuple(key.split("."))) for key in keys}
+        written = {key: location for key, location in locations.items() if location}
+        late = [key for key, location in written.items() if location.file.startswith(_OVERRIDE)]
         return [*late, *written, keys[0]][0]
 
 

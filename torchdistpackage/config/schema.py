@@ -10,7 +10,7 @@ from pydantic import Field, PrivateAttr
 
 from torchdistpackage.config import types as k
 from torchdistpackage.config.data_section import DataSection
-from torchdistpackage.config.errors import KeyPlaces, Problem, SourceLocation
+from torchdistpackage.config.errors import KeyLocations, Problem, SourceLocation
 from torchdistpackage.config.model_section import ModelSection
 from torchdistpackage.config.optim_section import OptimSection
 from torchdistpackage.config.types import Section, default
@@ -307,7 +307,7 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = default(CheckpointSection)
     launch: LaunchSection = default(LaunchSection)
     log: LogSection = default(LogSection)
-    _places: KeyPlaces = PrivateAttr(default_factory=KeyPlaces)
+    _locations: KeyLocations = PrivateAttr(default_factory=KeyLocations)
 
     def resolve(self, world_size: int) -> Self:
         """The same run with `parallel.data` filled in for `world_size` ranks.
@@ -317,21 +317,23 @@ class RunConfig(Section):
         """
         return self.model_copy(update={"parallel": self.parallel.resolve(world_size)})
 
-    def written_at(self, places: KeyPlaces) -> Self:
-        """The same run, whose problems have these places."""
+    def written_at(self, locations: KeyLocations) -> Self:
+        """The same run, whose problems have these locations."""
         copy = self.model_copy()
-        copy._places = places
+        copy._locations = locations
         return copy
 
     def problem(self, key: str, text: str) -> Problem:
         """What is wrong with the value of a dotted key, where it was written."""
-        return Problem(*self._places.of(keys_of(key)), key, text)
+        return Problem(*self._locations.of(keys_of(key)), key, text)
 
-    def place(self, key: str) -> SourceLocation | None:
+    def location(self, key: str) -> SourceLocation | None:
         """Where the value of a dotted key was written; None: nowhere, it is the default."""
         path = tuple(key.split("."))
         around = (path[:end] for end in range(len(path), 1, -1))
-        return next((self._places.held[p] for p in around if p in self._places.held), None)
+        return next(
+            (self._locations.by_path[p] for p in around if p in self._locations.by_path), None
+        )
 
     def to_yaml(self) -> str:
         """Every key with its value, sections in order; loads back to an equal object."""

@@ -128,18 +128,18 @@ class YamlDocument:
     def __init__(self, file: str, given: SourceLocation | None) -> None:
         self.file, self.given = file, given
         self.value: Any = None
-        self.places: dict[Keys, SourceLocation] = {}
+        self.locations: dict[Keys, SourceLocation] = {}
         self.problems: list[Problem] = []
         self.invalid: set[str] = set()
         self._open: list[int] = []  # ids of the nodes around this one: an alias may close a circle
         self._nodes = 0
         self._at: object = None  # of the key at the top: nodes of aliases stand elsewhere
 
-    def place(self, line: int | None) -> SourceLocation:
+    def location(self, line: int | None) -> SourceLocation:
         return self.given or SourceLocation(self.file, line)
 
     def report(self, line: int | None, path: Keys, text: str) -> None:
-        self.problems.append(Problem(*self.place(line), dotted(path), text))
+        self.problems.append(Problem(*self.location(line), dotted(path), text))
         self.invalid.add(dotted(path))
 
     def _go_on(self, node: yaml.Node) -> None:
@@ -177,7 +177,7 @@ class YamlDocument:
         items: list[Any] = []
         for index, item in enumerate(node.value):
             here = (*path, index)
-            self.places[here] = self.place(item.start_mark.line + 1)
+            self.locations[here] = self.location(item.start_mark.line + 1)
             items.append(self.convert(item, here))
         return items
 
@@ -207,15 +207,15 @@ class YamlDocument:
                 self.report(line, here, f"duplicate key, first given on line {lines[key]}")
                 self._look_into(value_node, here, out[key])
                 continue
-            lines[key], self.places[here] = line, self.place(line)
+            lines[key], self.locations[here] = line, self.location(line)
             out[key] = self.convert(value_node, here)
         return out
 
     def _look_into(self, node: yaml.Node, path: Keys, first: Any) -> None:
         """Add what a section given twice says the second time, so that it is checked as well."""
-        before = dict(self.places)
+        before = dict(self.locations)
         second = self.convert(node, path)
-        self.places |= before
+        self.locations |= before
         if isinstance(first, dict) and isinstance(second, dict):
             merged = cast(dict[str, Any], first)
             merged |= {**cast(dict[str, Any], second), **merged}

@@ -80,7 +80,7 @@ class BucketComm(Protocol):
 class AllReduceBucket:
     """All ranks get the sum, in the bucket itself, by `hook`.
 
-    without: places of members without gradient here; after the sum `learn` needs their `flags`.
+    without: numbers of members without gradient here; after the sum `learn` needs their `flags`.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class AllReduceBucket:
 
     def learn(self, flags: Sequence[complex]) -> None:
         """Which members any rank used; the others are left without gradient."""
-        for place in self._without:
-            if flags[place] != 0:
-                self.gradients.members[place].parameter.grad = self.gradients.views[place]
+        for member in self._without:
+            if flags[member] != 0:
+                self.gradients.members[member].parameter.grad = self.gradients.views[member]
         self._without = []
         if self._narrows:
             self.gradients.cast_grads()
@@ -138,11 +138,11 @@ class AllReduceBucket:
 
 
 def set_used_flags(flags: Tensor, without: Sequence[int]) -> None:
-    """Set these to 1, and to 0 at the places `without` gradient; the host waits for no device."""
+    """Set these to 1, and to 0 of the members `without` gradient; the host waits for no device."""
     flags.fill_(1)
     if without:
-        places = torch.tensor(without, pin_memory=flags.is_cuda)
-        flags.index_fill_(0, places.to(flags.device, non_blocking=True), 0)
+        members = torch.tensor(without, pin_memory=flags.is_cuda)
+        flags.index_fill_(0, members.to(flags.device, non_blocking=True), 0)
 
 
 def read_used_flags(bucket_comms: Sequence[BucketComm]) -> None:
@@ -174,7 +174,7 @@ class ReducerParts(NamedTuple):
 
 
 class GradSlot:
-    """One parameter: its bucket, its place in it, and `home`, the view that is its `.grad`.
+    """One parameter: its bucket, which `member` of it, and `home`, the view that is its `.grad`.
 
     bucket: number of the bucket. bucket_comm: what becomes of that. is_small: its gradient is
     copied to the bucket together with others (`GradBuckets.stage`).
@@ -184,14 +184,14 @@ class GradSlot:
 
     __slots__ = (
         "bucket", "bucket_comm", "has_grad", "home", "index",
-        "is_small", "may_repeat", "num_bytes", "place", "spec",
+        "is_small", "may_repeat", "member", "num_bytes", "spec",
     )  # fmt: skip
     bucket_comm: BucketComm
     home: Tensor | None
 
     def __init__(self, index: int, spec: ParamSpec):
         self.index, self.spec, self.has_grad, self.may_repeat = index, spec, False, False
-        self.bucket = self.place = 0
+        self.bucket = self.member = 0
         self.num_bytes = spec.parameter.numel() * spec.parameter.element_size()
         # what must be added up in fp32 goes to its bucket at once
         waits = not (spec.is_wider or spec.sparse_rows)
@@ -228,7 +228,7 @@ class GradBuckets:
         for bucket in self.buckets:
             slots = [self.slots[i] for i in bucket.members]
             left = slots[0].bucket_comm.gradients.detach_views()
-            moving.update(slots[place].spec.parameter for place in left)
+            moving.update(slots[member].spec.parameter for member in left)
             for slot in slots:
                 del slot.bucket_comm, slot.home
         return moving
@@ -278,8 +278,9 @@ class GradBuckets:
             bucket_comm = self._parts.make_bucket_comm(bucket, members)
             self.bucket_comms.append(bucket_comm)
             views = bucket_comm.gradients.views
-            for place, (i, view) in enumerate(zip(bucket.members, views, strict=True)):
+            # a slot is looked up on every gradient's way, so it holds what it would have to search
+            for member, (i, view) in enumerate(zip(bucket.members, views, strict=True)):
                 slot = self.slots[i]
-                slot.bucket, slot.bucket_comm, slot.place, slot.home = b, bucket_comm, place, view
+                slot.bucket, slot.bucket_comm, slot.member, slot.home = b, bucket_comm, member, view
                 if self._specs[i].parameter in moving:
-                    bucket_comm.gradients.absorb(place)
+                    bucket_comm.gradients.absorb(member)

@@ -197,8 +197,8 @@ class _Underway:
             return
         arrived = self._first.wait()
         sums, plain = arrived[: len(self._matrices)], arrived[len(self._matrices) :]
-        for place, came in zip(self._plain, plain, strict=True):
-            place.copy_(came)
+        for part, came in zip(self._plain, plain, strict=True):
+            part.copy_(came)
         if primitives.is_queued(self._group):  # a processor has no launches to save
             self._ps = _orthonormal(sums)
         else:
@@ -216,13 +216,13 @@ class _Underway:
 def _orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Q of each, (rows, rank); those of one shape are factored in one call."""
     alike: dict[torch.Size, list[int]] = {}
-    for place, matrix in enumerate(matrices):
-        alike.setdefault(matrix.shape, []).append(place)
+    for index, matrix in enumerate(matrices):
+        alike.setdefault(matrix.shape, []).append(index)
     found = list(matrices)
-    for places in alike.values():
-        qs = torch.linalg.qr(torch.stack([matrices[place] for place in places])).Q
-        for place, q in zip(places, qs, strict=True):
-            found[place] = q
+    for indices in alike.values():
+        qs = torch.linalg.qr(torch.stack([matrices[index] for index in indices])).Q
+        for index, q in zip(indices, qs, strict=True):
+            found[index] = q
     return found
 
 

@@ -53,30 +53,30 @@ class GradBucket:
             for member in members:
                 member.parameter.grad_dtype = None  # `.grad` is now this fp32, now a narrow copy
 
-    def absorb(self, place: int, *, is_final: bool = False) -> None:
+    def absorb(self, member: int, *, is_final: bool = False) -> None:
         """Move the gradient that autograd or the user made for this member in here.
 
         is_final: nothing is added to it before it leaves.
         """
         self.allocate()
-        view = self.views[place]
-        grad = _taken(view, self.members[place])
+        view = self.views[member]
+        grad = _taken(view, self.members[member])
         if grad is None:
             return
         if is_final and self._divide > 1 and grad.dtype == view.dtype:
             torch.div(grad, self._divide, out=view)
-            self._divided.add(place)
+            self._divided.add(member)
         else:
             view.copy_(grad)
 
-    def is_divided(self, place: int) -> bool:
+    def is_divided(self, member: int) -> bool:
         """Whether it is too late to add to this gradient."""
-        return place in self._divided
+        return member in self._divided
 
     def undivide(self) -> None:
         """The backward failed before they left: multiply again what was divided on the way in."""
-        for place in self._divided:
-            self.views[place].mul_(self._divide)
+        for member in self._divided:
+            self.views[member].mul_(self._divide)
         self._divided.clear()
 
     def complete(self) -> list[int]:
@@ -87,11 +87,11 @@ class GradBucket:
         without: list[int] = []
         # A model has thousands of parameters: one comparison of each in C, and not in Python.
         if not all(map(is_, grads, self.views)):
-            for place, (grad, view) in enumerate(zip(grads, self.views, strict=True)):
+            for member, (grad, view) in enumerate(zip(grads, self.views, strict=True)):
                 if grad is None:
                     view.zero_()
-                    without.append(place)
-                elif (grad := _taken(view, self.members[place], shared_too=True)) is not None:
+                    without.append(member)
+                elif (grad := _taken(view, self.members[member], shared_too=True)) is not None:
                     view.copy_(grad)
         if self._divide > 1:
             self._divide_rest()
@@ -101,7 +101,7 @@ class GradBucket:
         divided, self._divided = self._divided, set()
         if not divided:
             self.flat.div_(self._divide)
-        elif rest := [view for place, view in enumerate(self.views) if place not in divided]:
+        elif rest := [view for member, view in enumerate(self.views) if member not in divided]:
             torch._foreach_div_(rest, self._divide)
 
     def _come_back(self) -> None:
@@ -113,9 +113,9 @@ class GradBucket:
         found = [view.data_ptr() for view in self.views]
         if found == self._addresses:
             return
-        for place, view in enumerate(self.views):
-            if found[place] != self._addresses[place]:
-                home = self.members[place].view(self.flat, self._offsets[place])
+        for member, view in enumerate(self.views):
+            if found[member] != self._addresses[member]:
+                home = self.members[member].view(self.flat, self._offsets[member])
                 home.copy_(view.detach())
                 view.data = home
 
@@ -129,10 +129,10 @@ class GradBucket:
     def detach_views(self) -> list[int]:
         """Give each gradient that lives here memory of its own; returns whose these are."""
         left: list[int] = []
-        for place, (spec, view) in enumerate(zip(self.members, self.views, strict=True)):
+        for member, (spec, view) in enumerate(zip(self.members, self.views, strict=True)):
             if spec.parameter.grad is view:
                 spec.parameter.grad = view.clone()
-                left.append(place)
+                left.append(member)
         return left
 
     def allocate(self) -> None:

@@ -95,16 +95,16 @@ def on_one_stream(on_grad_ready: OnGradReady, parameters: Iterable[Tensor]) -> O
     mains: dict[int, tuple[int, StreamId]] = {}
 
     def on_main(me: ReferenceType, index: int, parameter: Tensor) -> None:
-        place, task = device_index(parameter), torch._C._current_graph_task_id()
-        if place is None:  # of a model that is on a device in part
+        device, task = device_index(parameter), torch._C._current_graph_task_id()
+        if device is None:  # of a model that is on a device in part
             return on_grad_ready(me, index, parameter)
-        here = current_stream(place)
-        main = mains.get(place)
+        here = current_stream(device)
+        main = mains.get(device)
         if main is None or main[0] != task:
             if main is not None and main[1] != here:  # of a backward that is nested in this one,
                 # or around it, as checkpoints have them: its gradients lie in the same buckets
                 stream_of(here).wait_stream(stream_of(main[1]))
-            main = mains[place] = task, here
+            main = mains[device] = task, here
         if main[1] == here:  # the usual way: no stream has become an object
             return on_grad_ready(me, index, parameter)
         stream = stream_of(main[1])
@@ -129,8 +129,8 @@ def current_stream(device: int) -> StreamId:
 
 def stream_of(numbers: StreamId) -> torch.cuda.Stream:
     """The stream that has these numbers."""
-    stream_id, place, kind = numbers
-    return torch.cuda.Stream(stream_id=stream_id, device_index=place, device_type=kind)
+    stream_id, device, kind = numbers
+    return torch.cuda.Stream(stream_id=stream_id, device_index=device, device_type=kind)
 
 
 # -- outputs of a forward --------------------------------------------------------------------
@@ -142,8 +142,8 @@ def on_backward_start(outputs: object, hook: Callable[[Tensor], None]) -> object
     outputs: as `map_tensors` has them. Where no tensor requires a gradient, each is replaced by
     one that does, though nothing behind it gets any; otherwise those stay as they are.
     """
-    place = _hooked if any(x.requires_grad for x in tensors_in(outputs)) else _anchored
-    return map_tensors(outputs, partial(place, hook))
+    attach = _hooked if any(x.requires_grad for x in tensors_in(outputs)) else _anchored
+    return map_tensors(outputs, partial(attach, hook))
 
 
 def tensors_in(outputs: object) -> list[Tensor]:

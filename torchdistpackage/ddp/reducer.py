@@ -382,13 +382,13 @@ def _accumulated(me: "ref[Reducer]", index: int, parameter: Tensor) -> None:
     else:  # of a backward inside the one that armed us, and so may be others
         is_final = False
         self.mark_repeating(slot)
-        if slot.bucket_comm.gradients.is_divided(slot.place):
+        if slot.bucket_comm.gradients.is_divided(slot.member):
             raise came_late(slot.spec)
     if slot.is_small and phase is _REDUCING:
         buckets.stage(slot)
     elif parameter.grad is not slot.home:
         is_divided = is_final and not slot.may_repeat
-        slot.bucket_comm.gradients.absorb(slot.place, is_final=is_divided)
+        slot.bucket_comm.gradients.absorb(slot.member, is_final=is_divided)
     if self._planner is not None and phase is not _IDLE:
         self._planner.came(index)
     if is_final:

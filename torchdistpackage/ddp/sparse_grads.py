@@ -32,10 +32,10 @@ class UnbucketedGrad:
     def __init__(self, spec: ParamSpec):
         self.members, self.views = (spec,), (None,)
 
-    def absorb(self, place: int, *, is_final: bool = False) -> None:
+    def absorb(self, member: int, *, is_final: bool = False) -> None:
         """A gradient came; it stays where it is."""
 
-    def is_divided(self, place: int) -> bool:
+    def is_divided(self, member: int) -> bool:
         """It is divided only after the sum."""
         return False
 

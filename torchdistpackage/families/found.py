@@ -87,7 +87,7 @@ def _add(w: Weights, p: FoundParameter, found: FoundModel) -> None:
         split = (("expert",), *layout.split[1:])
         layout = replace(layout, split=split, view="expert", uneven=True, split_rule="even")
     w.add(p.name, Weight(layout, "made", inputs=p.inputs, share=share))
-    layout = w.held[full].layout
+    layout = w.parameters[full].layout
     if path in cuts.experts and not found.shared_experts:
         w.split.experts.setdefault(path, {})[last] = layout
     elif last == "weight" and (cut := cuts.layers.get(path)) is not None:
@@ -127,7 +127,7 @@ def table_of(found: FoundModel, axis: str = "tensor") -> tuple[SplitTable, dict[
         for part in (made.block,) if prefix else (made.embed, made.head):
             part(w, {}, found.sizes)
         table |= w.split
-        layouts |= {name: weight.layout for name, weight in w.held.items()}
+        layouts |= {name: weight.layout for name, weight in w.parameters.items()}
     return table, layouts
 
 

@@ -72,15 +72,15 @@ class Weights:
     axis: str
     std: float
     sequence_parallel: bool = False
-    held: dict[str, Weight] = field(default_factory=dict)
+    parameters: dict[str, Weight] = field(default_factory=dict)
     split: SplitTable = field(default_factory=SplitTable)
 
     def add(self, name: str, weight: Weight) -> None:
         """A parameter, whose layout may be named anew."""
         full = self.prefix + name
-        self.held[full] = replace(weight, layout=weight.layout.named(full))
+        self.parameters[full] = replace(weight, layout=weight.layout.named(full))
         if weight.layout.unreduced:
-            self.split.partial[full] = self.held[full].layout
+            self.split.partial[full] = self.parameters[full].layout
 
     def _layer(self, name: str, kind: LayerKind, weight: Layout, **how: Any) -> None:
         how["sequence_parallel"] = self.sequence_parallel
@@ -112,9 +112,9 @@ class Weights:
 
     def cut_rows(self, name: str) -> None:
         """Cut a table by rows instead, as a head that shares it is."""
-        weight = self.held[f"{name}.weight"]
+        weight = self.parameters[f"{name}.weight"]
         cut = self.cut(f"{name}.weight", weight.layout.shape, 0)
-        self.held[f"{name}.weight"] = replace(weight, layout=cut)
+        self.parameters[f"{name}.weight"] = replace(weight, layout=cut)
         self._layer(name, "vocab", cut)
 
     def tied_head(self, name: str, rows: int, columns: int) -> None:
@@ -189,7 +189,9 @@ class Weights:
         path = self.prefix + name
         for each, layout in layouts.items():
             self.add(f"{name}.{each}", Weight(layout, "normal", self.std))
-        self.split.experts[path] = {each: self.held[f"{path}.{each}"].layout for each in layouts}
+        self.split.experts[path] = {
+            each: self.parameters[f"{path}.{each}"].layout for each in layouts
+        }
 
     def dropout(self, name: str) -> None:
         """A dropout layer between a column and a row layer, on each rank's own activations."""
@@ -264,11 +266,11 @@ class FoundModel:
         """Whether a parameter, of no block, belongs to what runs before the blocks."""
         return name.startswith(tuple(f"{path}." for path in self.before))
 
-    def place_of(self, name: str, places: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The pipe indices that hold a parameter or buffer. places: those of each block."""
+    def stages_of(self, name: str, block_stages: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """The pipe indices that hold a parameter or buffer. block_stages: of each block."""
         if block := self.block_of(name):
-            return places[int(block.removesuffix(".").rpartition(".")[2])]
-        return places[0] if self.is_before(name) else places[-1]
+            return block_stages[int(block.removesuffix(".").rpartition(".")[2])]
+        return block_stages[0] if self.is_before(name) else block_stages[-1]
 
     def block_of(self, name: str) -> str:
         """The path, with a dot, of the block that has the parameter or buffer; "" if none has."""

@@ -62,8 +62,8 @@ def written_keys(config: RunConfig) -> dict[str, list[Any]]:
     """By dotted key its value and where that was written: file and line, or the command line."""
     found: dict[str, list[Any]] = {}
     for key, value in flat(config.model_dump(mode="json")):
-        if (place := config.place(key)) is not None:
-            found[key] = [value, place.file + (f":{place.line}" if place.line else "")]
+        if (location := config.location(key)) is not None:
+            found[key] = [value, location.file + (f":{location.line}" if location.line else "")]
     return found
 
 

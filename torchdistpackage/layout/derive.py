@@ -110,13 +110,14 @@ def blocks(layout: Layout, mesh: Mesh, rank: int, once: bool = False) -> tuple[B
         ]
         if once and layout.ranges and layout.split[dim]:
             found = [found[i] for i in _spoken(layout, _index(layout, mesh, rank))]
+        # what begins behind the dim is padding on this rank alone, in no global tensor
         dims.append([(r, at) for r, at in found if r.start < min(r.stop, layout.shape[dim])])
     return tuple(
         (tuple(g for g, _ in box), tuple(at for _, at in box)) for box in itertools.product(*dims)
     )
 
 
-def spoken_places(layout: Layout, index: int) -> tuple[slice, ...]:
+def spoken_slices(layout: Layout, index: int) -> tuple[slice, ...]:
     """Of what `index` holds along the dim that is split, the `ranges` that it speaks for."""
     lengths = (stop - start for start, stop in layout.ranges[index])
     ends = tuple(itertools.accumulate(lengths, initial=0))
@@ -158,6 +159,7 @@ def owns(layout: Layout, mesh: Mesh, rank: int, among: Axes | None = None) -> bo
     coord = mesh.coord(rank)
     if layout.stages and coord.get("pipe", 0) != layout.stages[0]:
         return False
+    # the axis that splits a shared head is not replicated, yet some of its ranks hold the same
     if layout.is_shared and (among is None or layout.split_axes[0] in among):
         axis = layout.split_axes[0]
         if coord.get(axis, 0) != _holders_in(layout, mesh, coord).start:
@@ -230,13 +232,13 @@ def replica_ranks(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
 def _holders(layout: Layout, mesh: Mesh, rank: int, axes: Axes) -> tuple[int, ...]:
     """Ranks along `axes`, in every stage that holds it, and those that share its heads."""
     coord = mesh.coord(rank)
-    places = [coord]
+    coords = [coord]
     if layout.is_shared:
         axis = layout.split_axes[0]
-        places = [coord | {axis: index} for index in _holders_in(layout, mesh, coord)]
+        coords = [coord | {axis: index} for index in _holders_in(layout, mesh, coord)]
     if len(layout.stages) > 1:
-        places = [place | {"pipe": stage} for place in places for stage in layout.stages]
-    return tuple(sorted({r for place in places for r in mesh.group(mesh.rank(place), axes)}))
+        coords = [coord | {"pipe": stage} for coord in coords for stage in layout.stages]
+    return tuple(sorted({r for coord in coords for r in mesh.group(mesh.rank(coord), axes)}))
 
 
 def _holders_in(layout: Layout, mesh: Mesh, coord: dict[str, int]) -> range:

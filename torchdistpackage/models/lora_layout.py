@@ -37,10 +37,12 @@ class Lora:
             return None
         return cls(section["r"], section["alpha"], section["dropout"], tuple(section["target"]))
 
-    def adapters(self, held: Mapping[str, Weight], is_head: bool = False) -> dict[str, Weight]:
-        """Those on the linear layers among `held`, by name."""
+    def adapters(
+        self, parameters: Mapping[str, Weight], is_head: bool = False
+    ) -> dict[str, Weight]:
+        """Those on the linear layers among them, by name."""
         found: dict[str, Weight] = {}
-        for name, weight in held.items():
+        for name, weight in parameters.items():
             layer = name.removesuffix(".weight")
             is_meant = any(names(target, layer) for target in self.target)
             if weight.inputs is not None and (is_meant or (self.is_all and not is_head)):

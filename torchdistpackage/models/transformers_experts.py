@@ -48,7 +48,7 @@ class StackedExperts(nn.Module):
         self.counter = LoadCounter(self.num_experts)
         for own, layout in layouts.items():
             axes = [x for x in layout.split_axes if x != "expert"]
-            shape = local_shape(layout, *_place(group, tensor, axes[0] if axes else "tensor"))
+            shape = local_shape(layout, *_mesh_index(group, tensor, axes[0] if axes else "tensor"))
             weight = getattr(whole, own)
             made = torch.empty(shape, dtype=weight.dtype, device=weight.device)
             self.register_parameter(own, nn.Parameter(made, weight.requires_grad))
@@ -89,12 +89,12 @@ def expert_group() -> Group | None:
     return tpc.get_group("expert") if tpc.is_set else None
 
 
-def place_of(tensor: Group | None, axis: str) -> tuple[Mesh, int]:
+def mesh_index_of(tensor: Group | None, axis: str) -> tuple[Mesh, int]:
     """Of what cuts parameters: a mesh, and this rank's place in it."""
-    return _place(expert_group(), tensor, axis)
+    return _mesh_index(expert_group(), tensor, axis)
 
 
-def _place(experts: Group | None, tensor: Group | None, axis: str) -> tuple[Mesh, int]:
+def _mesh_index(experts: Group | None, tensor: Group | None, axis: str) -> tuple[Mesh, int]:
     groups = experts, tensor
     sizes = [1 if x is None else x.size() for x in groups]
     expert, index = (0 if x is None else x.rank() for x in groups)

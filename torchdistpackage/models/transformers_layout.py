@@ -208,12 +208,12 @@ def _head(shape: TransformersShape, axis: str) -> Weights:
 
 def _adapted(w: Weights, lora: Lora, is_head: bool = False) -> Weights:
     """With the adapters on what is listed."""
-    found = lora.adapters(w.held, is_head)
+    found = lora.adapters(w.parameters, is_head)
     layers = {
         name.removesuffix(".weight"): LayerCut("adapter", weight.layout)
         for name, weight in found.items()
     }
-    return replace(w, held=w.held | found, split=w.split | SplitTable(layers))
+    return replace(w, parameters=w.parameters | found, split=w.split | SplitTable(layers))
 
 
 def split_table(shape: TransformersShape, axis: str = "tensor") -> SplitTable:
@@ -231,24 +231,26 @@ def weights(
 ) -> dict[str, Weight]:
     """Every parameter by global name; stage_of as for `layouts`."""
     layers = shape.sizes.layers
-    places = [() if stage_of is None else (stage_of[index],) for index in range(layers)]
-    parts = [(_embed(shape, axis).held, places[0])]
-    parts += [(_block(shape, index, axis).held, places[index]) for index in range(layers)]
-    parts.append((_head(shape, axis).held, places[-1]))
+    block_stages = [() if stage_of is None else (stage_of[index],) for index in range(layers)]
+    parts = [(_embed(shape, axis).parameters, block_stages[0])]
+    parts += [
+        (_block(shape, index, axis).parameters, block_stages[index]) for index in range(layers)
+    ]
+    parts.append((_head(shape, axis).parameters, block_stages[-1]))
     found = {
         name: replace(w, layout=w.layout.on(*stages))
-        for held, stages in parts
-        for name, w in held.items()
+        for parameters, stages in parts
+        for name, w in parameters.items()
     }
     if (read := shape.kind.found) is not None:
         for alias, name in read.aliases.items():
             w = found[name]
-            both = w.layout.on(*sorted({*w.layout.stages, *read.place_of(alias, places)}))
+            both = w.layout.on(*sorted({*w.layout.stages, *read.stages_of(alias, block_stages)}))
             found[name] = replace(w, layout=both)
     if shape.sizes.tied:
         name = f"{shape.kind.table}.weight"
         w = found[name]
-        both = w.layout.on(*places[0], *places[-1])
+        both = w.layout.on(*block_stages[0], *block_stages[-1])
         found[name] = replace(w, layout=both)
     return found
 
@@ -258,9 +260,10 @@ def buffers(shape: TransformersShape, stage_of: Sequence[int] | None = None) -> 
     for `layouts`."""
     if (read := shape.kind.found) is None:
         return {}
-    places = [() if stage_of is None else (stage_of[i],) for i in range(shape.sizes.layers)]
+    block_stages = [() if stage_of is None else (stage_of[i],) for i in range(shape.sizes.layers)]
     return {
-        b.name: Layout(b.name, b.shape).on(*read.place_of(b.name, places)) for b in read.buffers
+        b.name: Layout(b.name, b.shape).on(*read.stages_of(b.name, block_stages))
+        for b in read.buffers
     }
 
 
@@ -286,14 +289,16 @@ def global_name(shape: TransformersShape, name: str) -> str:
 
 def piece_parameters(shape: TransformersShape) -> tuple[int, ...]:
     """Of each piece, with the embedding and the head where they go."""
-    counts = [_count(_block(shape, index, "tensor").held) for index in range(shape.sizes.layers)]
-    counts[0] += _count(_embed(shape, "tensor").held)
-    counts[-1] += _count(_head(shape, "tensor").held)
+    counts = [
+        _count(_block(shape, index, "tensor").parameters) for index in range(shape.sizes.layers)
+    ]
+    counts[0] += _count(_embed(shape, "tensor").parameters)
+    counts[-1] += _count(_head(shape, "tensor").parameters)
     return tuple(counts)
 
 
-def _count(held: Mapping[str, Weight]) -> int:
-    return sum(math.prod(w.layout.shape) for w in held.values())
+def _count(parameters: Mapping[str, Weight]) -> int:
+    return sum(math.prod(w.layout.shape) for w in parameters.values())
 
 
 def piece_costs(shape: TransformersShape) -> tuple[float, ...]:
@@ -301,15 +306,15 @@ def piece_costs(shape: TransformersShape) -> tuple[float, ...]:
     `gpt_layout.piece_costs` does, the head with the last block."""
     n = shape.sizes
     scores = 4.0 * shape.seq_len * n.heads * n.head_dim
-    blocks = [_block(shape, index, "tensor").held for index in range(n.layers)]
-    costs = [_products(held) + scores for held in blocks]
-    head = {name: w for name, w in _head(shape, "tensor").held.items() if is_adapter(name)}
+    blocks = [_block(shape, index, "tensor").parameters for index in range(n.layers)]
+    costs = [_products(parameters) + scores for parameters in blocks]
+    head = {name: w for name, w in _head(shape, "tensor").parameters.items() if is_adapter(name)}
     costs[-1] += 2.0 * n.dim * n.vocab + _products(head)
     return tuple(costs)
 
 
-def _products(held: Mapping[str, Weight]) -> float:
-    matrices = (w for w in held.values() if len(w.layout.shape) >= 2)
+def _products(parameters: Mapping[str, Weight]) -> float:
+    matrices = (w for w in parameters.values() if len(w.layout.shape) >= 2)
     return sum(2.0 * w.share * math.prod(w.layout.shape) for w in matrices)
 
 

@@ -31,7 +31,7 @@ from torchdistpackage.models.lora_layout import Lora
 from torchdistpackage.models.transformers_cache import TransformersCache, tried_cache
 from torchdistpackage.models.transformers_experts import (
     expert_group,
-    place_of,
+    mesh_index_of,
     router_load,
     router_loss_sum,
     share_experts,
@@ -312,7 +312,7 @@ def stage(
         known = layouts(shape, axis=axis)
         share_experts(decoder, known, experts, group if num > 1 else None)
     made = TransformersStage(decoder, shape, group if num > 1 else None, axis, stage_of, sequence)
-    check_shapes(made, *place_of(group, axis))
+    check_shapes(made, *mesh_index_of(group, axis))
     materialize(made, device)
     return made
 
@@ -382,7 +382,7 @@ def load_weights(made: TransformersStage, folder: str | Path) -> None:
     Raises:
         CheckpointError: the folder has not exactly the weights of this model, as `open_folder`.
     """
-    mesh, index = place_of(made._group, made.axis)
+    mesh, index = mesh_index_of(made._group, made.axis)
     if made.shape.kind.found is not None:
         layouts = made.layouts() | made.buffer_layouts()
         tensors = dict(made.named_parameters()) | dict(made.named_buffers())

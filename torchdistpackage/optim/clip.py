@@ -21,7 +21,7 @@ from torchdistpackage.ddp.param_spec import follows, group_of
 from torchdistpackage.ddp.zero.param_shard import ParamShard
 from torchdistpackage.ddp.zero.sharded_base import owners_of
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.derive import holders_along, replica_ranks, spoken_places
+from torchdistpackage.layout.derive import holders_along, replica_ranks, spoken_slices
 from torchdistpackage.layout.layout import Axes, HeadSplit, Layout
 from torchdistpackage.layout.mark import layout_of
 from torchdistpackage.optim.sharded import ShardedOptimizer
@@ -240,7 +240,7 @@ def _counted_part(parameter: Tensor) -> Tensor:
     if layout is None or not layout.ranges or group is None or parameter.grad is None:
         return parameter
     index, dim = group.rank(), next(dim for dim, axes in enumerate(layout.split) if axes)
-    counted = spoken_places(layout, index)
+    counted = spoken_slices(layout, index)
     if len(counted) == len(layout.ranges[index]):
         return parameter
 

@@ -81,11 +81,11 @@ def _check_complete(schedule: Schedule, *, messages: bool) -> None:
 
 
 def _expected(schedule: Schedule, found: Iterable[Action], *, messages: bool) -> set[Action]:
-    K, place = ActionKind, schedule.placement
+    K, placement = ActionKind, schedule.placement
     split = {(a.stage, a.microbatch) for a in found if a.kind in (K.I, K.W)}
     expected: set[Action] = set()
     for s in range(schedule.num_stages):
-        cut = messages and s > 0 and place[s] != place[s - 1]
+        cut = messages and s > 0 and placement[s] != placement[s - 1]
         for m in range(schedule.num_microbatches):
             expected.add(Action(s, K.F, m))
             if cut:
@@ -102,14 +102,14 @@ def _expected(schedule: Schedule, found: Iterable[Action], *, messages: bool) ->
 def _check_order(schedule: Schedule) -> None:
     """On its own rank each action comes after what it uses."""
     for index, program in enumerate(schedule.programs):
-        places = {a.result: (i, a) for i, step in enumerate(program) for a in flatten([step])}
-        for i, action in places.values():
+        made_at = {a.result: (i, a) for i, step in enumerate(program) for a in flatten([step])}
+        for i, action in made_at.values():
             for need in _needs(action, schedule):
-                place, used = places.get(need, (-1, need))
-                if place >= i:
+                made, used = made_at.get(need, (-1, need))
+                if made >= i:
                     raise ScheduleError(
                         f"{schedule.name}: rank {index} runs {action} at step {i} but {used}, "
-                        f"which it uses, only at step {place}; move it before"
+                        f"which it uses, only at step {made}; move it before"
                     )
 
 
@@ -138,14 +138,14 @@ def _needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 def _check_pairs(schedule: Schedule) -> None:
     """Of any two ranks, one receives in the order in which the other sends."""
-    place = schedule.placement
+    placement = schedule.placement
     sent: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     taken: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     for action in (a for program in schedule.programs for a in flatten(program)):
         if action.kind.is_send:
-            sent[place[action.stage], place[action.peer]].append(action)
+            sent[placement[action.stage], placement[action.peer]].append(action)
         elif action.kind.is_message:
-            taken[place[action.peer], place[action.stage]].append(action)
+            taken[placement[action.peer], placement[action.stage]].append(action)
     for (source, target), sends in sent.items():
         for send, receive in zip_longest(sends, taken[source, target]):
             if receive is None or send is None or send.match != receive:
@@ -212,14 +212,14 @@ def add_messages(schedule: Schedule, costs: Costs = DEFAULT_COSTS) -> Schedule:
     Stages on one rank need no message. Raises ScheduleError where the order cannot run.
     """
     programs: list[list[Step]] = [[] for _ in schedule.programs]
-    place = schedule.placement
+    placement = schedule.placement
     ended: list[Action] = []
     now = 0.0
 
     def deliver() -> None:
         for send in ended:
-            programs[place[send.stage]].append(send)
-            programs[place[send.peer]].append(send.match)
+            programs[placement[send.stage]].append(send)
+            programs[placement[send.peer]].append(send.match)
         ended.clear()
 
     for action, start, end in sorted(replay(schedule, costs), key=lambda span: span.end):
@@ -228,10 +228,10 @@ def add_messages(schedule: Schedule, costs: Costs = DEFAULT_COSTS) -> Schedule:
         if end > now or start == end:
             deliver()
             now = end
-        programs[place[action.stage]].append(action)
+        programs[placement[action.stage]].append(action)
         send = action.send
-        is_between = send is not None and 0 <= send.peer < len(place)
-        if send is not None and is_between and place[send.peer] != place[send.stage]:
+        is_between = send is not None and 0 <= send.peer < len(placement)
+        if send is not None and is_between and placement[send.peer] != placement[send.stage]:
             ended.append(send)
     deliver()
     return replace(schedule, programs=tuple(map(tuple, programs)))

@@ -246,8 +246,8 @@ def _stage(
                 f"model.target {config.model.target} returned a {type(whole).__name__}, which is "
                 f"no torch.nn.Module; name a function that returns one, or the class of one"
             )
-        place = plan.schedule.placement
-        stages, by_name = chunks_of(whole, place, tpc.get_pp_rank(), cut=own_cut(plan, whole))
+        placement = plan.schedule.placement
+        stages, by_name = chunks_of(whole, placement, tpc.get_pp_rank(), cut=own_cut(plan, whole))
         for module in stages.values():
             module.to(device=device, dtype=dtype)
         seed_rank(config.run.seed, mesh, tpc.rank)
@@ -280,7 +280,7 @@ def _named(
         stage: make(
             plan.shape,
             pieces=plan.stages[stage],
-            stage_of=plan.place_of,
+            stage_of=plan.stage_of,
             group=tpc.get_group("tensor"),
             dropout=plan.config.model.dropout,
             tp_comm_overlap=plan.config.parallel.tp_comm_overlap,
@@ -311,8 +311,8 @@ def own_cut(plan: Plan, whole: nn.Module) -> tuple[range, ...] | None:
     partition, measured = plan.config.pipeline.partition, plan.pipeline.measured
     names = [name for name, _ in whole.named_children()]
     if partition == "uniform":
-        place = plan.schedule.placement
-        return split_by_cost([1.0] * len(names), len(place), placement=place)
+        placement = plan.schedule.placement
+        return split_by_cost([1.0] * len(names), len(placement), placement=placement)
     if partition != "time" or measured is None or plan.schedule.num_stages == 1:
         return None
     if names != list(measured.pieces):

@@ -86,7 +86,7 @@ class Plan:
         return tuple(i for s in self.schedule.stages_of(index) for i in self.stages[s])
 
     @property
-    def place_of(self) -> tuple[int, ...]:
+    def stage_of(self) -> tuple[int, ...]:
         """For each piece the pipe index that holds it."""
         placement = self.schedule.placement
         return tuple(placement[s] for s, span in enumerate(self.stages) for _ in span)
@@ -176,7 +176,7 @@ def make_plan(config: RunConfig, world_size: int, source: str = "the configurati
     refuse_model(model, config, source)
     pieces = ModelUnits.of(model)
     plan = Plan(config, world, model, pieces.names, find_stages(config, pieces), {})
-    plan = replace(plan, layouts=model.layouts(plan.place_of))
+    plan = replace(plan, layouts=model.layouts(plan.stage_of))
     _refuse_compiled_halves(plan, source)
     for load in stage_loads(plan) if config.train.recompute == "auto" else ():
         activation_budget_gb(config, load.memory, f"{source}: the rank at pipe {load.index}")

@@ -177,10 +177,10 @@ class _FlatShards:
         self.even = len({*lengths}) == 1
         self.full = body[bounds[0] : bounds[-1]]
         self.parts = list(self.full.split(lengths))
-        self.place = group.rank()
+        self.index = group.rank()
         # once for what is sent and received: one may be made meanwhile
         self.down = reverse_group(group)
-        self.mine = self.parts[self.place]
+        self.mine = self.parts[self.index]
         self.wire = wire or body.dtype
 
     def start(self, operation: str, finish: Callable[[], Tensor] | None, function, *args) -> Work:
@@ -197,15 +197,15 @@ class _FlatShards:
     @torch.no_grad()
     def add(self, buffers: Sequence[Tensor]) -> Tensor:
         """My slice becomes the sum in group order of it and what came into the buffers."""
-        mine, place = self.mine, self.place
+        mine, index = self.mine, self.index
         narrow = mine.is_floating_point() and mine.itemsize < 4
         total = mine.float() if narrow else mine
-        if place:  # those before me add up first
+        if index:  # those before me add up first
             before = buffers[0]
-            for buffer in buffers[1:place]:
+            for buffer in buffers[1:index]:
                 before = before.to(total.dtype).add_(buffer)
             total += before
-        for buffer in buffers[place + 1 :]:
+        for buffer in buffers[index + 1 :]:
             total += buffer
         if narrow:
             mine.copy_(total)
@@ -213,7 +213,7 @@ class _FlatShards:
 
     def rounded(self, parts: list[Tensor], mine: Tensor | None) -> Tensor:
         """My part as it travels, which is where the others' will be."""
-        source, part = self.mine if mine is None else mine, parts[self.place]
+        source, part = self.mine if mine is None else mine, parts[self.index]
         return part if part is source else part.copy_(source)
 
     @torch.no_grad()

@@ -64,11 +64,11 @@ class ShardedBucket:
 
     def partitions(self) -> list[ParamPartition]:
         """For each member, who owns what of it."""
-        layout, mine = self.layout, {shard.place: shard.tensor for shard in self.shards}
+        layout, mine = self.layout, {shard.member: shard.tensor for shard in self.shards}
         kind = self.is_whole, self.is_rounded
         return [
-            ParamPartition(spec, layout.bounds_of(place), mine.get(place), *kind)
-            for place, spec in enumerate(layout.members)
+            ParamPartition(spec, layout.bounds_of(member), mine.get(member), *kind)
+            for member, spec in enumerate(layout.members)
         ]
 
 

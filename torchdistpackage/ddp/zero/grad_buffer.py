@@ -151,7 +151,9 @@ class ReduceScatterBucket:
         for bucket_comm in self.following[: self._store.ahead]:
             bucket_comm.land()
         for shard, view in zip(self.shards, self._views, strict=True):
-            if shard.place not in self._without or self._flags.used(self._first_flag + shard.place):
+            if shard.member not in self._without or self._flags.used(
+                self._first_flag + shard.member
+            ):
                 shard.tensor.grad = view
             elif self._was_stepped:
                 shard.tensor.grad = None
@@ -309,7 +311,7 @@ class UsedFlags:
 
     def leave(self, first: int, without: Iterable[int]) -> None:
         """A bucket leaves, `without` gradients at these places; the last of all begins the sum."""
-        self._without += [first + place for place in without]
+        self._without += [first + member for member in without]
         self._num_left -= 1
         if self._num_left == 0:
             self._num_left, self._num_sums, self._read = self._num_buckets, 1, None

@@ -162,7 +162,7 @@ class ParamGuards:
             for layout, flat in layouts
         ]
         ours = {id(s.parameter): s.name for _, layout, _ in self._layouts for s in layout.members}
-        self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = [
+        self._registered: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = [
             (m._parameters, key, p)
             for m in (() if module is None else module.modules())
             if not isinstance(m, torch.jit.ScriptModule)
@@ -190,11 +190,11 @@ class ParamGuards:
             )
         # of one that is absent too the address is all that counts
         with torch._C.DisableTorchFunctionSubclass():
-            for flat, layout, places in self._layouts:
+            for flat, layout, offsets in self._layouts:
                 first = flat.data_ptr()
-                for spec, place in zip(layout.members, places, strict=True):
+                for spec, offset in zip(layout.members, offsets, strict=True):
                     p = spec.parameter
-                    if p.data_ptr() != first + place and p.numel():  # without elements it has none
+                    if p.data_ptr() != first + offset and p.numel():  # without elements it has none
                         raise LayoutError(
                             f"parameter {spec.name} ({p.dtype}, {p.device}) was given other "
                             f"memory than this optimizer steps, by p.data = ..., "
@@ -206,7 +206,7 @@ class ParamGuards:
 
     def check_objects(self) -> None:
         """Raise LayoutError if a parameter of the module is another object than it was."""
-        for parameters, key, p in self._places:
+        for parameters, key, p in self._registered:
             now = parameters.get(key)
             if now is p or now is None:
                 continue
@@ -243,7 +243,7 @@ def replica_group(group: Group | None, among: Group | None = None) -> Group | No
     """Ranks of `among` with my place in their own `group`; None where there is one group.
 
     They hold the same shard where each group shards: shards inside a node make the gather cheap,
-    and what is summed inside a node is summed once more over the same place of all nodes.
+    and what is summed inside a node is summed once more over the same index of all nodes.
 
     group: a part of `among` of equal size on each rank, such as `setup_node_groups()` gives; None
         is all of them. among: ranks that see different batches; default all.
@@ -265,6 +265,6 @@ def replica_group(group: Group | None, among: Group | None = None) -> Group | No
         )
     if len(groups) == 1:
         return None
-    place = mine.index(rank)
+    index = mine.index(rank)
     made = tpc.groups if tpc.is_set else Groups(rank)
-    return made.of([ranks[place] for ranks in groups], name=f"place {place} of each group")
+    return made.of([ranks[index] for ranks in groups], name=f"place {index} of each group")

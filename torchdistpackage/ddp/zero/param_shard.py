@@ -46,9 +46,9 @@ class FlatLayout:
         """Each member's part, in its shape."""
         return [m.view(flat, at) for m, at in zip(self.members, self.offsets, strict=True)]
 
-    def bounds_of(self, place: int) -> tuple[int, ...]:
+    def bounds_of(self, member: int) -> tuple[int, ...]:
         """The bounds within one member: rank r owns these of its elements."""
-        size, offset = self.members[place].parameter.numel(), self.offsets[place]
+        size, offset = self.members[member].parameter.numel(), self.offsets[member]
         return tuple(min(max(bound - offset, 0), size) for bound in self.bounds)
 
 
@@ -65,13 +65,13 @@ def shard_by_owner(
 ) -> FlatLayout:
     """Every member belongs to one rank; owner_of: name -> index in the group. wire: as above."""
     lengths = [0] * members[0].group.size()
-    owners, places = [owner_of[spec.name] for spec in members], list[int]()
+    owners, starts = [owner_of[spec.name] for spec in members], list[int]()
     step = max(1, ALIGN_BYTES // members[0].parameter.element_size())
     for spec, owner in zip(members, owners, strict=True):
-        places.append(lengths[owner])  # in the slice of the owner
+        starts.append(lengths[owner])  # in the slice of the owner
         lengths[owner] += -(-spec.parameter.numel() // step) * step
     bounds = bounds_of(lengths, _itemsize(members, wire))
-    offsets = tuple(bounds[owner] + at for owner, at in zip(owners, places, strict=True))
+    offsets = tuple(bounds[owner] + at for owner, at in zip(owners, starts, strict=True))
     return FlatLayout(tuple(members), offsets, bounds)
 
 
@@ -87,12 +87,12 @@ class ParamShard:
 
     tensor: what the inner optimizer steps, 1-D, or of the parameter's shape where `whole`: one rank
         owns all of it; its `.grad` is set once the sum is here.
-    place: of the parameter in its bucket. offset: of the elements in my slice of the bucket.
+    member: number of the parameter in its bucket. offset: of the elements in my slice of it.
     """
 
     tensor: nn.Parameter
     spec: ParamSpec
-    place: int
+    member: int
     start: int
     stop: int
     offset: int
@@ -123,13 +123,13 @@ def make_shards(
 ) -> list[ParamShard]:
     """My shards of a bucket, in memory order; `values` are the elements that I own."""
     order = sorted(range(len(layout.members)), key=layout.offsets.__getitem__)
-    offsets = [layout.offsets[place] for place in order]
-    sizes = [layout.members[place].parameter.numel() for place in order]
+    offsets = [layout.offsets[member] for member in order]
+    sizes = [layout.members[member].parameter.numel() for member in order]
     shards: list[ParamShard] = []
     for piece in pieces(offsets, sizes, layout.bounds, layout.group.rank()):
-        place = order[piece.member]
-        spec, tensor = layout.members[place], nn.Parameter(values.new_empty(0))
-        where = place, piece.start, piece.stop, piece.offset
+        member = order[piece.member]
+        spec, tensor = layout.members[member], nn.Parameter(values.new_empty(0))
+        where = member, piece.start, piece.stop, piece.offset
         shard = ParamShard(tensor, spec, *where, layouts.get(spec.name), whole)
         shard.tensor.data = shard.view(values)
         shards.append(shard)

@@ -41,15 +41,15 @@ class ParamCoordinator:
 
     def __init__(self, module: nn.Module, order: Sequence[ParamBuffer], keeps: bool):
         self._order, self._keep_until_backward = list(order), keeps
-        self._places = range(len(order))
-        self._place = {id(parameters): place for place, parameters in enumerate(order)}
+        self._indices = range(len(order))
+        self._index_of = {id(parameters): index for index, parameters in enumerate(order)}
         self._is_back = False
         self._next = 0  # in the order of the direction
         self._in_forward = False
         self._task = -1  # the graph task of the backward that runs
-        self._owned = _owned_places(module, order)
+        self._owned = _owned_buckets(module, order)
         self._owners = [
-            {m for m, places in self._owned.items() if i in places} for i in self._places
+            {m for m, indices in self._owned.items() if i in indices} for i in self._indices
         ]
         self._waiting = [set(owners) for owners in self._owners]  # have not run in this forward
         self._running: list[nn.Module] = []
@@ -80,10 +80,11 @@ class ParamCoordinator:
                     f"optimizer's finish() on all of them before you read one"
                 )
             return
-        place = self._place[id(parameters)]
-        if self._owners[place].isdisjoint(self._running):
-            self._pinned.add(place)
-        self._fetch_until(place)
+        index = self._index_of[id(parameters)]
+        # no exit of an owner would tell when it may be freed
+        if self._owners[index].isdisjoint(self._running):
+            self._pinned.add(index)
+        self._fetch_until(index)
         parameters.fetch()  # freed since the order came by
 
     def fetch_all(self) -> None:
@@ -105,7 +106,7 @@ class ParamCoordinator:
     def release(self, parameters: ParamBuffer) -> None:
         """A backward, or what comes after it, has all gradients of these."""
         if self._is_back and not self._keep_until_backward:
-            self._fetch_until(self._place[id(parameters)], ahead=0)
+            self._fetch_until(self._index_of[id(parameters)], ahead=0)
         parameters.free()
 
     # -- the order ---------------------------------------------------------------------
@@ -113,13 +114,13 @@ class ParamCoordinator:
     def _turn(self, is_back: bool) -> None:
         self._is_back, self._next = is_back, 0
 
-    def _fetch_until(self, place: int, ahead: int = PREFETCH) -> None:
+    def _fetch_until(self, index: int, ahead: int = PREFETCH) -> None:
         """Fetch all up to `place` in this direction, and some beyond."""
-        places = self._places[::-1] if self._is_back else self._places
-        end = places.index(place) + 1 + ahead
-        for i in places[self._next : end]:
+        indices = self._indices[::-1] if self._is_back else self._indices
+        end = indices.index(index) + 1 + ahead
+        for i in indices[self._next : end]:
             self._order[i].fetch()
-        self._next = max(self._next, min(end, len(places)))
+        self._next = max(self._next, min(end, len(indices)))
 
     # -- forward -----------------------------------------------------------------------
 
@@ -138,9 +139,9 @@ class ParamCoordinator:
             return outputs
         if not self._keep_until_backward and torch._C._current_graph_task_id() == -1:
             # the backward begins with the last
-            for place in self._places[:-1]:
-                if place not in self._pinned:
-                    self._order[place].free()
+            for index in self._indices[:-1]:
+                if index not in self._pinned:
+                    self._order[index].free()
         return on_backward_start(outputs, self._backward_begins)
 
     def _owner_enters(self, module: nn.Module, args: object) -> None:
@@ -148,20 +149,20 @@ class ParamCoordinator:
 
     def _owner_exits(self, module: nn.Module, args: object, outputs: object) -> object:
         self._running.remove(module)
-        places = self._owned[module]
+        indices = self._owned[module]
         if torch._C._current_graph_task_id() == -1:
-            for place in places:
-                self._waiting[place].discard(module)
-                if not self._waiting[place] and place not in self._pinned:
-                    self._order[place].free()
-        return map_tensors(outputs, partial(self._hooked, places))
+            for index in indices:
+                self._waiting[index].discard(module)
+                if not self._waiting[index] and index not in self._pinned:
+                    self._order[index].free()
+        return map_tensors(outputs, partial(self._hooked, indices))
 
     # -- backward ----------------------------------------------------------------------
 
-    def _hooked(self, places: Sequence[int], output: Tensor) -> Tensor:
+    def _hooked(self, indices: Sequence[int], output: Tensor) -> Tensor:
         # a leaf, as a parameter that is returned, has no backward here, and lives on
         if output.requires_grad and not output.is_leaf:
-            output.register_hook(partial(self._backward_needs, places))
+            output.register_hook(partial(self._backward_needs, indices))
         return output
 
     def _backward_begins(self, grad: Tensor) -> None:
@@ -171,18 +172,19 @@ class ParamCoordinator:
         self._task = task
         self._turn(is_back=True)
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
-        self._have(self._places if self._keep_until_backward else sorted(self._pinned))
+        self._have(self._indices if self._keep_until_backward else sorted(self._pinned))
 
-    def _backward_needs(self, places: Sequence[int], grad: Tensor) -> None:
-        self._have(places)
+    def _backward_needs(self, indices: Sequence[int], grad: Tensor) -> None:
+        self._have(indices)
 
-    def _have(self, places: Sequence[int]) -> None:
+    def _have(self, indices: Sequence[int]) -> None:
         """Parameters that autograd is about to read, which no class shows."""
-        for place in reversed(places):
-            if self._order[place].is_free:
-                self._fetch_until(place)
-                self._order[place].fetch()
-            self._order[place].arrive()
+        for index in reversed(indices):
+            if self._order[index].is_free:
+                self._fetch_until(index)
+                self._order[index].fetch()
+            # autograd reads the saved tensor itself, past every hook that could wait for a gather
+            self._order[index].arrive()
 
     def _backward_ends(self) -> None:
         self._task = -1
@@ -198,20 +200,20 @@ def _called(module: nn.Module) -> list[nn.Module]:
     return [found for child in module.children() for found in _called(child)]
 
 
-def _owned_places(module: nn.Module, order: Sequence[ParamBuffer]) -> dict[nn.Module, list[int]]:
+def _owned_buckets(module: nn.Module, order: Sequence[ParamBuffer]) -> dict[nn.Module, list[int]]:
     """For each submodule with parameters of its own, which buckets these are in; of a compiled one
     all are its own."""
-    place_of = {
-        id(spec.parameter): place
-        for place, parameters in enumerate(order)
+    index_of = {
+        id(spec.parameter): index
+        for index, parameters in enumerate(order)
         for spec in parameters.layout.members
     }
     owned: dict[nn.Module, list[int]] = {}
     for m in eager_parts(module):
         own = m.parameters(recurse=is_compiled(m))
-        places = {place_of[id(p)] for p in own if id(p) in place_of}
-        if places:
-            owned[m] = sorted(places)
+        indices = {index_of[id(p)] for p in own if id(p) in index_of}
+        if indices:
+            owned[m] = sorted(indices)
     return owned
 
 

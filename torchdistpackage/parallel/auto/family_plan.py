@@ -104,6 +104,7 @@ class TableRules:
         self.split: list[str] = []
         sizes = family.sizes(settings)
         block, top = (Weights("", "tensor", sizes.std) for _ in range(2))
+        # one block stands for all: patterns begin behind its number
         family.block(block, settings, sizes)
         family.embed(top, settings, sizes)
         self._names = tuple(block.split.layers)
@@ -111,6 +112,7 @@ class TableRules:
         self.heads = deal_heads(
             kind, sizes.heads, sizes.head_dim, num, sizes.kv_heads, blocks(block)
         )
+        # all attentions of a family fill one cache, whose heads are therefore alike
         cached = {cut.cached for cut in self._attention.values()}
         self.cached_heads = self.heads.queries if cached == {"heads"} else self.heads.keys
         self._add_block(block)
@@ -162,6 +164,7 @@ class TableRules:
         self._add_parameters(layer, action, on_dim(action, 0))
         if cut.transposed:  # transformers' Conv1D notes its outputs, and shapes what it returns so
             self.attributes[f"{layer}$"] = {"nf": partial(_length, on_dim(action, 0))}
+        # an attention enters by name, since one of another sequence multiplies two of its arguments
         if cut.entrance not in self._attention:
             self._enter(cut.entrance, 0)
 
@@ -224,8 +227,7 @@ class TableRules:
             return SplitInGroupedChunks(self.num, dim, len(parts), each)
         if parts:
             return TakeChunks(dim, width, self.heads.in_parts(len(parts), heads.groups))
-        held = layout.shape[dim] // width
-        if held == self.heads.num:
+        if layout.shape[dim] == self.heads.num * width:
             return self.heads.cut_queries(dim)
         return self.heads.cut_keys(dim) if heads.shared else self.heads.cut_fused(dim)
 
@@ -243,7 +245,7 @@ def blocks(block: Weights) -> int:
 
 def alone(block: Weights) -> Iterator[tuple[str, Layout]]:
     """Cut parameters that are no layer's, such as biases of positions by head."""
-    for name, weight in block.held.items():
+    for name, weight in block.parameters.items():
         module = name.rpartition(".")[0]
         is_listed = module in block.split.layers or module in block.split.experts
         if weight.layout.split_axes and not is_listed:

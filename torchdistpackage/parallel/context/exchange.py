@@ -67,7 +67,7 @@ class Alone:
 class Hop:
     """What goes to global rank `target` of my part, and what comes from `source` of its own.
 
-    sent: places in my part. num_received: positions that come. tasks: over what comes.
+    sent: slices of my part. num_received: positions that come. tasks: over what comes.
     """
 
     target: int
@@ -90,12 +90,12 @@ class _HopMessages:
         self.work.wait()
 
     def add_gradients(self, dk: Tensor, dv: Tensor) -> None:
-        """Those that came for the places of my part that I had sent."""
+        """Those that came for the slices of my part that I had sent."""
         for total, came in zip((dk, dv), self.grads or (), strict=False):
             start = 0
-            for place in self.sent:
-                stop = start + place.stop - place.start
-                total[:, :, place] += came[:, :, start:stop]
+            for span in self.sent:
+                stop = start + span.stop - span.start
+                total[:, :, span] += came[:, :, start:stop]
                 start = stop
 
 
@@ -164,7 +164,7 @@ class Ring:
             if grads is not None:
                 post.send([x.contiguous() for x in grads], hop.source)
             if hop.sent:
-                num = sum(place.stop - place.start for place in hop.sent)
+                num = sum(span.stop - span.start for span in hop.sent)
                 batch.grads, batch.sent = (_empty(k, num), _empty(v, num)), hop.sent
                 post.receive(batch.grads, hop.target)
         if number < len(self.hops):
@@ -199,17 +199,17 @@ class GatheredKeys:
         works = self._begin(k), self._begin(v)
         forward(self._own, k, v)
         whole_k, whole_v = (work.wait().movedim(0, 2) for work in works)
-        for place, tasks in self._others:
+        for span, tasks in self._others:
             if tasks:
-                forward(tasks, whole_k[:, :, place], whole_v[:, :, place])
+                forward(tasks, whole_k[:, :, span], whole_v[:, :, span])
 
     def run_backward(self, k: Tensor, v: Tensor, backward: Backward) -> Pair:
         works = self._begin(k), self._begin(v)
         own = backward(self._own, k, v)
         wholes = [work.wait().movedim(0, 2) for work in works]
         before, after = (
-            backward(tasks, *(whole[:, :, place] for whole in wholes))
-            for place, tasks in self._others
+            backward(tasks, *(whole[:, :, span] for whole in wholes))
+            for span, tasks in self._others
         )
         return tuple(  # type: ignore[return-value]
             primitives.reduce_scatter(
@@ -225,18 +225,18 @@ class GatheredKeys:
 
 
 def _touching(found: Iterable[slice]) -> tuple[slice, ...]:
-    """Ascending places, with those that touch made one."""
+    """Ascending slices, with those that touch made one."""
     merged: list[slice] = []
-    for place in found:
-        if merged and merged[-1].stop == place.start:
-            place = slice(merged.pop().start, place.stop)
-        merged.append(place)
+    for span in found:
+        if merged and merged[-1].stop == span.start:
+            span = slice(merged.pop().start, span.stop)
+        merged.append(span)
     return tuple(merged)
 
 
 def _packed(x: Tensor, sent: tuple[slice, ...]) -> Tensor:
     """What goes of `x`, in memory of its own unless it is all of it."""
-    parts = [x[:, :, place] for place in sent]
+    parts = [x[:, :, span] for span in sent]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 2)
 
 
