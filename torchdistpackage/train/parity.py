@@ -93,7 +93,8 @@ def compare_run(
     Raises:
         TorchDistError: one process alone fails.
     """
-    say(f"comparing {len(run.layouts)} layouts with one process")
+    word = "layout" if len(run.layouts) == 1 else "layouts"
+    say(f"comparing {len(run.layouts)} {word} with one process")
     theirs = () if run.whole.model.hf is None else ("transformers.modeling_utils",)
     own = pool or RankPool(run.most_ranks, timeout_s=_LIMIT_S, preload=(*_PRELOAD, *theirs))
     try:
