@@ -29,7 +29,7 @@ from torchdistpackage.ddp.wrapper_state import ModuleWatch, aliases, unwrap_mode
 from torchdistpackage.errors import CheckpointError, LayoutError
 from torchdistpackage.layout.partition import greedy_partition
 
-Places = list[tuple[str, Tensor, dict[str, Tensor | None], str]]
+Slots = list[tuple[str, Tensor, dict[str, Tensor | None], str]]
 """(name, what I keep of it, the dict of its submodule, its key there): tensors may be replaced."""
 
 RECEIVES_AHEAD = 4
@@ -90,8 +90,8 @@ class ShardedEMA:
         self._aliases = {more: name for more, name in aliases(module).items() if more in saved}
         self._known: nn.Module | None = None
         self._module_watch: ModuleWatch | None = None
-        self._places: Places = []
-        self._buffer_places: Places = []
+        self._slots: Slots = []
+        self._buffer_slots: Slots = []
 
     # -- training ----------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class ShardedEMA:
         if model is not self._known or self._module_watch.has_changed():
             self._look_up(model)
         alike: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
-        for name, average, holder, key in self._places:
+        for name, average, holder, key in self._slots:
             parameter = holder[key]
             if parameter is None or parameter.shape != average.shape:
                 raise _unlike(name, average.shape, parameter)
@@ -122,21 +122,21 @@ class ShardedEMA:
         for averages, parameters in alike.values():
             _move(averages, parameters, decay)
         if self._buffers:
-            now = [holder[key] for _, _, holder, key in self._buffer_places]
+            now = [holder[key] for _, _, holder, key in self._buffer_slots]
             torch._foreach_copy_(list(self._buffers.values()), now)
 
     def _look_up(self, model: nn.Module) -> None:
         """Find what is averaged in this model, as it is now."""
         module = unwrap_model(model)
-        places = _find(self._averages, module, "_parameters")
-        buffer_places = _find(self._buffers, module, "_buffers")
+        slots = _find(self._averages, module, "_parameters")
+        buffer_slots = _find(self._buffers, module, "_buffers")
         for name, parameter in module.named_parameters():
             if name not in self._owned:
                 raise LayoutError(
                     f"{name} of shape {tuple(parameter.shape)} was not in the model when its "
                     f"averages began; make a ShardedEMA of the model as it is now"
                 )
-        self._places, self._buffer_places = places, buffer_places
+        self._slots, self._buffer_slots = slots, buffer_slots
         self._known, self._module_watch = model, ModuleWatch(module)
 
     @contextmanager
@@ -281,17 +281,17 @@ def _move(averages: list[Tensor], parameters: list[Tensor], decay: float) -> Non
     torch._foreach_add_(averages, parameters, alpha=1 - decay)
 
 
-def _find(kept: Mapping[str, Tensor], module: nn.Module, kind: str) -> Places:
+def _find(kept: Mapping[str, Tensor], module: nn.Module, kind: str) -> Slots:
     """Where the module has them now; kind: `_parameters` or `_buffers`."""
     inside = dict(module.named_modules(remove_duplicate=False))
-    places: Places = []
+    slots: Slots = []
     for name, x in kept.items():
         path, _, key = name.rpartition(".")
         holder = vars(inside[path])[kind] if path in inside else {}
         if key not in holder:
             raise _unlike(name, x.shape, None)
-        places.append((name, x, holder, key))
-    return places
+        slots.append((name, x, holder, key))
+    return slots
 
 
 def _unlike(name: str, shape: Sequence[int], found: Tensor | None) -> LayoutError:

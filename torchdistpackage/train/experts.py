@@ -45,12 +45,12 @@ class ExpertCounts:
         }
         self.names = tuple(found)
         self._sizes = [num_experts + 1 for num_experts in found.values()]
-        places = {name: place for place, name in enumerate(found)}
+        index_of = {name: index for index, name in enumerate(found)}
         routers = routers_in(stage)
         mixtures = {path: mixture_of(path) for path in routers}
         names = {mixture_of(name): mixture_of(x.name) for name, x in local.items()}
-        mine = ((places.get(names.get(mixtures[p], "")), r) for p, r in routers.items())
-        self._mine = {place: router for place, router in mine if place is not None}
+        mine = ((index_of.get(names.get(mixtures[p], "")), r) for p, r in routers.items())
+        self._mine = {index: router for index, router in mine if index is not None}
         self._counts = counts
 
     def reset(self) -> None:
@@ -63,10 +63,10 @@ class ExpertCounts:
         if not self._sizes:
             return stats
         parts = [stats.new_zeros(size) for size in self._sizes]
-        for place, router in self._mine.items():
+        for index, router in self._mine.items():
             taken = router.counter.take(stats.device)
             if self._counts:
-                parts[place] += taken
+                parts[index] += taken
         return torch.cat([stats, *parts])
 
     def split(self, joined: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
@@ -77,7 +77,7 @@ class ExpertCounts:
     def follow(self, counts: Sequence[Tensor], numbers: Tensor) -> None:
         """Move biases and last loads by a step's counts; not where its numbers are not finite."""
         if self._mine:
-            mine = [counts[place] for place in self._mine]
+            mine = [counts[index] for index in self._mine]
             apply_counts(self._mine.values(), mine, numbers.isfinite().all())
 
     def loads(self, numbers: Sequence[float]) -> dict[str, ExpertLoad]:

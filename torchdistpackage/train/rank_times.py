@@ -139,17 +139,17 @@ class AxisWaits:
         dense = [name for name, size in topology.dense.axes if size > 1]
         expert = ["expert"] if topology.expert.axis_size("expert") > 1 else []
         self.axes = (*dense, *expert, SEVERAL)
-        self._places: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._index_of: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def seconds(self) -> list[float]:
         """In all, in the order of `axes`."""
         found = [0.0] * len(self.axes)
         for state in known_states():
             key = state.axis, state.ranks
-            place = self._places.get(key)
-            if place is None:
-                place = self._places[key] = self.axes.index(self._axis(*key))
-            found[place] += state.waited_s
+            index = self._index_of.get(key)
+            if index is None:
+                index = self._index_of[key] = self.axes.index(self._axis(*key))
+            found[index] += state.waited_s
         return found
 
     def _axis(self, name: str, ranks: tuple[int, ...]) -> str:

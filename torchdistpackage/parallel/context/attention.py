@@ -67,7 +67,7 @@ class ContextPlan:
             self._swap = ref(block)
             first = mine - mine % size
             self._lengths = order.lengths[first : first + size]
-            self._held = parts[first : first + size]
+            self._group_parts = parts[first : first + size]
             parts = tuple(
                 joined(each for part in parts[i : i + size] for each in part)
                 for i in range(0, len(parts), size)
@@ -111,11 +111,11 @@ class ContextPlan:
     def _to_heads(self, x: Tensor) -> Tensor:
         """(..., H, S_local, D) -> (..., H / ranks, S_block, D), positions ascending."""
         x = collectives.all_to_all(x, -3, -2, self._swap(), join_sizes=self._lengths)
-        came = in_ranks(self._held)
+        came = in_ranks(self._group_parts)
         return reordered(x, x.dim() - 2, came, ascending(came))
 
     def _to_sequence(self, x: Tensor) -> Tensor:
-        came = in_ranks(self._held)
+        came = in_ranks(self._group_parts)
         x = reordered(x, 2, ascending(came), came)
         return collectives.all_to_all(x, -2, -3, self._swap(), split_sizes=self._lengths)
 
@@ -198,22 +198,22 @@ def context_attention(
             "order": get_args(OrderName).index(order) if order in get_args(OrderName) else -1,
         }  # fmt: skip
         lengths = agree(facts, group)
-        held = order_of(lengths, order, ranks_of(group))
+        sequence = order_of(lengths, order, ranks_of(group))
     else:
-        held = SequenceOrder(seq_len, group.size(), order)
-        if held.lengths[group.rank()] != q.shape[2]:
+        sequence = SequenceOrder(seq_len, group.size(), order)
+        if sequence.lengths[group.rank()] != q.shape[2]:
             raise LayoutError(
                 f"this rank holds {q.shape[2]} positions, but of a sequence of {seq_len} it would "
-                f"hold {held.lengths[group.rank()]}; cut it with shard_sequence"
+                f"hold {sequence.lengths[group.rank()]}; cut it with shard_sequence"
             )
     _check_arguments(q, k, v, enable_gqa, dropout_p)
     documents = None
     if document_ids is not None:
         documents = Documents(
-            by_position(collectives.gather(document_ids, 1, group, held.lengths), 1, held)
+            by_position(collectives.gather(document_ids, 1, group, sequence.lengths), 1, sequence)
         )
     plan = plan_attention(
-        group, held, Visibility(is_causal, window, documents), comm_type, a2a_size, q, k
+        group, sequence, Visibility(is_causal, window, documents), comm_type, a2a_size, q, k
     )
     if not dropout_p:
         return plan(q, k, v, scale=scale)

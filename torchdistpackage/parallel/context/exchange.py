@@ -53,8 +53,8 @@ class Alone:
     """The whole sequence is here, `ranges` of it in this order."""
 
     def __init__(self, ranges: Ranges, visibility: Visibility):
-        held = tiled(ranges, visibility)
-        self._tasks = tasks_of(held, held, visibility)
+        positions = tiled(ranges, visibility)
+        self._tasks = tasks_of(positions, positions, visibility)
 
     def run_forward(self, k: Tensor, v: Tensor, forward: Forward) -> None:
         forward(self._tasks, k, v)
@@ -105,21 +105,21 @@ class Ring:
     def __init__(self, group: Group, parts: tuple[Ranges, ...], visibility: Visibility):
         self._group = ref(group)  # plans are kept for a group, which they must not keep
         ranks, mine, size = primitives.ranks_of(group), group.rank(), group.size()
-        held = [tiled(ranges, visibility) for ranges in parts]
-        where = dict(zip(held[mine], places(held[mine]), strict=True))
-        self._own = tasks_of(held[mine], held[mine], visibility)
+        positions = [tiled(ranges, visibility) for ranges in parts]
+        where = dict(zip(positions[mine], places(positions[mine]), strict=True))
+        self._own = tasks_of(positions[mine], positions[mine], visibility)
         self.hops: list[Hop] = []
         for step in range(1, size):
             target, source = (mine + step) % size, (mine - step) % size
-            sent = needed(held[target], held[mine], visibility)
-            came = needed(held[mine], held[source], visibility)
+            sent = needed(positions[target], positions[mine], visibility)
+            came = needed(positions[mine], positions[source], visibility)
             self.hops.append(
                 Hop(
                     ranks[target],
                     ranks[source],
                     _touching(where[each] for each in sent),
                     length(came),
-                    tasks_of(held[mine], came, visibility),
+                    tasks_of(positions[mine], came, visibility),
                 )
             )
 
@@ -182,17 +182,17 @@ class GatheredKeys:
 
     def __init__(self, group: Group, parts: tuple[Ranges, ...], visibility: Visibility):
         self._group, mine = ref(group), group.rank()
-        held = [tiled(ranges, visibility) for ranges in parts]
+        positions = [tiled(ranges, visibility) for ranges in parts]
         self._sizes = tuple(length(ranges) for ranges in parts)
-        self._own = tasks_of(held[mine], held[mine], visibility)
+        self._own = tasks_of(positions[mine], positions[mine], visibility)
         before, after = (
             tuple(each for ranges in some for each in ranges)
-            for some in (held[:mine], held[mine + 1 :])
+            for some in (positions[:mine], positions[mine + 1 :])
         )
         start, stop = sum(self._sizes[:mine]), sum(self._sizes[: mine + 1])
         self._others = (
-            (slice(0, start), tasks_of(held[mine], before, visibility)),
-            (slice(stop, sum(self._sizes)), tasks_of(held[mine], after, visibility)),
+            (slice(0, start), tasks_of(positions[mine], before, visibility)),
+            (slice(stop, sum(self._sizes)), tasks_of(positions[mine], after, visibility)),
         )
 
     def run_forward(self, k: Tensor, v: Tensor, forward: Forward) -> None:

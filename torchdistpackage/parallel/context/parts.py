@@ -11,14 +11,14 @@ from torchdistpackage.parallel.context.visibility import places
 
 def by_rank(x: Tensor, dim: int, order: SequenceOrder) -> Tensor:
     """The whole `x` with the parts of all ranks after one another."""
-    held = in_ranks(order.parts)
-    return reordered(x, dim, ascending(held), held)
+    present = in_ranks(order.parts)
+    return reordered(x, dim, ascending(present), present)
 
 
 def by_position(x: Tensor, dim: int, order: SequenceOrder) -> Tensor:
     """The inverse of `by_rank`."""
-    held = in_ranks(order.parts)
-    return reordered(x, dim, held, ascending(held))
+    present = in_ranks(order.parts)
+    return reordered(x, dim, present, ascending(present))
 
 
 def in_ranks(parts: Iterable[Ranges]) -> list[range]:
@@ -29,9 +29,9 @@ def ascending(ranges: Iterable[range]) -> list[range]:
     return sorted(ranges, key=lambda each: each.start)
 
 
-def reordered(x: Tensor, dim: int, held: Sequence[range], wanted: Sequence[range]) -> Tensor:
-    """`x`, which has the positions `held` along `dim`, in the order of `wanted`."""
-    if list(held) == list(wanted):
+def reordered(x: Tensor, dim: int, present: Sequence[range], wanted: Sequence[range]) -> Tensor:
+    """`x`, which has the positions `present` along `dim`, in the order of `wanted`."""
+    if list(present) == list(wanted):
         return x
-    where = dict(zip(held, places(tuple(held)), strict=True))
+    where = dict(zip(present, places(tuple(present)), strict=True))
     return torch.cat([x.narrow(dim, where[each].start, len(each)) for each in wanted], dim)

@@ -87,20 +87,22 @@ def split_by_cost(
             f"the placement {[*placement]} is of {len(placement)} stages, the cut of {num_stages}"
         )
     num_pieces, used = len(costs), min(num_stages, len(costs))
-    places, work = [*placement][:used], _sums(costs)
-    time = work if crossing is None else _with_crossing(work, crossing, places)
+    stage_ranks, work = [*placement][:used], _sums(costs)
+    time = work if crossing is None else _with_crossing(work, crossing, stage_ranks)
     if memory is None:
         # a cut into equal parts, each overshot by less than a piece, is always there
         share = work(0, 0, num_pieces) / max(used, 1) + max(costs, default=0.0)
         share += 2 * max(crossing or (), default=0.0)
-        busiest = max(map(places.count, places), default=0)
-        cut = PartitionProblem(num_pieces, places, time, work).best(busiest * share)
+        busiest = max(map(stage_ranks.count, stage_ranks), default=0)
+        cut = PartitionProblem(num_pieces, stage_ranks, time, work).best(busiest * share)
         assert cut is not None
     else:
-        held = _held(memory)
-        cut = PartitionProblem(num_pieces, places, time, work, held, memory.cap_bytes).best()
+        num_bytes = _held(memory)
+        cut = PartitionProblem(
+            num_pieces, stage_ranks, time, work, num_bytes, memory.cap_bytes
+        ).best()
         if cut is None:
-            least = PartitionProblem(num_pieces, places, held, held).best()
+            least = PartitionProblem(num_pieces, stage_ranks, num_bytes, num_bytes).best()
             assert least is not None
             raise ScheduleError(
                 f"no cut of {num_pieces} pieces into {num_stages} stages holds at most "
@@ -168,7 +170,7 @@ def _with_crossing(work: Span, crossing: Sequence[float], placement: Sequence[in
 
 
 def _held(memory: MemoryLimit) -> Span:
-    held, live = _sums(memory.held_bytes), _sums(memory.live_bytes)
+    num_bytes, live = _sums(memory.held_bytes), _sums(memory.live_bytes)
     return lambda stage, first, end: (
-        held(stage, first, end) + memory.live[stage] * live(stage, first, end)
+        num_bytes(stage, first, end) + memory.live[stage] * live(stage, first, end)
     )

@@ -110,8 +110,8 @@ class PartitionProblem:
 
     def _tried(self, num_edges: int, kept: int) -> int:
         """The number of partial cuts, at most, if stages may end at so many edges."""
-        places = self.placement
-        stages, chunks = max(len(places), 1), max(map(places.count, places), default=1)
+        placement = self.placement
+        stages, chunks = max(len(placement), 1), max(map(placement.count, placement), default=1)
         if chunks < 2:
             return 0  # one is kept, and it is exact
         ends = num_edges - stages
@@ -129,12 +129,12 @@ def wander(of: PartitionProblem, seed: int) -> list[int]:
     What falls is the sum of the squares of what ranks cost, and a little of what stages do; of all
     cuts on the way the one with the least busy rank is returned.
     """
-    time, place, num = of.time, of.placement, len(of.placement)
+    time, placement, num = of.time, of.placement, len(of.placement)
     edges, draw = [0, *_even_ends(of)], Random(seed).random
     cost = [time(s, edges[s], edges[s + 1]) for s in range(num)]
-    load = dict.fromkeys(place, 0.0)
+    load = dict.fromkeys(placement, 0.0)
     for s in range(num):
-        load[place[s]] += cost[s]
+        load[placement[s]] += cost[s]
     best, found = max(load.values()), edges[1:]
     hot = HOT * (sum(load.values()) / len(load)) ** 2
     for move in range(MOVES):
@@ -142,7 +142,7 @@ def wander(of: PartitionProblem, seed: int) -> list[int]:
         edge = edges[i] + (-2, -1, 1, 2)[by]
         if not edges[i - 1] < edge < edges[i + 1]:
             continue
-        a, b = place[i - 1], place[i]
+        a, b = placement[i - 1], placement[i]
         before, after = time(i - 1, edges[i - 1], edge), time(i, edge, edges[i + 1])
         less, more = before - cost[i - 1], after - cost[i]
         rise = STAGES * (less * (before + cost[i - 1]) + more * (after + cost[i]))

@@ -64,15 +64,15 @@ def split_traced(
         costs = agreed(costs, group)
     if bytes_per_s is None:
         bytes_per_s = BYTES_PER_S if group is None else measure_link(group)
-    places = _places(traced, nodes, values, costs, bytes_per_s)
-    if len(places) + 1 < len(placement):
+    cuts = _cuts(traced, nodes, values, costs, bytes_per_s)
+    if len(cuts) + 1 < len(placement):
         raise ScheduleError(
-            f"{type(model).__name__} can be cut in {len(places)} places, which makes no "
+            f"{type(model).__name__} can be cut in {len(cuts)} places, which makes no "
             f"{len(placement)} stages; what shares a parameter stays together, and only tensors go "
             f"across"
         )
-    edges = [0, *(place.at for place in places), len(nodes)]
-    across = [*(place.num_bytes for place in places), 0]
+    edges = [0, *(cut.at for cut in cuts), len(nodes)]
+    across = [*(cut.num_bytes for cut in cuts), 0]
     pieces = [_sum(costs[a:b], out) for (a, b), out in zip(pairwise(edges), across, strict=True)]
     options = {"cap_bytes": cap_bytes, "live": live, "schedule": schedule}
     ranges = split_measured(pieces, placement, bytes_per_s=bytes_per_s, **options)
@@ -153,7 +153,7 @@ def _own(traced: fx.GraphModule, node: fx.Node) -> list[Tensor]:
     return [p for p in found if isinstance(p, nn.Parameter) and p.requires_grad]
 
 
-def _places(
+def _cuts(
     traced: fx.GraphModule,
     nodes: Sequence[fx.Node],
     values: dict[fx.Node, object],
@@ -178,7 +178,7 @@ def _places(
     def is_worse(a: _CutPoint, b: _CutPoint) -> bool:
         return abs(a.after_s - b.after_s) < (a.num_bytes - b.num_bytes) / bytes_per_s
 
-    return [place for place in found if not any(is_worse(place, other) for other in found)]
+    return [cut for cut in found if not any(is_worse(cut, other) for other in found)]
 
 
 def _crossing(nodes: Sequence[fx.Node], at: int) -> list[fx.Node]:

@@ -100,16 +100,16 @@ def partition_by_time(
     """
     group = resolve_group(group, "pipe")
     given = microbatch if isinstance(microbatch, tuple) else (microbatch,)
-    places = range(group.size()) if placement is None else placement
+    stage_ranks = range(group.size()) if placement is None else placement
     if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
         options |= {"rounds": rounds, "group": group, "bytes_per_s": bytes_per_s}
-        stages = split_traced(model, given, places, **options)
-        mine = [s for s, place in zip(stages, places, strict=True) if place == group.rank()]
+        stages = split_traced(model, given, stage_ranks, **options)
+        mine = [s for s, rank in zip(stages, stage_ranks, strict=True) if rank == group.rank()]
         return mine[0] if placement is None else mine
     costs = measure(model, *given, rounds=rounds, group=group)
     if bytes_per_s is None:
         bytes_per_s = measure_link(group)
-    ranges = split_measured(costs, places, bytes_per_s=bytes_per_s, **options)
+    ranges = split_measured(costs, stage_ranks, bytes_per_s=bytes_per_s, **options)
     return _mine(model, ranges, placement, group.rank())
 
 
@@ -145,7 +145,7 @@ def _mine(
     index = tpc.get_pp_rank() if index is None else index
     if placement is None:
         return _part(pieces, ranges[index])
-    return [_part(pieces, r) for r, place in zip(ranges, placement, strict=True) if place == index]
+    return [_part(pieces, r) for r, rank in zip(ranges, placement, strict=True) if rank == index]
 
 
 def _part(pieces: Sequence[Piece], span: range) -> Chain:
