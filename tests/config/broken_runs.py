@@ -262,6 +262,17 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "data.name",
         "data.sources and data.path=x exclude each other; remove one",
     ),
+    (
+        {"data__eval": {"web": "web.jsonl"}, "data__val_path": "ids.bin"},
+        "data.val_path",
+        "data.eval.web (jsonl) needs data.tokenizer, a folder with tokenizer.json; "
+        "data.val_path has token ids, where training has bytes; give data.tokenizer",
+    ),
+    (
+        {"checkpoint__keep_best": "wbe", "data__eval": {"web": "web.txt"}},
+        "checkpoint.keep_best",
+        "keep_best=wbe, but the losses that are measured are val_loss, web (data.eval); name",
+    ),
     ({"data__name": "text"}, "data.name", "needs data.path, the file or folder to read"),
     ({"data__name": "tokens"}, "data.name", "needs data.path, the file to read"),
     ({"data__path": "x"}, "data.name", "data.path=x would not be read with data.name=py"),

@@ -58,6 +58,9 @@ class Counting:
     def evaluate(self, stop: Callable[[], bool] | None = None) -> float | None:
         return None if stop is not None and stop() else 1.0
 
+    def evaluate_sets(self, stop: Callable[[], bool] | None = None) -> dict[str, float] | None:
+        return {}
+
 
 @dataclass
 class Wishing(StopController):

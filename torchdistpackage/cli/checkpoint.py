@@ -307,7 +307,7 @@ def _retention(folder: Path) -> Retention:
     if not resolved.is_file():
         return _ALL
     section = load(resolved, ["model.weights=null"]).checkpoint
-    return Retention(section.keep_last, section.keep_every, section.keep_best)
+    return Retention(section.keep_last, section.keep_every, section.best_fact)
 
 
 def _row(info: CheckpointInfo) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from torchdistpackage.cli._inference import (
 )
 from torchdistpackage.config.check import absent_files
 from torchdistpackage.config.data_section import KIND_OF_SUFFIX, DataSection
+from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import DataError
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.train.inference_request import EvalRequest, EvalResult
@@ -80,10 +81,14 @@ def eval(
     found = inference.on_ranks(source, config, EvalRequest(all_data=data is not None))
     if detect(os.environ).rank == 0:
         on = str(data) if data is not None else "validation data"
-        of_tokens = config.model.loss is None and found.num_windows > 0
-        perplexity = _perplexity(found.loss) if of_tokens else None
-        text = (_json if as_json else _line)(found, perplexity, on)
-        typer.echo(text if as_json else wrap_on_terminal(text))
+        every = {on: found, **found.sets}
+        if as_json:
+            values = {name: _values(x, _perplexity(config, x), name) for name, x in every.items()}
+            sets = {name: values[name] for name in found.sets}
+            typer.echo(json.dumps(values[on] | ({"sets": sets} if sets else {})))
+        else:
+            for name, x in every.items():
+                typer.echo(wrap_on_terminal(_line(x, _perplexity(config, x), name)))
 
 
 def _data_keys(
@@ -112,6 +117,8 @@ def _data_keys(
         "data.target": "null",
         "data.args": "{}",
         "data.sources": "[]",
+        "data.val_path": "null",
+        "data.eval": "{}",
         "data.tokenizer": quoted(folder) if reads_text and folder is not None else "null",
     }
     if kind not in ("jsonl", "parquet"):
@@ -158,13 +165,16 @@ def _line(found: EvalResult, perplexity: float | None, on: str) -> str:
     return f"{line} of {on}" + ("" if found.step is None else f", step {found.step}")
 
 
-def _json(found: EvalResult, perplexity: float | None, on: str) -> str:
+def _values(found: EvalResult, perplexity: float | None, on: str) -> dict[str, object]:
     """With null for what is no finite number, which JSON does not have."""
     values = {"loss": found.loss, "perplexity": perplexity}
     numbers = {k: x if x is not None and math.isfinite(x) else None for k, x in values.items()}
     more = {"tokens": found.num_tokens, "windows": found.num_windows, "data": on}
-    return json.dumps({**numbers, **more, "step": found.step})
+    return {**numbers, **more, "step": found.step}
 
 
-def _perplexity(loss: float) -> float:
-    return math.exp(loss) if not loss > 700 else math.inf
+def _perplexity(config: RunConfig, found: EvalResult) -> float | None:
+    """None where the loss is not of tokens."""
+    if config.model.loss is not None or not found.num_windows:
+        return None
+    return math.exp(found.loss) if not found.loss > 700 else math.inf

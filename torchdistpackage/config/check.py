@@ -137,7 +137,7 @@ def _some(numbers: list[int]) -> str:
 
 def absent_files(config: RunConfig) -> list[Problem]:
     """What the data section names and is not there, and packages that keys need."""
-    named = {key: part.path for key, part in config.data.parts.items()}
+    named = {key: part.path for key, part in config.data.all_parts.items()}
     named |= {"data.tokenizer": config.data.tokenizer}
     absent = [
         config.problem(key, f"{path} is not there, seen from {Path.cwd()}")
@@ -175,7 +175,7 @@ def _needed_packages(config: RunConfig) -> dict[str, str]:
 def wrong_files(config: RunConfig) -> list[Problem]:
     """What the data and model sections name or need, and is there, but of no use to this run."""
     found = {"data.tokenizer": _of_tokenizer(config)}
-    found |= {key: _of_size(part) for key, part in config.data.parts.items()}
+    found |= {key: _of_size(part) for key, part in config.data.all_parts.items()}
     return old_packages(config) + [
         config.problem(key, text) for key, texts in found.items() for text in texts
     ]
@@ -189,8 +189,9 @@ def _of_size(data: DataSection) -> Iterator[str]:
     width = 1 if data.name == "text" else int(data.dtype.removeprefix("uint")) // 8
     total = path.stat().st_size // width
     numbers = split_at_end(total, data.val_fraction)
-    for split, number in zip(("train", "val"), numbers, strict=True):
-        if text := too_few_tokens(split, number, data.seq_len, total=total):
+    sides = (data.val_fraction < 1, data.val_fraction > 0)
+    for split, number, is_read in zip(("train", "val"), numbers, sides, strict=True):
+        if is_read and (text := too_few_tokens(split, number, data.seq_len, total=total)):
             yield f"{path}: {text}"
 
 
@@ -214,7 +215,7 @@ def _of_tokenizer(config: RunConfig) -> Iterator[str]:
             if (hf := config.model.hf) is not None:
                 fix = f"use the tokenizer of {hf}"
             yield f"{folder} has {size} ids, but model.vocab is {vocab}; {fix}"
-        fields = {x.field for x in config.data.parts.values() if x.tokenizer is not None}
+        fields = {x.field for x in config.data.all_parts.values() if x.tokenizer}
         if fields - {"messages"}:
             text_ends(file, config.data.bos, config.data.eos)
         if "messages" in fields and chat_template(file.parent) is None:

@@ -91,7 +91,16 @@ class DataSection(NamedSection):
     global_batch: k.Count = Field(
         default=32, le=1 << 24, description="Samples in a step, over all ranks."
     )
-    val_fraction: k.UpToHalf = Field(default=0.05, description="Part kept for validation.")
+    val_fraction: k.UpToHalf = Field(
+        default=0.05, description="Part kept for validation, unless val_path has it."
+    )
+    val_path: k.PathOrNull = Field(
+        default=None, description="File or folder to validate on; null: val_fraction of the data."
+    )
+    eval: k.EvalSets = Field(
+        default_factory=dict,
+        description="Further files or folders to evaluate on at each validation, by name.",
+    )
 
     @property
     def has_bytes(self) -> bool:
@@ -116,9 +125,29 @@ class DataSection(NamedSection):
         """By the key of its path, the section of each file or folder, as if there were no other."""
         if self.target is not None:
             return {}
-        if not self.sources:
-            return {"data.path": self}
-        return {f"data.sources[{i}].path": x.section for i, x in enumerate(self.blend)}
+        parts = {f"data.sources[{i}].path": x.section for i, x in enumerate(self.blend)}
+        parts = parts or {"data.path": self}
+        kept = 0.0 if self.val_path is not None else self.val_fraction
+        return {key: x.model_copy(update={"val_fraction": kept}) for key, x in parts.items()}
+
+    @property
+    def val_part(self) -> "DataSection | None":
+        """The section of val_path, all of which is for validation."""
+        return None if self.val_path is None else self._evaluated(self.val_path)
+
+    @property
+    def eval_parts(self) -> "dict[str, DataSection]":
+        """The sections of eval, by the names there."""
+        return {name: self._evaluated(path) for name, path in self.eval.items()}
+
+    @property
+    def all_parts(self) -> "dict[str, DataSection]":
+        """`parts`, and those that only validations read, by the keys of their paths."""
+        val = {} if self.val_part is None else {"data.val_path": self.val_part}
+        return self.parts | val | {f"data.eval.{n}": x for n, x in self.eval_parts.items()}
+
+    def _evaluated(self, path: str) -> "DataSection":
+        return self.reading(path).model_copy(update={"val_fraction": 1.0})
 
     def reading(self, path: str, name: str | None = None, field: str | None = None) -> Self:
         """The section that reads this file or folder alone, with what the keys say of all."""

@@ -298,6 +298,17 @@ def _local_copies_have_a_place(c: RunConfig, world_size: int | None) -> str | No
     return None
 
 
+@rule("checkpoint.keep_best", "data.eval")
+def _the_best_is_known(c: RunConfig, world_size: int | None) -> str | None:
+    best, names = c.checkpoint.keep_best, ("val_loss", *c.data.eval)
+    if best is None or best in names:
+        return None
+    return (
+        f"checkpoint.keep_best={best}, but the losses that are measured are "
+        f"{', '.join(names)} (data.eval); name one of them"
+    )
+
+
 @rule("checkpoint.keep_best", "train.eval_every", "checkpoint.save_every")
 def _the_best_is_measured(c: RunConfig, world_size: int | None) -> str | None:
     saved, every = c.checkpoint, c.train.eval_every

@@ -4,6 +4,8 @@ from torchdistpackage.config.data_section import DataSection
 from torchdistpackage.config.rules import Rule, named_once, rule
 from torchdistpackage.config.schema import RunConfig
 
+_OF_FORMAT = ("data.name", "data.field", "data.tokenizer")
+
 
 @rule("data.name", "data.target", "data.sources", "data.tokenizer", "data.field", "data.cache")
 def _tokenizer_is_for_text(c: RunConfig, world_size: int | None) -> str | None:
@@ -83,7 +85,28 @@ def _data_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
     return None
 
 
-_READ = ("data.sources", "data.name", "data.field", "data.tokenizer")
+@rule("data.val_path", "data.eval", "data.target", "data.sources", *_OF_FORMAT)
+def _evaluation_is_of_our_data(c: RunConfig, world_size: int | None) -> str | None:
+    data, said = c.data, list[str]()
+    found = {f"data.eval.{name}": x for name, x in data.eval_parts.items()}
+    found |= {} if data.val_part is None else {"data.val_path": data.val_part}
+    if found and data.target is not None:
+        return (
+            f"{', '.join(found)} would not be read with data.target={data.target}, whose batch "
+            f"makes validations too; remove it"
+        )
+    trains = [x.section for x in data.blend] or [data]
+    is_bytes = trains[0].tokenizer is None and trains[0].name in ("text", "python_stdlib")
+    for key, part in found.items():
+        if part.name in ("jsonl", "parquet") and part.tokenizer is None:
+            said.append(f"{key} ({part.name}) needs data.tokenizer, a folder with tokenizer.json")
+        elif is_bytes != (part.tokenizer is None and part.name == "text"):
+            kinds = ("bytes", "token ids") if is_bytes else ("token ids", "bytes")
+            said.append(f"{key} has {kinds[1]}, where training has {kinds[0]}; give data.tokenizer")
+    return "; ".join(said) or None
+
+
+_READ = ("data.sources", *_OF_FORMAT)
 """What decides how sources are read."""
 
 

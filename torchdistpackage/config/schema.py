@@ -18,6 +18,9 @@ from torchdistpackage.config.yaml_loader import keys_of, write
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.topology.mesh import DEFAULT_ORDER
 
+VAL_LOSS = "val_loss"
+"""A fact of a checkpoint: its validation loss; of a set of data.eval val_loss/NAME."""
+
 
 class RunSection(Section):
     """Who this run is and where its outputs go."""
@@ -211,7 +214,8 @@ class CheckpointSection(Section):
         default=0, description="Checkpoints of multiples of so many steps are kept too; 0 is off."
     )
     keep_best: k.KeepBest = Field(
-        default=None, description="val_loss: the one with the lowest validation loss is kept too."
+        default=None,
+        description="The one with the lowest validation loss, or loss of this set, is kept too.",
     )
     local_dir: k.NodePathOrNull = Field(
         default=None,
@@ -234,6 +238,12 @@ class CheckpointSection(Section):
         description="hf: the last checkpoint also becomes a folder hf/ that transformers loads, or "
         "with model.lora peft.",
     )
+
+    @property
+    def best_fact(self) -> str | None:
+        """The fact of a checkpoint whose least value `keep_best` names."""
+        best = self.keep_best
+        return best if best in (None, VAL_LOSS) else f"{VAL_LOSS}/{best}"
 
 
 class LocalSection(Section):

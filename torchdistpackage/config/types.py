@@ -279,7 +279,14 @@ LrSchedule = Literal[
 CpCommType = Literal["auto", "p2p", "all_gather", "a2a", "a2a+p2p"]
 Partition = Literal["cost", "parameters", "uniform", "time"]
 ExportFormat = Literal["hf"] | None
-KeepBest = Literal["val_loss"] | None
+KeepBest = (
+    Annotated[
+        str,
+        Field(min_length=1, max_length=MAX_NAME_BYTES),
+        Expected("val_loss or a name of data.eval"),
+    ]
+    | None
+)
 AsyncMode = Literal["auto", "async", "disabled"]
 OnSaveError = Literal["stop", "continue"]
 RequeueMode = Literal["requeue", "chain", "never"]
@@ -344,6 +351,10 @@ TextField = Annotated[
 ]
 TextFieldOrNull = TextField | None
 LabelOrNull = FolderName | None
+EvalSets = Annotated[
+    dict[FolderName, Path],
+    Expected("a mapping of names, as those of folders, to paths, e.g. {web: data/web.jsonl}"),
+]
 TokenDtype = Literal["uint8", "uint16", "uint32"]
 TextEnd = Literal["auto", "on", "off"]
 

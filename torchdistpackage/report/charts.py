@@ -275,7 +275,14 @@ def _by_part(run: RunData, key: str, of: str) -> Chart:
     return Chart(f"{key}-{run.name}", f"{_MAPPED.get(key, key)}{of}", note, traces, _steps(""))
 
 
-_MAPPED = {"experts": "Busiest expert over the mean", "experts_dropped": "Choices without a place"}
+_MAPPED = {
+    "experts": "Busiest expert over the mean",
+    "experts_dropped": "Choices without a place",
+    "eval_loss": "Loss of each evaluation set",
+    "perplexity": "Perplexity of each evaluation set",
+    "sources": "Part of each source in a step",
+    "epochs": "Passes over each source",
+}
 
 
 def _others(runs: Sequence[RunData]) -> list[Chart]:

@@ -35,7 +35,6 @@ from torchdistpackage.parallel.tensor.float8 import use_float8
 from torchdistpackage.parallel.tensor.init import collect_initials, initialize
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.generators import evaluation
-from torchdistpackage.train.blend import BlendedDataset
 from torchdistpackage.train.callbacks import (
     DeadExperts,
     NonFiniteCheck,
@@ -45,8 +44,8 @@ from torchdistpackage.train.callbacks import (
     StragglerCheck,
 )
 from torchdistpackage.train.compiled import compile_blocks
-from torchdistpackage.train.data import DataSource
-from torchdistpackage.train.data_build import build_data
+from torchdistpackage.train.data import DataSource, SequenceSource
+from torchdistpackage.train.data_build import blend_of, build_data, build_eval_sets
 from torchdistpackage.train.learning_rate import learning_rate
 from torchdistpackage.train.log import StepLog
 from torchdistpackage.train.loop import Callback, Loop
@@ -88,6 +87,9 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     pipe, optim = tpc.get_group("pipe"), config.optim
     rate = learning_rate(optim, config.train.steps)
 
+    source = data if data is not None else build_data(plan)
+    ranges = model.sequence.ranges if isinstance(source, SequenceSource) else None
+
     def executor(schedule: Schedule) -> Executor:
         return Executor(schedule, pipe, device=device, timeout_s=start_timeout_s(config))
 
@@ -100,7 +102,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         loss=model.loss,
         autocast=model.autocast,
         sequence=model.sequence,
-        data=data if data is not None else build_data(plan),
+        data=source,
         replicas=replicas,
         optimizer=optimizer,
         update=Update(
@@ -121,6 +123,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         # from stage 2 on there is no room for full gradients beyond a round
         sums_each_round=config.parallel.zero >= 2,
         eval_batches=config.train.eval_batches,
+        eval_sets=build_eval_sets(plan, tpc.get_dp_rank(), ranges),
     )
     if config.train.recompute == "blocks":
         trainer.recomputed = recompute_blocks(stage)
@@ -190,8 +193,8 @@ def make_loop(
         callbacks.append(StepTrace(trainer, train.profile.range, state.step + 1))
     callbacks += [RankTimes(trainer, folder, every, state.step + 1), SaveEvents()]
     callbacks += [DeadExperts(10 * every), NonFiniteCheck(skips=train.on_nonfinite == "skip")]
-    if isinstance(trainer.data, BlendedDataset):
-        callbacks.append(SourceShares(trainer.data, trainer.seed))
+    if (blend := blend_of(trainer.data)) is not None:
+        callbacks.append(SourceShares(blend, trainer.seed))
     if train.check_replicas_every:
         callbacks.append(ReplicaCheck(trainer, train.check_replicas_every))
     return Loop(
@@ -209,7 +212,7 @@ def make_loop(
         saver=RunSaver(
             trainer,
             folder,
-            keep=Retention(checkpoint.keep_last, checkpoint.keep_every, checkpoint.keep_best),
+            keep=Retention(checkpoint.keep_last, checkpoint.keep_every, checkpoint.best_fact),
             mode=checkpoint.async_mode,
             goes_on=checkpoint.on_error == "continue",
             local=local,

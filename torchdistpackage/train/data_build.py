@@ -1,12 +1,30 @@
 """The data section as objects: what is read, and who draws samples from it."""
 
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
 from torchdistpackage.config.data_section import DataSection
+from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import DataError
 from torchdistpackage.train import corpus
 from torchdistpackage.train.blend import BlendedDataset, BlendPart
-from torchdistpackage.train.data import DataSource, TokenDataset
+from torchdistpackage.train.data import (
+    DataSource,
+    SequenceSource,
+    Split,
+    TokenDataset,
+    check_place,
+)
+from torchdistpackage.train.evaluation import (
+    DocumentWindows,
+    TokenWindows,
+    Windows,
+    batches_of,
+)
 from torchdistpackage.train.packing import PackedDataset
 from torchdistpackage.train.plan import Plan
+from torchdistpackage.train.step import EvalSet
 from torchdistpackage.train.texts import tokenized_part
 from torchdistpackage.train.token_cache import cut_documents
 from torchdistpackage.train.user_code import user_object
@@ -23,8 +41,71 @@ def build_data(plan: Plan) -> DataSource:
                 f"batch(...) method; see train.data.DataSource"
             )
         return source
+    train = _training(plan)
+    if section.val_part is None:
+        return train
+    return SeparateValidation(train, _read(plan, section.val_part))
+
+
+class SeparateValidation:
+    """Two sources: one to train on, and one of which only validations are read."""
+
+    def __init__(self, train: SequenceSource, val: SequenceSource):
+        self.train, self.val, self.seq_len = train, val, train.seq_len
+
+    def part(self, ranges: Sequence[range]) -> "SeparateValidation":
+        """See `SequenceSource`."""
+        return SeparateValidation(self.train.part(ranges), self.val.part(ranges))
+
+    def batch(
+        self,
+        split: Split,
+        seed: int,
+        step: int,
+        data_index: int,
+        num_data: int,
+        per_rank: int,
+        *,
+        first: int = 0,
+    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+        """See `DataSource.batch`."""
+        check_place(split, data_index, num_data)
+        source = self.train if split == "train" else self.val
+        return source.batch(split, seed, step, data_index, num_data, per_rank, first=first)
+
+
+def blend_of(data: DataSource) -> BlendedDataset | None:
+    """What mixes the sources that a run trains on; None: it has one."""
+    data = data.train if isinstance(data, SeparateValidation) else data
+    return data if isinstance(data, BlendedDataset) else None
+
+
+def build_eval_sets(
+    plan: Plan, index: int, ranges: Callable[[int], Sequence[range]] | None
+) -> list[EvalSet]:
+    """The sets of data.eval for the ranks at `index` along data: each window once, up to as many
+    batches as a validation has.
+
+    ranges: of a sequence's length, the part of it that is read; None: all.
+    """
+    config, num_data = plan.config, plan.topology.dense.axis_size("data")
+    per_rank = plan.schedule.num_microbatches * plan.samples_per_microbatch
+    found: list[EvalSet] = []
+    for name, section in config.data.eval_parts.items():
+        windows = read_windows(config, section, True)
+        windows = windows if ranges is None else windows.part(ranges(windows.seq_len))
+        number = -(-windows.number // (num_data * per_rank))
+        most = config.train.eval_batches * config.train.accumulate
+        batch = batches_of(windows, index, num_data, per_rank)
+        found.append(EvalSet(name, min(number, most), batch))
+    return found
+
+
+def _training(plan: Plan) -> SequenceSource:
+    section = plan.config.data
     if not section.sources:
-        return _read(plan, section)
+        (part,) = section.parts.values()
+        return _read(plan, part)
     parts: list[BlendPart] = []
     for key, (label, weight, part) in zip(section.parts, section.blend, strict=True):
         try:
@@ -37,6 +118,8 @@ def build_data(plan: Plan) -> DataSource:
 
 def notes_of(data: DataSource) -> list[str]:
     """What to say of documents that are cut."""
+    if isinstance(data, SeparateValidation):
+        return notes_of(data.train)
     if isinstance(data, BlendedDataset):
         return [f"{part.label}: {note}" for part in data.parts for note in notes_of(part.data)]
     if not isinstance(data, PackedDataset):
@@ -56,17 +139,36 @@ def _read(plan: Plan, section: DataSection) -> TokenDataset | PackedDataset:
             val_fraction=section.val_fraction,
             document_masks=section.document_masks,
         )
-    found = read_corpus(section, section.val_fraction)
+    found = read_corpus(section, section.val_fraction % 1)
+    only_val = section.val_fraction == 1
     data = TokenDataset(
         found.train,
-        found.val,
+        found.train if only_val else found.val,
         config.model.vocab,
         section.seq_len,
         num_val=config.train.eval_batches * section.global_batch,
         global_batch=section.global_batch,
     )
-    data.check_length("val")  # now, and not in the first validation
+    if section.val_fraction:
+        data.check_length("val")  # now, and not in the first validation
     return data
+
+
+def read_windows(config: RunConfig, section: DataSection, all_data: bool) -> Windows:
+    """What an evaluation reads of a part: all of it, or what is kept for validation."""
+    vocab = config.model.vocab
+    if section.tokenizer is not None:
+        packed = PackedDataset(
+            tokenized_part(config, section),
+            vocab=vocab,
+            seq_len=section.seq_len,
+            global_batch=section.global_batch,
+            val_fraction=1.0 if all_data else section.val_fraction,
+            document_masks=section.document_masks,
+        )
+        return DocumentWindows(packed)
+    found = read_corpus(section, 0.0 if all_data else section.val_fraction)
+    return TokenWindows(found.train if all_data else found.val, vocab, section.seq_len)
 
 
 def read_corpus(section: DataSection, val_fraction: float) -> corpus.Corpus:

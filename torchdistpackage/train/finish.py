@@ -9,7 +9,7 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.train.data import table_entropies
 from torchdistpackage.train.generate import generate
 from torchdistpackage.train.inference_request import Sampling
-from torchdistpackage.train.log import plot_loss, print_line
+from torchdistpackage.train.log import evaluation_lines, plot_loss, print_line
 from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.prompts import ByteCodec
 from torchdistpackage.train.step import Trainer
@@ -24,6 +24,9 @@ def finish(loop: Loop, loss: float, *, text: str | None, plot: bool) -> None:
     width = max(shutil.get_terminal_size().columns - len("  | "), 20)
     of_tokens = " nats per token" if loop.log.unit == "tokens" else ""
     print_line(f"validation loss {loss:.4f}{of_tokens}")
+    if sets := loop.state.set_losses:
+        of = loop.log.unit == "tokens"
+        print_line(textwrap.indent("\n".join(evaluation_lines(loss, sets, of_tokens=of)), "  "))
     if found := table_entropies(loop.trainer.data):
         print_line(f"  unigram table {found[0]:.4f}, bigram table {found[1]:.4f} on the same split")
     if text is not None:

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -13,17 +14,14 @@ from torchdistpackage.checkpoint.save import fail_together
 from torchdistpackage.comm.creation import end_processes
 from torchdistpackage.comm.runtime import join, leave
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.config.data_section import DataSection
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import CheckpointError, DataError, NonFiniteError
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.train.build import build_model, start_timeout_s
 from torchdistpackage.train.data import DataBatch
-from torchdistpackage.train.data_build import build_data, read_corpus
+from torchdistpackage.train.data_build import build_data, read_windows
 from torchdistpackage.train.evaluation import (
-    DocumentWindows,
     JoinedWindows,
-    TokenWindows,
     Windows,
     batches_of,
     evaluate,
@@ -36,12 +34,10 @@ from torchdistpackage.train.inference_request import (
     RankRefusal,
     TrainedWeights,
 )
-from torchdistpackage.train.packing import PackedDataset
 from torchdistpackage.train.plan import Plan, make_plan
 from torchdistpackage.train.prompts import ByteCodec, GrowingText, TokenizerCodec
 from torchdistpackage.train.run_folder import CHECKPOINTS
 from torchdistpackage.train.staged_model import StagedModel
-from torchdistpackage.train.texts import tokenized_part
 from torchdistpackage.train.user_code import add_user_code
 
 Answer = EvalResult | RankRefusal | None
@@ -155,48 +151,43 @@ def _evaluated(model: StagedModel, request: EvalRequest, step: int | None) -> Ev
     index, num_data = tpc.get_dp_rank(), topology.dense.axis_size("data")
     per_rank = config.data.global_batch // num_data
     timeout_s = start_timeout_s(config)
+
+    sequence = model.sequence
+
+    def of(windows: Windows) -> EvalResult:
+        windows = windows.part(sequence.ranges(windows.seq_len))
+        batch = batches_of(windows, index, num_data, per_rank)
+        number = -(-windows.number // config.data.global_batch)
+        total, count = evaluate(model, batch, number, timeout_s)
+        return EvalResult(total / count, count, windows.number, step)
+
+    sets: dict[str, Windows] = {}
     with fail_together(tpc.get_group("global"), "reading the data"):
         if config.data.target is not None:
             source, windows = build_data(model.plan), None
         else:
             source, windows = None, _windows(config, request)
-    sequence = model.sequence
+            parts = {} if request.all_data else config.data.eval_parts
+            sets = {name: read_windows(config, x, True) for name, x in parts.items()}
     if windows is not None:
-        windows = windows.part(sequence.ranges(windows.seq_len))
-        batch = batches_of(windows, index, num_data, per_rank)
-        num_batches, number = -(-windows.number // config.data.global_batch), windows.number
-    else:
-        assert source is not None
+        return replace(of(windows), sets={name: of(x) for name, x in sets.items()})
+    assert source is not None
 
-        def batch(b: int):
-            found = DataBatch(*source.batch("val", config.run.seed, b, index, num_data, per_rank))
-            inputs, targets = map(sequence.part, found[:2])
-            return found._replace(inputs=inputs, targets=targets)
+    def batch(b: int):
+        found = DataBatch(*source.batch("val", config.run.seed, b, index, num_data, per_rank))
+        inputs, targets = map(sequence.part, found[:2])
+        return found._replace(inputs=inputs, targets=targets)
 
-        num_batches, number = config.train.eval_batches, 0
-    total, count = evaluate(model, batch, num_batches, timeout_s)
-    return EvalResult(total / count, count, number, step)
+    total, count = evaluate(model, batch, config.train.eval_batches, timeout_s)
+    return EvalResult(total / count, count, 0, step)
 
 
 def _windows(config: RunConfig, request: EvalRequest) -> Windows:
-    parts = config.data.parts.values()
-    return JoinedWindows([_of_part(config, part, request.all_data) for part in parts])
-
-
-def _of_part(config: RunConfig, section: DataSection, all_data: bool) -> Windows:
-    vocab = config.model.vocab
-    if section.tokenizer is not None:
-        packed = PackedDataset(
-            tokenized_part(config, section),
-            vocab=vocab,
-            seq_len=section.seq_len,
-            global_batch=section.global_batch,
-            val_fraction=1.0 if all_data else section.val_fraction,
-            document_masks=section.document_masks,
-        )
-        return DocumentWindows(packed)
-    found = read_corpus(section, 0.0 if all_data else section.val_fraction)
-    return TokenWindows(found.train if all_data else found.val, vocab, section.seq_len)
+    data = config.data
+    if data.val_part is not None and not request.all_data:
+        return read_windows(config, data.val_part, True)
+    parts = data.parts.values()
+    return JoinedWindows([read_windows(config, part, request.all_data) for part in parts])
 
 
 def _write(text: str) -> None:

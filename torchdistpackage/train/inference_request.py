@@ -1,6 +1,7 @@
 """What `tdp generate` and `tdp eval` ask of the ranks, and their answer. No torch."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +54,14 @@ class EvalRequest:
 class EvalResult:
     """loss: mean over the tokens that count, in nats. num_windows: 0 where samples are a user's.
 
-    step: of the checkpoint; None: the weights are no run's.
+    step: of the checkpoint; None: the weights are no run's. sets: of data.eval, by name.
     """
 
     loss: float
     num_tokens: int
     num_windows: int
     step: int | None
+    sets: "Mapping[str, EvalResult]" = field(default_factory=dict["str", "EvalResult"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
                 f"again; if the folder was moved, move it back before"
             )
 
-    def amend(self, step: int, **values: float | None) -> None:
+    def amend(self, step: int, **values: object) -> None:
         """Add values to the row of `step`, if it is the last one."""
         rows = read_metrics(self.path)
         if rows and rows[-1]["step"] == step:
@@ -121,6 +121,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         DataError: the name is that of a device, a pipe or the like, which is not opened.
     """
     return read_rows(path)[0]
+
+
+def perplexity(loss: float) -> float:
+    """Of a mean loss in nats a token."""
+    return math.exp(loss) if not loss > 700 else math.inf
+
+
+def evaluation_lines(loss: float, sets: Mapping[str, float], *, of_tokens: bool) -> list[str]:
+    """The losses of a validation and of each set, with perplexities where they are of tokens."""
+    every = {"val": loss, **sets}
+    texts = [f"{n} {x:.4f}" + f" ({perplexity(x):.4g})" * of_tokens for n, x in every.items()]
+    head = "evaluated, loss (perplexity): " if of_tokens else "evaluated, loss: "
+    return [fill(head + ", ".join(texts), _COLUMNS, subsequent_indent="  ")]
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
@@ -246,7 +259,7 @@ class StepLog:
         self._lines += lines
         self._values |= values
 
-    def write(self, result: StepResult, tokens: int, values: Mapping[str, float]) -> None:
+    def write(self, result: StepResult, tokens: int, values: Mapping[str, Any]) -> None:
         """Log a step, once. tokens: of the run so far; values: further ones of its row."""
         lines, noted = self._lines, self._values
         self._lines, self._values = [], {}
@@ -277,7 +290,7 @@ class StepLog:
             width = shutil.get_terminal_size().columns - 2
             self._bar.say(indent(fill(str(noted["pipeline"]), width), "  "))
 
-    def amend(self, step: int, values: Mapping[str, float]) -> None:
+    def amend(self, step: int, values: Mapping[str, Any]) -> None:
         """Add to the row of `step`, the last one, what an earlier start did not come to."""
         if self._metrics is not None:
             self._metrics.amend(step, **values)

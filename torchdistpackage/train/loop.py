@@ -8,10 +8,11 @@ always has work.
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torchdistpackage.harness.watchdog import HangWatchdog, Heartbeat
 from torchdistpackage.train.data import table_entropies
-from torchdistpackage.train.log import StepLog
+from torchdistpackage.train.log import StepLog, evaluation_lines, perplexity
 from torchdistpackage.train.saving import RunSaver
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.step_stats import PendingStep, StepResult
@@ -176,8 +177,13 @@ class Loop:
         """The loss; None, and owed to the next start, if a rank asked for the end before."""
         with self.marks.allow_slow():
             loss = None if self._asked_to_stop else self.trainer.evaluate(self.stop.should_stop)
+            sets = None if loss is None else self.trainer.evaluate_sets(self.stop.should_stop)
+        loss = None if sets is None else loss
         self._asked_to_stop |= loss is None
         self.state.owes_validation, self.state.val_loss = loss is None, loss
+        self.state.set_losses = sets or {}
+        if loss is not None and sets:
+            self.log.note(*evaluation_lines(loss, sets, of_tokens=self.log.unit == "tokens"))
         return loss
 
     def _pending_eval(self) -> float | None:
@@ -224,6 +230,7 @@ class Loop:
         self._asked_to_stop |= result.stop
         self.state.step = result.step
         self.state.loss, self.state.val_loss = result.loss, None
+        self.state.set_losses = {}
         self.state.tokens += result.tokens
         with self.marks.allow_slow():
             self.saver.hear(result)
@@ -231,13 +238,18 @@ class Loop:
 
     def _log_step(self, result: StepResult, val_loss: float | None = None) -> None:
         """Write and show a step, once."""
-        values = {} if val_loss is None else self._validated(val_loss)
+        values: dict[str, Any] = {} if val_loss is None else self._validated(val_loss)
         if self.state.skipped:
             values["skipped"] = self.state.skipped
         self.log.write(result, self.state.tokens, values)
 
-    def _validated(self, loss: float) -> dict[str, float]:
-        values = {"val_loss": loss}
+    def _validated(self, loss: float) -> dict[str, float | dict[str, float]]:
+        values: dict[str, float | dict[str, float]] = {"val_loss": loss}
+        if sets := self.state.set_losses:
+            values["eval_loss"] = sets
+            if self.log.unit == "tokens":
+                every = {"val": loss, **sets}
+                values["perplexity"] = {name: perplexity(x) for name, x in every.items()}
         if self.is_main and (tables := table_entropies(self.trainer.data)):
             values |= {"unigram": tables[0], "bigram": tables[1]}
         return values

@@ -39,7 +39,7 @@ class PackedDataset:
 
     global_batch: samples in a step, or in a batch of a validation. val_fraction: part of the
     documents that only validation sees, see `split_documents`; it begins again after its last
-    sample. 1: all, with no training.
+    sample. 1: all, with no training; 0: none.
     document_masks: batches come with position_ids, from 0 in each piece of a document, see
     `DataBatch`.
 

@@ -65,14 +65,17 @@ class DocumentSplit:
 
 
 def split_documents(text: TokenizedText, val_fraction: float) -> DocumentSplit:
-    """The same for the same texts and fraction; 1: all documents are for validation.
+    """The same for the same texts and fraction; 1: all documents are for validation, 0: none.
 
     Equal documents are on one side, unless there is no other text: then each is cut near its end,
     but for those with prompts.
     """
     starts, lengths, every = text.starts, np.diff(text.ends, prepend=0), np.arange(len(text.ends))
-    in_val = every >= 0 if val_fraction == 1 else _in_val(text.places, val_fraction)
     has_prompts = text.prompts is not None
+    if val_fraction in (0, 1):
+        only = {"val" if val_fraction else "train": SplitPart(every, starts, lengths)}
+        return DocumentSplit(only, False, has_prompts)
+    in_val = _in_val(text.places, val_fraction)
     if in_val.any() or has_prompts:
         train, val = (SplitPart(every[side], starts, lengths) for side in (~in_val, in_val))
         return DocumentSplit({"train": train, "val": val}, False, has_prompts)

@@ -5,10 +5,11 @@ tokens is summed with them, and one factor at the end makes the mean and clips (
 small all-reduce a step carries loss, tokens and norm.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +52,14 @@ def never_save() -> bool:
     return False
 
 
+class EvalSet(NamedTuple):
+    """Data to evaluate on. batch: number b of this rank, of `num_batches` on all."""
+
+    name: str
+    num_batches: int
+    batch: Callable[[int], DataBatch]
+
+
 @dataclass
 class Trainer(StagedModel):
     """The objects of one rank.
@@ -74,6 +83,7 @@ class Trainer(StagedModel):
     rounds: int
     sums_each_round: bool
     eval_batches: int
+    eval_sets: Sequence[EvalSet] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -245,14 +255,32 @@ class Trainer(StagedModel):
 
         None if a rank asked to stop on the way: all stop after the same batch.
         """
+        batch = self.batches.of_validation
+        return self._mean_loss(self.eval_batches, self.rounds, batch, stop)
+
+    def evaluate_sets(self, stop: WantsSave = never_save) -> dict[str, float] | None:
+        """Mean loss over each of `eval_sets`, by name; the rest as `evaluate`."""
+        losses: dict[str, float] = {}
+        for each in self.eval_sets:
+            loss = self._mean_loss(
+                each.num_batches, 1, lambda number, _, each=each: each.batch(number), stop
+            )
+            if loss is None:
+                return None
+            losses[each.name] = loss
+        return losses
+
+    def _mean_loss(
+        self, num_batches: int, rounds: int, batch: Callable[[int, int], DataBatch], stop: WantsSave
+    ) -> float | None:
         totals = totals_on(self.device)
         self.stage.eval()
         with self.phases("validate"), keep_random_states(self.device):
-            for number in range(self.eval_batches):
-                for index in range(self.rounds):
+            for number in range(num_batches):
+                for index in range(rounds):
                     with self.phases("data"):
-                        batch = self.batches.of_validation(number, index)
-                    totals += self._pass(self.evaluator, batch, None)
+                        found = batch(number, index)
+                    totals += self._pass(self.evaluator, found, None)
                 if stop is not never_save:
                     wish = torch.tensor([float(stop())], dtype=torch.float64)
                     if primitives.all_reduce(wish, self._host_world).item() > 0:

@@ -27,7 +27,7 @@ def token_cache_folder(config: RunConfig) -> Path:
 
 def text_parts(config: RunConfig) -> dict[str, DataSection]:
     """By the key of its path, each part of the data that is tokenized."""
-    return {key: x for key, x in config.data.parts.items() if x.tokenizer is not None}
+    return {key: x for key, x in config.data.all_parts.items() if x.tokenizer is not None}
 
 
 def tokenized_part(

@@ -2,7 +2,8 @@
 
 import logging
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from torchdistpackage.checkpoint.save import (
 )
 from torchdistpackage.checkpoint.snapshot import HostCopies, take_snapshot
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.config.schema import VAL_LOSS
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.topology.mesh import describe
 from torchdistpackage.train.step import Trainer
@@ -31,7 +33,7 @@ FOLDER = "checkpoints"
 OWES = "owes_validation"
 SKIPPED = "skipped_steps"
 DATA = "data_fingerprint"
-LOSS, VAL_LOSS = "loss", "val_loss"
+LOSS = "loss"
 
 
 @dataclass
@@ -40,7 +42,8 @@ class TrainState:
 
     owes_validation: the validation that belongs to `step` was cut short. skipped: steps that were
     left out because a number was not finite. loss, val_loss: of `step`, None where not known.
-    data: `data_fingerprint` of what it trains on; "" where nothing is known.
+    set_losses: as val_loss, of each set of data.eval. data: `data_fingerprint` of what it trains
+    on; "" where nothing is known.
     """
 
     step: int = 0
@@ -50,6 +53,7 @@ class TrainState:
     loss: float | None = None
     val_loss: float | None = None
     data: str = ""
+    set_losses: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 def save_state(trainer: Trainer, state: TrainState, run_folder: Path, keep_last: int) -> Path:
@@ -67,6 +71,7 @@ def begin_save(
 ) -> PendingSave:
     """Begin a checkpoint, all ranks together; copies, errors: as `start_save`."""
     losses = {name: getattr(state, name) for name in (LOSS, VAL_LOSS)}
+    losses |= {f"{VAL_LOSS}/{name}": x for name, x in state.set_losses.items()}
     return start_save(
         target,
         step=state.step,
