@@ -273,6 +273,11 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "checkpoint.keep_best",
         "keep_best=wbe, but the losses that are measured are val_loss, web (data.eval); name",
     ),
+    (
+        {"data__packing": "whole"},
+        "data.packing",
+        "data.packing=whole, but without data.tokenizer it is not known where documents end",
+    ),
     ({"data__name": "text"}, "data.name", "needs data.path, the file or folder to read"),
     ({"data__name": "tokens"}, "data.name", "needs data.path, the file to read"),
     ({"data__path": "x"}, "data.name", "data.path=x would not be read with data.name=py"),

@@ -28,6 +28,7 @@ RUN = [
     ),
     *("train.eval_batches=1", "precision.dtype=float64", "data.name=jsonl"),
     "data.document_masks=true",
+    "data.packing=wrapped",
 ]
 OURS = ["model.layers=2", "model.dim=16", "model.heads=4", "model.vocab=300"]
 LEARNED = [*OURS, "model.position=learned"]

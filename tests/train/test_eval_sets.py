@@ -26,7 +26,7 @@ def files(folder: Path) -> list[str]:
         f"data.path={folder}/train.jsonl",
         "data.name=jsonl",
         f"data.val_path={folder}/val.jsonl",
-        f"data.eval={{web: {folder}/web.jsonl, few: {folder}/few.jsonl, val: {folder}/val.jsonl}}",
+        f"data.eval={{web: {folder}/web.jsonl, few: {folder}/few.jsonl, same: {folder}/val.jsonl}}",
         f"data.tokenizer={save_tokenizer(folder / 't')}",
         f"data.cache={folder}/cache",
     ]
@@ -53,13 +53,13 @@ def evaluated(overrides: list[str]) -> tuple[float | None, dict[str, float] | No
 def test_sets_are_evaluated_alike_on_every_layout(ranks, tmp_path, layout):
     where = files(tmp_path)
     ((_, one, number),) = ranks(1).run(evaluated, where)
-    assert one.keys() == {"web", "few", "val"} and len({*one.values()}) == 3
+    assert one.keys() == {"web", "few", "same"} and len({*one.values()}) == 3
     for _, sets, _ in ranks(4).run(evaluated, [*where, *layout]):
         assert sets == pytest.approx(one, rel=1e-9)
     # a validation reads the file in batches of samples, a set in windows: of equally many the same
     batch = [f"data.global_batch={number}", "train.eval_batches=1", "pipeline.microbatches=1"]
     ((loss, sets, _),) = ranks(1).run(evaluated, [*where, *batch])
-    assert loss == pytest.approx(sets["val"], rel=1e-12) == pytest.approx(one["val"], rel=1e-9)
+    assert loss == pytest.approx(sets["same"], rel=1e-12) == pytest.approx(one["same"], rel=1e-9)
 
 
 def test_a_run_logs_each_set_keeps_the_best_and_tdp_eval_agrees(tdp, tmp_path):
@@ -75,7 +75,7 @@ def test_a_run_logs_each_set_keeps_the_best_and_tdp_eval_agrees(tdp, tmp_path):
     assert last["perplexity"] == pytest.approx(
         {name: math.exp(x) for name, x in {**last["eval_loss"], "val": last["val_loss"]}.items()}
     )
-    assert f"evaluated, loss (perplexity): val {last['eval_loss']['val']:.4f} (" in said
+    assert f"evaluated, loss (perplexity): val {last['val_loss']:.4f} (" in said
     assert f"web {last['eval_loss']['web']:.4f} ({last['perplexity']['web']:.4g})" in said
     kept = {x.step: x.facts for x in map(read_manifest, candidates(run / "checkpoints"))}
     assert kept[4]["val_loss/web"] == last["eval_loss"]["web"]
@@ -83,10 +83,10 @@ def test_a_run_logs_each_set_keeps_the_best_and_tdp_eval_agrees(tdp, tmp_path):
     assert kept.keys() == {4, best}
     code, said = tdp(["eval", str(run), "--json"])
     found = json.loads(said.splitlines()[-1])
-    assert code == 0 and found["sets"].keys() == {"web", "few", "val"}
+    assert code == 0 and found["sets"].keys() == {"web", "few", "same"}
     for name, values in found["sets"].items():
         assert values["loss"] == pytest.approx(last["eval_loss"][name], rel=1e-9)
-    assert found["loss"] == pytest.approx(found["sets"]["val"]["loss"], rel=1e-12)
+    assert found["loss"] == pytest.approx(found["sets"]["same"]["loss"], rel=1e-12)
     code, said = tdp(["eval", str(run)])
     assert code == 0 and "of web, step 4" in said.replace("\n ", "") and "of few" in said
 

@@ -82,6 +82,11 @@ class DataSection(NamedSection):
     document_masks: bool = Field(
         default=False, description="No token attends to another document; needs tokenizer."
     )
+    packing: k.Packing = Field(
+        default="auto",
+        description="wrapped: a document goes on in the next sample; whole: it is not cut if it "
+        "fits; auto: whole where prompts are masked.",
+    )
     dtype: k.TokenDtype = Field(default="uint16", description="Type of the ids of tokens.")
     target: k.ImportPath = Field(
         default=None, description="Your data, pkg.module:build; not with name."

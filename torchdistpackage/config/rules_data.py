@@ -85,6 +85,16 @@ def _data_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
     return None
 
 
+@rule("data.packing", "data.tokenizer")
+def _documents_are_packed(c: RunConfig, world_size: int | None) -> str | None:
+    if c.data.packing == "auto" or c.data.tokenizer is not None:
+        return None
+    return (
+        f"data.packing={c.data.packing}, but without data.tokenizer it is not known where "
+        f"documents end; leave it out"
+    )
+
+
 @rule("data.val_path", "data.eval", "data.target", "data.sources", *_OF_FORMAT)
 def _evaluation_is_of_our_data(c: RunConfig, world_size: int | None) -> str | None:
     data, said = c.data, list[str]()
@@ -95,6 +105,8 @@ def _evaluation_is_of_our_data(c: RunConfig, world_size: int | None) -> str | No
             f"{', '.join(found)} would not be read with data.target={data.target}, whose batch "
             f"makes validations too; remove it"
         )
+    if taken := sorted({"val", "val_loss"} & {*data.eval}):
+        said.append(f"data.eval.{taken[0]}: this name is that of the validation; take another")
     trains = [x.section for x in data.blend] or [data]
     is_bytes = trains[0].tokenizer is None and trains[0].name in ("text", "python_stdlib")
     for key, part in found.items():

@@ -355,6 +355,7 @@ EvalSets = Annotated[
     dict[FolderName, Path],
     Expected("a mapping of names, as those of folders, to paths, e.g. {web: data/web.jsonl}"),
 ]
+Packing = Literal["auto", "wrapped", "whole"]
 TokenDtype = Literal["uint8", "uint16", "uint32"]
 TextEnd = Literal["auto", "on", "off"]
 

@@ -18,7 +18,7 @@ Objects         worker (a rank from its environment to its end), build (plan to 
                 staged_model.
 Steps           loop (which calls a Callback between steps), step, update, step_stats; callbacks,
                 profiler, trace, nonfinite.
-Data            data, data_build, blend, corpus, documents, token_cache, split, packing, chat,
+Data            data, data_build, blend, corpus, documents, token_cache, split, packing, bins, chat,
                 mapped.
 State           train_state, stop, log, finish, export, recompute.
 Services        trackers/ (log.to: TensorBoard, Weights & Biases, MLflow).

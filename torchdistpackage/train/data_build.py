@@ -138,6 +138,7 @@ def _read(plan: Plan, section: DataSection) -> TokenDataset | PackedDataset:
             global_batch=section.global_batch,
             val_fraction=section.val_fraction,
             document_masks=section.document_masks,
+            packing=section.packing,
         )
     found = read_corpus(section, section.val_fraction % 1)
     only_val = section.val_fraction == 1
@@ -165,6 +166,7 @@ def read_windows(config: RunConfig, section: DataSection, all_data: bool) -> Win
             global_batch=section.global_batch,
             val_fraction=1.0 if all_data else section.val_fraction,
             document_masks=section.document_masks,
+            packing=section.packing,
         )
         return DocumentWindows(packed)
     found = read_corpus(section, 0.0 if all_data else section.val_fraction)

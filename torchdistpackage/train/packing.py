@@ -6,12 +6,16 @@ of all epochs, so nothing but the step is needed to go on. A target that begins 
 count, as what comes before it belongs to another; nor do prompts, nor what is left of the last
 sample of an epoch.
 
+Packed whole (see bins.py), the documents of a sample are none that began in another, but for those
+that are longer than a sample; samples are then permuted in each epoch.
+
 With document masks each piece of a document in a sample stands alone: positions begin again with
 it, which is all that a model needs to know where it begins.
 """
 
 from collections.abc import Sequence
 from copy import copy
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +25,7 @@ from torch import Tensor
 
 from torchdistpackage.comm.random import seed_from
 from torchdistpackage.errors import DataError
+from torchdistpackage.train.bins import pack_whole
 from torchdistpackage.train.data import Split, check_place, hashed
 from torchdistpackage.train.split import SplitPart, split_documents
 from torchdistpackage.train.step import IGNORE
@@ -28,10 +33,12 @@ from torchdistpackage.train.token_cache import TokenizedText
 
 
 class DocumentOrder(NamedTuple):
-    """Documents one after another: which, and where each ends."""
+    """Documents one after another: which, and where each ends; where samples begin and stop."""
 
     documents: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
+    begins: npt.NDArray[np.int64]
+    stops: npt.NDArray[np.int64]
 
 
 class PackedDataset:
@@ -40,8 +47,9 @@ class PackedDataset:
     global_batch: samples in a step, or in a batch of a validation. val_fraction: part of the
     documents that only validation sees, see `split_documents`; it begins again after its last
     sample. 1: all, with no training; 0: none.
-    document_masks: batches come with position_ids, from 0 in each piece of a document, see
-    `DataBatch`.
+    packing: wrapped cuts documents where a sample ends; whole does not; auto: whole where prompts
+    do not count. document_masks: batches come with position_ids, from 0 in each piece of a
+    document, see `DataBatch`.
 
     Raises:
         DataError: an id is outside `vocab`, a prompt leaves no room for its completion, or one side
@@ -57,9 +65,11 @@ class PackedDataset:
         global_batch: int,
         val_fraction: float,
         document_masks: bool = False,
+        packing: str = "wrapped",
     ):
         self.text, self.seq_len, self._global_batch = text, seq_len, global_batch
         self._document_masks = document_masks
+        self._whole = packing == "whole" or (packing == "auto" and text.prompts is not None)
         self.split = split_documents(text, val_fraction)
         self._trains = val_fraction < 1
         self._ranges: Sequence[range] = (range(seq_len),)
@@ -73,12 +83,10 @@ class PackedDataset:
         found._ranges = ranges
         return found
 
-    @property
+    @cached_property
     def num_samples(self) -> dict[str, int]:
         """Samples in an epoch, of each split."""
-        return {
-            s: -(-(part.num_tokens - 1) // self.seq_len) for s, part in self.split.parts.items()
-        }
+        return {s: len(self._ordered(s, 0, 0).begins) for s in self.split.parts}
 
     def batch(
         self,
@@ -109,11 +117,12 @@ class PackedDataset:
         for row in range(per_rank):
             epoch, sample = divmod(number + row, per_epoch)
             order = self._order(split, seed, epoch if split == "train" else 0)
-            at, begin = sample * self.seq_len, 0
+            stop, begin = int(order.stops[sample]), 0
+            at = int(order.begins[sample])
             for each in self._ranges:
                 here = slice(begin, begin + len(each))
                 filled = ids[row, here], targets[row, here]
-                self._fill(self.split.parts[split], order, at + each.start, *filled)
+                self._fill(self.split.parts[split], order, at + each.start, stop, *filled)
                 begin = here.stop
             if self._document_masks:
                 positions[row] = _positions(order, at, self.seq_len)
@@ -121,10 +130,16 @@ class PackedDataset:
         return (*found, torch.from_numpy(positions)) if self._document_masks else found
 
     def _fill(
-        self, part: SplitPart, order: DocumentOrder, at: int, ids: npt.NDArray, targets: npt.NDArray
+        self,
+        part: SplitPart,
+        order: DocumentOrder,
+        at: int,
+        stop: int,
+        ids: npt.NDArray,
+        targets: npt.NDArray,
     ) -> None:
-        """From token `at` of an epoch on, document by document; nothing behind its end."""
-        text, stop = self.text, min(at + len(ids) + 1, int(order.ends[-1]))
+        """From token `at` of an epoch on, document by document; nothing from `stop` on."""
+        text, stop = self.text, min(at + len(ids) + 1, stop)
         if at >= stop:
             return
         tokens = np.empty(stop - at, np.int64)
@@ -149,16 +164,30 @@ class PackedDataset:
     def _order(self, split: str, seed: int, epoch: int) -> DocumentOrder:
         key = (split, seed if split == "train" else 0, epoch)
         if key not in self._orders:
-            part = self.split.parts[split]
-            documents = part.documents
             if split == "train":
-                keys = hashed(documents, seed_from("documents", seed, epoch))
-                documents = documents[np.argsort(keys, kind="stable")]
                 # two epochs at most: a step may reach into the next one
                 kept = [k for k in self._orders if k[0] == split][-1:]
                 self._orders = {k: o for k, o in self._orders.items() if k[0] != split or k in kept}
-            self._orders[key] = DocumentOrder(documents, np.cumsum(part.lengths[documents]))
+            self._orders[key] = self._ordered(*key)
         return self._orders[key]
+
+    def _ordered(self, split: str, seed: int, epoch: int) -> DocumentOrder:
+        part = self.split.parts[split]
+        documents = part.documents
+        if split == "train":
+            documents = _shuffled(documents, seed_from("documents", seed, epoch))
+        if not self._whole:
+            ends = np.cumsum(part.lengths[documents])
+            total = int(ends[-1]) if len(ends) else 0
+            begins = np.arange(0, max(total - 1, 0), self.seq_len)
+            return DocumentOrder(
+                documents, ends, begins, np.minimum(begins + self.seq_len + 1, total)
+            )
+        documents, begins, stops = pack_whole(documents, part.lengths[documents], self.seq_len)
+        if split == "train":
+            order = _shuffled(np.arange(len(begins)), seed_from("samples", seed, epoch))
+            begins, stops = begins[order], stops[order]
+        return DocumentOrder(documents, np.cumsum(part.lengths[documents]), begins, stops)
 
     def _problems(self, vocab: int) -> list[str]:
         problems: list[str] = []
@@ -179,6 +208,10 @@ class PackedDataset:
             f"sample (data.seq_len={self.seq_len}), as are {len(long)} of {len(prompts)}; raise "
             f"data.seq_len to {int(prompts.max()) + 1} or more, or remove them"
         ]
+
+
+def _shuffled(numbers: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
+    return numbers[np.argsort(hashed(numbers, seed), kind="stable")]
 
 
 def _positions(order: DocumentOrder, at: int, seq_len: int) -> npt.NDArray[np.int64]:
