@@ -199,6 +199,17 @@ def test_small_llama_writes_what_transformers_continues_alike(tmp_path: Path):
     assert "tdp generate on pipe 2 x tensor 2 writes the same" in done.stdout
 
 
+@pytest.mark.full
+def test_finetune_chat_learns_and_its_merged_folder_answers_alike(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "finetune_chat.py"), str(tmp_path / "chat")],
+        capture_output=True, text=True, timeout=3 * LIMIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The boat is green." in done.stdout and "answers the same" in done.stdout
+    assert "of validation data" in done.stdout and "of polite" in done.stdout
+
+
 SPLIT = "--enable-model-parallel"
 FLOAT32_NOISE = 1e-4
 """Of a loss after some dozens of steps whose sums are added in another order."""
