@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from torchdistpackage.harness.hang import dump
 from torchdistpackage.harness.watchdog import watch
 from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.supervisor import WatchedRank, supervise
+from torchdistpackage.parallel import context_attention
+from torchdistpackage.parallel.context.merge import Merged
 
 STEPS, AT = 50, 3
 """Length of the loop, and the step that goes wrong."""
@@ -79,6 +82,17 @@ def bring_another_shape() -> None:
     primitives.all_reduce(torch.zeros(50_000), tpc.get_group("data"))
 
 
+def attend() -> None:
+    x = torch.ones(1, 2, 4, 8, requires_grad=True)
+    context_attention(x, x, x, is_causal=True).sum().backward()
+
+
+def attend_for_ever() -> None:
+    """With the first scores: keys and values are on their way to the others already."""
+    with patch.object(Merged, "add", lambda *given: compute_for_ever()):
+        attend()
+
+
 def in_a_hook(what: Callable[[], object]) -> Callable[[], None]:
     """As on a device: autograd's thread, which Python did not start, runs it; the loop waits."""
 
@@ -122,10 +136,15 @@ FAULTS: dict[str, dict[int, Callable[[], None]]] = {
     "circle": dict.fromkeys(range(3), receive_from_the_next),
     "operation": {0: do_something_else},
     "shape": {0: bring_another_shape},
+    "attention": {0: attend, 1: attend, 2: attend, 3: attend_for_ever},
     "hooked": {0: in_a_hook(reduce_bare), 1: in_a_hook(load_for_ever)},
 }
 """Name -> what ranks do in the step that goes wrong, before they go on as usual."""
-AXES = {"several": [("data", 2), ("tensor", 2)], "computing": [("data", 2), ("tensor", 2)]}
+AXES = {
+    "several": [("data", 2), ("tensor", 2)],
+    "computing": [("data", 2), ("tensor", 2)],
+    "attention": [("data", 2), ("context", 2)],
+}
 
 
 def alone_on_its_host(case: str, folder: str, timeout_s: float) -> None:

@@ -122,6 +122,11 @@ EXPECTED: dict[str, tuple[str, list[str]]] = {
         [rf"data 0 tensor 0 on .* waits in all_reduce number 3 of {DATA} 0, 2; data 1 tensor 0",
          r"in compute_for_ever", r"data [01] tensor 1 on .* waits in all_reduce number"],
     ),
+    "attention": (
+        r"rank 3 \(data 1 context 1 on .*\) is in its forward pass while 3 other ranks wait for it",
+        [r"data 1 context 0 on .* waits in send .* to rank 3; its receiver data 1 context 1",
+         r"in attend_for_ever"],
+    ),
     "stopped": (
         r"rank 0 \(data 0 on .*\) is stopped \(process state T, process \d+\)",
         [rf"rank 1: all_reduce number \d+, {DATA} 0, 1, 2, float32\[2, 3\]", "so does rank 2"],
