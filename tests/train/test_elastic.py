@@ -2,10 +2,13 @@
 
 import pytest
 
+from torchdistpackage.config.check import violations
+from torchdistpackage.config.elastic import nodes_used
 from torchdistpackage.config.load import loads
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.train.elastic import elastic_plan
+from torchdistpackage.launch.slurm.job import job_shape
+from torchdistpackage.train.elastic import check_nodes, elastic_plan, fitted
 
 
 def run(**more: object) -> RunConfig:
@@ -52,3 +55,27 @@ def test_as_many_replicas_as_fit_keep_the_accumulation_where_they_can():
 def test_what_cannot_be_is_said_with_its_numbers(world, words):
     with pytest.raises(ConfigError, match=words):
         elastic_plan(run(), world)
+
+
+def test_nodes_on_which_no_degrees_do_are_left_idle():
+    elastic = run(**{"launch.elastic.nodes": "[1, 6]", "launch.slurm.ntasks-per-node": 4})
+    shape = job_shape(elastic)
+    assert (shape.nodes_text, shape.tasks_per_node) == ("1-6", 4)
+    assert nodes_used(elastic, shape) == {1: 1, 2: 2, 3: 3, 4: 4, 5: 4, 6: 6}
+    check_nodes(elastic, shape, "a.yaml")
+    fitted_to = fitted(elastic, 8).parallel
+    assert (fitted_to.data, fitted_to.pipe, fitted_to.tensor) == (2, 2, 2)
+    assert fitted(run(), 8) == run(), "only where it is asked for"
+
+
+def test_the_fewest_nodes_have_to_do_and_the_number_is_said_once():
+    few = run(**{"launch.elastic.nodes": "[5, 6]", "launch.slurm.ntasks-per-node": 4})
+    with pytest.raises(
+        ConfigError, match=r"launch\.elastic\.nodes.*20 ranks do not share data\.glob"
+    ):
+        check_nodes(few, job_shape(few), "a.yaml")
+    both = {"launch.elastic.nodes": "[1, 2]", "launch.slurm.nodes": 2}
+    (problem,) = violations(run(**both), job=True)
+    assert "nodes=2 and launch.elastic.nodes=[1, 2] both say how many nodes" in problem.text
+    most = job_shape(run(**{"launch.elastic.nodes": "[1, 4]"}))
+    assert most.tasks_per_node == 4, "the degrees are those on the most nodes"

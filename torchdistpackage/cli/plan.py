@@ -1,6 +1,5 @@
 """`tdp plan`: the layout, memory and schedule of a run, before it is queued."""
 
-import re
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -41,7 +40,8 @@ WRITE = "torchdistpackage.launch.files:atomic_write"
 READ_PROFILE = "torchdistpackage.harness.bench.profile:read"
 ESTIMATES = "torchdistpackage.train.estimate:estimates"
 TIMELINE = "torchdistpackage.train.estimate:timeline_with_messages"
-ELASTIC = "torchdistpackage.train.elastic:elastic_plan"
+ELASTIC, CHECK_NODES = (f"torchdistpackage.train.elastic:{x}" for x in ("fitted", "check_nodes"))
+TABLE = "torchdistpackage.cli._elastic:elastic_table"
 """What few plans show is loaded for these alone."""
 AXES = ("pipe", "data", "context", "expert", "tensor")
 """Columns of the coordinates."""
@@ -118,7 +118,7 @@ def plan(
             "needs --profile, which has the times of messages", param_hint="--forward-s"
         )
     if nodes is not None:
-        typer.echo(_elastic(config, load(config, overrides or []), nodes, ranks_per_node))
+        typer.echo(resolve(TABLE)(config, load(config, overrides or []), nodes, ranks_per_node))
         return
     if tensor is not None:
         if overrides or world or ranks_per_node or sbatch or profile or picture:
@@ -135,7 +135,10 @@ def plan(
     shape = resolve(JOB_SHAPE)(run) if is_job and (world is None or sbatch) else None
     if shape is not None and world is None:
         world, ranks_per_node = shape.world_sizes[0], ranks_per_node or shape.tasks_per_node
-    planned = make_plan(run, world or local_procs(run), config)
+    if shape is not None and run.launch.elastic.nodes is not None:
+        resolve(CHECK_NODES)(run, shape, config)
+    world = world or local_procs(run)
+    planned = make_plan(_fitted(run, world, config), world, config)
     if wrong := wrong_files(run):  # those that are not here may be where it will run
         raise ConfigErrors(config, wrong)
     limit = planned.world_size if show_all else LIMIT
@@ -162,10 +165,18 @@ def plan(
     if ranks_per_node is not None:
         parts.append(_placement(planned, ranks_per_node))
     if shape is not None:
+        if run.launch.elastic.nodes is not None:
+            parts.append(
+                resolve(TABLE)(config, run, "{}..{}".format(*run.launch.elastic.nodes), None)
+            )
         parts.append(_script(run, shape))
     if picture is not None:
         parts.append(_draw(planned, ranks_per_node or planned.world_size, picture))
     typer.echo("\n\n".join(parts))
+
+
+def _fitted(run: RunConfig, world_size: int, source: str) -> RunConfig:
+    return run if run.launch.elastic.nodes is None else resolve(ELASTIC)(run, world_size, source)
 
 
 def _draw(plan: Plan, ranks_per_node: int, path: Path) -> str:
@@ -296,37 +307,6 @@ def _schedule(plan: Plan) -> str:
     if any(a.kind is ActionKind.W for program in schedule.programs for a in flatten(program)):
         lines.append("                   (held until the gradients of the weights are there)")
     return wrap("\n".join(lines), indent=" " * 19)
-
-
-def _elastic(source: str, run: RunConfig, nodes: str, ranks_per_node: int | None) -> str:
-    """For each number of nodes the degrees by which a run goes on there, or why it cannot."""
-    span = re.fullmatch(r"([1-9]\d{0,4})\.\.([1-9]\d{0,4})", nodes)
-    if span is None or int(span[1]) > int(span[2]):
-        raise typer.BadParameter("write two numbers, as in 1..4", param_hint="--nodes")
-    per_node = ranks_per_node
-    if per_node is None:
-        shape: JobGeometry | None = resolve(JOB_SHAPE)(run) if run.launch.slurm else None
-        if shape is None:
-            raise typer.BadParameter(
-                "needs --ranks-per-node, as the file has no launch.slurm", param_hint="--nodes"
-            )
-        per_node = shape.tasks_per_node
-    rows: list[Sequence[object]] = [
-        ("NODES", "RANKS", *AXES, "ACCUMULATE", "MICROBATCH", "BUBBLE", "")
-    ]
-    for number in range(int(span[1]), int(span[2]) + 1):
-        world = number * per_node
-        try:
-            found: Plan = resolve(ELASTIC)(run, world, source)
-        except ConfigError as error:
-            why = getattr(error, "problems", None)
-            rows.append((number, world, *[""] * 8, str(why[0].text if why else error)))
-            continue
-        sizes = [getattr(found.config.parallel, axis) for axis in AXES]
-        rounds, samples = found.rounds, found.samples_per_microbatch
-        rows.append((number, world, *sizes, rounds, samples, f"{found.timeline.bubble:.1%}", ""))
-    head = f"{run.run.name}: the same batch, samples and learning rates on {nodes} nodes"
-    return f"{head}\n{text_table(rows, last_left=True)}"
 
 
 def _checkpoints(plan: Plan) -> list[str]:

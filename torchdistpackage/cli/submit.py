@@ -34,7 +34,7 @@ from torchdistpackage.launch.slurm.submit import (
     submit_prepared,
 )
 from torchdistpackage.launch.slurm_env import scrub_slurm_env
-from torchdistpackage.train.plan import make_plan
+from torchdistpackage.train.elastic import check_nodes
 from torchdistpackage.train.refusals import check_checkpoint, job_problems
 from torchdistpackage.train.run_folder import prepare_folder
 from torchdistpackage.train.submitit_task import TrainingTask
@@ -139,8 +139,7 @@ def _checked(
     for point in points(sweeps) if sweeps else (SweepRun("", ()),):
         try:
             run = load(path, [*overrides, *point.overrides], job=True)
-            for world_size in job_shape(run).world_sizes:
-                make_plan(run, world_size, path)
+            check_nodes(run, job_shape(run), path)
             if absent := job_problems(run, str(Path.cwd())):
                 raise ConfigErrors(path, absent)
         except ConfigErrors as error:

@@ -75,11 +75,16 @@ def failed_rules(
         return
     bad = [*bad, *(f"{_SLURM}.{canonical_name(key)}" for key, _ in wrong)]
     shape = None
-    if not _touches((*DEGREES, *(f"{_SLURM}.{name}" for name in (*LAYOUT, *GPUS))), bad):
+    if not _touches(
+        (*DEGREES, "launch.elastic", *(f"{_SLURM}.{name}" for name in (*LAYOUT, *GPUS))), bad
+    ):
         shape, wrong = job_geometry(config)
         yield from _of_options(config, wrong, bad)
     if shape is None:
         yield from _on(config, config.launch.local.procs, bad)
+    elif config.launch.elastic.nodes is not None:
+        # on the others its degrees are planned anew, which is refused where no degrees do
+        yield from _on(config, shape.world_sizes[-1], bad)
     else:
         yield from _on_each(config, shape, bad)
 

@@ -42,9 +42,14 @@ class JobGeometry:
 def job_geometry(config: RunConfig) -> tuple[JobGeometry | None, tuple[Found, ...]]:
     """The size of the job, or why it has none. The options are in order each by itself."""
     options = {k: v for k, v in header(config.launch.slurm).items() if v is not None}
+    found: list[Found] = []
+    if (span := config.launch.elastic.nodes) is not None:
+        if "nodes" in options:
+            text = f"nodes={options['nodes']} and launch.elastic.nodes=[{span[0]}, {span[1]}] both"
+            found.append(("nodes", f"{text} say how many nodes; leave nodes out"))
+        options["nodes"] = f"{span[0]}" if span[0] == span[1] else f"{span[0]}-{span[1]}"
     nodes_text = options.get("nodes", "1")
     nodes = node_counts(nodes_text)
-    found: list[Found] = []
     tasks = _tasks(config, options, nodes, found)
     gpus = _gpus_per_node(options, nodes, tasks, found)
     if found or tasks is None:
@@ -60,7 +65,9 @@ def _tasks(
     degrees ask."""
     per_node, fewest = int(options.get("ntasks-per-node", "0")), nodes[0]
     if "ntasks" not in options:
-        return per_node or _default_tasks(config, options, fewest, found)
+        # the degrees of an elastic run are those on the most nodes
+        of = fewest if config.launch.elastic.nodes is None else nodes[-1]
+        return per_node or _default_tasks(config, options, of, found)
     tasks = int(options["ntasks"])
     if len(nodes) > 1:
         choice = f"nodes={options['nodes']} is a choice"

@@ -68,9 +68,9 @@ def _world_is_no_slip(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@rule(*DEGREES, "parallel.order")
+@rule(*DEGREES, "parallel.order", "launch.elastic.nodes")
 def _degrees_fill_world(c: RunConfig, world_size: int | None) -> str | None:
-    if world_size is None:
+    if world_size is None or c.launch.elastic.nodes is not None:
         return None
     try:
         c.parallel.resolve(world_size)
@@ -79,10 +79,10 @@ def _degrees_fill_world(c: RunConfig, world_size: int | None) -> str | None:
     return None
 
 
-@rule("launch.local.procs", *DEGREES, "parallel.order")
+@rule("launch.local.procs", *DEGREES, "parallel.order", "launch.elastic.nodes")
 def _degrees_fill_procs(c: RunConfig, world_size: int | None) -> str | None:
     procs = c.launch.local.procs
-    if procs is None or world_size is not None:
+    if procs is None or world_size is not None or c.launch.elastic.nodes is not None:
         return None
     try:
         c.parallel.resolve(procs)

@@ -12,6 +12,7 @@ from torchdistpackage.config import types as k
 from torchdistpackage.config.data_section import DataSection
 from torchdistpackage.config.errors import KeyLocations, Problem, SourceLocation
 from torchdistpackage.config.model_section import ModelSection
+from torchdistpackage.config.node_types import NodePathOrNull, NodeSpanOrNull
 from torchdistpackage.config.optim_section import OptimSection
 from torchdistpackage.config.types import Section, default
 from torchdistpackage.config.yaml_loader import keys_of, write
@@ -217,7 +218,7 @@ class CheckpointSection(Section):
         default=None,
         description="The one with the lowest validation loss, or loss of this set, is kept too.",
     )
-    local_dir: k.NodePathOrNull = Field(
+    local_dir: NodePathOrNull = Field(
         default=None,
         description="A folder that each node has for itself, such as one in /dev/shm, for copies "
         "of its state and the next node's; $NAME is expanded on the node.",
@@ -276,12 +277,23 @@ class RequeueSection(Section):
     )
 
 
+class ElasticSection(Section):
+    """A job that goes on with more or fewer nodes."""
+
+    nodes: NodeSpanOrNull = Field(
+        default=None,
+        description="Fewest and most nodes of the job; the degrees are planned anew for those that "
+        "it gets, with the same batches, samples and learning rates. null: as launch.slurm says.",
+    )
+
+
 class LaunchSection(Section):
     """How the processes are started."""
 
     local: LocalSection = default(LocalSection)
     slurm: k.SlurmOptions = Field(default_factory=dict, description="Options of the Slurm job.")
     requeue: RequeueSection = default(RequeueSection)
+    elastic: ElasticSection = default(ElasticSection)
     init_timeout_s: k.Seconds = Field(
         default=60.0, description="Seconds to wait for all ranks at the start."
     )

@@ -107,7 +107,6 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 """What ends a line, or the text itself, on its way into a script or a call of the system."""
 _FOR_A_SHELL = re.compile(r"^~|\$[A-Za-z_{]")
 """What is expanded in a shell, and here is part of a name."""
-_NODE_VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})", re.ASCII)
 MAX_NAME_BYTES = 200
 """Of a folder's name, which file systems end at 255: what a sweep adds has to fit as well."""
 _MAX_PATH_BYTES, _MAX_PART_BYTES = 4000, 255
@@ -122,11 +121,6 @@ def _path(value: str) -> str:
     if _FOR_A_SHELL.search(value):
         raise ValueError("a shell would have expanded it")
     return value
-
-
-def _node_path(value: str) -> str:
-    """A path in which variables are of the node: what they stand for is only known there."""
-    return _path(_NODE_VARIABLE.sub("_", value)) and value
 
 
 def _short(value: str) -> str:
@@ -184,13 +178,6 @@ Betas = Annotated[
 _A_PATH = "a path written out, without ~ or $NAME or control characters, names up to 255 bytes"
 Path = Annotated[str, Field(min_length=1), AfterValidator(_path), Expected(_A_PATH)]
 PathOrNull = Path | None
-NodePath = Annotated[
-    str,
-    Field(min_length=1, pattern=r"^(/|\$\w|\$\{\w)"),
-    AfterValidator(_node_path),
-    Expected("an absolute path, in which $NAME stands for a variable of the node"),
-]
-NodePathOrNull = NodePath | None
 FolderName = Annotated[
     str,
     Field(pattern=r"^\w[\w.+=@-]*$", max_length=MAX_NAME_BYTES),

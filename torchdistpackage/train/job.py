@@ -44,6 +44,7 @@ from torchdistpackage.launch.slurm.run_dir import (
 from torchdistpackage.launch.supervisor import WatchedRank, supervise
 from torchdistpackage.launch.workers import run_local
 from torchdistpackage.lazy import resolve
+from torchdistpackage.train.elastic import fitted
 from torchdistpackage.train.plan import local_procs, make_plan
 from torchdistpackage.train.refusals import check_checkpoint, refuse_checkpoint, refuse_here
 from torchdistpackage.train.resume_check import named_folder
@@ -82,6 +83,7 @@ def launch(path: str, overrides: list[str], resume: str = "auto") -> int:
     if rendezvous.source == "alone":
         return _start_ranks(path, overrides, resume)
     config = load(path, overrides, rendezvous.world_size)
+    config = fitted(config, rendezvous.world_size, path)
     if rendezvous.source == "slurm":
         return watched(config, rendezvous, resume)
     # torchrun starts the ranks anew by itself, and these go on
@@ -230,6 +232,7 @@ def _be_rank_in_job(config: RunConfig, rank: int, resume: str) -> int:
 def _start_ranks(path: str, overrides: list[str], resume: str) -> int:
     config = load(path, overrides)
     num_procs = local_procs(config)
+    config = fitted(config, num_procs, path)
     if num_procs > MAX_PROCS:
         text = f"{num_procs:,} processes on this machine, where {MAX_PROCS:,} are allowed; "
         raise ConfigErrors(path, [config.problem("parallel", text + "submit a job instead")])

@@ -14,6 +14,7 @@ from torchdistpackage.config.errors import ConfigErrors, Problem
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import extra_of
 from torchdistpackage.errors import CheckpointError
+from torchdistpackage.train.elastic import fitted
 from torchdistpackage.train.plan import Plan, make_plan
 from torchdistpackage.train.resume_check import refuse_other_model, resumed_from
 from torchdistpackage.train.run_folder import CHECKPOINTS, run_folder
@@ -78,4 +79,4 @@ def refuse_checkpoint(config: RunConfig, resume: str, plan: Callable[[], Plan]) 
 
 def check_checkpoint(config: RunConfig, resume: str, num_ranks: int) -> None:
     """`refuse_checkpoint` of a run that is not planned yet, on so many ranks."""
-    refuse_checkpoint(config, resume, lambda: make_plan(config, num_ranks))
+    refuse_checkpoint(config, resume, lambda: make_plan(fitted(config, num_ranks), num_ranks))

@@ -175,3 +175,52 @@ def test_ranks_are_started_anew_in_the_job_while_all_is_well(bash, env, code, at
     assert silent is ("CHECK_CODE" in env)
     assert (bash.folder / "job" / "decision.7.0").exists() is (len(attempts) > 1)
     assert done.stdout.count("again: after step 3: killed") == len(attempts) - 1
+
+
+ELASTIC = """#!/bin/bash
+# of four nodes those named in GONE do not answer after the first attempt
+case $(basename "$0") in
+scontrol) [ "$1" = requeue ] || printf 'n%s\\n' 1 2 3 4 ;;
+srun)
+    for word in "$@"; do case $word in --nodelist=*) list=${word#*=} ;; esac; done
+    case $* in *" true") case $GONE in *"$list"*) exit 1 ;; esac; exit 0 ;; esac
+    echo "$1 $2 $list" >>"$NOTED.attempts"
+    [ "$TDP_ATTEMPT" = 0 ] || { echo "finished well" >"$RUN/job/decision.7.0.1"; exit 0; }
+    exit 137
+    ;;
+python)
+    echo "again after step 3: lost" >"$RUN/job/decision.$4"
+    exit 9
+    ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("gone", "code", "then"),
+    [
+        ("n2", 0, "--nodes=3 --ntasks=3 n1,n3,n4"),
+        ("n1 n4", 0, "--nodes=2 --ntasks=2 n2,n3"),
+        ("none", 0, "--nodes=4 --ntasks=4 n1,n2,n3,n4"),
+        ("n1 n2 n3 n4", 9, None),
+    ],
+)
+def test_an_elastic_job_goes_on_with_the_nodes_that_answer(bash, gone, code, then):
+    for name in ("srun", "python", "scontrol"):
+        (bash.commands / name).write_text(ELASTIC)
+    more = ["launch.requeue.in_job_restarts=1", "launch.elastic.nodes=[1, 4]"]
+    job = job_of("{ntasks-per-node: 1}", bash.folder, overrides=more)
+    found = lines(job)
+    assert {"#SBATCH --nodes=1-4", "#SBATCH --no-kill", "#SBATCH --requeue"} <= set(found)
+    done = bash(job, GONE=gone, SLURM_JOB_NUM_NODES="4", STATE="n[1-4]")
+    assert done.returncode == code, done.stdout
+    attempts = Path(f"{bash.noted}.attempts").read_text().splitlines()
+    assert attempts == ["--nodes=4 --ntasks=4 ", *([then] if then else [])]
+    assert ("too few nodes start a task" in done.stdout) is (then is None)
+
+
+def test_an_elastic_job_leaves_nodes_idle_on_which_no_degrees_do(bash):
+    job = job_of("{ntasks-per-node: 1}", bash.folder, overrides=["launch.elastic.nodes=[1, 5]"])
+    assert "#SBATCH --no-kill" not in lines(job), "no ranks are started anew in it"
+    bash(job, WORD="finished well", SLURM_JOB_NUM_NODES="5")
+    assert bash.words("srun")[0][:2] == ["--nodes=4", "--ntasks=4"]

@@ -13,12 +13,9 @@ from pathlib import Path
 from torchdistpackage.config.schema import RequeueSection
 from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.slurm.job import BatchJob
+from torchdistpackage.launch.slurm.restart_script import IGNORE_SIGNALS_UNTIL_READY
 from torchdistpackage.launch.slurm.run_dir import RunDir
-from torchdistpackage.launch.slurm.script import (
-    IGNORE_SIGNALS_UNTIL_READY,
-    setup_lines,
-    verdict_lines,
-)
+from torchdistpackage.launch.slurm.script import setup_lines, verdict_lines
 
 # What submitit states itself: by its own parameters, or because its protocol rests on it.
 _ITS_OWN = ("job-name", "output", "error", "open-mode", "array", "signal")
@@ -41,6 +38,11 @@ def check(job: BatchJob, requeue: RequeueSection) -> None:
         raise ConfigError(
             "launch.requeue.in_job_restarts: submitit starts the ranks once in a job; submit via "
             "sbatch, or set it to 0"
+        )
+    if job.used:
+        raise ConfigError(
+            "launch.elastic.nodes: submitit does not choose among the nodes that it gets; submit "
+            "via sbatch, or set it to null"
         )
     if "time" not in dict(job.options):
         raise ConfigError(

@@ -11,11 +11,12 @@ import re
 import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
 from torchdistpackage.config.check import violations
+from torchdistpackage.config.elastic import nodes_used
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.job_geometry import LAYOUT, JobGeometry, job_geometry
 from torchdistpackage.config.schema import RunConfig
@@ -72,8 +73,9 @@ class BatchJob:
     options: of sbatch, None for one without a value; comments: above some of them. runs: run
     folders, one for each task of an array. command: words of a task, to which the path of the
     configuration is added. python: words that start an interpreter on the first node. record: of
-    its submission, still without job and time. trains: the ranks always say how they ended, and may
-    be started anew.
+    its submission, still without job and time. used: of an elastic job, for each number of nodes
+    that Slurm may give how many of them ranks run on. trains: the ranks always say how they ended,
+    and may be started anew.
     """
 
     config: RunConfig
@@ -87,6 +89,7 @@ class BatchJob:
     record: Submission
     sweep: Sweep | None = None
     trains: bool = True
+    used: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @property
     def name(self) -> str:
@@ -160,6 +163,7 @@ def batch_job(
         record=Submission("", 0.0, "sbatch", str(script), code.folder, shape.nodes_text, host),
         sweep=sweep,
         trains=command is None,
+        used={} if config.launch.elastic.nodes is None else nodes_used(config, shape),
     )
 
 
@@ -213,6 +217,9 @@ def _options(config: RunConfig, shape: JobGeometry) -> tuple[dict[str, str | Non
         name = "USR1" if "USR1" in requeue.signals else requeue.signals[0]
         options["signal"] = f"{name}@{max(_SIGNAL_S, round(requeue.margin_s))}"
         notes["signal"] = "The ranks look at the clock themselves; this is for those that cannot."
+    if config.launch.elastic.nodes is not None and requeue.in_job_restarts:
+        options["no-kill"] = None
+        notes["no-kill"] = "The ranks are started anew on the nodes that are left."
     options["requeue" if requeue.mode == "requeue" else "no-requeue"] = None
     return options, notes
 

@@ -22,6 +22,7 @@ from torchdistpackage.launch.slurm.requeue import (
     EXIT_TEMPFAIL,
     RequeueDecision,
 )
+from torchdistpackage.launch.slurm.restart_script import again, srun, verdict
 from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm_env import DEVICES, KEPT, RANKS, SLURM
 
@@ -32,10 +33,6 @@ _SRUN_READS = (
     *("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES", "SLURM_GPU_BIND", "SLURM_EXPORT_ENV"),
     *("SLURM_CPU_BIND", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_VERBOSE"),
 )
-IGNORE_SIGNALS_UNTIL_READY = 'trap "" HUP USR1 USR2; exec "$@"'
-"""For sh -c: a Python that is still starting would end on a signal that asks it to save."""
-_ANSWERS_S = 30
-"""Within which a node that is well starts a task."""
 
 
 def render(job: BatchJob) -> str:
@@ -88,6 +85,11 @@ def _place(job: BatchJob) -> str:
         run, name = f"readonly _tdp_run={shlex.quote(job.runs[0])}", '"$SLURM_JOB_ID"'
     counts = job.shape.nodes
     nodes = str(counts[0]) if len(counts) == 1 else '"$SLURM_JOB_NUM_NODES"'
+    use = ""
+    if job.used:
+        pairs = folded([f"[{given}]={used}" for given, used in job.used.items()], 12)
+        use = f"\n# Of so many nodes as many are used.\nreadonly _tdp_use=({pairs})"
+        nodes = '"${_tdp_use[$SLURM_JOB_NUM_NODES]}"'
     return f"""
 : "${{SLURM_JOB_ID:?submit this file with sbatch}}"
 {run}
@@ -95,7 +97,7 @@ readonly _tdp_script={shlex.quote(job.script)}
 # As scontrol takes it, and as the files of this start are named.
 readonly _tdp_job={name}
 readonly _tdp_start="$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}"
-readonly _tdp_series="${{1:-$SLURM_JOB_ID}}"
+readonly _tdp_series="${{1:-$SLURM_JOB_ID}}"{use}
 readonly _tdp_nodes={nodes}
 readonly _tdp_ntasks=$((_tdp_nodes * {job.shape.tasks_per_node}))
 _tdp_say() {{ printf 'job %s: %s\\n' "$_tdp_job" "$*"; }}
@@ -297,95 +299,16 @@ def ranks(job: BatchJob) -> list[str]:
 # The ranks handle signals: they save and write their decision, on which this
 # script then acts. sh -c ignores them until the Python of a rank does, or a
 # request to save would end one that is still starting.
-{_srun(job)}
+{srun(job)}
 _tdp_status=$?
 """.strip("\n")
     if job.restarts_in_job:
-        return [_again(job, start)]
+        return [again(job, start)]
     return [
         f"trap : TERM HUP USR1 USR2\n{start}",
         '[ ! -f "$_tdp_run/job/decision.$_tdp_start" ] || exit "$_tdp_status"',
         *verdict(job),
     ]
-
-
-def _srun(job: BatchJob) -> str:
-    stated = (
-        f'command srun --nodes="$_tdp_nodes" --ntasks="$_tdp_ntasks" '
-        f"\\\n    --ntasks-per-node={job.shape.tasks_per_node} "
-        f"--cpus-per-task={job.shape.cpus_per_task}"
-    )
-    lines = [stated, "--mpi=none --kill-on-bad-exit=1"]
-    lines += [shlex.join(job.extra("srun"))] if job.extra("srun") else []
-    lines.append(f"sh -c '{IGNORE_SIGNALS_UNTIL_READY}' task")
-    lines += [shlex.join(job.extra("container"))] if job.extra("container") else []
-    lines.append(f'{shlex.join(job.command)} "$_tdp_run/job/config.yaml"')
-    return " \\\n    ".join(lines)
-
-
-def verdict(job: BatchJob, start: str = "_tdp_start", more: str = "") -> tuple[str, str]:
-    """Asks who failed first, and ends the shell with that rank's code.
-
-    start: variable with the name of the start. more: words that allow for another start.
-    """
-    python = shlex.join((*job.extra("container"), *job.python))
-    ask = f"""
-# No decision: find the rank that failed first; it says more than srun's code.
-[ "$_tdp_status" -ne 0 ] || exit 0
-{python} -m torchdistpackage.launch.slurm.failure_report \\
-    "$_tdp_run" "${start}" "$_tdp_status" "$_tdp_ntasks"{more}
-_tdp_said=$?
-"""
-    end = """
-case $_tdp_said in
-0 | 126 | 127) exit "$_tdp_status" ;;
-*) exit "$_tdp_said" ;;
-esac
-"""
-    return ask.strip("\n"), end.strip("\n")
-
-
-def _again(job: BatchJob, start: str) -> str:
-    """The same in a loop: anew in a job that goes on, on nodes that answer, if the verdict says so.
-
-    A signal to this shell says that the job is about to end.
-    """
-    ask, end = verdict(job, "_tdp_own", f' "$_tdp_left" {job.config.launch.requeue.margin_s:g}')
-    body = f"""
-export TDP_ATTEMPT="$_tdp_attempt"
-{start}
-[ ! -f "$_tdp_run/job/decision.$_tdp_own" ] || exit "$_tdp_status"
-_tdp_left=$(({job.restarts_in_job} - _tdp_attempt))
-if [ "$_tdp_status" -eq 0 ] || [ "$_tdp_told" -ne 0 ]; then _tdp_left=0; fi
-# Both take a while, so at once.
-if [ "$_tdp_left" -gt 0 ]; then
-    timeout {_ANSWERS_S} srun --nodes="$_tdp_nodes" --ntasks="$_tdp_nodes" \\
-        --ntasks-per-node=1 --mpi=none true &
-fi
-{ask}
-_tdp_word='' _tdp_reason=''
-if [ -f "$_tdp_run/job/decision.$_tdp_own" ]; then
-    read -r _tdp_word _tdp_reason <"$_tdp_run/job/decision.$_tdp_own"
-    if ! wait "$!" || [ "$_tdp_told" -ne 0 ]; then
-        _tdp_say "asked to end, or not every node starts a task within {_ANSWERS_S} s"
-        rm -f "$_tdp_run/job/decision.$_tdp_own"
-        _tdp_word=
-    fi
-fi
-if [ "$_tdp_word" != {RequeueDecision.AGAIN} ]; then
-{indent(end, "    ")}
-fi
-_tdp_say "$_tdp_word: $_tdp_reason"
-_tdp_attempt=$((_tdp_attempt + 1))
-_tdp_own=$_tdp_start.$_tdp_attempt
-""".strip("\n")
-    return f"""
-_tdp_told=0 _tdp_attempt=0 _tdp_own=$_tdp_start
-trap _tdp_told=1 TERM HUP USR1 USR2
-while :; do
-{indent(body, "    ")}
-done
-""".strip("\n")
 
 
 def patterns(names: Sequence[str]) -> str:

@@ -1,0 +1,49 @@
+"""The table of `tdp plan --nodes`: the degrees of one training on several numbers of nodes."""
+
+import re
+from collections.abc import Sequence
+
+import typer
+
+from torchdistpackage.cli._common import text_table
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.launch.slurm.job import job_shape
+from torchdistpackage.train.elastic import elastic_plan
+
+AXES = ("pipe", "data", "context", "expert", "tensor")
+"""Columns of coordinates and degrees."""
+
+
+def elastic_table(source: str, run: RunConfig, nodes: str, ranks_per_node: int | None) -> str:
+    """For each number of nodes the degrees by which a run goes on there, or why it cannot."""
+    span = re.fullmatch(r"([1-9]\d{0,4})\.\.([1-9]\d{0,4})", nodes)
+    if span is None or int(span[1]) > int(span[2]):
+        raise typer.BadParameter("write two numbers, as in 1..4", param_hint="--nodes")
+    per_node = ranks_per_node
+    if per_node is None:
+        shape = job_shape(run) if run.launch.slurm else None
+        if shape is None:
+            raise typer.BadParameter(
+                "needs --ranks-per-node, as the file has no launch.slurm", param_hint="--nodes"
+            )
+        per_node = shape.tasks_per_node
+    rows: list[Sequence[object]] = [
+        ("NODES", "RANKS", *AXES, "ACCUMULATE", "MICROBATCH", "BUBBLE", "")
+    ]
+    for number in range(int(span[1]), int(span[2]) + 1):
+        world = number * per_node
+        try:
+            found = elastic_plan(run, world, source)
+        except ConfigError as error:
+            why = getattr(error, "problems", None)
+            rows.append((number, world, *[""] * 8, str(why[0].text if why else error)))
+            continue
+        sizes = [getattr(found.config.parallel, axis) for axis in AXES]
+        rounds, samples = found.rounds, found.samples_per_microbatch
+        rows.append((number, world, *sizes, rounds, samples, f"{found.timeline.bubble:.1%}", ""))
+    more = ""
+    if run.launch.elastic.nodes is not None:
+        more = "; of nodes in between a job uses as many as it can"
+    head = f"{run.run.name}: the same batch, samples and learning rates on {nodes} nodes{more}"
+    return f"{head}\n{text_table(rows, last_left=True)}"

@@ -1,0 +1,47 @@
+"""Types of keys that speak of a job's nodes, beside those of types.py."""
+
+import re
+from typing import Annotated, cast
+
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter
+
+from torchdistpackage.config.types import Count, Expected, Path
+
+_NODE_VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})", re.ASCII)
+_PATH = TypeAdapter[str](Path)
+
+
+def _node_path(value: str) -> str:
+    """A path in which variables are of the node: what they stand for is only known there."""
+    _PATH.validate_python(_NODE_VARIABLE.sub("_", value))
+    return value
+
+
+def _pair(value: object) -> object:
+    return tuple(cast(list[object], value)) if isinstance(value, list) else value
+
+
+def _span(value: tuple[int, int]) -> tuple[int, int]:
+    if not 0 <= value[1] - value[0] < 1024:  # each is planned before Slurm may choose it
+        raise ValueError("no span of nodes")
+    return value
+
+
+NodePathOrNull = (
+    Annotated[
+        str,
+        Field(min_length=1, pattern=r"^(/|\$\w|\$\{\w)"),
+        AfterValidator(_node_path),
+        Expected("an absolute path, in which $NAME stands for a variable of the node"),
+    ]
+    | None
+)
+NodeSpanOrNull = (
+    Annotated[
+        tuple[Count, Count],
+        BeforeValidator(_pair),
+        AfterValidator(_span),
+        Expected("the fewest and the most nodes, such as [1, 4], at most 1,024 numbers"),
+    ]
+    | None
+)
