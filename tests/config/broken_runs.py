@@ -278,6 +278,11 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "data.packing",
         "data.packing=whole, but without data.tokenizer it is not known where documents end",
     ),
+    (
+        {"train__epochs": 2.0, "data__target": "a:b"},
+        "train.epochs",
+        "train.epochs=2, but how many samples data.target=a:b has is not known; set train.steps",
+    ),
     ({"data__name": "text"}, "data.name", "needs data.path, the file or folder to read"),
     ({"data__name": "tokens"}, "data.name", "needs data.path, the file to read"),
     ({"data__path": "x"}, "data.name", "data.path=x would not be read with data.name=py"),

@@ -35,12 +35,12 @@ def problems(text: str, *overrides: str) -> list[str]:
         ),
         ("launch:\n  local: {prcs: 2}", "r.yaml:2: launch.local.prcs: unknown key; did you mean"),
         (
-            "train:\n  epochs: 3",
-            "r.yaml:2: train.epochs: unknown key; set train.steps, of data.global_batch samples",
+            "train:\n  num_epochs: 3",
+            "r.yaml:2: train.num_epochs: unknown key; did you mean train.epochs?",
         ),
-        ("num_epochs: 3", "r.yaml:1: num_epochs: unknown key; set train.steps, of data.global_b"),
+        ("num_epochs: 3", "r.yaml:1: num_epochs: unknown key; did you mean train.epochs?"),
         ("train: {ordr: 3}", "r.yaml:1: train.ordr: unknown key; did you mean parallel.order?"),
-        ("train: {prcss: 3}", "r.yaml:1: train.prcss: unknown key; valid here: steps, accumulate,"),
+        ("train: {prcss: 3}", "r.yaml:1: train.prcss: unknown key; valid here: steps, epochs,"),
         (
             "train: {batch_size: 3}",
             "r.yaml:1: train.batch_size: unknown key; did you mean data.global_batch?",

@@ -13,6 +13,7 @@ from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import loads
 from torchdistpackage.train.blend import BlendedDataset, BlendOrder, BlendPart
 from torchdistpackage.train.data import DataSource, TokenDataset
+from torchdistpackage.train.documents import TextSource
 from torchdistpackage.train.packing import PackedDataset
 from torchdistpackage.train.token_cache import tokenized
 
@@ -234,3 +235,26 @@ def test_tokenize_and_plan_count_each_source(tmp_path, capsys):
         ["web", "24", "75.0%"],
         ["tasks", "8", "25.0%"],
     ]
+
+
+def test_a_run_of_epochs_has_the_steps_that_they_take(tdp, tmp_path):
+    (tmp_path / "run.yaml").write_text(f"run: {{dir: {tmp_path}/runs, name: r}}")
+    words = [str(tmp_path / "run.yaml"), *RUN, *corpus(tmp_path), "train.epochs=0.5"]
+    words += ["train.eval_every=0", "log.plot=false", "data.packing=wrapped"]
+    words.remove("train.steps=4")
+    code, said = tdp(["train", *words, "parallel.data=2"])
+    assert code == 0, said
+    options = {"vocab": 300, "seq_len": 16, "global_batch": 8, "val_fraction": 0.05}
+    fields = {"web": "text", "tasks": "prompt+completion"}
+    sources = [
+        TextSource("jsonl", f"{tmp_path}/{name}.jsonl", f"{tmp_path}/t", field)
+        for name, field in fields.items()
+    ]
+    sets = [PackedDataset(tokenized(x, tmp_path / "cache"), **options) for x in sources]
+    number = sum(data.num_samples["train"] for data in sets)
+    run = tmp_path / "runs" / "r"
+    assert len(_rows(run)) == -(-number // 16)
+    assert f"  steps: {-(-number // 16)}\n" in (run / "resolved.yaml").read_text()
+    words[words.index("optim.warmup_steps=1")] = "optim.warmup_steps=5000"
+    code, said = tdp(["train", *words, "run.name=late"])
+    assert code != 0 and "optim.warmup_steps=5000 is more than train.steps" in said

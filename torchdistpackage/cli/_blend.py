@@ -12,12 +12,22 @@ def sources_text(plan: Plan) -> list[str]:
     blend, config = plan.config.data.blend, plan.config
     if not blend:
         return []
-    total, number = sum(x.weight for x in blend), config.train.steps * config.data.global_batch
+    train, total = config.train, sum(x.weight for x in blend)
+    number = train.steps * config.data.global_batch
     rows: list[Sequence[object]] = [("source", "samples", "part", "holds", "MB", "path")]
     for label, weight, section in blend:
         part, size_bytes = weight / total, bytes_there(section)
         size = "" if size_bytes is None else f"{size_bytes / 1e6:,.1f}"
-        row = label, f"{round(part * number):,}", f"{part:.1%}", section.name, size, section.path
+        row = (
+            label,
+            f"{round(part * number):,}" if train.epochs is None else "",
+            f"{part:.1%}",
+            section.name,
+            size,
+            section.path,
+        )
         rows.append(row)
     table = text_table(rows, num_left=1, last_left=True)
-    return [f"{number:,} samples in {config.train.steps:,} steps, of {len(blend)} sources\n{table}"]
+    if train.epochs is not None:
+        return [f"{train.epochs:g} passes over {len(blend)} sources\n{table}"]
+    return [f"{number:,} samples in {train.steps:,} steps, of {len(blend)} sources\n{table}"]

@@ -345,7 +345,11 @@ def _collect(section: type[Section], path: str) -> None:
 _collect(RunConfig, "")
 
 
-_ELSEWHERE = {"batch_size": "data.global_batch", "learning_rate": "optim.lr"}
+_ELSEWHERE = {
+    "batch_size": "data.global_batch",
+    "learning_rate": "optim.lr",
+    **dict.fromkeys(("num_epochs", "num_train_epochs", "max_epochs"), "train.epochs"),
+}
 """What other trainers call a key, where ours looks otherwise."""
 _FAR = 0.85
 """For names of other sections, of which some looks like anything."""
@@ -357,9 +361,6 @@ def unknown_key(path: Keys, key: str) -> tuple[str, frozenset[str]]:
     Where a key of that name belongs, else the nearest of the section, or one very near of any
     other, or valid names.
     """
-    if "epoch" in key.lower():
-        length = "train.steps"
-        return f"unknown key; set {length}, of data.global_batch samples each", frozenset({length})
     found = _section_of(path)
     here, section = {} if found is None else found.model_fields, dotted(path)
     if section not in SECTIONS:

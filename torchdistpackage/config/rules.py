@@ -228,10 +228,10 @@ def _auto_recompute_has_a_limit(c: RunConfig, world_size: int | None) -> str | N
     )
 
 
-@rule("train.profile.steps", "train.steps")
+@rule("train.profile.steps", "train.steps", "train.epochs")
 def _profiled_steps_come(c: RunConfig, world_size: int | None) -> str | None:
     last, steps = c.train.profile.range.stop - 1, c.train.steps
-    if last <= steps:
+    if last <= steps or c.train.epochs is not None:
         return None
     return (
         f"train.profile.steps={c.train.profile.steps} ends after train.steps={steps}; name steps "
@@ -239,10 +239,20 @@ def _profiled_steps_come(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@rule("optim.warmup_steps", "train.steps")
+@rule("train.epochs", "data.target")
+def _epochs_are_of_our_data(c: RunConfig, world_size: int | None) -> str | None:
+    if c.train.epochs is None or c.data.target is None:
+        return None
+    return (
+        f"train.epochs={c.train.epochs:g}, but how many samples data.target={c.data.target} has is "
+        f"not known; set train.steps, of data.global_batch samples each"
+    )
+
+
+@rule("optim.warmup_steps", "train.steps", "train.epochs")
 def _warmup_fits(c: RunConfig, world_size: int | None) -> str | None:
     warmup, steps = c.optim.warmup_steps, c.train.steps
-    if warmup is None or warmup <= steps:
+    if warmup is None or warmup <= steps or c.train.epochs is not None:
         return None
     return (
         f"optim.warmup_steps={warmup} is more than train.steps={steps}; set warmup_steps to "

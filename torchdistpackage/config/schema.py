@@ -158,6 +158,10 @@ class TrainSection(Section):
     """Length of the run and what happens on the way."""
 
     steps: k.Steps = Field(default=400, description="Optimizer steps.")
+    epochs: k.PositiveOrNull = Field(
+        default=None,
+        description="Passes over the training data, from which steps then follow; null: steps.",
+    )
     accumulate: k.Count = Field(
         default=1, le=1 << 16, description="Rounds of gradient accumulation."
     )

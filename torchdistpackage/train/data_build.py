@@ -1,5 +1,6 @@
 """The data section as objects: what is read, and who draws samples from it."""
 
+import math
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -44,7 +45,7 @@ def build_data(plan: Plan) -> DataSource:
     train = _training(plan)
     if section.val_part is None:
         return train
-    return SeparateValidation(train, _read(plan, section.val_part))
+    return SeparateValidation(train, _read(plan.config, section.val_part))
 
 
 class SeparateValidation:
@@ -72,6 +73,20 @@ class SeparateValidation:
         check_place(split, data_index, num_data)
         source = self.train if split == "train" else self.val
         return source.batch(split, seed, step, data_index, num_data, per_rank, first=first)
+
+
+def with_steps(config: RunConfig) -> RunConfig:
+    """The run with as many steps as train.epochs passes over all sources take, the last one whole.
+
+    Raises:
+        DataError: the data cannot be read.
+    """
+    if config.train.epochs is None:
+        return config
+    sizes = (_read(config, part).num_samples["train"] for part in config.data.parts.values())
+    steps = math.ceil(config.train.epochs * sum(sizes) / config.data.global_batch)
+    train = config.train.model_copy(update={"steps": max(steps, 1), "epochs": None})
+    return config.model_copy(update={"train": train})
 
 
 def blend_of(data: DataSource) -> BlendedDataset | None:
@@ -105,11 +120,11 @@ def _training(plan: Plan) -> SequenceSource:
     section = plan.config.data
     if not section.sources:
         (part,) = section.parts.values()
-        return _read(plan, part)
+        return _read(plan.config, part)
     parts: list[BlendPart] = []
     for key, (label, weight, part) in zip(section.parts, section.blend, strict=True):
         try:
-            data = _read(plan, part)
+            data = _read(plan.config, part)
         except DataError as error:
             raise DataError(f"{key} {part.path}: {error}") from error
         parts.append(BlendPart(label, weight, data, data.num_samples["train"]))
@@ -127,9 +142,8 @@ def notes_of(data: DataSource) -> list[str]:
     return list(filter(None, (data.split.note, cut_documents(data.text, data.seq_len))))
 
 
-def _read(plan: Plan, section: DataSection) -> TokenDataset | PackedDataset:
+def _read(config: RunConfig, section: DataSection) -> TokenDataset | PackedDataset:
     """One file or folder, or what data.name has of its own."""
-    config = plan.config
     if section.tokenizer is not None:
         return PackedDataset(
             tokenized_part(config, section),

@@ -31,7 +31,7 @@ from torchdistpackage.launch.slurm.run_dir import (
 from torchdistpackage.report.page import REPORT, write_report
 from torchdistpackage.train.build import build, make_local_copies, make_loop
 from torchdistpackage.train.compiled import end_compile_workers, use_cache, warm_up
-from torchdistpackage.train.data_build import notes_of
+from torchdistpackage.train.data_build import notes_of, with_steps
 from torchdistpackage.train.data_fingerprint import data_fingerprint
 from torchdistpackage.train.export import export_run
 from torchdistpackage.train.finish import finish, sample_text
@@ -63,6 +63,7 @@ def worker_main(config: RunConfig, resume: str, signals: SignalFlag | None = Non
         signals.listen(config.launch.requeue.signals)
     end_processes()
     rendezvous = detect(os.environ)
+    config = with_steps(config)
     plan = make_plan(config, rendezvous.world_size)
     folder = run_folder(plan.config)
     joined = join(
