@@ -211,7 +211,8 @@ def test_an_elastic_job_goes_on_with_the_nodes_that_answer(bash, gone, code, the
     more = ["launch.requeue.in_job_restarts=1", "launch.elastic.nodes=[1, 4]"]
     job = job_of("{ntasks-per-node: 1}", bash.folder, overrides=more)
     found = lines(job)
-    assert {"#SBATCH --nodes=1-4", "#SBATCH --no-kill", "#SBATCH --requeue"} <= set(found)
+    assert {"#SBATCH --nodes=1-4", "#SBATCH --no-kill", "#SBATCH --mincpus=1"} <= set(found)
+    assert not [line for line in found if "tasks" in line], "Slurm would give the fewest nodes"
     done = bash(job, GONE=gone, SLURM_JOB_NUM_NODES="4", STATE="n[1-4]")
     assert done.returncode == code, done.stdout
     attempts = Path(f"{bash.noted}.attempts").read_text().splitlines()

@@ -212,6 +212,12 @@ def _options(config: RunConfig, shape: JobGeometry) -> tuple[dict[str, str | Non
             notes["gpus-per-node"] = f"{name}={value}, by node, so that every task sees all of them"
             name, value = "gpus-per-node", shape.gpus_per_node
         options[name] = value
+    if config.launch.elastic.nodes is not None:
+        # a number of tasks holds Slurm to the fewest nodes
+        for name in ("ntasks", "ntasks-per-node", "cpus-per-task"):
+            options.pop(name, None)
+        options["mincpus"] = str(shape.tasks_per_node * shape.cpus_per_task)
+        notes["mincpus"] = "On each node; tasks would have Slurm give the fewest nodes."
     requeue = config.launch.requeue
     if "signal" not in options and requeue.signals:
         name = "USR1" if "USR1" in requeue.signals else requeue.signals[0]
