@@ -1,0 +1,72 @@
+"""An elastic job with copies on its nodes' own memory, of which one node is lost."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import ROOT, Cluster
+from tests.slurm.lives import CONFIG, RUN, Lived, ending, rows, send, until_step
+
+STEPS, LOCAL_EVERY = 40, 5
+WORDS = [
+    *("parallel.data=2", "parallel.pipe=1", "pipeline.microbatches=1", "model.dropout=0"),
+    *(f"train.steps={STEPS}", "train.eval_every=0", "precision.dtype=float64"),
+    *("launch.elastic.nodes=[1, 2]", "data.name=null", "data.target=tests.train.sources:Paced"),
+    "data.args={seq_len: 32, num_val: 16, pause_s: 0.15}",
+]  # fmt: skip
+
+
+def submit(cluster: Cluster, folder: Path):
+    return {
+        "shrunk": cluster.beside(shrunk, cluster, folder),
+        "whole": cluster.beside(whole, folder),
+    }
+
+
+def whole(folder: Path) -> Path:
+    """The same run by one process, undisturbed."""
+    kept = {word.partition("=")[0] for word in WORDS}
+    base = [x for x in RUN if x.partition("=")[0] not in kept]
+    subprocess.run(
+        [Cluster.python, "-m", "torchdistpackage", "train", str(CONFIG), *base, *WORDS,
+         "launch.local.procs=1", f"run.dir={folder}", "run.name=whole"],
+        check=True, capture_output=True, timeout=300, cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    return folder / "whole"
+
+
+def shrunk(shared: Cluster, folder: Path) -> Lived:
+    cluster = shared.sibling(nodes=2, accounting=True)
+    # or Slurm would give the job the node that is up first
+    up = lambda: set(cluster.node_states().values()) == {"idle"}  # noqa: E731
+    cluster.wait_for(up, 30, "two idle nodes")
+    words = [
+        *WORDS, "launch.slurm.ntasks-per-node=1", "launch.requeue.in_job_restarts=1",
+        "checkpoint.local_dir=/dev/shm", f"checkpoint.local_every={LOCAL_EVERY}",
+    ]  # fmt: skip
+    run, job = send(cluster, folder, "shrunk", *words)
+    until_step(cluster, run, 18)
+    cluster.power_off("n2")
+    found = ending(cluster, run, job)
+    cluster.down()
+    return found
+
+
+@pytest.mark.full
+def test_a_job_that_loses_a_node_goes_on_with_the_rest_and_the_copies_of_its_neighbour(submitted):
+    life = submitted["shrunk"].result(timeout=400)
+    assert life.states == ["RESIZING", "COMPLETED"] and life.code == "0:0", "not requeued"
+    began = {start["start"]: start["step"] for start in life.starts}
+    assert list(began) == [f"{life.job}.0", f"{life.job}.0.1"]
+    assert "goes on with n1" in life.log
+    again = (life.run / "job" / f"decision.{life.job}.0").read_text()
+    reached, step = int(again.split("after step ")[1].split(":")[0]), began[f"{life.job}.0.1"]
+    assert step % LOCAL_EVERY == 0 and 0 <= reached - step <= 2 * LOCAL_EVERY
+    mine, theirs = rows(life.run), rows(submitted["whole"].result(timeout=400))
+    assert [row["step"] for row in mine] == list(range(1, STEPS + 1)), "each step once"
+    for row, expected in zip(mine, theirs, strict=True):
+        for key in ("loss", "grad_norm", "lr"):
+            assert row[key] == pytest.approx(expected[key], rel=1e-9), row["step"]
