@@ -86,7 +86,7 @@ def test_a_list_that_explodes_is_refused_before_it_is_built(text):
     start = time.process_time()
     with pytest.raises(LaunchError) as error:
         expand(text)
-    assert time.process_time() - start < 1.0
+    assert time.process_time() - start < 5.0  # building one takes minutes
     assert len(str(error.value)) < 1000
 
 
