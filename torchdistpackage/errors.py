@@ -21,7 +21,7 @@ Each message gives, in this order: what was wrong and where, the numbers that sh
 it, and what to change. An `assert` means a bug in this package, never in its input.
 """
 
-from typing import Any
+import typing
 
 
 class TorchDistError(Exception):
@@ -66,7 +66,7 @@ class RankError(TorchDistError, RuntimeError):
     culprit: its `torchdistpackage.launch.failure.Failure`, where a pool's rank ended by one.
     """
 
-    culprit: Any = None
+    culprit: typing.Any = None
 
 
 class CommError(TorchDistError, RuntimeError):

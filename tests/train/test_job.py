@@ -27,6 +27,7 @@ SMALL = [
 ]  # fmt: skip
 
 EXPERTS = {"experts", "experts_dropped", "dead_experts"}
+DATA = {"sources", "epochs", "eval_loss", "perplexity"}
 """Keys of a run with mixtures of experts."""
 
 
@@ -108,9 +109,9 @@ def test_a_run_shows_and_leaves_what_it_promises(whole):
 
 
 def test_the_page_on_logging_lists_every_key_of_a_row(whole):
-    """Two come of slow ranks and of steps left out; their tests compare them with the page."""
+    """Others come of slow ranks, steps left out, experts, sources and evaluation sets."""
     found = {key for row in rows(whole[0]) for key in row}
-    assert found | {"stragglers", "skipped"} | EXPERTS == metrics_page.keys()
+    assert found | {"stragglers", "skipped"} | EXPERTS | DATA == metrics_page.keys()
     assert not found & {"stragglers", "skipped"}
 
 
