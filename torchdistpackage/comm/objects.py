@@ -13,11 +13,11 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.collectives import as_dim, as_group
 from torchdistpackage.comm.groups import on_cpu
+from torchdistpackage.comm.nested import map_leaves
 from torchdistpackage.comm.p2p import start_receive, start_send
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import CommError
@@ -109,7 +109,7 @@ def broadcast_tensor_dict(
     def describe() -> tuple[object, list[TensorMetadata]]:
         if not isinstance(tensors, dict):
             raise CommError(f"a dict was expected of the source, not a {type(tensors).__name__}")
-        structure = tree_map_only(Tensor, take_out, tensors)
+        structure = map_leaves(take_out, tensors, _is_tensor, dataclasses=False)
         return structure, [_metadata(x) for x in found]
 
     structure, metadata = cast(
@@ -121,7 +121,18 @@ def broadcast_tensor_dict(
     )
     if mine:
         return cast(dict, tensors)
-    return tree_map_only(_TensorPlaceholder, lambda slot: received[slot.index], structure)
+    placed = map_leaves(
+        lambda slot: received[slot.index], structure, _is_placeholder, dataclasses=False
+    )
+    return cast(dict, placed)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _is_placeholder(value: object) -> bool:
+    return isinstance(value, _TensorPlaceholder)
 
 
 def gather_to(x: Tensor, dim: int, group: Group | str, target: int) -> Tensor | None:

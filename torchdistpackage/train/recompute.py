@@ -8,9 +8,9 @@ the first of them: with tensor parallelism a recomputed module communicates, whi
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.nested import map_tensors
 from torchdistpackage.comm.tensor_meta import Message
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.parallel.pipeline.executor import Executor
@@ -138,10 +138,10 @@ def measured(trainer: Trainer) -> Infos:
     inputs, targets, positions = trainer.sample()
 
     def forward(stage: int, m: int, received: Message) -> Message:
-        x = inputs if forwards.is_first_stage(stage) else tree_map_only(Tensor, _leaf, received)
+        x = inputs if forwards.is_first_stage(stage) else map_tensors(received, _leaf)
         with torch.enable_grad(), trainer.precision():
             output = probes[stage](x, targets, positions)
-        return tree_map_only(Tensor, Tensor.detach, output)
+        return map_tensors(output, Tensor.detach)
 
     infos: dict[int, Infos] = {stage: {} for stage in probes}
     trainer.stage.train()

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
+from torchdistpackage.comm.nested import leaves_of
 from torchdistpackage.errors import RaceError
 from torchdistpackage.harness.late.call import (
     CHANGED,
@@ -199,7 +199,7 @@ def storages_of(given: Iterable[tuple[object, Tensor]]) -> set[int]:
 
 def made_in(result: object, old: set[int]) -> list[Tensor]:
     """Tensors of a result in other storages than the `old` ones, of which others are views."""
-    tensors = [x for x in tree_iter(result) if isinstance(x, Tensor)]
+    tensors = [x for x in leaves_of(result) if isinstance(x, Tensor)]
     strided = [x for x in tensors if x.layout is torch.strided]
     return [x for x in strided if x.untyped_storage()._cdata not in old]
 

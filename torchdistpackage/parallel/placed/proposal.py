@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.nn import Module
-from torch.utils._pytree import tree_leaves
 
+from torchdistpackage.comm.nested import leaves_of
 from torchdistpackage.errors import PlacementError
 from torchdistpackage.parallel.pipeline.partition.layer_costs import STATE_FACTOR
 from torchdistpackage.parallel.placed.functor import DeviceFunctor
@@ -328,7 +328,7 @@ def _measure(
 def _timed(function: Any, read: Any, trains: bool) -> tuple[Any, tuple[float, float], int]:
     """(output without its graph, seconds forward and backward, bytes kept for the backward)."""
     args, kwargs = fx.node.map_aggregate(read, _as_leaf)  # type: ignore[misc]
-    own = {x.data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+    own = {x.data_ptr() for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)}
     own |= {p.data_ptr() for p in getattr(function, "parameters", list)()}
     saved: dict[int, int] = {}
 
@@ -344,26 +344,24 @@ def _timed(function: Any, read: Any, trains: bool) -> tuple[Any, tuple[float, fl
         begin = _now(args)
         output = function(*args, **kwargs)
         forward_s = _now(args) - begin
-    roots = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    roots = [x for x in leaves_of(output) if isinstance(x, Tensor) and x.requires_grad]
     backward_s = 0.0
     if roots and trains:
-        wanted = [
-            x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad
-        ]
+        wanted = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
         wanted += [p for p in getattr(function, "parameters", list)() if p.requires_grad]
         gradients = [torch.ones_like(x) for x in roots]
         begin = _now(args)
         if wanted:
             torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
         backward_s = _now(args) - begin
-    for x in tree_leaves(output):
+    for x in leaves_of(output):
         if isinstance(x, Tensor):
             saved.pop(x.data_ptr(), None)
     return fx.node.map_aggregate(output, _detached), (forward_s, backward_s), sum(saved.values())
 
 
 def _now(args: Any) -> float:
-    for device in {x.device for x in tree_leaves(args) if isinstance(x, Tensor) and x.is_cuda}:
+    for device in {x.device for x in leaves_of(args) if isinstance(x, Tensor) and x.is_cuda}:
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
@@ -379,4 +377,4 @@ def _detached(x: Any) -> Any:
 
 
 def _num_bytes(output: Any) -> int:
-    return sum(x.nbytes for x in tree_leaves(output) if isinstance(x, Tensor))
+    return sum(x.nbytes for x in leaves_of(output) if isinstance(x, Tensor))
