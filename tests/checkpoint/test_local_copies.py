@@ -295,7 +295,9 @@ def test_a_full_disk_of_a_node_stops_all_or_is_said_and_the_run_folder_gets_a_ch
 ):
     extra = ["checkpoint.save_every=4", "checkpoint.keep_last=9"]
     extra += ["checkpoint.on_error=continue"] if goes_on else []
-    said = [text.splitlines()[0] for text in ranks(2).run(full, tmp_path, extra, where)]
+    found = (text.splitlines() for text in ranks(2).run(full, tmp_path, extra, where))
+    # a slow machine says besides that a save waited for the one before
+    said = [next(x for x in lines if not x.startswith("save of step")) for lines in found]
     assert said[0] == said[1], "all ranks say the same"
     assert "writing the checkpoint of step 4 to checkpoint.local_dir=" in said[0]
     assert "failed on rank 1" in said[0] and "node1/tdp-" in said[0]

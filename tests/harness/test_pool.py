@@ -300,8 +300,11 @@ def test_a_collective_without_peers_is_charged_to_the_run_that_left_it(ranks: Ra
 
 
 def test_a_rank_that_died_between_runs_is_replaced(ranks: RankPool) -> None:
-    os.kill(ranks(2).run(os.getpid)[1], signal.SIGKILL)
-    time.sleep(0.2)
+    killed = ranks(2).run(os.getpid)[1]
+    os.kill(killed, signal.SIGKILL)
+    while Path(f"/proc/{killed}").exists():  # until the pool's server has seen it end
+        time.sleep(0.05)
+    time.sleep(0.2)  # for its message
     assert ranks(2).run(sum_of_ranks, 0) == [(0, 2, 1), (1, 2, 1)]
 
 
