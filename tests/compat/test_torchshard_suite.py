@@ -22,11 +22,11 @@
 
 Theirs pass over these names too, on two ranks, by all three reductions, where numbers are float64
 and one line is mended (`view_as` of a loss that is one number). In float32 two of them ask for
-gradients within 1e-6 whose sums round to 1.4e-6 and 1.9e-6, with the original just so. On four
-ranks in groups of two, four cannot be right as written: the two of linear layers pick their part
-by the global rank instead of `ts.distributed.get_rank()`; the two of split heads compare them with
-DDP's mean over all ranks, but split parameters are left out of DDP, so the other group's samples
-are missing until `average_over_data` below. With that they pass as well.
+1e-6 where sums round to 1.9e-6, with the original too. On four ranks in groups of two, four cannot
+be right as written: the two of linear layers pick their part by the global rank instead of
+`ts.distributed.get_rank()`; the two of split heads compare them with DDP's mean over all ranks, but
+split parameters are left out of DDP, so the other group's samples are missing until
+`average_over_data` below. With that they pass as well.
 """
 
 from __future__ import annotations
@@ -50,10 +50,9 @@ REDUCTIONS = ("none", "mean", "sum")
 gather, scatter = ts.distributed.gather, ts.distributed.scatter
 
 
-def criteria(reduction: str) -> tuple[nn.Module, nn.Module]:
-    """torch's and torchshard's."""
-    theirs, ours = nn.CrossEntropyLoss, ts.nn.ParallelCrossEntropyLoss
-    return theirs(reduction=reduction), ours(reduction=reduction)
+def criteria(how: str) -> tuple[nn.Module, nn.Module]:
+    """torch's and torchshard's, with this reduction."""
+    return nn.CrossEntropyLoss(reduction=how), ts.nn.ParallelCrossEntropyLoss(reduction=how)
 
 
 def one(*shape: int) -> Tensor:

@@ -63,13 +63,13 @@ def third(of: list[str], day: date) -> list[str]:
     return [name for index, name in enumerate(of) if (index + day.toordinal()) % 3 == 0]
 
 
-def settings(name: str) -> dict[str, Any]:
-    """A small config.json of a class, by its default settings, without dropout."""
+def settings(name: str, **changes: object) -> dict[str, Any]:
+    """A small config.json of a class, by its default settings, without dropout, and changed."""
     from transformers import CONFIG_MAPPING
 
     whole = CONFIG_MAPPING[name]().to_dict()
     small = shrunk({**whole, **LACKING.get(name, {}), "model_type": name})
-    return {**_calm(small), **LACKING.get(name, {})}
+    return {**_calm(small), **LACKING.get(name, {}), **changes}
 
 
 def _calm(small: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -1,9 +1,7 @@
 """Classes of transformers without a table here: what is read of them, and that they train."""
 
 import json
-import math
 import random
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -12,88 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.models import coverage, coverage_ranks
+from tests.models.coverage import settings
+from tests.models.found_cases import EXACT, EXPERT, FULL, LAYOUTS, ROUTERS, STACKED, transformers
 from tests.train import parity
-from torchdistpackage.config.load import loads
-from torchdistpackage.errors import ConfigError
 from torchdistpackage.families.found import SHARED
 from torchdistpackage.families.registry import FAMILIES
-from torchdistpackage.models import transformers_found
-from torchdistpackage.models.shrunk_config import VOCAB, shrunk
-from torchdistpackage.train.expert_plan import expert_plan
-from torchdistpackage.train.plan import make_plan, num_parameters, stage_loads
 
-transformers = pytest.importorskip("transformers")
 RANKS_IMPORT = ("tests.models.coverage_ranks",)
-FULL = (pytest.mark.full,)
-STACKED = pytest.mark.skipif(
-    transformers.__version__.startswith("4."), reason="transformers 4 does not stack experts"
-)
-LAYOUTS = {
-    "data2": ["parallel.data=2"],
-    "zero2": ["parallel.data=2", "parallel.zero=2"],
-    "zero3": ["parallel.data=2", "parallel.zero=3"],
-    "recompute": ["parallel.data=2", "train.recompute=blocks"],
-}
-PIPE = ["parallel.pipe=2", "pipeline.microbatches=2"]
-LAYOUTS |= {"pipe2": PIPE, "pipe2-recompute": [*PIPE, "train.recompute=blocks"]}
-EXPERT = ["parallel.data=2", "parallel.expert=2"]
-LAYOUTS |= {
-    "expert2": EXPERT,
-    "expert2-zero3": [*EXPERT, "parallel.zero=3"],
-    "expert2-recompute": [*EXPERT, "train.recompute=blocks"],
-    "expert2-pipe2": [*EXPERT, *PIPE],
-    "expert4": ["parallel.data=4", "parallel.expert=4"],
-    "expert2-data4": ["parallel.data=4", "parallel.expert=2", "parallel.zero=1"],
-}
-TENSOR = ["parallel.tensor=2"]
-CONTEXT = ["parallel.context=2"]
-LAYOUTS |= {
-    "context2": CONTEXT,
-    "context3": ["parallel.context=3", "parallel.cp_comm_type=all_gather"],
-    "context2-pipe2": [*CONTEXT, *PIPE],
-    "context2-expert2": [*CONTEXT, *EXPERT],
-    "context2-expert2-zero3": [*CONTEXT, *EXPERT, "parallel.zero=3"],
-    "context2-expert2-recompute": [*CONTEXT, *EXPERT, "train.recompute=blocks"],
-    "context2-tensor2": [*CONTEXT, *TENSOR],
-}
-LAYOUTS |= {
-    "tensor2": TENSOR,
-    "tensor4": ["parallel.tensor=4"],
-    "tensor2-pipe2": [*TENSOR, *PIPE],
-    "tensor2-zero3": [*TENSOR, "parallel.data=2", "parallel.zero=3"],
-    "tensor2-zero1-recompute": [
-        *(*TENSOR, "parallel.data=2", "parallel.zero=1", "train.recompute=blocks")
-    ],
-    "tensor2-expert2": [*TENSOR, *EXPERT],
-    "tensor2-expert2-zero2": [*TENSOR, *EXPERT, "parallel.zero=2"],
-}
-EXACT = (
-    *(
-        "afmoe",
-        "apertus",
-        "arcee",
-        "bitnet",
-        "cohere",
-        "cohere2",
-        "cwm",
-        "doge",
-        "emu3",
-        "ernie4_5",
-    ),
-    *("exaone4", "falcon_mamba", "gemma", "gemma3_text", "glm4", "gpt_bigcode", "gpt_oss"),
-    *("granite", "granitemoe", "helium", "hyperclovax", "internlm3", "jais2", "jetmoe", "laguna"),
-    *("olmo", "olmo2", "olmo3", "olmoe", "phi3", "qwen3_moe", "seed_oss", "smollm3", "stablelm"),
-    *("starcoder2", "mixtral", "ministral3", "nemotron"),
-)
-"""Classes without a table that compute in float64 throughout, by docs/model_classes.md."""
-ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-
-
-def settings(family: str, **changes: object) -> dict:
-    """A small config.json of a family, without dropout."""
-    small = shrunk(transformers.CONFIG_MAPPING[family]().to_dict())
-    calm = {key: 0.0 if "drop" in key else value for key, value in small.items()}
-    return {**calm, **changes, "model_type": family}
 
 
 @pytest.fixture(scope="module")
@@ -295,137 +218,3 @@ def test_initial_weights_are_drawn_as_transformers_draws(ranks, tmp_path):
         spread = theirs.std().item() if theirs.numel() > 1 else 0.0
         assert one[name].mean().item() == pytest.approx(theirs.mean().item(), abs=0.004), name
         assert one[name].std().item() == pytest.approx(spread, rel=0.3), name
-
-
-def plan_of(tmp_path, family: str, *overrides: str, world: int = 2, **changes: object):
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(settings(family, **changes)))
-    run = loads("", overrides=[f"model.hf={config}", "data.seq_len=12", *overrides])
-    return make_plan(run, world)
-
-
-def test_a_sequence_of_a_found_family_is_not_cut(tmp_path):
-    run = ["parallel.tensor=2", "parallel.context=2", "parallel.sequence_parallel=true"]
-    with pytest.raises(ConfigError) as met:
-        plan_of(tmp_path, "olmo2", *run, world=4)
-    assert "2 problems" in str(met.value) and "olmo2 cannot attend over parts" in str(met.value)
-    assert "Olmo2ForCausalLM has no table of llama" in str(met.value)
-
-
-def test_a_rule_that_is_wrong_is_refused_with_the_first_module_that_differs(tmp_path, monkeypatch):
-    """Heads in another order than their keys, and a gradient that nobody adds up."""
-    found, every = transformers_found.find_cuts, transformers_found.CHOICES
-
-    def with_other_heads(model, read, choices):
-        cuts, width = found(model, read, choices), read.sizes.heads * read.sizes.head_dim
-        name = "model.layers.1.self_attn.q_proj"
-        parts = width // 4, width // 4, width // 2
-        wrong = replace(cuts.layers[name], heads=None, parts=parts)
-        return replace(cuts, layers={**cuts.layers, name: wrong})
-
-    def without_sums(*given):
-        return replace(found(*given), partial=frozenset())
-
-    said = {
-        with_other_heads: "the first that differs is model.layers.1.self_attn.o_proj",
-        without_sums: "the gradient of model.layers.0.self_attn.q_norm.weight",
-    }
-    monkeypatch.setattr(transformers_found, "CHOICES", every[:1])
-    for wrong, where in said.items():
-        monkeypatch.setattr(transformers_found, "find_cuts", wrong)
-        transformers_found._read.cache_clear()
-        with pytest.raises(ConfigError) as met:
-            plan_of(tmp_path, "qwen3_moe", "parallel.tensor=2", head_dim=16)
-        assert "parallel.tensor" in str(met.value) and where in str(met.value)
-    # where a later choice is right, that one is taken: here no attention by heads
-    monkeypatch.setattr(transformers_found, "CHOICES", every)
-    transformers_found._read.cache_clear()
-    read = plan_of(tmp_path, "qwen3_moe", "parallel.tensor=2", head_dim=16).shape.kind.found
-    assert read.uncut is None and read.cuts.layers and not read.cuts.attention
-    transformers_found._read.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("family", "share"), [("gemma3_text", 0.52), ("qwen3_moe", 0.52), ("gpt_oss", 0.55)]
-)
-def test_two_tensor_ranks_hold_half_of_a_model_each(tmp_path, family, share):
-    plan = plan_of(tmp_path, family, "parallel.tensor=2")
-    assert stage_loads(plan)[0].num_parameters < share * num_parameters(plan)
-
-
-def test_what_no_stage_can_do_is_refused(tmp_path):
-    """Routers count their loss over all blocks; and no stage is without a block."""
-    with pytest.raises(ConfigError) as met:
-        plan_of(tmp_path, "mixtral", "parallel.pipe=2", **ROUTERS)
-    assert "the auxiliary loss of MixtralForCausalLM's routers" in str(met.value)
-    with pytest.raises(ConfigError) as met:
-        plan_of(
-            tmp_path,
-            "olmo2",
-            "parallel.pipe=2",
-            "pipeline.chunks=4",
-            "pipeline.schedule=interleaved",
-        )
-    assert "8 stages for the 4 blocks of Olmo2ForCausalLM" in str(met.value)
-
-
-@pytest.mark.parametrize(
-    ("family", "more", "said"),
-    [
-        (
-            "deepseek_v3",
-            EXPERT[1:],
-            "those of no other model, such as DeepseekV3ForCausalLM; set expert",
-        ),
-        ("llama", EXPERT[1:], "those of no other model, such as llama; set expert to 1"),
-        ("deepseek_v3", ["parallel.context=2"], "deepseek_v3 cannot attend over parts of a"),
-        pytest.param(
-            *("qwen3_moe", ["parallel.expert=8"]),
-            "ranks for the 4 experts of Qwen3MoeForCausalLM",
-            marks=STACKED,
-        ),
-    ],
-)
-def test_experts_that_ranks_cannot_share_are_refused(tmp_path, family, more, said):
-    with pytest.raises(ConfigError) as met:
-        plan_of(tmp_path, family, *more, "data.global_batch=64", world=8)
-    assert said in str(met.value)
-
-
-def test_a_router_that_samples_is_not_shared(tmp_path):
-    with pytest.raises(ConfigError) as met:
-        plan_of(tmp_path, "phimoe", "parallel.tensor=2")
-    assert "PhimoeForCausalLM: its router samples experts in training" in str(met.value)
-
-
-@STACKED
-def test_a_plan_says_what_experts_cost(tmp_path):
-    plan = plan_of(tmp_path, "mixtral", *EXPERT[1:], "data.global_batch=64", world=4)
-    found = expert_plan(plan)
-    assert found is not None and found.on_rank == (2, 2)
-    idle = sum(math.prod(x.shape) for x in plan.layouts.values() if len(x.shape) == 3) // 2
-    assert num_parameters(plan) - found.active_parameters == idle
-    shape = plan.shape
-    assert shape is not None
-    sent = plan.samples_per_microbatch * 12 * 2 * shape.dim * plan.numbers.activations.num_bytes
-    assert (found.mean_bytes, found.most_bytes) == (sent / 2, sent)
-    assert found.crossing_bytes(plan, 1) == sent / 2 and found.crossing_bytes(plan, 2) == 0
-
-
-def test_a_plan_counts_an_expert_by_its_part_of_the_tokens(tmp_path):
-    few = plan_of(tmp_path, "mixtral", "parallel.data=2", num_experts_per_tok=1)
-    more = plan_of(tmp_path, "mixtral", "parallel.data=2", num_experts_per_tok=2)
-    assert few.model is not None and more.model is not None
-    assert few.model.flops_per_token() < more.model.flops_per_token()
-    assert sum(few.model.piece_parameters()) == sum(more.model.piece_parameters())
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3_text", "phi3", "olmo2", "mixtral"])
-def test_a_small_copy_has_every_kind_of_layer(family):
-    whole = transformers.CONFIG_MAPPING[family]().to_dict()
-    small = shrunk(whole)
-    assert small["vocab_size"] == VOCAB
-    kinds = whole.get("layer_types") or ()
-    assert set(small.get("layer_types") or ()) == set(kinds)
-    heads = small["num_attention_heads"], small["num_key_value_heads"]
-    assert (heads[0] > heads[1]) == (whole["num_attention_heads"] > whole["num_key_value_heads"])

@@ -323,6 +323,8 @@ def _shown(value: object) -> str:
         case list():
             items = cast(list[object], value)
             return f"a list of {len(items)}" if len(str(items)) > 60 else f"the list {items}"
+        case dict() if value and len(str(cast(dict[str, object], value))) <= 60:
+            return f"a mapping {value}"
         case _:
             return "a mapping"
 

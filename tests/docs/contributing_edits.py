@@ -1,0 +1,231 @@
+"""The rows of CONTRIBUTING's table "Where something new goes", each followed for an example.
+
+Row -> edits: a file of the package, what stands before the addition (none: the file ends with it),
+and what is added.
+"""
+
+NOISE = "noise: k.NotNegative = Field(default=0.0, description='Of the gradient.')"
+STARCODER2 = """
+from dataclasses import replace
+from torchdistpackage.families.fused import last_norm
+from torchdistpackage.families.llama import LLAMA, attention
+from torchdistpackage.families.table import Settings, Sizes, Weights
+
+_STARCODER2 = {
+    "vocab_size": 49152,
+    "hidden_size": 3072,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.018042,
+    "tie_word_embeddings": True,
+    "use_bias": True,
+    "head_dim": None,
+    "pad_token_id": None,
+}
+
+def _block(w: Weights, s: Settings, n: Sizes) -> None:
+    bias = s["use_bias"]
+    attention(w, n, bias, bias)
+    w.column("mlp.c_fc", n.hidden, n.dim, bias=bias)
+    w.row("mlp.c_proj", n.dim, n.hidden, bias=bias)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        w.norm(name, n.dim, bias=True)
+
+STARCODER2 = replace(LLAMA, defaults=_STARCODER2, block=_block, head=last_norm("model.norm"))
+"""
+
+EDITS: dict[str, list[tuple[str, str, str]]] = {
+    "a pipeline schedule": [
+        (
+            "schedule/orders.py",
+            "",
+            "import dataclasses\n"
+            "def fill_drain(num_ranks, num_microbatches, chunks):\n"
+            "    order = gpipe(num_ranks, num_microbatches, chunks)\n"
+            "    return dataclasses.replace(order, name='fill-drain')\n",
+        ),
+        (
+            "schedule/generators.py",
+            r"GENERATORS: dict\[str, Generator\] = \{\n",
+            "'fill-drain': fill_drain,\n",
+        ),
+        (
+            "schedule/generators.py",
+            r"from torchdistpackage.schedule.orders import \(\n",
+            "    fill_drain,\n",
+        ),
+    ],
+    "a split layer": [
+        (
+            "parallel/tensor/scale.py",
+            "",
+            "import torch\n"
+            "from torchdistpackage.parallel.tensor import layouts as cut\n"
+            "from torchdistpackage.parallel.tensor.marked import Marked\n"
+            "class Scale(Marked):\n"
+            "    def __init__(self, dim):\n"
+            "        super().__init__()\n"
+            "        self.weight = torch.nn.Parameter(torch.ones(dim))\n"
+            "    def forward(self, x):\n"
+            "        return x * self.weight\n"
+            "    def layouts(self):\n"
+            "        return cut.norm(len(self.weight), False, 'tensor', False)\n",
+        )
+    ],
+    "a communication hook": [
+        (
+            "ddp/comm_hooks.py",
+            "",
+            "def float32_compress(flat, group, op=primitives.SUM):\n"
+            "    return _narrow(flat, group, op, torch.float32)\n",
+        )
+    ],
+    "a collective": [
+        (
+            "comm/primitives.py",
+            "",
+            "def sum_parts(x, group, async_op=False):\n"
+            "    if group.size() == 1:\n"
+            "        return Work(x) if async_op else x\n"
+            "    total = x.clone()\n"
+            "    finish = lambda: total.chunk(group.size())[group.rank()]\n"
+            "    go = run_async if async_op else run_sync\n"
+            "    return go('sum_parts', group, x, NO_FACTS, finish, dist.all_reduce, total)\n",
+        ),
+        (
+            "comm/autograd.py",
+            "",
+            "@dataclass(frozen=True, slots=True)\n"
+            "class SumParts:\n"
+            "    group: Group\n"
+            "    dim: int\n"
+            "    def __call__(self, x):\n"
+            "        rows = primitives.sum_parts(_rows(x, self.dim), self.group)\n"
+            "        return _from_rows(rows, self.dim)\n"
+            "    def transposed(self):\n"
+            "        return AllGather(self.group, self.dim, None)\n",
+        ),
+        (
+            "comm/collectives.py",
+            "",
+            "from torchdistpackage.comm.autograd import SumParts\n"
+            "def sum_parts(x, dim, group):\n"
+            "    return apply(SumParts(as_group(group), as_dim(x, dim)), x)\n"
+            "start_sum_parts = _by_name(primitives.sum_parts, 'start_sum_parts', async_op=True)\n",
+        ),
+        ("comm/__init__.py", r'"broadcast",\n', '"sum_parts", "start_sum_parts",\n'),
+        (
+            "harness/operations.py",
+            r'CollectiveSpec\("all_to_all".*\n',
+            'CollectiveSpec("sum_parts", _others_share, output_is_part=True, in_parts=True, '
+            "is_sum=True),\n",
+        ),
+        (
+            "harness/calls.py",
+            r"_TORCH: dict.*= \{\n",
+            '"sum_parts": torch_reduce_scatter,\n',
+        ),
+    ],
+    "a model family": [
+        (
+            "models/flat.py",
+            "",
+            "from torchdistpackage.models.gpt import GPT\n"
+            "class Flat(GPT):\n"
+            "    def forward(self, x):\n"
+            "        out = super().forward(x)\n"
+            "        return out if self.head is None else out * 0\n",
+        ),
+        (
+            "models/flat_spec.py",
+            "",
+            "from torchdistpackage.models.gpt_spec import GPTSpec\n"
+            "class FlatSpec(GPTSpec):\n"
+            "    module = 'torchdistpackage.models.flat:Flat'\n",
+        ),
+        (
+            "models/registry.py",
+            r"MODELS: dict\[str, type\[ModelSpec\]\] = \{\n",
+            "'flat': FlatSpec,\n",
+        ),
+        (
+            "models/registry.py",
+            r"from torchdistpackage.lazy import resolve\n",
+            "from torchdistpackage.models.flat_spec import FlatSpec\n",
+        ),
+        ("config/types.py", r"ModelName = Literal\[", "'flat', "),
+        ("configs/flat.yaml", "", "run: {name: flat}\nmodel: {name: flat, vocab: 256}\n"),
+    ],
+    "a family of transformers": [
+        ("families/starcoder2.py", "", STARCODER2),
+        (
+            "families/registry.py",
+            r"FAMILIES: dict\[str, Family\] = \{\n",
+            "    'starcoder2': STARCODER2,\n",
+        ),
+        (
+            "families/registry.py",
+            r"from torchdistpackage.families.opt import OPT\n",
+            "from torchdistpackage.families.starcoder2 import STARCODER2\n",
+        ),
+    ],
+    "a check of the communication test": [
+        (
+            "harness/comm_checks.py",
+            r'Check\("barrier", _barrier\),\n',
+            'Check("a check that fails", _fails),\n',
+        ),
+        (
+            "harness/comm_checks.py",
+            "",
+            "def _fails(member):\n    yield torch.zeros(1), torch.ones(1), ''\n",
+        ),
+    ],
+    "a command of `tdp`": [
+        ("cli/hello.py", "", "def hello() -> None:\n    'Greet.'\n    print('hello')\n"),
+        ("cli/main.py", r"COMMANDS = \{", "'hello': 'Greet.', "),
+    ],
+    "an option of sbatch": [
+        ("config/slurm.py", r"OPTIONS: dict\[str, OptionType\] = \{\n", "'an-option': _TEXT,\n")
+    ],
+    "a logged value": [
+        ("train/step_stats.py", r"    local_failed: Number\n(?=\n)", "    ranks: Number\n"),
+        ("train/step_stats.py", r"    stop: bool\n", "    ranks: float\n"),
+        ("train/step_stats.py", r'"lr": self.lr,\n', '"ranks": self.ranks,\n'),
+        ("train/step_stats.py", r"stop=sums.stop > 0,\n", "ranks=sums.ranks,\n"),
+        ("train/step.py", r"stop=float\(stop\(\)\)", ", ranks=1.0"),
+    ],
+    "a value in the log line": [
+        ("train/log.py", r"        tokens_per_s: float,\n", "        ranks: float = 0.0,\n"),
+        ("train/log.py", r'        text = f"loss .*\n', "        text += f'  {ranks:g} ranks'\n"),
+        ("train/log.py", r"            loss=result.loss,\n", "            ranks=result.ranks,\n"),
+    ],
+    "something a run does between steps": [
+        (
+            "train/callbacks.py",
+            "",
+            "class Greeting(Callback):\n"
+            "    def on_step(self, loop, result, issued):\n"
+            "        loop.log.note(greeting='hello')\n",
+        ),
+        (
+            "train/build.py",
+            r"    callbacks: list\[Callback\] = \[\]\n",
+            "    callbacks.append(Greeting())\n",
+        ),
+        ("train/build.py", r"from torchdistpackage.train.callbacks import \(\n", "    Greeting,\n"),
+    ],
+    "a key of the YAML": [
+        ("config/optim_section.py", r"class OptimSection\(Section\):\n.*\n\n", f"    {NOISE}\n"),
+        ("train/update.py", r"        halts: bool,\n", "        noise: float = 0.0,\n"),
+        (
+            "train/update.py",
+            r"        self._halted = .*\n",
+            "        print(f'noise of the update: {noise}')\n",
+        ),
+        ("train/build.py", r"            clip=optim.clip,\n", "            noise=optim.noise,\n"),
+    ],
+}  # fmt: skip

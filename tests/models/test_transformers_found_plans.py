@@ -1,0 +1,150 @@
+"""Plans of transformers' classes without a table: what is refused, what ranks hold and send."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from tests.models.coverage import settings
+from tests.models.found_cases import EXPERT, ROUTERS, STACKED, transformers
+from torchdistpackage.config.load import loads
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.models import transformers_found
+from torchdistpackage.models.shrunk_config import VOCAB, shrunk
+from torchdistpackage.train.expert_plan import expert_plan
+from torchdistpackage.train.plan import make_plan, num_parameters, stage_loads
+
+
+def plan_of(tmp_path, family: str, *overrides: str, world: int = 2, **changes: object):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(settings(family, **changes)))
+    run = loads("", overrides=[f"model.hf={config}", "data.seq_len=12", *overrides])
+    return make_plan(run, world)
+
+
+def test_a_sequence_of_a_found_family_is_not_cut(tmp_path):
+    run = ["parallel.tensor=2", "parallel.context=2", "parallel.sequence_parallel=true"]
+    with pytest.raises(ConfigError) as met:
+        plan_of(tmp_path, "olmo2", *run, world=4)
+    assert "2 problems" in str(met.value) and "olmo2 cannot attend over parts" in str(met.value)
+    assert "Olmo2ForCausalLM has no table of llama" in str(met.value)
+
+
+def test_a_rule_that_is_wrong_is_refused_with_the_first_module_that_differs(tmp_path, monkeypatch):
+    """Heads in another order than their keys, and a gradient that nobody adds up."""
+    found, every = transformers_found.find_cuts, transformers_found.CHOICES
+
+    def with_other_heads(model, read, choices):
+        cuts, width = found(model, read, choices), read.sizes.heads * read.sizes.head_dim
+        name = "model.layers.1.self_attn.q_proj"
+        parts = width // 4, width // 4, width // 2
+        wrong = replace(cuts.layers[name], heads=None, parts=parts)
+        return replace(cuts, layers={**cuts.layers, name: wrong})
+
+    def without_sums(*given):
+        return replace(found(*given), partial=frozenset())
+
+    said = {
+        with_other_heads: "the first that differs is model.layers.1.self_attn.o_proj",
+        without_sums: "the gradient of model.layers.0.self_attn.q_norm.weight",
+    }
+    monkeypatch.setattr(transformers_found, "CHOICES", every[:1])
+    for wrong, where in said.items():
+        monkeypatch.setattr(transformers_found, "find_cuts", wrong)
+        transformers_found._read.cache_clear()
+        with pytest.raises(ConfigError) as met:
+            plan_of(tmp_path, "qwen3_moe", "parallel.tensor=2", head_dim=16)
+        assert "parallel.tensor" in str(met.value) and where in str(met.value)
+    # where a later choice is right, that one is taken: here no attention by heads
+    monkeypatch.setattr(transformers_found, "CHOICES", every)
+    transformers_found._read.cache_clear()
+    read = plan_of(tmp_path, "qwen3_moe", "parallel.tensor=2", head_dim=16).shape.kind.found
+    assert read.uncut is None and read.cuts.layers and not read.cuts.attention
+    transformers_found._read.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("family", "share"), [("gemma3_text", 0.52), ("qwen3_moe", 0.52), ("gpt_oss", 0.55)]
+)
+def test_two_tensor_ranks_hold_half_of_a_model_each(tmp_path, family, share):
+    plan = plan_of(tmp_path, family, "parallel.tensor=2")
+    assert stage_loads(plan)[0].num_parameters < share * num_parameters(plan)
+
+
+def test_what_no_stage_can_do_is_refused(tmp_path):
+    """Routers count their loss over all blocks; and no stage is without a block."""
+    with pytest.raises(ConfigError) as met:
+        plan_of(tmp_path, "mixtral", "parallel.pipe=2", **ROUTERS)
+    assert "the auxiliary loss of MixtralForCausalLM's routers" in str(met.value)
+    with pytest.raises(ConfigError) as met:
+        plan_of(
+            tmp_path,
+            "olmo2",
+            "parallel.pipe=2",
+            "pipeline.chunks=4",
+            "pipeline.schedule=interleaved",
+        )
+    assert "8 stages for the 4 blocks of Olmo2ForCausalLM" in str(met.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "said"),
+    [
+        (
+            "deepseek_v3",
+            EXPERT[1:],
+            "those of no other model, such as DeepseekV3ForCausalLM; set expert",
+        ),
+        ("llama", EXPERT[1:], "those of no other model, such as llama; set expert to 1"),
+        ("deepseek_v3", ["parallel.context=2"], "deepseek_v3 cannot attend over parts of a"),
+        pytest.param(
+            *("qwen3_moe", ["parallel.expert=8"]),
+            "ranks for the 4 experts of Qwen3MoeForCausalLM",
+            marks=STACKED,
+        ),
+    ],
+)
+def test_experts_that_ranks_cannot_share_are_refused(tmp_path, family, more, said):
+    with pytest.raises(ConfigError) as met:
+        plan_of(tmp_path, family, *more, "data.global_batch=64", world=8)
+    assert said in str(met.value)
+
+
+def test_a_router_that_samples_is_not_shared(tmp_path):
+    with pytest.raises(ConfigError) as met:
+        plan_of(tmp_path, "phimoe", "parallel.tensor=2")
+    assert "PhimoeForCausalLM: its router samples experts in training" in str(met.value)
+
+
+@STACKED
+def test_a_plan_says_what_experts_cost(tmp_path):
+    plan = plan_of(tmp_path, "mixtral", *EXPERT[1:], "data.global_batch=64", world=4)
+    found = expert_plan(plan)
+    assert found is not None and found.on_rank == (2, 2)
+    idle = sum(math.prod(x.shape) for x in plan.layouts.values() if len(x.shape) == 3) // 2
+    assert num_parameters(plan) - found.active_parameters == idle
+    shape = plan.shape
+    assert shape is not None
+    sent = plan.samples_per_microbatch * 12 * 2 * shape.dim * plan.numbers.activations.num_bytes
+    assert (found.mean_bytes, found.most_bytes) == (sent / 2, sent)
+    assert found.crossing_bytes(plan, 1) == sent / 2 and found.crossing_bytes(plan, 2) == 0
+
+
+def test_a_plan_counts_an_expert_by_its_part_of_the_tokens(tmp_path):
+    few = plan_of(tmp_path, "mixtral", "parallel.data=2", num_experts_per_tok=1)
+    more = plan_of(tmp_path, "mixtral", "parallel.data=2", num_experts_per_tok=2)
+    assert few.model is not None and more.model is not None
+    assert few.model.flops_per_token() < more.model.flops_per_token()
+    assert sum(few.model.piece_parameters()) == sum(more.model.piece_parameters())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3_text", "phi3", "olmo2", "mixtral"])
+def test_a_small_copy_has_every_kind_of_layer(family):
+    whole = transformers.CONFIG_MAPPING[family]().to_dict()
+    small = shrunk(whole)
+    assert small["vocab_size"] == VOCAB
+    kinds = whole.get("layer_types") or ()
+    assert set(small.get("layer_types") or ()) == set(kinds)
+    heads = small["num_attention_heads"], small["num_key_value_heads"]
+    assert (heads[0] > heads[1]) == (whole["num_attention_heads"] > whole["num_key_value_heads"])
