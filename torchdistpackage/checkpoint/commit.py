@@ -51,7 +51,16 @@ def make_temporary(folder: Path, step: int) -> Path:
     """A fresh private folder (mode 0700) inside `folder` to write a checkpoint of `step` into.
 
     Leftovers of writers that were killed are removed: only one run may write to a folder.
+
+    Raises:
+        CheckpointError: it is a link to a folder that is not there, such as of a lost disk.
+        OSError: the disk is full, or the like.
     """
+    if folder.is_symlink() and not folder.exists():
+        raise CheckpointError(
+            f"{folder} is a link to {folder.readlink()}, which is not there; mount its disk, or "
+            f"make that folder"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
     temporary = folder / f"{folder_name(step)}.tmp-{secrets.token_hex(4)}"

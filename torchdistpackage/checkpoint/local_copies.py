@@ -196,11 +196,7 @@ class LocalCopies:
             remove_checkpoint(path)
 
     def drain(self, done: PendingSave, target: SharedFolder) -> PendingSave:
-        """Begin to copy the local checkpoint that is `done` to the run's own; by threads.
-
-        Raises:
-            CheckpointError: on all ranks if the folder takes no more.
-        """
+        """Begin to copy the local checkpoint that is `done` to the run's own; by threads."""
         name = file_name(self._rank)
         # opened now: the copy may take longer than the file has its name
         path = self.path / folder_name(done.step) / name
@@ -210,12 +206,11 @@ class LocalCopies:
             with opened.result() as file:
                 return {name: copy_file(file, temporary / name, done.files[name], cancelled)}
 
-        try:
-            return PendingSave(target, done.saved, copy, in_thread=True)
-        except CheckpointError:
+        def close() -> None:
             if opened.error is None:
                 opened.result().close()
-            raise
+
+        return PendingSave(target, done.saved, copy, in_thread=True, unused=close)
 
     def close(self) -> None:
         """The run has ended and its state is in its folder: remove the copies on all nodes."""

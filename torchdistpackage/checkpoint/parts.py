@@ -7,6 +7,7 @@ uses: a writer copies out of the views, a reader into them.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,9 @@ from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import collect, mark_of
 from torchdistpackage.optim.sharded import ShardedOptimizer
 from torchdistpackage.topology.mesh import Topology
+
+# every save asks anew for every tensor while training waits; an answer has some hundred bytes
+_blocks, _owns, _owner, _parts = (lru_cache(1 << 14)(f) for f in (blocks, owns, owner, parts))
 
 Params = Mapping[str, tuple[Tensor, Layout]]
 """Local name -> (parameter or buffer, its layout); the checkpoint knows it as `layout.name`."""
@@ -97,13 +101,18 @@ class TopologyRank:
         """All of the rank's shard; `tensor` has its shape."""
         mesh = self.topology.view(layout.view)
 
-        def found(once: bool) -> Parts:
-            boxes = blocks(layout, mesh, self.rank, once)
-            return tuple((where, tensor.detach()[local]) for where, local in boxes)
+        mine = tensor.detach()
 
-        owned = found(once=True) if owns(layout, mesh, self.rank) else None
+        def found(once: bool) -> Parts:
+            boxes = _blocks(layout, mesh, self.rank, once)
+            return tuple((where, mine[local]) for where, local in boxes)
+
         frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-        held = found(once=False)
+        held = owned = found(once=False)
+        if not _owns(layout, mesh, self.rank):
+            owned = None
+        elif layout.ranges:  # else a rank holds nothing twice
+            owned = found(once=True)
         return SavedTensor(layout.name, layout.shape, tensor.dtype, held, owned, frozen)
 
     def sliced(self, layout: Layout, shard: OptimizerShard, tensor: Tensor) -> SavedTensor:
@@ -118,13 +127,16 @@ class TopologyRank:
         flat = flat.permute(_memory_order(flat)).view(-1)
 
         def found(once: bool) -> Iterator[tuple[Box, Tensor]]:
-            for part in parts(layout, mesh, self.rank, shard.start, shard.stop, order, once):
+            for part in _parts(layout, mesh, self.rank, shard.start, shard.stop, order, once):
                 at = part.run.start - shard.start
                 run = flat[at : at + math.prod(part.run.lengths)].view(part.run.lengths)
                 yield part.where, run[part.inside].permute(back)
 
-        held = tuple(found(once=False))
-        owned = tuple(found(once=True)) if self.is_owner(layout, shard) else None
+        held = owned = tuple(found(once=False))
+        if not self.is_owner(layout, shard):
+            owned = None
+        elif layout.ranges:
+            owned = tuple(found(once=True))
         return SavedTensor(layout.name, layout.shape, tensor.dtype, held, owned)
 
     def number(self, layout: Layout, shard: OptimizerShard | None, tensor: Tensor) -> SavedTensor:
@@ -145,7 +157,7 @@ class TopologyRank:
     def is_owner(self, layout: Layout, shard: OptimizerShard) -> bool:
         """Whether this rank answers for the elements of a shard, over all ranks and stages."""
         mesh = self.topology.view(layout.view)
-        return owner(layout, mesh, self.rank) in ranks_of(shard.group)
+        return _owner(layout, mesh, self.rank) in ranks_of(shard.group)
 
 
 def _memory_order(x: Tensor) -> tuple[int, ...]:

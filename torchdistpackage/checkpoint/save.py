@@ -170,11 +170,8 @@ def start_save(
 ) -> "PendingSave":
     """Begin a save, all ranks of the target together. Arguments besides these two are as in `save`.
 
-    copies: memory for a copy of the state, made before this returns; a thread then writes it and
-    another commits. None: it has been written when this returns, from the run's own memory.
-
-    Raises:
-        CheckpointError: on all ranks if the folder takes no more.
+    copies: memory for a copy of the state, made before this returns; threads then make a folder,
+    write and commit. None: all is done in `agree` and `finish`, from the run's own memory.
     """
     if isinstance(optimizer, ShardedOptimizer):
         optimizer.arrive()  # a gather in flight has the slices that are written
@@ -196,30 +193,53 @@ def start_save(
 class PendingSave:
     """One save under way. Made, asked to `agree`, `finish` and `cancel` on all ranks alike.
 
-    write: what this rank adds to the temporary folder. in_thread: this and the commit run in
-    threads; else it has been written when this returns. files: of all ranks, once all have written.
+    It begins without a word between ranks, and without one to a disk, which may be slow.
 
-    Raises:
-        CheckpointError: on all ranks if a folder takes no more.
+    write: what this rank adds to the temporary folder. in_thread: it and all that is done to the
+    disk run in threads; else in `agree`. unused: called if `write` never will be. files: of all
+    ranks, once all have written.
     """
 
-    def __init__(self, target: SaveTarget, saved: SaveFacts, write: Write, *, in_thread: bool):
+    def __init__(
+        self,
+        target: SaveTarget,
+        saved: SaveFacts,
+        write: Write,
+        *,
+        in_thread: bool,
+        unused: Callable[[], None] = lambda: None,
+    ):
         self.saved, self._target, self._group = saved, target, target.group
         ranks = primitives.ranks_of(self._group)
-        mine = ranks[self._group.rank()]
-        self._commits, self._in_thread = mine == target.committer, in_thread
+        self._source = ranks.index(target.committer)
+        self._commits = self._group.rank() == self._source
         self._doing = f"writing the checkpoint of step {saved.step} to {target.name}"
+        self._write, self._unused, self._in_thread = write, unused, in_thread
         self._cancelled = threading.Event()
-        self._is_written = False
+        self._temporary: Path | None = None
+        self._next: Callable[[list[object]], None] | None = self._begin_files
         self.files: dict[str, FileFacts] = {}
+        self._work = self._on_committer(lambda: str(target.make_temporary(saved.step)))
 
-        def make() -> str:
-            return str(target.make_temporary(saved.step) if self._commits else "")
+    def _on_committer(self, work: Callable[[], object]) -> LocalWork[object]:
+        if not self._commits:
+            return LocalWork(lambda: None, in_thread=False)
+        return LocalWork(work, in_thread=self._in_thread)
 
-        made = outcomes_of(make, self._group, self._doing)
-        temporary = self._temporary = Path(str(made[ranks.index(target.committer)]))
-        self._work: LocalWork[Files | None] = LocalWork(
-            lambda: write(temporary, self._cancelled.is_set), in_thread=in_thread
+    def _begin_files(self, made: list[object]) -> None:
+        temporary = self._temporary = Path(str(made[self._source]))
+        self._next, self._unused = self._begin_commit, lambda: None
+        self._work = LocalWork(
+            lambda: self._write(temporary, self._cancelled.is_set), in_thread=self._in_thread
+        )
+
+    def _begin_commit(self, written: list[object]) -> None:
+        for files in cast(list[Files], written):
+            self.files |= files
+        temporary = cast(Path, self._temporary)
+        self._next = None
+        self._work = self._on_committer(
+            lambda: self._target.commit(temporary, self.saved, self.files)
         )
 
     @property
@@ -243,8 +263,8 @@ class PendingSave:
     def agree(self) -> bool:
         """End the phase that is under way, all ranks together; whether the checkpoint counts now.
 
-        Of the two phases the first ends when all have written and the second when those that commit
-        have done so. Waits for this rank's work.
+        Of three phases the first ends when there is a folder, the second when all have written and
+        the third when those that commit have done so. Waits for this rank's work.
 
         Raises:
             CheckpointError: on all ranks if any failed; then the folder is as before.
@@ -252,20 +272,13 @@ class PendingSave:
         try:
             outcomes = outcomes_of(self._work.result, self._group, self._doing)
         except CheckpointError:
-            if self._commits:
+            self._unused()
+            if self._commits and self._temporary is not None:
                 shutil.rmtree(self._temporary, ignore_errors=True)
             raise
-        if self._is_written:
+        if self._next is None:
             return True
-        self._is_written = True
-        for written in cast(list[Files], outcomes):
-            self.files |= written
-
-        def commit_files() -> None:
-            if self._commits:
-                self._target.commit(self._temporary, self.saved, self.files)
-
-        self._work = LocalWork(commit_files, in_thread=self._in_thread and self._commits)
+        self._next(outcomes)
         return False
 
     def finish(self) -> Path:
@@ -281,6 +294,7 @@ class PendingSave:
     def cancel(self) -> None:
         """Write no more here, as some rank has failed; its error comes from `agree`."""
         self._cancelled.set()
+        self._unused()
 
 
 def collect(temporary: Path, files: Mapping[str, FileFacts]) -> dict[str, TensorEntry]:

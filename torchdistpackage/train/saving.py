@@ -1,7 +1,7 @@
 """The checkpoints of a run: when copies are written, and what becomes of a save that fails.
 
-A save beside the steps goes through three agreements of all ranks, each between two steps: the copy
-has been made, all have written, those that commit have done so. Whether a rank is ready for the
+A save beside the steps goes through three agreements of all ranks, each between two steps: there is
+a folder, all have written, those that commit have done so. Whether a rank is ready for the
 next one is a word in the sum that each step makes anyway (`StepStats.save_done`), so a step waits
 for no disk, and a failure is known on all ranks with the numbers of the next step.
 
@@ -68,11 +68,7 @@ class SaveSlot:
     def begin(self, begin: Callable[[], PendingSave], began_s: float | None = None) -> None:
         """Begin a save; what was under way is over. began_s: when it began, if not now."""
         self._began_s = time.monotonic() if began_s is None else began_s
-        try:
-            self.pending = begin()
-        except CheckpointError as error:
-            self._failed(error)
-            return
+        self.pending = begin()
         self._heard_after = self._issued
 
     def flush(self) -> None:

@@ -1,0 +1,176 @@
+"""A disk that is full, over quota, read-only or gone: all ranks stop, or go on and say so.
+
+Disks are file systems of their own, mounted for the test; the save after the trouble counts.
+"""
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.checkpoint.test_async import BASE
+from tests.train import parity
+from torchdistpackage.checkpoint import save as saves
+from torchdistpackage.checkpoint.commit import candidates, damage, step_of
+from torchdistpackage.checkpoint.writer import write_snapshot
+from torchdistpackage.errors import CheckpointError
+from torchdistpackage.train.build import make_local_copies, make_loop
+from torchdistpackage.train.log import read_metrics
+from torchdistpackage.train.loop import Callback, Loop
+from torchdistpackage.train.train_state import resume
+
+SIZE_BYTES = 8 << 20
+STEPS = 10
+WORDS = [*BASE, f"train.steps={STEPS}", "checkpoint.save_every=2", "train.eval_every=0"]
+WORDS += ["checkpoint.async_mode=async", "parallel.zero=1"]
+
+
+def mount(*words: str, **more: Any) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(["mount", *words], capture_output=True, timeout=60, check=False, **more)
+
+
+def make_disk(path: Path) -> bytes:
+    """Mount a file system of SIZE_BYTES; why it cannot be, if it cannot."""
+    path.mkdir(exist_ok=True)
+    return mount("-t", "tmpfs", "-o", f"size={SIZE_BYTES}", "tmpfs", str(path)).stderr
+
+
+def remove_disk(path: Path) -> None:
+    subprocess.run(["umount", "--lazy", str(path)], check=True, timeout=60)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Generator[Path]:
+    path = tmp_path / "disk"
+    if why := make_disk(path):
+        pytest.skip(f"no file system can be mounted here: {why.decode().strip()}")
+    yield path
+    while os.path.ismount(path):
+        remove_disk(path)
+
+
+def fill(disk: Path) -> None:
+    with (disk / "ballast").open("wb") as file:
+        left = os.statvfs(disk)
+        file.write(bytes(left.f_bavail * left.f_bsize))
+
+
+def bring_back(disk: Path) -> None:
+    assert not make_disk(disk)
+    (disk / "checkpoints").mkdir()
+
+
+STRIKES: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], str]] = {
+    "full": (fill, lambda disk: (disk / "ballast").unlink(), os.strerror(errno.ENOSPC)),
+    "read-only": (
+        lambda disk: mount("-o", "remount,ro", str(disk)),
+        lambda disk: mount("-o", "remount,rw", str(disk)),
+        os.strerror(errno.EROFS),
+    ),
+    "gone": (remove_disk, bring_back, "which is not there; mount its disk"),
+    # needs a kernel with quotas of disks, so the write is patched
+    "quota": (lambda disk: None, lambda disk: None, os.strerror(errno.EDQUOT)),
+}
+"""What happens to a disk, what mends it, and what is said of it."""
+
+
+class Strikes(Callback):
+    """Rank 0 spoils the disk when `is_time`, and mends it when that has been said."""
+
+    def __init__(self, how: str, disk: Path, said: list[str], at: int):
+        self._todo, self._disk, self._said, self._at = list(STRIKES[how][:2]), disk, said, at
+
+    def _next(self, loop: Loop) -> None:
+        action = self._todo.pop(0)
+        if loop.trainer.rank == 0:
+            action(self._disk)
+
+    def on_save(self, loop: Loop, step: int, took_s: float) -> None:
+        if step == self._at:
+            self._next(loop)
+
+    def on_issued(self, loop: Loop, step: int) -> None:
+        if not self._at and step == 3:
+            self._next(loop)
+        if any(line.startswith("no ") for line in self._said) and len(self._todo) == 1:
+            self._next(loop)
+
+
+def over_quota(folder: Path, *args: Any) -> Any:
+    if dist.get_rank() == 1 and folder.name.startswith("step_000004"):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(folder))
+    return write_snapshot(folder, *args)
+
+
+def train(folder: Path, disk: Path, how: str, words: list[str], at: int) -> str:
+    """Train to the end, or until a save stops it: what was said of saves. at: the save after which
+    the disk is spoilt; 0: with step 3."""
+    said: list[str] = []
+    os.environ["TDP_TEST_NODE"] = f"node{dist.get_rank()}"
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "quota":
+            patch.setattr(saves, "write_snapshot", over_quota)
+        run = parity.trainer([*WORDS, *words])
+        local = make_local_copies(run.plan, folder)
+        state = resume(run, folder, "auto", local)
+        loop = make_loop(run, state, folder, more=[Strikes(how, disk, said, at)], local=local)
+        loop.saver.note = said.append
+        try:
+            assert loop.run() is not None
+        except CheckpointError as error:
+            said.append(f"stopped after step {loop.state.step}: {error}")
+    return next(line for line in said if not line.startswith("save of step"))
+
+
+def steps_of(folder: Path) -> list[int]:
+    assert {damage(path, checksums=True) for path in candidates(folder)} <= {None}
+    return [step_of(path) for path in candidates(folder)]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("how", STRIKES)
+@pytest.mark.parametrize("on_error", ["continue", "stop"])
+def test_a_spoilt_disk_stops_all_ranks_or_is_said_and_training_goes_on(
+    ranks, tmp_path, disk, how, on_error
+):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (disk / "checkpoints").mkdir()
+    (folder / "checkpoints").symlink_to(disk / "checkpoints")
+    first, second = ranks(2).run(train, folder, disk, how, [f"checkpoint.on_error={on_error}"], 2)
+    assert first == second, "all ranks say the same"
+    assert f"writing the checkpoint of step 4 to {folder / 'checkpoints'} failed on rank" in first
+    assert STRIKES[how][2] in first
+    reached = [row["step"] for row in read_metrics(folder / "metrics.jsonl")]
+    if on_error == "stop":
+        assert first.startswith("stopped after step ") and reached[-1] in (4, 5, 6)
+        assert how == "gone" or steps_of(disk / "checkpoints") == [2]
+        return
+    assert first.startswith("no checkpoint: ")
+    assert first.endswith("training goes on (checkpoint.on_error: continue)")
+    assert reached == list(range(1, STEPS + 1))
+    saved = steps_of(disk / "checkpoints")
+    assert saved[0] == STEPS and 4 not in saved and (how == "gone" or saved[-1] == 2)
+
+
+@pytest.mark.full
+def test_the_full_disk_of_a_node_is_said_and_the_run_folder_gets_a_checkpoint(
+    ranks, tmp_path, disk
+):
+    """A local copy fails on one of two nodes; before the disk is mended the run folder has one."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (tmp_path / "disks").mkdir()
+    (tmp_path / "disks" / "node1").symlink_to(disk)
+    local = f"checkpoint.local_dir={tmp_path}/disks/$TDP_TEST_NODE"
+    words = [local, "checkpoint.local_every=1", "checkpoint.on_error=continue"]
+    first, second = ranks(2).run(train, folder, disk, "full", words, 0)
+    assert first == second and first.startswith("no local copy: writing the checkpoint of step ")
+    assert "failed on rank 1" in first and os.strerror(errno.ENOSPC) in first
+    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")][-1] == STEPS
+    assert steps_of(folder / "checkpoints")[0] == STEPS
