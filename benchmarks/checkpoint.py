@@ -3,10 +3,11 @@
 One rule: every ratio is of two times that were taken in turns in one run, on one disk.
 
     python -m benchmarks.checkpoint --folder DISK
-    python -m benchmarks.checkpoint --full          4 GB, three rounds
+    python -m benchmarks.checkpoint --full          4 GB, three rounds, without local copies
 
 save        sharded, in turn; peer: `dcp.save`; limit: the same bytes written and flushed
-blocked     how long an asynchronous save keeps training; peer: `dcp.async_save`; limit: a copy
+blocked     how long an asynchronous save keeps training, also as a copy on each of two nodes;
+            peer: `dcp.async_save`; limit: a copy
 load        from files that are not in memory, checksums included; peer: `dcp.load`; limit: a read
 steps       a step of training while a save is written, over a quiet one
 memory      of a process after 20 asynchronous saves, over that after 2
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from benchmarks.common import in_turns, local, rows, show, slowest, write
 from torchdistpackage.checkpoint.load import load
+from torchdistpackage.checkpoint.local_copies import LocalCopies
 from torchdistpackage.checkpoint.retention import Retention
 from torchdistpackage.checkpoint.save import PendingSave, SharedFolder, save, start_save
 from torchdistpackage.checkpoint.snapshot import HostCopies
@@ -37,6 +39,8 @@ from torchdistpackage.layout.layout import Layout
 from torchdistpackage.topology.mesh import topology
 
 WIDTH = 1024
+NODE = "BENCHMARK_NODE"
+"""Variable with the node of a rank."""
 STEP_S = 0.15
 """What a step of the quiet measurement takes, about."""
 
@@ -73,8 +77,11 @@ def forget(folder: Path) -> None:
             os.close(descriptor)
 
 
-def measured(folder: Path, total_bytes: int, rounds: int) -> dict[str, object]:
-    """All sides on one rank: name -> seconds of each round."""
+def measured(folder: Path, total_bytes: int, rounds: int, with_local: bool) -> dict[str, object]:
+    """All sides on one rank: name -> seconds of each round.
+
+    with_local: also copies on nodes, of which each rank is one; they take six times the bytes.
+    """
     setup_distributed()
     warnings.filterwarnings("ignore", category=UserWarning)  # of DCP, on every call
     state = State(total_bytes)
@@ -84,6 +91,9 @@ def measured(folder: Path, total_bytes: int, rounds: int) -> dict[str, object]:
     plain = {name: torch.empty_like(x) for name, x in state.tensors.items()}
     peer_pending: list[object] = []
     count = 0
+    os.environ[NODE] = str(state.rank)
+    disks = LocalCopies(f"{folder.resolve()}/disk${NODE}", folder / "run", "run")
+    disks.begin()
 
     def step() -> int:
         nonlocal count
@@ -110,6 +120,10 @@ def measured(folder: Path, total_bytes: int, rounds: int) -> dict[str, object]:
         how = {"tokens": 0, "copies": copies, **state.how}
         target = SharedFolder(folder / "async", Retention())
         pending.append(start_save(target, step=step(), **how))
+
+    def begin_local() -> None:
+        how = {"tokens": 0, "copies": copies, **state.how}
+        pending.append(start_save(disks, step=step(), **how))
 
     def peer_begin() -> None:
         peer_pending.append(dcp.async_save(state.tensors, checkpoint_id=str(folder / "dcpasync")))
@@ -142,11 +156,13 @@ def measured(folder: Path, total_bytes: int, rounds: int) -> dict[str, object]:
         "blocked": begin,
         "blocked, dcp": peer_begin,
         "blocked, bare copy": copy,
+        **({"blocked, local copy": begin_local} if with_local else {}),
     }
     times = in_turns(sides, rounds, settle)
     loads = {"load": ours_load, "load, dcp": peer_load, "load, raw read": raw_load}
     times |= in_turns(loads, rounds, settle)
     settle()
+    disks.close()
     quiet, busy = step_times(begin, pending, rounds)
     memory = [used_after(number, begin, pending) for number in (2, 18)]
     leave()
@@ -211,7 +227,7 @@ def main() -> None:
     total_bytes, rounds = (4 << 30, 3) if asked.full else (400 << 20, asked.rounds)
     folder = Path(tempfile.mkdtemp(dir=asked.folder))
     try:
-        found = local(measured, folder, total_bytes, rounds)
+        found = local(measured, folder, total_bytes, rounds, not asked.full)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     table = rows(slowest([rank["times"] for rank in found]))
@@ -221,24 +237,28 @@ def main() -> None:
     times = slowest([rank["times"] for rank in found])
     judged = {
         "save / dcp": (ratio(times, "save", "save, dcp"), 0.75),
-        "blocked - bare copy, ms": (
-            1e3 * statistics.median(
-                a - b for a, b in zip(times["blocked"], times["blocked, bare copy"], strict=True)
-            ),
-            20.0,
-        ),
+        **{
+            f"{side} - bare copy, ms": (1e3 * beyond(times, side, "blocked, bare copy"), 20.0)
+            for side in ("blocked", "blocked, local copy")
+            if side in times
+        },
         "load / dcp": (ratio(times, "load", "load, dcp"), 0.80),
         "step beside / quiet": (
             ratio(slowest([rank["steps"] for rank in found]), "beside", "quiet"),
             1.05,
         ),
         "memory after 20 / 2": (max(r["memory"][1] / r["memory"][0] for r in found), 1.05),
-    }  # fmt: skip
+    }
     print()
     for name, (value, bar) in judged.items():
-        print(f"{name:28}{value:8.2f}   at most {bar:g}: {'yes' if value <= bar else 'NO'}")
+        print(f"{name:36}{value:8.2f}   at most {bar:g}: {'yes' if value <= bar else 'NO'}")
     bars = {name: {"value": value, "bar": bar} for name, (value, bar) in judged.items()}
     write(asked.json, {"bytes": total_bytes, "times_ms": table, "bars": bars})
+
+
+def beyond(times: dict[str, list[float]], one: str, other: str) -> float:
+    """Median of the differences round by round."""
+    return statistics.median(a - b for a, b in zip(times[one], times[other], strict=True))
 
 
 def ratio(times: dict[str, list[float]], one: str, other: str) -> float:
