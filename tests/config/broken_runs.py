@@ -283,6 +283,12 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "train.epochs",
         "train.epochs=2, but how many samples data.target=a:b has is not known; set train.steps",
     ),
+    (
+        {"launch__elastic": {"nodes": (1, 4)}},
+        "launch.elastic.nodes",
+        "launch.elastic.nodes=[1, 4] is of a Slurm job, and launch.slurm has no options, so it "
+        "would have no effect; add one, such as launch.slurm: {ntasks-per-node: 8}, or leave",
+    ),
     ({"data__name": "text"}, "data.name", "needs data.path, the file or folder to read"),
     ({"data__name": "tokens"}, "data.name", "needs data.path, the file to read"),
     ({"data__path": "x"}, "data.name", "data.path=x would not be read with data.name=py"),

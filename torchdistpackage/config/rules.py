@@ -79,6 +79,18 @@ def _degrees_fill_world(c: RunConfig, world_size: int | None) -> str | None:
     return None
 
 
+@rule("launch.elastic.nodes", "launch.slurm")
+def _elastic_is_of_a_job(c: RunConfig, world_size: int | None) -> str | None:
+    span = c.launch.elastic.nodes
+    if span is None or c.launch.slurm:
+        return None
+    return (
+        f"launch.elastic.nodes=[{span[0]}, {span[1]}] is of a Slurm job, and launch.slurm has no "
+        f"options, so it would have no effect; add one, such as launch.slurm: "
+        f"{{ntasks-per-node: 8}}, or leave elastic out"
+    )
+
+
 @rule("launch.local.procs", *DEGREES, "parallel.order", "launch.elastic.nodes")
 def _degrees_fill_procs(c: RunConfig, world_size: int | None) -> str | None:
     procs = c.launch.local.procs

@@ -42,3 +42,11 @@ def test_what_it_cannot_do_is_refused(tmp_path):
     timeless = replace(job, options=tuple(o for o in job.options if o[0] != "time"))
     with pytest.raises(ConfigError, match=r"launch\.slurm\.time is not set"):
         check(timeless, RequeueSection())
+    elastic = job_of(
+        "{time: 60, ntasks-per-node: 1}", tmp_path, overrides=["launch.elastic.nodes=[1, 4]"]
+    )
+    with pytest.raises(ConfigError, match=r"launch\.elastic\.nodes: submitit does not choose"):
+        check(elastic, RequeueSection())
+    again = job_of("{time: 60}", tmp_path, overrides=["launch.requeue.in_job_restarts=1"])
+    with pytest.raises(ConfigError, match=r"in_job_restarts: submitit starts the ranks once"):
+        check(again, RequeueSection())

@@ -43,6 +43,15 @@ def test_ranks_before_and_after_rank_0_wrote_count_the_same(tmp_path):
     assert len(read_starts(files.starts)) == 3, "noted once"
 
 
+def test_ranks_started_anew_on_fewer_nodes_note_those(tmp_path):
+    """The job's own variables still name the node that it has lost."""
+    files = RunDir(tmp_path)
+    begin(files, job(7, SLURM_STEP_NODELIST="n[1-2]"), 0)
+    begin(files, job(7, TDP_ATTEMPT="1", SLURM_STEP_NODELIST="n1"), 20)
+    noted = [(start.start, start.nodes) for start in read_starts(files.starts)]
+    assert noted == [("7.0", "n[1-2]"), ("7.0.1", "n1")]
+
+
 def test_a_line_cut_short_is_passed_over(tmp_path):
     files = RunDir(tmp_path)
     begin(files, job(7), 0)

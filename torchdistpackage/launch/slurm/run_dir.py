@@ -98,7 +98,8 @@ class Start:
     """One start of a job. Ranks that read before rank 0 has written it make the same.
 
     start: its id. restart: how many starts the run had before. series: the submission that it and
-        its requeues go back to. nodes: Slurm's host list. step: where it began.
+        its requeues go back to. nodes: host list of the step that
+        runs the ranks, of the job where srun did not start them. step: where it began.
     """
 
     start: str
@@ -144,7 +145,8 @@ def this_start(files: RunDir, env: Mapping[str, str], step: int) -> Start:
         env.get("TDP_SERIES") or job,
         job,
         time.time(),
-        env.get("SLURM_JOB_NODELIST", ""),
+        # of ranks that srun started: a job that has lost a node still says it had it
+        env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""),
         socket.gethostname(),
         step,
     )
