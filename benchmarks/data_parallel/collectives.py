@@ -106,7 +106,7 @@ def make_sides(group: dist.ProcessGroup) -> dict[str, Callable[[], object]]:
             name: lambda start=start: start(x, bounds, group).wait(),
             f"{name}, {NUM_IN_FLIGHT} in flight": lambda start=start: in_flight(start),
             f"{name}, bf16 on the wire": lambda start=start: start(
-                x, bounds, group, wire=torch.bfloat16
+                x, bounds, group, wire_dtype=torch.bfloat16
             ).wait(),
         }
     return sides

@@ -19,6 +19,8 @@ from torchdistpackage.train.step import Trainer
 CONFIGS = Path(__file__).parents[2] / "configs"
 SIZES = {"124M": (12, 768, 12), "350M": (24, 1024, 16)}
 """Layers, width and heads of GPT-2 small and medium."""
+WIDE = 3, 4096, 32
+"""Products as large as those of a model of 7B; four of these fit into 80 GB, with their AdamW."""
 VOCAB, SEQ_LEN, BATCH = 50304, 1024, 8
 TINY, TINY_VOCAB, TINY_SEQ_LEN, TINY_BATCH = (2, 32, 2), 256, 16, 4
 
@@ -31,7 +33,7 @@ def numbers(name: str) -> tuple[int, int, int, int, int, int]:
     """Layers, width, heads, vocabulary, tokens of a sample, samples."""
     if name == "tiny":
         return (*TINY, TINY_VOCAB, TINY_SEQ_LEN, TINY_BATCH)
-    return (*SIZES[name], VOCAB, SEQ_LEN, BATCH)
+    return (*(WIDE if name == "wide" else SIZES[name]), VOCAB, SEQ_LEN, BATCH)
 
 
 def gpt(here: Here, name: str, dtype: torch.dtype | None = None) -> GPT:

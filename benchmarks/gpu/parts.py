@@ -92,6 +92,15 @@ PARTS: dict[str, Part] = {
         "breaks, seconds to compile, and again from what was kept",
         170,
     ),
+    "fp8": Part(
+        "benchmarks.gpu.fp8",
+        "float8 products are those of the rounded numbers, and 200 steps end within 2 % of bf16's "
+        "loss; a step of a wide GPT, eager and compiled",
+        150,
+    ),
+    "host_time": Part(
+        "benchmarks.gpu.host_time", "what `tdp train` adds to the host's part of a step", 60
+    ),
     "hang": Part(
         "benchmarks.gpu.hang",
         "the report names a rank stuck in a hook, and a process with a stuck thread ends",

@@ -302,3 +302,10 @@ def test_every_line_fits_a_terminal_of_80_columns(plan, monkeypatch, case):
     comments = [line for line in script.splitlines() if line.lstrip().startswith("# ")]
     lines = [*shown.splitlines(), *comments]
     assert [line for line in lines if len(line) > 80 and "/" not in line] == []
+
+
+def test_a_data_file_that_is_not_here_is_a_warning(plan, refusal, tmp_path):
+    absent, source = f"data.path={tmp_path}/none.txt", "data.name=text"
+    (warning,) = [x for x in plan(TINY, source, absent).split("\n\n") if x.startswith("warning")]
+    assert f"{tmp_path}/none.txt is not there" in " ".join(warning.split())
+    assert "none.txt is not there" in refusal("train", TINY, source, absent)

@@ -46,14 +46,14 @@ def there_and_back(group: dist.ProcessGroup) -> None:
             total = sum(data[1:], data[0])
             for wire in (None, torch.bfloat16) if dtype.is_floating_point else (None,):
                 x = data[me].clone()
-                assert start_reduce_scatter_v(x, bounds, group, wire=wire).wait() is x
+                assert start_reduce_scatter_v(x, bounds, group, wire_dtype=wire).wait() is x
                 mine = slice(*bounds[me : me + 2])
                 assert torch.equal(x[mine], total[mine]), (bounds, dtype, wire)
                 assert torch.equal(x[bounds[-1] :], data[me][bounds[-1] :]), "beyond the bounds"
 
                 x = torch.full_like(total, -1)
                 x[mine] = total[mine]
-                assert start_all_gather_v(x, bounds, group, wire=wire).wait() is x
+                assert start_all_gather_v(x, bounds, group, wire_dtype=wire).wait() is x
                 inside = slice(bounds[0], bounds[-1])
                 assert torch.equal(x[inside], total[inside]), (bounds, dtype, wire)
                 assert (x[bounds[-1] :] == -1).all(), "beyond the bounds"
@@ -61,7 +61,7 @@ def there_and_back(group: dist.ProcessGroup) -> None:
                 if dtype.is_floating_point:
                     x = torch.full_like(total, -1)
                     own = total[mine].double()
-                    prepost_all_gather_v(x, bounds, group, wire=wire, mine=own)().wait()
+                    prepost_all_gather_v(x, bounds, group, wire_dtype=wire, mine=own)().wait()
                     assert torch.equal(x[inside], total[inside]), (bounds, dtype, wire)
 
 
@@ -104,9 +104,9 @@ def rounded(dtype: torch.dtype) -> tuple[float, torch.Tensor]:
     group = world()
     me, bounds = group.rank(), [0, 1, 2, 3, 4]
     x = torch.full((4,), 256.0 if me == 0 else 1.0, dtype=dtype)
-    start_reduce_scatter_v(x, bounds, group, wire=torch.bfloat16).wait()
+    start_reduce_scatter_v(x, bounds, group, wire_dtype=torch.bfloat16).wait()
     y = torch.full((4,), 1 / 3 + me)
-    return x[me].item(), start_all_gather_v(y, bounds, group, wire=torch.bfloat16).wait()
+    return x[me].item(), start_all_gather_v(y, bounds, group, wire_dtype=torch.bfloat16).wait()
 
 
 @pytest.mark.own_transport("gloo's messages are added in float32, NCCL adds in the dtype")
@@ -217,8 +217,8 @@ def refused() -> list[str]:
         lambda: start_reduce_scatter_v(x.view(2, 3), [0, 1, 2], group),
         lambda: start_all_gather_v(torch.ones(8)[::2], [0, 2, 4], group),
         lambda: start_reduce_scatter_v(x.to(torch.int16), [0, 3, 6], group),
-        lambda: start_reduce_scatter_v(x.long(), [0, 3, 6], group, wire=torch.bfloat16),
-        lambda: start_all_gather_v(x, [0, 3, 6], group, wire=torch.int8),
+        lambda: start_reduce_scatter_v(x.long(), [0, 3, 6], group, wire_dtype=torch.bfloat16),
+        lambda: start_all_gather_v(x, [0, 3, 6], group, wire_dtype=torch.int8),
     ):
         with pytest.raises(CommError) as caught:
             call()

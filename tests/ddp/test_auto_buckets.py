@@ -101,7 +101,7 @@ def disturbed_steps() -> None:
         came.append(index)
         self._came[index] = place + delay_s[step][place // 4] * (place > 0)
 
-    def choose(entries, ready_s, order, wire, sizes) -> BucketPlan:
+    def choose(entries, ready_s, order, link, sizes) -> BucketPlan:
         seen.append(sorted(ready_s.values()))
         return BucketPlan(MIB)
 

@@ -53,12 +53,12 @@ def test_on_a_wire_that_waits_for_gradients_a_step_ends_one_bucket_after_the_las
 def test_what_is_chosen_is_about_as_good_as_any_other(layers, bytes_per_s, call_s):
     entries = [BucketEntry(i, n, 4, "f4") for i, (n, _) in enumerate(layers)]
     ready_s = {i: sum(s for _, s in layers[i:]) for i in range(len(layers))}
-    wire, order = LinkModel(call_s, bytes_per_s), arrival_order(range(len(layers)), ready_s, ())
-    best = choose_plan(entries, ready_s, order, wire, SIZES_BYTES)
+    link, order = LinkModel(call_s, bytes_per_s), arrival_order(range(len(layers)), ready_s, ())
+    best = choose_plan(entries, ready_s, order, link, SIZES_BYTES)
 
     def took_s(cap: int, first: int) -> float:
         buckets = plan_buckets(entries, cap, order=order, first_bytes=first)
-        return end_s(buckets, entries, ready_s, wire) - min(ready_s.values())
+        return end_s(buckets, entries, ready_s, link) - min(ready_s.values())
 
     assert best.first_bytes is not None and best.order == order
     mine = took_s(best.cap_bytes, best.first_bytes)

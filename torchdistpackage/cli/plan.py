@@ -9,7 +9,7 @@ import typer
 
 from torchdistpackage.cli._blend import sources_text
 from torchdistpackage.cli._common import Config, Overrides, World, text_table, wrap
-from torchdistpackage.config.check import wrong_files
+from torchdistpackage.config.check import absent_files, wrong_files
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.hugging_face import FILE as CONFIG
 from torchdistpackage.config.job_geometry import JobGeometry
@@ -139,17 +139,19 @@ def plan(
         resolve(CHECK_NODES)(run, shape, config)
     world = world or local_procs(run)
     planned = make_plan(_fitted(run, world, config), world, config)
-    if wrong := wrong_files(run):  # those that are not here may be where it will run
+    if wrong := wrong_files(run):
         raise ConfigErrors(config, wrong)
     limit = planned.world_size if show_all else LIMIT
     mesh = describe(planned.topology.dense.axes)
-    warning = too_long(planned)
+    warnings = [x for x in (too_long(planned),) if x is not None]
+    # A plan is made on any machine; only those that start or queue a run refuse what is absent.
+    warnings += [f"{x}; tdp train and tdp submit refuse it" for x in absent_files(run)]
     parts = [
         f"{run.run.name} on {planned.world_size} ranks\n{mesh}, outermost first",
         _coordinates(planned, limit),
         _groups(planned, limit),
         *_goes_with(planned),
-        *([wrap(f"warning: {warning}")] if warning else []),
+        *(wrap(f"warning: {x}") for x in warnings),
         _stages(planned),
         *sources_text(planned),
         *_experts(planned, ranks_per_node),

@@ -15,7 +15,7 @@ A container in which a leaf is replaced becomes a copy of its own class, since t
 its cache; one in which none is replaced is returned itself.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
 from operator import is_
@@ -139,8 +139,10 @@ def _sequence_like(value: Any, parts: list[Any]) -> Any:
 
 
 def _with_parts(value: Any, changed: Mapping[Any, Any]) -> Any:
-    """A copy of a mapping or object with these parts, also where it is frozen."""
-    new = copy(value)
+    """A copy of a mapping or object with these parts, also where it is frozen; of a mapping that
+    takes no items, such as MappingProxyType, a dict."""
+    is_fixed = isinstance(value, Mapping) and not isinstance(value, MutableMapping)
+    new = dict(value) if is_fixed else copy(value)
     for key, part in changed.items():
         if isinstance(value, Mapping):
             new[key] = part

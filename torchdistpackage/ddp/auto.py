@@ -116,14 +116,14 @@ def _zero_is_faster(
     loss_of: Callable[[nn.Module], Tensor],
     group: Group | None,
     layouts: Mapping[str, Layout] | None,
-    wire: torch.dtype | None,
+    wire_dtype: torch.dtype | None,
 ) -> bool:
     """Whether ZeRO's step is the shorter one, as the first rank has it; one line in its log."""
     among = batch_group() if group is None else group
     everybody = world() if group is None else group
     if everybody.size() == 1 or not any(p.requires_grad for p in module.parameters()):
         return False
-    work, bytes_per_s = measure(module, loss_of, among, wire)
+    work, bytes_per_s = measure(module, loss_of, among, wire_dtype)
     why = _unshareable(module, optimizer, layouts)
     shards = not why and scatters(work, bytes_per_s, among.size())
     shards = bool(primitives.broadcast_object(shards, everybody))
@@ -208,11 +208,11 @@ def measure(
     module: nn.Module,
     loss_of: Callable[[nn.Module], Tensor],
     group: Group,
-    wire: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None,
 ) -> tuple[StepCost, float]:
     """A step of this rank, and bytes a second of an all-reduce over the group; all ranks call it.
 
-    loss_of: computes the loss of one batch. wire: dtype in which gradients travel, if another.
+    loss_of: computes the loss of one batch. wire_dtype: in which gradients travel, if another.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     device = trained[0].device
@@ -220,9 +220,10 @@ def measure(
         times = [_times_s(module, loss_of, trained, device) for _ in range(1 + NUM_TRIALS)]
     forward_s, backward_s, pass_s = map(min, zip(*times[1:], strict=True))
     default_bytes = bucket_sizes(queued=primitives.is_queued(group)).default_bytes
-    bytes_per_s, busy_s = _wire(group, device, default_bytes)
+    bytes_per_s, busy_s = _measure_link(group, device, default_bytes)
     # gradients are summed in fp32 at least
-    sizes = [p.numel() * (wire.itemsize if wire else max(4, p.itemsize)) for p in trained]
+    sent = [wire_dtype.itemsize if wire_dtype else max(4, p.itemsize) for p in trained]
+    sizes = [p.numel() * itemsize for p, itemsize in zip(trained, sent, strict=True)]
     work = StepCost(
         forward_s,
         backward_s,
@@ -256,7 +257,7 @@ def _times_s(
     return seconds(at[0], at[1]), seconds(at[1], at[2]), seconds(at[2], at[3])
 
 
-def _wire(group: Group, device: torch.device, bucket_bytes: int) -> tuple[float, float]:
+def _measure_link(group: Group, device: torch.device, bucket_bytes: int) -> tuple[float, float]:
     """Bytes a second, and seconds a byte that this rank's processor is busy with it."""
     buckets = [torch.zeros(bucket_bytes // 4, device=device) for _ in range(NUM_BUCKETS)]
     num_bytes = sum(bucket.nbytes for bucket in buckets)

@@ -7,8 +7,10 @@ Orders of a pipeline are timed by schedule/engine, of which simulation, synthesi
 readers. A placed program has no order of its own but the program's, and nodes in place of stages:
 `step_seconds` of parallel/placed/placement_search is the critical path of that graph.
 
-There is no one search over costs. Six were laid side by side, and share `min`: each stands on what
-its own problem allows, and would be an argument of the other.
+There is no one search over costs. Each stands on what its own problem allows, and would be an
+argument of the other; laid side by side, three loops that keep what is cheaper share four lines.
+What they do share is a contract: a plan depends on the costs and a fixed seed alone, none reads a
+clock, so that every rank finds the same; and no plan is worse than its start.
 
 schedule/order_search                 list scheduling under varied rules: an order must be free of
                                       deadlock and within memory at each point of time

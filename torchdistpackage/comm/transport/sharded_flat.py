@@ -38,39 +38,39 @@ Group = dist.ProcessGroup
 
 
 def start_reduce_scatter_v(
-    flat: Tensor, bounds: Sequence[int], group: Group, *, wire: torch.dtype | None = None
+    flat: Tensor, bounds: Sequence[int], group: Group, *, wire_dtype: torch.dtype | None = None
 ) -> Work:
     """Begin to sum `flat` (n,) over the group: rank i gets elements bounds[i] to bounds[i + 1].
 
     After `wait()` my slice holds its sum, and what others own is undefined; until then `flat` must
     be left alone, and its memory stay.
     bounds: one more than the group has ranks, ascending; slices may be uneven or empty.
-    wire: the float dtype in which parts travel; sums are made in flat's own, narrow ones in
+    wire_dtype: the float dtype in which parts travel; sums are made in flat's own, narrow ones in
         float32 (NCCL adds what travels in flat's own dtype in that).
 
     Raises:
-        CommError: flat, bounds or wire do not fit, or the backend failed.
+        CommError: flat, bounds or wire_dtype do not fit, or the backend failed.
     """
-    return prepost_reduce_scatter_v(flat, bounds, group, wire=wire)()
+    return prepost_reduce_scatter_v(flat, bounds, group, wire_dtype=wire_dtype)()
 
 
 def start_all_gather_v(
-    flat: Tensor, bounds: Sequence[int], group: Group, *, wire: torch.dtype | None = None
+    flat: Tensor, bounds: Sequence[int], group: Group, *, wire_dtype: torch.dtype | None = None
 ) -> Work:
     """Begin to fill `flat` (n,), of which rank i has elements bounds[i] to bounds[i + 1].
 
     Until `wait()` it must be left alone, and its memory stay.
-    wire: the float dtype in which slices travel; mine is rounded to it in `wait()`, so that all
-        ranks end with equal numbers.
+    wire_dtype: the float dtype in which slices travel; mine is rounded to it in `wait()`, so that
+        all ranks end with equal numbers.
 
     Raises:
-        CommError: flat, bounds or wire do not fit, or the backend failed.
+        CommError: flat, bounds or wire_dtype do not fit, or the backend failed.
     """
-    return prepost_all_gather_v(flat, bounds, group, wire=wire)()
+    return prepost_all_gather_v(flat, bounds, group, wire_dtype=wire_dtype)()
 
 
 def prepost_reduce_scatter_v(
-    flat: Tensor, bounds: Sequence[int], group: Group, *, wire: torch.dtype | None = None
+    flat: Tensor, bounds: Sequence[int], group: Group, *, wire_dtype: torch.dtype | None = None
 ) -> Callable[[], Work]:
     """`start_reduce_scatter_v`, ready to receive; what comes back starts it, once.
 
@@ -79,18 +79,19 @@ def prepost_reduce_scatter_v(
     """
     if group.size() == 1:
         return partial(Work, flat)
-    cut = _FlatShards("sum", flat, as_added(flat), bounds, group, wire)
+    cut = _FlatShards("sum", flat, as_added(flat), bounds, group, wire_dtype)
     mine, parts = cut.mine, cut.parts
     if posts_ahead(group):
         buffers = [
-            part[:0] if part is mine else torch.empty_like(mine, dtype=cut.wire) for part in parts
+            part[:0] if part is mine else torch.empty_like(mine, dtype=cut.wire_dtype)
+            for part in parts
         ]
         tag = expected_tag(EXPECTED_SUMMED, group)
         works = post_receives(buffers, group, tag, cut.down)
-        sent = lambda: [part if part is mine else part.to(cut.wire) for part in parts]  # noqa: E731
+        sent = lambda: [part if part is mine else part.to(cut.wire_dtype) for part in parts]  # noqa: E731
         finish = partial(cut.add, buffers)
         return partial(cut.start, "reduce_scatter", finish, _post, works, sent, cut.down, tag)
-    if cut.wire is mine.dtype:
+    if cut.wire_dtype is mine.dtype:
         into = (scatter_into, mine, cut.full) if cut.even else (dist.reduce_scatter, mine, parts)
         return partial(cut.start, "reduce_scatter", None, *into)
     return partial(_start_by_all_to_all, cut)
@@ -101,7 +102,7 @@ def prepost_all_gather_v(
     bounds: Sequence[int],
     group: Group,
     *,
-    wire: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None,
     mine: Tensor | None = None,
 ) -> Callable[[], Work]:
     """`start_all_gather_v`, ready to receive; what comes back starts it, once.
@@ -114,7 +115,7 @@ def prepost_all_gather_v(
     """
     if group.size() == 1:
         return partial(Work, flat) if mine is None else partial(_set, flat, bounds, mine)
-    cut = _FlatShards("gather", flat, to_bytes(flat), bounds, group, wire)
+    cut = _FlatShards("gather", flat, to_bytes(flat), bounds, group, wire_dtype)
 
     def issue(full: Tensor, parts: list[Tensor], *, group: Group, async_op: bool) -> dist.Work:
         call, out = (gather_into, full) if cut.even else (dist.all_gather, parts)
@@ -152,7 +153,7 @@ class _FlatShards:
         body: Tensor,
         bounds: Sequence[int],
         group: Group,
-        wire: torch.dtype | None,
+        wire_dtype: torch.dtype | None,
     ):
         lengths = [stop - start for start, stop in pairwise(bounds)]
         if len(lengths) != group.size() or min(lengths) < 0 or bounds[0] < 0:
@@ -168,10 +169,12 @@ class _FlatShards:
             )
         if state_of(group).direct:
             require_host_memory(what, group, flat)
-        if wire is not None and not (wire.is_floating_point and flat.is_floating_point()):
+        if wire_dtype is not None and not (
+            wire_dtype.is_floating_point and flat.is_floating_point()
+        ):
             raise CommError(
-                f"{dtype_name(flat.dtype)} cannot be rounded to {dtype_name(wire)} for the wire; "
-                f"only floats can, to floats, so leave wire out"
+                f"{dtype_name(flat.dtype)} cannot be rounded to {dtype_name(wire_dtype)} for the "
+                f"wire; only floats can, to floats, so leave wire_dtype out"
             )
         self.flat, self.group, self.lengths = flat, group, lengths
         self.even = len({*lengths}) == 1
@@ -181,7 +184,7 @@ class _FlatShards:
         # once for what is sent and received: one may be made meanwhile
         self.down = reverse_group(group)
         self.mine = self.parts[self.index]
-        self.wire = wire or body.dtype
+        self.wire_dtype = wire_dtype or body.dtype
 
     def start(self, operation: str, finish: Callable[[], Tensor] | None, function, *args) -> Work:
         facts = ("rows of each rank", *self.lengths)
@@ -189,9 +192,9 @@ class _FlatShards:
 
     def buffers(self) -> tuple[Tensor, list[Tensor], Callable[[], Tensor] | None]:
         """Where a gather arrives, as one and in parts, and what brings it from there to `flat`."""
-        if self.wire is self.mine.dtype:
+        if self.wire_dtype is self.mine.dtype:
             return self.full, self.parts, None
-        full = torch.empty_like(self.full, dtype=self.wire)
+        full = torch.empty_like(self.full, dtype=self.wire_dtype)
         return full, list(full.split(self.lengths)), partial(self.write, full)
 
     @torch.no_grad()
@@ -244,8 +247,8 @@ def _set(flat: Tensor, bounds: Sequence[int], mine: Tensor) -> Work:
 def _start_by_all_to_all(cut: _FlatShards) -> Work:
     """A sum over NCCL whose parts are narrower than it: NCCL would add in their dtype."""
     num, length = len(cut.parts), len(cut.mine)
-    buffer = cut.mine.new_empty((num * length,), dtype=cut.wire)
+    buffer = cut.mine.new_empty((num * length,), dtype=cut.wire_dtype)
     finish = partial(cut.add, buffer.view(num, length).unbind())
     splits = [length] * num, cut.lengths
-    sent = cut.full.to(cut.wire)
+    sent = cut.full.to(cut.wire_dtype)
     return cut.start("reduce_scatter", finish, dist.all_to_all_single, buffer, sent, *splits)

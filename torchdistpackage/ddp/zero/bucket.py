@@ -76,14 +76,14 @@ class ShardedBucket:
 class BucketSharder:
     """Makes the buckets of one optimizer.
 
-    stage, wire, master_dtype: as ZeroOptimizer has them. on_read: as ParamBuffer has it. owner_of:
-    name -> index in its group, where each parameter has one owner. make_store: for copies of slices
-    of a device, if they are elsewhere.
+    stage, wire_dtype, master_dtype: as ZeroOptimizer has them. on_read: as ParamBuffer has it.
+    owner_of: name -> index in its group, where each parameter has one owner. make_store: for copies
+    of slices of a device, if they are elsewhere.
     """
 
     stage: int
     sharing: ReplicaGroups
-    wire: torch.dtype | None
+    wire_dtype: torch.dtype | None
     master_dtype: torch.dtype | None
     on_read: Need
     owner_of: Mapping[str, int] | None
@@ -106,31 +106,31 @@ class BucketSharder:
     def cut(self, bucket: Bucket, members: Sequence[ParamSpec]) -> ShardedBucket:
         is_whole, first = self.owner_of is not None, members[0]
         if self.owner_of is not None:
-            layout = shard_by_owner(members, self.owner_of, self.wire)
+            layout = shard_by_owner(members, self.owner_of, self.wire_dtype)
         else:
-            layout = shard_evenly(bucket, members, self.wire)
+            layout = shard_evenly(bucket, members, self.wire_dtype)
         dtype, replicas = first.parameter.dtype, self.sharing.replicas_of(first)
-        wire = self.wire if _is_narrower(self.wire, dtype) else None
+        wire_dtype = self.wire_dtype if _is_narrower(self.wire_dtype, dtype) else None
         # fp32 where gradients are added up in it, unless `master_dtype` is set
         wide = dtype if first.sum_dtype == dtype else self.master_dtype or first.sum_dtype
         device = first.parameter.device
         if self.make_store is not None and device not in self._stores:
             self._stores[device] = self.make_store(device)
         store = self._stores.get(device)
-        is_rounded = wide != dtype or wire is not None
+        is_rounded = wide != dtype or wire_dtype is not None
         # stages that hold one weight are not in the same places at the same time, so a gather amid
         # the forward of one would wait for the other's
         gathers = self.stage == 3 and not first.deferred
         master = wide if is_rounded or gathers or store else None
         on_read = self.on_read if gathers else None
-        parameters = ParamBuffer(layout, replicas, master, store, wire, on_read)
+        parameters = ParamBuffer(layout, replicas, master, store, wire_dtype, on_read)
         shards = make_shards(layout, parameters.values, self.sharing.layouts, is_whole)
         key = ranks_of(first.group), first.deferred, device
         if key not in self._flags:
             self._flags[key] = UsedFlags(first.group, replicas, device)
         flags, freed = self._flags[key], self.stage > 1
-        wire = self.wire if _is_narrower(self.wire, first.sum_dtype) else None
-        bucket_comm = ReduceScatterBucket(layout, shards, flags, wide, freed, store, wire)
+        wire_dtype = self.wire_dtype if _is_narrower(self.wire_dtype, first.sum_dtype) else None
+        bucket_comm = ReduceScatterBucket(layout, shards, flags, wide, freed, store, wire_dtype)
         return ShardedBucket(layout, parameters, bucket_comm, shards, is_whole, is_rounded, gathers)
 
 
@@ -155,8 +155,10 @@ def held_by_group(
     return [[partitions[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
-def _is_narrower(wire: torch.dtype | None, dtype: torch.dtype) -> bool:
-    return wire is not None and dtype.is_floating_point and wire.itemsize < dtype.itemsize
+def _is_narrower(wire_dtype: torch.dtype | None, dtype: torch.dtype) -> bool:
+    if wire_dtype is None or not dtype.is_floating_point:
+        return False
+    return wire_dtype.itemsize < dtype.itemsize
 
 
 class PartialStep:

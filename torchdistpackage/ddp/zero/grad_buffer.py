@@ -46,7 +46,7 @@ class ReduceScatterBucket:
     dtype: of the shards.
     freed: keep the slice alone once it is made (stages 2 and 3).
     store: where sums are kept, if not beside the parameters.
-    wire: dtype in which gradients travel.
+    wire_dtype: dtype in which gradients travel.
 
     Other objects set these four before the first backward, and nothing else:
 
@@ -66,7 +66,7 @@ class ReduceScatterBucket:
         dtype: torch.dtype,
         freed: bool = False,
         store: MasterStore | None = None,
-        wire: torch.dtype | None = None,
+        wire_dtype: torch.dtype | None = None,
     ):
         self.layout, self.shards = layout, shards
         self.following: Sequence[ReduceScatterBucket] = ()
@@ -80,7 +80,7 @@ class ReduceScatterBucket:
         self.total = self._store.allocate(self._slice, dtype) if self._is_apart else self._slice
         self._views = [shard.view(self.total) for shard in shards]
         self._flags, self._first_flag = flags, flags.add(len(layout.members))
-        self._wire, self._replicas = wire, flags.replicas
+        self._wire_dtype, self._replicas = wire_dtype, flags.replicas
         self._posts_ahead = posts_ahead(layout.group)
         self.phase = SumPhase.IDLE
         self._start_sum: Callable[[], Work] | None = None  # while EXPECTED
@@ -124,7 +124,7 @@ class ReduceScatterBucket:
             layout, flat = self.layout, self.gradients.flat
             self.gradients.have_memory()
             self._start_sum = prepost_reduce_scatter_v(
-                flat, layout.bounds, layout.group, wire=self._wire
+                flat, layout.bounds, layout.group, wire_dtype=self._wire_dtype
             )
             self.phase = SumPhase.EXPECTED
 

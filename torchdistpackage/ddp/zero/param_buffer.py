@@ -35,7 +35,7 @@ class ParamBuffer:
     layout: which parameter lies where, and which rank owns what.
     master: dtype of the copy that the optimizer works on, None if it works on the slice itself.
     store: where that copy is.
-    wire: dtype in which slices travel.
+    wire_dtype: dtype in which slices travel.
     on_read: None if nothing is freed; its owner is kept while something is.
 
     Others may read these; methods of this class alone change them:
@@ -52,10 +52,10 @@ class ParamBuffer:
         replicas: Group | None = None,
         master: torch.dtype | None = None,
         store: MasterStore | None = None,
-        wire: torch.dtype | None = None,
+        wire_dtype: torch.dtype | None = None,
         on_read: Need | None = None,
     ):
-        self.layout, self._wire, self._on_read = layout, wire, on_read
+        self.layout, self._wire_dtype, self._on_read = layout, wire_dtype, on_read
         # While freed: keeps the optimizer that can fetch, even where its user has dropped it, since
         # the module's parameters are of no use without it.
         self._keeps_owner: Callable[[ParamBuffer], None] | None = None
@@ -73,7 +73,7 @@ class ParamBuffer:
         self.slice = layout.mine(self.flat)
         self.master = None if master is None else self._store.allocate(self.slice, master)
         # rounded for the wire straight from there: mine is overwritten by what all others have
-        self._sends_master = store is None and wire is not None
+        self._sends_master = store is None and wire_dtype is not None
         self.refresh()
         self._num_bytes = self.flat.untyped_storage().nbytes()
         self._start_gather: Callable[[], Work] | None = None  # of the gather that is expected
@@ -101,9 +101,9 @@ class ParamBuffer:
     def expect(self) -> None:
         """Be ready for what others send; the parameters are not read from here until `arrive`."""
         self.arrive()
-        layout, wire, mine = self.layout, self._wire, self.master if self._sends_master else None
+        layout, mine = self.layout, self.master if self._sends_master else None
         self._start_gather = prepost_all_gather_v(
-            self.flat, layout.bounds, layout.group, wire=wire, mine=mine
+            self.flat, layout.bounds, layout.group, wire_dtype=self._wire_dtype, mine=mine
         )
 
     def send(self) -> None:

@@ -53,32 +53,35 @@ class FlatLayout:
 
 
 def shard_evenly(
-    bucket: Bucket, members: Sequence[ParamSpec], wire: torch.dtype | None
+    bucket: Bucket, members: Sequence[ParamSpec], wire_dtype: torch.dtype | None
 ) -> FlatLayout:
-    """Every rank owns equally many elements. wire: dtype in which they travel, if another."""
-    bounds = even_bounds(bucket.used_flags, members[0].group.size(), _itemsize(members, wire))
+    """Every rank owns equally many elements. wire_dtype: dtype in which they travel, if another."""
+    bounds = even_bounds(bucket.used_flags, members[0].group.size(), _itemsize(members, wire_dtype))
     return FlatLayout(tuple(members), bucket.offsets, bounds)
 
 
 def shard_by_owner(
-    members: Sequence[ParamSpec], owner_of: Mapping[str, int], wire: torch.dtype | None
+    members: Sequence[ParamSpec], owner_of: Mapping[str, int], wire_dtype: torch.dtype | None
 ) -> FlatLayout:
-    """Every member belongs to one rank; owner_of: name -> index in the group. wire: as above."""
+    """Every member belongs to one rank.
+
+    owner_of: name -> index in the group. wire_dtype: as of `shard_evenly`.
+    """
     lengths = [0] * members[0].group.size()
     owners, starts = [owner_of[spec.name] for spec in members], list[int]()
     step = max(1, ALIGN_BYTES // members[0].parameter.element_size())
     for spec, owner in zip(members, owners, strict=True):
         starts.append(lengths[owner])  # in the slice of the owner
         lengths[owner] += -(-spec.parameter.numel() // step) * step
-    bounds = bounds_of(lengths, _itemsize(members, wire))
+    bounds = bounds_of(lengths, _itemsize(members, wire_dtype))
     offsets = tuple(bounds[owner] + at for owner, at in zip(owners, starts, strict=True))
     return FlatLayout(tuple(members), offsets, bounds)
 
 
-def _itemsize(members: Sequence[ParamSpec], wire: torch.dtype | None) -> int:
+def _itemsize(members: Sequence[ParamSpec], wire_dtype: torch.dtype | None) -> int:
     """Of the narrowest dtype that slices have."""
     own = members[0].parameter.dtype
-    return own.itemsize if wire is None else min(own.itemsize, wire.itemsize)
+    return own.itemsize if wire_dtype is None else min(own.itemsize, wire_dtype.itemsize)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchdistpackage.comm import nested
 from torchdistpackage.comm.groups import step_over
-from torchdistpackage.comm.nested import map_trees
+from torchdistpackage.comm.nested import map_leaves, map_trees
 from torchdistpackage.comm.tensor_meta import Message
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError
@@ -129,6 +129,8 @@ def loss_problem(loss: Signature | None, targets: object, own: OwnedStages) -> s
 
 # -- cut and joined ------------------------------------------------------------------------------
 
+_CONTAINERS: dict[str, Any] = {"mapping": Mapping, "dataclasses": False}
+
 
 def sizes_of(num_samples: int, num_microbatches: int) -> list[int]:
     """Samples in each microbatch; raises CommError if they are fewer than microbatches."""
@@ -142,7 +144,7 @@ def sizes_of(num_samples: int, num_microbatches: int) -> list[int]:
 
 def leaves_of(tree: object) -> Iterator[object]:
     """Leaves of tuples, lists and mappings, in order; a dataclass is one, and is not cut."""
-    return nested.leaves_of(tree, mapping=Mapping, dataclasses=False)
+    return nested.leaves_of(tree, **_CONTAINERS)
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -179,19 +181,16 @@ def samples_in(named: Sequence[tuple[str, object]]) -> tuple[int, str]:
 def cut(value: object, sizes: Sequence[int]) -> Sequence[object]:
     """The part of each microbatch: views of tensors, other values as they are.
 
-    Tuples, lists and dicts are cut member by member. One microbatch is the value as it is.
+    Containers stay of their class. One microbatch is the value as it is.
     """
     if len(sizes) == 1:
         return [value]
-    if isinstance(value, Tensor) and value.dim():
-        return value.split(list(sizes))
-    if isinstance(value, Mapping) and value:
-        parts = zip(*(cut(member, sizes) for member in value.values()), strict=True)
-        return [dict(zip(value, members, strict=True)) for members in parts]
-    if isinstance(value, tuple | list) and value:
-        parts = zip(*(cut(member, sizes) for member in value), strict=True)
-        return [list(part) if isinstance(value, list) else part for part in parts]
-    return [value] * len(sizes)
+    parts = {id(x): x.split([*sizes]) for x in tensors_in(value)}
+
+    def of(m: int) -> object:
+        return map_leaves(lambda x: parts[id(x)][m], value, lambda x: id(x) in parts, **_CONTAINERS)
+
+    return [of(m) for m in range(len(sizes))]
 
 
 def detached(output: object) -> object:
