@@ -47,8 +47,11 @@ def make_folder(settings: dict[str, Any], folder: str) -> str:
     return type(model).__name__
 
 
-def alone(folder: str, parts: int, num_steps: int = STEPS) -> Answer:
-    """Steps of transformers' model in one process, without this package. parts: see `loss_of`."""
+def alone(folder: str, parts: int, num_steps: int = STEPS, scale: float = 1.0) -> Answer:
+    """Steps of transformers' model in one process, without this package. parts: see `loss_of`.
+
+    The loss is multiplied by `scale` before its backward and gradients are divided by it after.
+    """
     from transformers import AutoModelForCausalLM
 
     section = parity.config([*RUN, f"model.hf={folder}"])
@@ -67,7 +70,10 @@ def alone(folder: str, parts: int, num_steps: int = STEPS) -> Answer:
         adam.zero_grad()
         with everywhere_float64():
             loss = loss_of(model, ids, targets, parts)
-            loss.backward()
+            (loss * scale).backward()
+        for parameter in named.values():
+            if parameter.grad is not None and scale != 1.0:
+                parameter.grad /= scale
         gradients.append(whole({name: p.grad for name, p in named.items()}))
         for group in adam.param_groups:
             group["lr"] = optim.lr * warmup_cosine(

@@ -157,8 +157,8 @@ def test_a_third_of_all_classes_is_right_or_refused(pool):
     """By the date another third; `scripts/coverage` writes the table of all."""
     trained = 0
     for row in coverage.rows(pool, coverage.third(coverage.names(), date.today())):
-        found = [x for axis in coverage.AXES if isinstance(x := row.get(axis), float)]
-        assert all(x <= coverage.ROUNDED for x in found), row
+        found = [axis for axis in coverage.AXES if isinstance(row.get(axis), float)]
+        assert all(coverage.is_right(row, axis) for axis in found), row
         trained += bool(found)
     assert trained >= 35
 

@@ -111,9 +111,10 @@ def test_experts_that_ranks_cannot_share_are_refused(tmp_path, family, more, sai
     assert said in str(met.value)
 
 
-def test_a_router_that_samples_is_not_shared(tmp_path):
+@pytest.mark.parametrize("cut", ["parallel.tensor=2", "parallel.pipe=2"])
+def test_a_router_that_samples_is_not_shared(tmp_path, cut):
     with pytest.raises(ConfigError) as met:
-        plan_of(tmp_path, "phimoe", "parallel.tensor=2")
+        plan_of(tmp_path, "phimoe", cut)
     assert "PhimoeForCausalLM: its router samples experts in training" in str(met.value)
 
 

@@ -27,7 +27,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 SHARED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 """Families whose experts ranks can share: all of a block are stacked in two matrices."""
 SAMPLED = {"phimoe": "its router samples experts in training, so a trial has no one answer to hold"}
-"""Families that ranks of tensor are not trusted with, by what no trial of theirs can show."""
+"""Families that no ranks cut, by what no trial of theirs can show."""
 _STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
 

@@ -122,10 +122,12 @@ def _refusals_of_found(
     }
     text = f"{read.class_name} has no table of {', '.join(FAMILIES)}; set it to false"
     found = [(key, text) for key, is_asked in asked.items() if is_asked]
-    if tensor > 1 and (why := SAMPLED.get(shape.family)) is not None:
-        text = f"{read.class_name}: {why}; set tensor to 1, and use data and zero"
-        found.append(("parallel.tensor", text))
-    elif tensor > 1 and read.uncut is not None:
+    if (why := SAMPLED.get(shape.family)) is not None:
+        cut = {"tensor": tensor, "pipe": num_stages}
+        text = f"{read.class_name}: {why}; set {{}} to 1, and use data and zero"
+        found += [(f"parallel.{x}", text.format(x)) for x, n in cut.items() if n > 1]
+        return found + _too_long(shape) + _lora_problems(shape)
+    if tensor > 1 and read.uncut is not None:
         text = (
             f"{tensor} ranks that share {read.class_name} by rules do not compute what a small "
             f"copy of it does: {read.uncut}; set tensor to 1, and use data and zero"
