@@ -28,11 +28,13 @@ def _bert_embed(w: Weights, s: Settings, n: Sizes) -> None:
 
 def _bert_block(w: Weights, s: Settings, n: Sizes) -> None:
     heads = HeadSplit(n.heads)
-    both = ("hidden_states", "encoder_hidden_states")
-    for name in ("attention", "crossattention"):
-        w.attention(
-            f"{name}.self", n, inputs=both, num_attention_heads="heads", all_head_size="width"
-        )
+    own = ("hidden_states",)
+    for name, inputs in (
+        ("attention", own),
+        ("crossattention", (*own, "encoder_hidden_states")),
+    ):
+        counts = {"num_attention_heads": "heads", "all_head_size": "width"}
+        w.attention(f"{name}.self", n, inputs=inputs, **counts)
         for layer in ("query", "key", "value"):
             w.column(f"{name}.self.{layer}", n.dim, n.dim, heads, bias=True)
         w.row(f"{name}.output.dense", n.dim, n.dim, heads, bias=True)

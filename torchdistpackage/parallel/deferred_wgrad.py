@@ -22,15 +22,22 @@ _TELLS = hasattr(SavedTensor, "unpack_hook")
 class DeferredGrad:
     """Gradient of a node's result -> that of one of its arguments, up to an expansion.
 
-    formula: called with what was `kept`, that gradient, and `options`. factor: of its result.
+    formula: called with what was `kept`, that gradient, and `options`. factor: of what it returns.
+    result: the number of that result among those of the node.
     """
 
-    __slots__ = ("factor", "formula", "kept", "options")
+    __slots__ = ("factor", "formula", "kept", "options", "result")
 
     def __init__(
-        self, formula: Formula, *kept: Tensor, options: Sequence[Any] = (), factor: float = 1
+        self,
+        formula: Formula,
+        *kept: Tensor,
+        options: Sequence[Any] = (),
+        factor: float = 1,
+        result: int = 0,
     ):
-        self.formula, self.kept, self.options, self.factor = formula, kept, options, factor
+        self.formula, self.kept, self.options = formula, kept, options
+        self.factor, self.result = factor, result
 
     def __call__(self, grad: Tensor) -> Tensor:
         gradient = self.formula(*self.kept, grad, *self.options)
@@ -46,8 +53,9 @@ def deferred_gradient(node: Any, argument: int, path: Container[Any]) -> Deferre
     if (of_function := getattr(_function_of(node), "deferred_gradient", None)) is not None:
         if node.next_functions[0][0] not in path or _has_hook(node, node._raw_saved_tensors[0]):
             return None
-        formula, *options = of_function(node, argument)
-        return DeferredGrad(formula, node.saved_tensors[0].detach(), options=options)
+        result, formula, *options = of_function(node, argument)
+        kept = node.saved_tensors[0].detach()
+        return DeferredGrad(formula, kept, options=options, result=result)
     of_node, factors = _OF_NODES.get(type(node).__name__, (None, ()))
     if of_node is None or not any(node.next_functions[i][0] in path for i in factors):
         return None
@@ -147,7 +155,8 @@ def _kept(node: Any, name: str) -> Tensor | None:
 
 def _function_of(node: Any) -> object:
     """The autograd function of which this is a node. One that is a product of its first argument,
-    which it saves first, has `deferred_gradient(node, argument)`: a formula and its options."""
+    which it saves first, has `deferred_gradient(node, argument)`: the number of the result whose
+    gradient is taken, a formula and its options."""
     return getattr(type(node), "_forward_cls", None)
 
 

@@ -7,7 +7,7 @@ dealt (heads.py), and an embedding is cut by columns, also where the head has it
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -73,6 +73,7 @@ def family_plan(kind: str, model_config: Any, num: int) -> Config:
         split_modules=rules.split,
         is_general=True,
         key_heads=rules.cached_heads,
+        entrances=rules.entrances,
     )
 
 
@@ -101,6 +102,7 @@ class TableRules:
         self.inputs: dict[str, Any] = {}
         self.outputs: dict[str, Any] = {}
         self.attributes: dict[str, Any] = {}
+        self.entrances: dict[str, Any] = {}
         self.split: list[str] = []
         sizes = family.sizes(settings)
         block, top = (Weights("", "tensor", sizes.std) for _ in range(2))
@@ -130,6 +132,8 @@ class TableRules:
                 self._add_row(name, self._action(cut.weight))
         for name, cut in block.split.attention.items():
             self._add_attention(name, cut)
+        for name, layers in columns_by_entrance(block).items():
+            self._share(name, layers)
         for name, layouts in block.split.experts.items():
             for each, layout in layouts.items():
                 self.state[f"{path(name)}\\.{each}$"] = self._action(layout)
@@ -193,6 +197,7 @@ class TableRules:
             else:
                 self._add_parameters(path(name), Split(self.num, 0), Split(self.num, 0))
                 self._enter(name, 0)
+                self._share(name, [""])
                 self.outputs[f"{path(name)}$"] = {0: self._joined(sizes.vocab)}
         for saved, today in family.saved_names.items():
             if (action := self.state.get(f"{path(today)}$")) is not None:
@@ -212,6 +217,13 @@ class TableRules:
     def _enter(self, name: str, *targets: int | str) -> None:
         """Inputs of which the shards go on with parts of layers."""
         self.inputs.setdefault(f"{path(name)}$", {}).update(dict.fromkeys(targets, "copy"))
+
+    def _share(self, name: str, layers: Sequence[str]) -> None:
+        """Column layers below `name` that read its input, and nothing else does; in an attention of
+        another sequence they read two."""
+        inputs = self.inputs[f"{path(name)}$"]
+        if len(copied := [target for target in inputs if inputs[target] == "copy"]) == 1:
+            self.entrances[f"{path(name)}$"] = {copied[0]: tuple(layers)}
 
     def _joined(self, length: int) -> SizedGather:
         return SizedGather(-1, tuple(even_sizes(length, self.num)))
@@ -235,6 +247,16 @@ class TableRules:
 def path(name: str) -> str:
     """A pattern that begins where a name between dots begins."""
     return rf"(^|\.){re.escape(name)}"
+
+
+def columns_by_entrance(block: Weights) -> dict[str, list[str]]:
+    """Entrance -> names of its column layers below it, in the order of the table."""
+    found: dict[str, list[str]] = {}
+    for name, cut in block.split.layers.items():
+        if cut.kind == "column":
+            below = name.removeprefix(cut.entrance).removeprefix(".")
+            found.setdefault(cut.entrance, []).append(below)
+    return found
 
 
 def blocks(block: Weights) -> int:

@@ -82,6 +82,7 @@ class LayerRules:
         self.inputs: dict[str, Any] = {}
         self.outputs: dict[str, Any] = {}
         self.attributes: dict[str, Any] = {}
+        self.entrances: dict[str, Any] = {}
         self.kept: dict[str, str] = {}
         self.pairs: list[Pair] = []
         self.embeddings = {m.weight: m for m in module.modules() if isinstance(m, EMBEDDINGS)}
@@ -89,7 +90,8 @@ class LayerRules:
 
     def config(self) -> Config:
         between = (f"^{re.escape(name)}$" for pair in self.pairs for name in pair.between)
-        return Config(self.state, self.inputs, self.outputs, self.attributes, True, between)
+        rules = (self.state, self.inputs, self.outputs, self.attributes)
+        return Config(*rules, True, between, entrances=self.entrances)
 
     def layers(self) -> Iterator[tuple[list[str], nn.Module]]:
         """Layers that a plan may cut, with all their names."""
@@ -133,7 +135,7 @@ class LayerRules:
             split = Split(num, 1 if getattr(layer, "transposed", False) else 0)
             bias = Split(num, 0) if layer.bias is not None else None
             self.set([name], weight=split, bias=bias)
-            self.inputs[f"^{re.escape(name)}$"] = {0: "copy"}
+            self._enter(name)
         for name in pair.seconds:
             layer = layers[name]
             split = Split(num, 0 if getattr(layer, "transposed", False) else 1)
@@ -148,12 +150,18 @@ class LayerRules:
                 if rules.get(key) is not None:
                     dot = r"\." if name else ""
                     self.state[rf"^{here}{dot}{key}$"] = rules[key]
-            if "output" in rules:
-                self.inputs[f"^{here}$"] = {0: rules.get("input", "copy")}
+            if "output" in rules and "input" not in rules:
+                self._enter(name)
+            elif "output" in rules:
+                self.inputs[f"^{here}$"] = {0: rules["input"]}
             if "output" in rules:
                 self.outputs[f"^{here}$"] = {0: rules["output"]}
             if "attr" in rules:
                 self.attributes[f"^{here}$"] = rules["attr"]
+
+    def _enter(self, name: str) -> None:
+        here = f"^{re.escape(name)}$"
+        self.inputs[here], self.entrances[here] = {0: "copy"}, {0: ("",)}
 
     def gather(self, dim: int, length: int) -> SizedGather:
         return SizedGather(dim, tuple(even_sizes(length, self.world_size)))

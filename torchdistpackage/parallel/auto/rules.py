@@ -29,6 +29,9 @@ Target = int | str
 Actions = dict[Target, Any]
 """What is done with each: a text, such as "sum" or "gather -1", or f(value, rank=...)."""
 
+Entrances = dict[Target, tuple[str, ...]]
+"""Layers that read each."""
+
 
 @dataclasses.dataclass
 class Config:
@@ -41,6 +44,8 @@ class Config:
     split_modules: patterns of modules that work on split values, in which shards draw different
         random numbers: dropout layers, and attention for the dropout of scores.
     is_general: of a family, some of whose models lack what a rule speaks of; that is not reported.
+    entrances: to {position or name of an input: column layers below the module that read it, in the
+        order of their calls}. Nothing else in the module may read it; it has the action "copy".
     key_heads: of each shard, the heads of a key-value cache that it has, in its order; None: all.
     joins: how a module that reads the weight of a layer itself gets it whole (read_weights.py).
     """
@@ -53,6 +58,7 @@ class Config:
     split_modules: tuple[Any, ...] = ()
     is_general: bool = False
     key_heads: tuple[tuple[int, ...], ...] | None = None
+    entrances: dict[Any, Entrances] = dataclasses.field(default_factory=dict)
     joins: dict[Any, Join] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __init__(
@@ -65,6 +71,7 @@ class Config:
         split_modules: Iterable[Any] = (),
         is_general: bool = False,
         key_heads: Iterable[Iterable[int]] | None = None,
+        entrances: Mapping[Any, Entrances] | None = None,
     ):
         """Raises LayoutError, of all rules at once, where one says no action."""
         problems: list[str] = []
@@ -93,6 +100,7 @@ class Config:
         self.input_rules = compiled(input_rules, problems)
         self.output_rules = compiled(output_rules, problems)
         self.attr_rules = compiled(attr_rules, problems)
+        self.entrances = compiled(entrances or {}, problems)
         for rules in (self.input_rules, self.output_rules):
             for pattern, actions in rules.items():
                 problems += [
@@ -101,6 +109,12 @@ class Config:
                     for action in actions.values()
                     if not is_action(action)
                 ]
+        for pattern, shared in self.entrances.items():
+            problems += [
+                f"{pattern.pattern}: {layers!r} for {target!r} is no tuple of names of layers"
+                for target, layers in shared.items()
+                if isinstance(layers, str) or not all(isinstance(name, str) for name in layers)
+            ]
         for pattern, changes in self.attr_rules.items():
             problems += [
                 f"{pattern.pattern}: {change!r} for {name!r} is no function (value, rank)"

@@ -20,6 +20,7 @@ from torchdistpackage.parallel.auto.draws import mark_split
 from torchdistpackage.parallel.auto.layerwise import get_default_config
 from torchdistpackage.parallel.auto.nested import find_tied_weight_aliases
 from torchdistpackage.parallel.auto.ops import RankCollectives
+from torchdistpackage.parallel.auto.products import share_products
 from torchdistpackage.parallel.auto.rules import (
     Config,
     find_matching_actions,
@@ -225,6 +226,11 @@ def wrapped_module(
         inputs |= find_matching_actions("input", name, config.input_rules)
         outputs |= find_matching_actions("output", name, config.output_rules)
     wrapper = TensorParallelWrapper(module, inputs, outputs, rank=rank, world_size=world_size)
+    if config.entrances:
+        layers: dict[Any, Any] = {}
+        for name in names:
+            layers |= find_matching_actions("entrance", name, config.entrances)
+        share_products(wrapper, layers)
     held = [key for key, parameter in module._parameters.items() if parameter is not None]
     for key in held if config.joins else ():
         for name in dict.fromkeys(plain_name(f"{name}.{key}") for name in names):

@@ -13,14 +13,16 @@ from torchdistpackage.parallel.auto import traffic
 from torchdistpackage.parallel.auto.nested import is_namedtuple, rebuilt
 from torchdistpackage.parallel.auto.ops import apply_action, is_copy
 from torchdistpackage.parallel.auto.read_weights import Join, split_weight
+from torchdistpackage.parallel.tensor.entrance import SharedEntrance
 
 
 class TensorParallelWrapper(nn.Module):
     """Calls `module` on inputs and returns outputs as the actions of rank `rank` make them.
 
     input_actions: {position or name: action}; an argument is found by either, however it was
-    passed. output_actions: of a tensor, a sequence (by position) or a mapping (by key or
-    position). Attributes that it lacks are those of the module; in forwards, its weights by `joins`
+    passed. entrances: inputs of which layers of the module sum the gradients (products.py).
+    output_actions: of a tensor, a sequence (by position) or a mapping (by key or position).
+    Attributes that it lacks are those of the module; in forwards, its weights by `joins`
     and its `sizes` are the whole layer's (read_weights.py).
     """
 
@@ -39,6 +41,7 @@ class TensorParallelWrapper(nn.Module):
         self.rank, self.world_size = rank, world_size
         self.joins: dict[str, Join] = {}
         self.sizes: dict[str, int] = {}
+        self.entrances: dict[Any, SharedEntrance] = {}
         self._only_copies = all(map(is_copy, input_actions.values()))
 
     def extra_repr(self) -> str:  # which peft shows where it is to put an adapter here
@@ -48,7 +51,11 @@ class TensorParallelWrapper(nn.Module):
         # a copy does something in the backward alone
         if self.input_actions and (torch.is_grad_enabled() or not self._only_copies):
             args, kwargs = self._process_input(args, kwargs)
-        output = self.tp_wrapped_module(*args, **kwargs)
+        try:
+            output = self.tp_wrapped_module(*args, **kwargs)
+        finally:
+            for entrance in self.entrances.values():
+                entrance.close()
         return self._process_output(output) if self.output_actions else output
 
     def __getattr__(self, attr: str) -> Any:
@@ -85,10 +92,16 @@ class TensorParallelWrapper(nn.Module):
         for target, action in self.input_actions.items():
             found = target if self._is_given(target, args, kwargs) else self._other_way(target)
             if isinstance(found, int) and found < len(places):
-                places[found] = self._applied(places[found], action)
+                places[found] = self._entered(target, places[found], action)
             elif found in named:
-                named[found] = self._applied(named[found], action)
+                named[found] = self._entered(target, named[found], action)
         return tuple(places), named
+
+    def _entered(self, target: Any, value: Any, action: Any) -> Any:
+        entrance = self.entrances.get(target)
+        if entrance is not None and entrance.open(value):
+            return value
+        return self._applied(value, action)
 
     @staticmethod
     def _is_given(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

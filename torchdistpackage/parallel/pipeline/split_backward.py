@@ -61,21 +61,21 @@ class _WeightBranch(NamedTuple):
 
 
 class _DeferPoint:
-    """A node on the path to the input, the branches there, and the gradient that they wait for.
+    """A node on the path to the input, the branches there, and the gradients that they wait for.
 
-    leaves: nodes of the parameters. position: when in the first pass the gradient came.
+    leaves: nodes of the parameters. position: when in the first pass the gradients came.
     """
 
-    __slots__ = ("branches", "gradient", "leaves", "position")
+    __slots__ = ("branches", "gradients", "leaves", "position")
 
     def __init__(self, branches: Sequence[_WeightBranch]):
         self.branches, self.position = branches, 0
         self.leaves = frozenset().union(*(branch.leaves for branch in branches))
-        self.gradient: Tensor | None = None
+        self.gradients: tuple[Tensor | None, ...] = ()
 
     def take(self, positions: Iterator[int], gradients: tuple[Tensor | None, ...]) -> None:
-        """Prehook of the node, a product, which has one result."""
-        self.gradient, self.position = gradients[0], next(positions)
+        """Prehook of the node: the gradients of its results."""
+        self.gradients, self.position = gradients, next(positions)
 
 
 def backward_input(
@@ -105,9 +105,9 @@ def backward_input(
     _accumulate(outputs, gradients, wanted)
     if gradients[0].is_cuda:  # what ran on another stream left memory there, to be used here
         for point in points.values():
-            if (gradient := point.gradient) is not None:
-                for x in (gradient, *(x for b in point.branches for x in b.later.kept)):
-                    x.record_stream(torch.cuda.current_stream(gradient.device))
+            if came := [x for x in point.gradients if x is not None]:
+                for x in (*came, *(x for b in point.branches for x in b.later.kept)):
+                    x.record_stream(torch.cuda.current_stream(came[0].device))
     # in the order in which an ordinary backward gives them; the first is popped first
     deferred._groups = sorted(
         _sharing_parameters(points.values()),
@@ -129,9 +129,12 @@ def backward_weight(deferred: Deferred) -> None:
     with torch.no_grad():
         while groups:
             for point in groups.pop():
-                gradient, branches = point.gradient, point.branches
-                point.gradient, point.branches = None, ()
-                for branch in branches if gradient is not None else ():
+                gradients, branches = point.gradients, point.branches
+                point.gradients, point.branches = (), ()
+                for branch in branches if gradients else ():
+                    gradient = gradients[branch.later.result]
+                    if gradient is None:
+                        continue
                     edges.append(branch.to)
                     grads.append(branch.later(gradient))
                     num_bytes += grads[-1].nbytes

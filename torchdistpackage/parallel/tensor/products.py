@@ -81,6 +81,18 @@ def column_product(
     return _multiply_into(x, into, chunks, weights, given)[0]
 
 
+def column_products(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group: Group
+) -> tuple[Tensor, ...]:
+    """x W^T + b of each of the weights, each a tensor of its own, of one node of autograd.
+
+    x (..., Din); weights (Dout/n, Din), biases (Dout/n,), both of all weights or of none. The
+    gradient of x is summed over the group once, for all products.
+    """
+    given = [b for b in biases if b is not None]
+    return _ColumnProducts.apply(x, group, len(weights), *weights, *given)
+
+
 def row_product(
     x: Tensor,
     weight: Tensor,
@@ -153,7 +165,7 @@ class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def deferred_gradient(node: Any, argument: int) -> tuple[Any, ...]:
         """How `deferred_wgrad` has that of parameter number `argument`, from 1, computed later."""
-        return parameter_gradient, *node.places[argument - 1]
+        return 0, parameter_gradient, *node.places[argument - 1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, of_whole: Tensor | None) -> tuple[Any, ...]:
@@ -175,6 +187,54 @@ class _ColumnProduct(torch.autograd.Function):
         if finish is not None:
             dx = finish()
         return dx, None, None, None, *grads
+
+
+class _ColumnProducts(torch.autograd.Function):
+    """x times each weight. The gradient of x is summed while those of the weights are computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: Group, num_weights: int, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        weights, biases = parameters[:num_weights], parameters[num_weights:]
+        ctx.save_for_backward(x, *weights)
+        ctx.set_materialize_grads(False)
+        ctx.group = group
+        ctx.places = [place for w in weights for place in places_of((w,), 0)]
+        ctx.places += [(0, len(bias), True, False) for bias in biases]
+        given = biases or (None,) * num_weights
+        return tuple(multiply(x, (w,), (b,)) for w, b in zip(weights, given, strict=True))
+
+    @staticmethod
+    def deferred_gradient(node: Any, argument: int) -> tuple[Any, ...]:
+        """As of a `_ColumnProduct`; each weight, and its bias, has a result of its own."""
+        num_weights = len(node.saved_tensors) - 1
+        return (argument - 1) % num_weights, parameter_gradient, *node.places[argument - 1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        for_x, *for_parameters = is_wanted(ctx, 3)
+        dx, finish = None, None
+        if for_x:
+            # The last product first: so autograd adds the gradients of an input that layers read
+            # one after another, and a sum of floating-point numbers depends on its order.
+            for grad, weight in zip(grads[::-1], weights[::-1], strict=True):
+                if grad is not None:
+                    part = input_gradient(grad, (weight,))
+                    dx = part if dx is None else dx + part
+        if dx is not None and torch.is_grad_enabled():
+            dx = apply(Reduce(ctx.group), dx)
+        elif dx is not None:
+            finish = primitives.all_reduce(dx, ctx.group, async_op=True).wait
+        arriving = grads * 2  # those of the weights, and of the biases
+        of_parameters = [
+            parameter_gradient(x, grad, *place) if wanted and grad is not None else None
+            for grad, place, wanted in zip(arriving, ctx.places, for_parameters, strict=False)
+        ]
+        if finish is not None:
+            dx = finish()
+        return dx, None, None, *of_parameters
 
 
 def _multiply_into(
@@ -244,7 +304,7 @@ class _RowProduct(torch.autograd.Function):
     def deferred_gradient(node: Any, argument: int) -> tuple[Any, ...]:
         """How `deferred_wgrad` has that of the weight computed later."""
         node.gathered.is_awaited = True
-        return _deferred_row_gradient, node.gathered, node.place
+        return 0, _deferred_row_gradient, node.gathered, node.place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:

@@ -1,0 +1,38 @@
+"""Inputs of column layers that these sum the gradients of, in place of a copy before them.
+
+A plan says of a module which of its column layers read an input, and nothing else does
+(`Config.entrances`). Where they are plain products, and shards are ranks, they become one product;
+the "copy" of that input is then there only for forwards in which there is none (entrance.py).
+"""
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from torchdistpackage.parallel.auto.ops import RankMap
+from torchdistpackage.parallel.auto.rules import Target
+from torchdistpackage.parallel.auto.wrapper import TensorParallelWrapper
+from torchdistpackage.parallel.tensor.entrance import SharedEntrance, can_share
+
+
+def share_products(
+    wrapper: TensorParallelWrapper, entrances: Mapping[Target, Sequence[str]]
+) -> None:
+    """Give `wrapper` an `SharedEntrance` for each input of which the layers can share a product.
+
+    entrances: input -> names, below the module, of the column layers that read it.
+    """
+    for target, names in entrances.items():
+        action = wrapper.input_actions.get(target)
+        if not isinstance(action, RankMap) or action.kind != "copy":
+            continue
+        if layers := _layers(wrapper.tp_wrapped_module, names):
+            wrapper.entrances[target] = SharedEntrance(layers, action.group)
+
+
+def _layers(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """The layers that this module has, or none if they are no plain products, as with adapters
+    around them."""
+    known = dict(module.named_modules())
+    layers = [known[name] for name in names if name in known]
+    return layers if layers and can_share(layers) else []
