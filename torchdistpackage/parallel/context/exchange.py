@@ -10,6 +10,7 @@ them, and the gradients of a hop go back while the next one is computed.
 a reduce-scatter. `Alone` is for a part that is the whole sequence.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -140,10 +141,7 @@ class Ring:
             coming.wait()
             coming.add_gradients(dk, dv)
             here, coming = coming.parts, self._post(k, v, number + 1, grads, back=True)
-            grads = None
-            if hop.tasks:
-                wide = backward(hop.tasks, *here)
-                grads = wide[0].to(k.dtype), wide[1].to(v.dtype)
+            grads = backward(hop.tasks, *here) if hop.tasks else None
         coming.wait()
         coming.add_gradients(dk, dv)
         coming = self._post(k, v, len(self.hops) + 1, grads, back=True)
@@ -162,17 +160,18 @@ class Ring:
         if back and 0 <= number - 2 < len(self.hops):
             hop = self.hops[number - 2]
             if grads is not None:
-                post.send([x.contiguous() for x in grads], hop.source)
+                post.send([_packed(grads, (slice(None),), k.dtype)], hop.source)
             if hop.sent:
                 num = sum(span.stop - span.start for span in hop.sent)
-                batch.grads, batch.sent = (_empty(k, num), _empty(v, num)), hop.sent
-                post.receive(batch.grads, hop.target)
+                flat, batch.grads = _room(k, v, num)
+                batch.sent = hop.sent
+                post.receive([flat], hop.target)
         if number < len(self.hops):
             hop = self.hops[number]
             if hop.sent:
-                post.send([_packed(x, hop.sent) for x in (k, v)], hop.target)
-            batch.parts = _empty(k, hop.num_received), _empty(v, hop.num_received)
-            post.receive(batch.parts, hop.source)
+                post.send([_packed((k, v), hop.sent, k.dtype)], hop.target)
+            flat, batch.parts = _room(k, v, hop.num_received)
+            post.receive([flat], hop.source)
         batch.work = post.go()
         return batch
 
@@ -234,11 +233,22 @@ def _touching(found: Iterable[slice]) -> tuple[slice, ...]:
     return tuple(merged)
 
 
-def _packed(x: Tensor, sent: tuple[slice, ...]) -> Tensor:
-    """What goes of `x`, in memory of its own unless it is all of it."""
-    parts = [x[:, :, span] for span in sent]
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 2)
+def _packed(pair: Pair, sent: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
+    """What goes of both, as one message: each wakes a thread of gloo's on either side."""
+    parts = [[x[:, :, span] for span in sent] for x in pair]
+    flat, rooms = _room(*pair, sum(part.shape[2] for part in parts[0]), dtype)
+    for room, some in zip(rooms, parts, strict=True):
+        start = 0
+        for part in some:
+            room[:, :, start : start + part.shape[2]] = part
+            start += part.shape[2]
+    return flat
 
 
-def _empty(x: Tensor, num: int) -> Tensor:
-    return x.new_empty((*x.shape[:2], num, x.shape[3]))
+def _room(k: Tensor, v: Tensor, num: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Pair]:
+    """Memory for `num` positions of both, and what it is of each."""
+    shapes = [(*x.shape[:2], num, x.shape[3]) for x in (k, v)]
+    sizes = [math.prod(shape) for shape in shapes]
+    flat = k.new_empty(sum(sizes), dtype=dtype)
+    first, second = flat.split(sizes)
+    return flat, (first.view(shapes[0]), second.view(shapes[1]))
