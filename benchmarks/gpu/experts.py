@@ -16,7 +16,7 @@ from benchmarks.gpu.here import Here
 from benchmarks.gpu.rows import Found
 from benchmarks.turns import ratio, spread_ms
 from torchdistpackage.parallel import MoELayer
-from torchdistpackage.parallel.expert import experts
+from torchdistpackage.parallel.expert import products
 
 
 class Sizes(NamedTuple):
@@ -61,7 +61,7 @@ def _product(
 
     def of(dtype: torch.dtype) -> list[Tensor]:
         inputs = [t.to(dtype).requires_grad_() for t in (x, weight)]
-        y = experts.grouped_linear(*inputs, numbers)
+        y = products.grouped_linear(*inputs, numbers)
         return [y.detach(), *torch.autograd.grad(y, inputs, grad.to(dtype))]
 
     exact, got = of(torch.float64), of(dtype)
@@ -72,7 +72,7 @@ def _product(
     limit = 2e-2 if dtype is torch.bfloat16 else 2e-3  # of TF32 products, if they are allowed
     idle = [e for e, n in enumerate(counts) if n == 0]
     is_zero = not got[2][idle].any()
-    way = "grouped" if experts._has_grouped_mm(x.to(dtype), weight.to(dtype)) else "loop"
+    way = "grouped" if products._has_grouped_mm(x.to(dtype), weight.to(dtype)) else "loop"
     text = f"{way}: {off:.1e} from float64; experts without a row have zeros: {is_zero}"
     found.judge(name, off <= limit and is_zero, text, off=off)
 
@@ -124,11 +124,11 @@ def _layer(here: Here, found: Found, name: str, sizes: Sizes) -> None:
 
 def _looped(layer: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
     """The layer with one product for each expert in place of a grouped one."""
-    grouped, experts._has_grouped_mm = experts._has_grouped_mm, lambda x, weight: False
+    grouped, products._has_grouped_mm = products._has_grouped_mm, lambda x, weight: False
     try:
         return step(layer, x, grad)
     finally:
-        experts._has_grouped_mm = grouped
+        products._has_grouped_mm = grouped
 
 
 def _near(found: Found, name: str, got: list[Tensor], expected: list[Tensor]) -> None:

@@ -20,7 +20,8 @@ from torchdistpackage.layout.derive import local_shape
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.expert.balance import LoadCounter
 from torchdistpackage.parallel.expert.dispatch import plan_dispatch
-from torchdistpackage.parallel.expert.experts import bounds, grouped_linear
+from torchdistpackage.parallel.expert.experts import bounds
+from torchdistpackage.parallel.expert.products import gated_mlps
 from torchdistpackage.topology.mesh import Mesh
 
 
@@ -77,10 +78,9 @@ class StackedExperts(nn.Module):
                 f"{self.name}: the router's scores are NaN on rank {ranks}; look for what "
                 f"overflowed before it, or lower the learning rate"
             )
-        rows = plan.by_expert(plan.start(plan.rows_of(hidden_states)).wait())
-        gate, up = grouped_linear(rows, self.gate_up_proj, plan.counts).chunk(2, -1)
-        rows = grouped_linear(self.act_fn(gate) * up, self.down_proj, plan.counts)
-        y = plan.combine(plan.send_back(plan.by_rank(rows)), top_k_weights)
+        rows = plan.start(plan.rows_of(hidden_states)).wait()
+        rows = gated_mlps(rows, plan, self.gate_up_proj, self.down_proj, self.act_fn)
+        y = plan.combine(plan.send_back(rows), top_k_weights)
         return y if self._tensor is None else collectives.reduce(y, self._tensor)
 
 

@@ -11,7 +11,7 @@ a reduce-scatter. `Alone` is for a part that is the whole sequence.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 from weakref import ref
@@ -24,7 +24,7 @@ from torchdistpackage.comm.p2p import Post
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.work import Work
 from torchdistpackage.parallel.context.merge import Tasks
-from torchdistpackage.parallel.context.order import Ranges, length
+from torchdistpackage.parallel.context.order import Ranges, joined, length
 from torchdistpackage.parallel.context.visibility import (
     Visibility,
     needed,
@@ -112,13 +112,14 @@ class Ring:
         self.hops: list[Hop] = []
         for step in range(1, size):
             target, source = (mine + step) % size, (mine - step) % size
-            sent = needed(positions[target], positions[mine], visibility)
+            seen = needed(positions[target], positions[mine], visibility)
+            sent = joined(range(where[each].start, where[each].stop) for each in seen)
             came = needed(positions[mine], positions[source], visibility)
             self.hops.append(
                 Hop(
                     ranks[target],
                     ranks[source],
-                    _touching(where[each] for each in sent),
+                    tuple(slice(each.start, each.stop) for each in sent),
                     length(came),
                     tasks_of(positions[mine], came, visibility),
                 )
@@ -221,16 +222,6 @@ class GatheredKeys:
         """(S_local, B, h, D) of each rank -> (S, B, h, D), begun."""
         rows = x.movedim(2, 0).contiguous()
         return primitives.all_gather(rows, self._group(), self._sizes, async_op=True)
-
-
-def _touching(found: Iterable[slice]) -> tuple[slice, ...]:
-    """Ascending slices, with those that touch made one."""
-    merged: list[slice] = []
-    for span in found:
-        if merged and merged[-1].stop == span.start:
-            span = slice(merged.pop().start, span.stop)
-        merged.append(span)
-    return tuple(merged)
 
 
 def _packed(pair: Pair, sent: tuple[slice, ...], dtype: torch.dtype) -> Tensor:

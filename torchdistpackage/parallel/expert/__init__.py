@@ -7,6 +7,7 @@ router       scores, and the experts that each token goes to
 balance      losses and biases that keep experts equally busy, from counts
 capacity     which choices find a place where an expert has few
 dispatch     tokens to the ranks of their experts and back
-experts      the experts of one rank, as one grouped product for each matrix
+products     rows with the matrices of their experts: grouped products, or one expert after another
+experts      the experts of one rank, and their names in a state dict
 layer        `MoELayer`, all of it
 """

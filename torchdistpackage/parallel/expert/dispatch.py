@@ -9,8 +9,11 @@ all others, so that collectives have one order on all ranks whatever the routing
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchdistpackage.comm import primitives
@@ -18,14 +21,14 @@ from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.work import Work
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Dispatch:
     """How the tokens of one forward travel within `group`.
 
     order: (n,) which choice, token * top_k + place, each row that is sent is, sorted by expert.
     num_tokens, top_k: of this rank. sent, received: rows to and from each rank.
-    counts: (experts here,) rows of each expert of this rank. regroup: from the order in which rows
-    arrive, by rank and then by expert, to that by expert; None where they are the same.
+    blocks: (ranks, experts here) rows that arrive from each rank for each expert of this one, in
+    this order. lengths: the same numbers for the host, where it has them.
     """
 
     group: Group
@@ -34,8 +37,31 @@ class Dispatch:
     top_k: int
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    counts: Tensor
-    regroup: Tensor | None
+    blocks: Tensor
+    lengths: Sequence[Sequence[int]] | None = None
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """(experts here,) rows of each expert of this rank."""
+        return self.blocks.sum(0)
+
+    @cached_property
+    def runs(self) -> list[list[slice]]:
+        """Of each expert of this rank its rows as they arrive, from each rank some.
+
+        A device's host may have to wait for the counts.
+        """
+        lengths = self.lengths or self.blocks.tolist()
+        ends = accumulate((n for row in lengths for n in row), initial=0)
+        spans = [slice(*bounds) for bounds in pairwise(ends)]
+        num = self.blocks.shape[1]
+        return [spans[e::num] for e in range(num)]
+
+    @cached_property
+    def _regroup(self) -> Tensor | None:
+        """From the order in which rows arrive, by rank and then by expert, to that by expert; None
+        where they are the same."""
+        return None if 1 in self.blocks.shape else _regroup(self.blocks, sum(self.received))
 
     @property
     def is_complete(self) -> bool:
@@ -52,11 +78,11 @@ class Dispatch:
 
     def by_expert(self, rows: Tensor) -> Tensor:
         """Rows that arrived, sorted by expert."""
-        return rows if self.regroup is None else _Permute.apply(rows, self.regroup, False)
+        return rows if self._regroup is None else _Permute.apply(rows, self._regroup, False)
 
     def by_rank(self, rows: Tensor) -> Tensor:
         """What the experts made of them, in the order in which they arrived."""
-        return rows if self.regroup is None else _Permute.apply(rows, self.regroup, True)
+        return rows if self._regroup is None else _Permute.apply(rows, self._regroup, True)
 
     def send_back(self, rows: Tensor) -> Tensor:
         """Each result to the rank of its token: rows (n, D) in the order of `rows_of`."""
@@ -91,22 +117,18 @@ def plan_dispatch(
     counts = torch.searchsorted(by_expert, numbers).diff()
     counts[num_experts] = bad  # in place of those that were dropped, which nobody asks for
     if size == 1:
-        here, flags = counts[:-1], []
+        blocks, flags = counts[None, :-1], []
         if flat.device.type == "cpu" and bool(bad):  # a device is not waited for
             flags = [0]
-        num = flat.numel() if kept is None else int(here.sum())
-        return Dispatch(group, order[:num], *experts.shape, (num,), (num,), here, None), flags
+        num = flat.numel() if kept is None else int(blocks.sum())
+        return Dispatch(group, order[:num], *experts.shape, (num,), (num,), blocks), flags
     every = primitives.all_gather(counts.unsqueeze(0), group)
     table = every.tolist()
     spans = [slice(*bounds[r : r + 2]) for r in range(size)]
     sent = tuple(sum(table[mine][span]) for span in spans)
     received = tuple(sum(row[spans[mine]]) for row in table)
-    blocks = every[:, spans[mine]]
-    here = blocks.sum(0)
-    regroup = None
-    if blocks.shape[1] > 1:
-        regroup = _regroup(blocks, sum(received))
-    plan = Dispatch(group, order[: sum(sent)], *experts.shape, sent, received, here, regroup)
+    blocks, lengths = every[:, spans[mine]], [row[spans[mine]] for row in table]
+    plan = Dispatch(group, order[: sum(sent)], *experts.shape, sent, received, blocks, lengths)
     return plan, [r for r, row in enumerate(table) if row[num_experts]]
 
 
@@ -197,8 +219,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor):
-        plan = ctx.plan
-        return _by_choice(grad, plan).sum(1), None
+        return _of_tokens(grad, ctx.plan), None
 
 
 class _Combine(torch.autograd.Function):
@@ -208,11 +229,7 @@ class _Combine(torch.autograd.Function):
     def forward(ctx, rows: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
         ctx.plan = plan
         ctx.save_for_backward(rows, weights)
-        full = _by_choice(rows, plan)
-        y = full[:, 0] * weights[:, :1]
-        for place in range(1, plan.top_k):
-            y.addcmul_(full[:, place].to(y.dtype), weights[:, place, None].to(y.dtype))
-        return y.to(rows.dtype)
+        return _of_tokens(rows, plan, weights)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -227,7 +244,7 @@ class _Combine(torch.autograd.Function):
             grad_weights = weights.new_zeros(plan.num_tokens * plan.top_k)
             grad_weights = grad_weights.index_copy_(0, plan.order, dots).view_as(weights)
         by_row = weights.flatten().index_select(0, plan.order)
-        return grad_rows * by_row.unsqueeze(1).to(rows.dtype), grad_weights, None
+        return grad_rows.mul_(by_row.unsqueeze(1).to(rows.dtype)), grad_weights, None
 
 
 class _Permute(torch.autograd.Function):
@@ -250,9 +267,22 @@ def _permuted(rows: Tensor, index: Tensor, back: bool) -> Tensor:
     return torch.empty_like(rows).index_copy_(0, index, rows)
 
 
-def _by_choice(rows: Tensor, plan: Dispatch) -> Tensor:
-    """Rows (n, D) at their choices, (num_tokens, k, D); zeros for those that were dropped."""
+def _of_tokens(rows: Tensor, plan: Dispatch, weights: Tensor | None = None) -> Tensor:
+    """Rows (n, D) -> (num_tokens, D), of each token the sum of its rows, in the order of its
+    choices, each times its weight."""
+    is_like = weights is None or weights.dtype is rows.dtype
+    if rows.is_cpu and len(rows) and is_like and plan.is_complete:
+        places = torch.empty_like(plan.order)
+        places[plan.order] = torch.arange(len(rows))
+        places = places.view(-1, plan.top_k)
+        # reads the rows where they are, without a copy in the order of choices
+        return F.embedding_bag(places, rows, per_sample_weights=weights, mode="sum")
     make = rows.new_empty if plan.is_complete else rows.new_zeros
-    full = make((plan.num_tokens * plan.top_k, *rows.shape[1:]))
-    full.index_copy_(0, plan.order, rows)
-    return full.view(plan.num_tokens, plan.top_k, *rows.shape[1:])
+    full = make((plan.num_tokens * plan.top_k, *rows.shape[1:])).index_copy_(0, plan.order, rows)
+    full = full.view(plan.num_tokens, plan.top_k, *rows.shape[1:])
+    if weights is None:
+        return full.sum(1)
+    y = full[:, 0] * weights[:, :1]
+    for place in range(1, plan.top_k):
+        y.addcmul_(full[:, place].to(y.dtype), weights[:, place, None].to(y.dtype))
+    return y.to(rows.dtype)

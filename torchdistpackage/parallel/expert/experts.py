@@ -1,4 +1,4 @@
-"""The experts of one rank: one grouped product for each of their matrices.
+"""The experts of one rank, with names that do not depend on the ranks.
 
 A matrix of all experts here is one parameter, (experts here, Dout, Din), so an expert without a
 token has a gradient of zeros and not none. A state dict has them one by one, by their number in the
@@ -16,7 +16,9 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.layout.derive import blocks, local_shape
 from torchdistpackage.layout.moe import MoEShape
 from torchdistpackage.layout.partition import even_sizes
+from torchdistpackage.parallel.expert.dispatch import Dispatch
 from torchdistpackage.parallel.expert.groups import ExpertGroups
+from torchdistpackage.parallel.expert.products import bias_rows, gated_mlps, grouped_linear
 from torchdistpackage.parallel.expert.shape import experts_layouts
 from torchdistpackage.parallel.tensor.full import copy_part
 from torchdistpackage.parallel.tensor.init import NORMAL, ZEROS, Initial, fill
@@ -26,8 +28,6 @@ from torchdistpackage.topology.mesh import Mesh
 
 FUSED = {"gate_up": "gate_up_proj", "up": "up_proj", "down": "down_proj"}
 """Our name of all experts' matrices -> that of transformers, which stores them alike."""
-_GROUPED = (torch.float32, torch.bfloat16)
-"""Types of torch's grouped product."""
 
 
 class Experts(Marked):
@@ -80,15 +80,18 @@ class Experts(Marked):
             for name in self.layouts()
         }
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows (n, D) sorted by expert, counts (experts here,) int64 of them, sum n -> (n, D).
+    def forward(self, rows: Tensor, plan: Dispatch) -> Tensor:
+        """rows (n, D) as they arrived -> what their experts make of them, (n, D).
 
         With tensor ranks the result is this rank's part of a sum over them.
         """
-        first = "gate_up" if self.shape.gated else "up"
+        if self.shape.gated and not self.shape.bias:
+            return gated_mlps(rows, plan, self.gate_up, self.down, self.activation)
+        first, counts = "gate_up" if self.shape.gated else "up", plan.counts
+        rows = plan.by_expert(rows)
         hidden = grouped_linear(rows, getattr(self, first), counts)
         if self.shape.bias:
-            hidden = hidden + _bias_rows(getattr(self, f"{first}_bias"), counts, len(rows))
+            hidden = hidden + bias_rows(getattr(self, f"{first}_bias"), counts, len(rows))
         if self.shape.gated:
             gate, up = hidden.chunk(2, -1)
             hidden = self.activation(gate) * up
@@ -99,8 +102,8 @@ class Experts(Marked):
             bias = self.down_bias
             if self.num_tensor > 1:  # a part of it on each rank, and on each its whole gradient
                 bias = bias - (bias * (1 - 1 / self.num_tensor)).detach()
-            out = out + _bias_rows(bias, counts, len(rows))
-        return out
+            out = out + bias_rows(bias, counts, len(rows))
+        return plan.by_rank(out)
 
     # -- names that do not depend on the ranks -----------------------------------------------
 
@@ -200,78 +203,3 @@ def _misfit(name: str, full: Tensor, shape: Sequence[int]) -> str:
 def bounds(num: int, num_ranks: int) -> tuple[int, ...]:
     """The first of `num` things of each rank, by the rule of `layouts`, and their number."""
     return tuple(accumulate(even_sizes(num, num_ranks), initial=0))
-
-
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Rows x (n, Din), of which counts (E,) in turn belong to each of weight (E, Dout, Din); the
-    result (n, Dout) is each row times its matrix."""
-    if torch.is_autocast_enabled(x.device.type):  # torch's grouped product does not look for it
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = x.to(dtype), weight.to(dtype)
-    if _has_grouped_mm(x, weight):
-        ends = counts.cumsum(0).to(torch.int32)
-        y = F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
-        return _ContiguousGrad.apply(y)
-    return _LoopedProduct.apply(x, weight, counts)
-
-
-def _has_grouped_mm(x: Tensor, weight: Tensor) -> bool:
-    if not hasattr(F, "grouped_mm") or x.dtype not in _GROUPED:
-        return False
-    if x.dtype != weight.dtype or not len(x):
-        return False
-    # its kernels read 16 bytes at once
-    widths = x.shape[-1], weight.shape[-2]
-    is_aligned = all(n * x.element_size() % 16 == 0 for n in widths)
-    if x.device.type == "cuda":
-        is_new = torch.cuda.get_device_capability(x.device) >= (8, 0)
-        return is_aligned and is_new and x.dtype is torch.bfloat16
-    return is_aligned and all(t.data_ptr() % 16 == 0 for t in (x, weight))
-
-
-class _ContiguousGrad(torch.autograd.Function):
-    """Its argument; torch's grouped product takes no expanded gradient."""
-
-    @staticmethod
-    def forward(ctx, y: Tensor) -> Tensor:
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        return grad.contiguous()
-
-
-class _LoopedProduct(torch.autograd.Function):
-    """The same by one product for each expert, into memory that is there: of float64, and where
-    torch has no grouped product. A device's host waits for the counts."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.lengths = counts.tolist()
-        y = x.new_empty(x.shape[0], weight.shape[1])
-        for e, (rows, out) in enumerate(zip(*_split(ctx.lengths, x, y), strict=True)):
-            torch.mm(rows, weight[e].t(), out=out)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor):
-        x, weight = ctx.saved_tensors
-        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        for e, (rows, out) in enumerate(zip(*_split(ctx.lengths, x, grad), strict=True)):
-            if grad_weight is not None:
-                torch.mm(out.t(), rows, out=grad_weight[e])
-        if grad_x is not None:
-            for e, (out, into) in enumerate(zip(*_split(ctx.lengths, grad, grad_x), strict=True)):
-                torch.mm(out, weight[e], out=into)
-        return grad_x, grad_weight, None
-
-
-def _split(lengths: list[int], *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    return [x.split(lengths) for x in tensors]
-
-
-def _bias_rows(bias: Tensor, counts: Tensor, num: int) -> Tensor:
-    return torch.repeat_interleave(bias, counts, dim=0, output_size=num)

@@ -162,8 +162,8 @@ class MoELayer(Marked):
         exchange = plan.start(plan.rows_of(tokens.flatten(0, 1)))
         # the shared expert computes while the tokens travel
         shared = None if self.shared is None else self._shared(x)
-        rows = self.experts(plan.by_expert(exchange.wait()), plan.counts)
-        y = plan.combine(plan.send_back(plan.by_rank(rows)), weights).view(whole.shape)
+        rows = self.experts(exchange.wait(), plan)
+        y = plan.combine(plan.send_back(rows), weights).view(whole.shape)
         is_split = self.sequence_parallel
         y = collectives.reduce_scatter(y, 0, tensor) if is_split else collectives.reduce(y, tensor)
         if shared is not None:
