@@ -1,4 +1,6 @@
-"""An elastic job with copies on its nodes' own memory, of which one node is lost."""
+"""Elastic jobs with copies in their nodes' own memory, of which a node is lost: another than the
+first, and the first, on which the batch script runs; it is taken back when it is up again.
+"""
 
 import os
 import subprocess
@@ -9,7 +11,7 @@ import pytest
 from tests.slurm.cluster import ROOT, Cluster
 from tests.slurm.lives import CONFIG, RUN, Lived, ending, rows, send, until_step
 
-STEPS, LOCAL_EVERY = 40, 5
+STEPS, LOCAL_EVERY = 90, 5
 WORDS = [
     *("parallel.data=2", "parallel.pipe=1", "pipeline.microbatches=1", "model.dropout=0"),
     *(f"train.steps={STEPS}", "train.eval_every=0", "precision.dtype=float64"),
@@ -21,6 +23,7 @@ WORDS = [
 def submit(cluster: Cluster, folder: Path):
     return {
         "shrunk": cluster.beside(shrunk, cluster, folder),
+        "headless": cluster.beside(headless, cluster, folder),
         "whole": cluster.beside(whole, folder),
     }
 
@@ -38,7 +41,8 @@ def whole(folder: Path) -> Path:
     return folder / "whole"
 
 
-def shrunk(shared: Cluster, folder: Path) -> Lived:
+def on_two_nodes(shared: Cluster, folder: Path, name: str) -> tuple[Cluster, Path, str]:
+    """The job has trained on both nodes of a cluster of its own to step 18."""
     cluster = shared.sibling(nodes=2, accounting=True)
     # or Slurm would give the job the node that is up first
     up = lambda: set(cluster.node_states().values()) == {"idle"}  # noqa: E731
@@ -47,9 +51,27 @@ def shrunk(shared: Cluster, folder: Path) -> Lived:
         *WORDS, "launch.slurm.ntasks-per-node=1", "launch.requeue.in_job_restarts=1",
         "checkpoint.local_dir=/dev/shm", f"checkpoint.local_every={LOCAL_EVERY}",
     ]  # fmt: skip
-    run, job = send(cluster, folder, "shrunk", *words)
+    run, job = send(cluster, folder, name, *words)
     until_step(cluster, run, 18)
+    return cluster, run, job
+
+
+def shrunk(shared: Cluster, folder: Path) -> Lived:
+    cluster, run, job = on_two_nodes(shared, folder, "shrunk")
     cluster.power_off("n2")
+    found = ending(cluster, run, job)
+    cluster.down()
+    return found
+
+
+def headless(shared: Cluster, folder: Path) -> Lived:
+    cluster, run, job = on_two_nodes(shared, folder, "headless")
+    cluster.power_off("n1")
+    until_step(cluster, run, 30, restart=1)
+    cluster.node("boot", "n1")
+    cluster.run("scontrol", "update", "nodename=n1", "state=resume")
+    cluster.wait_for(lambda: cluster.node_states()["n1"] == "idle", 60, "n1")
+    cluster.run("scontrol", "requeue", job)
     found = ending(cluster, run, job)
     cluster.down()
     return found
@@ -62,10 +84,28 @@ def test_a_job_that_loses_a_node_goes_on_with_the_rest_and_the_copies_of_its_nei
     began = {start["start"]: start["step"] for start in life.starts}
     assert list(began) == [f"{life.job}.0", f"{life.job}.0.1"]
     assert "goes on with n1" in life.log
+    noted = {start["start"]: start["nodes"] for start in life.starts}
+    assert list(noted.values()) == ["n[1-2]", "n1"], "those that it has, not those it had"
     again = (life.run / "job" / f"decision.{life.job}.0").read_text()
     reached, step = int(again.split("after step ")[1].split(":")[0]), began[f"{life.job}.0.1"]
     assert step % LOCAL_EVERY == 0 and 0 <= reached - step <= 2 * LOCAL_EVERY
-    mine, theirs = rows(life.run), rows(submitted["whole"].result(timeout=400))
+    has_the_losses_of(rows(submitted["whole"].result(timeout=400)), life)
+
+
+@pytest.mark.full
+def test_a_job_that_loses_its_first_node_is_requeued_without_it_and_takes_it_back(submitted):
+    life = submitted["headless"].result(timeout=400)
+    assert life.states[-1] == "COMPLETED" and life.code == "0:0"
+    before, without, again = {start["start"]: start for start in life.starts}.values()
+    assert [x["nodes"] for x in (before, without, again)] == ["n[1-2]", "n2", "n[1-2]"]
+    assert without["step"] % LOCAL_EVERY == 0 and 18 - without["step"] <= 2 * LOCAL_EVERY
+    decided = life.decision(1)
+    assert decided.startswith(f"requeue after step {again['step']}: "), "nothing is lost"
+    has_the_losses_of(rows(submitted["whole"].result(timeout=400)), life)
+
+
+def has_the_losses_of(theirs: list[dict], life: Lived) -> None:
+    mine = rows(life.run)
     assert [row["step"] for row in mine] == list(range(1, STEPS + 1)), "each step once"
     for row, expected in zip(mine, theirs, strict=True):
         for key in ("loss", "grad_norm", "lr"):

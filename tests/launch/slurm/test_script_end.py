@@ -183,7 +183,10 @@ case $(basename "$0") in
 scontrol) [ "$1" = requeue ] || printf 'n%s\\n' 1 2 3 4 ;;
 srun)
     for word in "$@"; do case $word in --nodelist=*) list=${word#*=} ;; esac; done
-    case $* in *" true") case $GONE in *"$list"*) exit 1 ;; esac; exit 0 ;; esac
+    case $* in
+    *" true") case $GONE in *"$list"*) exit 1 ;; esac; exit 0 ;;
+    *" guard 7 n1 "*) echo "$list" >>"$NOTED.guards"; exit 0 ;;
+    esac
     echo "$1 $2 $list" >>"$NOTED.attempts"
     [ "$TDP_ATTEMPT" = 0 ] || { echo "finished well" >"$RUN/job/decision.7.0.1"; exit 0; }
     exit 137
@@ -213,11 +216,15 @@ def test_an_elastic_job_goes_on_with_the_nodes_that_answer(bash, gone, code, the
     found = lines(job)
     assert {"#SBATCH --nodes=1-4", "#SBATCH --no-kill", "#SBATCH --mincpus=1"} <= set(found)
     assert not [line for line in found if "tasks" in line], "Slurm would give the fewest nodes"
-    done = bash(job, GONE=gone, SLURM_JOB_NUM_NODES="4", STATE="n[1-4]")
+    node = {"SLURM_JOB_NUM_NODES": "4", "SLURMD_NODENAME": "n1"}
+    done = bash(job, GONE=gone, STATE="n[1-4]", **node)
     assert done.returncode == code, done.stdout
     attempts = Path(f"{bash.noted}.attempts").read_text().splitlines()
     assert attempts == ["--nodes=4 --ntasks=4 ", *([then] if then else [])]
     assert ("too few nodes start a task" in done.stdout) is (then is None)
+    left = then.rpartition(" ")[2].split(",") if then else []
+    guards = ["n2", *[node for node in left if node != "n1"][:1]]
+    assert Path(f"{bash.noted}.guards").read_text().split() == guards, "beside the first node"
 
 
 def test_an_elastic_job_leaves_nodes_idle_on_which_no_degrees_do(bash):

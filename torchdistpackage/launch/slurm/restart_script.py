@@ -13,6 +13,8 @@ IGNORE_SIGNALS_UNTIL_READY = 'trap "" HUP USR1 USR2; exec "$@"'
 """For sh -c: a Python that is still starting would end on a signal that asks it to save."""
 _ANSWERS_S = 30
 """Within which a node that is well starts a task."""
+_LOOK_S = 30
+"""Between two looks whether the first node is still of the job."""
 
 
 def goes_on_with_fewer(job: BatchJob) -> bool:
@@ -84,6 +86,29 @@ _tdp_answering() {{
     wait
 }}
 """.strip("\n")
+# Slurm lets the job go on without its first node, too, where nobody would then start ranks or end
+# it. srun dies with that node, and its task elsewhere does not.
+_GUARD = f"""
+_tdp_guarding=
+_tdp_guard() {{{{
+    local first=${{{{SLURMD_NODENAME:-$(hostname)}}}} other
+    [ -z "$_tdp_guarding" ] || kill "$_tdp_guarding" 2>/dev/null
+    _tdp_guarding=
+    other=$(printf '%s\\n' "$@" | grep -vx -m1 "$first") || return 0
+    command srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --mem=0 --gres=none \\
+        --nodelist="$other" --mpi=none sh -c '
+            while sleep {_LOOK_S}; do
+                nodes=$(squeue --noheader --states=running --jobs="$1" --format=%N) || continue
+                [ -n "$nodes" ] && names=$(scontrol show hostnames "$nodes") || continue
+                printf "%s\\n" "$names" | grep -qx "$2" && continue
+                echo "job $1: its first node $2 is lost, so it is {{ended}}" >>"$3"
+                {{end}} "$1"
+            done' guard "$_tdp_job" "$first" "$_tdp_run/logs/main.log" </dev/null &
+    _tdp_guarding=$!
+}}}}
+IFS=$'\\n' read -r -d '' -a _tdp_list < <(command scontrol show hostnames "$(_tdp_squeue %N)")
+_tdp_left_nodes=$_tdp_nodes _tdp_left_tasks=$_tdp_ntasks _tdp_only=()
+""".strip("\n")
 _PROBE_EACH = "    exec 9< <(_tdp_answering)"
 _SOME_ANSWER = """
     _tdp_hosts=$(sort <&9 | paste -sd,)
@@ -114,9 +139,13 @@ def again(job: BatchJob, start: str) -> str:
     before, probe, answer = "", _PROBE, _ALL_ANSWER.format(answers_s=_ANSWERS_S)
     if goes_on_with_fewer(job):
         tasks = job.shape.tasks_per_node
-        before = (
-            f"{_ASK_EACH}\n_tdp_left_nodes=$_tdp_nodes _tdp_left_tasks=$_tdp_ntasks _tdp_only=()\n"
+        requeues = job.config.launch.requeue.mode == "requeue"
+        guard = _GUARD.format(
+            ended="requeued" if requeues else "ended",
+            end="scontrol requeue" if requeues else "scancel",
         )
+        start = f'_tdp_guard "${{_tdp_list[@]}}"\n{start}'
+        before = f"{_ASK_EACH}\n{guard}\n"
         probe = _PROBE_EACH
         answer = _SOME_ANSWER.format(tasks=tasks, answers_s=_ANSWERS_S)
         ask = ask.replace('"$_tdp_ntasks"', '"$_tdp_left_tasks"')
