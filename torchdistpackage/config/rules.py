@@ -79,10 +79,11 @@ def _degrees_fill_world(c: RunConfig, world_size: int | None) -> str | None:
     return None
 
 
-@rule("launch.elastic.nodes", "launch.slurm")
+@rule("launch.elastic.nodes", "launch.slurm", "launch.local.procs")
 def _elastic_is_of_a_job(c: RunConfig, world_size: int | None) -> str | None:
     span = c.launch.elastic.nodes
-    if span is None or c.launch.slurm:
+    # on ranks whose number another says degrees are planned anew too
+    if span is None or c.launch.slurm or c.launch.local.procs or world_size:
         return None
     return (
         f"launch.elastic.nodes=[{span[0]}, {span[1]}] is of a Slurm job, and launch.slurm has no "
