@@ -6,8 +6,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, TypeVar, cast
 
-_NICENESS = 10
-"""Of a thread that writes beside the steps: they come first where cores are short."""
+_NICENESS = 19
+"""Of a thread that writes beside the steps: they come first where cores are short. Who waits for it
+(a second save, the end) leaves it a core."""
 
 T = TypeVar("T")
 
