@@ -4,11 +4,13 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.train import parity
 from torchdistpackage.config.load import load
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.models.gpt import GPTBlock
 from torchdistpackage.train.compiled import compile_blocks, warm_up
 from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.staged_model import TrainStages
@@ -87,11 +89,55 @@ def test_what_cannot_be_compiled_is_refused_by_name_or_left_as_it_is():
     assert "ata-dependent" in block.refused
 
 
+def test_a_block_that_is_tried_runs_as_it_is_and_only_says_why_not():
+    x, runs = torch.ones(2, 4), []
+    for inside in (Reads(), nn.Sequential(nn.Linear(4, 4))):
+        stages = chain(inside)
+        expected = stages(0, x)
+        (block,) = compile_blocks(stages, lambda graph, _: runs.append(graph), "auto")
+        block.is_tried = True
+        assert torch.equal(stages(0, x), expected) and not runs
+        assert ("ata-dependent" in block.refused) == isinstance(inside, Reads)
+
+
+def trained_apart(extra: list[str]) -> list[str]:
+    """Rank 1 has a block that no graph can hold."""
+    own = GPTBlock.forward
+
+    def forward(self, x, *args, **kwargs):
+        return own(self, x, *args, **kwargs) if x.sum() != 0.5 else x
+
+    GPTBlock.forward = forward if dist.get_rank() == 1 else own
+    try:
+        losses, _, _ = trained([x for x in extra if "compile" not in x])
+        torch._dynamo.reset()
+        run = parity.trainer([*RUN, *extra])
+        said = [warm_up(run, 1), *(block.refused for block in run.stage.compiled)]
+        assert losses == [run.train_step(step).wait().loss for step in (1, 2)]
+        run.close()
+    finally:
+        GPTBlock.forward = own
+    return said
+
+
+@pytest.mark.full
+@pytest.mark.own_transport("a graph calls torch's collectives of its own groups")
+def test_ranks_leave_the_same_blocks_as_they_are(ranks):
+    auto = ["parallel.tensor=2", "train.compile=auto", "train.compile_backend=eager"]
+    first, second = ranks(2).run(trained_apart, auto, timeout_s=300)
+    assert first[0] == second[0] and "compiled 0 blocks in 0 graphs" in first[0]
+    assert re.search(r"4 blocks are as they were, such as 0.* \(GPTBlock\): ", first[0])
+    assert all("rank 1 cannot compile it: Data-dependent" in why for why in first[1:])
+    assert all("Data-dependent" in why for why in second[1:])
+
+
 def test_hooks_inside_a_block_are_refused_by_name():
     stages = chain(nn.Sequential(nn.Linear(4, 4)))
     stages[str(0)][0][0].register_forward_hook(lambda *_: None)
     with pytest.raises(ConfigError, match=r"1 of 1 blocks have .* hooks .* 0\.0 \(Linear\)"):
         compile_blocks(stages, "eager")
+    (block,) = compile_blocks(stages, "eager", "auto")
+    assert block.refused == "it has hooks inside: Linear"
 
 
 def test_ever_other_lengths_are_refused_by_name():

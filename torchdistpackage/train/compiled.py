@@ -1,9 +1,10 @@
 """`train.compile`: the blocks of a rank's stages, each one graph, compiled before the first step.
 
 Blocks of one class share what is compiled: parameters are inputs of a graph, so a second block
-finds the first one's. A compiled block is its own call (`nn.Module.compile`), so hooks of ZeRO
-stand around it, and recomputation is in the graph. Torch keeps graphs in a folder beside the run's,
-of each rank its own: a job that is requeued reads them there.
+finds the first one's. Ranks compile the same blocks: a graph calls other collectives than eager
+code. A compiled block is its own call (`nn.Module.compile`), so hooks of ZeRO stand around it, and
+recomputation is in the graph. Torch keeps graphs in a folder beside the run's, of each rank its
+own: a job that is requeued reads them there.
 """
 
 import os
@@ -13,11 +14,15 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    TorchDynamoException,
+)
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.errors import ConfigError
@@ -36,17 +41,21 @@ class CompiledBlock:
     """Calls a block as one graph.
 
     falls_back: a block that cannot be compiled runs as it is, and `refused` is why; else that is an
-    error.
+    error. is_tried: it runs as it is, and the first call only finds out whether it can be traced.
     """
 
     def __init__(self, name: str, module: nn.Module, backend: str, falls_back: bool):
         self.name, self.kind = name, type(module).__name__
-        self.refused, self.is_on = "", True
-        self._module, self._falls_back = module, falls_back
+        self.refused, self.is_on, self.is_tried = "", True, False
+        self._module, self.falls_back = module, falls_back
         self._run = _compiled(type(module), backend)
+        self._trace = _compiled(type(module), _traced)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_on or self.refused:
+            return self._module._call_impl(*args, **kwargs)
+        if self.is_tried:
+            self._try(args, kwargs)
             return self._module._call_impl(*args, **kwargs)
         try:
             return self._run(self._module, *args, **kwargs)
@@ -58,7 +67,7 @@ class CompiledBlock:
                 f"length (data.seq_len), or set train.compile=off: {_reason(error)}"
             ) from error
         except TorchDynamoException as error:
-            if not self._falls_back:
+            if not self.falls_back:
                 raise ConfigError(
                     f"train.compile=blocks: {self.name} ({self.kind}) cannot be compiled to one "
                     f"graph; mend what it says, set train.compile to auto, which leaves such "
@@ -66,6 +75,16 @@ class CompiledBlock:
                 ) from error
             self.refused = _reason(error)
             return self._module._call_impl(*args, **kwargs)
+
+    def _try(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Trace a call, which computes and sends nothing."""
+        try:
+            self._trace(self._module, *args, **kwargs)
+        except BackendCompilerFailed as error:
+            if not isinstance(error.inner_exception, _IsTraced):
+                self.refused = _reason(error)
+        except TorchDynamoException as error:
+            self.refused = _reason(error)
 
 
 def compile_blocks(stages: TrainStages, backend: str, how: str = "blocks") -> list[CompiledBlock]:
@@ -84,17 +103,18 @@ def compile_blocks(stages: TrainStages, backend: str, how: str = "blocks") -> li
         name: sorted({type(m).__name__ for m in block.modules() if _has_hooks(m)})
         for name, block in blocks.items()
     }
-    if watched := [f"{name} ({', '.join(kinds)})" for name, kinds in hooked.items() if kinds]:
-        if not falls_back:
-            raise ConfigError(
-                f"train.compile=blocks: {len(watched)} of {len(blocks)} blocks have forward or "
-                f"backward hooks inside, such as a debugger's, which would be compiled with them: "
-                f"{', '.join(watched[:3])}; remove the hooks, or set train.compile=off"
-            )
-        blocks = {name: block for name, block in blocks.items() if not hooked[name]}
+    watched = [f"{name} ({', '.join(kinds)})" for name, kinds in hooked.items() if kinds]
+    if watched and not falls_back:
+        raise ConfigError(
+            f"train.compile=blocks: {len(watched)} of {len(blocks)} blocks have forward or "
+            f"backward hooks inside, such as a debugger's, which would be compiled with them: "
+            f"{', '.join(watched[:3])}; remove the hooks, or set train.compile=off"
+        )
     made: list[CompiledBlock] = []
     for name, block in blocks.items():
         made.append(CompiledBlock(name, block, backend, falls_back))
+        if hooked[name]:
+            made[-1].refused = f"it has hooks inside: {', '.join(hooked[name])}"
         block._compiled_call_impl = made[-1]
     stages.compiled += made
     return made
@@ -114,6 +134,7 @@ def warm_up(trainer: Trainer, step: int) -> str:
         if trainer.optimizer is not None:
             trainer.optimizer.zero_grad()
         trainer.stage.train()
+        _agree(trainer, step)
         trainer.accumulate(step, reduce=False)
         if trainer.optimizer is not None:
             trainer.optimizer.zero_grad()
@@ -129,6 +150,25 @@ def warm_up(trainer: Trainer, step: int) -> str:
     said = f"compiled {text}: {max(x[4] for x in seen):.1f} s before the first step"
     first = next((x[5][0] for x in seen if x[5]), None)
     return said if first is None else f"{said}; {left} blocks are as they were, such as {first}"
+
+
+def _agree(trainer: Trainer, step: int) -> None:
+    """Where blocks may be left as they are, leave those that any rank cannot compile so on all.
+
+    A rank whose block fell back alone would call other collectives than its peers' graphs.
+    """
+    blocks = [block for block in trainer.stage.compiled if block.falls_back]
+    if not any(primitives.gather_objects(bool(blocks))):
+        return
+    for block in blocks:
+        block.is_tried = True
+    trainer.accumulate(step, reduce=False)
+    mine = {block.name: block.refused for block in blocks if block.refused}
+    for rank, refused in enumerate(cast(list[dict[str, str]], primitives.gather_objects(mine))):
+        for block in blocks:
+            block.is_tried = False
+            if block.name in refused and not block.refused:
+                block.refused = f"rank {rank} cannot compile it: {refused[block.name]}"
 
 
 @contextmanager
@@ -177,10 +217,19 @@ def cache_folder() -> str:
     )
 
 
-_calls: dict[tuple[type, str], Any] = {}
+class _IsTraced(Exception):
+    """A call could be traced to its end."""
 
 
-def _compiled(kind: type[nn.Module], backend: str) -> Any:
+def _traced(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
+    """The back end that compiles nothing."""
+    raise _IsTraced
+
+
+_calls: dict[tuple[type, Any], Any] = {}
+
+
+def _compiled(kind: type[nn.Module], backend: Any) -> Any:
     """What calls modules of this class, with graphs of its own.
 
     Torch limits the graphs of one code object, and `nn.Module._call_impl` is that of all modules.
