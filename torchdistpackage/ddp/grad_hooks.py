@@ -33,7 +33,8 @@ class Removable(Protocol):
 class GradHooks:
     """Hooks on `parameters` until `remove`, or the end of `owner`. also: removed with them.
 
-    on_grad_ready: called when a gradient is there. exclusive: no other may hook these parameters.
+    on_grad_ready: called when a gradient is there. exclusive: no other may hook these parameters,
+    nor `claims`, which have no hooks.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class GradHooks:
         parameters: Sequence[nn.Parameter],
         exclusive: bool = False,
         also: Iterable[Removable] = (),
+        claims: Iterable[nn.Parameter] = (),
     ):
-        me, self.exclusive, self.ids = ref(owner), exclusive, frozenset(map(id, parameters))
+        me, self.exclusive = ref(owner), exclusive
+        self.ids = frozenset(map(id, (*parameters, *claims)))
         on_grad_ready = on_one_stream(on_grad_ready, parameters)
         handles: list[Removable] = [
             p.register_post_accumulate_grad_hook(partial(on_grad_ready, me, i))

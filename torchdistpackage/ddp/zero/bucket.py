@@ -144,10 +144,19 @@ def whole_owners(specs: Iterable[ParamSpec]) -> dict[str, int]:
 
 
 def held_by_group(
-    optimizer: Optimizer, buckets: Sequence[ShardedBucket], sharing: ReplicaGroups
+    optimizer: Optimizer,
+    buckets: Sequence[ShardedBucket],
+    alone: Iterable[ParamShard],
+    sharing: ReplicaGroups,
 ) -> list[list[ParamPartition]]:
-    """Of each parameter of the user's groups, in their order; no rank owns what is frozen."""
+    """Of each parameter of the user's groups, in their order; no rank owns what is frozen.
+
+    alone: parameters that are in no bucket.
+    """
     partitions = {id(h.spec.parameter): h for bucket in buckets for h in bucket.partitions()}
+    for shard in alone:
+        bounds, mine = (shard.start, shard.stop), shard.tensor
+        partitions[id(mine)] = ParamPartition(shard.spec, bounds, mine, shard.whole)
     for p in parameters_of(optimizer):
         if id(p) not in partitions:
             spec = sharing.of(p)
@@ -165,7 +174,7 @@ class PartialStep:
     """Steps `inner` by parts, each some of its parameters.
 
     one_by_one: each in a call of its own, where the host itself waits for sums, or steps. around:
-    each call, given its parts.
+    each call, given its parts. What is in no part waits for nobody (`step_rest`).
     """
 
     def __init__(
@@ -183,9 +192,12 @@ class PartialStep:
         self._num_left = len(parts)
         part_of = {id(p): part for part, members in enumerate(parts) for p in members}
         self._parts: list[dict[int, list[Tensor]]] = [{} for _ in parts]
+        self._rest: dict[int, list[Tensor]] = {}
         for number, group in enumerate(inner.param_groups):
             for p in group["params"]:
-                self._parts[part_of[id(p)]].setdefault(number, []).append(p)
+                part = part_of.get(id(p))
+                of = self._rest if part is None else self._parts[part]
+                of.setdefault(number, []).append(p)
 
     @contextmanager
     def once(self) -> Iterator[None]:
@@ -229,6 +241,11 @@ class PartialStep:
         """Of what a class does across parameters no part may be left out."""
         with self._around(range(len(self._parts))):
             self._inner.step()
+
+    def step_rest(self) -> None:
+        """Step what is in no part."""
+        if self._rest:
+            self._step_only(self._rest)
 
     def step(self, parts: Sequence[int]) -> None:
         """Step the parameters of `parts` that have gradients, in one call."""

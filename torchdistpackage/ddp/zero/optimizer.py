@@ -12,7 +12,7 @@ from functools import partial
 from weakref import WeakMethod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchdistpackage.comm.creation import world
@@ -20,7 +20,7 @@ from torchdistpackage.comm.groups import make_duplex_groups
 from torchdistpackage.comm.primitives import Group, is_queued
 from torchdistpackage.ddp.bucket_comm import BucketComm, ReducerParts
 from torchdistpackage.ddp.bucket_plan import MIB, Bucket, bucket_sizes
-from torchdistpackage.ddp.grad_hooks import Removable
+from torchdistpackage.ddp.grad_hooks import GradHooks, Removable
 from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.scheduled_ready import LastBackwardPolicy
@@ -35,7 +35,7 @@ from torchdistpackage.ddp.zero.bucket import (
 from torchdistpackage.ddp.zero.grad_buffer import line_up
 from torchdistpackage.ddp.zero.options import ResolvedZeroOptions
 from torchdistpackage.ddp.zero.param_buffer import ParamBuffer
-from torchdistpackage.ddp.zero.param_shard import ParamShard
+from torchdistpackage.ddp.zero.param_shard import ParamShard, whole_shard
 from torchdistpackage.ddp.zero.shard_bounds import requires_whole_params
 from torchdistpackage.ddp.zero.sharded_base import ShardedOptimizerBase
 from torchdistpackage.ddp.zero.sharing import ReplicaGroups, assign_buckets
@@ -73,6 +73,7 @@ class ZeroOptimizer(ShardedOptimizerBase):
 
     A parameter's `.grad` is None once its reduction has started. `reducer.finish()` waits for the
     reduced gradients, which are the `.grad` of the shards in param_groups; `step` calls it too.
+    Over a group of one rank nothing is reduced: a float32 parameter is its own shard in all stages.
 
     Raises:
         LayoutError: the optimizer cannot update a part of the parameters.
@@ -116,9 +117,20 @@ class ZeroOptimizer(ShardedOptimizerBase):
         mean = self._options.mean
         sharing = ReplicaGroups.over(optimizer, module, group, replicas, layouts, mean)
         specs = sharing.trained(optimizer, module)
+        # [Note: groups of one rank] Nothing of these travels and nothing is saved by cutting them,
+        # so no hook sees their gradients and nothing is copied: a step costs what a plain one does
+        has_alone = sharing.has_alone
+        self._alone = [
+            whole_shard(s, sharing.layouts) for s in specs if not offload and has_alone(s)
+        ]
+        alone = [shard.tensor for shard in self._alone]
         split = [s.name for s in specs if s.name in sharing.cut]
-        owner_of = whole_owners(specs) if requires_whole_params(optimizer, whole, split) else None
+        is_whole = requires_whole_params(optimizer, whole, split)
         self._options.claim(specs, sharing.replicated(module, specs))
+        self._claim = GradHooks(_unhooked, self, (), exclusive=True, claims=alone)
+        owned = set(map(id, alone))
+        specs = [s for s in specs if id(s.parameter) not in owned]
+        owner_of = whole_owners(specs) if is_whole else None
         on_read, make_store = WeakMethod(self._on_read), self._options.make_store
         self._cutter = BucketSharder(
             stage, sharing, wire_dtype, master_dtype, on_read, owner_of, make_store
@@ -139,7 +151,7 @@ class ZeroOptimizer(ShardedOptimizerBase):
             ),
         )
         line_up([bucket.bucket_comm for bucket in self._buckets], saves_memory=stage > 1)
-        super().__init__(optimizer, held_by_group(optimizer, self._buckets, sharing))
+        super().__init__(optimizer, held_by_group(optimizer, self._buckets, self._alone, sharing))
         pieces = [[shard.tensor for shard in bucket.shards] for bucket in self._buckets]
         around = partial(self._cutter.stepping, self._buckets)
         one_by_one = offload or not is_queue
@@ -156,7 +168,12 @@ class ZeroOptimizer(ShardedOptimizerBase):
     @property
     def shards(self) -> list[ParamShard]:
         """The pieces of parameters that this rank owns."""
-        return [shard for bucket in self._buckets for shard in bucket.shards]
+        return [*self._alone, *(shard for bucket in self._buckets for shard in bucket.shards)]
+
+    @property
+    def reduced_shards(self) -> list[Tensor]:
+        """What sums come into, beside the parameters' own gradients."""
+        return [shard.tensor for bucket in self._buckets for shard in bucket.shards]
 
     def step(self, closure: Callable[[], object] | None = None):
         """Wait for the sums, step what this rank owns, and begin to gather the parameters.
@@ -183,6 +200,11 @@ class ZeroOptimizer(ShardedOptimizerBase):
             self.reducer.finish()
         for bucket in self._buckets:
             (bucket.bucket_comm.drop if set_to_none else bucket.bucket_comm.zero)()
+        for shard in self._alone:
+            if set_to_none:
+                shard.tensor.grad = None
+            elif shard.tensor.grad is not None:
+                shard.tensor.grad.zero_()
 
     def finish(self) -> None:
         """Wait until all parameters are gathered and current on this rank.
@@ -208,6 +230,7 @@ class ZeroOptimizer(ShardedOptimizerBase):
         self._settle()
         self.finish()
         self.reducer.remove()
+        self._claim.remove()
         self._options.detach()
         self.forget()
 
@@ -228,7 +251,9 @@ class ZeroOptimizer(ShardedOptimizerBase):
             self.reducer.finish()
         finally:
             self._in_step = False
-        if not self._by_bucket:
+        if self._by_bucket:
+            self._stepping.step_rest()
+        else:
             self._stepping.all_at_once()
         # [Note: gathers under the next forward] What the forward reads first goes first, on all
         # ranks alike, wherever they waited: a module that reads a parameter still on its way waits
@@ -306,3 +331,7 @@ class ZeroOptimizer(ShardedOptimizerBase):
         sharded.bucket_comm.settled = partial(WeakHook(self._settled), number)
         self._buckets.append(sharded)
         return sharded.bucket_comm
+
+
+def _unhooked(me: object, index: int, parameter: Tensor) -> None:
+    """What is stepped itself is claimed, and no hook of it is called."""

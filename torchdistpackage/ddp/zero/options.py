@@ -161,7 +161,8 @@ class ParamGuards:
             (flat, layout, [flat.element_size() * offset for offset in layout.offsets])
             for layout, flat in layouts
         ]
-        ours = {id(s.parameter): s.name for _, layout, _ in self._layouts for s in layout.members}
+        given = list(given)
+        ours = {id(s.parameter): s.name for s in given if s.parameter.requires_grad}
         self._registered: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = [
             (m._parameters, key, p)
             for m in (() if module is None else module.modules())

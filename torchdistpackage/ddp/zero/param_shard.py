@@ -139,6 +139,12 @@ def make_shards(
     return shards
 
 
+def whole_shard(spec: ParamSpec, layouts: Mapping[str, Layout]) -> ParamShard:
+    """A parameter that no other rank has, and which is stepped itself."""
+    p = spec.parameter
+    return ParamShard(p, spec, 0, 0, p.numel(), 0, layouts.get(spec.name), True)
+
+
 @dataclass(frozen=True)
 class ParamPartition:
     """A parameter, which rank owns which elements, and what the inner optimizer holds instead.

@@ -90,6 +90,11 @@ class ReplicaGroups:
         """Ranks with a copy of this rank's shard."""
         return self.replicas if ranks_of(spec.group) == ranks_of(self.group) else None
 
+    def has_alone(self, spec: ParamSpec) -> bool:
+        """Whether this rank shares it with nobody, and autograd's own gradient can be stepped."""
+        plain = spec.divide == 1 and not (spec.is_wider or spec.deferred or spec.sparse_rows)
+        return plain and spec.group.size() == 1 and self.replicas_of(spec) is None
+
     def replicated(
         self, module: nn.Module | None, specs: Sequence[ParamSpec]
     ) -> Iterator[list[ReplicatedTensor]]:

@@ -226,8 +226,8 @@ def _holders(optimizer: torch.optim.Optimizer | None, counted: bool | None) -> l
     Of a ZeroOptimizer they are parameters and shards; the shards are filled by the sums alone.
     """
     if isinstance(optimizer, ZeroOptimizer):
-        shards = [] if counted else [shard.tensor for shard in optimizer.shards]
-        return [*optimizer.reducer.parameters, *shards]
+        own = [h.spec.parameter for members in optimizer.partitions for h in members]
+        return own if counted else [*own, *optimizer.reduced_shards]
     return [] if optimizer is None else [p for g in optimizer.param_groups for p in g["params"]]
 
 

@@ -109,7 +109,7 @@ class StageReducers:
     def holders(self) -> list[Tensor]:
         """The tensors that hold reduced gradients besides the parameters, as far as known."""
         if isinstance(self._given, ZeroOptimizer):
-            return [shard.tensor for shard in self._given.shards]
+            return self._given.reduced_shards
         return []
 
     def check_holders(self) -> None:
