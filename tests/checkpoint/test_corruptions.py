@@ -180,6 +180,8 @@ def corrupt(path: Path, draw: random.Random) -> str:
     kinds = dict.fromkeys(draw.choice(KINDS) for _ in range(draw.choice((1, 1, 1, 2))))
     done = []
     for kind in kinds:
+        if any(file.is_symlink() for file in path.iterdir()):
+            break  # a second damage would read /dev/zero to its end
         try:
             kind(path, draw)
         except (OSError, ValueError):  # the first left nothing to damage further

@@ -176,7 +176,8 @@ def test_a_kill_costs_the_steps_since_the_last_commit_and_nothing_else(
         folder.mkdir()
         for number, kill in enumerate([*kills, None]):
             saved = committed(folder)
-            reached = rows(folder)[-1][0] if (folder / "metrics.jsonl").exists() else 0
+            before = rows(folder) if (folder / "metrics.jsonl").exists() else []
+            reached = before[-1][0] if before else 0
             if number and killed:
                 assert saved >= reached - kind.loses, f"{what}, start {number}"
             try:
@@ -193,7 +194,7 @@ def test_a_kill_costs_the_steps_since_the_last_commit_and_nothing_else(
         left = [path.name for path in (folder / "checkpoints").iterdir()]
         # they go with the next save, and a run that was at its end makes none
         assert saved == STEPS or all("." not in name for name in left), f"{what}: {left}"
-        assert not list((folder / "disks").glob("*/*")), what
+        assert not list((folder / "disks").glob("*/tdp-*")), what
         shutil.rmtree(folder)
     assert killed >= 1.5 * len(seeds), "most do die before their run ends"
     print(f"{killed} kills")

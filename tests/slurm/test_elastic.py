@@ -69,7 +69,6 @@ def headless(shared: Cluster, folder: Path) -> Lived:
     cluster.power_off("n1")
     until_step(cluster, run, 30, restart=1)
     cluster.node("boot", "n1")
-    cluster.run("scontrol", "update", "nodename=n1", "state=resume")
     cluster.wait_for(lambda: cluster.node_states()["n1"] == "idle", 60, "n1")
     cluster.run("scontrol", "requeue", job)
     found = ending(cluster, run, job)
