@@ -208,6 +208,7 @@ def other_ways() -> None:
     )
 
 
+@pytest.mark.full
 def test_other_ways_through_a_layer(ranks):
     ranks(2).run(other_ways)
 
@@ -228,6 +229,7 @@ def autocast() -> None:
         assert ours.grad is None or torch.equal(ours.grad, plain.grad)
 
 
+@pytest.mark.full
 def test_under_autocast(ranks):
     ranks(2).run(autocast)
 
