@@ -1,5 +1,6 @@
 """`train.compile`: the numbers of eager steps on every layout, said, kept, and refused by name."""
 
+import json
 import re
 
 import pytest
@@ -155,6 +156,22 @@ def test_a_split_backward_and_an_unknown_backend_are_refused_before_ranks_start(
         make_plan(config, 2)
     with pytest.raises(ConfigError, match=r"train.compile_backend.*inductor.*aot_eager.*eager"):
         load("configs/gpt_tiny.yaml", ["train.compile_backend=nvfuser"])
+
+
+@pytest.mark.full
+def test_a_run_goes_on_to_the_bit_with_the_same_setting(tdp, tmp_path):
+    keys = [x for x in RUN if not x.startswith("train.steps")]
+    keys += ["parallel.data=1", "parallel.pipe=1", "launch.local.procs=1", *COMPILED]
+    keys += [f"run.dir={tmp_path}", "train.generate_tokens=0", "optim.schedule=constant"]
+    losses: dict[str, list[float]] = {}
+    for name, starts in (("once", (3,)), ("twice", (2, 3))):
+        for steps in starts:
+            more = [f"run.name={name}", f"train.steps={steps}", "log.every=1"]
+            code, said = tdp(["train", "configs/gpt_tiny.yaml", *keys, *more])
+            assert code == 0 and re.search(r"compiled 2 blocks in \d+ graphs", said), said
+        rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses[name] = [row["loss"] for row in map(json.loads, rows) if "loss" in row]
+    assert len(losses["once"]) == 3 and losses["once"] == losses["twice"]
 
 
 @pytest.mark.full
