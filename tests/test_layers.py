@@ -97,6 +97,8 @@ PURE_FILES = (
     "train/expert_plan.py",
     "train/data_fingerprint.py",
     "train/documents.py",
+    "train/pair_rows.py",
+    "train/preference_pairs.py",
     "train/elastic.py",
     "train/estimate.py",
     "train/plan.py",

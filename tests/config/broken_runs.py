@@ -214,6 +214,16 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "data.eos=on, but with data.field=messages the chat template writes all special tokens",
     ),
     (
+        {
+            "data__name": "preference",
+            "data__path": "x",
+            "data__tokenizer": "t",
+            "data__packing": "whole",
+        },
+        "data.name",
+        "data.name=preference does not go with data.packing=whole, where each answer has a row",
+    ),
+    (
         {"data__document_masks": True},
         "data.document_masks",
         "without data.tokenizer it is not known where documents end; set it to false",

@@ -192,7 +192,11 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
         ("config/slurm.py", r"OPTIONS: dict\[str, OptionType\] = \{\n", "'an-option': _TEXT,\n")
     ],
     "a logged value": [
-        ("train/step_stats.py", r"    local_failed: Number\n(?=\n)", "    ranks: Number\n"),
+        (
+            "train/step_stats.py",
+            r"    rejected_logp: Number \| float = 0.0\n",
+            "    ranks: Number | float = 0.0\n",
+        ),
         ("train/step_stats.py", r"    stop: bool\n", "    ranks: float\n"),
         ("train/step_stats.py", r'"lr": self.lr,\n', '"ranks": self.ranks,\n'),
         ("train/step_stats.py", r"stop=sums.stop > 0,\n", "ranks=sums.ranks,\n"),

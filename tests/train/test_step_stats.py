@@ -49,10 +49,13 @@ def test_each_number_of_a_step_comes_back_under_its_name():
         save_failed=0.0,
         local_done=0.0,
         local_failed=1.0,
+        chosen=0.5,
+        rejected_logp=-3.0,
     )
     sums = StepStats.from_tensor(2 * own.to_tensor(like=room))
     assert sums.loss.dtype == room.dtype
-    assert [x.item() for x in sums] == [2.0, 4.0, 6.0, 0.5, 0.0, 2.0, 2.0, 0.0, 0.0, 2.0]
+    numbers = [2.0, 4.0, 6.0, 0.5, 0.0, 2.0, 2.0, 0.0, 0.0, 2.0, 1.0, 0.0, 0.0, 0.0, -6.0]
+    assert [x.item() for x in sums] == numbers
     assert (sums.tokens, sums.grad_sq_norm, sums.stop) == (4.0, 6.0, 2.0)
     assert (sums.save_done, sums.save_failed) == (2.0, 0.0)
     assert (sums.local_done, sums.local_failed) == (0.0, 2.0)

@@ -56,6 +56,11 @@ def eval(
     if data is not None and not data.exists():
         problems.append(f"--data {data} is not there, seen from {Path.cwd()}")
     source = inference.find_source(_COMMAND, target, checkpoint, changes, problems)
+    if data is None and source.is_run and source.own.data.is_preference:
+        problems.append(
+            f"{target} trained on pairs of answers, whose loss is that beside a reference: the run "
+            f"logs it at each validation (metrics.jsonl); give --data FILE for the loss of a text"
+        )
     given = dict(change.split("=", 1) for change in changes if "=" in change)
     if data is None and not source.is_run and "data.path" not in given:
         problems.append(f"{target} says nothing of data; give --data FILE")
@@ -119,6 +124,7 @@ def _data_keys(
         "data.sources": "[]",
         "data.val_path": "null",
         "data.eval": "{}",
+        "train.dpo": "{}",
         "data.tokenizer": quoted(folder) if reads_text and folder is not None else "null",
     }
     if kind not in ("jsonl", "parquet"):

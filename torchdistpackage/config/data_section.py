@@ -12,7 +12,10 @@ KINDS = ("text", "jsonl", "parquet", "tokens")
 """What files hold, as data.name calls it."""
 KIND_OF_SUFFIX = {".jsonl": "jsonl", ".parquet": "parquet", ".bin": "tokens"}
 
-SUFFIX_OF_KIND = {"jsonl": ".jsonl", "parquet": ".parquet"}
+PREFERENCE = "preference"
+"""Pairs of answers, of which one is preferred, as JSON lines."""
+
+SUFFIX_OF_KIND = {"jsonl": ".jsonl", "parquet": ".parquet", PREFERENCE: ".jsonl"}
 """Of the files of a folder that are read."""
 
 
@@ -55,7 +58,7 @@ class DataSection(NamedSection):
     name: k.DataName = Field(default="python_stdlib", description="Our source; not with target.")
     path: k.PathOrNull = Field(
         default=None,
-        description="File or folder of text, JSON lines or parquet; file of token ids.",
+        description="File or folder of text, JSON lines, parquet or pairs; file of token ids.",
     )
     sources: Sources = Field(
         default=(),
@@ -114,6 +117,16 @@ class DataSection(NamedSection):
         return self.tokenizer is None and {*names} <= {"python_stdlib", "text"}
 
     @property
+    def is_preference(self) -> bool:
+        """Whether samples are pairs of answers."""
+        return self.name == PREFERENCE
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Sequences that one sample is: of a pair the chosen one and the rejected one."""
+        return 2 if self.is_preference else 1
+
+    @property
     def blend(self) -> tuple[WeightedSource, ...]:
         """The sources, with a label each."""
         found: list[WeightedSource] = []
@@ -156,7 +169,8 @@ class DataSection(NamedSection):
 
     def reading(self, path: str, name: str | None = None, field: str | None = None) -> Self:
         """The section that reads this file or folder alone, with what the keys say of all."""
-        kind = name or KIND_OF_SUFFIX.get(PurePath(path).suffix)
+        kind = name or (PREFERENCE if self.is_preference else None)
+        kind = kind or KIND_OF_SUFFIX.get(PurePath(path).suffix)
         kind = kind or (self.name if self.name in KINDS else "text")
         return self.model_copy(
             update={

@@ -1,6 +1,6 @@
 """The rules that join keys of the data section."""
 
-from torchdistpackage.config.data_section import DataSection
+from torchdistpackage.config.data_section import KINDS, PREFERENCE, DataSection
 from torchdistpackage.config.rules import Rule, named_once, rule
 from torchdistpackage.config.schema import RunConfig
 
@@ -16,9 +16,10 @@ def _tokenizer_is_for_text(c: RunConfig, world_size: int | None) -> str | None:
         return None
     source = f"data.name={d.name}" if d.name else f"data.target={d.target}"
     takes_field = d.name in ("jsonl", "parquet")
-    if takes_field and d.tokenizer is None:
+    if (takes_field or d.is_preference) and d.tokenizer is None:
         return f"{source} needs data.tokenizer, a folder with tokenizer.json"
-    if d.tokenizer is not None and not (takes_field or d.name == "text"):
+    reads_text = takes_field or d.name in ("text", PREFERENCE)
+    if d.tokenizer is not None and not reads_text:
         return f"data.tokenizer={d.tokenizer} would not be read with {source}; remove it"
     if d.field != plain.field and not takes_field:
         return f"data.field={d.field} would not be read with {source}; remove it"
@@ -74,7 +75,7 @@ def _data_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
     if text := named_once(c.data, "data"):
         return text
     source = f"data.name={c.data.name}" if c.data.name else f"data.target={c.data.target}"
-    reads_path = c.data.name in ("text", "jsonl", "parquet", "tokens")
+    reads_path = c.data.name in KINDS or c.data.is_preference
     if reads_path and c.data.path is None:
         folder = " or folder" * (c.data.name != "tokens")
         return f"{source} needs data.path, the file{folder} to read"
@@ -116,6 +117,36 @@ def _evaluation_is_of_our_data(c: RunConfig, world_size: int | None) -> str | No
             kinds = ("bytes", "token ids") if is_bytes else ("token ids", "bytes")
             said.append(f"{key} has {kinds[1]}, where training has {kinds[0]}; give data.tokenizer")
     return "; ".join(said) or None
+
+
+@rule(
+    "data.name",
+    *("data.sources", "data.field", "data.document_masks", "data.packing", "parallel.context"),
+    *("model.loss", "model.moe.num_experts", "parallel.expert"),
+    *("train.dpo.beta", "train.dpo.label_smoothing"),
+)
+def _pairs_are_compared(c: RunConfig, world_size: int | None) -> str | None:
+    d, plain = c.data, RunConfig()
+    if not d.is_preference:
+        given, usual = c.train.dpo, plain.train.dpo
+        if (given.beta, given.label_smoothing) == (usual.beta, usual.label_smoothing):
+            return None
+        return "train.dpo is for pairs of answers; set data.name to preference, or remove it"
+    said: list[str] = []
+    if c.parallel.context > 1:
+        said.append(f"parallel.context={c.parallel.context}, where an answer has one sum")
+    if d.document_masks or d.packing != plain.data.packing:
+        key, value = ("document_masks", "true") if d.document_masks else ("packing", d.packing)
+        said.append(f"data.{key}={value}, where each answer has a row of its own")
+    if d.field != plain.data.field or any(x.field is not None for x in d.sources):
+        said.append("a field, where the fields are prompt, chosen and rejected")
+    if odd := sorted({x.name for x in d.sources if x.name is not None}):
+        said.append(f"data.sources with name={', '.join(odd)}, where all sources hold pairs")
+    if c.model.loss is not None:
+        said.append(f"model.loss={c.model.loss}, where the loss compares the answers of a pair")
+    if c.model.moe.num_experts is not None or c.parallel.expert > 1:
+        said.append("mixtures of experts, whose balance is a loss of tokens")
+    return f"data.name=preference does not go with {'; nor with '.join(said)}" if said else None
 
 
 _READ = ("data.sources", *_OF_FORMAT)

@@ -154,6 +154,17 @@ class ProfileSection(Section):
         return range(int(first), int(last) + 1)
 
 
+class DpoSection(Section):
+    """The loss on preference pairs (Rafailov et al., arXiv:2305.18290)."""
+
+    beta: k.Positive = Field(
+        default=0.1, description="How strongly the model is held to its reference; trl's beta."
+    )
+    label_smoothing: k.BelowHalf = Field(
+        default=0.0, description="Part of the pairs that are taken to be labelled wrongly."
+    )
+
+
 class TrainSection(Section):
     """Length of the run and what happens on the way."""
 
@@ -185,6 +196,7 @@ class TrainSection(Section):
     straggler_every: k.StepsOrZero = Field(
         default=10, description="Steps between searches for a slow rank; 0 is off."
     )
+    dpo: DpoSection = default(DpoSection)
     recompute: k.Recompute = Field(
         default="none",
         description="Activations recomputed in the backward; auto: as memory_gb requires.",
@@ -334,6 +346,12 @@ class RunConfig(Section):
     launch: LaunchSection = default(LaunchSection)
     log: LogSection = default(LogSection)
     _locations: KeyLocations = PrivateAttr(default_factory=KeyLocations)
+
+    @property
+    def has_reference_copy(self) -> bool:
+        """Whether ranks hold the model a second time, frozen: without adapters that can be switched
+        off the reference of preference pairs is such a copy."""
+        return self.data.is_preference and self.model.lora.target is None
 
     def resolve(self, world_size: int) -> Self:
         """The same run with `parallel.data` filled in for `world_size` ranks.

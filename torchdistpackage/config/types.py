@@ -168,6 +168,7 @@ SecondsOrZero = Annotated[NotNegative, Field(le=MAX_TIME)]
 MinutesOrNull = Seconds | None
 Fraction = Annotated[float, _Finite, Field(ge=0, le=1)]
 BelowOne = Annotated[float, _Finite, Field(ge=0, lt=1)]
+BelowHalf = Annotated[float, _Finite, Field(ge=0, lt=0.5)]
 UpToHalf = Annotated[float, _Finite, Field(gt=0, le=0.5)]
 Betas = Annotated[
     tuple[BelowOne, BelowOne],
@@ -248,7 +249,7 @@ TrackerNames = Annotated[
     Expected(f"a list of different services out of {', '.join(TRACKERS)}", TRACKERS),
 ]
 ModelName = Literal["gpt"] | None
-DataName = Literal["python_stdlib", "text", "jsonl", "parquet", "tokens"] | None
+DataName = Literal["python_stdlib", "text", "jsonl", "parquet", "tokens", "preference"] | None
 FileKind = Literal["text", "jsonl", "parquet", "tokens"] | None
 OptimizerName = Literal["adamw", "sgd", "muon"]
 LrSchedule = Literal[

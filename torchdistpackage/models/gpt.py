@@ -65,6 +65,9 @@ class GPT(Grouped):
             `pieces` is no run of the model's.
     """
 
+    rows_dim = 1
+    """The dim of logits (S, B, V/n) along which samples lie."""
+
     def __init__(
         self,
         shape: GPTShape,

@@ -12,7 +12,10 @@ from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
 
 @dataclass(frozen=True, slots=True)
 class ModelUse:
-    """What a run asks of a model. tensor, num_stages, context, expert: ranks along each axis."""
+    """What a run asks of a model. tensor, num_stages, context, expert: ranks along each axis.
+
+    compares_pairs: its loss is of pairs of answers, not of tokens.
+    """
 
     seq_len: int
     sequence_parallel: bool = False
@@ -21,6 +24,7 @@ class ModelUse:
     num_stages: int = 1
     context: int = 1
     expert: int = 1
+    compares_pairs: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, num_stages: int = 1) -> Self:
@@ -33,6 +37,7 @@ class ModelUse:
             num_stages,
             p.context,
             p.expert,
+            config.data.is_preference,
         )
 
 

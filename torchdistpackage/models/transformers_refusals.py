@@ -122,6 +122,12 @@ def _refusals_of_found(
     }
     text = f"{read.class_name} has no table of {', '.join(FAMILIES)}; set it to false"
     found = [(key, text) for key, is_asked in asked.items() if is_asked]
+    if use.compares_pairs and read.auxiliary:
+        text = (
+            f"{read.class_name} adds the loss of its routers to that of tokens, which pairs of "
+            f"answers do not have; set output_router_logits to false in config.json"
+        )
+        found.append(("data.name", text))
     if (why := SAMPLED.get(shape.family)) is not None:
         cut = {"tensor": tensor, "pipe": num_stages}
         text = f"{read.class_name}: {why}; set {{}} to 1, and use data and zero"

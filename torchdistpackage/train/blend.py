@@ -76,18 +76,19 @@ class BlendedDataset:
     """Samples of several sources, each as often as its weight says; see `DataSource`.
 
     A validation has samples of all sources too, by the same weights. global_batch: samples in a
-    step, or in a batch of a validation.
+    step, or in a batch of a validation. rows_per_sample: what is asked for are rows, of which a
+    sample has so many, one after another.
     """
 
-    def __init__(self, parts: Sequence[BlendPart], global_batch: int):
-        self.parts, self._global_batch = parts, global_batch
+    def __init__(self, parts: Sequence[BlendPart], global_batch: int, rows_per_sample: int = 1):
+        self.parts, self._global_batch, self._rows = parts, global_batch, rows_per_sample
         self.seq_len = parts[0].data.seq_len
         self._orders: dict[int, BlendOrder] = {}
 
     def part(self, ranges: Sequence[range]) -> "BlendedDataset":
         """See `SequenceSource`."""
         parts = [x._replace(data=x.data.part(ranges)) for x in self.parts]
-        return BlendedDataset(parts, self._global_batch)
+        return BlendedDataset(parts, self._global_batch, self._rows)
 
     def batch(
         self,
@@ -108,10 +109,11 @@ class BlendedDataset:
         check_place(split, data_index, num_data)
         # training steps are counted from 1, batches of a validation from 0
         start = 1 if split == "train" else 0
-        begin = (step - start) * self._global_batch + first + data_index * per_rank
+        each = self._rows
+        begin = (step - start) * self._global_batch * each + first + data_index * per_rank
         order = self._order(seed if split == "train" else 0)
-        sources = [order.source(number) for number in range(begin, begin + per_rank)]
-        wanted, before = Counter(sources), order.counts(begin)
+        sources = [order.source(row // each) for row in range(begin, begin + per_rank)]
+        wanted, before = Counter(sources), [each * n for n in order.counts(begin // each)]
         found: list[Tensor] | None = None
         for index, number in wanted.items():
             data, own_seed = self.parts[index].data, seed_from("source", seed, index)
@@ -136,7 +138,9 @@ class BlendedDataset:
     def epochs(self, seed: int, step: int) -> dict[str, float]:
         """Of each source, how often its data have been passed over when a training step is done."""
         counts = self._order(seed).counts(step * self._global_batch)
-        return {x.label: n / x.num_samples for x, n in zip(self.parts, counts, strict=True)}
+        return {
+            x.label: self._rows * n / x.num_samples for x, n in zip(self.parts, counts, strict=True)
+        }
 
     def _order(self, seed: int) -> BlendOrder:
         if seed not in self._orders:

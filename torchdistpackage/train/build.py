@@ -4,6 +4,7 @@ All else receives plain arguments, which are decided here, in the order in which
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -49,9 +50,11 @@ from torchdistpackage.train.data_build import blend_of, build_data, build_eval_s
 from torchdistpackage.train.learning_rate import learning_rate
 from torchdistpackage.train.log import StepLog
 from torchdistpackage.train.loop import Callback, Loop
+from torchdistpackage.train.losses import from_user, token_cross_entropy
 from torchdistpackage.train.memory import activation_budget_gb, memory
 from torchdistpackage.train.optimizers import make_optimizer
 from torchdistpackage.train.plan import Plan
+from torchdistpackage.train.preference import PreferenceLoss
 from torchdistpackage.train.profiler import StepProfiler
 from torchdistpackage.train.rank_times import RankTimes
 from torchdistpackage.train.recompute import recompute_blocks, recompute_within
@@ -62,7 +65,7 @@ from torchdistpackage.train.staged_model import (
     TrainStages,
     check_declared,
 )
-from torchdistpackage.train.step import Trainer, from_user, token_cross_entropy
+from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.stop import StopController
 from torchdistpackage.train.trace import StepTrace
 from torchdistpackage.train.train_state import FOLDER, TrainState
@@ -124,6 +127,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         sums_each_round=config.parallel.zero >= 2,
         eval_batches=config.train.eval_batches,
         eval_sets=build_eval_sets(plan, tpc.get_dp_rank(), ranges),
+        preference=_preference(model),
     )
     if config.train.recompute == "blocks":
         trainer.recomputed = recompute_blocks(stage)
@@ -132,6 +136,27 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         budget_gb = activation_budget_gb(config, state, f"rank {rank}")
         trainer.recomputed = recompute_within(trainer, budget_gb)
     return trainer
+
+
+def _preference(model: StagedModel) -> PreferenceLoss | None:
+    """The loss of a run on pairs. Called before training, when weights are the reference's."""
+    config = model.plan.config
+    if not config.data.is_preference:
+        return None
+    reference = None
+    if config.has_reference_copy:
+        stage, layouts, loss = _stage(model.plan, model.device, model.sequence)
+        stage.requires_grad_(False).eval()
+        reference = replace(model, stage=stage, layouts=layouts, loss=loss)
+        seed_rank(config.run.seed, model.plan.topology.dense, model.rank)
+    options, mine = config.train.dpo, next(iter(model.stage.children()))
+    return PreferenceLoss(
+        reference,
+        model.device,
+        beta=options.beta,
+        label_smoothing=options.label_smoothing,
+        rows_dim=getattr(mine, "rows_dim", 0),
+    )
 
 
 def build_model(plan: Plan, rank: int, device: torch.device) -> StagedModel:
@@ -173,13 +198,14 @@ def make_loop(
     """
     plan, config = trainer.plan, trainer.plan.config
     train, checkpoint, every = config.train, config.checkpoint, config.log.every
-    model, has_pipeline = plan.model, config.parallel.pipe > 1
+    has_pipeline, unit = config.parallel.pipe > 1, _counted(config)
+    model = plan.model if unit == "tokens" else None
     log = StepLog(
         folder,
         trainer.num_steps,
         rank=trainer.rank,
         every=every,
-        unit="tokens" if config.model.loss is None else "samples",
+        unit=unit,
         flops_per_token=model and model.flops_per_token(),
         predicted_bubble=plan.timeline.bubble if has_pipeline else None,
         verbose=config.log.verbose,
@@ -219,6 +245,13 @@ def make_loop(
         ),
         callbacks=[*callbacks, *more],
     )
+
+
+def _counted(config: RunConfig) -> str:
+    """What the loss is a mean over."""
+    if config.data.is_preference:
+        return "pairs"
+    return "tokens" if config.model.loss is None else "samples"
 
 
 def make_local_copies(plan: Plan, folder: Path) -> LocalCopies | None:

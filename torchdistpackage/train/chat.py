@@ -51,8 +51,9 @@ class ChatTemplate:
                 f"the chat template of {folder} is no Jinja template: {error}"
             ) from error
 
-    def document(self, value: dict[str, Any], where: str) -> Document:
-        """The chat of one line, as text with the spans of the assistant. where: of errors.
+    def document(self, value: dict[str, Any], where: str, first: int = 0) -> Document:
+        """The chat of one line, as text with the spans of the assistant. where: of errors. first:
+        of the messages that are learned; those before it are a prompt.
 
         Raises:
             DataError: it is no chat, says nothing that would be learned, or the template does not
@@ -65,10 +66,10 @@ class ChatTemplate:
         render = partial(self._text, tools=tools, where=where)
         text = render(messages)
         if self._begin in text:
-            return self._marked(text, where)
+            return self._marked(text, where, self._begins(render(messages[:first])) if first else 0)
         spans: list[tuple[int, int]] = []
         for i, message in enumerate(messages):
-            if message["role"] == ASSISTANT:
+            if message["role"] == ASSISTANT and i >= first:
                 before = render(messages[:i], add_generation_prompt=True)
                 upto = text if i + 1 == len(messages) else render(messages[: i + 1])
                 if not (upto.startswith(before) and text.startswith(upto)):
@@ -115,13 +116,19 @@ class ChatTemplate:
             ) from error
         return is_unicode(text, f"{where}: the chat")
 
-    def _marked(self, text: str, where: str) -> Document:
+    def _begins(self, text: str) -> int:
+        """How many turns are marked in it."""
+        return text.count(self._begin)
+
+    def _marked(self, text: str, where: str, first: int) -> Document:
+        """first: of the marked turns that are learned."""
         plain, spans = "", list[tuple[int, int]]()
         for number, part in enumerate(text.split(self._begin)):
             inside, _, after = part.partition(self._end) if number else ("", "", part)
             spans.append((len(plain), len(plain) + len(inside)))
             plain += inside + after
-        return Document(plain, spans=_joined([x for x in spans if x[0] < x[1]], where))
+        learned = [x for x in spans[first + 1 :] if x[0] < x[1]]
+        return Document(plain, spans=_joined(learned, where))
 
 
 def _joined(spans: list[tuple[int, int]], where: str) -> tuple[tuple[int, int], ...]:

@@ -24,7 +24,9 @@ from torchdistpackage.train.evaluation import (
     batches_of,
 )
 from torchdistpackage.train.packing import PackedDataset
+from torchdistpackage.train.pair_rows import cut_pairs
 from torchdistpackage.train.plan import Plan
+from torchdistpackage.train.preference_data import PreferenceDataset
 from torchdistpackage.train.step import EvalSet
 from torchdistpackage.train.texts import tokenized_part
 from torchdistpackage.train.token_cache import cut_documents
@@ -84,7 +86,8 @@ def with_steps(config: RunConfig) -> RunConfig:
     if config.train.epochs is None:
         return config
     sizes = (_read(config, part).num_samples["train"] for part in config.data.parts.values())
-    steps = math.ceil(config.train.epochs * sum(sizes) / config.data.global_batch)
+    per_step = config.data.global_batch * config.data.rows_per_sample
+    steps = math.ceil(config.train.epochs * sum(sizes) / per_step)
     train = config.train.model_copy(update={"steps": max(steps, 1), "epochs": None})
     return config.model_copy(update={"train": train})
 
@@ -128,7 +131,7 @@ def _training(plan: Plan) -> SequenceSource:
         except DataError as error:
             raise DataError(f"{key} {part.path}: {error}") from error
         parts.append(BlendPart(label, weight, data, data.num_samples["train"]))
-    return BlendedDataset(parts, section.global_batch)
+    return BlendedDataset(parts, section.global_batch, section.rows_per_sample)
 
 
 def notes_of(data: DataSource) -> list[str]:
@@ -137,13 +140,29 @@ def notes_of(data: DataSource) -> list[str]:
         return notes_of(data.train)
     if isinstance(data, BlendedDataset):
         return [f"{part.label}: {note}" for part in data.parts for note in notes_of(part.data)]
+    if isinstance(data, PreferenceDataset):
+        return list(filter(None, (cut_pairs(data.text, data.seq_len),)))
     if not isinstance(data, PackedDataset):
         return []
     return list(filter(None, (data.split.note, cut_documents(data.text, data.seq_len))))
 
 
-def _read(config: RunConfig, section: DataSection) -> TokenDataset | PackedDataset:
+def _pairs(config: RunConfig, section: DataSection, val_fraction: float) -> PreferenceDataset:
+    return PreferenceDataset(
+        tokenized_part(config, section),
+        vocab=config.model.vocab,
+        seq_len=section.seq_len,
+        global_batch=section.global_batch,
+        val_fraction=val_fraction,
+    )
+
+
+def _read(
+    config: RunConfig, section: DataSection
+) -> TokenDataset | PackedDataset | PreferenceDataset:
     """One file or folder, or what data.name has of its own."""
+    if section.is_preference:
+        return _pairs(config, section, section.val_fraction)
     if section.tokenizer is not None:
         return PackedDataset(
             tokenized_part(config, section),
@@ -172,6 +191,8 @@ def _read(config: RunConfig, section: DataSection) -> TokenDataset | PackedDatas
 def read_windows(config: RunConfig, section: DataSection, all_data: bool) -> Windows:
     """What an evaluation reads of a part: all of it, or what is kept for validation."""
     vocab = config.model.vocab
+    if section.is_preference:
+        return DocumentWindows(_pairs(config, section, 1.0 if all_data else section.val_fraction))
     if section.tokenizer is not None:
         packed = PackedDataset(
             tokenized_part(config, section),

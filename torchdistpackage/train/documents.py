@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchdistpackage.bounded import parse_json
-from torchdistpackage.config.data_section import SUFFIX_OF_KIND
+from torchdistpackage.config.data_section import PREFERENCE, SUFFIX_OF_KIND
 from torchdistpackage.config.text_ends import TextEnds, text_ends
 from torchdistpackage.config.types import TextEnd
 from torchdistpackage.errors import DataError
@@ -27,7 +27,8 @@ _ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class TextSource:
-    """What to tokenize. kind: text, jsonl or parquet; path: a file, or a folder of such files.
+    """What to tokenize. kind: text, jsonl, parquet or preference; path: a file, or a folder of such
+    files.
 
     field: of a jsonl line or parquet column; `prompt+completion` reads these two, `messages` is a
     chat. tokenizer: a folder with tokenizer.json, or that file. bos, eos: see `text_ends`.
@@ -39,6 +40,21 @@ class TextSource:
     field: str = "text"
     bos: TextEnd = "auto"
     eos: TextEnd = "auto"
+
+    @property
+    def may_be_chat(self) -> bool:
+        """Whether the chat template of the tokenizer's folder says what the text is."""
+        return self.field == CHAT or self.kind == PREFERENCE
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether some tokens do not count."""
+        return self.field in (CHAT, PAIRS) or self.kind == PREFERENCE
+
+    @property
+    def documents_per_line(self) -> int:
+        """Of a pair both answers are documents, the chosen one first."""
+        return 2 if self.kind == PREFERENCE else 1
 
     @property
     def ends(self) -> TextEnds:
@@ -62,8 +78,15 @@ class Document(NamedTuple):
     spans: tuple[tuple[int, int], ...] | None = None
 
 
-Reader = Callable[[dict[str, Any], str], Document]
-"""The document of an object, and where it is, for errors; raises DataError if it is none."""
+class AnswerPair(NamedTuple):
+    """Two answers to one prompt."""
+
+    chosen: Document
+    rejected: Document
+
+
+Reader = Callable[[dict[str, Any], str], Document | AnswerPair]
+"""What an object holds, and where it is, for errors; raises DataError if it holds no such thing."""
 
 
 def files_of(kind: str, path: Path) -> list[Path]:
@@ -89,7 +112,7 @@ def files_of(kind: str, path: Path) -> list[Path]:
 
 def documents_of(
     kind: str, path: Path, field: str, reader: Reader | None = None
-) -> Iterator[Document | DataError]:
+) -> Iterator[Document | AnswerPair | DataError]:
     """All documents of one file: of a text file one.
 
     reader: of lines and rows; by default texts under `field`. Instead of a line or row that is no
@@ -101,13 +124,13 @@ def documents_of(
     reader = partial(text_document, field=field) if reader is None else reader
     if kind == "text":
         yield Document(_text(_content(path), str(path)))
-    elif kind == "jsonl":
+    elif kind in ("jsonl", PREFERENCE):
         yield from _json_lines(path, reader)
     else:
         yield from _rows(path, field, reader)
 
 
-def _json_lines(path: Path, reader: Reader) -> Iterator[Document | DataError]:
+def _json_lines(path: Path, reader: Reader) -> Iterator[Document | AnswerPair | DataError]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -133,7 +156,7 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def _rows(path: Path, field: str, reader: Reader) -> Iterator[Document | DataError]:
+def _rows(path: Path, field: str, reader: Reader) -> Iterator[Document | AnswerPair | DataError]:
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile

@@ -17,9 +17,10 @@ from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.generators import evaluation
 from torchdistpackage.train.corpus import Ids
 from torchdistpackage.train.data import DataBatch
+from torchdistpackage.train.losses import IGNORE
 from torchdistpackage.train.packing import PackedDataset
+from torchdistpackage.train.preference_data import PreferenceDataset
 from torchdistpackage.train.staged_model import StagedModel, totals_on
-from torchdistpackage.train.step import IGNORE
 
 _AT_ONCE = 1 << 22
 
@@ -84,9 +85,9 @@ class TokenWindows:
 
 
 class DocumentWindows:
-    """The documents of `text` that are held for validation, cut as in training."""
+    """The documents, or pairs, of `text` that are held for validation, cut as in training."""
 
-    def __init__(self, text: PackedDataset):
+    def __init__(self, text: PackedDataset | PreferenceDataset):
         self.number, self.seq_len, self._text = text.num_samples["val"], text.seq_len, text
 
     def part(self, ranges: Sequence[range]) -> "DocumentWindows":

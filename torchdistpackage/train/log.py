@@ -136,6 +136,11 @@ def evaluation_lines(loss: float, sets: Mapping[str, float], *, of_tokens: bool)
     return [fill(head + ", ".join(texts), _COLUMNS, subsequent_indent="  ")]
 
 
+def pair_text(pairs: Mapping[str, float]) -> str:
+    """Of `PairSums.means` what a line has room for."""
+    return f"margin {pairs['rewards/margins']:.4f}  accuracy {pairs['rewards/accuracies']:.0%}"
+
+
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     """How far the run is: a bar on a terminal, else one plain line every `every` steps.
 
@@ -168,11 +173,14 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         predicted_bubble: float | None = None,
         expert_imbalance: float | None = None,
         shares: Any = None,
+        pairs: Mapping[str, float] | None = None,
     ) -> None:
         """Show a step that is done. Bubbles are fractions of the step time; None without a
         pipeline. expert_imbalance: the busiest expert over the mean; None without experts. shares:
-        of the step's samples, by source of several."""
+        of the step's samples, by source of several. pairs: `PairSums.means` of answers."""
         text = f"loss {loss:.4f}  {_thousands(tokens_per_s)} {self._unit}/s"
+        if pairs:
+            text += f"  {pair_text(pairs)}"
         if bubble is not None:
             text += f"  bubble {bubble:.1%}"
         if expert_imbalance is not None:
@@ -285,6 +293,7 @@ class StepLog:
             predicted_bubble=self._predicted_bubble,
             expert_imbalance=result.expert_imbalance,
             shares=noted.get(SHARES),
+            pairs=result.pairs,
         )
         if self._verbose and "pipeline" in noted:
             width = shutil.get_terminal_size().columns - 2

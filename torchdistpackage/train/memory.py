@@ -55,7 +55,7 @@ def memory(
     ZeRO stage 1 leaves to each rank that shares a parameter its part of the optimizer's state,
     stage 2 of the gradient too, stage 3 of the weight too. Gradients of several microbatches add up
     full before they are summed, besides that part. Buckets on their way do not count. What is not
-    trained every rank has whole, and nothing besides.
+    trained every rank has whole, and nothing besides; so too the reference of preference pairs.
     """
     formats = number_formats(config.precision)
     weight, wide = formats.weights, formats.gradients
@@ -69,6 +69,7 @@ def memory(
         if not config.model.is_trained(layout.name):
             weights += count * weight.num_bytes
             continue
+        weights += count * weight.num_bytes * config.has_reference_copy
         part = -(-count // len(gradient_ranks(layout, mesh, rank)))
         # what the optimizer updates is a part apart then, so a wide one is no copy
         is_freed = zero == 3 and len(layout.stages) <= 1

@@ -27,8 +27,8 @@ from torchdistpackage.comm.random import seed_from
 from torchdistpackage.errors import DataError
 from torchdistpackage.train.bins import pack_whole
 from torchdistpackage.train.data import Split, check_place, hashed
+from torchdistpackage.train.losses import IGNORE
 from torchdistpackage.train.split import SplitPart, split_documents
-from torchdistpackage.train.step import IGNORE
 from torchdistpackage.train.token_cache import TokenizedText
 
 
@@ -175,7 +175,7 @@ class PackedDataset:
         part = self.split.parts[split]
         documents = part.documents
         if split == "train":
-            documents = _shuffled(documents, seed_from("documents", seed, epoch))
+            documents = shuffled(documents, seed_from("documents", seed, epoch))
         if not self._whole:
             ends = np.cumsum(part.lengths[documents])
             total = int(ends[-1]) if len(ends) else 0
@@ -185,7 +185,7 @@ class PackedDataset:
             )
         documents, begins, stops = pack_whole(documents, part.lengths[documents], self.seq_len)
         if split == "train":
-            order = _shuffled(np.arange(len(begins)), seed_from("samples", seed, epoch))
+            order = shuffled(np.arange(len(begins)), seed_from("samples", seed, epoch))
             begins, stops = begins[order], stops[order]
         return DocumentOrder(documents, np.cumsum(part.lengths[documents]), begins, stops)
 
@@ -210,7 +210,8 @@ class PackedDataset:
         ]
 
 
-def _shuffled(numbers: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
+def shuffled(numbers: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
+    """The numbers in the order of a hash of each with the seed."""
     return numbers[np.argsort(hashed(numbers, seed), kind="stable")]
 
 

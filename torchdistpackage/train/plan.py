@@ -151,11 +151,11 @@ class Plan:
 
     @property
     def samples_per_microbatch(self) -> int:
-        """Samples of one data rank in one microbatch."""
+        """Rows of one data rank in one microbatch: of a pair of answers there are two."""
         c = self.config
         assert isinstance(c.parallel.data, int)
         rounds = c.parallel.data * self.rounds * c.pipeline.microbatches
-        return c.data.global_batch // rounds
+        return c.data.global_batch // rounds * c.data.rows_per_sample
 
 
 def make_plan(config: RunConfig, world_size: int, source: str = "the configuration") -> Plan:

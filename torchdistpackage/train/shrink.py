@@ -84,7 +84,7 @@ def smaller_model(config: RunConfig) -> RunConfig:
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": None, "dim": _HEAD_DIM * heads}
     sizes |= {"mlp_ratio": 4.0, "mlp_hidden": None, "max_seq_len": None, "weights": None}
     config = _with(config, "model", layers=layers, vocab=vocab, **sizes)
-    if data.name is not None:
+    if data.name is not None and not data.is_preference:  # in less pairs would be none
         config = _with(config, "data", seq_len=min(data.seq_len, _TOKENS * tensor * context))
     return _without_costs(config)
 

@@ -4,7 +4,7 @@ No torch.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 from torchdistpackage.config.data_split import split_at_end, too_few_tokens
 from torchdistpackage.train.token_cache import TokenizedText
+
+PAIR = "pair"
 
 
 class SplitPart(NamedTuple):
@@ -29,12 +31,14 @@ class SplitPart(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentSplit:
     """What each side reads. is_cut: training reads the beginning of a text and validation the end.
-    has_prompts: of the documents, which are never cut.
+    has_prompts: of the documents, which are never cut. unit: what documents are called; a pair
+    makes a sample whatever its length.
     """
 
     parts: dict[str, SplitPart]
     is_cut: bool
     has_prompts: bool
+    unit: str = "document"
 
     @property
     def note(self) -> str | None:
@@ -53,9 +57,11 @@ class DocumentSplit:
         for split, part in self.parts.items():
             if self.has_prompts and not len(part.documents):
                 yield (
-                    f"the {split} split has no document: there is only one, and with prompts it "
-                    f"is not cut; use more documents"
+                    f"the {split} split has no {self.unit}: there is only one, and with prompts it "
+                    f"is not cut; use more {self.unit}s"
                 )
+                continue
+            if self.unit == PAIR:
                 continue
             of = f" in {len(part.documents):,} documents" if not self.is_cut else ""
             if self.is_cut and split == "val":
@@ -84,6 +90,12 @@ def split_documents(text: TokenizedText, val_fraction: float) -> DocumentSplit:
     train = SplitPart(every, starts, np.full_like(lengths, num_train))
     val = SplitPart(every, starts + num_train, np.full_like(lengths, num_val))
     return DocumentSplit({"train": train, "val": val}, True, has_prompts)
+
+
+def split_pairs(text: TokenizedText, val_fraction: float) -> DocumentSplit:
+    """The same of pairs of documents, whose numbers are those of lines."""
+    lines = replace(text, ends=text.ends[1::2], places=text.places[::2], documents_per_line=1)
+    return replace(split_documents(lines, val_fraction), unit=PAIR)
 
 
 def _in_val(places: npt.NDArray[np.float64], val_fraction: float) -> npt.NDArray[np.bool_]:

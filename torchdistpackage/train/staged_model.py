@@ -17,6 +17,8 @@ from torchdistpackage.train.plan import Plan
 
 LossFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(outputs of the last stage, targets) -> (sum of losses, how many were summed)."""
+MicrobatchLoss = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+"""The same of microbatch number ..., which the loss knows more of."""
 
 
 class CompiledCall(Protocol):
@@ -99,12 +101,14 @@ class StagedModel:
         targets: Sequence[Tensor],
         totals: Tensor,
         position_ids: Sequence[Tensor] | None = None,
+        loss: MicrobatchLoss | None = None,
     ) -> Forward:
         """The forward of microbatches whose last stage gives the sum of their losses.
 
         inputs, targets: of each microbatch `own_part`, where the first and the last stage are.
         totals: (loss sum, count) of all of them are added to it if this rank reports them.
-        position_ids: of each microbatch, on every rank, of whole sequences.
+        position_ids: of each microbatch, on every rank, of whole sequences. loss: in place of that
+        of the model.
         """
 
         def forward(stage: int, m: int, received: Message) -> Message:
@@ -113,7 +117,10 @@ class StagedModel:
             if not executor.is_last_stage(stage):
                 return output
             with self.precision():
-                total, count = self.loss(output, targets[m])
+                if loss is None:
+                    total, count = self.loss(output, targets[m])
+                else:
+                    total, count = loss(output, targets[m], m)
             if self.tells_loss:
                 totals.add_(torch.stack([total.detach().to(totals), count.to(totals)]))
             return total
@@ -146,6 +153,6 @@ def check_declared(stage: nn.Module, layouts: Mapping[str, Layout]) -> None:
         )
 
 
-def totals_on(device: torch.device) -> Tensor:
-    """Room for (loss sum, count): 2**24 tokens and one more are one number in float32."""
-    return torch.zeros(2, dtype=torch.float64, device=device)
+def totals_on(device: torch.device, number: int = 2) -> Tensor:
+    """Room for sums, as (loss sum, count): 2**24 tokens and one more are one number in float32."""
+    return torch.zeros(number, dtype=torch.float64, device=device)

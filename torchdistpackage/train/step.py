@@ -5,14 +5,13 @@ tokens is summed with them, and one factor at the end makes the mean and clips (
 small all-reduce a step carries loss, tokens and norm.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from torchdistpackage.comm import primitives
@@ -23,7 +22,6 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.errors import DataError
 from torchdistpackage.harness.stragglers.compare import Phases
 from torchdistpackage.parallel.pipeline.executor import Executor, Recording
 from torchdistpackage.schedule.actions import ActionKind
@@ -37,11 +35,11 @@ from torchdistpackage.train.data import (
     fingerprint,
 )
 from torchdistpackage.train.experts import ExpertCounts
-from torchdistpackage.train.staged_model import LossFn, StagedModel, totals_on
-from torchdistpackage.train.step_stats import PendingStep, Period, StepStats, busy_share
+from torchdistpackage.train.preference import PreferenceLoss
+from torchdistpackage.train.staged_model import MicrobatchLoss, StagedModel, totals_on
+from torchdistpackage.train.step_stats import PairSums, PendingStep, Period, StepStats, busy_share
 from torchdistpackage.train.update import Update
 
-IGNORE = -100
 HEAD = 16
 """Positions of each sample that ranks which read parts of them all read, once, to compare."""
 WantsSave = Callable[[], bool]
@@ -67,6 +65,7 @@ class Trainer(StagedModel):
     replicas: sums the gradients over replicas. optimizer: None for a stage without parameters.
     name, seed: of the run of `num_steps`, each of `rounds` passes over the microbatches.
     sums_each_round: gradients are summed over ranks after every pass, not only after the last.
+    preference: the loss of pairs, of which each has two rows.
     runs_ahead: a step has been issued before it is done, so the host gets the next one ready before
     it reads the numbers of this one.
     """
@@ -84,12 +83,15 @@ class Trainer(StagedModel):
     sums_each_round: bool
     eval_batches: int
     eval_sets: Sequence[EvalSet] = ()
+    preference: PreferenceLoss | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.phases = Phases(self.device)
         self.reducer: Reducer = self.replicas.reducer
         self._checked, self._part = False, 0
+        self.val_pairs: Mapping[str, float] = {}
+        """Of the last validation on pairs, what `PairSums.means` says."""
         self._shared: SequenceSource | None = None
         """The source, if of its samples this rank reads part `_part` alone."""
         self.recomputed: tuple[str, ...] = ()
@@ -153,6 +155,7 @@ class Trainer(StagedModel):
             if not self.stage.training:  # a walk through all modules, which few steps need
                 self.stage.train()
         self.experts.reset()
+        self._take_pairs()
         totals = self.accumulate(step, record=record)
         timing = self.executor.clock.timing() if measure else None
         # a device is still at it, and its host does not wait: then it is summed when it is read
@@ -172,6 +175,7 @@ class Trainer(StagedModel):
             save_failed=float(save_failed),
             local_done=float(local_done),
             local_failed=float(local_failed),
+            **self._take_pairs(),
         )
         stats = self.experts.join(own.to_tensor(like=totals))
         with phases("reduce"):
@@ -185,7 +189,7 @@ class Trainer(StagedModel):
         phases.end()
         period.end()
         names, host = self.update.names, self._host_world
-        known = names, norms, random, self.experts.loads
+        known = names, norms, random, self.experts.loads, self.preference is not None
         return PendingStep(step, on_host, period, lr, measure, later, host, *known)
 
     def accumulate(self, step: int, *, reduce: bool = True, record: bool = False) -> Tensor:
@@ -256,23 +260,29 @@ class Trainer(StagedModel):
         None if a rank asked to stop on the way: all stop after the same batch.
         """
         batch = self.batches.of_validation
-        return self._mean_loss(self.eval_batches, self.rounds, batch, stop)
+        found = self._mean_loss(self.eval_batches, self.rounds, batch, stop)
+        if found is None:
+            return None
+        loss, self.val_pairs = found
+        return loss
 
     def evaluate_sets(self, stop: WantsSave = never_save) -> dict[str, float] | None:
         """Mean loss over each of `eval_sets`, by name; the rest as `evaluate`."""
         losses: dict[str, float] = {}
         for each in self.eval_sets:
-            loss = self._mean_loss(
+            found = self._mean_loss(
                 each.num_batches, 1, lambda number, _, each=each: each.batch(number), stop
             )
-            if loss is None:
+            if found is None:
                 return None
-            losses[each.name] = loss
+            losses[each.name] = found[0]
         return losses
 
     def _mean_loss(
         self, num_batches: int, rounds: int, batch: Callable[[int, int], DataBatch], stop: WantsSave
-    ) -> float | None:
+    ) -> tuple[float, Mapping[str, float]] | None:
+        """And, of pairs, what `PairSums.means` says."""
+        self._take_pairs()
         totals = totals_on(self.device)
         self.stage.eval()
         with self.phases("validate"), keep_random_states(self.device):
@@ -287,8 +297,10 @@ class Trainer(StagedModel):
                         self.stage.train()
                         return None
             self.stage.train()
-            total, count = primitives.all_reduce(totals, self._world).tolist()
-        return total / max(count, 1)
+            if self.preference is not None:
+                totals = torch.cat([totals, self.preference.take()])
+            total, count, *sums = primitives.all_reduce(totals, self._world).tolist()
+        return total / max(count, 1), PairSums(*sums).means(count) if sums else {}
 
     # -- one pass over the microbatches of a round -------------------------------------
 
@@ -325,17 +337,34 @@ class Trainer(StagedModel):
             positions = batch.position_ids
             positions = None if positions is None else self.to_device(positions).split(size)
         totals = totals_on(self.device)
+        loss = self._beside_reference(inputs, targets)
         # modules of ZeRO have hooks of their own, which would have every backward sum
         held = nullcontext() if reducer is not None else self.reducer.no_sync()
         with phases("messages"), held:
             executor.run(
-                self.forward_and_loss(executor, inputs, targets, totals, positions),
+                self.forward_and_loss(executor, inputs, targets, totals, positions, loss),
                 parameters=self._trained,
                 reducer=reducer,
                 around=lambda kind: phases("forward" if kind is ActionKind.F else "backward"),
                 record=record,
             )
         return totals
+
+    def _beside_reference(
+        self, inputs: Sequence[Tensor], targets: Sequence[Tensor]
+    ) -> MicrobatchLoss | None:
+        """The loss of pairs, whose reference has seen them."""
+        if self.preference is None:
+            return None
+        run = partial(self.evaluator.run, around=lambda _: self.phases("forward"))
+        with self.phases("messages"), self.reducer.no_sync():
+            return self.preference.beside_reference(self, self.evaluator, run, inputs, targets)
+
+    def _take_pairs(self) -> Mapping[str, Tensor]:
+        """Sums over this rank's pairs since they were taken last, as `StepStats` names them."""
+        if self.preference is None:
+            return {}
+        return dict(zip(PairSums._fields, self.preference.take().unbind(), strict=True))
 
 
 def check_batch(batch: DataBatch, device: torch.device, part: int = 0) -> None:
@@ -352,43 +381,3 @@ def random_states(device: torch.device) -> tuple[Tensor, ...]:
     """From which this rank draws next, without waiting for the device."""
     on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return torch.get_rng_state(), *on_device
-
-
-def token_cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy of outputs (..., V) and targets (...) int64; targets of -100 do not count."""
-    total = F.cross_entropy(
-        outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
-    return total, (targets != IGNORE).sum()
-
-
-def from_user(
-    fn: Callable[[Tensor, Tensor], object], whole: Callable[[Tensor], Tensor] | None = None
-) -> LossFn:
-    """A user's loss(outputs, targets): either (sum, count) as it is, or a mean over dim 0.
-
-    whole: what joins outputs that a model of ours leaves split over tensor ranks.
-    """
-
-    def loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        value = fn(outputs if whole is None else whole(outputs), targets)
-        if isinstance(value, tuple) and len(value) == 2:
-            total, count = value
-            if isinstance(count, Tensor):
-                return total, count.to(outputs.device, non_blocking=True)
-            return total, _on(outputs.device, count)
-        if isinstance(value, Tensor) and value.dim() == 0:
-            count = _on(outputs.device, targets.shape[0])
-            return value * count, count
-        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise DataError(
-            f"model.loss returned {shape}; return the mean over the samples as a scalar tensor, "
-            f"or (sum of losses, count)"
-        )
-
-    return loss
-
-
-def _on(device: torch.device, number: float) -> Tensor:
-    """Filled there: a copy from the host would wait for all that the device is at."""
-    return torch.full((), number, device=device)

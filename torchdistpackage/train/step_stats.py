@@ -25,7 +25,8 @@ class StepStats(NamedTuple, Generic[Number]):
     grad_sq_norm: sum of the squares of the gradients. busy: share of a rank's time in which it
     computed. save: rank 0 asks for a checkpoint. stop: a rank asks for the end of this start.
     save_done, save_failed: ranks that have done their part of the save under way, and that could
-    not. local_done, local_failed: the same of the local copy.
+    not. local_done, local_failed: the same of the local copy. chosen to rejected_logp: of pairs of
+    answers, `PairSums`.
     """
 
     loss: Number
@@ -38,6 +39,11 @@ class StepStats(NamedTuple, Generic[Number]):
     save_failed: Number
     local_done: Number
     local_failed: Number
+    chosen: Number | float = 0.0
+    rejected: Number | float = 0.0
+    accuracy: Number | float = 0.0
+    chosen_logp: Number | float = 0.0
+    rejected_logp: Number | float = 0.0
 
     def is_finite(self: "StepStats[float]") -> bool:
         return all(map(math.isfinite, (self.loss, self.tokens, self.grad_sq_norm)))
@@ -57,6 +63,32 @@ class StepStats(NamedTuple, Generic[Number]):
         return StepStats(*values.unbind())
 
 
+class PairSums(NamedTuple):
+    """Sums over pairs. accuracy: of the pairs whose chosen answer has the larger reward."""
+
+    chosen: float
+    rejected: float
+    accuracy: float
+    chosen_logp: float
+    rejected_logp: float
+
+    def means(self, num_pairs: float) -> dict[str, float]:
+        """By trl's names."""
+        x = PairSums(*(total / max(num_pairs, 1) for total in self))
+        return {
+            "rewards/chosen": x.chosen,
+            "rewards/rejected": x.rejected,
+            "rewards/accuracies": x.accuracy,
+            "rewards/margins": x.chosen - x.rejected,
+            "logps/chosen": x.chosen_logp,
+            "logps/rejected": x.rejected_logp,
+        }
+
+    @classmethod
+    def of(cls, sums: "StepStats[float]") -> "PairSums":
+        return cls(*(getattr(sums, name) for name in cls._fields))
+
+
 @dataclass(frozen=True)
 class StepResult:
     """One step of the entire run, equal on all ranks.
@@ -65,7 +97,7 @@ class StepResult:
     stream. bubble: share of the step, over all ranks, in which nothing was computed; None where it
     was not measured. save, stop: as `StepStats`. skipped: the loss or a gradient of some rank was
     not finite, and no rank has updated anything. save_done to local_failed: as `StepStats`.
-    experts: by layer the load of its experts.
+    experts: by layer the load of its experts. pairs: what `PairSums.means` says of pairs.
     """
 
     step: int
@@ -83,6 +115,7 @@ class StepResult:
     local_done: int = 0
     local_failed: int = 0
     experts: Mapping[str, ExpertLoad] = field(default_factory=dict[str, ExpertLoad])
+    pairs: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def expert_imbalance(self) -> float | None:
@@ -97,6 +130,7 @@ class StepResult:
         if any(x.dropped for x in self.experts.values()):
             more["experts_dropped"] = {n: x.dropped_share for n, x in self.experts.items()}
         return more | {
+            **self.pairs,
             "loss": self.loss,
             "grad_norm": self.grad_norm,
             "lr": self.lr,
@@ -138,7 +172,8 @@ class PendingStep:
     stats: `StepStats`, summed over all ranks. pass_timing: of a device, whose busy time was not
     known when they were summed, else None. host: all ranks, for what is in host memory. names,
     norms: this rank's gradients after the sum. random: the states from which the step drew. loads:
-    what the counts of experts say, which follow the others in `stats`.
+    what the counts of experts say, which follow the others in `stats`. has_pairs: losses are of
+    pairs of answers.
     """
 
     step: int
@@ -152,6 +187,7 @@ class PendingStep:
     norms: Tensor
     random: Sequence[Tensor]
     loads: Callable[[Sequence[float]], Mapping[str, ExpertLoad]] = lambda _: {}
+    has_pairs: bool = False
 
     def wait(self) -> StepResult:
         numbers = self.stats.read()
@@ -177,6 +213,7 @@ class PendingStep:
             local_done=round(sums.local_done),
             local_failed=round(sums.local_failed),
             experts=self.loads(numbers[number:]),
+            pairs=PairSums.of(sums).means(tokens) if self.has_pairs else {},
         )
 
 

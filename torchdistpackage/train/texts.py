@@ -10,7 +10,8 @@ from torchdistpackage.config.errors import Problem
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import DataError
 from torchdistpackage.train.documents import TextSource
-from torchdistpackage.train.split import split_documents
+from torchdistpackage.train.pair_rows import pair_problems
+from torchdistpackage.train.split import split_documents, split_pairs
 from torchdistpackage.train.token_cache import Progress, TokenizedText, tokenized
 
 
@@ -37,6 +38,13 @@ def tokenized_part(
     return tokenized(text_source(data), token_cache_folder(config), progress)
 
 
+def _split_problems(found: TokenizedText, data: DataSection) -> list[str]:
+    if data.is_preference:
+        problems = split_pairs(found, data.val_fraction).problems(data.seq_len)
+        return [*problems, *pair_problems(found, data.seq_len)]
+    return list(split_documents(found, data.val_fraction).problems(data.seq_len))
+
+
 def wrong_texts(config: RunConfig) -> list[Problem]:
     """What is wrong with the texts of a run with data.tokenizer, which are tokenized for it."""
     problems: list[Problem] = []
@@ -46,6 +54,6 @@ def wrong_texts(config: RunConfig) -> list[Problem]:
         except DataError as error:
             texts = str(error).splitlines()
         else:
-            texts = list(split_documents(found, data.val_fraction).problems(data.seq_len))
+            texts = _split_problems(found, data)
         problems += [config.problem(key, text.removeprefix("data.path ")) for text in texts]
     return problems

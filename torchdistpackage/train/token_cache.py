@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchdistpackage.bounded import parse_json
+from torchdistpackage.config.data_section import PREFERENCE
 from torchdistpackage.config.hugging_face import (
     described_by,
     tokenizer_file,
@@ -40,7 +41,7 @@ from torchdistpackage.errors import DataError
 from torchdistpackage.train.chat import ChatTemplate
 from torchdistpackage.train.documents import (
     CHAT,
-    PAIRS,
+    AnswerPair,
     Document,
     Reader,
     TextSource,
@@ -48,6 +49,7 @@ from torchdistpackage.train.documents import (
     files_of,
 )
 from torchdistpackage.train.mapped import MappedTensors
+from torchdistpackage.train.preference_pairs import PairReader
 
 _FORMAT = 3
 _AT_ONCE = 512
@@ -63,7 +65,8 @@ Progress = Callable[[int, int], None]
 class TokenizedText:
     """A cache entry, mapped. counted, prompts: None where every token counts. eos: its id, or None.
 
-    prompts: by document the tokens before the first that counts.
+    prompts: by document the tokens before the first that counts. documents_per_line: two where a
+    line is a pair, whose chosen answer comes first.
     """
 
     folder: Path
@@ -76,6 +79,7 @@ class TokenizedText:
     eos: int | None
     files: list[tuple[str, int]]
     mapped: tuple[MappedTensors, ...]
+    documents_per_line: int = 1
 
     def check(self) -> None:
         """Before a read of tokens or counted: raises DataError if their file became shorter."""
@@ -89,7 +93,7 @@ class TokenizedText:
     def origin(self, document: int) -> str:
         """File and number of a document in it, from 1: of jsonl, its line."""
         name, first = max((f for f in self.files if f[1] <= document), key=lambda f: f[1])
-        return f"{name}:{document - first + 1}"
+        return f"{name}:{(document - first) // self.documents_per_line + 1}"
 
 
 def cut_documents(text: TokenizedText, seq_len: int) -> str | None:
@@ -155,7 +159,7 @@ def _digest(source: TextSource, ends: TextEnds, vocabulary: Path, files: list[Pa
     digest.update(f"{_FORMAT} {source.kind} {source.field} {len(files)}".encode())
     if ends.bos or source.eos == "off":  # else as in entries that are older than the choice
         digest.update(f" {ends.bos} {ends.eos}".encode())
-    beside = described_by(vocabulary.parent, chat=source.field == CHAT)
+    beside = described_by(vocabulary.parent, chat=source.may_be_chat)
     for path in (vocabulary, *beside, *files):
         try:
             with path.open("rb") as file:
@@ -183,23 +187,37 @@ def _make(
     progress: Progress | None,
 ) -> None:
     tokenizer, eos = load_tokenizer(vocabulary)
-    reader = ChatTemplate(vocabulary.parent).document if source.field == CHAT else None
+    reader = _reader(source, vocabulary.parent)
     vocab = vocabulary_size(vocabulary)
     draft = folder.with_name(f"{folder.name}.{os.getpid()}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     try:
         with ExitStack() as stack:
-            writer = _Writer(draft, vocab, stack, masks=source.field in (CHAT, PAIRS))
+            writer = _Writer(draft, vocab, stack, masks=source.has_prompts)
             origins = _write(source, reader, tokenizer, ends, files, writer, progress)
         if not writer.num_tokens:
             raise DataError(f"{source.path} holds no token; put texts there")
-        meta = {"source": asdict(source), "dtype": writer.dtype.name, "vocab": vocab, "eos": eos}
+        each = source.documents_per_line
+        meta = {
+            "source": asdict(source),
+            "documents_per_line": each,
+            "dtype": writer.dtype.name,
+            "vocab": vocab,
+            "eos": eos,
+        }
         (draft / "meta.json").write_text(json.dumps({**meta, "files": origins}, indent=1) + "\n")
         draft.rename(folder)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
+
+
+def _reader(source: TextSource, folder: Path) -> Reader | None:
+    """Of its lines; None: texts under its field. folder: of the tokenizer."""
+    if source.kind == PREFERENCE:
+        return PairReader(folder)
+    return ChatTemplate(folder).document if source.field == CHAT else None
 
 
 class _Writer:
@@ -211,12 +229,12 @@ class _Writer:
         names = ("tokens", "ends", "places", *(("counted", "prompts") if masks else ()))
         self._files = {n: stack.enter_context((folder / f"{n}.bin").open("wb")) for n in names}
 
-    def add(self, document: Document, ids: npt.NDArray, counted: npt.NDArray[np.uint8]) -> None:
+    def add(self, place: float, ids: npt.NDArray, counted: npt.NDArray[np.uint8]) -> None:
         self.num_tokens += len(ids)
         self.num_documents += 1
         self._files["tokens"].write(ids.astype(self.dtype).tobytes())
         self._files["ends"].write(np.int64(self.num_tokens).tobytes())
-        self._files["places"].write(np.float64(_place(document)).tobytes())
+        self._files["places"].write(np.float64(place).tobytes())
         if self.masks:
             prompt = int(counted.argmax()) if counted.any() else len(counted)
             self._files["counted"].write(counted.tobytes())
@@ -235,6 +253,7 @@ def _write(
     """For each file its name and how many documents were before it."""
     origins: list[tuple[str, int]] = []
     problems: list[str] = []
+    each = source.documents_per_line
     sizes = [path.stat().st_size for path in files]
     done = 0
     for path, size in zip(files, sizes, strict=True):
@@ -242,13 +261,16 @@ def _write(
         found = documents_of(source.kind, path, source.field, reader)
         read = number = 0
         while (batch := list(islice(found, _AT_ONCE))) and len(problems) < MOST_PROBLEMS:
-            documents = [x for x in batch if isinstance(x, Document)]
+            held = [x for x in batch if not isinstance(x, DataError)]
+            documents = [y for x in held for y in (x if isinstance(x, AnswerPair) else (x,))]
             problems += [str(x) for x in batch if isinstance(x, DataError)]
             where = f"{path}: documents {number + 1} to {number + len(batch)}"
             if not problems:  # else the rest is only looked through
                 encoded = _encoded(tokenizer, documents, ends, where)
-                for document, (ids, counted) in zip(documents, encoded, strict=True):
-                    writer.add(document, ids, counted)
+                # the answers of a pair are on one side of a split
+                places = [_place(documents[i - i % each]) for i in range(len(documents))]
+                for place, (ids, counted) in zip(places, encoded, strict=True):
+                    writer.add(place, ids, counted)
             number += len(batch)
             read += sum(len(document.prompt) + len(document.text) for document in documents)
             if progress is not None:
@@ -276,10 +298,12 @@ def _encoded(
     in_pairs = any(x.prompt for x in batch)
     prompts = [x.ids for x in encode([x.prompt for x in batch])] if in_pairs else [[]] * len(batch)
     for document, prompt, text in zip(batch, prompts, encode([x.text for x in batch]), strict=True):
-        ids = np.asarray(ends.around([*prompt, *text.ids]), np.int64)
+        # what a template has written has its special tokens already
+        around = ends if document.spans is None else TextEnds()
+        ids = np.asarray(around.around([*prompt, *text.ids]), np.int64)
         counted = np.ones(len(ids), np.uint8)
         if document.prompt:  # with what stands before it
-            counted[: len(ids) - len(text.ids) - len(ends.eos)] = 0
+            counted[: len(ids) - len(text.ids) - len(around.eos)] = 0
         if document.spans is not None:
             counted[:] = _within(text.offsets, document.spans)
         yield ids, counted
@@ -327,4 +351,5 @@ def _read(folder: Path) -> TokenizedText:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"the cache entry {folder} is damaged ({error}); remove it") from error
     masks = found.get("counted"), found.get("prompts")
-    return TokenizedText(folder, tokens, ends, places, *masks, vocab, eos, files, mapped)
+    each = int(meta.get("documents_per_line", 1))
+    return TokenizedText(folder, tokens, ends, places, *masks, vocab, eos, files, mapped, each)

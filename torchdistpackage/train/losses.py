@@ -1,0 +1,53 @@
+"""Losses of outputs and targets as (sum, count): our own of tokens, and a user's."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchdistpackage.errors import DataError
+from torchdistpackage.train.staged_model import LossFn
+
+IGNORE = -100
+"""A target that does not count."""
+
+
+def token_cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross entropy of outputs (..., V) and targets (...) int64; targets of -100 do not count."""
+    total = F.cross_entropy(
+        outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+    return total, (targets != IGNORE).sum()
+
+
+def from_user(
+    fn: Callable[[Tensor, Tensor], object], whole: Callable[[Tensor], Tensor] | None = None
+) -> LossFn:
+    """A user's loss(outputs, targets): either (sum, count) as it is, or a mean over dim 0.
+
+    whole: what joins outputs that a model of ours leaves split over tensor ranks.
+    """
+
+    def loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        value = fn(outputs if whole is None else whole(outputs), targets)
+        if isinstance(value, tuple) and len(value) == 2:
+            total, count = value
+            if isinstance(count, Tensor):
+                return total, count.to(outputs.device, non_blocking=True)
+            return total, _on(outputs.device, count)
+        if isinstance(value, Tensor) and value.dim() == 0:
+            count = _on(outputs.device, targets.shape[0])
+            return value * count, count
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise DataError(
+            f"model.loss returned {shape}; return the mean over the samples as a scalar tensor, "
+            f"or (sum of losses, count)"
+        )
+
+    return loss
+
+
+def _on(device: torch.device, number: float) -> Tensor:
+    """Filled there: a copy from the host would wait for all that the device is at."""
+    return torch.full((), number, device=device)

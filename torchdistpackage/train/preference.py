@@ -1,0 +1,138 @@
+"""Direct preference optimisation: the loss of pairs of answers, beside a frozen reference.
+
+Rafailov et al., Direct Preference Optimization, arXiv:2305.18290, equation 7; with label smoothing
+of Mitchell, A note on DPO with noisy preferences and relationship to IPO, 2023.
+
+Before each pass over the microbatches the reference runs them, forward alone and by the same
+schedule, so it costs no messages of its own kind on any layout. It is the model with its adapters
+switched off, or else a second copy of what training begins with.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.train.losses import IGNORE
+from torchdistpackage.train.staged_model import (
+    LossFn,
+    MicrobatchLoss,
+    StagedModel,
+    totals_on,
+)
+from torchdistpackage.train.step_stats import PairSums
+
+Run = Callable[..., None]
+"""`Executor.run`, with what is around it."""
+
+
+class PreferenceLoss:
+    """The loss of a run on pairs. reference: frozen; None: the model without its adapters.
+
+    rows_dim: the dim of outputs along which rows lie.
+    """
+
+    def __init__(
+        self,
+        reference: StagedModel | None,
+        device: torch.device,
+        *,
+        beta: float,
+        label_smoothing: float,
+        rows_dim: int = 0,
+    ):
+        self._rows_dim = rows_dim
+        self._reference, self._beta, self._smoothing = reference, beta, label_smoothing
+        self._sums = totals_on(device, len(PairSums._fields))
+
+    def take(self) -> Tensor:
+        """`PairSums` of this rank since it was asked last, float64."""
+        found, self._sums = self._sums, torch.zeros_like(self._sums)
+        return found
+
+    def beside_reference(
+        self,
+        model: StagedModel,
+        executor: Executor,
+        run: Run,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+    ) -> MicrobatchLoss:
+        """The loss of these microbatches of rows, as the reference sees them.
+
+        executor: forward alone; run: its `run`.
+        """
+        known: dict[int, Tensor] = {}
+
+        def keep(outputs: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor]:
+            known[m] = log_probs(model.loss, outputs, targets, self._rows_dim)
+            return known[m].sum(), known[m].new_zeros(())
+
+        with self._frozen(model) as frozen:
+            unused = totals_on(model.device)
+            run(frozen.forward_and_loss(executor, inputs, targets, unused, loss=keep))
+        return partial(self._loss, model, known)
+
+    def _loss(
+        self,
+        model: StagedModel,
+        known: Mapping[int, Tensor],
+        outputs: Tensor,
+        targets: Tensor,
+        m: int,
+    ) -> tuple[Tensor, Tensor]:
+        """(sum of the pairs' losses, number of pairs); a pair of which no token counts is none."""
+        found = log_probs(model.loss, outputs, targets, self._rows_dim)
+        counts = (targets != IGNORE).any(1)[::2]
+        rewards = self._beta * (found - known[m])
+        margins = rewards[::2] - rewards[1::2]
+        right, wrong = F.logsigmoid(margins), F.logsigmoid(-margins)
+        losses = -right * (1 - self._smoothing) - wrong * self._smoothing
+        if model.tells_loss:
+            rows = (rewards[::2], rewards[1::2], margins > 0, found[::2], found[1::2])
+            self._sums += torch.stack([(x * counts).sum().to(self._sums) for x in rows]).detach()
+        return (losses * counts).sum(), counts.sum()
+
+    @contextmanager
+    def _frozen(self, model: StagedModel) -> Iterator[StagedModel]:
+        """The reference, which draws nothing."""
+        if self._reference is not None:
+            yield self._reference
+            return
+        was_training = model.stage.training
+        model.stage.eval()
+        try:
+            with adapters_off(model.stage):
+                yield model
+        finally:
+            model.stage.train(was_training)
+
+
+def log_probs(loss: LossFn, outputs: Tensor, targets: Tensor, rows_dim: int = 0) -> Tensor:
+    """Of each row (N,) the sum over its tokens that count. targets (N, S); outputs (N, S, V/n), or
+    (S, N, V/n) with `rows_dim` 1.
+
+    loss: of the model, whose ranks may share the vocabulary; it is asked row by row.
+    """
+    rows = ((outputs.narrow(rows_dim, i, 1), targets[i : i + 1]) for i in range(len(targets)))
+    return -torch.stack([loss(*row)[0] for row in rows])
+
+
+@contextmanager
+def adapters_off(stage: nn.Module) -> Iterator[None]:
+    """Let layers of peft compute what they would without their adapters."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [x for x in stage.modules() if isinstance(x, BaseTunerLayer)]
+    # its `enable_adapters` would freeze the adapters too, whose gradients are waited for
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False

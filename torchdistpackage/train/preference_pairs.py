@@ -1,0 +1,94 @@
+"""Pairs of answers to one prompt, of which one is preferred, as the lines of a file hold them.
+
+A line is `{prompt, chosen, rejected}`: three texts, or three lists of messages. Of chats the prompt
+may be left out; it is then what both answers begin with. No torch.
+"""
+
+from collections.abc import Callable
+from functools import cached_property
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from torchdistpackage.errors import DataError
+from torchdistpackage.train.chat import ChatTemplate
+from torchdistpackage.train.documents import CHAT, TOOLS, AnswerPair, Document, is_unicode
+
+PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
+ANSWERS = (CHOSEN, REJECTED)
+
+
+class PairReader:
+    """Reads lines of pairs. folder: of the tokenizer, whose chat template writes chats."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self._folder)
+
+    def __call__(self, value: dict[str, Any], where: str) -> AnswerPair:
+        """The pair of one line. where: of errors.
+
+        Raises:
+            DataError: keys are missing or of mixed kinds, an answer is empty, both answers are
+                equal, or the template does not take a chat; all that is wrong with the line.
+        """
+        is_chat = any(isinstance(value.get(key), list) for key in ANSWERS)
+        needed = ANSWERS if is_chat else (PROMPT, *ANSWERS)
+        problems = [f"no key {key!r}" for key in needed if key not in value]
+        if problems:
+            problems[-1] += f"; there are {', '.join(value) or 'none'}"
+        kind, name = (list, "list of messages") if is_chat else (str, "text")
+        for key in (PROMPT, *ANSWERS):
+            if key in value and not isinstance(value[key], kind):
+                found = type(value[key]).__name__
+                problems.append(f"{key} is a {found}; it has to be a {name}, as the answers are")
+            elif key in ANSWERS and key in value and not value[key]:
+                problems.append(f"{key} is empty")
+        if not problems and value[CHOSEN] == value[REJECTED]:
+            problems.append("chosen and rejected are equal, so neither is preferred")
+        if problems:
+            raise DataError(f"{where}: {'; '.join(problems)}")
+        return self._of_chats(value, where) if is_chat else _of_texts(value, where)
+
+    def _of_chats(self, value: dict[str, Any], where: str) -> AnswerPair:
+        chosen, rejected = (value[key] for key in ANSWERS)
+        if (prompt := value.get(PROMPT)) is None:
+            alike = takewhile(lambda x: x[0] == x[1], zip(chosen, rejected, strict=False))
+            prompt = [message for message, _ in alike]
+            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        if not prompt:
+            raise DataError(
+                f"{where}: prompt is empty, and the answers begin with no message alike"
+            )
+        if empty := [k for k, x in zip(ANSWERS, (chosen, rejected), strict=True) if not x]:
+            raise DataError(f"{where}: {empty[0]} is empty behind what both begin with")
+        tools = {TOOLS: value[TOOLS]} if TOOLS in value else {}
+
+        def document(key: str, answer: list[Any]) -> Document:
+            chat = {CHAT: [*prompt, *answer], **tools}
+            return self._template.document(chat, f"{where}: {key}", len(prompt))
+
+        answers = zip(ANSWERS, (chosen, rejected), strict=True)
+        return AnswerPair(*_each([lambda key=k, x=x: document(key, x) for k, x in answers]))
+
+
+def _of_texts(value: dict[str, Any], where: str) -> AnswerPair:
+    for key in (PROMPT, *ANSWERS):
+        is_unicode(value[key], f"{where}: {key}")
+    return AnswerPair(*(Document(value[key], value[PROMPT]) for key in ANSWERS))
+
+
+def _each(makers: list[Callable[[], Document]]) -> list[Document]:
+    """What they make; raises one DataError of all that they raise."""
+    found, problems = list[Document](), list[str]()
+    for make in makers:
+        try:
+            found.append(make())
+        except DataError as error:
+            problems.append(str(error))
+    if problems:
+        raise DataError("; ".join(problems))
+    return found
