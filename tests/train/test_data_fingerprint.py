@@ -5,8 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from torchdistpackage.config.load import loads
 from torchdistpackage.train import data_fingerprint as module
-from torchdistpackage.train.data_fingerprint import data_fingerprint
+from torchdistpackage.train.data_fingerprint import (
+    DataFingerprints,
+    data_fingerprint,
+    data_fingerprints,
+    edited_data,
+)
 
 
 @pytest.mark.parametrize("whole_bytes", [1 << 26, 1000], ids=["whole", "in blocks"])
@@ -34,3 +40,24 @@ def test_a_folder_is_its_files_and_their_names(tmp_path: Path):
     (tmp_path / "a").rename(tmp_path / "b")
     assert data_fingerprint([str(tmp_path)]) != one
     assert data_fingerprint([]) == data_fingerprint([str(tmp_path / "none")]) == ""
+
+
+def test_files_that_only_validations_read_are_told_apart(tmp_path: Path):
+    for name in ("train", "val", "web"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    keys = [f"data.path={tmp_path}/train.txt", f"data.val_path={tmp_path}/val.txt"]
+    keys += ["data.name=text", f"data.eval={{web: {tmp_path}/web.txt}}"]
+    config = loads("", overrides=keys)
+    before = data_fingerprints(config)
+    assert before.training and before.evaluation and before.training != before.evaluation
+    assert edited_data(config, 3, before, data_fingerprints(config)) == []
+    (tmp_path / "web.txt").write_text("other")
+    (note,) = edited_data(config, 3, before, data_fingerprints(config))
+    assert f"data.val_path {tmp_path}/val.txt, data.eval.web {tmp_path}/web.txt has other" in note
+    assert "when step 3 was saved, so losses of validations" in note
+    (tmp_path / "train.txt").write_text("other")
+    notes = edited_data(config, 3, before, data_fingerprints(config))
+    assert len(notes) == 2 and notes[0].startswith("data.path") and "the samples from" in notes[0]
+    assert edited_data(config, 0, before, data_fingerprints(config)) == []
+    unknown = DataFingerprints(before.training)  # of a checkpoint before there was the second one
+    assert len(edited_data(config, 3, unknown, data_fingerprints(config))) == 1

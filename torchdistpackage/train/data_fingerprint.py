@@ -6,12 +6,52 @@ it. No torch.
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
+
+from torchdistpackage.config.data_section import DataSection
+from torchdistpackage.config.schema import RunConfig
 
 _WHOLE_BYTES = 1 << 26
 _NUM_BLOCKS = 64
 _BLOCK_BYTES = 1 << 16
+
+
+class DataFingerprints(NamedTuple):
+    """Of the files that a run trains on, and of those that only validations read. "": unknown."""
+
+    training: str = ""
+    evaluation: str = ""
+
+
+def data_fingerprints(config: RunConfig) -> DataFingerprints:
+    """Of the files as they are now."""
+    both = _parts(config)
+    return DataFingerprints(
+        *(data_fingerprint([x.path for x in p.values() if x.path is not None]) for p in both)
+    )
+
+
+def edited_data(
+    config: RunConfig, step: int, before: DataFingerprints, now: DataFingerprints
+) -> list[str]:
+    """What to say of data that are others than when `step` was saved."""
+    follows = (
+        "the samples from here on are not those of an undisturbed run",
+        "losses of validations from here on are not comparable with those before",
+    )
+    notes: list[str] = []
+    for parts, old, new, text in zip(_parts(config), before, now, follows, strict=True):
+        if step and old and new != old:
+            keys = ", ".join(f"{key} {part.path}" for key, part in parts.items())
+            notes.append(f"{keys} has other contents than when step {step} was saved, so {text}")
+    return notes
+
+
+def _parts(config: RunConfig) -> tuple[dict[str, DataSection], dict[str, DataSection]]:
+    trains, every = config.data.parts, config.data.all_parts
+    return trains, {key: part for key, part in every.items() if key not in trains}
 
 
 def data_fingerprint(paths: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.schema import VAL_LOSS
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.topology.mesh import describe
+from torchdistpackage.train.data_fingerprint import DataFingerprints
 from torchdistpackage.train.step import Trainer
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 FOLDER = "checkpoints"
 OWES = "owes_validation"
 SKIPPED = "skipped_steps"
-DATA = "data_fingerprint"
+DATA, EVAL_DATA = "data_fingerprint", "eval_data_fingerprint"
 LOSS = "loss"
 
 
@@ -42,8 +43,7 @@ class TrainState:
 
     owes_validation: the validation that belongs to `step` was cut short. skipped: steps that were
     left out because a number was not finite. loss, val_loss: of `step`, None where not known.
-    set_losses: as val_loss, of each set of data.eval. data: `data_fingerprint` of what it trains
-    on; "" where nothing is known.
+    set_losses: as val_loss, of each set of data.eval. data: of the files that it reads.
     """
 
     step: int = 0
@@ -52,7 +52,7 @@ class TrainState:
     skipped: int = 0
     loss: float | None = None
     val_loss: float | None = None
-    data: str = ""
+    data: DataFingerprints = field(default_factory=DataFingerprints)
     set_losses: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
@@ -86,7 +86,8 @@ def begin_save(
             "name": trainer.name,
             OWES: state.owes_validation,
             SKIPPED: state.skipped,
-            DATA: state.data,
+            DATA: state.data.training,
+            EVAL_DATA: state.data.evaluation,
             **{name: x for name, x in losses.items() if x is not None and math.isfinite(x)},
         },
         copies=copies,
@@ -174,7 +175,7 @@ def _resume(trainer: Trainer, own: Path, how: str, local: LocalCopies | None) ->
         loaded.tokens,
         bool(loaded.facts.get(OWES)),
         skipped,
-        data=str(loaded.facts.get(DATA) or ""),
+        data=DataFingerprints(*(str(loaded.facts.get(x) or "") for x in (DATA, EVAL_DATA))),
     )
 
 

@@ -32,7 +32,7 @@ from torchdistpackage.report.page import REPORT, write_report
 from torchdistpackage.train.build import build, make_local_copies, make_loop
 from torchdistpackage.train.compiled import end_compile_workers, use_cache, warm_up
 from torchdistpackage.train.data_build import notes_of, with_steps
-from torchdistpackage.train.data_fingerprint import data_fingerprint
+from torchdistpackage.train.data_fingerprint import data_fingerprints, edited_data
 from torchdistpackage.train.export import export_run
 from torchdistpackage.train.finish import finish, sample_text
 from torchdistpackage.train.log import print_line
@@ -42,7 +42,6 @@ from torchdistpackage.train.run_folder import RESOLVED, only_writer, prepare_fol
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.stop import begin, end, write_decision
 from torchdistpackage.train.trackers.feed import Trackers
-from torchdistpackage.train.train_state import TrainState
 from torchdistpackage.train.train_state import resume as resume_state
 from torchdistpackage.train.user_code import add_user_code
 
@@ -120,8 +119,10 @@ def _train(
         if rendezvous.rank == 0:
             print_line(said)
     if rendezvous.rank == 0:
-        if note := _edited_data(config, state):
+        now = data_fingerprints(config)
+        for note in edited_data(config, state.step, state.data, now):
             print_line(f"note: {note}")
+        state.data = now
         if state.step and changed:
             print_line(f"note: changed since the last start: {changed}")
         if _leads(rendezvous) and attempt_id(os.environ) != "local":
@@ -194,20 +195,6 @@ def _report(run: Path) -> None:
         print_line(f"wrote {run / REPORT}")
     except (TorchDistError, OSError) as error:
         print_line(f"no report: {error}; mend it, and call tdp report {run}")
-
-
-def _edited_data(config: RunConfig, state: TrainState) -> str:
-    """What to say of data that are others than at the last save; the state then knows them."""
-    paths = [part.path for part in config.data.parts.values() if part.path is not None]
-    now, before = data_fingerprint(paths), state.data
-    state.data = now
-    if not state.step or not before or now == before:
-        return ""
-    keys = ", ".join(f"{key} {part.path}" for key, part in config.data.parts.items())
-    return (
-        f"{keys} has other contents than when step {state.step} was saved, "
-        f"so the samples from here on are not those of an undisturbed run"
-    )
 
 
 def _export(plan: Plan, run: Path) -> None:
