@@ -122,6 +122,7 @@ PURE_FILES = (
     "train/prompts.py",
     "train/split.py",
     "train/texts.py",
+    "train/token_bar.py",
     "train/token_cache.py",
     "train/trace_file.py",
     "cli/*.py",

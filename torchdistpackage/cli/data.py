@@ -1,8 +1,6 @@
 """`tdp data`: the data of a run, made ready ahead of it."""
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from torchdistpackage.cli._common import Config, Overrides
 from torchdistpackage.config.data_section import DataSection
@@ -11,6 +9,7 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import ConfigError, DataError
 from torchdistpackage.train.split import split_documents
 from torchdistpackage.train.texts import text_parts, tokenized_part
+from torchdistpackage.train.token_bar import tokenizing
 from torchdistpackage.train.token_cache import TokenizedText, cut_documents
 
 data = typer.Typer(no_args_is_help=True)
@@ -44,17 +43,8 @@ def tokenize(config: Config, overrides: Overrides = None) -> None:
 
 
 def _tokenize(run: RunConfig, part: DataSection) -> TokenizedText:
-    columns = TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("", total=None)
-
-        def show(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        try:
-            return tokenized_part(run, part, show)
-        except DataError as error:
-            raise ConfigError(str(error)) from error
+    try:
+        with tokenizing() as progress:
+            return tokenized_part(run, part, progress)
+    except DataError as error:
+        raise ConfigError(str(error)) from error

@@ -12,6 +12,7 @@ from torchdistpackage.errors import DataError
 from torchdistpackage.train.documents import TextSource
 from torchdistpackage.train.pair_rows import pair_problems
 from torchdistpackage.train.split import split_documents, split_pairs
+from torchdistpackage.train.token_bar import tokenizing
 from torchdistpackage.train.token_cache import Progress, TokenizedText, tokenized
 
 
@@ -46,11 +47,13 @@ def _split_problems(found: TokenizedText, data: DataSection) -> list[str]:
 
 
 def wrong_texts(config: RunConfig) -> list[Problem]:
-    """What is wrong with the texts of a run with data.tokenizer, which are tokenized for it."""
+    """What is wrong with the texts of a run with data.tokenizer, which are tokenized for it, with
+    a bar of progress."""
     problems: list[Problem] = []
     for key, data in text_parts(config).items():
         try:
-            found = tokenized_part(config, data)
+            with tokenizing() as progress:
+                found = tokenized_part(config, data, progress)
         except DataError as error:
             texts = str(error).splitlines()
         else:
