@@ -16,7 +16,7 @@ from tests.train.lora_ranks import (
 )
 from tests.train.test_generate import on_layout
 from tests.train.test_transformers import LAYOUTS as EVERY
-from tests.train.test_transformers import MODELS, asked
+from tests.train.test_transformers import MODELS, asked, fits
 from tests.train.transformers_ranks import save_model, third_step
 from torchdistpackage.checkpoint.manifest import read_manifest
 from torchdistpackage.cli._inference import source_of
@@ -74,9 +74,7 @@ def adapted(ranks, tmp_path_factory):
 def cases():
     small = {("llama", BOTH), ("llama, last block", "pipe2")}
     for name in TARGETS:
-        for layout in LAYOUTS:
-            if name == "falcon" and layout.startswith("tensor4"):
-                continue
+        for layout in (x for x in LAYOUTS if fits(name, x)):
             yield pytest.param(name, layout, marks=() if (name, layout) in small else FULL)
 
 
