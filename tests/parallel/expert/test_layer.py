@@ -71,4 +71,4 @@ def test_experts_of_two_ranks_train_as_in_one_process(ranks, cases):
 )
 def test_experts_of_four_ranks_train_as_in_one_process(ranks, cases):
     """Some see routings that leave ranks without a token."""
-    ranks(4).run(trained, cases)
+    ranks(4).run(trained, cases, timeout_s=300)  # a hundred trainings, under the late transport
