@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.tools.undisturbed import in_eval
 from torchdistpackage.train.losses import IGNORE
 from torchdistpackage.train.staged_model import (
     LossFn,
@@ -103,13 +104,8 @@ class PreferenceLoss:
         if self._reference is not None:
             yield self._reference
             return
-        was_training = model.stage.training
-        model.stage.eval()
-        try:
-            with adapters_off(model.stage):
-                yield model
-        finally:
-            model.stage.train(was_training)
+        with in_eval(model.stage), adapters_off(model.stage):
+            yield model
 
 
 def log_probs(loss: LossFn, outputs: Tensor, targets: Tensor, rows_dim: int = 0) -> Tensor:
