@@ -4,17 +4,15 @@ with what the first start kept.
 
 import tempfile
 from pathlib import Path
-from statistics import median
 
 import torch
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import take_turns
 from benchmarks.gpu.here import Here
 from benchmarks.gpu.models import numbers, overrides, sizes, steady, trainer
 from benchmarks.gpu.rows import Found
-from benchmarks.turns import ratio, spread_ms
+from benchmarks.turns import ratio
 from torchdistpackage.train.compiled import use_cache, warm_up
 
 ROUNDS, STEPS = 5, 4
@@ -46,9 +44,7 @@ def _steps(here: Here, found: Found, name: str) -> None:
     for step in steps.values():
         for _ in range(3):
             step()
-    rounds = 2 if here.small else ROUNDS
-    taken = take_turns([*steps], (), rounds, lambda side: here.seconds(steps[side], STEPS))
-    times = {side: spread_ms([median(turns) for turns in took]) for side, took in taken.items()}
+    times = here.in_turns(steps, ROUNDS, STEPS)
     for side, spread in times.items():
         value, _ = ratio(spread, times["eager"])
         kernels = _kernels(here, steps[side])

@@ -4,17 +4,15 @@ Sizes are those of Qwen3-30B-A3B's layers (128 experts, top 8) and of Mixtral-8x
 """
 
 from collections.abc import Callable
-from statistics import median
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import take_turns
 from benchmarks.experts import step, transformers_block
 from benchmarks.gpu.here import Here
 from benchmarks.gpu.rows import Found
-from benchmarks.turns import ratio, spread_ms
+from benchmarks.turns import ratio
 from torchdistpackage.parallel import MoELayer
 from torchdistpackage.parallel.expert import products
 
@@ -104,11 +102,9 @@ def _layer(here: Here, found: Found, name: str, sizes: Sizes) -> None:
                 y = block.experts(tokens, routing.experts, routing.weights.to(dtype))
             _near(found, f"{name}, transformers, {way}", [y.view_as(x)], expected[:1])
             sides[f"transformers, {way}"] = lambda block=block: step(block, x, grad)
-    rounds = 2 if here.small else ROUNDS
     for side in sides.values():
         side()
-    taken = take_turns([*sides], (), rounds, lambda side: here.seconds(sides[side], 3))
-    times = {side: spread_ms([median(turns) for turns in took]) for side, took in taken.items()}
+    times = here.in_turns(sides, ROUNDS, 3)
     flops = 3 * 2 * num * layer.shape.top_k * 3 * layer.dim * layer.shape.hidden
     for side, spread in times.items():
         value, _ = ratio(times["layer"], spread)

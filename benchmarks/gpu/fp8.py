@@ -5,15 +5,13 @@ of bf16, and a step of a wide GPT, eager and compiled.
 import gc
 import tempfile
 from pathlib import Path
-from statistics import median
 
 import torch
 
-from benchmarks.common import take_turns
 from benchmarks.gpu.here import Here
 from benchmarks.gpu.models import ONE_RANK, numbers, overrides, steady, trainer
 from benchmarks.gpu.rows import Found
-from benchmarks.turns import ratio, spread_ms
+from benchmarks.turns import ratio
 from torchdistpackage.parallel.tensor.float8 import CAPABILITY, rounded_rows, scaled_product
 from torchdistpackage.train.compiled import use_cache, warm_up
 
@@ -96,9 +94,7 @@ def _steps(here: Here, found: Found) -> None:
     for step in steps.values():
         for _ in range(3):
             step()
-    rounds = 2 if here.small else ROUNDS
-    taken = take_turns([*steps], (), rounds, lambda side: here.seconds(steps[side], IN_ROUND))
-    times = {side: spread_ms([median(turns) for turns in took]) for side, took in taken.items()}
+    times = here.in_turns(steps, ROUNDS, IN_ROUND)
     for side, spread in times.items():
         of_plain, _ = ratio(spread, times["bf16"])
         of_alike, _ = ratio(spread, times["bf16, compiled" if "compiled" in side else "bf16"])

@@ -2,11 +2,13 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from benchmarks.common import take_turns
+from benchmarks.turns import spread_ms
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.tpc import tpc
 
@@ -49,6 +51,17 @@ class Here:
     def median_s(self, work: Callable[[], object], rounds: int = 5, times: int = 1) -> float:
         work()
         return statistics.median(self.seconds(work, times) for _ in range(rounds))
+
+    def in_turns(
+        self, sides: Mapping[str, Callable[[], object]], rounds: int, times: int
+    ) -> dict[str, Mapping]:
+        """By side the spread of a call's milliseconds, each round `times` calls; on a CPU of 2
+        rounds."""
+        rounds = 2 if self.small else rounds
+        taken = take_turns([*sides], (), rounds, lambda side: self.seconds(sides[side], times))
+        return {
+            side: spread_ms([statistics.median(x) for x in took]) for side, took in taken.items()
+        }
 
     def issue_s(self, work: Callable[[], object], rounds: int = 5) -> float:
         """What the host takes for a call, the device left aside."""

@@ -5,13 +5,11 @@ after each.
 """
 
 from collections.abc import Callable
-from statistics import median
 
-from benchmarks.common import take_turns
 from benchmarks.gpu.here import Here
 from benchmarks.gpu.models import adamw, batch, gpt, loss_of, sizes
 from benchmarks.gpu.rows import Found
-from benchmarks.turns import ratio, spread_ms
+from benchmarks.turns import ratio
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 
@@ -43,9 +41,7 @@ def measure(here: Here, found: Found) -> None:
             for _ in range(WARM_UP):
                 loss = step()
             losses[side], steps[side] = loss.item(), step
-    rounds = 2 if here.small else ROUNDS
-    taken = take_turns([*steps], (), rounds, lambda side: here.seconds(steps[side], STEPS))
-    times = {side: spread_ms([median(turns) for turns in found]) for side, found in taken.items()}
+    times = here.in_turns(steps, ROUNDS, STEPS)
     for side, spread in times.items():
         issue_s = here.issue_s(steps[side])
         value, _ = ratio(spread, times[BARE])

@@ -4,13 +4,10 @@ The bare loop trains the same model on the same tokens without anything of the p
 it. MFU divides by the ceiling that was measured here, not by a data sheet.
 """
 
-from statistics import median
-
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.common import take_turns
 from benchmarks.gpu.here import Here
 from benchmarks.gpu.models import (
     adamw,
@@ -24,7 +21,7 @@ from benchmarks.gpu.models import (
     trainer,
 )
 from benchmarks.gpu.rows import Found
-from benchmarks.turns import ratio, spread_ms
+from benchmarks.turns import ratio
 from torchdistpackage.models.gpt_layout import flops_per_token
 
 PRODUCT, SMALL_PRODUCT = 8192, 256
@@ -68,9 +65,7 @@ def _steps(here: Here, found: Found, name: str, ceiling: float) -> None:
     for step in steps.values():
         for _ in range(5):
             step()
-    rounds = 2 if here.small else ROUNDS
-    taken = take_turns([*steps], (), rounds, lambda side: here.seconds(steps[side], STEPS))
-    times = {side: spread_ms([median(turns) for turns in took]) for side, took in taken.items()}
+    times = here.in_turns(steps, ROUNDS, STEPS)
     work = flops_per_token(own.shape) * seq_len * samples
     for side, spread in times.items():
         step_s = spread["median"] / 1e3
