@@ -9,7 +9,6 @@ import typer
 
 from torchdistpackage.cli._blend import sources_text
 from torchdistpackage.cli._common import Config, Overrides, World, text_table, wrap
-from torchdistpackage.cli._elastic import elastic_table
 from torchdistpackage.config.check import absent_files, wrong_files
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.hugging_face import FILE as CONFIG
@@ -22,7 +21,6 @@ from torchdistpackage.report.placement import placement_svg
 from torchdistpackage.schedule.actions import ActionKind, flatten
 from torchdistpackage.topology.mesh import Mesh, advice, describe
 from torchdistpackage.train.context_plan import context_text
-from torchdistpackage.train.elastic import check_nodes, fitted
 from torchdistpackage.train.expert_plan import expert_plan
 from torchdistpackage.train.memory import activation_budget_gb
 from torchdistpackage.train.plan import (
@@ -42,6 +40,8 @@ WRITE = "torchdistpackage.launch.files:atomic_write"
 READ_PROFILE = "torchdistpackage.harness.bench.profile:read"
 ESTIMATES = "torchdistpackage.train.estimate:estimates"
 TIMELINE = "torchdistpackage.train.estimate:timeline_with_messages"
+ELASTIC, CHECK_NODES = (f"torchdistpackage.train.elastic:{x}" for x in ("fitted", "check_nodes"))
+TABLE = "torchdistpackage.cli._elastic:elastic_table"
 """What few plans show is loaded for these alone."""
 AXES = ("pipe", "data", "context", "expert", "tensor")
 """Columns of the coordinates."""
@@ -118,7 +118,7 @@ def plan(
             "needs --profile, which has the times of messages", param_hint="--forward-s"
         )
     if nodes is not None:
-        typer.echo(elastic_table(config, load(config, overrides or []), nodes, ranks_per_node))
+        typer.echo(resolve(TABLE)(config, load(config, overrides or []), nodes, ranks_per_node))
         return
     if tensor is not None:
         if overrides or world or ranks_per_node or sbatch or profile or picture:
@@ -136,7 +136,7 @@ def plan(
     if shape is not None and world is None:
         world, ranks_per_node = shape.world_sizes[0], ranks_per_node or shape.tasks_per_node
     if shape is not None and run.launch.elastic.nodes is not None:
-        check_nodes(run, shape, config)
+        resolve(CHECK_NODES)(run, shape, config)
     world = world or local_procs(run)
     planned = make_plan(_fitted(run, world, config), world, config)
     if wrong := wrong_files(run):
@@ -169,7 +169,7 @@ def plan(
     if shape is not None:
         if run.launch.elastic.nodes is not None:
             parts.append(
-                elastic_table(config, run, "{}..{}".format(*run.launch.elastic.nodes), None)
+                resolve(TABLE)(config, run, "{}..{}".format(*run.launch.elastic.nodes), None)
             )
         parts.append(_script(run, shape))
     if picture is not None:
@@ -178,7 +178,7 @@ def plan(
 
 
 def _fitted(run: RunConfig, world_size: int, source: str) -> RunConfig:
-    return run if run.launch.elastic.nodes is None else fitted(run, world_size, source)
+    return run if run.launch.elastic.nodes is None else resolve(ELASTIC)(run, world_size, source)
 
 
 def _draw(plan: Plan, ranks_per_node: int, path: Path) -> str:
