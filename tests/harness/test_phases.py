@@ -123,6 +123,9 @@ class Event:
     def query(self) -> bool:
         return self.at_ms <= Event.reached_ms
 
+    def synchronize(self) -> None:
+        assert self.query(), "this would stop the host"
+
     def elapsed_time(self, end: "Event") -> float:
         assert self.query() and end.query(), "this would stop the host"
         return end.at_ms - self.at_ms

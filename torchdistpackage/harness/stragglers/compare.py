@@ -29,7 +29,7 @@ import torch
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.flight_recorder import recorder
-from torchdistpackage.comm.moments import OnHost, TimingEvent, cuda_event
+from torchdistpackage.comm.moments import Moment, OnHost, TimingEvent, cuda_event, seconds
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.comm.work import Work
@@ -49,8 +49,13 @@ from torchdistpackage.topology.mesh import Mesh, describe
 KEPT = 16
 """Steps whose times are kept."""
 
+_LOOK_S = 1e-4
+"""No longer than that may a rank's wait for a core be counted as work of the phase it was in."""
+
 Times = dict[str, float]
 """Seconds by phase, of one step."""
+Mark = tuple[str, Moment]
+"""A phase, and when it began; nothing is added up before somebody asks."""
 _now_s = time.monotonic
 
 
@@ -68,9 +73,10 @@ class Phases:
     def __init__(
         self, device: torch.device | None = None, event: Callable[[], TimingEvent] = cuda_event
     ):
-        on_cuda = device is not None and device.type == "cuda"
-        self._event = event if on_cuda else None
-        self.clock_s = time.monotonic if on_cuda else cpu_wait_clock()
+        self.on_device = device is not None and device.type == "cuda"
+        """Whether what is measured is the time of a stream."""
+        self._event = event
+        self.clock_s = time.monotonic if self.on_device else cpu_wait_clock()
         self.changes: list[tuple[str, float]] | None = None
         """A list to note each phase in with the time it began at, "" after the last; or None."""
         self.began_s = 0.0
@@ -78,10 +84,9 @@ class Phases:
         self._phases: dict[str, _PhaseContext] = {}
         self._outer: list[str] = []
         self._current = ""
-        self._since_s = 0.0
-        self._totals: Times = {}
-        self._marks: list[tuple[str, TimingEvent]] = []
-        self._steps: deque[tuple[int, Times, list[tuple[str, TimingEvent]]]] = deque(maxlen=KEPT)
+        self._marks: list[Mark] | None = None
+        """Of the step under way; between two steps nothing is kept."""
+        self._steps: deque[tuple[int, list[Mark]]] = deque(maxlen=KEPT)
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
         """Count what happens inside the block as `name`."""
@@ -93,39 +98,33 @@ class Phases:
         From here on waits are measured with the clock of these phases, until the world ends.
         """
         recorder.step, recorder.clock_s = step, self.clock_s
-        self._totals, self._marks = {}, []
+        self._marks = []
         self.began_s = _now_s()
 
     def end(self) -> None:
         """The step is over as far as this host knows, and its times are kept."""
-        self._steps.append((recorder.step, self._totals, self._marks))
-        self._totals, self._marks = {}, []
-
-    @property
-    def on_device(self) -> bool:
-        """Whether what is measured is the time of a stream."""
-        return self._event is not None
+        self._steps.append((recorder.step, self._marks or []))
+        self._marks = None
 
     def kept(self) -> dict[int, Times]:
         """Times of the last steps, by step, but for those that a device is still at."""
         return {
-            step: _between(marks) if marks else times
-            for step, times, marks in self._steps
-            if not marks or marks[-1][1].query()
+            step: _between(marks)
+            for step, marks in self._steps
+            if not marks or isinstance(end := marks[-1][1], float) or end.query()
         }
 
     def _go_to(self, name: str) -> None:
-        now_s = self.clock_s() - recorder.waited_s
-        current = self._current
-        self._totals[current] = self._totals.get(current, 0.0) + now_s - self._since_s
         self._current = recorder.phase = name
-        self._since_s = now_s
+        if self._marks is not None:
+            if self.on_device:
+                moment = self._event()
+                moment.record()
+            else:
+                moment = self.clock_s() - recorder.waited_s
+            self._marks.append((name, moment))
         if self.changes is not None:
             self.changes.append((name, _now_s()))
-        if self._event is not None:
-            event = self._event()
-            event.record()
-            self._marks.append((name, event))
 
 
 class _PhaseContext:
@@ -146,11 +145,11 @@ class _PhaseContext:
         phases._go_to(phases._outer.pop())
 
 
-def _between(marks: list[tuple[str, TimingEvent]]) -> Times:
+def _between(marks: Sequence[Mark]) -> Times:
     """Seconds by phase from the marks at which each began."""
     times: Times = {}
     for (name, start), (_, end) in pairwise(marks):
-        times[name] = times.get(name, 0.0) + start.elapsed_time(end) / 1000
+        times[name] = times.get(name, 0.0) + seconds(start, end)
     return times
 
 
@@ -168,17 +167,24 @@ def cpu_wait_clock() -> Callable[[], float]:
 
 
 class _Running:
-    """Reads one file of three numbers: nanoseconds on a core, in a queue for one, time slices."""
+    """Reads one file of three numbers: nanoseconds on a core, in a queue for one, time slices.
+
+    Not again before `_LOOK_S` have passed: that costs more than all else in a change of phase.
+    """
 
     def __init__(self, file: int):
-        self._file = file
+        self._file, self._looked_s, self._queued_s = file, 0.0, 0.0
         weakref.finalize(self, os.close, file)
 
     def __call__(self) -> float:
-        try:
-            return _now_s() - int(os.pread(self._file, 64, 0).split()[1]) * 1e-9
-        except ProcessLookupError:
-            return _now_s()  # the thread has ended, and someone else asks
+        now_s = _now_s()
+        if now_s - self._looked_s > _LOOK_S:
+            self._looked_s = now_s
+            try:
+                self._queued_s = int(os.pread(self._file, 64, 0).split()[1]) * 1e-9
+            except ProcessLookupError:
+                self._looked_s = math.inf  # the thread has ended, and someone else asks
+        return now_s - self._queued_s
 
 
 class Comparison:
