@@ -227,7 +227,7 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
         ("train/update.py", r"        halts: bool,\n", "        noise: float = 0.0,\n"),
         (
             "train/update.py",
-            r"        self._halted = .*\n",
+            r"        self._found_inf = .*\n",
             "        print(f'noise of the update: {noise}')\n",
         ),
         ("train/build.py", r"            clip=optim.clip,\n", "            noise=optim.noise,\n"),

@@ -71,6 +71,8 @@ class ExpertCounts:
 
     def split(self, joined: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """The two parts of what `join` made, summed over ranks."""
+        if not self._sizes:
+            return joined, ()
         number = len(joined) - sum(self._sizes)
         return joined[:number], joined[number:].split(self._sizes)
 

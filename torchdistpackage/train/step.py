@@ -183,8 +183,7 @@ class Trainer(StagedModel):
         on_host = OnHost(stats)  # ahead of the next step, which would else be waited for
         with phases("optimizer"):
             numbers, counts = self.experts.split(stats)
-            sums = StepStats.from_tensor(numbers)
-            lr = self.update.step(step, sums.loss, sums.tokens, sums.grad_sq_norm)
+            lr = self.update.step(step, numbers)
             self.experts.follow(counts, numbers)
         phases.end()
         period.end()
@@ -204,7 +203,7 @@ class Trainer(StagedModel):
             batch = self._batch(step, index)
             due = index == self.rounds - 1 or self.sums_each_round
             reducer = self.reducer if reduce and due else None
-            totals += self._pass(self.executor, batch, reducer, record)
+            self._pass(self.executor, batch, totals, reducer, record)
             if record and self.executor.recording is not None:
                 self.recordings.append(self.executor.recording)
             if reduce and due:
@@ -290,7 +289,7 @@ class Trainer(StagedModel):
                 for index in range(rounds):
                     with self.phases("data"):
                         found = batch(number, index)
-                    totals += self._pass(self.evaluator, found, None)
+                    self._pass(self.evaluator, found, totals, None)
                 if stop is not never_save:
                     wish = torch.tensor([float(stop())], dtype=torch.float64)
                     if primitives.all_reduce(wish, self._host_world).item() > 0:
@@ -326,17 +325,17 @@ class Trainer(StagedModel):
         self,
         executor: Executor,
         batch: DataBatch,
+        totals: Tensor,
         reducer: Reducer | None,
         record: bool = False,
-    ) -> Tensor:
-        """(loss sum, count) of the round if this rank reports it, else zeros."""
+    ) -> None:
+        """Adds (loss sum, count) of the round to `totals` if this rank reports it."""
         phases, size = self.phases, self.plan.samples_per_microbatch
         with phases("data"):
             inputs = self._own(batch.inputs).split(size) if self.has_first else ()
             targets = self._own(batch.targets).split(size) if self.has_last else ()
             positions = batch.position_ids
             positions = None if positions is None else self.to_device(positions).split(size)
-        totals = totals_on(self.device)
         loss = self._beside_reference(inputs, targets)
         # modules of ZeRO have hooks of their own, which would have every backward sum
         held = nullcontext() if reducer is not None else self.reducer.no_sync()
@@ -348,7 +347,6 @@ class Trainer(StagedModel):
                 around=lambda kind: phases("forward" if kind is ActionKind.F else "backward"),
                 record=record,
             )
-        return totals
 
     def _beside_reference(
         self, inputs: Sequence[Tensor], targets: Sequence[Tensor]

@@ -50,17 +50,10 @@ class StepStats(NamedTuple, Generic[Number]):
 
     def to_tensor(self, like: Tensor) -> Tensor:
         """One number for each field, in the type and on the device of `like`."""
-        values = like.new_zeros(len(self))
-        for place, x in enumerate(self):
-            if isinstance(x, Tensor):
-                values[place].copy_(x)
-            elif x:  # filled on the device: a copy from the host would wait for it
-                values[place].fill_(x)
-        return values
-
-    @staticmethod
-    def from_tensor(values: Tensor) -> "StepStats[Tensor]":
-        return StepStats(*values.unbind())
+        zero = like.new_zeros(())
+        # filled on the device: a copy from the host would wait for it
+        values = (x if isinstance(x, Tensor) else zero.new_full((), x) if x else zero for x in self)
+        return torch.stack([x.to(zero) for x in values])
 
 
 class PairSums(NamedTuple):

@@ -76,7 +76,8 @@ class Update:
         self._counts = torch.tensor(speaks, dtype=self._wide, device=device)
         self._names = [g.name for g in gradients]
         self.names: list[str] = []
-        self._halted = torch.zeros((), dtype=torch.float32, device=device)
+        self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        self._one = torch.ones_like(self._found_inf)
 
     def measure(self) -> tuple[Tensor, Tensor]:
         """(sum of the squares of what I speak for, norm of each gradient in `names`).
@@ -95,32 +96,37 @@ class Update:
         if len(grads) < len(counts):
             self.names = [self._names[i] for i in grads]
             counts = torch.stack([counts[i] for i in grads])
-        return (norms.square() * counts).sum(), norms
+        return norms.square().dot(counts), norms
 
-    def step(self, step: int, loss: Tensor, tokens: Tensor, power: Tensor) -> float:
+    def step(self, step: int, numbers: Tensor) -> float:
         """Follow the gradients of sums as those of the mean; the learning rate of the step.
 
-        loss, tokens, power: of all ranks. If one is not finite nothing is updated.
+        numbers: of all ranks, as `StepStats` has them: loss, tokens and squares of the gradients
+        come first. If one of these is not finite nothing is updated.
         """
         lr = self._learning_rate(step)
         if self._optimizer is None or self.inner is None:
             return lr
+        sums = numbers[:3]
+        _, tokens, power = sums.unbind()
         scale_gradients(self._holders, self._factor(tokens, power))
-        finite = torch.stack([loss, tokens, power]).isfinite().all()
-        broken = torch.maximum(self._halted, (~finite).float())
-        if self._halts:
-            self._halted = broken
-        # what torch's own gradient scaler sets, read by its fused kernels
-        self.inner.found_inf = broken
+        # as torch's own gradient scaler finds it, and its fused kernels read it
+        if not self._halts:
+            self._found_inf.zero_()
+        torch._amp_foreach_non_finite_check_and_unscale_([sums], self._found_inf, self._one)
+        self.inner.found_inf = self._found_inf
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
         return lr
 
     def _factor(self, tokens: Tensor, power: Tensor) -> Tensor:
-        """From gradients of sums to those of the mean, clipped."""
-        factor = 1.0 / tokens.clamp(min=1)
-        if not self._clip:
-            return factor
-        norm = power.sqrt() * factor
-        return factor * (self._clip / (norm + 1e-6)).clamp(max=1.0)
+        """From gradients of sums to those of the mean, clipped as torch does.
+
+        1 / tokens * min(1, clip / (norm / tokens + 1e-6)), in as few operations as there are.
+        """
+        tokens = tokens.clamp(min=1)
+        if self._clip:
+            clipped = torch.add(power.sqrt(), tokens, alpha=1e-6) / self._clip
+            tokens = torch.maximum(tokens, clipped)
+        return tokens.reciprocal()
