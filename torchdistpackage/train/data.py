@@ -154,17 +154,18 @@ class TokenDataset:
         else:
             starts = self._spaced(step * (self._global_batch or num_data * per_rank) + sample)
         windows = [self._windows(split, starts + each.start, len(each)) for each in self._ranges]
-        inputs, targets = ([w[:, side] for w in windows] for side in (slice(-1), slice(1, None)))
-        return torch.cat(inputs, 1), torch.cat(targets, 1)
+        inputs = np.concatenate([w[:, :-1] for w in windows], 1, dtype=np.int64)
+        targets = np.concatenate([w[:, 1:] for w in windows], 1, dtype=np.int64)
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
 
-    def _windows(self, split: Split, starts: npt.NDArray[np.int64], length: int) -> Tensor:
+    def _windows(self, split: Split, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray:
         """`length` tokens from each start on, and the one that follows, as their last target."""
         tokens = self._ids[split]
         window = np.empty((len(starts), length + 1), tokens.dtype)
         for row, start in zip(window, starts.tolist(), strict=True):
             row[:] = tokens[start : start + length + 1]
         self._check_ids(split, window, starts)
-        return torch.from_numpy(window.astype(np.int64))
+        return window
 
     def _drawn(self, seed: int, step: int, sample: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Random window starts, each a hash of its own sample index."""
