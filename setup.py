@@ -23,7 +23,7 @@ HF = [
 TYPES = ["spmd_types>=0.3.1,<0.4"]
 SITE = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
 PARQUET = ["pyarrow>=15"]
-INT8 = ["bitsandbytes>=0.46"]
+INT8 = ["bitsandbytes>=0.50"]
 REPORT = ["plotly>=6.0"]
 # The services of log.to: an extra of the name of each.
 TENSORBOARD = ["tensorboard>=2.18"]

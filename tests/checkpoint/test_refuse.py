@@ -190,9 +190,10 @@ def test_a_flipped_byte_is_seen_by_all(ranks, tmp_path, rank):
 
 
 def save_conflict(folder: str, kind: str) -> None:
-    world, rank = of((("data", 2),)), dist.get_rank()
-    tensor = nn.Parameter(torch.ones(4))
-    layout = Layout("a", (4,))
+    axis = "data" if kind == "shared" else "tensor"
+    world, rank = of(((axis, 2),)), dist.get_rank()
+    tensor = nn.Parameter(torch.ones(2))
+    layout = Layout("a", (2,)) if kind == "shared" else Layout("a", (4,), (("tensor",),))
     params: Params = {"a": (tensor, layout)}
     optimizer = torch.optim.SGD([tensor], lr=1.0)
     if kind == "shared":

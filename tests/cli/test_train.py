@@ -10,7 +10,11 @@ from torchdistpackage.config.load import load
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.train import job, resume_check
 from torchdistpackage.train.plan import make_plan
-from torchdistpackage.train.resume_check import changed_keys, refuse_other_model
+from torchdistpackage.train.resume_check import (
+    changed_keys,
+    refuse_other_model,
+    refuse_other_optimizer,
+)
 
 TINY = str(Path(__file__).parents[2] / "configs" / "gpt_tiny.yaml")
 
@@ -142,6 +146,22 @@ def test_a_checkpoint_of_another_precision_is_refused_before_a_rank_starts(tmp_p
     refuse_other_model(tmp_path, plan)
     with pytest.raises(CheckpointError, match="has weights of float32, which"):
         refuse_other_model(tmp_path, make_plan(load(TINY, ["precision.dtype=float64"]), 4))
+
+
+def test_state_of_another_optimizer_is_refused_where_it_could_not_go_on(tmp_path, monkeypatch):
+    def check(name: str, *keys: str) -> None:
+        tensors = {f"w{key}": TensorEntry((2,), "float32", ()) for key in ("", *keys)}
+        found = Manifest(3, 0, (), tensors, {})
+        monkeypatch.setattr(resume_check, "read_manifest", lambda _: found)
+        refuse_other_optimizer(tmp_path, load(TINY, [f"optim.name={name}"]))
+
+    check("adamw")
+    check("adamw8bit", "#step", "#state1", "#exp_avg")
+    check("adafactor", "#step", "#variance")
+    check("sgd", "#exp_avg", "#step")
+    for name, key in (("adamw", "momentum_buffer"), ("adamw8bit", "exp_avg"), ("adafactor", "s")):
+        with pytest.raises(CheckpointError, match=rf"another optimizer \({key}\), which optim"):
+            check(name, "#step", "#master", f"#{key}")
 
 
 def test_what_a_start_changes_is_said_as_far_as_numbers_follow_from_it(tmp_path):

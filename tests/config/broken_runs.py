@@ -248,7 +248,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         {"optim__name": "muon", "parallel__tensor": 2},
         "optim.name",
         "optim.name=muon makes the update of a whole matrix orthogonal, and parallel.tensor=2 "
-        "leaves parts of it to each rank; use data, pipe and context without ZeRO, or adamw",
+        "leaves parts of it to each rank; use data, pipe, context and zero, or adamw",
     ),
     ({"data__name": None}, "data.name", "neither data.name nor data.target is given"),
     (

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,18 @@ def test_an_old_transformers_is_refused_with_the_line_of_model_hf(
     said = " ".join(capsys.readouterr().err.split())
     assert f"{path}:3: model.hf: needs transformers 4.56 or newer, but transformers 4.50.3" in said
     assert "peft" not in said and not (tmp_path / "runs").exists()
+
+
+def test_adamw8bit_needs_bitsandbytes(tmp_path, capsys, monkeypatch) -> None:
+    path = run_file(tmp_path, "layers: 2\noptim: {name: adamw8bit}")
+    monkeypatch.setattr(packages, "version", lambda _: "0.49.1")
+    assert main(["plan", path]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{path}:4: optim.name: needs bitsandbytes 0.50 or newer, but" in said
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    assert main(["train", path]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "optim.name: needs bitsandbytes, which is not installed; install the extra int8" in said
 
 
 def test_a_model_of_ours_needs_no_transformers(tmp_path, old) -> None:

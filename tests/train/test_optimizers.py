@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,37 +12,107 @@ from tests.train import parity
 from tests.train.test_parity import overrides
 from torchdistpackage.config.load import loads
 from torchdistpackage.train.log import read_metrics
-from torchdistpackage.train.optimizers import MuonWithAdamW, make_optimizer
+from torchdistpackage.train.memory import memory
+from torchdistpackage.train.optimizers import JointOptimizer, make_optimizer
+from torchdistpackage.train.train_state import TrainState, save_state
+from torchdistpackage.train.train_state import resume as resume_from
 
+RANKS_IMPORT = ("bitsandbytes",)
 CONFIG = Path(__file__).parents[2] / "configs" / "gpt_tiny.yaml"
 LAYOUTS = {
-    "muon": [{"data": 2}, {"pipe": 2}],
+    "muon": [{"data": 2}, {"pipe": 2}, {"data": 2, "zero": 1}],
+    "adafactor": [{"data": 2, "pipe": 2}, {"data": 2, "zero": 3}, {"context": 2}],
+    "adamw8bit": [{"data": 2, "pipe": 2, "zero": 1}, {"data": 2, "zero": 2}, {"pipe": 2}],
     "sgd": [{"data": 2, "zero": 1}, {"tensor": 2}, {"data": 2, "zero": 3}],
 }
 
 
-def after_steps(extra: list[str]) -> tuple[parity.Held, float]:
+@dataclass
+class Ended:
+    """What a rank holds at the end, and bytes of the optimizer's state as planned and as found."""
+
+    weights: parity.Held
+    loss: float
+    is_8bit: bool
+    planned_bytes: int
+    state_bytes: int
+
+
+def after_steps(extra: list[str], save: str | None = None, resume: str | None = None) -> Ended:
+    """Three steps, of which two were done before resume; save: a checkpoint after the second."""
     run = parity.trainer(extra)
-    for step in range(1, 4):
+    done = resume_from(run, Path(resume), "auto").step if resume else 0
+    assert done == (2 if resume else 0)
+    for step in range(done + 1, 4):
         loss = run.train_step(step).wait().loss
+        if step == 2 and save:
+            save_state(run, TrainState(step=2), Path(save), keep_last=1)
     if hasattr(run.optimizer, "finish"):
         run.optimizer.finish()
-    return parity.held(run, "data"), loss
+    states = [(k, x) for s in run.optimizer.state.values() for k, x in s.items()]
+    kept = [x for k, x in states if isinstance(x, torch.Tensor) and k != "step"]
+    planned = memory(run.plan.config, run.plan.topology, run.layouts.values(), run.rank)
+    return Ended(
+        parity.held(run, "data"),
+        loss,
+        torch.uint8 in {x.dtype for x in kept},
+        planned.optimizer_bytes,
+        sum(x.nbytes for x in kept),
+    )
 
 
-@pytest.mark.few(2)
+def asked(name: str, layout: dict[str, int]) -> tuple[int, list[str], list[str]]:
+    """(ranks, overrides of one process, of the layout)."""
+    axes = {"data": 1, "pipe": 1, "tensor": 1, "context": 1, **layout}
+    size = axes["data"] * axes["pipe"] * axes["tensor"] * axes["context"]
+    base = [*overrides({**axes, "data": 2}, tied=False), f"optim.name={name}", "optim.lr=0.02"]
+    base += ["parallel.context=1"]
+    if name == "adamw8bit":  # matrices large enough for 8 bits
+        base += ["model.dim=64"]
+    return size, base, [*base, *(f"parallel.{key}={value}" for key, value in layout.items())]
+
+
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "layout"), [(n, x) for n, of in LAYOUTS.items() for x in of], ids=str
 )
 def test_three_steps_are_those_of_one_process(ranks, name, layout):
-    axes = {"data": 1, "pipe": 1, "tensor": 1, **layout}
-    size = axes["data"] * axes["pipe"] * axes["tensor"]
-    base = [*overrides({**axes, "data": 2}, tied=False), f"optim.name={name}", "optim.lr=0.02"]
-    mine = [*base, *(f"parallel.{key}={value}" for key, value in layout.items())]
+    size, base, mine = asked(name, layout)
     truth = ranks(1).run(after_steps, base)
     found = ranks(size).run(after_steps, mine)
-    parity.expect_close([held for held, _ in found], [held for held, _ in truth])
-    assert all(math.isclose(loss, truth[0][1], rel_tol=1e-9) for _, loss in found)
+    parity.expect_close([x.weights for x in found], [x.weights for x in truth])
+    for x in [*found, *truth]:
+        assert math.isclose(x.loss, truth[0].loss, rel_tol=1e-9)
+        assert x.is_8bit == (name == "adamw8bit")
+        if name in ("adafactor", "adamw8bit"):
+            assert x.planned_bytes == x.state_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "then"),
+    [
+        ("adamw8bit", {"data": 2, "zero": 1}, {"pipe": 2}),
+        pytest.param("adamw8bit", {"pipe": 2}, {"data": 2, "zero": 3}, marks=pytest.mark.full),
+        ("adafactor", {"pipe": 2}, {"data": 2, "zero": 2}),
+        pytest.param("adafactor", {"data": 2, "zero": 3}, {"data": 2}, marks=pytest.mark.full),
+        pytest.param("muon", {"data": 2, "zero": 1}, {"pipe": 2}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_goes_on_bit_for_bit_and_under_another_layout(
+    ranks, tmp_path, name, first, then
+):
+    size, _, mine = asked(name, first)
+    whole = ranks(size).run(after_steps, mine, str(tmp_path))
+    again = ranks(size).run(after_steps, mine, None, str(tmp_path))
+    for one, other in zip(whole, again, strict=True):
+        assert one.loss == other.loss
+        for a, b in zip(one.weights, other.weights, strict=True):
+            assert torch.equal(a[-1], b[-1]), a[0]
+    size, _, other = asked(name, then)
+    moved = ranks(size).run(after_steps, other, None, str(tmp_path))
+    parity.expect_close([x.weights for x in moved], [x.weights for x in whole])
+    assert all(x.planned_bytes == x.state_bytes for x in moved) or name == "muon"
 
 
 def test_muon_and_adamw_are_torchs_own_and_leave_a_broken_step_out():
@@ -51,7 +122,7 @@ def test_muon_and_adamw_are_torchs_own_and_leave_a_broken_step_out():
     twin = torch.nn.ModuleDict({"embed": torch.nn.Embedding(9, 4), "a": torch.nn.Linear(4, 6)})
     twin.load_state_dict(stage.state_dict())
     ours = make_optimizer(stage, section, vocab=9)
-    assert isinstance(ours, MuonWithAdamW)
+    assert isinstance(ours, JointOptimizer)
     muon = torch.optim.Muon(
         [twin["a"].weight], 0.1, 0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
     )
@@ -75,7 +146,7 @@ def test_muon_and_adamw_are_torchs_own_and_leave_a_broken_step_out():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["muon", "sgd"])
+@pytest.mark.parametrize("name", ["muon", "sgd", "adafactor"])
 def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(tdp, tmp_path, name):
     command = [
         *("train", str(CONFIG), f"run.dir={tmp_path}", "run.name=a", f"optim.name={name}"),

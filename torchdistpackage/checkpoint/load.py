@@ -40,6 +40,7 @@ from torchdistpackage.checkpoint.parts import (
     SavedTensor,
     TopologyRank,
     has_master,
+    is_whole,
     params_of,
 )
 from torchdistpackage.checkpoint.save import degrees_of, fail_together, file_name
@@ -275,15 +276,24 @@ class ShardReader:
     def _ask_state(
         self, key: str, of: Tensor, shard: Any, layout: Layout, hyper: Mapping[str, Any]
     ) -> Tensor:
-        """Memory for one piece of state: in the shape of its tensor, or a number, on the device
-        where torch.optim has it."""
+        """Memory for one piece of state: in the shape of its tensor, a number, on the device where
+        torch.optim has it, or what there is one of for a whole parameter."""
         name = f"{layout.name}#{key}"
         one, entry, here = layout.named(name), self.manifest.tensors[name], self._here
         dtype = getattr(torch, entry.dtype)
-        if key == STEP or entry.shape != layout.shape:
+        if key == STEP or (layout.shape and not entry.shape):
             on_device = hyper.get("capturable") or hyper.get("fused")
             buffer = torch.empty((), dtype=dtype, device=of.device if on_device else "cpu")
-            self._ask(here.number(one, shard, buffer), layout.name)
+            self._ask(here.kept(one, shard, buffer), layout.name)
+        elif entry.shape != layout.shape:
+            if not is_whole(layout, of):
+                raise CheckpointError(
+                    f"{name} has shape {entry.shape} in {self.path}, its parameter "
+                    f"{layout.shape}, of which ranks hold parts in this run; go on without them, "
+                    f"or with the optimizer that wrote it"
+                )
+            buffer = torch.empty(entry.shape, dtype=dtype, device=of.device)
+            self._ask(here.kept(one, shard, buffer), layout.name)
         else:
             # zeros, as padding that a layout has is in no file
             buffer = torch.zeros_like(of, dtype=dtype, requires_grad=False)

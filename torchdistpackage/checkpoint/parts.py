@@ -139,15 +139,16 @@ class TopologyRank:
             owned = tuple(found(once=True))
         return SavedTensor(layout.name, layout.shape, tensor.dtype, held, owned)
 
-    def number(self, layout: Layout, shard: OptimizerShard | None, tensor: Tensor) -> SavedTensor:
-        """A number kept for a parameter or a shard, such as its step; the owner of the parameter's
-        first element speaks."""
-        scalar = Layout(layout.name, (), view=layout.view, stages=layout.stages)
+    def kept(self, layout: Layout, shard: OptimizerShard | None, tensor: Tensor) -> SavedTensor:
+        """What is kept once for a parameter or a shard, such as its step, or the means of the rows
+        of a parameter that is whole here; the owner of the parameter's first element speaks."""
+        shape = tuple(tensor.shape)
+        one = Layout(layout.name, shape, view=layout.view, stages=layout.stages)
         if shard is None:
-            return self.whole(scalar, tensor)
-        held = (((), tensor.detach()),)
-        speaks = shard.start == 0 and self.is_owner(scalar, shard)
-        return SavedTensor(layout.name, (), tensor.dtype, held, held if speaks else None)
+            return self.whole(one, tensor)
+        held = ((tuple(slice(0, n) for n in shape), tensor.detach()),)
+        speaks = shard.start == 0 and self.is_owner(one, shard)
+        return SavedTensor(layout.name, shape, tensor.dtype, held, held if speaks else None)
 
     def part(self, layout: Layout, shard: OptimizerShard | None, tensor: Tensor) -> SavedTensor:
         """`sliced`, or `whole` without a shard."""
@@ -212,9 +213,16 @@ def _state(
             continue
         name = f"{layout.name}#{key}"
         tensor = value if isinstance(value, Tensor) else torch.tensor(value)
-        if tensor.ndim and tensor.shape != of.shape:
+        is_part = tensor.ndim > 0 and tensor.shape == of.shape
+        if tensor.ndim and not is_part and not is_whole(layout, of):
             raise CheckpointError(
                 f"optimizer state {name} has shape {tuple(tensor.shape)}, its parameter "
-                f"{tuple(of.shape)}; only state of that shape and scalars can be saved"
+                f"{tuple(of.shape)}, of which ranks hold parts; only state of that shape and "
+                f"scalars can be saved then"
             )
-        yield (here.part if tensor.ndim else here.number)(layout.named(name), shard, tensor)
+        yield (here.part if is_part else here.kept)(layout.named(name), shard, tensor)
+
+
+def is_whole(layout: Layout, of: Tensor) -> bool:
+    """Whether the optimizer steps all of a parameter at once, in its own shape."""
+    return tuple(of.shape) == layout.shape

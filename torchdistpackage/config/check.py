@@ -149,7 +149,10 @@ def absent_files(config: RunConfig) -> list[Problem]:
         for key, path in named.items()
         if path is not None and not Path(path).exists()
     ]
-    needed = [(package, key, "hf") for package, key in _needed_packages(config).items()]
+    needed = [
+        (package, key, "int8" if package == "bitsandbytes" else "hf")
+        for package, key in _needed_packages(config).items()
+    ]
     needed += [("plotly", "log.report", "report")] if config.log.report else []
     needed += [(name, "log.to", name) for name in config.log.to]
     why = "needs {0}, which is not installed; install the extra {1}: "
@@ -162,7 +165,7 @@ def absent_files(config: RunConfig) -> list[Problem]:
 
 
 def old_packages(config: RunConfig) -> list[Problem]:
-    """Packages that the model section needs and that are there, but too old for it."""
+    """Packages that the model and optim sections need and that are there, but too old."""
     found = {key: too_old(package) for package, key in _needed_packages(config).items()}
     return [config.problem(key, text) for key, text in found.items() if text is not None]
 
@@ -171,10 +174,11 @@ def _needed_packages(config: RunConfig) -> dict[str, str]:
     """Package -> the key that needs it."""
     model = config.model
     needs = {
-        "transformers": ("model.hf", model.hf),
-        "peft": ("model.lora.target", model.lora.target),
+        "transformers": ("model.hf", model.hf is not None),
+        "peft": ("model.lora.target", model.lora.target is not None),
+        "bitsandbytes": ("optim.name", config.optim.name == "adamw8bit"),
     }
-    return {package: key for package, (key, value) in needs.items() if value is not None}
+    return {package: key for package, (key, is_needed) in needs.items() if is_needed}
 
 
 def wrong_files(config: RunConfig) -> list[Problem]:

@@ -23,6 +23,21 @@ SCHEDULE_ARGS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """What optim.schedule_args may name, for each optim.schedule: arguments of transformers."""
+NEEDS_WHOLE: Mapping[str, str] = {
+    "muon": "makes the update of a whole matrix orthogonal",
+    "adafactor": "follows means over whole rows and columns",
+    "adamw8bit": "scales its statistics by blocks of a whole parameter",
+}
+"""Optimizers whose update of an element reads others of its parameter: optim.name, and how."""
+STATE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "adamw": ("exp_avg",),
+    "adamw8bit": ("state1",),
+    "adafactor": ("row_var", "variance"),
+}
+"""What optimizers that cannot begin on the state of another one keep, one of these at least."""
+MIN_8BIT_SIZE, BLOCK_SIZE = 4096, 256
+"""Of adamw8bit: elements from which a parameter's statistics have 8 bits, and of a block of them
+with one scale."""
 SCHEDULE_SHAPES = ("linear", "cosine", "1-sqrt")
 """warmup_type and decay_type of warmup_stable_decay."""
 
@@ -32,7 +47,8 @@ class OptimSection(Section):
 
     name: k.OptimizerName = Field(
         default="adamw",
-        description="Optimizer; muon: of matrices that are not of the vocabulary, AdamW of others.",
+        description="Optimizer; muon: of matrices that are not of the vocabulary, AdamW of others; "
+        "adamw8bit: of bitsandbytes, AdamW of what is of the vocabulary.",
     )
     lr: k.Positive = Field(default=1e-3, description="Learning rate after warm-up.")
     weight_decay: k.NotNegative = Field(
@@ -40,9 +56,13 @@ class OptimSection(Section):
         description="Decoupled weight decay (of sgd added to the gradient), of parameters of two "
         "dims or more: none of biases and norms.",
     )
-    betas: k.Betas = Field(default=(0.9, 0.95), description="Decay of the two running means.")
+    betas: k.Betas = Field(
+        default=(0.9, 0.95), description="Of adamw: decay of the two running means."
+    )
     momentum: k.Fraction = Field(default=0.95, description="Of sgd and muon.")
-    eps: k.Positive = Field(default=1e-8, description="Added to the denominator of the update.")
+    eps: k.Positive = Field(
+        default=1e-8, description="Added to the denominator of the update; not of adafactor."
+    )
     clip: k.NotNegative = Field(default=1.0, description="Largest global gradient norm; 0 is off.")
     schedule: k.LrSchedule = Field(
         default="warmup_cosine",

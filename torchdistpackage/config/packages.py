@@ -1,10 +1,11 @@
-"""The oldest releases of packages that `model.hf` works with. None is imported here."""
+"""The oldest releases of optional packages that runs work with. None is imported here."""
 
 import re
 from importlib.metadata import PackageNotFoundError, version
 
-OLDEST = {"transformers": "4.56", "peft": "0.14"}
-"""Before 4.56 transformers ignores the documents that position_ids tell apart."""
+OLDEST = {"transformers": "4.56", "peft": "0.14", "bitsandbytes": "0.50"}
+"""Before 4.56 transformers ignores the documents that position_ids tell apart; before 0.50 the
+optimizers of bitsandbytes step on no CPU."""
 
 
 def too_old(package: str) -> str | None:

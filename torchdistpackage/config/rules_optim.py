@@ -1,7 +1,11 @@
 """Rules of the optim section: arguments that a schedule takes, layouts that an optimizer cannot
 follow."""
 
-from torchdistpackage.config.optim_section import SCHEDULE_ARGS, SCHEDULE_SHAPES
+from torchdistpackage.config.optim_section import (
+    NEEDS_WHOLE,
+    SCHEDULE_ARGS,
+    SCHEDULE_SHAPES,
+)
 from torchdistpackage.config.rules import Rule, rule
 from torchdistpackage.config.schema import RunConfig
 
@@ -47,16 +51,16 @@ def _unsound(c: RunConfig) -> str | None:
     return None
 
 
-@rule("optim.name", "parallel.tensor", "parallel.zero")
-def _muon_sees_whole_matrices(c: RunConfig, world_size: int | None) -> str | None:
-    p = c.parallel
-    asked = {"tensor": p.tensor > 1, "zero": p.zero > 0}
-    split = [f"parallel.{key}={getattr(p, key)}" for key, is_on in asked.items() if is_on]
-    if c.optim.name != "muon" or not split:
+@rule("optim.name", "parallel.tensor", "parallel.expert")
+def _some_see_whole_parameters(c: RunConfig, world_size: int | None) -> str | None:
+    why = NEEDS_WHOLE.get(c.optim.name)
+    asked = {key: getattr(c.parallel, key) for key in ("tensor", "expert")}
+    split = [f"parallel.{key}={size}" for key, size in asked.items() if size > 1]
+    if why is None or not split:
         return None
     return (
-        f"optim.name=muon makes the update of a whole matrix orthogonal, and {' and '.join(split)} "
-        f"leaves parts of it to each rank; use data, pipe and context without ZeRO, or adamw"
+        f"optim.name={c.optim.name} {why}, and {' and '.join(split)} leaves parts of it to each "
+        f"rank; use data, pipe, context and zero, or adamw"
     )
 
 

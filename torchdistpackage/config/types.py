@@ -251,7 +251,7 @@ TrackerNames = Annotated[
 ModelName = Literal["gpt"] | None
 DataName = Literal["python_stdlib", "text", "jsonl", "parquet", "tokens", "preference"] | None
 FileKind = Literal["text", "jsonl", "parquet", "tokens"] | None
-OptimizerName = Literal["adamw", "sgd", "muon"]
+OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "sgd", "muon"]
 LrSchedule = Literal[
     "warmup_cosine",
     "constant",

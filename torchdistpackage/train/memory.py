@@ -1,12 +1,14 @@
 """Bytes of weights, gradients and optimizer state on one rank, from layouts alone. No torch."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from torchdistpackage.config.optim_section import BLOCK_SIZE, MIN_8BIT_SIZE, NEEDS_WHOLE
 from torchdistpackage.config.schema import PrecisionSection, RunConfig
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.layout.derive import gradient_ranks, num_elements
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.partition import greedy_partition
 from torchdistpackage.topology.mesh import Topology
 
 
@@ -52,7 +54,8 @@ def memory(
 ) -> MemoryEstimate:
     """Of a rank that holds these parameters.
 
-    ZeRO stage 1 leaves to each rank that shares a parameter its part of the optimizer's state,
+    ZeRO stage 1 leaves to each rank that shares a parameter its part of the optimizer's state (or
+    all of it for some parameters, of an optimizer that needs them whole),
     stage 2 of the gradient too, stage 3 of the weight too. Gradients of several microbatches add up
     full before they are summed, besides that part. Buckets on their way do not count. What is not
     trained every rank has whole, and nothing besides; so too the reference of preference pairs.
@@ -60,9 +63,10 @@ def memory(
     formats = number_formats(config.precision)
     weight, wide = formats.weights, formats.gradients
     zero, has_copy = config.parallel.zero, weight != wide
-    num_means = 2 if config.optim.name == "adamw" else 1  # muon: a little less than it has
     adds_up = zero < 2 or config.pipeline.microbatches > 1
     weights = gradients = optimizer = 0
+    layouts = list(layouts)
+    parts = _parts(config, topology, layouts, rank)
     for layout in layouts:
         mesh = topology.view(layout.view)
         count = num_elements(layout, mesh, rank)
@@ -70,13 +74,50 @@ def memory(
             weights += count * weight.num_bytes
             continue
         weights += count * weight.num_bytes * config.has_reference_copy
-        part = -(-count // len(gradient_ranks(layout, mesh, rank)))
+        part = parts[layout.name]
         # what the optimizer updates is a part apart then, so a wide one is no copy
         is_freed = zero == 3 and len(layout.stages) <= 1
         weights += (part * (not has_copy) if is_freed else count) * weight.num_bytes
         gradients += (count * adds_up + part * (zero >= 2)) * wide.num_bytes
-        optimizer += (part if zero >= 1 else count) * wide.num_bytes * (num_means + has_copy)
+        stepped = part if zero >= 1 else count
+        optimizer += stepped * wide.num_bytes * has_copy
+        optimizer += _statistics_bytes(config, layout, stepped, wide.num_bytes)
     return MemoryEstimate(weights, gradients, optimizer)
+
+
+def _parts(
+    config: RunConfig, topology: Topology, layouts: Sequence[Layout], rank: int
+) -> dict[str, int]:
+    """By name how many elements of each parameter that trains ZeRO leaves to this rank."""
+    sharing: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+    for layout in layouts:
+        if config.model.is_trained(layout.name):
+            mesh = topology.view(layout.view)
+            ranks = tuple(gradient_ranks(layout, mesh, rank))
+            sharing.setdefault(ranks, []).append((layout.name, num_elements(layout, mesh, rank)))
+    parts: dict[str, int] = {}
+    for ranks, members in sharing.items():
+        if config.optim.name not in NEEDS_WHOLE:
+            parts |= {name: -(-count // len(ranks)) for name, count in members}
+            continue
+        shares = greedy_partition([count for _, count in members], len(ranks))
+        mine = set(shares[ranks.index(rank)])
+        parts |= {name: count * (i in mine) for i, (name, count) in enumerate(members)}
+    return parts
+
+
+def _statistics_bytes(config: RunConfig, layout: Layout, count: int, num_bytes: int) -> int:
+    """What the optimizer keeps for `count` elements of a parameter, whose means have num_bytes."""
+    name = config.optim.name
+    if name == "adafactor" and len(layout.shape) > 1:
+        return (count // layout.shape[-1] + count // layout.shape[-2]) * num_bytes
+    if name in ("sgd", "muon", "adafactor"):  # muon: a little less than it has
+        return count * num_bytes
+    if name == "adamw8bit" and config.model.vocab not in layout.shape:
+        if count < MIN_8BIT_SIZE:
+            return 2 * count * 4
+        return 2 * (count + 4 * -(-count // BLOCK_SIZE))
+    return 2 * count * num_bytes
 
 
 def activation_budget_gb(config: RunConfig, state: MemoryEstimate, rank: str) -> float:

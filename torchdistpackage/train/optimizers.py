@@ -7,76 +7,102 @@ from torch import Tensor, nn
 
 from torchdistpackage.config.optim_section import OptimSection
 
+Groups = list[dict[str, Any]]
+
 
 def make_optimizer(
     stage: nn.Module, section: OptimSection, vocab: int
 ) -> torch.optim.Optimizer | None:
-    """None for a stage without parameters that train. vocab: rows of matrices that are not Muon's.
+    """None for a stage without parameters that train.
 
-    fused, where torch has it: its kernels leave out a step by `found_inf`, on the device.
+    vocab: rows of matrices that muon and adamw8bit leave to AdamW: a row of an embedding has
+    gradients with its token alone, and transformers' Trainer gives it no 8 bits either.
     """
     named = [(name, p) for name, p in stage.named_parameters() if p.requires_grad]
     # the biases of all experts are one matrix
     vectors = [p for name, p in named if p.dim() <= 1 or name.endswith("_bias")]
     matrices = [p for name, p in named if p.dim() > 1 and not name.endswith("_bias")]
-    decay = section.weight_decay
-    adamw = {"lr": section.lr, "betas": section.betas, "eps": section.eps, "fused": True}
-    if section.name == "muon":
-        turned = [p for p in matrices if p.dim() == 2 and vocab not in p.shape]
-        others = [p for p in matrices if p.dim() != 2 or vocab in p.shape]
-        rest = _groups((others, decay), (vectors, 0.0))
-        return MuonWithAdamW(turned, rest, section, adamw) if named else None
+    decay, lr = section.weight_decay, section.lr
     groups = _groups((matrices, decay), (vectors, 0.0))
     if not groups:
         return None
+    if section.name == "adamw":
+        return _adamw(groups, section)
     if section.name == "sgd":
-        return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum, fused=True)
-    return torch.optim.AdamW(groups, **adamw)
+        return torch.optim.SGD(groups, lr=lr, momentum=section.momentum, fused=True)
+    if section.name == "adafactor":
+        return JointOptimizer(torch.optim.Adafactor(groups, lr=lr))
+    inner = [p for p in matrices if vocab not in p.shape]
+    of_vocab = [p for p in matrices if vocab in p.shape]
+    if section.name == "adamw8bit":
+        mine, rest = _groups((inner, decay), (vectors, 0.0)), _groups((of_vocab, decay))
+        first = _adamw8bit
+    else:
+        mine = _groups(([p for p in inner if p.dim() == 2], decay))
+        rest = _groups(([*of_vocab, *(p for p in inner if p.dim() != 2)], decay), (vectors, 0.0))
+        first = _muon
+    made = ((first, mine), (_adamw, rest))
+    return JointOptimizer(*(make(groups, section) for make, groups in made if groups))
 
 
-def _groups(*kinds: tuple[list[nn.Parameter], float]) -> list[dict[str, Any]]:
+def _groups(*kinds: tuple[list[nn.Parameter], float]) -> Groups:
     return [{"params": params, "weight_decay": decay} for params, decay in kinds if params]
 
 
-class MuonWithAdamW(torch.optim.Optimizer):
-    """torch's Muon for matrices (Jordan et al., 2024), AdamW for all else, as one optimizer.
+def _adamw(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
+    """fused: its kernels leave out a step by `found_inf`, on the device."""
+    return torch.optim.AdamW(
+        groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True
+    )
 
-    Muon's updates have the size of AdamW's (Liu et al., arXiv:2502.16982), so both follow one
-    learning rate. matrices: 2-D. others: param groups.
+
+def _adamw8bit(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
+    """Dettmers et al., arXiv:2110.02861. bitsandbytes, of the extra `int8`, is imported here."""
+    from bitsandbytes.optim import AdamW8bit
+
+    class AdamW8bitOfOne(AdamW8bit):
+        """Between steps no state has the tables that all share, or a checkpoint would have them."""
+
+        @torch.no_grad()
+        def update_step(self, group: Any, p: Any, gindex: int, pindex: int) -> None:
+            tables = {"qmap1": self.name2qmap["dynamic"], "qmap2": self.name2qmap["udynamic"]}
+            state = self.state[p]
+            state.update({key: table.to(p.device) for key, table in tables.items()})
+            super().update_step(group, p, gindex, pindex)
+            for key in tables:
+                del state[key]
+
+    return AdamW8bitOfOne(groups, lr=section.lr, betas=section.betas, eps=section.eps)
+
+
+def _muon(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
+    """Jordan et al., 2024. Its updates have the size of AdamW's (Liu et al., arXiv:2502.16982), so
+    both follow one learning rate."""
+    return torch.optim.Muon(
+        groups, lr=section.lr, momentum=section.momentum, adjust_lr_fn="match_rms_adamw"
+    )
+
+
+class JointOptimizer(torch.optim.Optimizer):
+    """Optimizers of some parameters each as one, which leaves a step out by `found_inf`.
+
+    What is set in a group, or loaded into the state, the parts see.
     """
 
     found_inf: Tensor | None = None
 
-    def __init__(
-        self,
-        matrices: list[nn.Parameter],
-        others: list[dict[str, Any]],
-        section: OptimSection,
-        adamw: dict[str, Any],
-    ):
-        self._parts: list[torch.optim.Optimizer] = []
-        if matrices:
-            muon = torch.optim.Muon(
-                matrices,
-                lr=section.lr,
-                weight_decay=section.weight_decay,
-                momentum=section.momentum,
-                adjust_lr_fn="match_rms_adamw",
-            )
-            self._parts.append(muon)
-        if others:
-            self._parts.append(torch.optim.AdamW(others, **adamw))
-        super().__init__([group for part in self._parts for group in part.param_groups], {})
-        # what is set in a group, or loaded into the state, the parts have to see
-        self.param_groups = [group for part in self._parts for group in part.param_groups]
-        for part in self._parts:
+    def __init__(self, *parts: torch.optim.Optimizer):
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.param_groups = [group for part in parts for group in part.param_groups]
+        for part in parts:
             part.state = self.state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Muon's kernels know no `found_inf`: it is read, which waits for the device."""
+        """The parts' kernels know no `found_inf`: it is read, which waits for the device."""
         assert closure is None
         if self.found_inf is not None and bool(self.found_inf):
             return
-        for part in self._parts:
+        for part in self.parts:
             part.step()

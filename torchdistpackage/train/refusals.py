@@ -16,7 +16,11 @@ from torchdistpackage.config.slurm import extra_of
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.train.elastic import fitted
 from torchdistpackage.train.plan import Plan, make_plan
-from torchdistpackage.train.resume_check import refuse_other_model, resumed_from
+from torchdistpackage.train.resume_check import (
+    refuse_other_model,
+    refuse_other_optimizer,
+    resumed_from,
+)
 from torchdistpackage.train.run_folder import CHECKPOINTS, run_folder
 from torchdistpackage.train.texts import wrong_texts
 from torchdistpackage.train.user_code import unknown_modules
@@ -75,6 +79,7 @@ def refuse_checkpoint(config: RunConfig, resume: str, plan: Callable[[], Plan]) 
     own = run_folder(config) / CHECKPOINTS
     if (checkpoint := resumed_from(resume, own, has_copies=has_copies)) is not None:
         refuse_other_model(checkpoint, plan())
+        refuse_other_optimizer(checkpoint, config)
 
 
 def check_checkpoint(config: RunConfig, resume: str, num_ranks: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from torchdistpackage.checkpoint.commit import candidates, damage, newest_complete, none_complete
 from torchdistpackage.checkpoint.manifest import read_manifest
 from torchdistpackage.config.load import load
+from torchdistpackage.config.optim_section import STATE_KEYS
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import CheckpointError, ConfigError
 from torchdistpackage.train.plan import Plan
@@ -77,6 +78,22 @@ def refuse_other_model(path: Path, plan: Plan) -> None:
             f"{path} has weights of {' and '.join(sorted(dtypes))}, which a run with weights of "
             f"{weights} does not read. Go on with the precision.dtype it was written with, "
             f"begin anew with --resume never (tdp submit --fresh), or change run.name"
+        )
+
+
+def refuse_other_optimizer(path: Path, config: RunConfig) -> None:
+    """Raises CheckpointError if the checkpoint has the state of an optimizer that the run's cannot
+    begin on."""
+    found = {
+        key for name in read_manifest(path).tensors if (key := name.rpartition("#")[2]) != name
+    }
+    found -= {"step", "master"}
+    name = config.optim.name
+    if found and found.isdisjoint(STATE_KEYS.get(name, found)):
+        raise CheckpointError(
+            f"{path} has the state of another optimizer ({', '.join(sorted(found))}), which "
+            f"optim.name={name} does not read. Go on with the optimizer it was written with, begin "
+            f"anew with --resume never (tdp submit --fresh), or change run.name"
         )
 
 
