@@ -57,18 +57,21 @@ def pool(request: pytest.FixtureRequest) -> Generator[RankPool]:
 def forks(
     pool: RankPool, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that `run_local` starts are forked from the pool's server, which has imported torch.
+    """Ranks that `run_local` starts, and processes that tokenize, are forks of the pool's server,
+    which has imported torch.
 
-    For tests that are about what ranks do, and not how their server begins and ends.
+    For tests that are about what they do, and not how their server begins and ends.
     """
     from torchdistpackage.launch import workers
+    from torchdistpackage.train import token_workers
 
     pool(1).run("os:getpid")  # or the server would begin in what a test sets in the environment
 
     def borrow(preload: Sequence[str]) -> _Borrowed:
         return _Borrowed(pool.server, tmp_path_factory.mktemp("ranks"))
 
-    monkeypatch.setattr(workers, "ForkServer", borrow)
+    for module in (workers, token_workers):
+        monkeypatch.setattr(module, "ForkServer", borrow)
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from torchdistpackage.config.hugging_face import vocabulary_size
 from torchdistpackage.errors import DataError
 from torchdistpackage.train.documents import TextSource
 from torchdistpackage.train.packing import PackedDataset
-from torchdistpackage.train.token_cache import TokenizedText, load_tokenizer, tokenized
+from torchdistpackage.train.token_cache import TokenizedText, tokenized
+from torchdistpackage.train.token_encoder import load_tokenizer
 
 CHATML = """\
 {%- for message in messages %}

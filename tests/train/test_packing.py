@@ -18,7 +18,8 @@ from torchdistpackage.errors import ConfigError, DataError
 from torchdistpackage.train.data import DataSource
 from torchdistpackage.train.documents import TextSource
 from torchdistpackage.train.packing import PackedDataset
-from torchdistpackage.train.token_cache import load_tokenizer, tokenized
+from torchdistpackage.train.token_cache import tokenized
+from torchdistpackage.train.token_encoder import load_tokenizer
 
 IGNORED = -100
 

@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -50,6 +51,55 @@ class SignalFlag:
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self.all_received.append(signal.Signals(signum))
+
+
+class _Undone(BaseException):
+    """Raised where a signal came that ends this process."""
+
+
+@contextmanager
+def undone_by_signals() -> Generator[None]:
+    """SIGTERM and SIGHUP, where they would end this process at once, first unwind what is under
+    way, as Ctrl-C does. Ones that somebody listens to stay as they are.
+    """
+    before: list[signal.Signals] = []
+    received: list[int] = []
+
+    def undo(signum: int, frame: FrameType | None) -> None:
+        for name in before:  # the next one is not waited for
+            signal.signal(name, signal.SIG_DFL)
+        received.append(signum)
+        raise _Undone
+
+    if threading.current_thread() is threading.main_thread():
+        asked = (signal.SIGTERM, signal.SIGHUP)
+        before += [x for x in asked if signal.getsignal(x) is signal.SIG_DFL]
+        for name in before:
+            signal.signal(name, undo)
+    try:
+        yield
+    except _Undone:
+        pass
+    finally:
+        for name in before:
+            signal.signal(name, signal.SIG_DFL)
+        for signum in received:
+            signal.raise_signal(signum)
+
+
+def usable_cpus(env: Mapping[str, str], quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """CPUs that this process may keep busy: those it may run on, as far as its container's quota
+    and its Slurm job's share of the node go. quota: of cgroup v2, as a container sees it.
+    """
+    number = len(os.sched_getaffinity(0))
+    try:
+        most_us, period_us = quota.read_text().split()
+        number = min(number, -(-int(most_us) // int(period_us)))
+    except (OSError, ValueError):
+        pass  # none, or "max"
+    if (share := env.get("SLURM_CPUS_ON_NODE", "")).isdecimal():
+        number = min(number, int(share))
+    return max(number, 1)
 
 
 def _stat(pid: int) -> list[str]:

@@ -1,15 +1,17 @@
 """The documents of text files, JSON lines and parquet files, one after another. No torch.
 
+A file is read in pieces, each of whole lines or row groups, so that several processes can share it.
 A line or row that is no document comes as the error that says so, in its place, so that a reader
 can name several of them at once.
 """
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from torchdistpackage.bounded import parse_json
 from torchdistpackage.config.data_section import PREFERENCE, SUFFIX_OF_KIND
@@ -17,12 +19,19 @@ from torchdistpackage.config.text_ends import TextEnds, text_ends
 from torchdistpackage.config.types import TextEnd
 from torchdistpackage.errors import DataError
 
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
 PAIRS = "prompt+completion"
 """The field that stands for two: the prompt does not count in the loss."""
 CHAT, TOOLS = "messages", "tools"
 """The field that holds a chat, a list of messages, and that of its tools."""
 _ROWS = 512
 """Of a parquet file that are in memory at once."""
+PIECE_BYTES = 1 << 20
+"""Of a file that is read at once, more where a line or row group is longer: at the 1 to 4 MB/s that
+a core tokenizes, cores that share the last pieces of a file wait less than a second."""
+_BLOCK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,30 +119,80 @@ def files_of(kind: str, path: Path) -> list[Path]:
     return sorted(found)
 
 
-def documents_of(
-    kind: str, path: Path, field: str, reader: Reader | None = None
-) -> Iterator[Document | AnswerPair | DataError]:
-    """All documents of one file: of a text file one.
+class Piece(NamedTuple):
+    """What is read at once of a file: of JSON lines from byte `first` to before byte `last`, of
+    parquet these row groups. num_bytes: that it has in the file.
+    """
 
-    reader: of lines and rows; by default texts under `field`. Instead of a line or row that is no
-    JSON object or no document comes the error that says so.
+    path: Path
+    first: int
+    last: int
+    num_bytes: int
+
+
+def pieces_of(kind: str, path: Path) -> Iterator[Piece]:
+    """A file in pieces, in order; one, even if it is empty. A text file is one document, so one.
+
+    Raises:
+        DataError: the file cannot be read, or is no parquet file.
+    """
+    if kind == "parquet":
+        yield from _row_groups(path)
+        return
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            first, last = 0, size if kind == "text" else _line_end(file, PIECE_BYTES, size)
+            yield Piece(path, first, last, last)
+            while last < size:
+                first, last = last, _line_end(file, last + PIECE_BYTES, size)
+                yield Piece(path, first, last, last - first)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _line_end(file: BinaryIO, at: int, size: int) -> int:
+    """The first beginning of a line from byte `at` on; `size`: there is none."""
+    at = min(at, size) - 1  # the byte before may end a line
+    file.seek(max(at, 0))
+    while at < size and (block := file.read(_BLOCK_BYTES)):
+        if (found := block.find(b"\n")) >= 0:
+            return at + found + 1
+        at += len(block)
+    return size
+
+
+def documents_of(
+    kind: str, piece: Piece, field: str, reader: Reader | None = None, number: int = 0
+) -> Iterator[Document | AnswerPair | DataError]:
+    """All documents of a piece of a file.
+
+    reader: of lines and rows; by default texts under `field`. number: lines or rows of the file
+    before the piece, for errors. Instead of a line or row that is no JSON object or no document
+    comes the error that says so.
 
     Raises:
         DataError: the file cannot be read, is no text or no parquet file, or lacks a column.
     """
     reader = partial(text_document, field=field) if reader is None else reader
     if kind == "text":
-        yield Document(_text(_content(path), str(path)))
-    elif kind in ("jsonl", PREFERENCE):
-        yield from _json_lines(path, reader)
+        yield Document(_text(_content(piece.path), str(piece.path)))
+    elif kind == "parquet":
+        yield from _rows(piece, field, reader, number)
     else:
-        yield from _rows(path, field, reader)
+        yield from _json_lines(piece, reader, number)
 
 
-def _json_lines(path: Path, reader: Reader) -> Iterator[Document | AnswerPair | DataError]:
+def _json_lines(
+    piece: Piece, reader: Reader, number: int
+) -> Iterator[Document | AnswerPair | DataError]:
+    path, left = piece.path, piece.num_bytes
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+            file.seek(piece.first)
+            while left > 0 and (line := file.readline()):
+                left -= len(line)
+                number += 1
                 where = f"{path}:{number}"
                 try:
                     yield reader(_json_object(line, where), where)
@@ -156,7 +215,8 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def _rows(path: Path, field: str, reader: Reader) -> Iterator[Document | AnswerPair | DataError]:
+@contextmanager
+def _parquet(path: Path) -> "Iterator[ParquetFile]":
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -165,25 +225,46 @@ def _rows(path: Path, field: str, reader: Reader) -> Iterator[Document | AnswerP
             f"data.name=parquet needs pyarrow, which cannot be imported ({error}); "
             f"pip install pyarrow, or write JSON lines"
         ) from error
-    number = 0
     try:
         with ParquetFile(path) as file:
-            there = file.schema_arrow.names
-            missing = [x for x in _fields(field) if x not in there and (field, x) != (CHAT, TOOLS)]
-            if missing:
-                raise DataError(
-                    f"{path}: no column {missing[0]!r}; there are {', '.join(there)} (data.field)"
-                )
-            names = [name for name in _fields(field) if name in there]
-            for batch in file.iter_batches(_ROWS, columns=names):
-                for row in batch.to_pylist():
-                    number += 1
-                    try:
-                        yield reader(row, f"{path}: row {number}")
-                    except DataError as error:
-                        yield error
+            yield file
     except (OSError, ArrowException) as error:
         raise DataError(f"cannot read {path} as parquet: {error}") from error
+
+
+def _row_groups(path: Path) -> Iterator[Piece]:
+    with _parquet(path) as file:
+        facts, first, size = file.metadata, 0, 0
+        for index in range(facts.num_row_groups):
+            group = facts.row_group(index)
+            columns = map(group.column, range(group.num_columns))
+            size += sum(column.total_compressed_size for column in columns)
+            if size >= PIECE_BYTES:
+                yield Piece(path, first, index + 1, size)
+                first, size = index + 1, 0
+        if first < facts.num_row_groups or not facts.num_row_groups:
+            yield Piece(path, first, facts.num_row_groups, size)
+
+
+def _rows(
+    piece: Piece, field: str, reader: Reader, number: int
+) -> Iterator[Document | AnswerPair | DataError]:
+    path, groups = piece.path, list(range(piece.first, piece.last))
+    with _parquet(path) as file:
+        there = file.schema_arrow.names
+        missing = [x for x in _fields(field) if x not in there and (field, x) != (CHAT, TOOLS)]
+        if missing:
+            raise DataError(
+                f"{path}: no column {missing[0]!r}; there are {', '.join(there)} (data.field)"
+            )
+        names = [name for name in _fields(field) if name in there]
+        for batch in file.iter_batches(_ROWS, row_groups=groups, columns=names):
+            for row in batch.to_pylist():
+                number += 1
+                try:
+                    yield reader(row, f"{path}: row {number}")
+                except DataError as error:
+                    yield error
 
 
 def _fields(field: str) -> list[str]:

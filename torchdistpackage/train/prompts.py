@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchdistpackage.config.text_ends import TextEnds
-from torchdistpackage.train.token_cache import load_tokenizer
+from torchdistpackage.train.token_encoder import load_tokenizer
 
 _BYTES = 256
 _UNFINISHED = "\ufffd"

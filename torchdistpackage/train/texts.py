@@ -13,7 +13,8 @@ from torchdistpackage.train.documents import TextSource
 from torchdistpackage.train.pair_rows import pair_problems
 from torchdistpackage.train.split import split_documents, split_pairs
 from torchdistpackage.train.token_bar import tokenizing
-from torchdistpackage.train.token_cache import Progress, TokenizedText, tokenized
+from torchdistpackage.train.token_cache import TokenizedText, tokenized
+from torchdistpackage.train.token_workers import Progress
 
 
 def text_source(data: DataSection) -> TextSource:

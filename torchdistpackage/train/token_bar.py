@@ -16,7 +16,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bar
 
-from torchdistpackage.train.token_cache import Progress
+from torchdistpackage.train.token_workers import Progress
 
 _LINE_S = 10.0
 """Between lines; what takes less says nothing."""

@@ -19,46 +19,37 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from torchdistpackage.bounded import parse_json
-from torchdistpackage.config.data_section import PREFERENCE
-from torchdistpackage.config.hugging_face import (
-    described_by,
-    tokenizer_file,
-    vocabulary_size,
-)
-from torchdistpackage.config.text_ends import TextEnds, end_of_text
+from torchdistpackage.config.hugging_face import described_by, tokenizer_file
+from torchdistpackage.config.text_ends import TextEnds
 from torchdistpackage.errors import DataError
-from torchdistpackage.train.chat import ChatTemplate
-from torchdistpackage.train.documents import (
-    CHAT,
-    AnswerPair,
-    Document,
-    Reader,
-    TextSource,
-    documents_of,
-    files_of,
-)
+from torchdistpackage.launch.files import atomic_write
+from torchdistpackage.launch.process import undone_by_signals, usable_cpus
+from torchdistpackage.train.documents import TextSource, files_of, pieces_of
 from torchdistpackage.train.mapped import MappedTensors
-from torchdistpackage.train.preference_pairs import PairReader
+from torchdistpackage.train.token_encoder import DocumentEncoder, EncodedBatch
+from torchdistpackage.train.token_workers import Progress, TokenWorkers
 
 _FORMAT = 3
-_AT_ONCE = 512
-"""Documents that the tokenizer's threads get together."""
 MOST_PROBLEMS = 20
 """Lines named in one error."""
-
-Progress = Callable[[int, int], None]
-"""Told (bytes of text read, of all) now and then."""
+_SETTLED_S = 2.0
+"""After a change of a file, until another change surely gives it another time."""
+WORKER_BYTES = 4 << 20
+"""Of texts for each process that tokenizes them: with less its start costs more than it gains."""
+_STALE_S = 3600.0
+"""Without a write, after which another host's draft is nobody's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,57 +108,81 @@ def tokenized(source: TextSource, cache: Path, progress: Progress | None = None)
         DataError: a file or the tokenizer is missing or wrong, by file and line; of many wrong
             lines the first ones.
     """
-    vocabulary, ends = tokenizer_file(Path(source.tokenizer)), source.ends
+    vocabulary = tokenizer_file(Path(source.tokenizer))
     files = files_of(source.kind, Path(source.path))
-    folder = cache / _digest(source, ends, vocabulary, files)
+    read = [vocabulary, *described_by(vocabulary.parent, chat=source.may_be_chat), *files]
+    known = cache / f"{(stamp := _stamp(source, read)).name}.known"
+    if (folder := _known(known, cache)) is not None:
+        return _read(folder)
+    folder = cache / _digest(source, source.ends, read, len(files))
     if not folder.exists():
         try:
             cache.mkdir(parents=True, exist_ok=True)
             with _locked(cache / f"{folder.name}.lock"):
                 if not folder.exists():
-                    _make(source, ends, vocabulary, files, folder, progress)
+                    _make(source, files, folder, progress)
         except OSError as error:
             raise DataError(f"cannot write the cache {folder}: {error.strerror}") from error
+    # a change within the last moments could leave the times as they are
+    if _stamp(source, read) == stamp and stamp.changed_s < time.time() - _SETTLED_S:
+        with suppress(OSError):  # a cache that is only read
+            atomic_write(known, folder.name)
     return _read(folder)
 
 
-def load_tokenizer(path: Path) -> tuple[Any, int | None]:
-    """(tokenizer, id of its end-of-text token or None), from a folder or a file.
-
-    Raises:
-        DataError: the tokenizers library is missing, or the file is none of its.
+@dataclass(frozen=True, slots=True)
+class _Stamp:
+    """Files as the file system describes them. name: of that, and of what is read from them.
+    changed_s: the time of the last change.
     """
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise DataError(
-            f"data.tokenizer needs the tokenizers library ({error}); pip install tokenizers"
-        ) from error
-    file = tokenizer_file(path)
-    try:
-        found = Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises plain Exceptions
-        raise DataError(f"{file} is no tokenizer of the tokenizers library: {error}") from error
-    found.no_padding()
-    found.no_truncation()
-    return found, end_of_text(file)
+
+    name: str
+    changed_s: float
 
 
-def _digest(source: TextSource, ends: TextEnds, vocabulary: Path, files: list[Path]) -> str:
-    """Of contents, not of times: a copy elsewhere finds the same entry."""
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(f"{_FORMAT} {source.kind} {source.field} {len(files)}".encode())
-    if ends.bos or source.eos == "off":  # else as in entries that are older than the choice
-        digest.update(f" {ends.bos} {ends.eos}".encode())
-    beside = described_by(vocabulary.parent, chat=source.may_be_chat)
-    for path in (vocabulary, *beside, *files):
+def _stamp(source: TextSource, paths: list[Path]) -> _Stamp:
+    """Of size, times and inode of each: ctime is of any change, and no program can set it back."""
+    digest, changed_ns = hashlib.blake2b(f"{_FORMAT} {source}".encode(), digest_size=16), 0
+    for path in paths:
         try:
-            with path.open("rb") as file:
-                whole = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+            now = path.stat()
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}") from error
-        digest.update(whole.digest())
+        facts = now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino
+        digest.update(f"{path.absolute()} {facts}\n".encode(errors="surrogateescape"))
+        changed_ns = max(changed_ns, now.st_mtime_ns, now.st_ctime_ns)
+    return _Stamp(digest.hexdigest(), changed_ns / 1e9)
+
+
+def _known(path: Path, cache: Path) -> Path | None:
+    """The entry that was found by the contents of files when they had this stamp."""
+    try:
+        name = path.read_text()
+    except OSError:
+        return None
+    folder = cache / name
+    return folder if len(name) == 32 and name.isalnum() and folder.is_dir() else None
+
+
+def _digest(source: TextSource, ends: TextEnds, paths: list[Path], num_texts: int) -> str:
+    """Of contents, not of times: a copy elsewhere finds the same entry. paths: of the tokenizer,
+    and of `num_texts` files."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(f"{_FORMAT} {source.kind} {source.field} {num_texts}".encode())
+    if ends.bos or source.eos == "off":  # else as in entries that are older than the choice
+        digest.update(f" {ends.bos} {ends.eos}".encode())
+    with ThreadPoolExecutor(usable_cpus(os.environ)) as threads:
+        for content in threads.map(_content_digest, paths):
+            digest.update(content)
     return digest.hexdigest()
+
+
+def _content_digest(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
 @contextmanager
@@ -178,74 +193,66 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _make(
-    source: TextSource,
-    ends: TextEnds,
-    vocabulary: Path,
-    files: list[Path],
-    folder: Path,
-    progress: Progress | None,
-) -> None:
-    tokenizer, eos = load_tokenizer(vocabulary)
-    reader = _reader(source, vocabulary.parent)
-    vocab = vocabulary_size(vocabulary)
-    draft = folder.with_name(f"{folder.name}.{os.getpid()}.draft")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir()
-    try:
-        with ExitStack() as stack:
-            writer = _Writer(draft, vocab, stack, masks=source.has_prompts)
-            origins = _write(source, reader, tokenizer, ends, files, writer, progress)
-        if not writer.num_tokens:
-            raise DataError(f"{source.path} holds no token; put texts there")
-        each = source.documents_per_line
-        meta = {
-            "source": asdict(source),
-            "documents_per_line": each,
-            "dtype": writer.dtype.name,
-            "vocab": vocab,
-            "eos": eos,
-        }
-        (draft / "meta.json").write_text(json.dumps({**meta, "files": origins}, indent=1) + "\n")
-        draft.rename(folder)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
+def _make(source: TextSource, files: list[Path], folder: Path, progress: Progress | None) -> None:
+    """Under the lock of the entry."""
+    encoder = DocumentEncoder(source)
+    host = f"{socket.gethostname()}.draft"
+    for old in folder.parent.glob(f"{folder.name}.*.draft"):
+        # of a process that was killed, unless the lock does not reach to its host
+        if old.name.endswith(f".{host}") or time.time() - _written_s(old) > _STALE_S:
+            shutil.rmtree(old, ignore_errors=True)
+    draft = folder.with_name(f"{folder.name}.{os.getpid()}.{host}")
+    with undone_by_signals():
+        draft.mkdir()
+        try:
+            with ExitStack() as stack:
+                writer = _Writer(draft, encoder.dtype, stack, masks=source.has_prompts)
+                origins = _write(source, encoder, files, writer, progress)
+            if not writer.num_tokens:
+                raise DataError(f"{source.path} holds no token; put texts there")
+            meta = {
+                "source": asdict(source),
+                "documents_per_line": source.documents_per_line,
+                "dtype": encoder.dtype.name,
+                "vocab": encoder.vocab,
+                "eos": encoder.eos,
+                "files": origins,
+            }
+            (draft / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+            draft.rename(folder)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
 
 
-def _reader(source: TextSource, folder: Path) -> Reader | None:
-    """Of its lines; None: texts under its field. folder: of the tokenizer."""
-    if source.kind == PREFERENCE:
-        return PairReader(folder)
-    return ChatTemplate(folder).document if source.field == CHAT else None
+def _written_s(draft: Path) -> float:
+    """When it was last written to."""
+    with suppress(OSError):
+        return max(x.stat().st_mtime for x in (draft, *draft.iterdir()))
+    return 0.0
 
 
 class _Writer:
     """The long files of an entry in `folder`, which `stack` closes. masks: tokens may not count."""
 
-    def __init__(self, folder: Path, vocab: int, stack: ExitStack, *, masks: bool):
-        self.masks, self.dtype = masks, np.dtype(np.uint16 if vocab <= 1 << 16 else np.uint32)
+    def __init__(self, folder: Path, dtype: np.dtype, stack: ExitStack, *, masks: bool):
         self.num_tokens = self.num_documents = 0
         names = ("tokens", "ends", "places", *(("counted", "prompts") if masks else ()))
         self._files = {n: stack.enter_context((folder / f"{n}.bin").open("wb")) for n in names}
 
-    def add(self, place: float, ids: npt.NDArray, counted: npt.NDArray[np.uint8]) -> None:
-        self.num_tokens += len(ids)
-        self.num_documents += 1
-        self._files["tokens"].write(ids.astype(self.dtype).tobytes())
-        self._files["ends"].write(np.int64(self.num_tokens).tobytes())
-        self._files["places"].write(np.float64(place).tobytes())
-        if self.masks:
-            prompt = int(counted.argmax()) if counted.any() else len(counted)
-            self._files["counted"].write(counted.tobytes())
-            self._files["prompts"].write(np.int64(prompt).tobytes())
+    def add(self, batch: EncodedBatch) -> None:
+        ends = self.num_tokens + np.cumsum(batch.lengths)
+        parts = {"tokens": batch.ids, "ends": ends, "places": batch.places}
+        parts |= {"counted": batch.counted, "prompts": batch.prompts}
+        for name, file in self._files.items():
+            file.write(np.ascontiguousarray(parts[name]).data)
+        self.num_tokens += len(batch.ids)
+        self.num_documents += len(ends)
 
 
 def _write(
     source: TextSource,
-    reader: Reader | None,
-    tokenizer: Any,
-    ends: TextEnds,
+    encoder: DocumentEncoder,
     files: list[Path],
     writer: _Writer,
     progress: Progress | None,
@@ -253,78 +260,36 @@ def _write(
     """For each file its name and how many documents were before it."""
     origins: list[tuple[str, int]] = []
     problems: list[str] = []
-    each = source.documents_per_line
     sizes = [path.stat().st_size for path in files]
-    done = 0
-    for path, size in zip(files, sizes, strict=True):
-        origins.append((str(path), writer.num_documents))
-        found = documents_of(source.kind, path, source.field, reader)
-        read = number = 0
-        while (batch := list(islice(found, _AT_ONCE))) and len(problems) < MOST_PROBLEMS:
-            held = [x for x in batch if not isinstance(x, DataError)]
-            documents = [y for x in held for y in (x if isinstance(x, AnswerPair) else (x,))]
-            problems += [str(x) for x in batch if isinstance(x, DataError)]
-            where = f"{path}: documents {number + 1} to {number + len(batch)}"
-            if not problems:  # else the rest is only looked through
-                encoded = _encoded(tokenizer, documents, ends, where)
-                # the answers of a pair are on one side of a split
-                places = [_place(documents[i - i % each]) for i in range(len(documents))]
-                for place, (ids, counted) in zip(places, encoded, strict=True):
-                    writer.add(place, ids, counted)
-            number += len(batch)
-            read += sum(len(document.prompt) + len(document.text) for document in documents)
+    total, done, number = sum(sizes), 0, 0
+    num_workers = min(usable_cpus(os.environ), total // WORKER_BYTES)
+    pieces = (piece for path in files for piece in pieces_of(source.kind, path))
+    with TokenWorkers(source, num_workers) as workers:
+        for piece, found in workers.results(pieces):
+            if piece.first == 0:  # the next file
+                done, number = sum(sizes[: len(origins)]), 0
+                origins.append((str(piece.path), writer.num_documents))
+            read = 0
+            # here numbers of lines are known, so what is wrong is found once more, to be named
+            here = encoder.batches(piece, number, encode=not problems)
+            for batch in here if found is None else found:
+                problems += batch.problems
+                if not problems:
+                    writer.add(batch)
+                number += batch.num_lines
+                read = min(read + batch.num_letters, piece.num_bytes)
+                if progress is not None:
+                    progress(done + read, total)
+            done += piece.num_bytes
             if progress is not None:
-                progress(done + min(read, size), sum(sizes))
-        done += size
-        if progress is not None:
-            progress(done, sum(sizes))
+                progress(done, total)
+            workers.encode = not problems
+            if len(problems) >= MOST_PROBLEMS:
+                break
     if problems:
         more = ["and maybe more"] * (len(problems) >= MOST_PROBLEMS)
         raise DataError("\n".join([*problems[:MOST_PROBLEMS], *more]))
     return origins
-
-
-def _encoded(
-    tokenizer: Any, batch: list[Document], ends: TextEnds, where: str
-) -> Iterator[tuple[npt.NDArray, npt.NDArray[np.uint8]]]:
-    """(ids, 1 where one counts) of each document, with `ends` around it."""
-
-    def encode(texts: list[str]) -> list[Any]:
-        try:
-            return tokenizer.encode_batch(texts, add_special_tokens=False)
-        except Exception as error:  # the library raises plain Exceptions
-            raise DataError(f"{where} cannot be tokenized: {error}") from error
-
-    in_pairs = any(x.prompt for x in batch)
-    prompts = [x.ids for x in encode([x.prompt for x in batch])] if in_pairs else [[]] * len(batch)
-    for document, prompt, text in zip(batch, prompts, encode([x.text for x in batch]), strict=True):
-        # what a template has written has its special tokens already
-        around = ends if document.spans is None else TextEnds()
-        ids = np.asarray(around.around([*prompt, *text.ids]), np.int64)
-        counted = np.ones(len(ids), np.uint8)
-        if document.prompt:  # with what stands before it
-            counted[: len(ids) - len(text.ids) - len(around.eos)] = 0
-        if document.spans is not None:
-            counted[:] = _within(text.offsets, document.spans)
-        yield ids, counted
-
-
-def _within(
-    offsets: list[tuple[int, int]], spans: tuple[tuple[int, int], ...]
-) -> npt.NDArray[np.bool_]:
-    """Which tokens, each from one character to another, have a character of a span."""
-    begin, end = np.asarray(offsets, np.int64).reshape(-1, 2).T
-    found = np.zeros(len(begin), bool)
-    for first, last in spans:
-        found |= (begin < last) & (np.maximum(end, begin + 1) > first)
-    return found
-
-
-def _place(document: Document) -> float:
-    """Equal texts have equal places, so no text is on both sides of a split."""
-    digest = hashlib.blake2b(document.prompt.encode(), digest_size=7)
-    digest.update(b"\0" + document.text.encode())
-    return int.from_bytes(digest.digest(), "big") / 2**56
 
 
 def _read(folder: Path) -> TokenizedText:

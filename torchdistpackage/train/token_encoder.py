@@ -1,0 +1,207 @@
+"""Documents of a piece of a file as token ids, in the arrays that a cache entry keeps. No torch.
+
+Ids of a document depend on nothing but its text and the tokenizer, so pieces can be tokenized in
+any process and in any order.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torchdistpackage.config.data_section import PREFERENCE
+from torchdistpackage.config.hugging_face import tokenizer_file, vocabulary_size
+from torchdistpackage.config.text_ends import end_of_text
+from torchdistpackage.errors import DataError
+from torchdistpackage.train.chat import ChatTemplate
+from torchdistpackage.train.documents import (
+    CHAT,
+    AnswerPair,
+    Document,
+    Piece,
+    Reader,
+    TextSource,
+    documents_of,
+)
+from torchdistpackage.train.preference_pairs import PairReader
+
+_MOST_LINES, _MOST_LETTERS = 512, 1 << 20
+"""That are tokenized at once: a token takes some 100 bytes until its id is copied."""
+
+
+class EncodedBatch(NamedTuple):
+    """Documents one after another, as a cache entry has them, and what is wrong with their lines:
+    then there are no documents.
+
+    num_letters: of all their texts. lengths: tokens of each. counted, prompts: None where every
+    token counts.
+    """
+
+    num_lines: int
+    num_letters: int
+    problems: list[str]
+    ids: npt.NDArray[np.unsignedinteger]
+    lengths: npt.NDArray[np.int64]
+    places: npt.NDArray[np.float64]
+    counted: npt.NDArray[np.uint8] | None
+    prompts: npt.NDArray[np.int64] | None
+
+
+def load_tokenizer(path: Path) -> tuple[Any, int | None]:
+    """(tokenizer, id of its end-of-text token or None), from a folder or a file.
+
+    Raises:
+        DataError: the tokenizers library is missing, or the file is none of its.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise DataError(
+            f"data.tokenizer needs the tokenizers library ({error}); pip install tokenizers"
+        ) from error
+    file = tokenizer_file(path)
+    try:
+        found = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as error:  # the library raises plain Exceptions
+        raise DataError(f"{file} is no tokenizer of the tokenizers library: {error}") from error
+    found.no_padding()
+    found.no_truncation()
+    return found, end_of_text(file)
+
+
+class DocumentEncoder:
+    """Makes ids of the documents of a source, in the smallest of uint16 and uint32 that holds them.
+
+    Raises:
+        DataError: the tokenizer is missing or wrong, or lacks what the source asks of it.
+    """
+
+    def __init__(self, source: TextSource):
+        file = tokenizer_file(Path(source.tokenizer))
+        self._source, self._ends = source, source.ends
+        self._tokenizer, self.eos = load_tokenizer(file)
+        self._reader = _reader(source, file.parent)
+        self.vocab = vocabulary_size(file)
+        self.dtype = np.dtype(np.uint16 if self.vocab <= 1 << 16 else np.uint32)
+
+    def batches(
+        self, piece: Piece, number: int = 0, *, encode: bool = True
+    ) -> Iterator[EncodedBatch]:
+        """The documents of a piece, some at a time. number: lines of the file before it.
+
+        encode: else lines are only looked through, as they are after one with a problem.
+
+        Raises:
+            DataError: the piece cannot be read or tokenized.
+        """
+        source = self._source
+        documents = documents_of(source.kind, piece, source.field, self._reader, number)
+        for lines in _some_at_a_time(documents):
+            problems = [str(x) for x in lines if isinstance(x, DataError)]
+            encode = encode and not problems
+            held = [x for x in lines if not isinstance(x, DataError)]
+            found = [y for x in held for y in (x if isinstance(x, AnswerPair) else (x,))]
+            where = f"{piece.path}: documents {number + 1} to {number + len(lines)}"
+            arrays = self._encoded(found if encode else [], where)
+            yield EncodedBatch(len(lines), sum(map(_letters, found)), problems, *arrays)
+            number += len(lines)
+
+    def _encoded(self, documents: list[Document], where: str):
+        """The arrays of an `EncodedBatch`, with what stands around each document."""
+        in_pairs = any(x.prompt for x in documents)
+        prompts = self._ids([x.prompt for x in documents], where) if in_pairs else None
+        spans = any(x.spans is not None for x in documents)
+        texts = self._tokens([x.text for x in documents], where, offsets=spans)
+        ids: list[list[int]] = []
+        for i, (document, text) in enumerate(zip(documents, texts, strict=True)):
+            inner = [*prompts[i], *text.ids] if prompts is not None else text.ids
+            # what a template has written has its special tokens already
+            ids.append(self._ends.around(inner) if document.spans is None else inner)
+        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+        flat = np.fromiter(chain.from_iterable(ids), self.dtype, int(lengths.sum()))
+        each = self._source.documents_per_line
+        # the answers of a pair are on one side of a split
+        places = [_place(documents[i - i % each]) for i in range(len(documents))]
+        known = flat, lengths, np.asarray(places, np.float64)
+        if not self._source.has_prompts:
+            return *known, None, None
+        counted = [
+            self._counted(document, text, length)
+            for document, text, length in zip(documents, texts, lengths.tolist(), strict=True)
+        ]
+        firsts = [int(x.argmax()) if x.any() else len(x) for x in counted]
+        every = np.concatenate([np.zeros(0, np.uint8), *counted])
+        return *known, every, np.asarray(firsts, np.int64)
+
+    def _counted(self, document: Document, text: Any, length: int) -> npt.NDArray[np.uint8]:
+        """1 for each token of a document that counts."""
+        counted = np.ones(length, np.uint8)
+        if document.spans is not None:
+            counted[:] = _within(text.offsets, document.spans)
+        elif document.prompt:  # with what stands before it
+            counted[: length - len(text.ids) - len(self._ends.eos)] = 0
+        return counted
+
+    def _ids(self, texts: list[str], where: str) -> list[list[int]]:
+        return [x.ids for x in self._tokens(texts, where, offsets=False)]
+
+    def _tokens(self, texts: list[str], where: str, *, offsets: bool) -> Sequence[Any]:
+        """What the library makes of each; without offsets it takes a tenth less."""
+        tokenizer = self._tokenizer
+        encode = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
+        try:
+            return encode(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises plain Exceptions
+            raise DataError(f"{where} cannot be tokenized: {error}") from error
+
+
+def _reader(source: TextSource, folder: Path) -> Reader | None:
+    """Of its lines; None: texts under its field. folder: of the tokenizer."""
+    if source.kind == PREFERENCE:
+        return PairReader(folder)
+    return ChatTemplate(folder).document if source.field == CHAT else None
+
+
+_Line = Document | AnswerPair | DataError
+
+
+def _some_at_a_time(documents: Iterator[_Line]) -> Iterator[list[_Line]]:
+    """All of them, as many together as may be tokenized at once."""
+    some, letters = list[_Line](), 0
+    for document in documents:
+        some.append(document)
+        letters += _letters(document)
+        if len(some) >= _MOST_LINES or letters >= _MOST_LETTERS:
+            yield some
+            some, letters = [], 0
+    if some:
+        yield some
+
+
+def _letters(line: _Line) -> int:
+    if isinstance(line, DataError):
+        return 0
+    documents = line if isinstance(line, AnswerPair) else (line,)
+    return sum(len(x.prompt) + len(x.text) for x in documents)
+
+
+def _within(
+    offsets: list[tuple[int, int]], spans: tuple[tuple[int, int], ...]
+) -> npt.NDArray[np.bool_]:
+    """Which tokens, each from one character to another, have a character of a span."""
+    begin, end = np.asarray(offsets, np.int64).reshape(-1, 2).T
+    found = np.zeros(len(begin), bool)
+    for first, last in spans:
+        found |= (begin < last) & (np.maximum(end, begin + 1) > first)
+    return found
+
+
+def _place(document: Document) -> float:
+    """Equal texts have equal places, so no text is on both sides of a split."""
+    digest = hashlib.blake2b(document.prompt.encode(), digest_size=7)
+    digest.update(b"\0" + document.text.encode())
+    return int.from_bytes(digest.digest(), "big") / 2**56
