@@ -242,8 +242,11 @@ def test_a_run_of_epochs_has_the_steps_that_they_take(tdp, tmp_path):
     words = [str(tmp_path / "run.yaml"), *RUN, *corpus(tmp_path), "train.epochs=0.5"]
     words += ["train.eval_every=0", "log.plot=false", "data.packing=wrapped"]
     words.remove("train.steps=4")
+    code, said = tdp(["plan", *words])
+    assert code == 0 and "0.5 passes over the data: samples and steps are known once" in said, said
     code, said = tdp(["train", *words, "parallel.data=2"])
     assert code == 0, said
+    code, plan = tdp(["plan", *words])
     options = {"vocab": 300, "seq_len": 16, "global_batch": 8, "val_fraction": 0.05}
     fields = {"web": "text", "tasks": "prompt+completion"}
     sources = [
@@ -254,7 +257,11 @@ def test_a_run_of_epochs_has_the_steps_that_they_take(tdp, tmp_path):
     number = sum(data.num_samples["train"] for data in sets)
     run = tmp_path / "runs" / "r"
     assert len(_rows(run)) == -(-number // 16)
+    steps = len(_rows(run))
+    assert f"0.5 passes over the data: {steps * 8} samples in {steps} steps of 8\n" in plan
+    assert f"{steps * 8} samples in {steps} steps, of 2 sources" in plan and code == 0
     assert f"  steps: {-(-number // 16)}\n" in (run / "resolved.yaml").read_text()
     words[words.index("optim.warmup_steps=1")] = "optim.warmup_steps=5000"
-    code, said = tdp(["train", *words, "run.name=late"])
-    assert code != 0 and "optim.warmup_steps=5000 is more than train.steps" in said
+    for command in (["plan"], ["train", "run.name=late"]):
+        code, said = tdp([command[0], *words, *command[1:]])
+        assert code != 0 and "optim.warmup_steps=5000 is more than train.steps" in said

@@ -1,10 +1,40 @@
-"""What a plan says of several sources."""
+"""What a plan says of passes over the data, and of several sources."""
 
 from collections.abc import Sequence
 
 from torchdistpackage.cli._common import text_table
-from torchdistpackage.config.check import bytes_there
+from torchdistpackage.config.check import absent_files, bytes_there
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.errors import ConfigError, DataError
+from torchdistpackage.lazy import resolve
 from torchdistpackage.train.plan import Plan
+
+ALL_TOKENIZED = "torchdistpackage.train.texts:all_tokenized"
+WITH_STEPS = "torchdistpackage.train.data_build:with_steps"
+"""Load numpy and torch, which only a run of train.epochs needs here."""
+
+
+def with_known_steps(run: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The run with the steps that its passes over the data take, where its texts are tokenized, and
+    what to say of them.
+
+    Raises:
+        ConfigError: the data cannot be read.
+    """
+    if run.train.epochs is None:
+        return run, []
+    passes = f"{run.train.epochs:g} passes over the data"
+    if absent_files(run) or not resolve(ALL_TOKENIZED)(run):
+        # texts that are here are tokenized by both
+        text = "samples and steps are known once tdp data tokenize or tdp train has read them"
+        return run, [f"{passes}: {text}"]
+    try:
+        found: RunConfig = resolve(WITH_STEPS)(run)
+    except DataError as error:
+        raise ConfigError(f"data: {error}") from error
+    steps = found.train.steps
+    number = f"{steps * run.data.global_batch:,} samples in {steps:,} steps"
+    return found, [f"{passes}: {number} of {run.data.global_batch:,}"]
 
 
 def sources_text(plan: Plan) -> list[str]:

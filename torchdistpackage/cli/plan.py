@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchdistpackage.cli._blend import sources_text
+from torchdistpackage.cli._blend import sources_text, with_known_steps
 from torchdistpackage.cli._common import Config, Overrides, World, text_table, wrap
 from torchdistpackage.config.check import absent_files, wrong_files
 from torchdistpackage.config.errors import ConfigErrors
@@ -138,6 +138,7 @@ def plan(
     if shape is not None and run.launch.elastic.nodes is not None:
         resolve(CHECK_NODES)(run, shape, config)
     world = world or local_procs(run)
+    run, passes = with_known_steps(run)
     planned = make_plan(_fitted(run, world, config), world, config)
     if wrong := wrong_files(run):
         raise ConfigErrors(config, wrong)
@@ -153,6 +154,7 @@ def plan(
         *_goes_with(planned),
         *(wrap(f"warning: {x}") for x in warnings),
         _stages(planned),
+        *passes,
         *sources_text(planned),
         *_experts(planned, ranks_per_node),
         _schedule(planned),

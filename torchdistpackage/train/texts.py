@@ -13,7 +13,7 @@ from torchdistpackage.train.documents import TextSource
 from torchdistpackage.train.pair_rows import pair_problems
 from torchdistpackage.train.split import split_documents, split_pairs
 from torchdistpackage.train.token_bar import tokenizing
-from torchdistpackage.train.token_cache import TokenizedText, tokenized
+from torchdistpackage.train.token_cache import TokenizedText, is_tokenized, tokenized
 from torchdistpackage.train.token_workers import Progress
 
 
@@ -38,6 +38,16 @@ def tokenized_part(
 ) -> TokenizedText:
     """The ids of a part, made now if they are not there; raises DataError as `tokenized`."""
     return tokenized(text_source(data), token_cache_folder(config), progress)
+
+
+def all_tokenized(config: RunConfig) -> bool:
+    """Whether all texts that the run trains on are; no if one cannot be read."""
+    cache = token_cache_folder(config)
+    trains = (x for key, x in text_parts(config).items() if key in config.data.parts)
+    try:
+        return all(is_tokenized(text_source(data), cache) for data in trains)
+    except DataError:
+        return False
 
 
 def _split_problems(found: TokenizedText, data: DataSection) -> list[str]:

@@ -26,13 +26,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from torchdistpackage.bounded import parse_json
 from torchdistpackage.config.hugging_face import described_by, tokenizer_file
-from torchdistpackage.config.text_ends import TextEnds
 from torchdistpackage.errors import DataError
 from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.launch.process import undone_by_signals, usable_cpus
@@ -48,6 +48,8 @@ _SETTLED_S = 2.0
 """After a change of a file, until another change surely gives it another time."""
 WORKER_BYTES = 4 << 20
 """Of texts for each process that tokenizes them: with less its start costs more than it gains."""
+_QUICK_BYTES = 1 << 26
+"""Of files that a plan reads to see whether their ids are known."""
 _STALE_S = 3600.0
 """Without a write, after which another host's draft is nobody's."""
 
@@ -108,19 +110,18 @@ def tokenized(source: TextSource, cache: Path, progress: Progress | None = None)
         DataError: a file or the tokenizer is missing or wrong, by file and line; of many wrong
             lines the first ones.
     """
-    vocabulary = tokenizer_file(Path(source.tokenizer))
-    files = files_of(source.kind, Path(source.path))
-    read = [vocabulary, *described_by(vocabulary.parent, chat=source.may_be_chat), *files]
-    known = cache / f"{(stamp := _stamp(source, read)).name}.known"
+    read = _read_for(source)
+    stamp = _stamp(source, read)
+    known = cache / f"{stamp.name}.known"
     if (folder := _known(known, cache)) is not None:
         return _read(folder)
-    folder = cache / _digest(source, source.ends, read, len(files))
+    folder = cache / _digest(source, read)
     if not folder.exists():
         try:
             cache.mkdir(parents=True, exist_ok=True)
             with _locked(cache / f"{folder.name}.lock"):
                 if not folder.exists():
-                    _make(source, files, folder, progress)
+                    _make(source, read.texts, folder, progress)
         except OSError as error:
             raise DataError(f"cannot write the cache {folder}: {error.strerror}") from error
     # a change within the last moments could leave the times as they are
@@ -128,6 +129,32 @@ def tokenized(source: TextSource, cache: Path, progress: Progress | None = None)
         with suppress(OSError):  # a cache that is only read
             atomic_write(known, folder.name)
     return _read(folder)
+
+
+def is_tokenized(source: TextSource, cache: Path) -> bool:
+    """Whether `tokenized` would find an entry; no for files that would take long to read.
+
+    Raises:
+        DataError: a file or the tokenizer is missing.
+    """
+    read = _read_for(source)
+    stamp = _stamp(source, read)
+    if _known(cache / f"{stamp.name}.known", cache) is not None:
+        return True
+    return stamp.num_bytes <= _QUICK_BYTES and (cache / _digest(source, read)).is_dir()
+
+
+class _Files(NamedTuple):
+    """What is read for an entry: of the tokenizer, and the texts."""
+
+    tokenizer: list[Path]
+    texts: list[Path]
+
+
+def _read_for(source: TextSource) -> _Files:
+    vocabulary = tokenizer_file(Path(source.tokenizer))
+    beside = described_by(vocabulary.parent, chat=source.may_be_chat)
+    return _Files([vocabulary, *beside], files_of(source.kind, Path(source.path)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +165,14 @@ class _Stamp:
 
     name: str
     changed_s: float
+    num_bytes: int
 
 
-def _stamp(source: TextSource, paths: list[Path]) -> _Stamp:
+def _stamp(source: TextSource, files: _Files) -> _Stamp:
     """Of size, times and inode of each: ctime is of any change, and no program can set it back."""
-    digest, changed_ns = hashlib.blake2b(f"{_FORMAT} {source}".encode(), digest_size=16), 0
-    for path in paths:
+    digest = hashlib.blake2b(f"{_FORMAT} {source}".encode(), digest_size=16)
+    changed_ns = num_bytes = 0
+    for path in (*files.tokenizer, *files.texts):
         try:
             now = path.stat()
         except OSError as error:
@@ -151,7 +180,8 @@ def _stamp(source: TextSource, paths: list[Path]) -> _Stamp:
         facts = now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino
         digest.update(f"{path.absolute()} {facts}\n".encode(errors="surrogateescape"))
         changed_ns = max(changed_ns, now.st_mtime_ns, now.st_ctime_ns)
-    return _Stamp(digest.hexdigest(), changed_ns / 1e9)
+        num_bytes += now.st_size
+    return _Stamp(digest.hexdigest(), changed_ns / 1e9, num_bytes)
 
 
 def _known(path: Path, cache: Path) -> Path | None:
@@ -164,15 +194,14 @@ def _known(path: Path, cache: Path) -> Path | None:
     return folder if len(name) == 32 and name.isalnum() and folder.is_dir() else None
 
 
-def _digest(source: TextSource, ends: TextEnds, paths: list[Path], num_texts: int) -> str:
-    """Of contents, not of times: a copy elsewhere finds the same entry. paths: of the tokenizer,
-    and of `num_texts` files."""
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(f"{_FORMAT} {source.kind} {source.field} {num_texts}".encode())
+def _digest(source: TextSource, files: _Files) -> str:
+    """Of contents, not of times: a copy elsewhere finds the same entry."""
+    digest, ends = hashlib.blake2b(digest_size=16), source.ends
+    digest.update(f"{_FORMAT} {source.kind} {source.field} {len(files.texts)}".encode())
     if ends.bos or source.eos == "off":  # else as in entries that are older than the choice
         digest.update(f" {ends.bos} {ends.eos}".encode())
     with ThreadPoolExecutor(usable_cpus(os.environ)) as threads:
-        for content in threads.map(_content_digest, paths):
+        for content in threads.map(_content_digest, (*files.tokenizer, *files.texts)):
             digest.update(content)
     return digest.hexdigest()
 

@@ -32,7 +32,7 @@ _AHEAD = 4
 _REAP_S = 5.0
 
 
-class _Worker:
+class _TokenProcess:
     """A process, and the numbers of the pieces that it was given, in order."""
 
     def __init__(self, child: ForkedChild):
@@ -56,7 +56,7 @@ class TokenWorkers:
             ForkServer(["torchdistpackage.train.token_workers"])
         )
         self._selector = self._stack.enter_context(selectors.DefaultSelector())
-        self._workers: list[_Worker] = []
+        self._workers: list[_TokenProcess] = []
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +97,7 @@ class TokenWorkers:
             else:
                 self._collect(ahead, done)
 
-    def _with_room(self, piece: Piece) -> _Worker | None:
+    def _with_room(self, piece: Piece) -> _TokenProcess | None:
         """One that has nothing to do, started now if there may be one more; else one that has not
         yet its next piece; None: all have.
         """
@@ -115,7 +115,7 @@ class TokenWorkers:
             ) from error
         if not self._workers:
             self._selector.register(self._server, selectors.EVENT_READ)
-        worker = _Worker(child)
+        worker = _TokenProcess(child)
         self._workers.append(worker)
         self._selector.register(worker.channel, selectors.EVENT_READ)
         return worker
@@ -133,7 +133,7 @@ class TokenWorkers:
                 first = ahead[worker.given[0]] if worker.given else next(iter(ahead.values()))
                 raise DataError(self._end_of(worker, first))
 
-    def _end_of(self, worker: _Worker, piece: Piece) -> str:
+    def _end_of(self, worker: _TokenProcess, piece: Piece) -> str:
         until_s = time.monotonic() + _REAP_S
         try:
             while worker.child.exit is None and time.monotonic() < until_s:
