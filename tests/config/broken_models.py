@@ -122,5 +122,14 @@ BROKEN_MODELS: list[tuple[dict[str, Any], str, str]] = [
         "model.lora.r",
         "model.lora.r, model.lora.alpha would not be read without model.lora.target",
     ),
+    (
+        {
+            "model__hf": "m",
+            "model__lora": {"target": ("q_proj",), "load_in_4bit": True},
+            "train__compile": "blocks",
+        },
+        "model.lora.load_in_4bit",
+        "model.lora.load_in_4bit unpacks weights within their products, which train.compile=blocks",
+    ),
 ]
 """As `BROKEN` of broken_runs.py."""

@@ -93,6 +93,11 @@ def export(
     )
     files = sorted(x.name for x in Path(written).glob("*.safetensors"))
     named = "config.json" if merge else model.files().config
+    if merge and model.packed():
+        named += (
+            f"; adapters were added to the values of {len(model.packed())} weights in 4 bits, over "
+            f"which they were trained"
+        )
     typer.echo(f"{path} -> {written}: {len(files)} files of weights, {named}")
 
 

@@ -1,5 +1,6 @@
 """`tdp plan`: the layout, memory and schedule of a run, before it is queued."""
 
+import math
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -264,6 +265,9 @@ def _stages(plan: Plan) -> str:
     total = f"{number:,} parameters"
     if trained != number:
         total += f", of which {trained:,} ({trained / number:.2%}) are trained"
+    if plan.packed:
+        in_4_bits = sum(math.prod(plan.layouts[name].shape) for name in plan.packed)
+        total += f" and {in_4_bits:,} are held in 4 bits"
     head = f"{total}; a rank of each pipe index holds, in {unit}{notes}"
     return f"{head}\n{text_table(memory)}\n\n{text_table(held, last_left=True)}"
 

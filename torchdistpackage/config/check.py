@@ -176,8 +176,10 @@ def _needed_packages(config: RunConfig) -> dict[str, str]:
     needs = {
         "transformers": ("model.hf", model.hf is not None),
         "peft": ("model.lora.target", model.lora.target is not None),
-        "bitsandbytes": ("optim.name", config.optim.name == "adamw8bit"),
+        "bitsandbytes": ("model.lora.load_in_4bit", model.lora.load_in_4bit),
     }
+    if config.optim.name == "adamw8bit":
+        needs["bitsandbytes"] = ("optim.name", True)
     return {package: key for package, (key, is_needed) in needs.items() if is_needed}
 
 

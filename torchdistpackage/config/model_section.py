@@ -67,6 +67,13 @@ class LoraSection(Section):
     dropout: k.BelowOne = Field(
         default=0.0, description="peft's lora_dropout: part of an adapter's input dropped."
     )
+    load_in_4bit: bool = Field(
+        default=False,
+        description="QLoRA: linear layers but the head keep their frozen weights in 4 bits.",
+    )
+    bnb_4bit_quant_type: k.QuantType = Field(
+        default="nf4", description="The 16 values of 4 bits, by bitsandbytes' names."
+    )
 
 
 class MoESection(Section):

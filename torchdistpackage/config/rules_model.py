@@ -236,5 +236,19 @@ def _lora_keys_are_read(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
+@rule("model.lora.load_in_4bit", "precision.fp8", "train.compile")
+def _products_of_4_bits(c: RunConfig, world_size: int | None) -> str | None:
+    if not c.model.lora.load_in_4bit:
+        return None
+    asked = {"precision.fp8": c.precision.fp8, "train.compile": c.train.compile}
+    on = [f"{key}={value}" for key, value in asked.items() if value != "off"]
+    if not on:
+        return None
+    return (
+        f"model.lora.load_in_4bit unpacks weights within their products, which {' and '.join(on)} "
+        f"would replace; set it to off, or load_in_4bit to false"
+    )
+
+
 MODEL_RULES = tuple(x for x in tuple(globals().values()) if isinstance(x, Rule))
 """In the order of this file."""

@@ -252,6 +252,7 @@ ModelName = Literal["gpt"] | None
 DataName = Literal["python_stdlib", "text", "jsonl", "parquet", "tokens", "preference"] | None
 FileKind = Literal["text", "jsonl", "parquet", "tokens"] | None
 OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "sgd", "muon"]
+QuantType = Literal["nf4", "fp4"]
 LrSchedule = Literal[
     "warmup_cosine",
     "constant",

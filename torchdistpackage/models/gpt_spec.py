@@ -36,6 +36,9 @@ class GPTSpec:
     def buffers(self) -> dict[str, Layout]:
         return {}
 
+    def packed(self) -> frozenset[str]:
+        return frozenset()
+
     def piece_costs(self) -> tuple[float, ...]:
         return gpt_layout.piece_costs(self.shape)
 

@@ -12,8 +12,11 @@ from typing import Any
 from torchdistpackage.config.hugging_face import ADAPTER_FILE
 from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.families.table import Weight
+from torchdistpackage.layout.four_bit import BLOCK_SIZE, keeps_blocks
 from torchdistpackage.layout.layout import Axes, Layout
+from torchdistpackage.layout.partition import either, nearest
 from torchdistpackage.models.hugging_face_layout import FolderFiles
+from torchdistpackage.topology.mesh import Mesh
 
 ALL_LINEAR = "all-linear"
 """As a target: every linear layer of the blocks."""
@@ -24,18 +27,22 @@ ADAPTER_FILES = FolderFiles(ADAPTER_FILE, "adapter_model.safetensors", is_sharde
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """peft's r, lora_alpha, lora_dropout and target_modules."""
+    """peft's r, lora_alpha, lora_dropout and target_modules. quant_type: of frozen weights in 4
+    bits; None: they are as wide as the model's."""
 
     r: int
     alpha: float
     dropout: float
     target: tuple[str, ...]
+    quant_type: str | None = None
 
     @classmethod
     def of_section(cls, section: Mapping[str, Any] | None) -> "Lora | None":
         if section is None or section["target"] is None:
             return None
-        return cls(section["r"], section["alpha"], section["dropout"], tuple(section["target"]))
+        quant_type = section["bnb_4bit_quant_type"] if section["load_in_4bit"] else None
+        target = tuple(section["target"])
+        return cls(section["r"], section["alpha"], section["dropout"], target, quant_type)
 
     def adapters(
         self, parameters: Mapping[str, Weight], is_head: bool = False
@@ -65,6 +72,14 @@ class Lora:
         # peft draws A uniformly within 1 / sqrt(inputs)
         std = (3 * num_inputs) ** -0.5
         return {a.name: Weight(a, "uniform", std), b.name: Weight(b, "zeros")}
+
+    def packed(self, weights: Mapping[str, Weight], output: str) -> frozenset[str]:
+        """Those in 4 bits: of linear layers, but for adapters and the head, as transformers chooses
+        them. output: of the head."""
+        if self.quant_type is None:
+            return frozenset()
+        linear = (name for name, weight in weights.items() if weight.inputs is not None)
+        return frozenset(x for x in linear if not is_adapter(x) and x != f"{output}.weight")
 
     def adapter_config(self, base: str | None, transposed: bool) -> dict[str, Any]:
         """peft's adapter_config.json. base: the folder of the model. transposed: of Conv1D."""
@@ -134,3 +149,25 @@ def target_problems(
         else:
             problems.append(f"{family} has no layer {target}")
     return [*problems[:-1], f"{problems[-1]}; {fits}"] if problems else []
+
+
+def cut_problem(
+    weights: Mapping[str, Weight], packed: frozenset[str], tensor: int, axis: str = "tensor"
+) -> str | None:
+    """What to say where so many ranks cut within blocks; None: they do not."""
+
+    def cut_within(size: int) -> list[str]:
+        mesh = Mesh(((axis, size),))
+        pairs = ((name, weights[name]) for name in sorted(packed))
+        return [n for n, w in pairs if not keeps_blocks(w.layout, w.inputs or 0, mesh)]
+
+    wrong = cut_within(tensor) if tensor > 1 else []
+    if not wrong:
+        return None
+    shape = weights[wrong[0]].layout.shape
+    fits = nearest(tensor, lambda size: size == 1 or not cut_within(size), at_most=tensor)
+    return (
+        f"4-bit weights share a scale in blocks of {BLOCK_SIZE} elements along a layer's inputs, "
+        f"which parallel.tensor={tensor} ranks cut in {len(wrong)} weights, such as {wrong[0]} "
+        f"{shape}; set tensor to {either(fits)}, or model.lora.load_in_4bit to false"
+    )

@@ -99,6 +99,10 @@ class ModelSpec(Protocol):
         """By global name the buffers that checkpoints and folders hold beside the parameters."""
         ...
 
+    def packed(self) -> frozenset[str]:
+        """By global name the frozen parameters that ranks hold in 4 bits."""
+        ...
+
     def piece_costs(self) -> tuple[float, ...]:
         """Floating-point operations of each piece's forward, per token of a full sequence."""
         ...

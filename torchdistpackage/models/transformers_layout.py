@@ -57,6 +57,13 @@ class TransformersShape:
     def sizes(self) -> Sizes:
         return self.kind.sizes(self.settings)
 
+    @cached_property
+    def packed(self) -> frozenset[str]:
+        """Global names of weights that ranks hold in 4 bits."""
+        if self.lora is None:
+            return frozenset()
+        return self.lora.packed(weights(self), self.kind.output)
+
     @property
     def vocab(self) -> int:
         return self.sizes.vocab

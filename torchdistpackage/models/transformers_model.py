@@ -27,7 +27,8 @@ from torchdistpackage.layout.table import SplitTable
 from torchdistpackage.models import transformers_meta
 from torchdistpackage.models.hugging_face_folder import read_weights
 from torchdistpackage.models.hugging_face_layout import Source
-from torchdistpackage.models.lora_layout import Lora
+from torchdistpackage.models.transformers_4bit import read_packed, weights_to_pack
+from torchdistpackage.models.transformers_adapters import with_adapters
 from torchdistpackage.models.transformers_cache import TransformersCache, tried_cache
 from torchdistpackage.models.transformers_experts import (
     expert_group,
@@ -105,6 +106,8 @@ class TransformersStage(nn.Module):
         self._routers = {"output_router_logits": True} if self._auxiliary else {}
         self._top_k = 0 if read is None or not read.shared_experts else read.top_k
         self._cached: dict[str, Any] = {}
+        self.to_pack: dict[str, str] = {}
+        """Local name -> global name of weights in 4 bits, on meta until a folder is read."""
         self._draws = group is not None and may_draw(decoder, is_known=True)
         if group is not None and self._draws:
             draws_as(map(self.get_submodule, self.block_names()), group.rank())
@@ -313,7 +316,9 @@ def stage(
         share_experts(decoder, known, experts, group if num > 1 else None)
     made = TransformersStage(decoder, shape, group if num > 1 else None, axis, stage_of, sequence)
     check_shapes(made, *mesh_index_of(group, axis))
-    materialize(made, device)
+    if shape.packed:
+        made.to_pack = weights_to_pack(made, shape)
+    materialize(made, device, {made.get_parameter(name) for name in made.to_pack})
     return made
 
 
@@ -324,7 +329,9 @@ def on_meta(shape: TransformersShape, dtype: torch.dtype | None = None) -> Any:
         NotAvailableError: transformers is not installed, or too old.
         ConfigError: it refuses these settings.
     """
-    check_packages(*(() if shape.lora is None else ("peft",)))
+    check_packages(
+        *(() if shape.lora is None else ("peft",)), *(("bitsandbytes",) if shape.packed else ())
+    )
     dtype = dtype or torch.get_default_dtype()
     with ALONE:
         model = transformers_meta.on_meta(shape.given, dtype)
@@ -332,31 +339,9 @@ def on_meta(shape: TransformersShape, dtype: torch.dtype | None = None) -> Any:
             return model
         try:
             with parameters_on_meta():
-                return _with_adapters(model, shape, shape.lora, dtype)
+                return with_adapters(model, shape, shape.lora, dtype)
         except (ValueError, KeyError, TypeError, AssertionError, ImportError) as error:
             raise refused(error) from error
-
-
-def _with_adapters(
-    model: nn.Module, shape: TransformersShape, lora: Lora, dtype: torch.dtype
-) -> nn.Module:
-    """`model` with peft's layers around those that are adapted, whose weights alone train."""
-    from peft import LoraConfig, inject_adapter_in_model
-
-    known = weights(shape)
-    layers = {name.rpartition(".lora_")[0]: name for name in known if is_adapter(name)}
-    settings = LoraConfig(
-        r=lora.r,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # of which it takes any number
-        lora_dropout=lora.dropout,
-        target_modules=list(layers),
-        fan_in_fan_out=any(known[f"{layer}.weight"].inputs == 0 for layer in layers),
-    )
-    model = inject_adapter_in_model(settings, model)
-    for name, parameter in model.named_parameters():
-        if is_adapter(name):  # which peft leaves as they are on the meta device
-            parameter.data = parameter.data.to(dtype)
-    return model
 
 
 def _draw_apart(decoder: nn.Module, shape: TransformersShape, table: SplitTable) -> None:
@@ -383,10 +368,19 @@ def load_weights(made: TransformersStage, folder: str | Path) -> None:
         CheckpointError: the folder has not exactly the weights of this model, as `open_folder`.
     """
     mesh, index = mesh_index_of(made._group, made.axis)
+    device = next(p.device for p in made.parameters() if not p.is_meta)
     if made.shape.kind.found is not None:
         layouts = made.layouts() | made.buffer_layouts()
         tensors = dict(made.named_parameters()) | dict(made.named_buffers())
-        left = fill(open_found(folder, made.shape), tensors, layouts, mesh, index)
+        files = open_found(folder, made.shape)
+        left = fill(files, tensors, layouts, mesh, index)
+        read_packed(
+            made,
+            mesh,
+            index,
+            device,
+            lambda name, x, wide: fill(files, {name: wide}, {name: x}, mesh, index),
+        )
         drawn = {name: x for name, x in made.initials().items() if name in left} if left else {}
         initialize(made, layouts, mesh, index, 0, drawn)
         return
@@ -394,4 +388,12 @@ def load_weights(made: TransformersStage, folder: str | Path) -> None:
     read = [(layouts[name], parameter) for name, parameter in made.named_parameters()]
     read = [(layout, parameter) for layout, parameter in read if not is_adapter(layout.name)]
     made_of = {layout.name: (Source(layout.name, layout.shape),) for layout, _ in read}
-    read_weights(found, made_of, read, mesh, index)
+    whole = [(layout, parameter) for layout, parameter in read if not parameter.is_meta]
+    read_weights(found, made_of, whole, mesh, index)
+    read_packed(
+        made,
+        mesh,
+        index,
+        device,
+        lambda _, x, wide: read_weights(found, made_of, [(x, wide)], mesh, index),
+    )

@@ -1,5 +1,6 @@
 """Parameters of a stage that was split on the meta device: compared with the layouts, then made."""
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -35,12 +36,13 @@ def check_shapes(made: Any, mesh: Mesh, index: int) -> None:
         )
 
 
-def materialize(made: nn.Module, device: torch.device) -> None:
-    """Put parameters, without values, and buffers on `device`; what is shared stays so."""
+def materialize(made: nn.Module, device: torch.device, left: Container[nn.Parameter] = ()) -> None:
+    """Put parameters, without values, and buffers on `device`; what is shared stays so. left: of
+    those that stay on meta."""
     known: dict[int, nn.Parameter] = {}
     for module in made.modules():
         for name, parameter in module._parameters.items():
-            if parameter is None or not parameter.is_meta:
+            if parameter is None or not parameter.is_meta or parameter in left:
                 continue
             if id(parameter) not in known:
                 empty = torch.empty_like(parameter, device=device)

@@ -4,7 +4,7 @@ from torchdistpackage.families.found import SAMPLED, SHARED
 from torchdistpackage.families.registry import FAMILIES
 from torchdistpackage.families.table import FoundModel
 from torchdistpackage.layout.partition import either, nearest
-from torchdistpackage.models.lora_layout import linear_layers, target_problems
+from torchdistpackage.models.lora_layout import cut_problem, linear_layers, target_problems
 from torchdistpackage.models.model_spec import ModelUse
 from torchdistpackage.models.transformers_layout import (
     TransformersShape,
@@ -57,7 +57,8 @@ def refusals(shape: TransformersShape, use: ModelUse) -> list[tuple[str, str]]:
                 f"every stage needs one; set parallel.pipe to {n.layers} or less",
             )
         )
-    return found + _too_long(shape) + _lora_problems(shape)
+    num = tensor if can_share(shape, tensor) else 1
+    return found + _too_long(shape) + _lora_problems(shape, num)
 
 
 def _unshared(shape: TransformersShape, expert: int) -> list[tuple[str, str]]:
@@ -103,12 +104,15 @@ def _too_long(shape: TransformersShape) -> list[tuple[str, str]]:
     return [("data.seq_len", text)]
 
 
-def _lora_problems(shape: TransformersShape) -> list[tuple[str, str]]:
+def _lora_problems(shape: TransformersShape, tensor: int) -> list[tuple[str, str]]:
     if shape.lora is None:
         return []
     known = shape.kind.output, shape.sizes.tied
     problems = target_problems(shape.lora, shape.family, weights(shape), *known)
-    return [("model.lora.target", text) for text in problems]
+    found = [("model.lora.target", text) for text in problems]
+    if text := cut_problem(weights(shape), shape.packed, tensor):
+        found.append(("parallel.tensor", text))
+    return found
 
 
 def _refusals_of_found(
@@ -132,7 +136,7 @@ def _refusals_of_found(
         cut = {"tensor": tensor, "pipe": num_stages}
         text = f"{read.class_name}: {why}; set {{}} to 1, and use data and zero"
         found += [(f"parallel.{x}", text.format(x)) for x, n in cut.items() if n > 1]
-        return found + _too_long(shape) + _lora_problems(shape)
+        return found + _too_long(shape) + _lora_problems(shape, 1)
     if tensor > 1 and read.uncut is not None:
         text = (
             f"{tensor} ranks that share {read.class_name} by rules do not compute what a small "
@@ -142,7 +146,8 @@ def _refusals_of_found(
     if num_stages > 1 and (problem := _unstaged(read, num_stages)) is not None:
         most = 1 if read.unstaged or read.auxiliary else read.sizes.layers
         found.append(("parallel.pipe", f"{problem}; set pipe to at most {most}"))
-    return found + _too_long(shape) + _lora_problems(shape)
+    num = 1 if read.uncut is not None else tensor
+    return found + _too_long(shape) + _lora_problems(shape, num)
 
 
 def _unstaged(read: FoundModel, num_stages: int) -> str | None:

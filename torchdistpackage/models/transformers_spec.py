@@ -40,6 +40,9 @@ class TransformersSpec:
     def buffers(self) -> dict[str, Layout]:
         return transformers_layout.buffers(self.shape)
 
+    def packed(self) -> frozenset[str]:
+        return self.shape.packed
+
     def piece_costs(self) -> tuple[float, ...]:
         return transformers_layout.piece_costs(self.shape)
 

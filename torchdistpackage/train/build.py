@@ -132,7 +132,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     if config.train.recompute == "blocks":
         trainer.recomputed = recompute_blocks(stage)
     elif config.train.recompute == "auto":
-        state = memory(config, plan.topology, layouts.values(), rank)
+        state = memory(config, plan.topology, layouts.values(), rank, plan.packed)
         budget_gb = activation_budget_gb(config, state, f"rank {rank}")
         trainer.recomputed = recompute_within(trainer, budget_gb)
     return trainer

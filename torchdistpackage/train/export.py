@@ -18,6 +18,7 @@ from torchdistpackage.checkpoint.manifest import Manifest, read_manifest
 from torchdistpackage.config.hugging_face import config_file
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.lazy import resolve
 from torchdistpackage.models.hugging_face_folder import (
     SHARD_BYTES,
     copy_companions,
@@ -27,6 +28,7 @@ from torchdistpackage.models.hugging_face_folder import (
 from torchdistpackage.models.model_spec import ModelSpec
 from torchdistpackage.train.run_folder import CHECKPOINTS
 
+_ROUND = "torchdistpackage.models.transformers_4bit:round_weights"
 EXPORTED = "hf"
 """In a run folder, the model at the end of the run."""
 
@@ -97,7 +99,8 @@ def export_merged(
     like: str | Path | None = None,
 ) -> Path:
     """Write the model of the folder `base` with the adapters of a checkpoint added in: what peft's
-    `merge_and_unload` makes of them. transformers and peft hold the whole model in memory.
+    `merge_and_unload` makes of them. Adapters over weights in 4 bits are added to what these stand
+    for. transformers and peft hold the whole model in memory.
 
     dtype: of the weights; default that of `base`. like: a folder whose tokenizer is kept.
 
@@ -114,6 +117,8 @@ def export_merged(
             whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto", local_files_only=True)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{base} cannot be read: {error}") from error
+        if model.packed():
+            resolve(_ROUND)(whole, model.shape)
         merged: Any = PeftModel.from_pretrained(whole, str(adapters)).merge_and_unload()
         shutil.rmtree(adapters)
         if dtype is not None:

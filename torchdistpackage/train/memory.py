@@ -1,12 +1,13 @@
 """Bytes of weights, gradients and optimizer state on one rank, from layouts alone. No torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torchdistpackage.config.optim_section import BLOCK_SIZE, MIN_8BIT_SIZE, NEEDS_WHOLE
 from torchdistpackage.config.schema import PrecisionSection, RunConfig
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.layout.derive import gradient_ranks, num_elements
+from torchdistpackage.layout.four_bit import packed_bytes
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.partition import greedy_partition
 from torchdistpackage.topology.mesh import Topology
@@ -50,9 +51,13 @@ class MemoryEstimate:
 
 
 def memory(
-    config: RunConfig, topology: Topology, layouts: Iterable[Layout], rank: int
+    config: RunConfig,
+    topology: Topology,
+    layouts: Iterable[Layout],
+    rank: int,
+    packed: Collection[str] = (),
 ) -> MemoryEstimate:
-    """Of a rank that holds these parameters.
+    """Of a rank that holds these parameters. packed: names of those that are held in 4 bits.
 
     ZeRO stage 1 leaves to each rank that shares a parameter its part of the optimizer's state (or
     all of it for some parameters, of an optimizer that needs them whole),
@@ -71,7 +76,8 @@ def memory(
         mesh = topology.view(layout.view)
         count = num_elements(layout, mesh, rank)
         if not config.model.is_trained(layout.name):
-            weights += count * weight.num_bytes
+            is_packed = layout.name in packed
+            weights += packed_bytes(count) if is_packed else count * weight.num_bytes
             continue
         weights += count * weight.num_bytes * config.has_reference_copy
         part = parts[layout.name]

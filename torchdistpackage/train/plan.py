@@ -130,6 +130,11 @@ class Plan:
         return self.config.model.is_trained(parameter)
 
     @property
+    def packed(self) -> frozenset[str]:
+        """Global names of parameters that ranks hold in 4 bits."""
+        return frozenset() if self.model is None else self.model.packed()
+
+    @property
     def user_code(self) -> dict[str, tuple[str, Mapping[str, object]]]:
         """Key -> (import path, keyword arguments) of what is not ours."""
         model, data = self.config.model, self.config.data
@@ -255,7 +260,7 @@ def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
         names = {
             s: tuple(plan.pieces[i] for i in plan.stages[s]) for s in plan.schedule.stages_of(index)
         }
-        held_bytes = memory(plan.config, plan.topology, held, rank)
+        held_bytes = memory(plan.config, plan.topology, held, rank, plan.packed)
         loads.append(StageLoad(index, names, sum(counts.values()), trained, held_bytes, share))
     return tuple(loads)
 

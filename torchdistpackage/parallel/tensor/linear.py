@@ -124,6 +124,10 @@ class Linear(Grouped):
         """With the weight as (Dout, Din)."""
         raise NotImplementedError
 
+    def oriented(self, weight: Tensor) -> Tensor:
+        """As a product takes it; one in 4 bits is so already."""
+        return weight.t() if self.transposed and weight.is_floating_point() else weight
+
     def _sequence_first(self, x: Tensor) -> Tensor:
         """x as products take it; the same again turns it back."""
         is_turned = self.batch_first and self.sequence_parallel and x.dim() > 2
@@ -156,7 +160,7 @@ class ColumnLinear(Linear):
     def forward(self, x: Tensor, sizes: Sizes | None = None) -> Tensor:
         weight, bias = self.parameters_here()
         if self.local:
-            return F.linear(x, weight, bias)
+            return self.product(x, weight, bias)
         how = self.group, self.sequence_parallel, sizes, self.tp_comm_overlap, self.product
         y = column_product(self._sequence_first(x), (weight,), (bias,), *how)
         return self._sequence_first(y)
@@ -178,7 +182,7 @@ class ColumnLinear(Linear):
         weight, bias = cast(Tensor, self.weight), self.bias
         if self.heads is not None and self.heads.shared:
             weight, bias = cast(Tensor, self.summed(self.weight)), self.summed(self.bias)
-        return weight.t() if self.transposed else weight, bias
+        return self.oriented(weight), bias
 
 
 class RowLinear(Linear):
@@ -199,9 +203,9 @@ class RowLinear(Linear):
         return cut.row(self.dout, self.din, self.has_bias, *how)
 
     def forward(self, x: Tensor, sizes: Sizes | None = None) -> Tensor:
-        weight = self.weight.t() if self.transposed else self.weight
+        weight = self.oriented(self.weight)
         if self.local:
-            return F.linear(x, weight)
+            return self.product(x, weight)
         x, how = (
             self._sequence_first(x),
             (self.group, self.sequence_parallel, sizes, self.tp_comm_overlap),

@@ -1,0 +1,193 @@
+"""`model.lora.load_in_4bit`: over 4-bit weights every layout trains as one process does."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.train import parity
+from tests.train.lora_ranks import initial_of, quiet
+from tests.train.qlora_ranks import (
+    held_bytes,
+    losses_of,
+    merged_by_peft,
+    of_bitsandbytes,
+    of_rounded,
+    qlora_steps,
+    rounded,
+    third_step_of,
+    two_steps_of,
+)
+from tests.train.test_transformers import MODELS, asked
+from tests.train.transformers_ranks import RUN, save_model
+from torchdistpackage.checkpoint.manifest import read_manifest
+from torchdistpackage.cli.main import main
+from torchdistpackage.config.load import loads
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.layout.four_bit import keeps_blocks
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.topology.mesh import Mesh
+from torchdistpackage.train.plan import make_plan
+
+RANKS_IMPORT = ("peft", "bitsandbytes")
+FULL = (pytest.mark.full,)
+WIDE = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
+CASES = {
+    "llama": (WIDE, "[q_proj, down_proj]", "nf4"),
+    "llama, tied": (WIDE | {"num_key_value_heads": 2}, "[v_proj, o_proj, up_proj]", "fp4"),
+    "gemma2": (WIDE, "[all-linear]", "nf4"),
+    "gpt2": ({"n_embd": 128, "n_layer": 2, "n_head": 2}, "[c_attn]", "nf4"),
+}
+LAYOUTS = {
+    "alone": {},
+    "tensor2": {"tensor": 2},
+    "pipe2xtensor2": {"pipe": 2, "tensor": 2},
+    "data2-zero3": {"data": 2, "zero": 3},
+    "data2xpipe2": {"data": 2, "pipe": 2},
+    "tensor2-sequence": {"tensor": 2, "sequence": 2},
+    "tensor4": {"tensor": 4},  # ranks share heads of keys
+}
+
+
+def lora(name: str) -> str:
+    _, target, quant_type = CASES[name]
+    return (
+        f"model.lora={{r: 3, alpha: 6, target: {target}, load_in_4bit: true, "
+        f"bnb_4bit_quant_type: {quant_type}}}"
+    )
+
+
+def options_of(name: str) -> dict:
+    """For peft."""
+    target = CASES[name][1]
+    return {
+        "r": 3,
+        "lora_alpha": 6,
+        "target_modules": "all-linear" if "all" in target else target[1:-1].split(", "),
+        "fan_in_fan_out": name == "gpt2",
+    }
+
+
+@pytest.fixture(scope="session")
+def rounded_model(ranks, tmp_path_factory):
+    """(folder, what peft makes of it over rounded weights in one process) by name, made once."""
+    made: dict[str, tuple[str, tuple]] = {}
+
+    def of(name: str) -> tuple[str, tuple]:
+        if name not in made:
+            sizes, _, quant_type = CASES[name]
+            folder = str(tmp_path_factory.mktemp("qlora") / "model")
+            ranks(1).run(save_model, MODELS[name] | sizes, folder)
+            held = ranks(1).run(initial_of, [f"model.hf={folder}", lora(name)])
+            initial, options = parity.whole(held), options_of(name)
+            made[name] = folder, ranks(1).run(of_rounded, folder, initial, options, quant_type)[0]
+        return made[name]
+
+    return of
+
+
+def cases():
+    small = {("llama", "pipe2xtensor2"), ("gpt2", "tensor2")}
+    for name in CASES:
+        for layout in LAYOUTS if name != "gpt2" else list(LAYOUTS)[:-1]:
+            yield pytest.param(name, layout, marks=() if (name, layout) in small else FULL)
+
+
+@pytest.mark.parametrize(("name", "layout"), list(cases()))
+def test_three_steps_are_those_of_peft_over_rounded_weights(ranks, rounded_model, name, layout):
+    folder, truth = rounded_model(name)
+    size, changes = asked(LAYOUTS[layout])
+    found = ranks(size).run(qlora_steps, [f"model.hf={folder}", lora(name), *changes])
+    for step, expected in enumerate(truth.gradients):
+        parity.expect_close([mine.gradients[step] for mine, _ in found], [expected])
+    adapters = [[x for x in mine.weights if ".lora_" in x[0]] for mine, _ in found]
+    parity.expect_close(adapters, [truth.weights])
+    for mine, _ in found:
+        assert mine.losses == pytest.approx(truth.losses, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "then"),
+    [
+        ("llama", "tensor2", "data2xpipe2"),
+        pytest.param("gpt2", "data2-zero3", "pipe2xtensor2", marks=FULL),
+    ],
+)
+def test_a_run_goes_on_and_is_merged_into_what_it_was_trained_over(
+    ranks, rounded_model, tmp_path, capsys, name, first, then
+):
+    folder, truth = rounded_model(name)
+    overrides = [f"model.hf={folder}", lora(name)]
+    size, changes = asked(LAYOUTS[first])
+    before = ranks(size).run(two_steps_of, [*overrides, *changes], str(tmp_path))
+    manifest = read_manifest(tmp_path / "checkpoints" / "step_000002")
+    assert all(".lora_" in key for key in manifest.tensors)
+    size, changes = asked(LAYOUTS[then])
+    found = ranks(size).run(third_step_of, [*overrides, *changes], str(tmp_path))
+    parity.expect_close([mine.gradients[0] for mine in found], [truth.gradients[2]])
+    assert [*before[0], *found[0].losses] == pytest.approx(truth.losses, rel=1e-9)
+    with quiet():
+        assert main(["export", str(tmp_path), str(tmp_path / "apart")]) == 0
+        assert main(["export", str(tmp_path), str(tmp_path / "merged"), "--merge"]) == 0
+    assert "weights in 4 bits, over which they were trained" in capsys.readouterr().out
+    quant_type = CASES[name][2]
+    (expected,) = ranks(1).run(merged_by_peft, folder, str(tmp_path / "apart"), quant_type)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged and all(torch.equal(x, expected[key]) for key, x in merged.items())
+
+
+@pytest.mark.parametrize("layout", ["pipe2xtensor2", pytest.param("data2xpipe2", marks=FULL)])
+def test_a_plan_has_the_bytes_that_ranks_hold(ranks, rounded_model, layout):
+    size, changes = asked(LAYOUTS[layout])
+    overrides = [*RUN, f"model.hf={rounded_model('llama')[0]}", lora("llama"), *changes]
+    for held, planned in ranks(size).run(held_bytes, [*overrides, "precision.dtype=float32"]):
+        assert held == planned
+
+
+@pytest.mark.full
+def test_losses_are_those_of_transformers_own_model_in_4_bits(ranks, rounded_model):
+    folder, _ = rounded_model("llama")
+    overrides = [f"model.hf={folder}", lora("llama"), "precision.dtype=float32"]
+    held = ranks(1).run(initial_of, overrides)
+    (truth,) = ranks(1).run(of_bitsandbytes, folder, parity.whole(held), options_of("llama"))
+    size, changes = asked(LAYOUTS["tensor2"])
+    for found in ranks(size).run(losses_of, [*overrides, *changes]):
+        assert found == pytest.approx(truth, rel=1e-5)
+
+
+def test_cuts_within_blocks_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["llama"]))
+    config = loads("{}", overrides=[f"model.hf={tmp_path}", lora("llama"), "parallel.tensor=2"])
+    with pytest.raises(ConfigError) as caught:
+        make_plan(config, 2)
+    said = str(caught.value)
+    assert "parallel.tensor=2 ranks cut in 12 weights, such as model.layers.0.mlp.down" in said
+    assert "set tensor to 1, or model.lora.load_in_4bit to false" in said
+
+
+@pytest.mark.parametrize(
+    ("shape", "split", "inputs", "keeps"),
+    [
+        ((6, 64), 0, 1, True),
+        ((6, 64), 1, 1, False),
+        ((6, 128), 1, 1, True),
+        ((6, 192), 1, 1, False),
+        ((8, 32), 0, 1, True),
+        ((6, 32), 0, 1, False),
+        ((64, 6), 1, 0, True),
+        ((192, 6), 0, 0, False),
+    ],
+)
+def test_blocks_stay_whole_where_a_cut_goes_between_them(shape, split, inputs, keeps):
+    """As bitsandbytes rounds the parts and the whole."""
+    axes = tuple(("tensor",) if dim == split else () for dim in range(2))
+    layout, mesh = Layout("w", shape, axes), Mesh((("tensor", 2),))
+    assert keeps_blocks(layout, inputs, mesh) is keeps
+    torch.manual_seed(0)
+    whole = torch.randn(shape if inputs else shape[::-1])
+    parts = whole.chunk(2, split if inputs else 1 - split)
+    joined = torch.cat(
+        [rounded(x.contiguous(), "nf4") for x in parts], split if inputs else 1 - split
+    )
+    assert torch.equal(joined, rounded(whole, "nf4")) is keeps
