@@ -121,3 +121,14 @@ def recomputed(overrides: list[str], how: list[str]) -> tuple[tuple[str, ...], p
     run = trainer([*overrides, *how])
     losses = [run.train_step(step).wait().loss for step in (1, 2)]
     return run.recomputed, parity.held(run, "data"), losses
+
+
+def merged_by_peft(base: str, adapters: str, folder: str) -> str:
+    """What peft merges of a folder and its adapters, as transformers saves it in `folder`."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    with quiet():
+        PeftModel.from_pretrained(model, adapters).merge_and_unload().save_pretrained(folder)
+    return folder
