@@ -18,6 +18,7 @@ from tests.train.transformers_ranks import (
     trainer,
     whole,
 )
+from torchdistpackage.models.transformers_meta import build_options
 from torchdistpackage.train.train_state import TrainState, save_state
 
 PREFIX = "base_model.model."
@@ -55,7 +56,7 @@ def peft_model(folder: str, initial: dict[str, torch.Tensor], options: dict):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(folder, **build_options(torch.float64))
     with quiet():
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options)).train()
     with torch.no_grad():
