@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.checkpoint import test_async
 from tests.checkpoint.test_async import BASE
 from tests.train import parity
 from torchdistpackage.checkpoint import save as saves
@@ -174,3 +175,62 @@ def test_the_full_disk_of_a_node_is_said_and_the_run_folder_gets_a_checkpoint(
     assert "failed on rank 1" in first and os.strerror(errno.ENOSPC) in first
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")][-1] == STEPS
     assert steps_of(folder / "checkpoints")[0] == STEPS
+
+
+BYTES_A_SECOND = 100_000
+"""Of a throttled disk: a checkpoint of BASE takes a second or two."""
+LIMITS = Path("/sys/fs/cgroup/blkio")
+
+
+@pytest.fixture
+def slow_disk(tmp_path: Path) -> Generator[tuple[Path, Path]]:
+    """A file system in a file, and the control group for whose processes it is slow."""
+    image, disk = tmp_path / "image", tmp_path / "slow"
+    group = LIMITS / f"tdp-test-{os.getpid()}"
+    image.touch()
+    os.truncate(image, 32 << 20)
+    disk.mkdir()
+    try:
+        subprocess.run(["mkfs.ext4", "-q", str(image)], check=True, timeout=60)
+        if why := mount("-o", "loop", str(image), str(disk)).stderr:
+            raise OSError(why.decode())
+        group.mkdir()
+    except (OSError, subprocess.CalledProcessError) as error:
+        if os.path.ismount(disk):
+            remove_disk(disk)
+        pytest.skip(f"no disk can be mounted and slowed down here: {error}")
+    device = disk.stat().st_dev
+    limit = f"{os.major(device)}:{os.minor(device)} {BYTES_A_SECOND}"
+    (group / "blkio.throttle.write_bps_device").write_text(limit)
+    yield disk, group
+    remove_disk(disk)
+    group.rmdir()
+
+
+def train_slowly(group: Path, folder: Path, words: list[str]) -> str:
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    try:
+        return test_async.train(folder, words)
+    finally:
+        (LIMITS / "cgroup.procs").write_text(str(os.getpid()))
+
+
+@pytest.mark.full
+def test_a_slow_disk_loses_no_save_and_changes_no_byte(ranks, tmp_path, slow_disk):
+    """The kernel holds the writers back, inside a flush; a step in between finds its save there."""
+    disk, group = slow_disk
+    (disk / "checkpoints").mkdir()
+    words = ["parallel.zero=1", "checkpoint.async_mode=async"]
+    found = []
+    for name in ("quick", "slow"):
+        folder = tmp_path / f"run-{name}"
+        folder.mkdir()
+        if name == "slow":
+            (folder / "checkpoints").symlink_to(disk / "checkpoints")
+            said = ranks(2).run(train_slowly, group, folder, words)
+            assert all("save of step 4 waited " in x and "failed" not in x for x in said)
+        else:
+            ranks(2).run(test_async.train, folder, words)
+        found.append(test_async.bytes_of(folder))
+        assert steps_of(folder / "checkpoints") == [6, 4, 2]
+    assert found[0] == found[1]

@@ -103,7 +103,7 @@ def copy_file(
         OSError: it cannot be read, the disk is full, or the like.
     """
     checksum = new_checksum()
-    with target.open("wb", buffering=0) as file:
+    with target.open("wb", buffering=BLOCK_BYTES) as file:
         while data := source.read(BLOCK_BYTES):
             if cancelled():
                 raise CancelledSave(f"{target.name} was not copied to its end")
