@@ -24,6 +24,7 @@ def submit(cluster: Cluster, folder: Path):
     return {
         "shrunk": cluster.beside(shrunk, cluster, folder),
         "headless": cluster.beside(headless, cluster, folder),
+        "ended": cluster.beside(ended, cluster, folder),
         "whole": cluster.beside(whole, folder),
     }
 
@@ -41,7 +42,7 @@ def whole(folder: Path) -> Path:
     return folder / "whole"
 
 
-def on_two_nodes(shared: Cluster, folder: Path, name: str) -> tuple[Cluster, Path, str]:
+def on_two_nodes(shared: Cluster, folder: Path, name: str, *more: str) -> tuple[Cluster, Path, str]:
     """The job has trained on both nodes of a cluster of its own to step 18."""
     cluster = shared.sibling(nodes=2, accounting=True)
     # or Slurm would give the job the node that is up first
@@ -50,6 +51,7 @@ def on_two_nodes(shared: Cluster, folder: Path, name: str) -> tuple[Cluster, Pat
     words = [
         *WORDS, "launch.slurm.ntasks-per-node=1", "launch.requeue.in_job_restarts=1",
         "checkpoint.local_dir=/dev/shm", f"checkpoint.local_every={LOCAL_EVERY}",
+        *more,
     ]  # fmt: skip
     run, job = send(cluster, folder, name, *words)
     until_step(cluster, run, 18)
@@ -73,6 +75,14 @@ def headless(shared: Cluster, folder: Path) -> Lived:
     cluster.run("scontrol", "requeue", job)
     # its accounting has a row for each size of the job, in no order
     found = Lived(run, job, [cluster.wait_end(job, 400)], cluster.job(job)["ExitCode"])
+    cluster.down()
+    return found
+
+
+def ended(shared: Cluster, folder: Path) -> Lived:
+    cluster, run, job = on_two_nodes(shared, folder, "ended", "launch.requeue.mode=never")
+    cluster.power_off("n1")
+    found = Lived(run, job, [cluster.wait_end(job, 400)], "")
     cluster.down()
     return found
 
@@ -102,6 +112,15 @@ def test_a_job_that_loses_its_first_node_is_requeued_without_it_and_takes_it_bac
     decided = life.decision(1)
     assert decided.startswith(f"requeue after step {again['step']}: "), "nothing is lost"
     has_the_losses_of(rows(submitted["whole"].result(timeout=400)), life)
+
+
+@pytest.mark.full
+def test_or_it_is_ended_where_it_is_not_to_be_requeued(submitted):
+    life = submitted["ended"].result(timeout=400)
+    assert life.states == ["CANCELLED"]
+    lost = f"job {life.job}: its first node n1 is lost, so it is ended"
+    assert lost in life.log
+    assert len(life.starts) == 1
 
 
 def has_the_losses_of(theirs: list[dict], life: Lived) -> None:

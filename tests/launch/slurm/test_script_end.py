@@ -162,7 +162,7 @@ esac
     ],
 )
 def test_ranks_are_started_anew_in_the_job_while_all_is_well(bash, env, code, attempts, left):
-    for name in ("srun", "python"):
+    for name in ("srun", "python", "sleep"):
         (bash.commands / name).write_text(ATTEMPTS)
     job = job_of("{nodes: 2}", bash.folder, overrides=["launch.requeue.in_job_restarts=2"])
     done = bash(job, **env)
@@ -184,7 +184,10 @@ scontrol) [ "$1" = requeue ] || printf 'n%s\\n' 1 2 3 4 ;;
 srun)
     for word in "$@"; do case $word in --nodelist=*) list=${word#*=} ;; esac; done
     case $* in
-    *" true") case $GONE in *"$list"*) exit 1 ;; esac; exit 0 ;;
+    *" true")
+        case $GONE in *"$list"*) exit 1 ;; esac
+        # the first one comes while a step still ends
+        [ -e "$NOTED.ended.$list" ] && exit 0; touch "$NOTED.ended.$list"; exit 1 ;;
     *" guard 7 n1 "*) echo "$list" >>"$NOTED.guards"; exit 0 ;;
     esac
     echo "$1 $2 $list" >>"$NOTED.attempts"
@@ -209,7 +212,7 @@ esac
     ],
 )
 def test_an_elastic_job_goes_on_with_the_nodes_that_answer(bash, gone, code, then):
-    for name in ("srun", "python", "scontrol"):
+    for name in ("srun", "python", "scontrol", "sleep"):
         (bash.commands / name).write_text(ELASTIC)
     more = ["launch.requeue.in_job_restarts=1", "launch.elastic.nodes=[1, 4]"]
     job = job_of("{ntasks-per-node: 1}", bash.folder, overrides=more)

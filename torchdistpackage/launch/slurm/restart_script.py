@@ -63,9 +63,12 @@ esac
     return ask.strip("\n"), end.strip("\n")
 
 
+# A step that was killed holds its memory for a moment, and meanwhile Slurm refuses another at once.
+_TRIES = 'for _ in 1 2 3 4 5; do srun "$@" && exit; sleep 2; done; exit 1'
+_TRY = f"timeout {_ANSWERS_S} sh -c '{_TRIES}' srun"
 _PROBE = f"""
-    timeout {_ANSWERS_S} srun --nodes="$_tdp_nodes" --ntasks="$_tdp_nodes" \\
-        --ntasks-per-node=1 --mpi=none true &
+    {_TRY} --nodes="$_tdp_nodes" --ntasks="$_tdp_nodes" --ntasks-per-node=1 \\
+        --mpi=none true &
 """.strip("\n")
 _ALL_ANSWER = """
     if ! wait "$!" || [ "$_tdp_told" -ne 0 ]; then
@@ -80,7 +83,7 @@ _ASK_EACH = f"""
 _tdp_answering() {{
     local node
     for node in $(command scontrol show hostnames "$(_tdp_squeue %N)"); do
-        timeout {_ANSWERS_S} srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap \\
+        {_TRY} --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap \\
             --nodelist="$node" --mpi=none true >&2 && printf '%s\\n' "$node" &
     done
     wait
