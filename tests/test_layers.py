@@ -82,6 +82,8 @@ PURE_FILES = (
     "models/registry.py",
     "models/*_layout.py",
     "models/*_spec.py",
+    "models/*_traffic.py",
+    "models/layer_calls.py",
     "models/transformers_folder.py",
     "models/transformers_refusals.py",
     "models/shrunk_config.py",
@@ -127,6 +129,7 @@ PURE_FILES = (
     "train/token_encoder.py",
     "train/token_workers.py",
     "train/trace_file.py",
+    "train/traffic.py",
     "cli/*.py",
 )
 """Outside the pure folders: what planning, and importing the package, need."""
@@ -146,7 +149,7 @@ MAY_LAUNCH = {
 """Files of these folders that see the launcher all the same."""
 
 PLANNERS = ["build", "data_build", "expert_plan", "inference", "job", "parity", "parity_model"]
-PLANNERS += ["parity_plan", "plan", "worker"]
+PLANNERS += ["parity_plan", "plan", "traffic", "worker"]
 """Files of train that read the configuration; the others get plain arguments."""
 
 MAY_CALL_TORCH_DISTRIBUTED = {

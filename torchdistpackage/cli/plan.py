@@ -43,6 +43,7 @@ ESTIMATES = "torchdistpackage.train.estimate:estimates"
 TIMELINE = "torchdistpackage.train.estimate:timeline_with_messages"
 ELASTIC, CHECK_NODES = (f"torchdistpackage.train.elastic:{x}" for x in ("fitted", "check_nodes"))
 TABLE = "torchdistpackage.cli._elastic:elastic_table"
+TRAFFIC = "torchdistpackage.cli._traffic:traffic_table"
 """What few plans show is loaded for these alone."""
 AXES = ("pipe", "data", "context", "expert", "tensor")
 """Columns of the coordinates."""
@@ -159,6 +160,7 @@ def plan(
         *sources_text(planned),
         *_experts(planned, ranks_per_node),
         _schedule(planned),
+        *resolve(TRAFFIC)(planned),
         *_checkpoints(planned),
     ]
     if (shared := context_text(planned, ranks_per_node)) is not None:

@@ -26,6 +26,8 @@ from torchdistpackage.layout.table import LayerCut, SplitTable
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 SHARED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 """Families whose experts ranks can share: all of a block are stacked in two matrices."""
+WIDE_WEIGHTS = ("mixtral",)
+"""Of these, whose routers leave the weights of a token's experts in float32 under autocast."""
 SAMPLED = {"phimoe": "its router samples experts in training, so a trial has no one answer to hold"}
 """Families that no ranks cut, by what no trial of theirs can show."""
 _STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")

@@ -32,7 +32,7 @@ def _gpt2_sizes(s: Settings) -> Sizes:
 
 def _gpt2_embed(w: Weights, s: Settings, n: Sizes) -> None:
     w.table("transformer.wte", n.vocab, n.dim)
-    w.table("transformer.wpe", s["n_positions"], n.dim)
+    w.table("transformer.wpe", s["n_positions"], n.dim, once=True)
 
 
 def _gpt2_block(w: Weights, s: Settings, n: Sizes) -> None:

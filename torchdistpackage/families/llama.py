@@ -143,4 +143,5 @@ _GEMMA2 = {
 GEMMA2 = replace(
     _like_llama(_GEMMA2, _gemma2_block, _gemma2_head),
     own_attention="it caps its scores (attn_logit_softcapping)",
+    ends_in_norm=lambda _: True,
 )

@@ -88,4 +88,5 @@ OPT = Family(
     "model.decoder.embed_tokens",
     _problems,
     documents="mask",
+    ends_in_norm=lambda s: not s["do_layer_norm_before"],
 )

@@ -104,11 +104,19 @@ class Weights:
         if bias:
             self.whole(f"{name}.bias", dim, kind="zeros")
 
-    def table(self, name: str, rows: int, columns: int, zero_row: int | None = None) -> None:
-        """An embedding, cut by columns."""
+    def table(
+        self,
+        name: str,
+        rows: int,
+        columns: int,
+        zero_row: int | None = None,
+        *,
+        once: bool = False,
+    ) -> None:
+        """An embedding, cut by columns. once: see `LayerCut`."""
         layout = self.cut(name, (rows, columns), 1)
         self.add(f"{name}.weight", Weight(layout, "normal", self.std, zero_row))
-        self._layer(name, "feature", layout)
+        self._layer(name, "feature", layout, once=once)
 
     def cut_rows(self, name: str) -> None:
         """Cut a table by rows instead, as a head that shares it is."""
@@ -296,6 +304,8 @@ class Family:
     has to be given one, or it cannot be done.
     found: what the modules showed, of a family that has no table of its own.
     own_attention: why its attention cannot be over parts of a sequence; "": it can.
+    ends_in_norm: whether the last sum of a block goes into a norm, which needs it again where the
+    block is computed again.
     """
 
     defaults: Settings
@@ -314,3 +324,4 @@ class Family:
     documents: Literal["positions", "mask", "not"] = "positions"
     found: FoundModel | None = None
     own_attention: str = ""
+    ends_in_norm: Callable[[Settings], bool] = lambda _: False

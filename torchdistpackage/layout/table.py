@@ -4,7 +4,7 @@ A table speaks of layers by their paths in the whole model. Layouts of parameter
 same statements (families/table.py); `parallel/tensor/parallelize.py` builds the layers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -27,6 +27,7 @@ class LayerCut:
     entrance: path of the module whose input the column layers in it multiply, often an attention
         or an MLP; the layer itself where there is no such module.
     sequence_parallel: around the split layers each rank has its part of the sequence.
+    once: an embedding is looked up once for all samples, which have the same positions.
     """
 
     kind: LayerKind
@@ -34,6 +35,7 @@ class LayerCut:
     transposed: bool = False
     entrance: str = ""
     sequence_parallel: bool = False
+    once: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,25 @@ class SplitTable:
             self.experts | other.experts,
             self.dropouts | other.dropouts,
         )
+
+    def shared_inputs(self, paths: Iterable[str], adapted: Collection[str] = ()) -> dict[str, bool]:
+        """Modules that bring together the input of their column layers; whether of a sequence.
+
+        A layer does it by itself where it is the only one, no adapter reads the same, and the
+        module around it does not ask for the length of the sequence, as an attention does.
+        paths: of layers that are there; adapted: of those, layers with adapters.
+        """
+        columns: dict[str, list[str]] = {}
+        for path in paths:
+            if self.layers[path].kind in ("column", "joined"):
+                columns.setdefault(self.layers[path].entrance, []).append(path)
+        found: dict[str, bool] = {}
+        for entrance, here in columns.items():
+            is_sequence = self.layers[here[0]].sequence_parallel
+            has_length = is_sequence and entrance in self.attention
+            if len(here) > 1 or has_length or here[0] in adapted:
+                found[entrance] = is_sequence
+        return found
 
     def also_called(self, path: str, other: str) -> None:
         """Let the layer at `path` be found at `other` too, where some releases have it."""

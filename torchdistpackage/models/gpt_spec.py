@@ -6,10 +6,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.models import gpt_layout, hugging_face_config, hugging_face_layout
+from torchdistpackage.models import (
+    gpt_layout,
+    gpt_traffic,
+    hugging_face_config,
+    hugging_face_layout,
+)
 from torchdistpackage.models.gpt_layout import GPTShape
 from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
 from torchdistpackage.models.model_spec import ModelUse
+from torchdistpackage.predict.calls import CallCount, Microbatch
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,12 @@ class GPTSpec:
 
     def refusals(self, use: ModelUse) -> list[tuple[str, str]]:
         return []  # config/rules_model.py knows all of them
+
+    def tensor_calls(self, held: Sequence[int], of: Microbatch) -> tuple[CallCount, ...]:
+        return tuple(gpt_traffic.layer_calls(self.shape, held, of))
+
+    def uncounted(self, of: Microbatch) -> str | None:
+        return None
 
     def goes_with(self) -> tuple[tuple[str, str], ...]:
         return ()

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol, Self
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
+from torchdistpackage.predict.calls import CallCount, Microbatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,15 @@ class ModelSpec(Protocol):
     def refusals(self, use: ModelUse) -> list[tuple[str, str]]:
         """(key, text) of what the model cannot do, besides what the rules of the configuration
         find."""
+        ...
+
+    def tensor_calls(self, held: Sequence[int], of: Microbatch) -> tuple[CallCount, ...]:
+        """What the tensor and expert ranks of a stage with the pieces `held` send of a microbatch,
+        forward and backward, with the loss where the head is."""
+        ...
+
+    def uncounted(self, of: Microbatch) -> str | None:
+        """Why that is not known, or None."""
         ...
 
     def goes_with(self) -> tuple[tuple[str, str], ...]:

@@ -223,11 +223,18 @@ def _adapted(w: Weights, lora: Lora, is_head: bool = False) -> Weights:
     return replace(w, parameters=w.parameters | found, split=w.split | SplitTable(layers))
 
 
+def part_tables(shape: TransformersShape, axis: str = "tensor") -> list[SplitTable]:
+    """Of `split_table` what stands before the blocks, in each of them, and behind them."""
+    blocks = (_block(shape, index, axis) for index in range(shape.sizes.layers))
+    return [w.split for w in (_embed(shape, axis), *blocks, _head(shape, axis))]
+
+
 def split_table(shape: TransformersShape, axis: str = "tensor") -> SplitTable:
     """What tensor ranks have in place of which layers, by path in transformers' model."""
-    table = _embed(shape, axis).split | _head(shape, axis).split
-    for index in range(shape.sizes.layers):
-        table |= _block(shape, index, axis).split
+    embed, *blocks, head = part_tables(shape, axis)
+    table = embed | head
+    for block in blocks:
+        table |= block
     for saved, name in shape.kind.saved_names.items():
         table.also_called(name.removesuffix(".weight"), saved.removesuffix(".weight"))
     return table

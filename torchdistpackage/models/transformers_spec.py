@@ -10,10 +10,12 @@ from torchdistpackage.models import (
     transformers_folder,
     transformers_layout,
     transformers_refusals,
+    transformers_traffic,
 )
 from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
 from torchdistpackage.models.model_spec import ModelUse
 from torchdistpackage.models.transformers_layout import TransformersShape
+from torchdistpackage.predict.calls import CallCount, Microbatch
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,12 @@ class TransformersSpec:
 
     def refusals(self, use: ModelUse) -> list[tuple[str, str]]:
         return transformers_refusals.refusals(self.shape, use)
+
+    def tensor_calls(self, held: Sequence[int], of: Microbatch) -> tuple[CallCount, ...]:
+        return tuple(transformers_traffic.layer_calls(self.shape, held, of))
+
+    def uncounted(self, of: Microbatch) -> str | None:
+        return transformers_traffic.problem(self.shape, of)
 
     def goes_with(self) -> tuple[tuple[str, str], ...]:
         return transformers_refusals.goes_with(self.shape)

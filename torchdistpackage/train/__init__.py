@@ -23,6 +23,7 @@ Data            data, data_build, blend, corpus, documents, token_cache, split, 
 State           train_state, stop, log, finish, export, recompute.
 Services        trackers/ (log.to: TensorBoard, Weights & Biases, MLflow).
 Beside a run    evaluation, generate, prompts, inference with inference_request (tdp eval and tdp
-                generate); shrink, dry_run (tdp comm lint); estimate (tdp plan --profile);
+                generate); shrink, dry_run (tdp comm lint); traffic (bytes of a step in tdp
+                plan); estimate (times of them, tdp plan --profile);
                 trace_file (tdp profile).
 """

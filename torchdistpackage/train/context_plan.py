@@ -51,18 +51,15 @@ def context_text(plan: Plan, ranks_per_node: int | None) -> str | None:
     return "\n".join(lines)
 
 
-def context_traffic(plan: Plan) -> tuple[CommType, int, int]:
-    """(way, attentions of a step, bytes that the busiest rank sends in one, both ways together)."""
-    assert plan.model is not None
+def attention_of_rank(plan: Plan) -> tuple[CommType, AttentionSize, int]:
+    """(way, one attention of a rank, ranks that exchange heads)."""
     size, of = plan.topology.dense.axis_size("context"), _attention(plan)
     way: CommType = plan.cp_comm_type  # type: ignore[assignment]
     inner = default_a2a_size(size, of.heads, of.kv_heads, None)
     if way == "auto":
         choice = choose(of, size)
         way, inner = choice.comm_type, choice.a2a_size
-    ranks = {"a2a": size, "a2a+p2p": inner}.get(way, 1)
-    number = _heads(plan.model.shape)[3] * plan.rounds * plan.schedule.num_microbatches
-    return way, number, traffic(of, size, way, a2a_size=ranks).total
+    return way, of, {"a2a": size, "a2a+p2p": inner}.get(way, 1)
 
 
 def _attention(plan: Plan) -> AttentionSize:

@@ -6,7 +6,7 @@ travel; of an all-to-all everything.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -140,20 +140,73 @@ def traffic(
     swapped = swapped * (a2a_size - 1) // max(a2a_size, 1)
     if comm_type == "a2a":
         return ExchangeTraffic(swapped, swapped, swapped)
-    blocks = [
-        joined(each for part in parts[i : i + a2a_size] for each in part)
-        for i in range(0, size, a2a_size)
-    ]
     # of a position each rank then has a part of the heads alone
     share = _spread(of, a2a_size) / a2a_size if a2a_size > 1 else of.kv_bytes
-    sent = [[_num_seen(of, to, part) for to in blocks if to is not part] for part in blocks]
-    came = [[_num_seen(of, part, by) for by in blocks if by is not part] for part in blocks]
+    sent, came = _ring(of, parts, a2a_size)
     most = max(map(sum, sent), default=0)
     both = max((sum(a) + sum(b) for a, b in zip(sent, came, strict=True)), default=0)
     last = max((max(b, default=0) for b in came), default=0)
     ring = (round(n * share) for n in (most, both, last))
     forward, backward, end = ring
     return ExchangeTraffic(forward + swapped, backward + swapped, end + swapped)
+
+
+@dataclass(frozen=True)
+class ExchangeCall:
+    """One call of an attention. operation: "send", or its name in comm/primitives.py; num_elements:
+    that this rank gives. is_forward: not of the backward. is_wide: sums of at least float32."""
+
+    operation: str
+    num_elements: int
+    is_forward: bool
+    is_wide: bool = False
+
+
+def exchange_calls(
+    of: AttentionSize,
+    size: int,
+    comm_type: CommType,
+    index: int,
+    *,
+    order: OrderName = "zigzag",
+    a2a_size: int = 1,
+) -> Iterator[ExchangeCall]:
+    """What the rank at `index` of `size` calls in one attention.
+
+    a2a_size: ranks that exchange heads: of a2a all, of p2p and all_gather 1.
+    """
+    parts = SequenceOrder(of.seq_len, size, order).parts
+    mine = sum(map(len, parts[index]))
+    keys = of.kv_bytes // (2 * of.itemsize)  # of one position
+    for is_forward in (True, False):
+        if a2a_size > 1:
+            swapped = mine * of.q_bytes // of.itemsize
+            both = mine * _spread(of, a2a_size) // of.itemsize
+            for num in (swapped, both, swapped):
+                yield ExchangeCall("all_to_all", num, is_forward)
+        if comm_type == "all_gather":
+            for _ in range(2):
+                yield ExchangeCall("all_gather", mine * keys, is_forward)
+                if not is_forward:
+                    yield ExchangeCall("reduce_scatter", of.seq_len * keys, False, is_wide=True)
+        elif a2a_size < size:
+            sent, came = (x[index // a2a_size] for x in _ring(of, parts, a2a_size))
+            share = _spread(of, a2a_size) // a2a_size // of.itemsize
+            for num in (*sent, *(() if is_forward else came)):
+                yield ExchangeCall("send", num * share, is_forward)
+
+
+def _ring(
+    of: AttentionSize, parts: Sequence[Ranges], a2a_size: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """For each block of ranks the positions that go to, and come from, each other block."""
+    blocks = [
+        joined(each for part in parts[i : i + a2a_size] for each in part)
+        for i in range(0, len(parts), a2a_size)
+    ]
+    sent = [[_num_seen(of, to, part) for to in blocks if to is not part] for part in blocks]
+    came = [[_num_seen(of, part, by) for by in blocks if by is not part] for part in blocks]
+    return sent, came
 
 
 def _spread(of: AttentionSize, ranks: int) -> int:

@@ -10,6 +10,9 @@ from torchdistpackage.layout.mark import Layouts, prefixed
 from torchdistpackage.layout.moe import MoEShape
 from torchdistpackage.parallel.tensor import layouts as cut
 
+STATES = ("router.expert_bias", "router.last_load")
+"""Ends of names of parameters that follow the counts of experts, and get no gradient."""
+
 
 def layouts(shape: MoEShape, dim: int, axis: str = "tensor", sequence_parallel: bool = False):
     """Of every parameter of a layer, by local name.

@@ -11,7 +11,6 @@ stream, has this rank's part of the sequence, (B, S/n, D).
 """
 
 import inspect
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +88,8 @@ class _LayerSwap:
         here = {
             path: cut for path, cut in self.table.layers.items() if self._layer(path) is not None
         }
-        entrances = self._entrances(here)
+        adapted = {path for path in here if self._is_adapted(path)}
+        entrances = self.table.shared_inputs(here, adapted)
         replaced: dict[nn.Module, nn.Module] = {}
         for path, cut in here.items():
             layer: Any = self._layer(path)
@@ -116,24 +116,6 @@ class _LayerSwap:
 
     def _is_adapted(self, path: str) -> bool:
         return path + _ADAPTED in self.modules
-
-    def _entrances(self, here: Mapping[str, LayerCut]) -> dict[str, bool]:
-        """Modules that bring together the input of their column layers; whether of a sequence.
-
-        A layer does it by itself where it is the only one, no adapter reads the same, and the
-        module around it does not ask for the length of the sequence, as an attention does.
-        """
-        columns: dict[str, list[str]] = defaultdict(list)
-        for path, cut in here.items():
-            if cut.kind in ("column", "joined"):
-                columns[cut.entrance].append(path)
-        found: dict[str, bool] = {}
-        for entrance, paths in columns.items():
-            is_sequence = here[paths[0]].sequence_parallel
-            has_length = is_sequence and entrance in self.table.attention
-            if len(paths) > 1 or has_length or self._is_adapted(paths[0]):
-                found[entrance] = is_sequence
-        return found
 
     def _made(
         self, path: str, cut: LayerCut, layer: Any, is_local: bool

@@ -1,0 +1,25 @@
+"""What `tdp plan` says of the bytes of a step."""
+
+from torchdistpackage.cli._common import text_table, wrap
+from torchdistpackage.train.plan import Plan
+from torchdistpackage.train.traffic import busiest, uncounted
+
+
+def traffic_table(plan: Plan) -> list[str]:
+    """By axis and call the bytes of a step; [] where a rank is alone."""
+    if plan.world_size == 1:
+        return []
+    if (why := uncounted(plan)) is not None:
+        return [wrap(f"bytes of a step    {why}", indent=" " * 19)]
+    rank, calls = busiest(plan)
+    rows = [("axis", "call", "dtype", "calls", "bytes")]
+    for axis in dict.fromkeys(x.axis for x in calls):
+        kinds = dict.fromkeys((x.operation, x.dtype) for x in calls if x.axis == axis)
+        for operation, dtype in kinds:
+            same = [x for x in calls if (x.axis, x.operation, x.dtype) == (axis, operation, dtype)]
+            number, num_bytes = sum(x.number for x in same), sum(x.num_bytes for x in same)
+            rows.append((axis, operation, dtype, f"{number:,}", f"{num_bytes:,.0f}"))
+    head = f"bytes that rank {rank} gives to calls in a step, the most of the first of each stage"
+    if any(x.axis == "expert" for x in calls):
+        head += "; of what its experts send, those of a mean rank"
+    return [f"{wrap(head)}\n{text_table(rows)}"]

@@ -1,0 +1,80 @@
+"""What a rank sends in a step, call by call, as a plan counts it. No torch.
+
+A model says what its layers send of one microbatch (`ModelSpec.tensor_calls`), train/traffic.py the
+rest; tests hold both to the record of real ranks. Bytes are those of what a rank gives to a call,
+as the record has them: to a gather its part, to a reduce-scatter or an all-reduce all of it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Self
+
+ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class CallCount:
+    """`number` calls of `operation`, each of `num_elements` of `dtype` (torch's name).
+
+    axis: along which the ranks of the group lie. operation: "send", or its name in
+    comm/primitives.py. what: is sent. ranks: of the group, where a plan has put the calls in place.
+    """
+
+    axis: str
+    operation: str
+    num_elements: float
+    dtype: str
+    what: str
+    number: int = 1
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def call_bytes(self) -> float:
+        """Of one call."""
+        return self.num_elements * ITEM_BYTES[self.dtype]
+
+    @property
+    def num_bytes(self) -> float:
+        """Of all of them."""
+        return self.number * self.call_bytes
+
+    def times(self, number: int) -> Self:
+        return replace(self, number=self.number * number)
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """What the layers of a rank are given at a time.
+
+    samples, tokens: rows, and the tokens of each that this rank has of its sequence.
+    tensor, index: ranks along tensor, and this rank's place among them. expert: ranks along expert.
+    stream: dtype of what goes from block to block; products: of what layers multiply; losses: of
+    the sums of a loss. recomputed: blocks are computed again in the backward. drops: with dropout.
+    has_positions: each sample has its own, as documents have.
+    """
+
+    samples: int
+    tokens: int
+    tensor: int
+    index: int
+    expert: int
+    stream: str
+    products: str
+    losses: str
+    recomputed: bool = False
+    drops: bool = False
+    has_positions: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.samples * self.tokens
+
+
+def merged(calls: Iterable[CallCount]) -> tuple[CallCount, ...]:
+    """Equal calls as one entry with their number, in the order of the first of each."""
+    found: dict[CallCount, int] = {}
+    for each in calls:
+        if each.number and each.num_elements:
+            key = replace(each, number=1)
+            found[key] = found.get(key, 0) + each.number
+    return tuple(replace(key, number=number) for key, number in found.items())

@@ -1,0 +1,233 @@
+"""Bytes of a step by axis: every call that a rank makes in it, counted from the plan. No torch.
+
+Tests hold the count to the record of real ranks, call by call. What a rank cannot know before it
+runs is said, and not guessed: how many tokens come to its experts, of which a mean rank is counted.
+"""
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from torchdistpackage.ddp.bucket_plan import Bucket, BucketEntry, plan_buckets
+from torchdistpackage.ddp.zero.shard_bounds import ModuleParam, even_bounds, group_by_module
+from torchdistpackage.layout.derive import gradient_ranks, num_elements
+from torchdistpackage.models.gpt_layout import ATTENTION, HALVES
+from torchdistpackage.parallel.context.choice import exchange_calls
+from torchdistpackage.parallel.expert.shape import STATES
+from torchdistpackage.predict.calls import CallCount, Microbatch, merged
+from torchdistpackage.schedule.actions import flatten
+from torchdistpackage.train.context_plan import attention_of_rank
+from torchdistpackage.train.plan import BUCKET_BYTES, Plan
+
+STEP_NUMBERS = 15
+"""That all ranks add up in a step, and one more for each expert of each block (train/step_stats.py,
+train/experts.py)."""
+UNLIMITED_BYTES = 2**62
+
+
+def uncounted(plan: Plan) -> str | None:
+    """Why calls of a step are not known before it runs, or None."""
+    if plan.model is None:
+        return "a model of your own: its bytes are known once it is built"
+    config = plan.config
+    if config.train.recompute == "auto":
+        return "known once the run has chosen what is computed again (train.recompute: auto)"
+    if config.model.loss is not None:
+        return f"known once {config.model.loss} runs"
+    if config.data.is_preference:
+        return "not counted for pairs of answers, whose reference runs forward too"
+    if plan.zero and config.optim.name not in ("adamw", "sgd"):
+        name = config.optim.name
+        return f"not counted for parallel.zero with optim.name={name}, which steps whole parameters"
+    given = getattr(plan.shape, "given", {})
+    if config.parallel.context > 1 and given.get("sliding_window"):
+        return "not counted for a sliding window over parts of a sequence"
+    return plan.model.uncounted(microbatch(plan, 0))
+
+
+def traffic(plan: Plan, rank: int) -> tuple[CallCount, ...]:
+    """The calls of `rank` in one step, in no order; `uncounted` says whether they are known."""
+    assert plan.model is not None
+    found = [*_gradients(plan, rank), *_messages(plan, rank), *_statistics(plan)]
+    times = plan.rounds * plan.schedule.num_microbatches
+    place, of = plan.topology.dense.coord(rank)["pipe"], microbatch(plan, rank)
+    layers = list(_attentions(plan, rank, of))
+    for stage in plan.schedule.stages_of(place):
+        layers += plan.model.tensor_calls(plan.stages[stage], of)
+    found += (call.times(times) for call in layers)
+    return merged(x if x.ranks else _placed(plan, rank, x) for x in found)
+
+
+def busiest(plan: Plan) -> tuple[int, tuple[CallCount, ...]]:
+    """The rank that gives most bytes to its calls, of the first of each pipe index, and these."""
+    mesh = plan.topology.dense
+    ranks = [mesh.rank({"pipe": index}) for index in range(len(plan.schedule.programs))]
+    every = [(rank, traffic(plan, rank)) for rank in ranks]
+    return max(every, key=lambda each: sum(call.num_bytes for call in each[1]))
+
+
+def _placed(plan: Plan, rank: int, call: CallCount) -> CallCount:
+    return replace(call, ranks=tuple(plan.topology.group(rank, call.axis)))
+
+
+def microbatch(plan: Plan, rank: int) -> Microbatch:
+    """What the layers of `rank` are given at a time."""
+    config, size = plan.config, plan.topology.dense.axis_size
+    numbers = plan.numbers
+    assert plan.shape is not None
+    return Microbatch(
+        samples=plan.samples_per_microbatch,
+        tokens=plan.shape.seq_len // size("context"),
+        tensor=size("tensor"),
+        index=plan.topology.dense.coord(rank)["tensor"],
+        expert=config.parallel.expert,
+        stream=numbers.weights.dtype,
+        products=numbers.activations.dtype,
+        losses=numbers.gradients.dtype,
+        recomputed=config.train.recompute == "blocks",
+        drops=config.model.dropout > 0,
+        has_positions=config.data.document_masks,
+    )
+
+
+# -- data, and what else sums gradients ------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Summed:
+    """A parameter whose gradient is summed over `ranks`, in the order of registration.
+
+    deferred: as in `ParamSpec`.
+    """
+
+    name: str
+    num_elements: int
+    ranks: tuple[int, ...]
+    deferred: bool
+
+    @property
+    def key(self) -> Hashable:
+        return self.ranks, self.deferred
+
+
+def _gradients(plan: Plan, rank: int) -> Iterator[CallCount]:
+    """As NaiveDDP sums them in buckets (ddp/bucket_plan.py), or ZeRO's buckets of modules."""
+    summed, wide = _summed(plan, rank), plan.numbers.gradients
+    if not plan.zero:
+        for ranks, bucket in _buckets(summed, wide.num_bytes, BUCKET_BYTES):
+            yield _over(plan, ranks, "all_reduce", bucket.num_elements, wide.dtype, "gradients")
+        return
+    units = (x.name.rpartition(".")[0] or x.name for x in summed)
+    members = [
+        ModuleParam(unit, x.num_elements * wide.num_bytes, x.key)
+        for unit, x in zip(units, summed, strict=True)
+    ]
+    numbers = group_by_module(members, BUCKET_BYTES)
+    weight, rounds = plan.numbers.weights, plan.rounds
+    sums = rounds if plan.zero >= 2 else 1
+    for ranks, bucket in _buckets(summed, wide.num_bytes, UNLIMITED_BYTES, numbers):
+        padded = even_bounds(bucket.used_flags, len(ranks), weight.num_bytes)
+        yield _over(plan, ranks, "reduce_scatter", padded[-1], wide.dtype, "gradients").times(sums)
+        # a weight of several stages is never freed
+        is_freed = plan.zero == 3 and not summed[bucket.members[0]].deferred
+        yield _over(plan, ranks, "all_gather", padded[1], weight.dtype, "parameters").times(
+            rounds if is_freed else 1
+        )
+    ordered = sorted(summed, key=lambda x: (x.ranks, x.deferred))
+    for (ranks, _), same in groupby(ordered, key=lambda x: (x.ranks, x.deferred)):
+        what = "which parameters were used"
+        yield _over(plan, ranks, "all_reduce", len([*same]), "int32", what).times(sums)
+
+
+def _summed(plan: Plan, rank: int) -> list[_Summed]:
+    place, view = plan.topology.dense.coord(rank)["pipe"], plan.topology.view
+    held = [
+        x
+        for x in plan.layouts.values()
+        if (not x.stages or place in x.stages) and _has_gradient(plan, x.name)
+    ]
+    found = (
+        _Summed(
+            x.name,
+            num_elements(x, view(x.view), rank),
+            gradient_ranks(x, view(x.view), rank),
+            len(x.stages) > 1,
+        )
+        for x in held
+    )
+    return [x for x in found if len(x.ranks) > 1]
+
+
+def _has_gradient(plan: Plan, name: str) -> bool:
+    return plan.is_trained(name) and not name.endswith(STATES)
+
+
+def _buckets(
+    summed: list[_Summed], element_bytes: int, cap_bytes: int, numbers: list[int] | None = None
+) -> Iterator[tuple[tuple[int, ...], Bucket]]:
+    """With the ranks of each. numbers: only equal ones share a bucket."""
+    entries = [
+        BucketEntry(i, x.num_elements, element_bytes, (x.key, 0 if numbers is None else numbers[i]))
+        for i, x in enumerate(summed)
+    ]
+    for bucket in plan_buckets(entries, cap_bytes):
+        yield summed[bucket.members[0]].ranks, bucket
+
+
+def _over(
+    plan: Plan, ranks: tuple[int, ...], operation: str, num: int, dtype: str, what: str
+) -> CallCount:
+    mesh = plan.topology.dense
+    coords = [mesh.coord(rank) for rank in ranks]
+    along = [axis for axis in mesh.names if len({coord[axis] for coord in coords}) > 1]
+    return CallCount("+".join(along), operation, num, dtype, what, ranks=ranks)
+
+
+# -- the other axes ----------------------------------------------------------------------------
+
+
+def _messages(plan: Plan, rank: int) -> Iterator[CallCount]:
+    """Between stages: activations on, and their gradients back."""
+    of = microbatch(plan, rank)
+    program = plan.schedule.programs[plan.topology.dense.coord(rank)["pipe"]]
+    number = sum(action.kind.is_send for action in flatten(program)) * plan.rounds
+    assert plan.shape is not None
+    num = of.rows * plan.shape.dim // (of.tensor if plan.shape.sequence_parallel else 1)
+    if number:
+        yield CallCount("pipe", "send", num, of.stream, "activations and their gradients", number)
+
+
+def _attentions(plan: Plan, rank: int, of: Microbatch) -> Iterator[CallCount]:
+    """Over parts of a sequence, of one microbatch."""
+    coord, size = plan.topology.dense.coord(rank), plan.topology.dense.axis_size("context")
+    if size == 1:
+        return
+    number = sum(map(_attends, (plan.pieces[i] for i in plan.pieces_on(coord["pipe"]))))
+    way, attention, a2a_size = attention_of_rank(plan)
+    group, mine = plan.topology.group(rank, "context"), coord["context"]
+    first = mine - mine % a2a_size
+    block, ring = group[first : first + a2a_size], group[mine % a2a_size :: a2a_size]
+    for call in exchange_calls(attention, size, way, mine, a2a_size=a2a_size):
+        times = number * (2 if call.is_forward and of.recomputed else 1)
+        dtype = of.losses if call.is_wide else of.products
+        ranks = tuple(block if call.operation == "all_to_all" else ring)
+        num = call.num_elements
+        yield CallCount("context", call.operation, num, dtype, "attention", times, ranks)
+
+
+def _attends(piece: str) -> bool:
+    """Whether it has an attention: a half of a block of our GPT, or a block of transformers."""
+    return piece.endswith(f".{ATTENTION}") or ("." in piece and not piece.endswith(HALVES))
+
+
+def _statistics(plan: Plan) -> Iterator[CallCount]:
+    """The numbers of a step."""
+    if plan.world_size == 1:
+        return
+    experts = {
+        name.partition(".experts.")[0]: x.shape[0] + 1
+        for name, x in plan.layouts.items()
+        if "expert" in x.split_axes and ".experts." in name
+    }
+    num, ranks = STEP_NUMBERS + sum(experts.values()), tuple(range(plan.world_size))
+    yield CallCount("all", "all_reduce", num, "float64", "numbers of the step", ranks=ranks)
