@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,15 +13,16 @@ from tests.train import parity
 from torchdistpackage.config.load import load
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.models.gpt import GPTBlock
+from torchdistpackage.parallel.tensor.linear import ParallelMlp
 from torchdistpackage.train.compiled import compile_blocks, warm_up
 from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.staged_model import TrainStages
 
-RUN = [
-    *("model.layers=2", "model.dim=16", "model.heads=2", "data.seq_len=16", "train.steps=2"),
-    *("data.global_batch=4", "pipeline.microbatches=2", "optim.warmup_steps=1"),
-    *("precision.dtype=float64", "train.eval_batches=1"),
+COMMON = [
+    *("data.seq_len=16", "train.steps=2", "data.global_batch=4", "pipeline.microbatches=2"),
+    *("optim.warmup_steps=1", "precision.dtype=float64", "train.eval_batches=1"),
 ]
+RUN = ["model.layers=2", "model.dim=16", "model.heads=2", *COMMON]
 LAYOUTS = {
     "tensor": ["parallel.tensor=2", "parallel.sequence_parallel=true", "train.recompute=blocks"],
     "dropout": ["parallel.tensor=2", "model.dropout=0.1"],
@@ -30,19 +32,87 @@ LAYOUTS = {
     "pipe": ["parallel.pipe=2"],
 }
 SMALL = ("zero3",)
+FULL = [pytest.mark.full]
 COMPILED = ["train.compile=blocks", "train.compile_backend=aot_eager"]
 RANKS_IMPORT = ("torch._functorch.aot_autograd",)
 
 
-def trained(extra: list[str]) -> tuple[list[float], parity.Held, str]:
+def trained(extra: list[str], base: list[str] = RUN) -> tuple[list[float], parity.Held, str]:
     """(losses of two steps, parameters, what warming up says)."""
     torch._dynamo.reset()
-    run = parity.trainer([*RUN, *extra])
+    run = parity.trainer([*base, *extra])
     said = warm_up(run, 1) if run.stage.compiled else ""
     losses = [run.train_step(step).wait().loss for step in (1, 2)]
     held = parity.held(run, "data")
     run.close()
     return losses, held, said
+
+
+AXES = {
+    "data": ["parallel.data=2"],
+    "tensor": ["parallel.tensor=2"],
+    "pipe": ["parallel.pipe=2"],
+}
+FOUND = {"model_type": "llama", **dict.fromkeys(("vocab_size", "max_position_embeddings"), 64)}
+FOUND |= {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+FOUND |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+class OwnBlock(nn.Module):
+    """One with a layer that tensor ranks share."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(width), ParallelMlp(width, 2 * width)
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+def own_chain(width: int) -> nn.Module:
+    ends = nn.Linear(4, width), nn.Linear(width, 1)
+    return nn.Sequential(ends[0], OwnBlock(width), OwnBlock(width), ends[1])
+
+
+def settings_of(kind: str, folder: Path) -> list[str]:
+    if kind == "own":
+        named = "model.target=tests.train.test_compile:own_chain", "model.args={width: 8}"
+        data = (
+            "model.loss=tests.train.sources:squared_error",
+            "data.target=tests.train.sources:Line",
+        )
+        return ["model.name=null", *named, *data]
+    (folder / "config.json").write_text(json.dumps(FOUND))
+    data = "data.target=tests.train.sources:UnevenTokens", "data.args={seq_len: 16, vocab: 64}"
+    return [f"model.hf={folder}/config.json", *data]
+
+
+@pytest.mark.own_transport("a graph calls torch's collectives of its own groups")
+@pytest.mark.parametrize(
+    ("kind", "axis", "backend"),
+    [
+        pytest.param(
+            *(kind, axis, backend),
+            marks=[] if (kind, axis, backend) == ("own", "tensor", "aot_eager") else FULL,
+        )
+        for kind in ("own", "hf")
+        for axis in AXES
+        for backend in ("aot_eager", "inductor")
+    ],
+)
+def test_other_models_train_to_the_same_numbers(ranks, tmp_path, kind, axis, backend):
+    """A chain of one's own and transformers' Llama, float64: losses and weights after two steps."""
+    extra = [*settings_of(kind, tmp_path), *AXES[axis]]
+    how = ["train.compile=blocks", f"train.compile_backend={backend}"]
+    plain = ranks(2).run(trained, extra, COMMON)
+    again = ranks(2).run(trained, [*extra, *how], COMMON, timeout_s=400)
+    for (losses, held, said), (want_losses, want, nothing) in zip(again, plain, strict=True):
+        assert losses == pytest.approx(want_losses, abs=1e-12, rel=0) and not nothing
+        for (name, _, _, x), (same, _, _, y) in zip(held, want, strict=True):
+            assert name == same
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+        num = 2 if axis == "pipe" else 4  # of both ranks
+        assert re.search(rf"compiled {num} blocks in \d+ graphs", said)
 
 
 @pytest.mark.own_transport("a graph calls torch's collectives of its own groups")
