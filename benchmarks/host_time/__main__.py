@@ -1,6 +1,6 @@
 """What the host needs to issue a step, by this package and by torch's own machinery.
 
-    python -m benchmarks.host_time                           a minute, and its JSON
+    python -m benchmarks.host_time                           two minutes, its JSON and its page
     python -m benchmarks.host_time --parts block --rounds 5
 
 Two ranks, one thread each, over loopback, and tensors so small that nothing but the host's work is
@@ -18,6 +18,7 @@ from statistics import median
 import torch.distributed as dist
 
 from benchmarks.common import local, take_turns, write
+from benchmarks.host_time.page import write_page
 from benchmarks.host_time.sides import NUM_MICROBATCHES, PARTS
 from benchmarks.host_time.train import measured
 from torchdistpackage.comm.runtime import leave, setup_distributed
@@ -119,7 +120,10 @@ def main() -> None:
         print(f"\n{TRAIN}: {own['own']:.0f} us of its own in a step of {own['whole']:.0f}")
     missed = failed_bars(parts, own.get("own", 0.0))
     print("\nmissed: " + ("; ".join(missed) or "none"))
-    write(options.json, {"unit": "us", "parts": parts, "train": own, "missed": missed})
+    found = {"unit": "us", "rounds": options.rounds, "parts": parts, "train": own, "missed": missed}
+    write(options.json, found)
+    if options.json == RESULTS:
+        write_page(json.loads(RESULTS.read_text()))
 
 
 if __name__ == "__main__":
