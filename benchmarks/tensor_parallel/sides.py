@@ -189,8 +189,24 @@ class _Scatter(torch.autograd.Function):
         return _gather(grad)
 
 
+class _SumGradients(torch.autograd.Function):
+    """Of parameters that every rank applies to its own rows, in one message."""
+
+    @staticmethod
+    def forward(ctx, *parameters: Tensor) -> tuple[Tensor, ...]:
+        return tuple(p.view_as(p) for p in parameters)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, ...]:
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat)
+        sums = flat.split([grad.numel() for grad in grads])
+        return tuple(x.view_as(grad) for x, grad in zip(sums, grads, strict=True))
+
+
 def by_hand(case: Case, sequence: bool) -> Block:
-    """Megatron-LM's f and g, each a collective of torch's own, and the product between them."""
+    """Megatron-LM's f and g, each a collective of torch's own, and the product between them. Under
+    sequence parallelism gradients of norms and of biases of row products are sums, as there."""
     plain, into, out_of = make_plain(case), _Copy, _Reduce
     if sequence:
         into, out_of = _Gather, _Scatter
@@ -207,13 +223,18 @@ def by_hand(case: Case, sequence: bool) -> Block:
     qkv, up = column(plain.q, plain.k, plain.v), column(plain.up)
     out, down = row(plain.out), row(plain.down)
 
+    whole = (plain.norm1.weight, plain.norm1.bias, plain.norm2.weight, plain.norm2.bias)
+    whole += out[1], down[1]
+
     def call(x: Tensor) -> Tensor:
-        y = F.linear(into.apply(plain.norm1(x)), *qkv).unflatten(-1, (3, -1, plain.head_dim))
-        q, k, v = y.permute(2, 1, 3, 0, 4)
+        w1, b1, w2, b2, out_bias, down_bias = _SumGradients.apply(*whole) if sequence else whole
+        dims = (case.dim,)
+        y = F.linear(into.apply(F.layer_norm(x, dims, w1, b1)), *qkv)
+        q, k, v = y.unflatten(-1, (3, -1, plain.head_dim)).permute(2, 1, 3, 0, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + out_of.apply(F.linear(mixed.permute(2, 0, 1, 3).flatten(2), out[0])) + out[1]
-        y = F.gelu(F.linear(into.apply(plain.norm2(x)), *up))
-        return x + out_of.apply(F.linear(y, down[0])) + down[1]
+        x = x + out_of.apply(F.linear(mixed.permute(2, 0, 1, 3).flatten(2), out[0])) + out_bias
+        y = F.gelu(F.linear(into.apply(F.layer_norm(x, dims, w2, b2)), *up))
+        return x + out_of.apply(F.linear(y, down[0])) + down_bias
 
     return call
 
