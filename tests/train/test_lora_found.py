@@ -64,7 +64,7 @@ def adapted(ranks, tmp_path_factory):
 
 
 def cases():
-    small = {("phi3", "tensor2"), ("gemma3_text", "pipe2xtensor2")}
+    small = {("phi3", "pipe2xtensor2")}
     for family in TARGETS:
         for layout in LAYOUTS:
             marks = () if (family, layout) in small else (pytest.mark.full,)

@@ -88,7 +88,7 @@ def rounded_model(ranks, tmp_path_factory):
 
 
 def cases():
-    small = {("llama", "pipe2xtensor2"), ("gpt2", "tensor2")}
+    small = {("llama", "pipe2xtensor2")}
     for name in CASES:
         for layout in LAYOUTS if name != "gpt2" else list(LAYOUTS)[:-1]:
             yield pytest.param(name, layout, marks=() if (name, layout) in small else FULL)
