@@ -30,6 +30,7 @@ MAY_LOAD_BY_NAME = {
 
 
 MAY_NAME_MODULES = {
+    "cli/_blend.py": "torch, for the runs of train.epochs",
     "cli/_inference.py": "what runs in ranks, with torch",
     "cli/checkpoint.py": "what reads and writes tensors, with torch, once all has been checked",
     "cli/comm.py": "what runs in ranks, or as threads in their place, with torch",
@@ -50,8 +51,10 @@ MAY_NAME_MODULES = {
     "models/transformers_folder.py": "conversions of transformers, with torch",
     "models/transformers_layout.py": "what reads a family that has no table, with torch",
     "models/transformers_spec.py": "modules to build, with torch",
+    "train/export.py": "what rounds weights to 4 bits, with torch",
     "train/compiled.py": "hooks of our own, told from others by where they are defined",
     "train/job.py": "what runs in ranks, with torch",
+    "train/token_workers.py": "what another process runs",
     "train/trackers/feed.py": "libraries of services, for the runs that log to them",
 }
 """Files with modules of ours in strings; `lazy.py` says when that is right."""
