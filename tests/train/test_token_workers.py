@@ -152,8 +152,12 @@ def test_a_process_that_is_killed_is_told_with_what_it_was_at(share, tmp_path, m
             super().__init__(*args)
             workers.append(self)
 
+    killed: list[int] = []
+
     def kill(done: int, total: int) -> None:
-        os.kill(workers[0]._workers[-1].child.pid, signal.SIGKILL)
+        if not killed:
+            killed.append(workers[0]._workers[-1].child.pid)
+            os.kill(killed[0], signal.SIGKILL)
 
     monkeypatch.setattr(token_cache, "TokenWorkers", Watched)
     share(3, 200)
