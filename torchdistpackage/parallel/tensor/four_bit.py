@@ -49,7 +49,7 @@ def unpacked(values: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     return dequantize_4bit(values, state).to(dtype)
 
 
-class _PackedProduct(torch.autograd.Function):
+class _ProductOfPacked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, values: Tensor, state: Any) -> Tensor:
         ctx.save_for_backward(values)
@@ -73,7 +73,7 @@ class PackedProduct:
         if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(kind)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        y = _PackedProduct.apply(x, values, self.state)
+        y = _ProductOfPacked.apply(x, values, self.state)
         return y if bias is None else y + bias
 
 
