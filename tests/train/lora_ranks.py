@@ -12,6 +12,7 @@ from tests.train.transformers_ranks import (
     RUN,
     STEPS,
     Answer,
+    adamw,
     alone,
     everywhere_float64,
     steps_of,
@@ -69,16 +70,9 @@ def peft_model(folder: str, initial: dict[str, torch.Tensor], options: dict):
 def of_peft(folder: str, initial: dict[str, torch.Tensor], options: dict) -> Answer:
     """`lora_steps` of transformers and peft in one process, without this package."""
     section = parity.config([*RUN, f"model.hf={folder}"])
-    optim = section.optim
     model = peft_model(folder, initial, options)
     trained = {plain(n): p for n, p in model.named_parameters() if p.requires_grad}
-    adam = torch.optim.AdamW(
-        trained.values(),
-        lr=optim.lr,
-        betas=optim.betas,
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-    )
+    adam = adamw(trained.values(), section)
     gradients, losses = alone(model, trained, adam, section)
     return Answer(whole({plain(n): p for n, p in model.named_parameters()}), gradients, losses)
 

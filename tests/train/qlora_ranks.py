@@ -16,8 +16,10 @@ from tests.train.transformers_ranks import (
     STEPS,
     VOCAB,
     Answer,
+    adamw,
     alone,
     loss_of,
+    set_rate,
     steps_of,
     third_step,
     trainer,
@@ -25,7 +27,6 @@ from tests.train.transformers_ranks import (
 )
 from torchdistpackage.parallel.tensor import four_bit
 from torchdistpackage.parallel.tensor.four_bit import PackedProduct
-from torchdistpackage.train.learning_rate import warmup_cosine
 from torchdistpackage.train.memory import memory
 
 FLOAT32 = torch.float32
@@ -84,17 +85,10 @@ def of_rounded(
 ) -> Answer:
     """The same of peft over a model of transformers whose linear layers have rounded weights."""
     section = parity.config([*RUN, f"model.hf={folder}"])
-    optim = section.optim
     model = peft_model(folder, initial, options)
     round_linear(model, quant_type)
     trained = {plain(n): p for n, p in model.named_parameters() if p.requires_grad}
-    adam = torch.optim.AdamW(
-        trained.values(),
-        lr=optim.lr,
-        betas=optim.betas,
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-    )
+    adam = adamw(trained.values(), section)
     gradients, losses = alone(model, trained, adam, section)
     return Answer(whole(trained), gradients, losses)
 
@@ -130,24 +124,15 @@ def of_bitsandbytes(folder: str, initial: dict[str, torch.Tensor], options: dict
             if "lora_" in name:
                 parameter.copy_(initial[plain(name)])
     section = parity.config([*RUN, f"model.hf={folder}"])
-    optim = section.optim
     trained = [p for p in model.parameters() if p.requires_grad]
-    adam = torch.optim.AdamW(
-        trained, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
-    )
+    adam = adamw(trained, section)
     data, losses = UnevenTokens(SEQ_LEN, VOCAB), list[float]()
     for step in range(1, STEPS + 1):
         ids, targets = data.batch("train", section.run.seed, step, 0, 1, section.data.global_batch)
         adam.zero_grad()
         loss = loss_of(model, ids, targets)
         loss.backward()
-        for group in adam.param_groups:
-            group["lr"] = optim.lr * warmup_cosine(
-                step - 1,
-                warmup_steps=0,
-                num_steps=section.train.steps,
-                min_ratio=optim.min_lr_ratio,
-            )
+        set_rate(adam, section, step)
         adam.step()
         losses.append(loss.item())
     return losses

@@ -1,6 +1,6 @@
 """What ranks do with transformers' own modules, and transformers in one process beside them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -98,7 +98,7 @@ def alone(
     section: RunConfig,
 ) -> tuple[list[parity.Held], list[float]]:
     """Gradients and losses of a plain model's first steps, at the run's learning rates."""
-    data, optim = UnevenTokens(SEQ_LEN, VOCAB), section.optim
+    data = UnevenTokens(SEQ_LEN, VOCAB)
     gradients, losses = [], []
     for step in range(1, STEPS + 1):
         ids, targets = data.batch("train", section.run.seed, step, 0, 1, section.data.global_batch)
@@ -107,16 +107,27 @@ def alone(
             loss = loss_of(model, ids, targets)
             loss.backward()
         gradients.append(whole({name: p.grad for name, p in trained.items()}))
-        for group in adam.param_groups:
-            group["lr"] = optim.lr * warmup_cosine(
-                step - 1,
-                warmup_steps=0,
-                num_steps=section.train.steps,
-                min_ratio=optim.min_lr_ratio,
-            )
+        set_rate(adam, section, step)
         adam.step()
         losses.append(loss.item())
     return gradients, losses
+
+
+def adamw(trained: Iterable[Tensor], section: RunConfig) -> torch.optim.AdamW:
+    """torch's own, as a run has it."""
+    optim = section.optim
+    how = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
+    return torch.optim.AdamW(trained, **how, weight_decay=optim.weight_decay)
+
+
+def set_rate(adam: torch.optim.Optimizer, section: RunConfig, step: int) -> None:
+    """The learning rate of a step, counted from 1, of a run without warm-up."""
+    optim, num_steps = section.optim, section.train.steps
+    share = warmup_cosine(
+        step - 1, warmup_steps=0, num_steps=num_steps, min_ratio=optim.min_lr_ratio
+    )
+    for group in adam.param_groups:
+        group["lr"] = optim.lr * share
 
 
 def whole(tensors: Mapping[str, Tensor | None]) -> parity.Held:
