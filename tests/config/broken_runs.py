@@ -73,6 +73,12 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "precision.weights=bf16 with precision.dtype=float32; set dtype to bf16, or weights to",
     ),
     (
+        {"precision__reduce_dtype": "bf16", "precision__dtype": "float64"},
+        "precision.reduce_dtype",
+        "precision.reduce_dtype=bf16 would round the gradients of precision.dtype=float64 to 8 "
+        "bits; set reduce_dtype to float32",
+    ),
+    (
         {"precision__fp8": "linear"},
         "precision.fp8",
         "precision.fp8=linear rounds bf16 further, but precision.dtype is float32; set dtype",

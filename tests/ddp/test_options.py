@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchdistpackage.ddp.comm_hooks import bf16_compress
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import CommError
@@ -24,12 +25,18 @@ DDP = [
     *SHARED,
     ({"comm_hook": None}, "comm_hook is None; use one of ddp/comm_hooks.py"),
     ({"module": [nn.Linear(2, 2)]}, "module is of type list; give a torch.nn.Module"),
+    ({"reduce_dtype": "bf16"}, "reduce_dtype is 'bf16'; give a torch.dtype of floats, or None"),
+    (
+        {"reduce_dtype": torch.bfloat16, "comm_hook": bf16_compress},
+        "reduce_dtype is torch.bfloat16, but gradients travel as comm_hook .* give one of the two",
+    ),
 ]
 ZERO = [
     *SHARED,
     ({"stage": "1"}, "stage is '1'; use 1, 2 or 3"),
     ({"stage": 3, "module": None}, "stage is 3 without a module"),
     ({"wire_dtype": torch.int32}, "wire_dtype is torch.int32; give a torch.dtype of floats"),
+    ({"reduce_dtype": torch.int8}, "reduce_dtype is torch.int8; give a torch.dtype of floats"),
     ({"master_dtype": "bf16"}, "master_dtype is 'bf16'; give a torch.dtype of floats"),
     ({"optimizer": [1]}, "optimizer is of type list; give an optimizer"),
     ({"module": nn.Linear(2, 2)}, "none of the optimizer's 2 parameters is in the module"),

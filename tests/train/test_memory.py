@@ -42,4 +42,15 @@ def test_narrow_weights_have_a_wide_copy_in_parts_and_one_wide_bucket():
     assert held(1, *narrow) == MemoryEstimate(2 * COUNT, 4 * COUNT, 3 * COUNT)
     assert held(3, *narrow) == MemoryEstimate(0, COUNT, 3 * COUNT)
     assert held(1, "precision.dtype=bf16") == held(1)
+
+
+def test_copies_of_gradients_that_travel_narrow_count_until_all_have_arrived():
+    """Without ZeRO; under it sums arrive in pieces, which count in no type."""
+    narrow = "precision.reduce_dtype=bf16"
+    assert held(0, narrow).gradients_bytes == (4 + 2) * COUNT
+    assert held(0, narrow, "precision.dtype=bf16").gradients_bytes == (4 + 2) * COUNT
+    assert held(1, narrow) == held(1)
+
+
+def test_narrow_types_are_asked_for():
     assert PrecisionSection().weights == "float32"

@@ -37,12 +37,13 @@ CONFIGS = MODELS | {name: x | {"model_type": name} for name, x in MIXTURES.items
 SP, TP = "sequence_parallel=true", "tensor=2"
 BF16 = ("precision.dtype=bf16", "precision.weights=bf16")
 AUTOCAST = ("precision.dtype=bf16",)
+REDUCE = "precision.reduce_dtype=bf16"
 LARGE = ("model.dim=512", "model.vocab=4096")  # so that there are several buckets
 TELLING = [
-    (4, "gpt", "data=2", TP, SP, "zero=3", *BF16),
+    (4, "gpt", "data=2", TP, SP, "zero=3", *BF16, REDUCE),
     (4, "gpt", "data=2", "expert=2", "pipe=2", *MOE, "train.recompute=blocks"),
     (4, "llama", "pipe=2", TP, SP, *AUTOCAST),
-    (4, "gpt2", "context=2", TP, "cp_comm_type=p2p"),
+    (4, "gpt2", "context=2", TP, "cp_comm_type=p2p", REDUCE),
 ]
 """(4 ranks, model, settings, of which those without a section are of parallel)."""
 
@@ -55,6 +56,7 @@ def rest():
             yield (both[0], name, *both[1:], *more)
         for zero in range(4):
             yield 2, name, "data=2", f"zero={zero}"
+            yield 2, name, "data=2", f"zero={zero}", *AUTOCAST, REDUCE
         yield 2, name, "data=2", "zero=3", "train.accumulate=2"
         yield 4, name, "pipe=2", TP, SP
         yield 2, name, "pipe=2", "pipeline.schedule=zb-h1", *AUTOCAST
@@ -74,6 +76,8 @@ def rest():
     yield 2, "gpt", "data=2", *LARGE
     yield 2, "gpt", "data=2", *LARGE, "zero=2"
     yield 2, "gpt", "data=2", *LARGE, "zero=3", *BF16
+    yield 2, "gpt", "data=2", *LARGE, REDUCE
+    yield 2, "gpt", "data=2", *LARGE, "zero=2", REDUCE, "train.accumulate=2"
     yield 4, "gpt", "pipe=2", "data=2", "zero=3"
     yield 4, "gpt", "pipe=2", TP, "pipeline.schedule=zb-v"
     yield 4, "gpt", "pipe=2", "data=2", "pipeline.schedule=interleaved"

@@ -185,6 +185,16 @@ def _narrow_weights_have_copies(c: RunConfig, world_size: int | None) -> str | N
     )
 
 
+@rule("precision.reduce_dtype", "precision.dtype")
+def _narrow_sums_are_not_of_float64(c: RunConfig, world_size: int | None) -> str | None:
+    if c.precision.reduce_dtype != "bf16" or c.precision.dtype != "float64":
+        return None
+    return (
+        "precision.reduce_dtype=bf16 would round the gradients of precision.dtype=float64 to 8 "
+        "bits; set reduce_dtype to float32, which keeps all of them, or dtype to float32 or bf16"
+    )
+
+
 @rule("precision.fp8", "precision.dtype", "parallel.tp_comm_overlap")
 def _float8_is_of_bf16(c: RunConfig, world_size: int | None) -> str | None:
     if c.precision.fp8 == "off":

@@ -128,8 +128,12 @@ class PrecisionSection(Section):
     dtype: k.Dtype = Field(
         default="float32", description="Type of activations, and of weights unless it is bf16."
     )
-    weights: k.WeightDtype = Field(
+    weights: k.Float32OrBf16 = Field(
         default="float32", description="Type of weights if dtype is bf16; bf16 needs ZeRO."
+    )
+    reduce_dtype: k.Float32OrBf16 = Field(
+        default="float32",
+        description="Type in which gradients travel; each rank adds up its own in float32.",
     )
     matmul: k.Matmul = Field(
         default="highest",

@@ -280,7 +280,7 @@ AsyncMode = Literal["auto", "async", "disabled"]
 OnSaveError = Literal["stop", "continue"]
 RequeueMode = Literal["requeue", "chain", "never"]
 Dtype = Annotated[Literal["float32", "float64", "bf16"], BeforeValidator(_bf16)]
-WeightDtype = Annotated[Literal["float32", "bf16"], BeforeValidator(_bf16)]
+Float32OrBf16 = Annotated[Literal["float32", "bf16"], BeforeValidator(_bf16)]
 OnNonfinite = Literal["stop", "skip"]
 _STEP_RANGE = re.compile(r"([1-9]\d{0,8})\.\.([1-9]\d{0,8})")
 

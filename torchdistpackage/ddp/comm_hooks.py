@@ -37,12 +37,23 @@ def fp16_compress(flat: Tensor, group: Group, op: object = primitives.SUM) -> Co
     return _narrow(flat, group, op, torch.float16)
 
 
-def _narrow(flat: Tensor, group: Group, op: object, dtype: torch.dtype) -> CommWork:
+def narrowed(dtype: torch.dtype, start: Start = primitives.start_all_reduce) -> Start:
+    """`start`, given floats that are wider than `dtype` as `dtype`."""
+    return partial(_narrow, dtype=dtype, start=start)
+
+
+def _narrow(
+    flat: Tensor,
+    group: Group,
+    op: object,
+    dtype: torch.dtype,
+    start: Start = primitives.start_all_reduce,
+) -> CommWork:
     narrower = flat.is_floating_point() and flat.element_size() > dtype.itemsize
     if group.size() == 1 or not narrower:
-        return primitives.start_all_reduce(flat, group, op)
+        return start(flat, group, op)
     wire = flat.to(dtype)
-    return _Narrowed(flat, wire, primitives.start_all_reduce(wire, group, op))
+    return _Narrowed(flat, wire, start(wire, group, op))
 
 
 class _Narrowed:

@@ -52,7 +52,9 @@ class NaiveDDP(Wrapper):
         that is not listed counts as replicated over the group.
     strict: raise on all ranks, by name, when some rank leaves parameters unused.
     broadcast_buffers: broadcast buffers from the group's first rank before a training forward.
-    comm_hook: communication hook (comm_hooks.py); default: all-reduce in the gradients' dtype.
+    reduce_dtype: dtype in which gradients are sent and summed over ranks, if narrower than that in
+        which they add up here, such as torch.bfloat16; default: the latter.
+    comm_hook: communication hook (comm_hooks.py) in place of the all-reduce.
     fp32_grads: leave gradients of bf16 and fp16 parameters in fp32, in which they are summed, for
         an optimizer that accepts them, such as torch's SGD, Muon and Adafactor, but not its Adam
         and AdamW; else `.grad` is a copy in the parameter's dtype.
@@ -95,6 +97,7 @@ class NaiveDDP(Wrapper):
         comm_hook: CommHook = primitives.start_all_reduce,
         fp32_grads: bool = False,
         keep_order: bool = False,
+        reduce_dtype: torch.dtype | None = None,
     ):
         super().__init__(module, process_group)
         self.source, self.broadcast_buffers = dp_rank0, broadcast_buffers
@@ -110,6 +113,7 @@ class NaiveDDP(Wrapper):
             strict=strict,
             comm_hook=comm_hook,
             fp32_grads=fp32_grads,
+            reduce_dtype=reduce_dtype,
         )
         self._read_layouts()
         self._options.verify_params_match(self.replicas())

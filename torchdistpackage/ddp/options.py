@@ -5,9 +5,10 @@ NaiveDDP imports this file. The reducer imports none of it: it gets what is made
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass
 
+import torch
 from torch import nn
 
 from torchdistpackage.comm import primitives
@@ -19,6 +20,7 @@ from torchdistpackage.ddp import param_sync
 from torchdistpackage.ddp.bucket_comm import AllReduceBucket, BucketComm, CommHook, ReducerParts
 from torchdistpackage.ddp.bucket_plan import MIB, Bucket, BucketSizes, bucket_sizes
 from torchdistpackage.ddp.bucket_tuning import BucketTuner
+from torchdistpackage.ddp.comm_hooks import narrowed
 from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.scheduled_ready import LastBackwardPolicy
 from torchdistpackage.ddp.sparse_grads import SparseGrad, mark_sparse
@@ -42,6 +44,7 @@ class ResolvedOptions:
     strict: bool
     comm_hook: CommHook
     fp32_grads: bool
+    reduce_dtype: torch.dtype | None
     _by_node: dict[tuple[int, ...], CommHook] | None = None
 
     verify_params_match = staticmethod(param_sync.verify_params_match)
@@ -54,7 +57,17 @@ class ResolvedOptions:
         )
         if not callable(getattr(self.comm_hook, "bind", self.comm_hook)):
             problems.append(f"comm_hook is {self.comm_hook!r}; use one of ddp/comm_hooks.py")
+        problems += dtype_problems({"reduce_dtype": self.reduce_dtype})
+        if self.reduce_dtype is not None and self._has_own_hook:
+            problems.append(
+                f"reduce_dtype is {self.reduce_dtype}, but gradients travel as comm_hook "
+                f"{self.comm_hook} has them; give one of the two"
+            )
         refuse(problems)
+
+    @property
+    def _has_own_hook(self) -> bool:
+        return self.comm_hook is not primitives.start_all_reduce
 
     @property
     def mean(self) -> bool:
@@ -98,8 +111,9 @@ class ResolvedOptions:
         if members[0].sparse_rows:
             return SparseGrad(members[0])
         hook = self.comm_hook
-        if hook is primitives.start_all_reduce and self._by_node is not None:
-            hook = self._by_node.get(ranks_of(members[0].group), hook)
+        if not self._has_own_hook:
+            hook = (self._by_node or {}).get(ranks_of(members[0].group), hook)
+            hook = hook if self.reduce_dtype is None else narrowed(self.reduce_dtype, hook)
         return AllReduceBucket(bucket, members, hook=hook, keep_wide=self.fp32_grads)
 
     def _log(self, name: str, specs: Sequence[ParamSpec]) -> None:
@@ -112,7 +126,9 @@ class ResolvedOptions:
                 *(name, sum(s.parameter.numel() for s in wider), dtype),
                 "fp32 too" if self.fp32_grads else cast,
             )
-        if self.comm_hook is not primitives.start_all_reduce:
+        if self.reduce_dtype is not None:
+            _LOG.info("%s: gradients travel as %s", name, self.reduce_dtype)
+        if self._has_own_hook:
             _LOG.info("%s: gradients travel as %s has them", name, self.comm_hook)
             if self._by_node:
                 # A hook that wraps the default one looks like any other, and only the default
@@ -140,6 +156,15 @@ def common_problems(
             f"num_grad_acc_iter is {num_grad_acc_iter!r}; give a whole number of 1 or more"
         )
     return problems
+
+
+def dtype_problems(dtypes: Mapping[str, object]) -> list[str]:
+    """A text for each of these options that is neither a dtype of floats nor None."""
+    return [
+        f"{name} is {dtype!r}; give a torch.dtype of floats, or None"
+        for name, dtype in dtypes.items()
+        if dtype is not None and not getattr(dtype, "is_floating_point", False)
+    ]
 
 
 def reduce_op_problems(reduce_op: object) -> list[str]:

@@ -85,7 +85,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     stage, layouts = model.stage, model.layouts
     compile_blocks(stage, config.train.compile_backend, config.train.compile)
     inner = make_optimizer(stage, config.optim, config.model.vocab)
-    replicas = _data_parallel(stage, layouts, inner, config.parallel.zero)
+    replicas = _data_parallel(stage, layouts, inner, config)
     optimizer = replicas if isinstance(replicas, ZeroOptimizer) else inner
     pipe, optim = tpc.get_group("pipe"), config.optim
     rate = learning_rate(optim, config.train.steps)
@@ -370,14 +370,17 @@ def _data_parallel(
     stage: nn.Module,
     layouts: dict[str, Layout],
     inner: torch.optim.Optimizer | None,
-    zero: int,
+    config: RunConfig,
 ) -> NaiveDDP | ZeroOptimizer:
     """Sums gradients over what each layout says; the step divides. Replicas start alike."""
+    zero = config.parallel.zero
+    narrow = torch.bfloat16 if config.precision.reduce_dtype == "bf16" else None
+    options = {"layouts": layouts, "reduce_op": "sum", "reduce_dtype": narrow}
     if zero and inner is not None:
         held = (*stage.named_parameters(), *stage.named_buffers())
         over = [(name, x, sum_group(layouts.get(name), batch_group())) for name, x in held]
         sync_module_states(ReplicatedTensor(*each) for each in over)
-        return ZeroOptimizer(inner, stage, stage=zero, layouts=layouts, reduce_op="sum")
+        return ZeroOptimizer(inner, stage, stage=zero, **options)
     # keep_order: a run that is resumed would measure, and pack, other buckets, and so round
     # its sums differently; it has to go on bit for bit
-    return NaiveDDP(stage, layouts=layouts, reduce_op="sum", keep_order=True)
+    return NaiveDDP(stage, keep_order=True, **options)

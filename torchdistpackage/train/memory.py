@@ -23,18 +23,22 @@ class DTypeSizes:
 
 @dataclass(frozen=True, slots=True)
 class NumberFormats:
-    """gradients: of sums, of AdamW's two means, and of the copy that narrow weights have."""
+    """gradients: of sums, of AdamW's two means, and of the copy that narrow weights have. reduced:
+    of gradients on their way to other ranks."""
 
     weights: DTypeSizes
     gradients: DTypeSizes
     activations: DTypeSizes
+    reduced: DTypeSizes
 
 
 def number_formats(precision: PrecisionSection) -> NumberFormats:
     """Weights are narrow only where that is asked for."""
     wide = DTypeSizes("float64", 8) if precision.dtype == "float64" else DTypeSizes("float32", 4)
     narrow = DTypeSizes("bfloat16", 2) if precision.dtype == "bf16" else wide
-    return NumberFormats(narrow if precision.weights == "bf16" else wide, wide, narrow)
+    weights = narrow if precision.weights == "bf16" else wide
+    reduced = DTypeSizes("bfloat16", 2) if precision.reduce_dtype == "bf16" else wide
+    return NumberFormats(weights, wide, narrow, reduced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +66,10 @@ def memory(
     ZeRO stage 1 leaves to each rank that shares a parameter its part of the optimizer's state (or
     all of it for some parameters, of an optimizer that needs them whole),
     stage 2 of the gradient too, stage 3 of the weight too. Gradients of several microbatches add up
-    full before they are summed, besides that part. Buckets on their way do not count. What is not
-    trained every rank has whole, and nothing besides; so too the reference of preference pairs.
+    full before they are summed, besides that part. Buckets on their way do not count, but for the
+    narrow copies of `precision.reduce_dtype` without ZeRO, all of which are until the backward
+    ends. What is not trained every rank has whole, and nothing besides; so too the reference of
+    preference pairs.
     """
     formats = number_formats(config.precision)
     weight, wide = formats.weights, formats.gradients
@@ -85,6 +91,8 @@ def memory(
         is_freed = zero == 3 and len(layout.stages) <= 1
         weights += (part * (not has_copy) if is_freed else count) * weight.num_bytes
         gradients += (count * adds_up + part * (zero >= 2)) * wide.num_bytes
+        if not zero and formats.reduced != wide and len(gradient_ranks(layout, mesh, rank)) > 1:
+            gradients += count * formats.reduced.num_bytes
         stepped = part if zero >= 1 else count
         optimizer += stepped * wide.num_bytes * has_copy
         optimizer += _statistics_bytes(config, layout, stepped, wide.num_bytes)

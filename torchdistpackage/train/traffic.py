@@ -113,9 +113,10 @@ class _Summed:
 def _gradients(plan: Plan, rank: int) -> Iterator[CallCount]:
     """As NaiveDDP sums them in buckets (ddp/bucket_plan.py), or ZeRO's buckets of modules."""
     summed, wide = _summed(plan, rank), plan.numbers.gradients
+    sent = plan.numbers.reduced
     if not plan.zero:
         for ranks, bucket in _buckets(summed, wide.num_bytes, BUCKET_BYTES):
-            yield _over(plan, ranks, "all_reduce", bucket.num_elements, wide.dtype, "gradients")
+            yield _over(plan, ranks, "all_reduce", bucket.num_elements, sent.dtype, "gradients")
         return
     units = (x.name.rpartition(".")[0] or x.name for x in summed)
     members = [
@@ -126,8 +127,9 @@ def _gradients(plan: Plan, rank: int) -> Iterator[CallCount]:
     weight, rounds = plan.numbers.weights, plan.rounds
     sums = rounds if plan.zero >= 2 else 1
     for ranks, bucket in _buckets(summed, wide.num_bytes, UNLIMITED_BYTES, numbers):
-        padded = even_bounds(bucket.used_flags, len(ranks), weight.num_bytes)
-        yield _over(plan, ranks, "reduce_scatter", padded[-1], wide.dtype, "gradients").times(sums)
+        narrowest = min(weight.num_bytes, sent.num_bytes)
+        padded = even_bounds(bucket.used_flags, len(ranks), narrowest)
+        yield _over(plan, ranks, "reduce_scatter", padded[-1], sent.dtype, "gradients").times(sums)
         # a weight of several stages is never freed
         is_freed = plan.zero == 3 and not summed[bucket.members[0]].deferred
         yield _over(plan, ranks, "all_gather", padded[1], weight.dtype, "parameters").times(

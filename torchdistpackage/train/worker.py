@@ -101,6 +101,8 @@ def _train(
             print_line(note)
         if warning := too_long(plan):
             print_line(f"warning: {warning}")
+        if config.precision.reduce_dtype == "bf16":
+            print_line("gradients travel in bf16 (precision.reduce_dtype)")
     if config.train.compile != "off":
         use_cache(folder, rendezvous.rank)
         if rendezvous.rank == 0:

@@ -12,7 +12,7 @@ Where nothing is posted ahead (`posts_ahead`) that sends nothing, and makes no m
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -139,6 +139,13 @@ def posts_ahead(group: Group) -> bool:
     return group.size() > 1 and state_of(group).direct
 
 
+class _Rounded(NamedTuple):
+    """In place of a flat tensor, to which `finish` brings what comes in another dtype."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 class _FlatShards:
     """A flat tensor cut by rank, and the dtype on the wire.
 
@@ -185,10 +192,13 @@ class _FlatShards:
         self.down = reverse_group(group)
         self.mine = self.parts[self.index]
         self.wire_dtype = wire_dtype or body.dtype
+        # of what is rounded the record, and what ranks compare, have the dtype that travels
+        is_rounded = self.wire_dtype is not body.dtype
+        self.noted = _Rounded(flat.shape, self.wire_dtype) if is_rounded else flat
 
     def start(self, operation: str, finish: Callable[[], Tensor] | None, function, *args) -> Work:
         facts = ("rows of each rank", *self.lengths)
-        return run_async(operation, self.group, self.flat, facts, finish, function, *args)
+        return run_async(operation, self.group, self.noted, facts, finish, function, *args)
 
     def buffers(self) -> tuple[Tensor, list[Tensor], Callable[[], Tensor] | None]:
         """Where a gather arrives, as one and in parts, and what brings it from there to `flat`."""

@@ -76,7 +76,8 @@ class ShardedBucket:
 class BucketSharder:
     """Makes the buckets of one optimizer.
 
-    stage, wire_dtype, master_dtype: as ZeroOptimizer has them. on_read: as ParamBuffer has it.
+    stage, master_dtype: as ZeroOptimizer has them. wire_dtype, reduce_dtype: in which parameters
+    and gradients are sent, if narrower than their own. on_read: as ParamBuffer has it.
     owner_of: name -> index in its group, where each parameter has one owner. make_store: for copies
     of slices of a device, if they are elsewhere.
     """
@@ -84,6 +85,7 @@ class BucketSharder:
     stage: int
     sharing: ReplicaGroups
     wire_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
     master_dtype: torch.dtype | None
     on_read: Need
     owner_of: Mapping[str, int] | None
@@ -105,12 +107,15 @@ class BucketSharder:
 
     def cut(self, bucket: Bucket, members: Sequence[ParamSpec]) -> ShardedBucket:
         is_whole, first = self.owner_of is not None, members[0]
-        if self.owner_of is not None:
-            layout = shard_by_owner(members, self.owner_of, self.wire_dtype)
-        else:
-            layout = shard_evenly(bucket, members, self.wire_dtype)
         dtype, replicas = first.parameter.dtype, self.sharing.replicas_of(first)
         wire_dtype = self.wire_dtype if _is_narrower(self.wire_dtype, dtype) else None
+        is_narrowed = _is_narrower(self.reduce_dtype, first.sum_dtype)
+        reduce_dtype = self.reduce_dtype if is_narrowed else None
+        itemsize = min(x.itemsize for x in (dtype, wire_dtype, reduce_dtype) if x is not None)
+        if self.owner_of is not None:
+            layout = shard_by_owner(members, self.owner_of, itemsize)
+        else:
+            layout = shard_evenly(bucket, members, itemsize)
         # fp32 where gradients are added up in it, unless `master_dtype` is set
         wide = dtype if first.sum_dtype == dtype else self.master_dtype or first.sum_dtype
         device = first.parameter.device
@@ -129,8 +134,7 @@ class BucketSharder:
         if key not in self._flags:
             self._flags[key] = UsedFlags(first.group, replicas, device)
         flags, freed = self._flags[key], self.stage > 1
-        wire_dtype = self.wire_dtype if _is_narrower(self.wire_dtype, first.sum_dtype) else None
-        bucket_comm = ReduceScatterBucket(layout, shards, flags, wide, freed, store, wire_dtype)
+        bucket_comm = ReduceScatterBucket(layout, shards, flags, wide, freed, store, reduce_dtype)
         return ShardedBucket(layout, parameters, bucket_comm, shards, is_whole, is_rounded, gathers)
 
 

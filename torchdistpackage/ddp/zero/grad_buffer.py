@@ -12,9 +12,10 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from torchdistpackage.comm.primitives import Group, Work, start_all_reduce
+from torchdistpackage.comm.primitives import SUM, Group, Work, start_all_reduce
 from torchdistpackage.comm.transport.sharded_flat import posts_ahead, prepost_reduce_scatter_v
-from torchdistpackage.ddp.bucket_comm import set_used_flags
+from torchdistpackage.ddp.bucket_comm import CommWork, Start, set_used_flags
+from torchdistpackage.ddp.comm_hooks import narrowed
 from torchdistpackage.ddp.grad_bucket import GradBucket
 from torchdistpackage.ddp.zero.param_buffer import MasterStore
 from torchdistpackage.ddp.zero.param_shard import FlatLayout, ParamShard
@@ -46,7 +47,7 @@ class ReduceScatterBucket:
     dtype: of the shards.
     freed: keep the slice alone once it is made (stages 2 and 3).
     store: where sums are kept, if not beside the parameters.
-    wire_dtype: dtype in which gradients travel.
+    reduce_dtype: dtype in which gradients travel.
 
     Other objects set these four before the first backward, and nothing else:
 
@@ -66,7 +67,7 @@ class ReduceScatterBucket:
         dtype: torch.dtype,
         freed: bool = False,
         store: MasterStore | None = None,
-        wire_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ):
         self.layout, self.shards = layout, shards
         self.following: Sequence[ReduceScatterBucket] = ()
@@ -80,11 +81,13 @@ class ReduceScatterBucket:
         self.total = self._store.allocate(self._slice, dtype) if self._is_apart else self._slice
         self._views = [shard.view(self.total) for shard in shards]
         self._flags, self._first_flag = flags, flags.add(len(layout.members))
-        self._wire_dtype, self._replicas = wire_dtype, flags.replicas
+        self._reduce_dtype, self._replicas = reduce_dtype, flags.replicas
+        narrow = None if reduce_dtype is None else narrowed(reduce_dtype)
+        self._start_over_replicas: Start = narrow or start_all_reduce
         self._posts_ahead = posts_ahead(layout.group)
         self.phase = SumPhase.IDLE
         self._start_sum: Callable[[], Work] | None = None  # while EXPECTED
-        self._work: Work | None = None  # while SENT or LANDED
+        self._work: CommWork | None = None  # while SENT or LANDED
         self._without: list[int] = []  # places of members without gradient, of what was sent last
         # A backward failed after other buckets of it had left: what comes next is dropped here,
         # since ranks keep the sums of all buckets or of none.
@@ -124,7 +127,7 @@ class ReduceScatterBucket:
             layout, flat = self.layout, self.gradients.flat
             self.gradients.have_memory()
             self._start_sum = prepost_reduce_scatter_v(
-                flat, layout.bounds, layout.group, wire_dtype=self._wire_dtype
+                flat, layout.bounds, layout.group, wire_dtype=self._reduce_dtype
             )
             self.phase = SumPhase.EXPECTED
 
@@ -136,7 +139,7 @@ class ReduceScatterBucket:
         self._work.wait()
         self.phase = SumPhase.LANDED
         if self._replicas is not None:
-            self._work = start_all_reduce(self._slice, self._replicas)
+            self._work = self._start_over_replicas(self._slice, self._replicas, SUM)
         else:
             self._add_to_total()
 

@@ -61,6 +61,7 @@ class ZeroOptimizer(ShardedOptimizerBase):
     bucket_cap_mb: size of a bucket in MiB; default 4, over NCCL 32.
     wire_dtype: dtype in which gradients and parameters are sent, such as torch.bfloat16; sums and
         masters keep at least float32.
+    reduce_dtype: dtype in which gradients are sent; default: `wire_dtype`.
     offload: keep masters, optimizer state and reduced gradients in host memory, and step there.
     num_grad_acc_iter: n lets stage 1 reduce in every n-th backward only, such as a pipeline's
         number of microbatches; stages 2 and 3, which keep no full gradients, reduce in each.
@@ -93,6 +94,7 @@ class ZeroOptimizer(ShardedOptimizerBase):
         overlap: bool = True,
         bucket_cap_mb: float | None = None,
         wire_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
         offload: bool = False,
         replicas: Group | None = None,
         num_grad_acc_iter: int = 1,
@@ -111,7 +113,11 @@ class ZeroOptimizer(ShardedOptimizerBase):
             reduce_op=reduce_op,
             bucket_cap_mb=bucket_cap_mb,
             num_grad_acc_iter=num_grad_acc_iter,
-            dtypes={"wire_dtype": wire_dtype, "master_dtype": master_dtype},
+            dtypes={
+                "wire_dtype": wire_dtype,
+                "reduce_dtype": reduce_dtype,
+                "master_dtype": master_dtype,
+            },
         )
         self._overlap = overlap and self._options.overlaps
         mean = self._options.mean
@@ -132,8 +138,9 @@ class ZeroOptimizer(ShardedOptimizerBase):
         specs = [s for s in specs if id(s.parameter) not in owned]
         owner_of = whole_owners(specs) if is_whole else None
         on_read, make_store = WeakMethod(self._on_read), self._options.make_store
+        reduce_dtype = reduce_dtype or wire_dtype
         self._cutter = BucketSharder(
-            stage, sharing, wire_dtype, master_dtype, on_read, owner_of, make_store
+            stage, sharing, wire_dtype, reduce_dtype, master_dtype, on_read, owner_of, make_store
         )
         self._buckets: list[ShardedBucket] = []
         self._in_step = self._lands_in_step = False

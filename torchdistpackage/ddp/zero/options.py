@@ -17,7 +17,7 @@ from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.ddp.grad_hooks import Removable, hooked_names, remove_hooks
-from torchdistpackage.ddp.options import common_problems, refuse
+from torchdistpackage.ddp.options import common_problems, dtype_problems, refuse
 from torchdistpackage.ddp.param_spec import ParamSpec, ReplicatedTensor
 from torchdistpackage.ddp.param_sync import sync_module_states
 from torchdistpackage.ddp.zero.bucket import ShardedBucket
@@ -55,9 +55,7 @@ class ResolvedZeroOptions:
             problems.append(f"stage is {stage!r}; use 1, 2 or 3")
         if not hasattr(optimizer, "param_groups"):
             problems.append(f"optimizer is of type {type(optimizer).__name__}; give an optimizer")
-        for name, dtype in dtypes.items():
-            if dtype is not None and not getattr(dtype, "is_floating_point", False):
-                problems.append(f"{name} is {dtype!r}; give a torch.dtype of floats, or None")
+        problems += dtype_problems(dtypes)
         if stage == 3 and module is None:
             problems.append("stage is 3 without a module, whose use frees and gathers; give it")
         refuse(problems)

@@ -52,20 +52,19 @@ class FlatLayout:
         return tuple(min(max(bound - offset, 0), size) for bound in self.bounds)
 
 
-def shard_evenly(
-    bucket: Bucket, members: Sequence[ParamSpec], wire_dtype: torch.dtype | None
-) -> FlatLayout:
-    """Every rank owns equally many elements. wire_dtype: dtype in which they travel, if another."""
-    bounds = even_bounds(bucket.used_flags, members[0].group.size(), _itemsize(members, wire_dtype))
+def shard_evenly(bucket: Bucket, members: Sequence[ParamSpec], itemsize: int) -> FlatLayout:
+    """Every rank owns equally many elements. itemsize: bytes of one in the narrowest dtype that
+    slices have."""
+    bounds = even_bounds(bucket.used_flags, members[0].group.size(), itemsize)
     return FlatLayout(tuple(members), bucket.offsets, bounds)
 
 
 def shard_by_owner(
-    members: Sequence[ParamSpec], owner_of: Mapping[str, int], wire_dtype: torch.dtype | None
+    members: Sequence[ParamSpec], owner_of: Mapping[str, int], itemsize: int
 ) -> FlatLayout:
     """Every member belongs to one rank.
 
-    owner_of: name -> index in the group. wire_dtype: as of `shard_evenly`.
+    owner_of: name -> index in the group. itemsize: as of `shard_evenly`.
     """
     lengths = [0] * members[0].group.size()
     owners, starts = [owner_of[spec.name] for spec in members], list[int]()
@@ -73,15 +72,9 @@ def shard_by_owner(
     for spec, owner in zip(members, owners, strict=True):
         starts.append(lengths[owner])  # in the slice of the owner
         lengths[owner] += -(-spec.parameter.numel() // step) * step
-    bounds = bounds_of(lengths, _itemsize(members, wire_dtype))
+    bounds = bounds_of(lengths, itemsize)
     offsets = tuple(bounds[owner] + at for owner, at in zip(owners, starts, strict=True))
     return FlatLayout(tuple(members), offsets, bounds)
-
-
-def _itemsize(members: Sequence[ParamSpec], wire_dtype: torch.dtype | None) -> int:
-    """Of the narrowest dtype that slices have."""
-    own = members[0].parameter.dtype
-    return own.itemsize if wire_dtype is None else min(own.itemsize, wire_dtype.itemsize)
 
 
 @dataclass(frozen=True, eq=False)
