@@ -1,6 +1,7 @@
 """The table of docs/compile.md: every parallel module under torch.compile, on two ranks over gloo.
 
     python -m benchmarks.compiled                       every case, aot_eager
+    python -m benchmarks.compiled --backend inductor --missing
     python -m benchmarks.compiled --backend inductor --shapes 1 GPTBlock RMSNorm
     python -m benchmarks.compiled --page                write docs/compile.md from what was found
 
@@ -28,6 +29,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=[], metavar="CASE")
     parser.add_argument("--backend", default="aot_eager")
     parser.add_argument("--shapes", type=int, default=3)
+    parser.add_argument("--missing", action="store_true", help="cases that have no such row")
     parser.add_argument("--page", action="store_true")
     options = parser.parse_args()
     if options.page:
@@ -36,6 +38,9 @@ def main() -> None:
         return
     with RankPool(preload=("torch._inductor.compile_fx",)) as pool:
         for name in options.names or CASES:
+            row = known().get(name, {}).get(options.backend)
+            if options.missing and row is not None and row["shapes"] >= options.shapes:
+                continue
             how = name, options.backend, options.shapes
             found = pool(RANKS).run(compared, *how, timeout_s=LIMIT_S)
             keep(name, options.backend, options.shapes, [max(x) for x in zip(*found, strict=True)])

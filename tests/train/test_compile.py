@@ -8,11 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 
+from tests.parallel.tensor.compiled_cases import use_own_cache
 from tests.train import parity
+from tests.train.test_transformers import MODELS
 from torchdistpackage.config.load import load
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.models.gpt import GPTBlock
+from torchdistpackage.parallel.auto.draws import mark_alike, mark_split
 from torchdistpackage.parallel.tensor.linear import ParallelMlp
 from torchdistpackage.train.compiled import compile_blocks, warm_up
 from torchdistpackage.train.plan import make_plan
@@ -40,6 +44,7 @@ RANKS_IMPORT = ("torch._functorch.aot_autograd", "torch._inductor.compile_fx")
 def trained(extra: list[str], base: list[str] = RUN) -> tuple[list[float], parity.Held, str]:
     """(losses of two steps, parameters, what warming up says)."""
     torch._dynamo.reset()
+    use_own_cache()
     run = parity.trainer([*base, *extra])
     said = warm_up(run, 1) if run.stage.compiled else ""
     losses = [run.train_step(step).wait().loss for step in (1, 2)]
@@ -114,8 +119,65 @@ def test_other_models_train_to_the_same_numbers(ranks, tmp_path, kind, axis, bac
         for (name, _, _, x), (same, _, _, y) in zip(held, want, strict=True):
             assert name == same
             torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
-        num = 2 if axis == "pipe" else 4  # of both ranks
-        assert re.search(rf"compiled {num} blocks in \d+ graphs", said)
+        num = 2 if axis == "pipe" else 4  # of both ranks, each of which has one graph
+        assert f"compiled {num} blocks in 2 graphs" in said
+
+
+class Drawing(nn.Module):
+    """With the marks that layers which ranks share have."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.drop = nn.Linear(4, 4), nn.Dropout(0.0)
+        mark_split(self.inner)
+        mark_alike(self.drop)
+        mark_split(self.drop)
+
+    def forward(self, x):
+        return self.drop(self.inner(x))
+
+
+def test_blocks_that_draw_share_a_graph():
+    """Torch counts hooks over all modules, and a compiler asks for the numbers of some."""
+    blocks = [Drawing() for _ in range(3)]
+    torch._dynamo.reset()
+    counters.clear()
+    for block in blocks:
+        block.compile(backend="eager", fullgraph=True)
+        with torch.no_grad():  # else dynamo warns of the gradient that an activation has not
+            block(torch.ones(2, 4))
+    assert counters["stats"]["unique_graphs"] == 1
+    called = [part._forward_hooks_always_called for part in (blocks[0].inner, blocks[0].drop)]
+    assert [list(ids) for ids in called] == [[-1], [-1, -2]]  # also where a forward raises
+
+
+def said_of(extra: list[str]) -> str:
+    torch._dynamo.reset()
+    run = parity.trainer([*COMMON, *extra, *COMPILED])
+    said = warm_up(run, 1)
+    run.close()
+    return said
+
+
+SHARED = ("llama", "qwen3", "mistral", "gemma2", "falcon", "opt")
+SPLIT = {
+    "tensor": ["parallel.tensor=2"],
+    "sequence": ["parallel.tensor=2", "parallel.sequence_parallel=true"],
+    "zero3": ["parallel.data=2", "parallel.zero=3"],
+}
+
+
+@pytest.mark.full
+@pytest.mark.own_transport("a graph calls torch's collectives of its own groups")
+@pytest.mark.parametrize("split", SPLIT)
+@pytest.mark.parametrize("family", SHARED)
+def test_the_blocks_of_every_family_share_one_graph(ranks, tmp_path, family, split):
+    config = {**MODELS[family], "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    data = "data.target=tests.train.sources:UnevenTokens", "data.args={seq_len: 16, vocab: 64}"
+    keys = [f"model.hf={tmp_path}/config.json", *data, *SPLIT[split]]
+    said = ranks(2).run(said_of, keys, timeout_s=300)
+    assert all("compiled 6 blocks in 2 graphs" in text for text in said), said
 
 
 @pytest.mark.own_transport("a graph calls torch's collectives of its own groups")

@@ -55,7 +55,6 @@ from torchdistpackage.models.transformers_meta import (
     refused,
 )
 from torchdistpackage.models.transformers_parameters import check_shapes, materialize
-from torchdistpackage.models.transformers_sequence import split_between
 from torchdistpackage.models.transformers_vocab import SplitVocab
 from torchdistpackage.models.transformers_weights import fill, open_found
 from torchdistpackage.parallel.auto.draws import (
@@ -306,8 +305,7 @@ def stage(
         parallelize(decoder, table, group, axis=axis, tp_comm_overlap=tp_comm_overlap)
         _draw_apart(decoder, shape, table)
         if shape.sequence_parallel:
-            decoder.share_sequences(num)
-            split_between(decoder.get_submodule(shape.kind.blocks), pieces, all_blocks, group)
+            decoder.share_sequences(group)
     if isinstance(sequence, ContextSequence):
         attend_over(decoder, sequence)
     experts = expert_group()

@@ -103,6 +103,8 @@ def test_a_heavy_head_goes_with_fewer_blocks():
     model = decoder(FAMILIES["llama"])
     stages = decoder_stages(model, [0, 1], costs=[0, 1, 1, 1, 1, 2])
     assert [len(stage.model.layers) for stage in stages] == [3, 1]
+    kinds = {type(block) for block in stages[0].model.layers}
+    assert len(kinds) == 1  # blocks of two classes would not share a compiled graph
     assert model.config.num_hidden_layers == 4  # the model itself is as it was
 
 

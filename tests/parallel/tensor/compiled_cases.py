@@ -5,6 +5,7 @@ which each has another length of sequence.
 """
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
@@ -325,8 +327,15 @@ def step(run, parameters, given):
     return [out.detach(), *grads]
 
 
+def use_own_cache() -> None:
+    """Let ranks keep graphs apart: of one folder a rank may load what another still writes."""
+    rank = primitives.world().rank()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{default_cache_dir()}/rank{rank}"
+
+
 def compared(name: str, backend: str, num_shapes: int) -> tuple[int, int, float, float]:
     """(graph breaks, recompiles over the shapes, difference forward, of gradients)"""
+    use_own_cache()
     module, inputs = made(name)
     twin = copy.deepcopy(module)
     torch._dynamo.reset()

@@ -139,7 +139,12 @@ def _mark(module: nn.Module, everything: bool | None) -> None:
             draws.regions.pop()
 
     module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
+    handle = module.register_forward_hook(leave, always_call=True)
+    # A compiler guards on the id of such a hook, which torch counts over all modules: blocks share
+    # a graph only if the ids of their hooks are alike.
+    known = -len(module._forward_hooks_always_called)
+    for ids in (module._forward_hooks, module._forward_hooks_always_called):
+        ids[known] = ids.pop(handle.id)
 
 
 def draw_in_recomputation(shard: nn.Module, rank: int) -> None:

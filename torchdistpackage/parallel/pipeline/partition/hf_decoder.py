@@ -10,14 +10,15 @@ they are made, so a family whose blocks share anything else is refused.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cost
+from torchdistpackage.parallel.pipeline.partition.gated_blocks import BlockActivations, make_gated
 from torchdistpackage.tools.undisturbed import in_eval
 
 NUM_TOKENS = 8
@@ -30,21 +31,20 @@ class DecoderStage(nn.Module):
 
     Parameters keep the model's names. Calls of all stages take the same keywords.
 
-    Parts of a sequence, see `share_sequences`, are handed on between the stages alone.
+    Parts of a sequence, see `share_sequences`, are handed on between blocks and stages alone.
     """
 
     def __init__(
         self,
         model: nn.Module,
         base: nn.Module,
-        activations: "BlockActivations",
+        activations: BlockActivations,
         ends: Sequence[bool],
     ):
         """base: the model's, cut. activations: of its blocks. ends: is it the first, the last?"""
         super().__init__()
         self.config, self._prefix = model.config, model.base_model_prefix
         self._activations, (self._is_first, self._is_last) = activations, ends
-        self.num_shares = 1
         self.add_module(self._prefix, base)
         if self._is_last:
             for name, child in model.named_children():
@@ -86,10 +86,15 @@ class DecoderStage(nn.Module):
         finally:
             activations.enters = activations.left = None
 
-    def share_sequences(self, num_ranks: int) -> None:
+    @property
+    def num_shares(self) -> int:
+        """Ranks that have a part each of a sequence between the blocks."""
+        return self._activations.num_shares
+
+    def share_sequences(self, group: Group) -> None:
         """Activations between blocks are this rank's part (B, S/n, D) of the sequence; masks,
-        positions and what comes behind the blocks are of all."""
-        self._activations.num_shares = self.num_shares = num_ranks
+        positions and what comes before and behind the blocks are of all."""
+        self._activations.group = group
 
 
 def decoder_stages(
@@ -150,7 +155,7 @@ def _stage(model: nn.Module, blocks: range, around: "BlockNeighbours") -> Decode
     base = getattr(model, model.base_model_prefix)
     path = path_to_blocks(base)
     ends = blocks.start == 0, blocks.stop == len(base.get_submodule(path))
-    activations = BlockActivations(goes_on=ends[1])
+    activations = BlockActivations(*ends)
     cut = cut_blocks(base, path.split("."), blocks, ends, around, activations)
     return DecoderStage(model, cut, activations, ends)
 
@@ -247,78 +252,6 @@ class BlockNeighbours:
         self.before, self.behind = before - behind, behind - before
 
 
-class BlockActivations:
-    """Of a stage's call: what enters its first block, what left its last one.
-
-    is_other: whether the first block would have been given something else.
-    num_shares: ranks that have a part each of what enters and leaves. goes_on: whether the model's
-    own forward goes on with what left, as on the last stage.
-    """
-
-    def __init__(self, goes_on: bool) -> None:
-        self.num_shares, self.goes_on = 1, goes_on
-        self.enters: Tensor | None = None
-        self.left: Any = None
-        self.is_other = False
-
-    def whole_like(self, x: Tensor) -> Tensor:
-        """x (B, S/n, D), or zeros for all positions where x is a part: a family's forward takes
-        its shapes from them."""
-        if self.num_shares == 1:
-            return x
-        batch, length, dim = x.shape
-        return x.new_zeros(()).expand(batch, length * self.num_shares, dim)
-
-    def leave(self, output: Any) -> Any:
-        """Keep what the last block returns; what the family's forward is to go on with."""
-        x = output[0] if isinstance(output, tuple) else output
-        self.left = x
-        if self.goes_on or self.num_shares == 1:
-            return output
-        return (
-            (self.whole_like(x), *output[1:]) if isinstance(output, tuple) else self.whole_like(x)
-        )
-
-    def take(self) -> Tensor:
-        """The outputs; raises ScheduleError if the block was not called, or returned no tensor."""
-        if not isinstance(self.left, Tensor):
-            raise ScheduleError(
-                "the longest list of modules in this model is not a row of blocks that hand on "
-                "activations; cut it with flatten_model"
-            )
-        return self.left
-
-
-class _BoundaryBlock:
-    """A block at an end of its stage; works outside of the block's own call, which checkpointing
-    repeats when other activations are here."""
-
-    _gate: tuple[BlockActivations, bool, bool]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        activations, takes, leaves = self._gate
-        if takes:
-            given = args[0] if args else kwargs["hidden_states"]
-            x = activations.enters
-            if x is None and activations.is_other:
-                raise ScheduleError(
-                    f"{type(self).__name__} is run again from outside of its own call, with an "
-                    f"input that no stage begins with; use a newer transformers, whose blocks "
-                    f"checkpoint themselves, or no activation checkpointing"
-                )
-            if x is not None and given is not x:
-                activations.is_other = True
-                if args:
-                    args = (x, *args[1:])
-                else:
-                    kwargs["hidden_states"] = x
-        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        return activations.leave(output) if leaves else output
-
-    def __reduce_ex__(self, protocol: object) -> tuple:
-        return _new_boundary, (type(self).__bases__[1],), vars(self)
-
-
 class SkippedModule(nn.Module):
     """In place of what another stage runs before the blocks: an embedding that adds nothing, or
     something that changes nothing."""
@@ -351,11 +284,8 @@ def cut_blocks(
     else:
         kept = nn.ModuleList()
         for i in blocks:
-            kept.add_module(str(i), inner[i])
-        for i in {blocks[0], blocks[-1]}:
-            kept._modules[str(i)] = block = copy(inner[i])
-            block.__class__ = _boundary_of(type(block))
-            block._gate = activations, i == blocks[0] and not ends[0], i == blocks[-1]
+            kept.add_module(str(i), block := copy(inner[i]))
+            make_gated(block, activations, i == blocks[0], i == blocks[-1])
         short._modules[step] = kept
     is_first, is_last = ends
     for child, module in base._modules.items():
@@ -366,15 +296,6 @@ def cut_blocks(
         elif f"{above}{child}" in around.before and not is_first:
             short._modules[child] = SkippedModule()
     return short
-
-
-@cache
-def _boundary_of(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (_BoundaryBlock, kind), {"__module__": kind.__module__})
-
-
-def _new_boundary(kind: type[nn.Module]) -> nn.Module:
-    return nn.Module.__new__(_boundary_of(kind))
 
 
 def _is_own(module: nn.Module | None) -> bool:
