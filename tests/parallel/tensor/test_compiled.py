@@ -27,6 +27,11 @@ SMALL = {
 }
 """And over how many shapes: each costs seconds."""
 WITH_INDUCTOR = ["FeatureParallelEmbedding, sequence parallel", "ParallelMlp, uneven", "GPTBlock"]
+"""Over three shapes; every other case over one."""
+NUM_PARTS = 9
+PARTS = [list(CASES)[part::NUM_PARTS] for part in range(NUM_PARTS)]
+IN_FLOAT32 = ("tensor_parallel, block of a Llama", "tensor_parallel, block of a Qwen 3")
+"""Norms of transformers compute in float32 whatever they get, where inductor rounds elsewhere."""
 RANKS_IMPORT = ("torch._functorch.aot_autograd", "torch._inductor.compile_fx")
 
 
@@ -34,7 +39,8 @@ def check(name: str, backend: str, num_shapes: int = 3) -> None:
     breaks, recompiles, forward, backward = compared(name, backend, num_shapes)
     assert breaks == 0
     assert recompiles <= 2
-    assert max(forward, backward) <= 1e-12, (forward, backward)
+    limit = 1e-6 if backend == "inductor" and name in IN_FLOAT32 else 1e-12
+    assert max(forward, backward) <= limit, (forward, backward)
 
 
 @pytest.mark.parametrize(
@@ -46,12 +52,14 @@ def check(name: str, backend: str, num_shapes: int = 3) -> None:
             ["ParallelAttention, shared heads", *SMALL], "aot_eager", 4, marks=pytest.mark.full
         ),
         pytest.param(WITH_INDUCTOR, "inductor", 2, marks=pytest.mark.full),
+        *(pytest.param(part, "inductor", 2, marks=pytest.mark.full) for part in PARTS),
     ],
-    ids=["small", "all", "four", "inductor"],
+    ids=["small", "all", "four", "inductor", *(f"inductor{part}" for part in range(NUM_PARTS))],
 )
 @pytest.mark.own_transport("a graph calls torch's collectives of its own groups")
 def test_a_compiled_module_is_one_graph_with_the_numbers_of_eager(ranks, names, backend, num_ranks):
-    cases = [(name, backend, names[name] if names is SMALL else 3) for name in names]
+    num_shapes = 1 if names in PARTS else 3
+    cases = [(name, backend, SMALL[name] if names is SMALL else num_shapes) for name in names]
     ranks(num_ranks).run(each, check, cases, timeout_s=600)
 
 
