@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.train.preference_ranks import data_keys
+from tests.train.test_lora import TARGETS
 from tests.train.test_transformers import MODELS, SMALL
 from tests.train.traffic_ranks import Counts, recorded_and_planned
+from tests.train.transformers_ranks import save_model
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import load, loads
 from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.traffic import busiest, traffic, uncounted
 
-RANKS_IMPORT = ("tests.train.traffic_ranks",)
+RANKS_IMPORT = ("tests.train.traffic_ranks", "peft")
 RUN = [
     *("data.seq_len=12", "data.args={seq_len: 12, vocab: 65}", "data.global_batch=8"),
     *("data.target=tests.train.sources:UnevenTokens", "pipeline.microbatches=2"),
@@ -44,8 +47,11 @@ TELLING = [
     (4, "gpt", "data=2", "expert=2", "pipe=2", *MOE, "train.recompute=blocks"),
     (4, "llama", "pipe=2", TP, SP, *AUTOCAST),
     (4, "gpt2", "context=2", TP, "cp_comm_type=p2p", REDUCE),
+    (4, "llama+lora", "data=2", TP, SP, "zero=1", "train.recompute=blocks"),
+    (4, "gpt", "data=4", "zero=2", "optim.name=muon", "train.recompute=auto", "train.memory_gb=1"),
 ]
 """(4 ranks, model, settings, of which those without a section are of parallel)."""
+PAIRS = ["data.name=preference", "data.seq_len=24", "data.val_fraction=0.2"]
 
 
 def rest():
@@ -93,28 +99,82 @@ def rest():
     yield 2, "gpt", TP, "model.position=learned", "model.mlp=swiglu", "model.norm=rms", SP
 
 
+def adapted():
+    """Adapters on other layers each: where gradients begin decides what goes back."""
+    for name in TARGETS:
+        for more in ((TP,), (TP, SP), (TP, SP, "train.recompute=blocks"), (TP, *AUTOCAST)):
+            yield (2, f"{name}+lora", *more)
+        if name != "llama, last block":
+            yield 4, f"{name}+lora", TP, "pipe=2"
+
+
+def compared():
+    """Pairs of answers, whose reference is a copy, or the model without its adapters."""
+    for name in ("gpt", "llama", "llama+lora"):
+        yield 2, name, *PAIRS, "data=2", "zero=1"
+        yield 2, name, *PAIRS, "pipe=2"
+        yield 4, name, *PAIRS, TP, "pipe=2"
+        yield 4, name, *PAIRS, TP, SP, "data=2", "train.recompute=blocks", "train.accumulate=2"
+    yield 2, "llama", *PAIRS, "data=2", "zero=3"
+    yield 2, "gpt", *PAIRS, "pipe=2", "pipeline.schedule=zb-v"
+
+
+def owned():
+    """Optimizers of whole parameters."""
+    for name in ("muon", "adafactor", "adamw8bit"):
+        for zero in (1, 2, 3):
+            yield 2, "gpt", "data=2", f"zero={zero}", f"optim.name={name}"
+            yield 2, "llama", "data=2", f"zero={zero}", f"optim.name={name}", *BF16, REDUCE
+        yield 4, "gpt", "data=4", "zero=2", f"optim.name={name}"
+        yield 4, "gpt", "data=2", "pipe=2", "zero=1", f"optim.name={name}"
+
+
 def _longer(num: int) -> tuple[str, str]:
     return f"data.seq_len={num}", f"data.args={{seq_len: {num}, vocab: 65}}"
 
 
 def overrides(case: tuple, folder) -> list[str]:
     _, name, *settings = case
+    name, _, is_adapted = name.partition("+")
     base = GPT
-    if name != "gpt":
+    if is_adapted:
+        adapters = f"model.lora={{r: 3, alpha: 6, target: [{', '.join(TARGETS[name])}]}}"
+        base = [*RUN, f"model.hf={folder / name}", adapters]
+    elif name != "gpt":
         path = folder / f"{name}.json"
-        path.write_text(json.dumps(CONFIGS[name]))
+        path.write_text(json.dumps(_settings(name, PAIRS[0] in settings)))
         base = [*RUN, f"model.hf={path}"]
+    if PAIRS[0] in settings:
+        base = [x for x in base if not x.startswith(("data.args", "data.target"))]
+        base += data_keys(folder)
     return [*base, *map(_full, settings)]
 
 
-def expect_equal(results: list[tuple[Counts, Counts]]) -> None:
-    """On every rank; of what goes to experts, which routers decide, over all ranks of the group."""
+def _settings(name: str, compares: bool) -> dict:
+    found = CONFIGS.get(name, CONFIGS["llama"])
+    return found | {"vocab_size": 300} if compares else found
+
+
+def save_models(ranks, cases, folder) -> None:
+    """The folders that adapters need."""
+    for _, name, *settings in cases:
+        of, _, is_adapted = name.partition("+")
+        if is_adapted:
+            ranks(1).run(save_model, _settings(of, PAIRS[0] in settings), str(folder / of))
+
+
+def expect_equal(results: list[tuple[Counts, Counts]], *, owned: bool = False) -> None:
+    """On every rank; of what goes to experts, which routers decide, over all ranks of the group.
+
+    owned: of gathers of whole parameters too, of which the record has the mean part of a rank.
+    """
     totals = Counts(), Counts()
     for rank, pair in enumerate(results):
         mine = tuple(Counts() for _ in pair)
         for kept, total, counts in zip(mine, totals, pair, strict=True):
             for key, number in counts.items():
-                (total if _is_routed(key) else kept)[key] += number
+                is_shared = _is_routed(key) or (owned and key[1] == "all_gather")
+                (total if is_shared else kept)[key] += number
         assert mine[0] == mine[1], f"rank {rank}: recorded - planned {_difference(*mine)}"
     assert totals[0] == totals[1], f"experts: recorded - planned {_difference(*totals)}"
 
@@ -130,17 +190,23 @@ def _difference(recorded: Counts, planned: Counts) -> dict:
 
 def test_a_step_sends_what_its_plan_counts(ranks, tmp_path):
     """Layouts that have every axis, and each kind of model: all in one call of the ranks."""
+    save_models(ranks, TELLING, tmp_path)
     results = ranks(4).run(recorded_and_planned, [overrides(x, tmp_path) for x in TELLING])
     for case, found in zip(TELLING, zip(*results, strict=True), strict=True):
         print(case)  # of which pytest shows the last where one fails
-        expect_equal(list(found))
+        expect_equal(list(found), owned="optim.name=muon" in case)
+
+
+MORE = [*rest(), *adapted(), *compared(), *owned()]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", [*rest()], ids=lambda case: " ".join(map(str, case)))
+@pytest.mark.parametrize("case", MORE, ids=lambda case: " ".join(map(str, case)))
 def test_every_model_sends_what_its_plan_counts(ranks, tmp_path, case):
+    save_models(ranks, [case], tmp_path)
     results = ranks(case[0]).run(recorded_and_planned, [overrides(case, tmp_path)])
-    expect_equal([found for (found,) in results])
+    is_owned = any(x.startswith("optim.name=") for x in case[1:])
+    expect_equal([found for (found,) in results], owned=is_owned)
 
 
 def planned(tmp_path, case: tuple):
@@ -172,13 +238,19 @@ def test_the_table_has_the_bytes_of_the_busiest_rank(tmp_path, capsys, case):
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        (("train.recompute=auto", "train.memory_gb=1"), "has chosen what is computed again"),
-        (("model.loss=my.losses:mean",), "once my.losses:mean runs"),
-        (("zero=1", "optim.name=adafactor"), "optim.name=adafactor, which steps whole parameters"),
+        ((TP, "train.recompute=auto", "train.memory_gb=1"), "has chosen what is computed again"),
+        ((TP, "model.loss=my.losses:mean"), "once my.losses:mean runs"),
     ],
 )
 def test_what_is_known_in_the_run_alone_is_named(tmp_path, more, reason):
-    assert reason in uncounted(planned(tmp_path, (2, "gpt", "data=2", *more)))
+    assert reason in uncounted(planned(tmp_path, (4, "gpt", "data=2", *more)))
+
+
+def test_stages_in_front_of_the_first_adapter_are_named(ranks, tmp_path):
+    case = (4, "llama, last block+lora", TP, "pipe=2")
+    save_models(ranks, [case], tmp_path)
+    plan = planned(tmp_path, case)
+    assert "in front of the first adapter" in uncounted(plan)
 
 
 def test_a_window_over_parts_of_a_sequence_is_named(tmp_path):

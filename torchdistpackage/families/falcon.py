@@ -66,6 +66,7 @@ FALCON = Family(
     shares_keys=False,
     documents="mask",
     own_attention="its attention is none of transformers' functions",
+    is_parallel=lambda s: s["parallel_attn"] or s["new_decoder_architecture"],
 )
 REFINED_WEB = replace(
     FALCON,

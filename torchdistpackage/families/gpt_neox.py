@@ -12,6 +12,7 @@ _NEOX = {
     "max_position_embeddings": 2048,
     "attention_bias": True,
     "tie_word_embeddings": False,
+    "use_parallel_residual": True,
     "initializer_range": 0.02,
 }
 
@@ -37,4 +38,5 @@ GPT_NEOX = Family(
     last_norm("gpt_neox.final_layer_norm"),
     "gpt_neox.embed_in",
     saved_names={"embed_out.weight": "lm_head.weight"},
+    is_parallel=lambda s: s["use_parallel_residual"],
 )

@@ -306,6 +306,7 @@ class Family:
     own_attention: why its attention cannot be over parts of a sequence; "": it can.
     ends_in_norm: whether the last sum of a block goes into a norm, which needs it again where the
     block is computed again.
+    is_parallel: whether attention and MLP of a block read the same.
     """
 
     defaults: Settings
@@ -325,3 +326,4 @@ class Family:
     found: FoundModel | None = None
     own_attention: str = ""
     ends_in_norm: Callable[[Settings], bool] = lambda _: False
+    is_parallel: Callable[[Settings], bool] = lambda _: False

@@ -14,31 +14,35 @@ from torchdistpackage.predict.calls import CallCount, Microbatch
 class CallPlace:
     """Where in a forward: calls of the forward come again with a recomputed block.
 
-    forward: how often the forward is computed in a step, 2 of what is computed again.
+    forward: how often the forward is computed in a step, 2 of what is computed again. Of a tensor
+    without gradient (`has_grad`) nothing is sent backward.
     """
 
     of: Microbatch
     sequence_parallel: bool
     forward: int = 1
 
-    def column(self, width: int, dtype: str) -> Iterator[CallCount]:
+    def column(self, width: int, dtype: str, has_grad: bool = True) -> Iterator[CallCount]:
         """Around the input, `width` wide, of a layer cut by outputs, or of several that share it.
 
         dtype: in which it is brought together.
         """
+        backward = int(has_grad and self.of.trains)
         if self.sequence_parallel:
             yield self._gather(width, dtype, self.forward)
-            yield self._scatter(width, dtype)
+            yield self._scatter(width, dtype, backward)
         else:
-            yield self._sum(width, dtype)
+            yield self._sum(width, dtype, backward)
 
-    def row(self, width: int, dtype: str, again: bool = True) -> Iterator[CallCount]:
+    def row(
+        self, width: int, dtype: str, again: bool = True, has_grad: bool = True
+    ) -> Iterator[CallCount]:
         """Around the result, `width` wide, of a layer cut by inputs. again: it is needed where its
         block is computed again."""
         number = self.forward if again else 1
         if self.sequence_parallel:
             yield self._scatter(width, dtype, number)
-            yield self._gather(width, dtype)
+            yield self._gather(width, dtype, int(has_grad and self.of.trains))
         else:
             yield self._sum(width, dtype, number)
 
@@ -52,26 +56,31 @@ class CallPlace:
         """Of experts that tensor ranks share inside, which get all tokens of the ranks' parts of
         the sequence. dtypes: of tokens, of their results, and of the weights of a token's experts.
         """
-        tokens, results, weights = dtypes
+        (tokens, results, weights), backward = dtypes, int(self.of.trains)
         if self.sequence_parallel:
             yield self._gather(width, tokens, self.forward)
             yield self._scatter(width, results, self.forward if again else 1)
-            yield self._gather(width, results)
+            yield self._gather(width, results, backward)
         else:
             yield self._sum(width, results, self.forward if again else 1)
-        yield self._sum(width, tokens)
+        yield self._sum(width, tokens, backward)
         what = "gradients of weights of experts"
-        yield self._call("all_reduce", self.of.rows * top_k, weights, what)
+        yield self._call("all_reduce", self.of.rows * top_k, weights, what, backward)
 
-    def part(self, width: int, dtype: str) -> CallCount:
-        """Where a whole sequence becomes parts, backward, or parts a whole one, forward."""
+    def joined_sequence(self, width: int, dtype: str) -> CallCount:
+        """Where parts of a sequence become a whole one."""
         return self._gather(width, dtype)
+
+    def shared_sequence(self, width: int, dtype: str, has_grad: bool = True) -> CallCount:
+        """Where a whole sequence becomes parts, whose gradients are joined."""
+        return self._gather(width, dtype, int(has_grad and self.of.trains))
 
     def loss(self) -> Iterator[CallCount]:
         """Of logits cut by columns: the largest of each token, then two sums of it."""
-        what = "of the softmax of the loss"
-        yield self._call("all_reduce", self.of.rows, self.of.losses, what)
-        yield self._call("all_reduce", 2 * self.of.rows, self.of.losses, what)
+        of, what = self.of, "of the softmax of the loss"
+        tokens, number = (of.tokens, of.samples) if of.by_row else (of.rows, 1)
+        yield self._call("all_reduce", tokens, of.losses, what, number)
+        yield self._call("all_reduce", 2 * tokens, of.losses, what, number)
 
     def _sum(self, width: int, dtype: str, number: int = 1) -> CallCount:
         return self._call("all_reduce", self.of.rows * width, dtype, "activations", number)
@@ -96,9 +105,10 @@ def dispatch(
     go. dtypes: of tokens and of results. forward: as of `CallPlace`.
     """
     rows, (tokens, results) = of.rows * top_k * width, dtypes
+    both = forward + int(of.trains)
     for operation, num, dtype, what, number in (
         ("all_gather", num_experts + 1, "int64", "how many tokens go where", forward),
-        ("all_to_all", rows, tokens, "tokens to their experts and their gradients", forward + 1),
-        ("all_to_all", rows, results, "results of experts and their gradients", forward + 1),
+        ("all_to_all", rows, tokens, "tokens to their experts and their gradients", both),
+        ("all_to_all", rows, results, "results of experts and their gradients", both),
     ):
         yield CallCount("expert", operation, num, dtype, what, number)

@@ -4,6 +4,7 @@ It follows from the table of the family, as the split layers do (parallel/tensor
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torchdistpackage.families.found import WIDE_WEIGHTS
 from torchdistpackage.layout.derive import local_shape
@@ -22,16 +23,20 @@ def layer_calls(
     embed, *blocks, head = part_tables(shape)
     has_first, has_last = 0 in held, len(blocks) - 1 in held
     place = CallPlace(of, shape.sequence_parallel)
+    # with adapters gradients begin at the first of them
+    has_grad = shape.lora is None
     if of.tensor > 1 and has_first:
         yield from _tables(embed, of)
         if shape.sequence_parallel:  # the first block takes its part
-            yield place.part(shape.dim, of.stream)
-    for index in held:
-        yield from _block(shape, blocks[index], index, of)
+            yield place.shared_sequence(shape.dim, of.stream, has_grad)
+    for index, block in enumerate(blocks):
+        if index in held:
+            yield from _block(shape, block, index, of, has_grad)
+        has_grad |= bool(_adapted(block))
     if of.tensor > 1 and has_last:
         if shape.sequence_parallel:
-            yield place.part(shape.dim, of.stream)
-        yield from _layers(head, CallPlace(of, False))
+            yield place.joined_sequence(shape.dim, of.stream)
+        yield from _layers(head, CallPlace(of, False), has_grad=has_grad)
         yield from _tables(head, of)
         read = shape.kind.found
         if read is None or read.cuts.head:
@@ -40,21 +45,23 @@ def layer_calls(
 
 def problem(shape: TransformersShape, of: Microbatch) -> str | None:
     """Why calls are not known, or None."""
-    if of.tensor > 1 and shape.lora is not None:
-        return "what adapters have no gradients for is not counted yet"
+    if of.tensor > 1 and shape.lora is not None and shape.kind.found is not None:
+        return "which gradients adapters of a model without a table need is known once it runs"
     if of.recomputed and shape.kind.found is not None:
         return "what is computed again of a model without a table is known once it runs"
     return None
 
 
 def _block(
-    shape: TransformersShape, table: SplitTable, index: int, of: Microbatch
+    shape: TransformersShape, table: SplitTable, index: int, of: Microbatch, has_grad: bool
 ) -> Iterator[CallCount]:
-    forward = 2 if of.recomputed else 1
+    """has_grad: of what comes into the block."""
+    forward = 2 if of.recomputed and (has_grad or _adapted(table)) else 1
     place, dim = CallPlace(of, shape.sequence_parallel, forward), shape.dim
     if of.tensor > 1:
         again = of.drops or shape.kind.ends_in_norm(shape.settings)
-        yield from _layers(table, place, again)
+        is_parallel = shape.kind.is_parallel(shape.settings)
+        yield from _layers(table, place, again, has_grad, is_parallel)
         for _ in table.experts:
             top_k = 0 if shape.kind.found is None else shape.kind.found.top_k
             yield from place.experts(dim, top_k, (of.stream, of.products, of.products))
@@ -71,21 +78,61 @@ def _block(
             yield from place.experts(dim, read.top_k, (*dtypes, weights))
 
 
-def _layers(table: SplitTable, place: CallPlace, again: bool = False) -> Iterator[CallCount]:
-    """Of products. again: the last sum of a block is needed too where it is computed again."""
-    of, shared = place.of, table.shared_inputs(table.layers)
-    for path in shared:
-        first = next(x for x in table.layers.values() if x.entrance == path)
-        yield from place.column(_width(first, inputs=True), of.stream)
-    rows = [path for path, cut in table.layers.items() if cut.kind == "row"]
+def _layers(
+    table: SplitTable,
+    place: CallPlace,
+    again: bool = False,
+    has_grad: bool = True,
+    is_parallel: bool = False,
+) -> Iterator[CallCount]:
+    """Of products, which are listed in the order of the forward. again: the last sum of a block is
+    needed too where it is computed again. has_grad: of what comes in. is_parallel: all column
+    layers read that, and not what the row layers before them add to it."""
+    of, adapted = place.of, _adapted(table)
+    shared, entered = table.shared_inputs(table.layers, adapted), set[str]()
+    read, made = _gradients(table, adapted, has_grad, is_parallel)
+    # what is computed again ends with what the last gradient needs
+    behind = [path for path, has in made.items() if has]
+    rows = [path for path in behind if table.layers[path].kind == "row"]
+    last, is_behind = behind[-1] if behind else "", False
     for path, cut in table.layers.items():
+        here = replace(place, forward=1) if is_behind else place
+        is_behind |= path == last
+        if cut.kind in ("column", "joined"):
+            if cut.entrance not in shared:
+                yield from here.column(_width(cut, inputs=True), of.products, read[path])
+            elif cut.entrance not in entered:
+                entered.add(cut.entrance)
+                yield from here.column(_width(cut, inputs=True), of.stream, read[path])
         if cut.kind == "row":
-            is_needed = again or path != rows[-1]
-            yield from place.row(_width(cut, inputs=False), of.products, is_needed)
-        elif cut.kind in ("column", "joined") and cut.entrance not in shared:
-            yield from place.column(_width(cut, inputs=True), of.products)
-        if cut.kind == "joined":
-            yield from place.joined(_part(cut.weight, int(cut.transposed), of), of.products)
+            is_needed = again or path not in rows[-1:]
+            yield from here.row(_width(cut, inputs=False), of.products, is_needed, made[path])
+        elif cut.kind == "joined":
+            yield from here.joined(_part(cut.weight, int(cut.transposed), of), of.products)
+
+
+def _gradients(
+    table: SplitTable, adapted: frozenset[str], has_grad: bool, is_parallel: bool
+) -> tuple[dict[str, bool], dict[str, bool]]:
+    """By layer whether what it reads has a gradient, and what it makes."""
+    read: dict[str, bool] = {}
+    made: dict[str, bool] = {}
+    inside, stream = False, has_grad  # since the last row layer; where that added its result
+    for path, cut in table.layers.items():
+        if cut.kind in ("column", "joined"):
+            read[path] = has_grad if is_parallel else stream
+            made[path] = read[path] or path in adapted
+            inside |= made[path]
+        elif cut.kind == "row":
+            made[path] = inside or path in adapted
+            stream, inside = stream or made[path], False
+    return read, made
+
+
+def _adapted(table: SplitTable) -> frozenset[str]:
+    """Layers with adapters."""
+    factors = (path for path, cut in table.layers.items() if cut.kind == "adapter")
+    return frozenset(path.rpartition(".lora_")[0] for path in factors)
 
 
 def _tables(table: SplitTable, of: Microbatch) -> Iterator[CallCount]:

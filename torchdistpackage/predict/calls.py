@@ -50,7 +50,8 @@ class Microbatch:
     tensor, index: ranks along tensor, and this rank's place among them. expert: ranks along expert.
     stream: dtype of what goes from block to block; products: of what layers multiply; losses: of
     the sums of a loss. recomputed: blocks are computed again in the backward. drops: with dropout.
-    has_positions: each sample has its own, as documents have.
+    has_positions: each sample has its own, as documents have. trains: a backward follows. by_row:
+    the loss is asked of each sample.
     """
 
     samples: int
@@ -64,6 +65,13 @@ class Microbatch:
     recomputed: bool = False
     drops: bool = False
     has_positions: bool = False
+    trains: bool = True
+    by_row: bool = False
+
+    @property
+    def forward_alone(self) -> "Microbatch":
+        """The same without a backward, in which nothing is drawn or computed again."""
+        return replace(self, trains=False, recomputed=False, drops=False)
 
     @property
     def rows(self) -> int:
@@ -74,7 +82,7 @@ def merged(calls: Iterable[CallCount]) -> tuple[CallCount, ...]:
     """Equal calls as one entry with their number, in the order of the first of each."""
     found: dict[CallCount, int] = {}
     for each in calls:
-        if each.number and each.num_elements:
+        if each.number:
             key = replace(each, number=1)
             found[key] = found.get(key, 0) + each.number
     return tuple(replace(key, number=number) for key, number in found.items())

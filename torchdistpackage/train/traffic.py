@@ -8,14 +8,22 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from torchdistpackage.config.optim_section import NEEDS_WHOLE
 from torchdistpackage.ddp.bucket_plan import Bucket, BucketEntry, plan_buckets
-from torchdistpackage.ddp.zero.shard_bounds import ModuleParam, even_bounds, group_by_module
+from torchdistpackage.ddp.zero.shard_bounds import (
+    ModuleParam,
+    even_bounds,
+    group_by_module,
+    owned_bounds,
+)
 from torchdistpackage.layout.derive import gradient_ranks, num_elements
+from torchdistpackage.layout.partition import greedy_partition
 from torchdistpackage.models.gpt_layout import ATTENTION, HALVES
 from torchdistpackage.parallel.context.choice import exchange_calls
 from torchdistpackage.parallel.expert.shape import STATES
 from torchdistpackage.predict.calls import CallCount, Microbatch, merged
 from torchdistpackage.schedule.actions import flatten
+from torchdistpackage.schedule.generators import evaluation
 from torchdistpackage.train.context_plan import attention_of_rank
 from torchdistpackage.train.plan import BUCKET_BYTES, Plan
 
@@ -29,20 +37,28 @@ def uncounted(plan: Plan) -> str | None:
     """Why calls of a step are not known before it runs, or None."""
     if plan.model is None:
         return "a model of your own: its bytes are known once it is built"
-    config = plan.config
-    if config.train.recompute == "auto":
+    config, parallel = plan.config, plan.config.parallel
+    in_layers = max(parallel.tensor, parallel.context, parallel.expert) > 1
+    if config.train.recompute == "auto" and in_layers:
         return "known once the run has chosen what is computed again (train.recompute: auto)"
     if config.model.loss is not None:
         return f"known once {config.model.loss} runs"
-    if config.data.is_preference:
-        return "not counted for pairs of answers, whose reference runs forward too"
-    if plan.zero and config.optim.name not in ("adamw", "sgd"):
-        name = config.optim.name
-        return f"not counted for parallel.zero with optim.name={name}, which steps whole parameters"
+    if not _all_stages_send_back(plan):
+        return "not counted for stages in front of the first adapter, which get no gradients"
+    if config.data.is_preference and plan.zero == 3 and not config.has_reference_copy:
+        return "not counted for pairs of answers whose reference reads what parallel.zero=3 frees"
     given = getattr(plan.shape, "given", {})
-    if config.parallel.context > 1 and given.get("sliding_window"):
+    if parallel.context > 1 and given.get("sliding_window"):
         return "not counted for a sliding window over parts of a sequence"
     return plan.model.uncounted(microbatch(plan, 0))
+
+
+def _all_stages_send_back(plan: Plan) -> bool:
+    """Whether something trains in the first stage, so that all behind it have gradients for it."""
+    if plan.schedule.num_stages == 1 or not plan.config.model.lora.target:
+        return True
+    first = tuple(f"{plan.pieces[i]}." for i in plan.stages[0])
+    return any(plan.is_trained(name) for name in plan.layouts if name.startswith(first))
 
 
 def traffic(plan: Plan, rank: int) -> tuple[CallCount, ...]:
@@ -52,8 +68,11 @@ def traffic(plan: Plan, rank: int) -> tuple[CallCount, ...]:
     times = plan.rounds * plan.schedule.num_microbatches
     place, of = plan.topology.dense.coord(rank)["pipe"], microbatch(plan, rank)
     layers = list(_attentions(plan, rank, of))
+    # the reference of pairs goes forward before each pass
+    passes = (of, of.forward_alone) if plan.config.data.is_preference else (of,)
     for stage in plan.schedule.stages_of(place):
-        layers += plan.model.tensor_calls(plan.stages[stage], of)
+        for each in passes:
+            layers += plan.model.tensor_calls(plan.stages[stage], each)
     found += (call.times(times) for call in layers)
     return merged(x if x.ranks else _placed(plan, rank, x) for x in found)
 
@@ -87,6 +106,7 @@ def microbatch(plan: Plan, rank: int) -> Microbatch:
         recomputed=config.train.recompute == "blocks",
         drops=config.model.dropout > 0,
         has_positions=config.data.document_masks,
+        by_row=config.data.is_preference,
     )
 
 
@@ -126,19 +146,41 @@ def _gradients(plan: Plan, rank: int) -> Iterator[CallCount]:
     numbers = group_by_module(members, BUCKET_BYTES)
     weight, rounds = plan.numbers.weights, plan.rounds
     sums = rounds if plan.zero >= 2 else 1
+    narrowest = min(weight.num_bytes, sent.num_bytes)
+    owner_of = _owners(summed) if plan.config.optim.name in NEEDS_WHOLE else None
     for ranks, bucket in _buckets(summed, wide.num_bytes, UNLIMITED_BYTES, numbers):
-        narrowest = min(weight.num_bytes, sent.num_bytes)
-        padded = even_bounds(bucket.used_flags, len(ranks), narrowest)
-        yield _over(plan, ranks, "reduce_scatter", padded[-1], sent.dtype, "gradients").times(sums)
+        index, members = ranks.index(rank), bucket.members
+        if owner_of is None:
+            bounds = even_bounds(bucket.used_flags, len(ranks), narrowest)
+        else:
+            sizes, owners = (
+                [summed[i].num_elements for i in members],
+                [owner_of[i] for i in members],
+            )
+            _, bounds = owned_bounds(sizes, owners, len(ranks), weight.num_bytes, narrowest)
+        yield _over(plan, ranks, "reduce_scatter", bounds[-1], sent.dtype, "gradients").times(sums)
         # a weight of several stages is never freed
-        is_freed = plan.zero == 3 and not summed[bucket.members[0]].deferred
-        yield _over(plan, ranks, "all_gather", padded[1], weight.dtype, "parameters").times(
+        is_freed = plan.zero == 3 and not summed[members[0]].deferred
+        part = bounds[index + 1] - bounds[index]
+        yield _over(plan, ranks, "all_gather", part, weight.dtype, "parameters").times(
             rounds if is_freed else 1
         )
     ordered = sorted(summed, key=lambda x: (x.ranks, x.deferred))
     for (ranks, _), same in groupby(ordered, key=lambda x: (x.ranks, x.deferred)):
         what = "which parameters were used"
         yield _over(plan, ranks, "all_reduce", len([*same]), "int32", what).times(sums)
+
+
+def _owners(summed: list[_Summed]) -> list[int]:
+    """Of each parameter the index of the rank that owns all of it (ddp/zero/bucket.py)."""
+    found = [0] * len(summed)
+    for ranks in dict.fromkeys(x.ranks for x in summed):
+        members = [i for i, x in enumerate(summed) if x.ranks == ranks]
+        shares = greedy_partition([summed[i].num_elements for i in members], len(ranks))
+        for owner, some in enumerate(shares):
+            for i in some:
+                found[members[i]] = owner
+    return found
 
 
 def _summed(plan: Plan, rank: int) -> list[_Summed]:
@@ -191,8 +233,12 @@ def _over(
 def _messages(plan: Plan, rank: int) -> Iterator[CallCount]:
     """Between stages: activations on, and their gradients back."""
     of = microbatch(plan, rank)
-    program = plan.schedule.programs[plan.topology.dense.coord(rank)["pipe"]]
-    number = sum(action.kind.is_send for action in flatten(program)) * plan.rounds
+    schedules = [plan.schedule]
+    if plan.config.data.is_preference:  # whose reference goes forward alone
+        schedules.append(evaluation(plan.schedule, plan.config.pipeline.microbatches))
+    place = plan.topology.dense.coord(rank)["pipe"]
+    actions = (action for each in schedules for action in flatten(each.programs[place]))
+    number = sum(action.kind.is_send for action in actions) * plan.rounds
     assert plan.shape is not None
     num = of.rows * plan.shape.dim // (of.tensor if plan.shape.sequence_parallel else 1)
     if number:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.ddp.bucket_plan import ALIGN_BYTES, Bucket
+from torchdistpackage.ddp.bucket_plan import Bucket
 from torchdistpackage.ddp.param_spec import ParamSpec
-from torchdistpackage.ddp.zero.shard_bounds import bounds_of, even_bounds, pieces
+from torchdistpackage.ddp.zero.shard_bounds import even_bounds, owned_bounds, pieces
 from torchdistpackage.layout.layout import Layout
 
 
@@ -66,14 +66,10 @@ def shard_by_owner(
 
     owner_of: name -> index in the group. itemsize: as of `shard_evenly`.
     """
-    lengths = [0] * members[0].group.size()
-    owners, starts = [owner_of[spec.name] for spec in members], list[int]()
-    step = max(1, ALIGN_BYTES // members[0].parameter.element_size())
-    for spec, owner in zip(members, owners, strict=True):
-        starts.append(lengths[owner])  # in the slice of the owner
-        lengths[owner] += -(-spec.parameter.numel() // step) * step
-    bounds = bounds_of(lengths, itemsize)
-    offsets = tuple(bounds[owner] + at for owner, at in zip(owners, starts, strict=True))
+    first, owners = members[0], [owner_of[spec.name] for spec in members]
+    sizes = [spec.parameter.numel() for spec in members]
+    element_bytes, num_ranks = first.parameter.element_size(), first.group.size()
+    offsets, bounds = owned_bounds(sizes, owners, num_ranks, element_bytes, itemsize)
     return FlatLayout(tuple(members), offsets, bounds)
 
 

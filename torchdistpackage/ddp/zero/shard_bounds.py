@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from torchdistpackage.ddp.bucket_plan import SLIGHT
+from torchdistpackage.ddp.bucket_plan import ALIGN_BYTES, SLIGHT
 from torchdistpackage.errors import LayoutError
 
 SLICE_BYTES = 128
@@ -93,6 +93,25 @@ def bounds_of(lengths: Sequence[int], itemsize: int) -> tuple[int, ...]:
     if max(lengths) * len(lengths) <= sum(lengths) * (1 + SLIGHT):
         lengths = [max(lengths)] * len(lengths)
     return (0, *accumulate(lengths))
+
+
+def owned_bounds(
+    sizes: Sequence[int],
+    owners: Sequence[int],
+    num_ranks: int,
+    element_bytes: int,
+    itemsize: int,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(where each member begins, bounds), where all of a member belongs to one rank.
+
+    owners: index of the rank of each. element_bytes: of a parameter. itemsize: see `even_bounds`.
+    """
+    lengths, starts, step = [0] * num_ranks, list[int](), max(1, ALIGN_BYTES // element_bytes)
+    for size, owner in zip(sizes, owners, strict=True):
+        starts.append(lengths[owner])  # in the slice of the owner
+        lengths[owner] += -(-size // step) * step
+    bounds = bounds_of(lengths, itemsize)
+    return tuple(bounds[owner] + at for owner, at in zip(owners, starts, strict=True)), bounds
 
 
 def pieces(
