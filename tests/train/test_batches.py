@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchdistpackage.errors import DataError
-from torchdistpackage.train.data import Batches
+from torchdistpackage.train.batches import Batches
 from torchdistpackage.train.step import Trainer
 
 
@@ -35,10 +35,12 @@ class Source:
         return samples + 1000 * step, samples + 1000 * step + (split == "val") * 10**6
 
 
-def batches(source: Source, *, ahead: bool, rounds: int = 2, num_steps: int = 4) -> Batches:
+def batches(
+    source: Source, *, ahead: bool, rounds: int = 2, num_steps: int = 4, several: bool = False
+) -> Batches:
     return Batches(
         source, 7, data_index=1, num_data=2, per_round=3, rounds=rounds, num_steps=num_steps,
-        prepare=lambda x, y: (x, y), ahead=ahead,
+        prepare=lambda x, y: (x, y), ahead=ahead, several=several,
     )  # fmt: skip
 
 
@@ -72,6 +74,36 @@ def test_the_next_step_is_made_while_this_one_is_under_way_and_none_after_the_la
             made.of_training(step, index)
     made.close()
     assert max(step for _, step, _ in source.asked) == 4
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_small_ones_are_made_several_at_once_and_an_error_is_raised_when_it_is_due(ahead):
+    source, alone = Source(fails_at=12), batches(Source(), ahead=False, num_steps=40)
+    made = batches(source, ahead=ahead, num_steps=40, several=True)
+    for step in range(1, 12):
+        for index in (0, 1):
+            found, one = (x.of_training(step, index) for x in (made, alone))
+            assert [x.tolist() for x in found] == [x.tolist() for x in one]
+        assert len(source.asked) >= 16, "eight steps of two rounds at once"
+        made.of_validation(step, 0)
+    with pytest.raises(ValueError, match="no step 12"):
+        made.of_training(12, 0)
+    assert made.of_training(5, 1)[0].tolist() == alone.of_training(5, 1)[0].tolist()
+    assert made.of_training(6, 0)[0].tolist() == alone.of_training(6, 0)[0].tolist()
+    made.close()
+
+
+def test_large_ones_are_made_one_by_one_and_none_after_the_last():
+    source = Source()
+    made = Batches(
+        source, 7, data_index=0, num_data=1, per_round=3000, rounds=1, num_steps=9,
+        prepare=lambda x, y: (x, y), several=True,
+    )  # fmt: skip
+    made.of_training(1, 0)
+    assert [step for _, step, _ in source.asked] == [1], "48,000 bytes"
+    made = batches(source := Source(), ahead=False, several=True)
+    made.of_training(3, 1)
+    assert [step for _, step, _ in source.asked] == [3, 4, 4]
 
 
 def test_a_step_that_is_done_again_is_made_again_and_loses_nothing():

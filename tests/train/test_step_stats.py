@@ -12,7 +12,7 @@ from tests.train import parity
 from tests.train.test_nonfinite import BASE
 from torchdistpackage.comm.moments import OnHost
 from torchdistpackage.train.step import totals_on
-from torchdistpackage.train.step_stats import Period, StepStats
+from torchdistpackage.train.step_stats import HostWords, PairSums, Period, StepStats
 
 CUDA = torch.device("cuda")
 
@@ -39,20 +39,14 @@ def test_tokens_are_counted_beyond_what_a_float32_tells_apart():
 
 def test_each_number_of_a_step_comes_back_under_its_name():
     room = totals_on(torch.device("cpu"))
-    summed = room[0] + 1, torch.tensor(2), torch.tensor(3.0)
-    own = StepStats(
-        *summed,
-        busy=0.25,
-        save=0.0,
-        stop=1.0,
-        save_done=1.0,
-        save_failed=0.0,
-        local_done=0.0,
-        local_failed=1.0,
-        chosen=0.5,
-        rejected_logp=-3.0,
-    )
-    summed = 2 * own.to_tensor(like=room)
+    totals, power = room + torch.tensor([1, 2]), torch.tensor(3.0)
+    said = dict.fromkeys(HostWords._fields, False) | {"busy": 0.25, "stop": True}
+    words = HostWords(**said | {"save_done": True, "local_failed": True})
+    pairs = totals_on(torch.device("cpu"), 5) + torch.tensor([0.5, 0.0, 0.0, 0.0, -3.0])
+    assert StepStats._fields[3:] == HostWords._fields + PairSums._fields
+    without = StepStats(*StepStats.to_tensor(totals, power, words).tolist())
+    assert without == (1.0, 2.0, 3.0, 0.25, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, *[0.0] * 5)
+    summed = 2 * StepStats.to_tensor(totals, power, words, pairs)
     assert summed.dtype == room.dtype
     sums = StepStats(*summed.tolist())
     numbers = [2.0, 4.0, 6.0, 0.5, 0.0, 2.0, 2.0, 0.0, 0.0, 2.0, 1.0, 0.0, 0.0, 0.0, -6.0]

@@ -128,6 +128,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         eval_batches=config.train.eval_batches,
         eval_sets=build_eval_sets(plan, tpc.get_dp_rank(), ranges),
         preference=_preference(model),
+        has_own_data=data is None and config.data.target is None,
     )
     if config.train.recompute == "blocks":
         trainer.recomputed = recompute_blocks(stage)

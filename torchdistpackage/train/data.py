@@ -1,22 +1,17 @@
-"""Batches: which samples a rank sees in which step, made a step ahead of a device.
+"""Which samples a rank sees in which step.
 
 Sample i of a step is a function of (seed, step, i) alone, and a rank takes its part of
 0, 1, 2, ... by its index along data. So every layout trains on the same samples in the same
 order, a resumed run goes on with the ones that were next, with nothing to save but the step, and
-what was prepared and never used is lost without a trace.
+what was prepared and never used (batches.py) is lost without a trace.
 """
 
 import hashlib
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections import Counter
+from collections.abc import Sequence
 from copy import copy
 from functools import cached_property
-from itertools import islice
-from queue import SimpleQueue
-from threading import Thread
 from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
-from weakref import WeakMethod, finalize
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +26,7 @@ from torchdistpackage.errors import DataError
 from torchdistpackage.train.corpus import MAX_TABLE_VOCAB, Ids, entropies
 
 Split = Literal["train", "val"]
+_SPLITS = get_args(Split)
 
 _CHECK_AT_START = 1 << 26
 
@@ -107,8 +103,9 @@ class TokenDataset:
         self._ranges: Sequence[range] = (range(seq_len),)
         self._ids: dict[Split, Ids] = {"train": train, "val": val}
         self.check_length("train")
+        self._may_exceed = {s: np.iinfo(ids.dtype).max >= vocab for s, ids in self._ids.items()}
         for split, ids in self._ids.items():
-            if np.iinfo(ids.dtype).max >= vocab:
+            if self._may_exceed[split]:
                 self._check_ids(split, ids[:_CHECK_AT_START], np.zeros(1, np.int64))
 
     def part(self, ranges: Sequence[range]) -> "TokenDataset":
@@ -153,10 +150,14 @@ class TokenDataset:
             starts = self._drawn(seed, step, sample)
         else:
             starts = self._spaced(step * (self._global_batch or num_data * per_rank) + sample)
-        windows = [self._windows(split, starts + each.start, len(each)) for each in self._ranges]
-        inputs = np.concatenate([w[:, :-1] for w in windows], 1, dtype=np.int64)
-        targets = np.concatenate([w[:, 1:] for w in windows], 1, dtype=np.int64)
-        return torch.from_numpy(inputs), torch.from_numpy(targets)
+        found, begin = np.empty((2, per_rank, sum(map(len, self._ranges))), np.int64), 0
+        for each in self._ranges:
+            window = self._windows(split, starts + each.start, len(each))
+            end = begin + len(each)
+            found[0, :, begin:end], found[1, :, begin:end] = window[:, :-1], window[:, 1:]
+            begin = end
+        inputs, targets = torch.from_numpy(found).unbind()
+        return inputs, targets
 
     def _windows(self, split: Split, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray:
         """`length` tokens from each start on, and the one that follows, as their last target."""
@@ -164,7 +165,8 @@ class TokenDataset:
         window = np.empty((len(starts), length + 1), tokens.dtype)
         for row, start in zip(window, starts.tolist(), strict=True):
             row[:] = tokens[start : start + length + 1]
-        self._check_ids(split, window, starts)
+        if self._may_exceed[split]:
+            self._check_ids(split, window, starts)
         return window
 
     def _drawn(self, seed: int, step: int, sample: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -184,7 +186,7 @@ class TokenDataset:
 
     def _check_ids(self, split: str, ids: npt.NDArray, starts: npt.NDArray[np.int64]) -> None:
         """Refuse ids outside the vocabulary; row i of `ids` begins at token starts[i]."""
-        if np.iinfo(ids.dtype).max < self.vocab or not ids.size or ids.max() < self.vocab:
+        if not ids.size or ids.max() < self.vocab:
             return
         row, column = divmod(int(ids.argmax()), ids.shape[-1])
         raise DataError(
@@ -200,7 +202,7 @@ def check_place(split: str, data_index: int, num_data: int) -> None:
     Raises:
         DataError: no such split or data index.
     """
-    if split not in get_args(Split):
+    if split not in _SPLITS:
         raise DataError(f"there is no split {split!r}; use train or val")
     if not 0 <= data_index < num_data:
         raise DataError(
@@ -231,136 +233,6 @@ class DataBatch(NamedTuple):
     inputs: Tensor
     targets: Tensor
     position_ids: Tensor | None = None
-
-
-_Number = tuple[Split, int, int]
-"""Split, step (of a validation: its batch) and round."""
-_Task = tuple[_Number, "Future[DataBatch]"]
-
-
-class Batches:
-    """The part of a rank, `data_index` of `num_data`, in every batch; one is asked for at a time.
-
-    per_round: its samples in a round, of which a step has `rounds`; num_steps: of the run.
-    prepare: called with the tensors of each batch before it is handed out. ahead: have those of the
-    next step made in a thread, which `close` ends.
-    """
-
-    def __init__(
-        self,
-        source: DataSource,
-        seed: int,
-        *,
-        data_index: int,
-        num_data: int,
-        per_round: int,
-        rounds: int,
-        num_steps: int,
-        prepare: Callable[..., DataBatch],
-        ahead: bool = False,
-    ):
-        self._source, self._seed, self._prepare = source, seed, prepare
-        self._data_index, self._num_data, self._per_round = data_index, num_data, per_round
-        self._rounds, self._num_steps, self._ahead = rounds, num_steps, ahead
-        self._thread: Thread | None = None
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        self._coming: deque[tuple[_Number, Future[DataBatch]]] = deque()
-
-    def of_training(self, step: int, index: int) -> DataBatch:
-        """Round `index` of step `step`.
-
-        Raises:
-            DataError: the source gave another number of samples. And whatever the source raises.
-        """
-        number: _Number = ("train", step, index)
-        if not self._ahead:
-            return self._make(number)
-        if self._coming and self._coming[0][0] == number:
-            batch = self._coming.popleft()[1]
-        else:
-            # the first one, or a step that is done again
-            batch = self._in_thread(number)
-        self._ask_for_next(number)
-        return batch.result()
-
-    def of_validation(self, batch: int, index: int) -> DataBatch:
-        """Round `index` of batch `batch` of a validation; raises as `of_training`."""
-        number: _Number = ("val", batch, index)
-        return self._in_thread(number).result() if self._ahead else self._make(number)
-
-    def close(self, *, wait: bool = True) -> None:
-        """End the thread, after the batch it is at, which need not be waited for."""
-        for _, future in self._coming:
-            future.cancel()
-        self._coming.clear()
-        if self._thread is not None:
-            self._tasks.put(None)
-            if wait:
-                self._thread.join()
-            self._thread, self._tasks = None, SimpleQueue()
-
-    def _ask_for_next(self, number: _Number) -> None:
-        """Have the rounds of one step under way, those that follow `number`."""
-        _, step, index = number
-        first = (step - 1) * self._rounds + index + 1
-        wanted = range(first, min(first + self._rounds, self._num_steps * self._rounds))
-        numbers = [("train", 1 + n // self._rounds, n % self._rounds) for n in wanted]
-        if [n for n, _ in self._coming] != numbers[: len(self._coming)]:
-            return  # a step that is done again; those under way come after it
-        for following in islice(numbers, len(self._coming), None):
-            self._coming.append((following, self._in_thread(following)))
-
-    def _in_thread(self, number: _Number) -> "Future[DataBatch]":
-        if self._thread is None:
-            # a daemon: a source that never answers must not keep a failed rank from ending
-            self._thread = Thread(
-                target=_serve, args=(self._tasks, WeakMethod(self._make)), name="data", daemon=True
-            )
-            self._thread.start()
-            # a run that was not closed and is no longer held: its thread must not hold it
-            finalize(self, self._tasks.put, None).atexit = False
-        future: Future[DataBatch] = Future()
-        self._tasks.put((number, future))
-        return future
-
-    def _make(self, number: _Number) -> DataBatch:
-        split, step, index = number
-        found = self._source.batch(
-            split,
-            self._seed,
-            step,
-            self._data_index,
-            self._num_data,
-            self._per_round,
-            first=index * self._num_data * self._per_round,
-        )
-        if not 2 <= len(found) <= 3 or any(not isinstance(x, Tensor | None) for x in found):
-            raise DataError(
-                f"the data source gave ({', '.join(type(x).__name__ for x in found)}); a batch is "
-                f"(inputs, targets), two tensors, and position_ids if there are any"
-            )
-        given = zip(found, DataBatch._fields, strict=False)  # two of them, or all
-        names = [(len(x), name) for x, name in given if x is not None]
-        if any(n != self._per_round for n, _ in names):
-            raise DataError(
-                f"the data source gave {' and '.join(f'{n} {name}' for n, name in names)} "
-                f"where {self._per_round} samples were asked of data index {self._data_index}"
-            )
-        return self._prepare(*found)
-
-
-def _serve(
-    tasks: "SimpleQueue[_Task | None]", maker: "WeakMethod[Callable[[_Number], DataBatch]]"
-) -> None:
-    """Make what is asked for, one after another; what is raised goes to its taker."""
-    while (task := tasks.get()) is not None and (make := maker()) is not None:
-        number, future = task
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(make(number))
-            except BaseException as error:
-                future.set_exception(error)
-        del make, task, future  # the last batch is not kept while the next one is waited for
 
 
 def fingerprint(x: Tensor) -> int:

@@ -178,6 +178,8 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         """Show a step that is done. Bubbles are fractions of the step time; None without a
         pipeline. expert_imbalance: the busiest expert over the mean; None without experts. shares:
         of the step's samples, by source of several. pairs: `PairSums.means` of answers."""
+        if self._bar is None and step % self._every and step != self._total:
+            return
         text = f"loss {loss:.4f}  {_thousands(tokens_per_s)} {self._unit}/s"
         if pairs:
             text += f"  {pair_text(pairs)}"
@@ -190,13 +192,12 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             return
         if predicted_bubble is not None:
             text += f" (predicted {predicted_bubble:.1%})"
-        if step % self._every == 0 or step == self._total:
-            line = f"step {step}/{self._total}  {text}"
-            named = "  ".join(f"{name} {share:.0%}" for name, share in (shares or {}).items())
-            fits = len(line) + len(named) + 2 <= _COLUMNS
-            self.say(f"{line}  {named}" if named and fits else line)
-            if named and not fits:
-                self.say(fill(named, _COLUMNS, initial_indent="  ", subsequent_indent="  "))
+        line = f"step {step}/{self._total}  {text}"
+        named = "  ".join(f"{name} {share:.0%}" for name, share in (shares or {}).items())
+        fits = len(line) + len(named) + 2 <= _COLUMNS
+        self.say(f"{line}  {named}" if named and fits else line)
+        if named and not fits:
+            self.say(fill(named, _COLUMNS, initial_indent="  ", subsequent_indent="  "))
 
     def say(self, line: str) -> None:
         """Print one line, above the bar if there is one."""
@@ -353,11 +354,14 @@ def _points(rows: list[dict[str, Any]], key: str) -> Iterator[tuple[int, float]]
     return ((s, x) for s, x in found if isinstance(x, int | float) and abs(x) < _MOST)
 
 
+_to_json = json.JSONEncoder(allow_nan=False).encode
+
+
 def _line(row: Mapping[str, Any]) -> str:
     try:
-        return json.dumps(row, allow_nan=False) + "\n"
+        return _to_json(row) + "\n"
     except ValueError:  # rare, and the look for it costs more than the line
-        return json.dumps(_finite(row), allow_nan=False) + "\n"
+        return _to_json(_finite(row)) + "\n"
 
 
 def _finite(value: Any) -> Any:

@@ -6,7 +6,7 @@ always has work.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,10 @@ class Loop:
         self._save_every, self._save_every_min = save_every, save_every_min
         self._local_every = local_every
         self._callbacks = callbacks
+        self._records, self._is_due = _own(callbacks, "records"), _own(callbacks, "is_due")
+        self._before_step, self._on_issued, self._on_step = (
+            _own(callbacks, name) for name in ("before_step", "on_issued", "on_step")
+        )
         self.marks = watch or Heartbeat()
         self._call_timeout_s = call_timeout_s if watch is None else watch.call_timeout_s
         if watch is not None:
@@ -124,7 +128,7 @@ class Loop:
         return loss
 
     def _train(self) -> float | None:
-        trainer, callbacks = self.trainer, self._callbacks
+        trainer = self.trainer
         start, total = self.state.step, trainer.num_steps
         final = self._pending_eval() if self.state.owes_validation else None
         began = time.monotonic()
@@ -132,12 +136,12 @@ class Loop:
             if self._asked_to_stop:
                 break
             self.marks.step()
-            for callback in callbacks:
-                callback.before_step(self, step)
+            for before_step in self._before_step:
+                before_step(self, step)
             issued = trainer.train_step(
                 step,
                 measure=not trainer.runs_ahead or step % self.log.every == 0,
-                record=any(callback.records(step) for callback in callbacks),
+                record=any(records(step) for records in self._records),
                 save=self._save_is_due(),
                 stop=self.stop.should_stop,
                 **self.saver.words(step),
@@ -149,14 +153,14 @@ class Loop:
                 self._pending.period.end_with(issued.period)
                 self._log_step(self._read(self._pending))
             self._pending = issued
-            for callback in callbacks:
-                callback.on_issued(self, step)
+            for on_issued in self._on_issued:
+                on_issued(self, step)
             validate = step == total or is_due(self._eval_every, step)
             save = is_due(self._save_every, step) or (step == total and self._saves)
             copy = is_due(self._local_every, step)
             # what follows the step is not of its time
             apart = validate or save or copy or self._asked_to_stop or self._asked_to_save
-            if apart or not trainer.runs_ahead or any(x.is_due(step) for x in callbacks):
+            if apart or not trainer.runs_ahead or any(x(step) for x in self._is_due):
                 result = self._read(issued)
                 if validate:
                     final = self._validate()
@@ -226,16 +230,17 @@ class Loop:
         """Wait for the numbers of a step, and note what all ranks agreed on with them."""
         result = issued.wait()
         self._pending = None
-        for callback in self._callbacks:
-            callback.on_step(self, result, issued)
+        for on_step in self._on_step:
+            on_step(self, result, issued)
         self._asked_to_save |= result.save
         self._asked_to_stop |= result.stop
         self.state.step = result.step
         self.state.loss, self.state.val_loss = result.loss, None
         self.state.set_losses = {}
         self.state.tokens += result.tokens
-        with self.marks.allow_slow():
-            self.saver.hear(result)
+        if self.saver.is_saving:
+            with self.marks.allow_slow():
+                self.saver.hear(result)
         return result
 
     def _log_step(self, result: StepResult, val_loss: float | None = None) -> None:
@@ -256,6 +261,13 @@ class Loop:
         if self.is_main and (tables := table_entropies(self.trainer.data)):
             values |= {"unigram": tables[0], "bigram": tables[1]}
         return values
+
+
+def _own(callbacks: Sequence[Callback], name: str) -> list[Callable[..., Any]]:
+    """Their methods of this name, without those that do nothing."""
+    nothing = getattr(Callback, name)
+    methods = [getattr(callback, name) for callback in callbacks]
+    return [x for x in methods if getattr(x, "__func__", None) is not nothing]
 
 
 def is_due(interval: int, step: int) -> bool:

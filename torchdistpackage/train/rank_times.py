@@ -83,8 +83,7 @@ class RankTimes(Callback):
     def _send(self, step: int) -> None:
         """Begin to send all ranks my numbers of the steps since the last row."""
         num = step - self._last
-        kept = self._trainer.phases.kept()
-        mine = [times for at, times in kept.items() if self._last < at <= step]
+        mine = [*self._trainer.phases.kept(after=self._last).values()]
         known = max(len(mine), 1)
         values = [sum(x.get(phase, 0.0) for x in mine) / known for phase in PHASES]
         values += [taken / num for taken in self._taken]

@@ -134,6 +134,11 @@ class RunSaver:
         }
         return {word: True for word, said in words.items() if said}
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way, alike on all ranks."""
+        return self._shared.pending is not None or self._local.pending is not None
+
     def hear(self, result: StepResult) -> None:
         """What all ranks said in the sum of a step.
 

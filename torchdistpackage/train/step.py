@@ -26,8 +26,8 @@ from torchdistpackage.harness.stragglers.compare import Phases
 from torchdistpackage.parallel.pipeline.executor import Executor, Recording
 from torchdistpackage.schedule.actions import ActionKind
 from torchdistpackage.tools.undisturbed import keep_random_states
+from torchdistpackage.train.batches import Batches
 from torchdistpackage.train.data import (
-    Batches,
     DataBatch,
     DataSource,
     SequenceSource,
@@ -37,7 +37,14 @@ from torchdistpackage.train.data import (
 from torchdistpackage.train.experts import ExpertCounts
 from torchdistpackage.train.preference import PreferenceLoss
 from torchdistpackage.train.staged_model import MicrobatchLoss, StagedModel, totals_on
-from torchdistpackage.train.step_stats import PairSums, PendingStep, Period, StepStats, busy_share
+from torchdistpackage.train.step_stats import (
+    HostWords,
+    PairSums,
+    PendingStep,
+    Period,
+    StepStats,
+    busy_share,
+)
 from torchdistpackage.train.update import Update
 
 HEAD = 16
@@ -58,6 +65,14 @@ class EvalSet(NamedTuple):
     batch: Callable[[int], DataBatch]
 
 
+class Microbatches(NamedTuple):
+    """Of one round, on the device of the rank; empty where other ranks have them."""
+
+    inputs: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    position_ids: Sequence[Tensor] | None
+
+
 @dataclass
 class Trainer(StagedModel):
     """The objects of one rank.
@@ -65,7 +80,8 @@ class Trainer(StagedModel):
     replicas: sums the gradients over replicas. optimizer: None for a stage without parameters.
     name, seed: of the run of `num_steps`, each of `rounds` passes over the microbatches.
     sums_each_round: gradients are summed over ranks after every pass, not only after the last.
-    preference: the loss of pairs, of which each has two rows.
+    preference: the loss of pairs, of which each has two rows. has_own_data: `data` is of this
+    package, and may be asked for any batch at any time.
     runs_ahead: a step has been issued before it is done, so the host gets the next one ready before
     it reads the numbers of this one.
     """
@@ -84,6 +100,7 @@ class Trainer(StagedModel):
     eval_batches: int
     eval_sets: Sequence[EvalSet] = ()
     preference: PreferenceLoss | None = None
+    has_own_data: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,7 +138,9 @@ class Trainer(StagedModel):
         if mesh.axis_size("context") > 1 and isinstance(source, SequenceSource):
             self._shared, self._part = source, coord["context"]
             source = source.part(self.sequence.ranges(source.seq_len))
-        self.batches = self._batches(source, prepare=self._pinned, ahead=self.runs_ahead)
+        self.batches = self._batches(
+            source, prepare=self._pinned, ahead=self.runs_ahead, several=self.has_own_data
+        )
 
     # -- training ----------------------------------------------------------------------
 
@@ -149,11 +168,9 @@ class Trainer(StagedModel):
         period = Period(self.device)
         phases.begin(step)
         random = random_states(self.device)
-        with phases("optimizer"):
-            if self.optimizer is not None:
-                self.optimizer.zero_grad()
-            if not self.stage.training:  # a walk through all modules, which few steps need
-                self.stage.train()
+        self.update.zero_grad()
+        if not self.stage.training:  # a walk through all modules, which few steps need
+            self.stage.train()
         self.experts.reset()
         self._take_pairs()
         totals = self.accumulate(step, record=record)
@@ -163,25 +180,13 @@ class Trainer(StagedModel):
         busy = busy_share(timing) if timing is not None and later is None else 0.0
         with phases("optimizer"):
             power, norms = self.update.measure()
-        loss, tokens = totals
-        own = StepStats(
-            loss,
-            tokens,
-            power,
-            busy,
-            save=float(save),
-            stop=float(stop()),
-            save_done=float(save_done),
-            save_failed=float(save_failed),
-            local_done=float(local_done),
-            local_failed=float(local_failed),
-            **self._take_pairs(),
-        )
-        stats = self.experts.join(own.to_tensor(like=totals))
-        with phases("reduce"):
-            primitives.all_reduce(stats, self._world)
-        on_host = OnHost(stats)  # ahead of the next step, which would else be waited for
-        with phases("optimizer"):
+            saves = save_done, save_failed, local_done, local_failed
+            words = HostWords(busy, save, stop(), *saves)
+            own = StepStats.to_tensor(totals, power, words, self._take_pairs())
+            stats = self.experts.join(own)
+            with phases("reduce"):
+                primitives.all_reduce(stats, self._world)
+            on_host = OnHost(stats)  # ahead of the next step, which would else be waited for
             numbers, counts = self.experts.split(stats)
             lr = self.update.step(step, numbers)
             self.experts.follow(counts, numbers)
@@ -211,18 +216,19 @@ class Trainer(StagedModel):
                     self.reducer.finish()
         return totals
 
-    def _batch(self, step: int, index: int) -> DataBatch:
+    def _batch(self, step: int, index: int) -> Microbatches:
         """The first of this process, of a resumed run too, is compared with that of other ranks."""
         with self.phases("data"):
             # before a thread reads ahead: a source is asked for one batch at a time
             head = None if self._checked else self._head(step, index)
             batch = self.batches.of_training(step, index)
+            microbatches = self._split(batch)
         if not self._checked:
             if head is not None:
                 check_batch(head, self.device)
             check_batch(batch, self.device, self._part)
             self._checked = True
-        return batch
+        return microbatches
 
     def _head(self, step: int, index: int) -> DataBatch | None:
         """The beginning of each sample, where ranks read different parts of them."""
@@ -288,7 +294,7 @@ class Trainer(StagedModel):
             for number in range(num_batches):
                 for index in range(rounds):
                     with self.phases("data"):
-                        found = batch(number, index)
+                        found = self._split(batch(number, index))
                     self._pass(self.evaluator, found, totals, None)
                 if stop is not never_save:
                     wish = torch.tensor([float(stop())], dtype=torch.float64)
@@ -321,21 +327,25 @@ class Trainer(StagedModel):
                 None if position_ids is None else position_ids.pin_memory(),
             )
 
+    def _split(self, batch: DataBatch) -> Microbatches:
+        """What this rank needs of each microbatch, on its device."""
+        size, positions = self.plan.samples_per_microbatch, batch.position_ids
+        return Microbatches(
+            self._own(batch.inputs).split(size) if self.has_first else (),
+            self._own(batch.targets).split(size) if self.has_last else (),
+            None if positions is None else self.to_device(positions).split(size),
+        )
+
     def _pass(
         self,
         executor: Executor,
-        batch: DataBatch,
+        batch: Microbatches,
         totals: Tensor,
         reducer: Reducer | None,
         record: bool = False,
     ) -> None:
         """Adds (loss sum, count) of the round to `totals` if this rank reports it."""
-        phases, size = self.phases, self.plan.samples_per_microbatch
-        with phases("data"):
-            inputs = self._own(batch.inputs).split(size) if self.has_first else ()
-            targets = self._own(batch.targets).split(size) if self.has_last else ()
-            positions = batch.position_ids
-            positions = None if positions is None else self.to_device(positions).split(size)
+        phases, (inputs, targets, positions) = self.phases, batch
         loss = self._beside_reference(inputs, targets)
         # modules of ZeRO have hooks of their own, which would have every backward sum
         held = nullcontext() if reducer is not None else self.reducer.no_sync()
@@ -358,11 +368,9 @@ class Trainer(StagedModel):
         with self.phases("messages"), self.reducer.no_sync():
             return self.preference.beside_reference(self, self.evaluator, run, inputs, targets)
 
-    def _take_pairs(self) -> Mapping[str, Tensor]:
-        """Sums over this rank's pairs since they were taken last, as `StepStats` names them."""
-        if self.preference is None:
-            return {}
-        return dict(zip(PairSums._fields, self.preference.take().unbind(), strict=True))
+    def _take_pairs(self) -> Tensor | None:
+        """`PairSums` of this rank since they were taken last."""
+        return None if self.preference is None else self.preference.take()
 
 
 def check_batch(batch: DataBatch, device: torch.device, part: int = 0) -> None:

@@ -6,7 +6,7 @@ They leave for the host before the next step is issued, so reading them waits fo
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,45 +15,6 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.moments import Moment, OnHost, Timing, clock_of, seconds
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.parallel.expert.balance import ExpertLoad
-
-Number = TypeVar("Number", bound=Tensor | float)
-
-
-class StepStats(NamedTuple, Generic[Number]):
-    """What the ranks add up in a step, in one all-reduce: on a device, then as numbers.
-
-    grad_sq_norm: sum of the squares of the gradients. busy: share of a rank's time in which it
-    computed. save: rank 0 asks for a checkpoint. stop: a rank asks for the end of this start.
-    save_done, save_failed: ranks that have done their part of the save under way, and that could
-    not. local_done, local_failed: the same of the local copy. chosen to rejected_logp: of pairs of
-    answers, `PairSums`.
-    """
-
-    loss: Number
-    tokens: Number
-    grad_sq_norm: Number
-    busy: Number
-    save: Number
-    stop: Number
-    save_done: Number
-    save_failed: Number
-    local_done: Number
-    local_failed: Number
-    chosen: Number | float = 0.0
-    rejected: Number | float = 0.0
-    accuracy: Number | float = 0.0
-    chosen_logp: Number | float = 0.0
-    rejected_logp: Number | float = 0.0
-
-    def is_finite(self: "StepStats[float]") -> bool:
-        return all(map(math.isfinite, (self.loss, self.tokens, self.grad_sq_norm)))
-
-    def to_tensor(self, like: Tensor) -> Tensor:
-        """One number for each field, in the type and on the device of `like`."""
-        zero = like.new_zeros(())
-        # filled on the device: a copy from the host would wait for it
-        values = (x if isinstance(x, Tensor) else zero.new_full((), x) if x else zero for x in self)
-        return torch.stack([x.to(zero) for x in values])
 
 
 class PairSums(NamedTuple):
@@ -78,8 +39,78 @@ class PairSums(NamedTuple):
         }
 
     @classmethod
-    def of(cls, sums: "StepStats[float]") -> "PairSums":
+    def of(cls, sums: "StepStats") -> "PairSums":
         return cls(*(getattr(sums, name) for name in cls._fields))
+
+
+_NO_PAIRS = PairSums(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+class HostWords(NamedTuple):
+    """What the host of a rank says of a step.
+
+    busy: share of its time in which it computed. save: rank 0 asks for a checkpoint. stop: a rank
+    asks for the end of this start. save_done, save_failed: it has done its part of the save under
+    way, or could not. local_done, local_failed: the same of the local copy.
+    """
+
+    busy: float
+    save: float
+    stop: float
+    save_done: float
+    save_failed: float
+    local_done: float
+    local_failed: float
+
+
+class StepStats(NamedTuple):
+    """What the ranks add up in a step, in one all-reduce, when it is there.
+
+    grad_sq_norm: sum of the squares of the gradients. busy to local_failed: sums of `HostWords`.
+    chosen to rejected_logp: of pairs of answers, `PairSums`.
+    """
+
+    loss: float
+    tokens: float
+    grad_sq_norm: float
+    busy: float
+    save: float
+    stop: float
+    save_done: float
+    save_failed: float
+    local_done: float
+    local_failed: float
+    chosen: float
+    rejected: float
+    accuracy: float
+    chosen_logp: float
+    rejected_logp: float
+
+    def is_finite(self) -> bool:
+        return all(map(math.isfinite, (self.loss, self.tokens, self.grad_sq_norm)))
+
+    @staticmethod
+    def to_tensor(
+        totals: Tensor, grad_sq_norm: Tensor, words: HostWords, pairs: Tensor | None = None
+    ) -> Tensor:
+        """Those of this rank, in the type and on the device of `totals`: (loss, tokens).
+
+        pairs: `PairSums`; None: zeros.
+        """
+        known = [*words] if pairs is not None else [*words, *_NO_PAIRS]
+        parts = [totals, grad_sq_norm.view(1).to(totals), _on_device(known, totals)]
+        return torch.cat(parts if pairs is None else [*parts, pairs])
+
+
+def _on_device(numbers: Sequence[float], like: Tensor) -> Tensor:
+    """On a GPU they are filled in: a copy from the host would wait for what it is doing."""
+    if like.device.type == "cpu":
+        return torch.tensor(numbers, dtype=like.dtype)
+    found = like.new_zeros(len(numbers))
+    for index, number in enumerate(numbers):
+        if number:
+            found[index] = number
+    return found
 
 
 @dataclass(frozen=True)
@@ -185,7 +216,7 @@ class PendingStep:
     def wait(self) -> StepResult:
         numbers = self.stats.read()
         number = len(StepStats._fields)
-        sums: StepStats[float] = StepStats(*numbers[:number])
+        sums = StepStats(*numbers[:number])
         tokens, busy = max(sums.tokens, 1), sums.busy
         if self.pass_timing is not None:
             mine = torch.tensor([busy_share(self.pass_timing)], dtype=torch.float64)

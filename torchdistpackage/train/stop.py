@@ -58,7 +58,7 @@ class StopController:
     def _why(self) -> str:
         if name := self.signals.received:
             return name
-        if not self.clock:
+        if not self.clock or self.end_s is None:
             return ""
         return time_is_up(
             *(time.time(), self.end_s, self.step_s, self.save_s),

@@ -68,8 +68,8 @@ class Update:
     ):
         self._optimizer, self.inner = optimizer, inner
         self._learning_rate, self._clip, self._halts = learning_rate, clip, halts
-        self._gradients = gradients
         self._holders = [g.grad_tensor for g in gradients]
+        self._sharded = isinstance(optimizer, ShardedOptimizer)
         self._wide = torch.float64 if device.type == "cpu" else torch.float32
         self._none = torch.zeros(0, dtype=self._wide, device=device)
         speaks = [float(g.counts_in_norm) for g in gradients]
@@ -79,23 +79,30 @@ class Update:
         self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self._one = torch.ones_like(self._found_inf)
 
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        if self._sharded and self._optimizer is not None:
+            self._optimizer.zero_grad()
+            return
+        # torch's own opens a record of its profiler, which takes longer than all of them
+        for holder in self._holders:
+            holder.grad = None
+
     def measure(self) -> tuple[Tensor, Tensor]:
         """(sum of the squares of what I speak for, norm of each gradient in `names`).
 
         One that is not finite makes the sum so, whichever rank owns it.
         """
-        grads = {
-            i: g for i, x in enumerate(self._gradients) if (g := x.grad_tensor.grad) is not None
-        }
+        grads = [g for x in self._holders if (g := x.grad) is not None]
         if not grads:
             self.names = []
             return self._none.sum(), self._none
-        found = torch._foreach_norm(list(grads.values()), 2.0)
-        norms = torch.stack(found).to(self._wide)
+        norms = torch.stack(torch._foreach_norm(grads, 2.0)).to(self._wide)
         self.names, counts = self._names, self._counts
         if len(grads) < len(counts):
-            self.names = [self._names[i] for i in grads]
-            counts = torch.stack([counts[i] for i in grads])
+            there = [i for i, x in enumerate(self._holders) if x.grad is not None]
+            self.names = [self._names[i] for i in there]
+            counts = torch.stack([counts[i] for i in there])
         return norms.square().dot(counts), norms
 
     def step(self, step: int, numbers: Tensor) -> float:
@@ -107,13 +114,13 @@ class Update:
         lr = self._learning_rate(step)
         if self._optimizer is None or self.inner is None:
             return lr
-        sums = numbers[:3]
-        _, tokens, power = sums.unbind()
+        sums = numbers.unbind()[:3]
+        _, tokens, power = sums
         scale_gradients(self._holders, self._factor(tokens, power))
         # as torch's own gradient scaler finds it, and its fused kernels read it
         if not self._halts:
             self._found_inf.zero_()
-        torch._amp_foreach_non_finite_check_and_unscale_([sums], self._found_inf, self._one)
+        torch._amp_foreach_non_finite_check_and_unscale_(sums, self._found_inf, self._one)
         self.inner.found_inf = self._found_inf
         for group in self._optimizer.param_groups:
             group["lr"] = lr

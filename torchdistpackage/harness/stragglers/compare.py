@@ -49,7 +49,7 @@ from torchdistpackage.topology.mesh import Mesh, describe
 KEPT = 16
 """Steps whose times are kept."""
 
-_LOOK_S = 1e-4
+_LOOK_S = 5e-4
 """No longer than that may a rank's wait for a core be counted as work of the phase it was in."""
 
 Times = dict[str, float]
@@ -106,11 +106,13 @@ class Phases:
         self._steps.append((recorder.step, self._marks or []))
         self._marks = None
 
-    def kept(self) -> dict[int, Times]:
-        """Times of the last steps, by step, but for those that a device is still at."""
+    def kept(self, after: int = 0) -> dict[int, Times]:
+        """Times of the last steps, of those after `after`, by step, but for those that a device is
+        still at."""
         return {
             step: _between(marks)
             for step, marks in self._steps
+            if step > after
             if not marks or isinstance(end := marks[-1][1], float) or end.query()
         }
 
