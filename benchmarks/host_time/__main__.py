@@ -118,6 +118,7 @@ def main() -> None:
             print(f"{side:32}{row['us']:9.0f}{row[OF_PEER]:9.2f}{hand}")
     if own:
         print(f"\n{TRAIN}: {own['own']:.0f} us of its own in a step of {own['whole']:.0f}")
+    if "by hand" in own:
         print(f"a bare loop that reads and logs: {own['by hand']:.0f}")
     missed = failed_bars(parts, own.get("own", 0.0))
     print("\nmissed: " + ("; ".join(missed) or "none"))
