@@ -194,13 +194,18 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
     "a logged value": [
         (
             "train/step_stats.py",
-            r"    rejected_logp: Number \| float = 0.0\n",
-            "    ranks: Number | float = 0.0\n",
+            r"    local_failed: float\n(?=\n)",
+            "    ranks: float\n",
+        ),
+        (
+            "train/step_stats.py",
+            r"    local_failed: float\n(?=    chosen)",
+            "    ranks: float\n",
         ),
         ("train/step_stats.py", r"    stop: bool\n", "    ranks: float\n"),
         ("train/step_stats.py", r'"lr": self.lr,\n', '"ranks": self.ranks,\n'),
         ("train/step_stats.py", r"stop=sums.stop > 0,\n", "ranks=sums.ranks,\n"),
-        ("train/step.py", r"stop=float\(stop\(\)\)", ", ranks=1.0"),
+        ("train/step.py", r"stop\(\), \*saves", ", 1.0"),
     ],
     "a value in the log line": [
         ("train/log.py", r"        tokens_per_s: float,\n", "        ranks: float = 0.0,\n"),
