@@ -69,7 +69,9 @@ class _LinearMapFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return apply(ctx.linear.transposed(), grad), None
+        linear = ctx.linear.transposed()
+        # what `apply` would ask is known here, but where gradients of gradients are wanted
+        return linear(grad) if not torch.is_grad_enabled() else apply(linear, grad), None
 
 
 class _TracedMapFunction(torch.autograd.Function):
@@ -92,7 +94,7 @@ class IdentityForward:
     group: Group
 
     def __call__(self, x: Tensor, calls: Any = primitives) -> Tensor:
-        return x.view_as(x)
+        return x if calls is primitives else x.view_as(x)  # an operator gives no input back
 
     def transposed(self) -> LinearMap:
         return Reduce(self.group)

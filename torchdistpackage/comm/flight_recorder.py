@@ -92,7 +92,7 @@ class FlightRecorder:
     def end(self, call: Call, since_s: float) -> None:
         """The host goes on after `call`, in which it was blocked since `since_s`."""
         group = call[GROUP]
-        call[STATE] = returned(group)
+        call[STATE] = ISSUED if group.queued else DONE  # `returned`
         if call[PEER] is None:
             group.done += 1
         waited_s = self.clock_s() - since_s

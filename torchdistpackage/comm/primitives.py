@@ -149,7 +149,21 @@ def all_reduce(
     wire, finish = to_reducible(x, op)
     facts = (str(op),) if recorder.checks else NO_FACTS
     go = run_async if async_op else run_sync
-    return go("all_reduce", group, x, facts, finish, dist.all_reduce, wire, op)
+    return go("all_reduce", group, x, facts, finish, _issue_all_reduce, wire, op)
+
+
+def _issue_all_reduce(
+    x: Tensor, op: dist.ReduceOp.RedOpType, group: Group, async_op: bool = False
+) -> dist.Work | None:
+    """`torch.distributed.all_reduce` without what it asks before, a dozen calls of Python, of a
+    tensor and a group that are known by then."""
+    options = dist.AllreduceOptions()
+    options.reduceOp, options.asyncOp = op, async_op
+    work = group.allreduce([x], options)
+    if async_op or work is None:  # of NCCL's calls on the current stream there is none
+        return work
+    work.wait()
+    return None
 
 
 def start_all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = SUM) -> Work:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import BertConfig, BloomConfig, T5Config
 
 from tests.parallel.auto.models import checkpoint_activations, language_model, prompt, steps, twin
-from torchdistpackage.comm import primitives
+from torchdistpackage.comm import collectives, primitives
 from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto import Config, parallelize_module
@@ -21,7 +23,7 @@ from torchdistpackage.parallel.auto.family_plan import plan_for
 from torchdistpackage.parallel.auto.layerwise import default_rules
 from torchdistpackage.parallel.auto.wrapper import TensorParallelWrapper
 from torchdistpackage.parallel.pipeline.split_backward import backward_input, backward_weight
-from torchdistpackage.parallel.tensor import products
+from torchdistpackage.parallel.tensor import product_gradients, products
 from torchdistpackage.parallel.tensor.entrance import ColumnForward
 
 RANKS_IMPORT = ("tests.parallel.auto.test_products",)
@@ -130,7 +132,7 @@ class Order:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.events: list[str] = []
-        start, multiply = primitives.all_reduce, products.parameter_gradient
+        start, multiply = primitives.all_reduce, product_gradients.weight_gradient
 
         def all_reduce(x, group, *args, async_op=False, **kwargs):
             self.events.append("sum begins" if async_op else "sum")
@@ -151,7 +153,8 @@ class Order:
             return multiply(*args)
 
         monkeypatch.setattr(primitives, "all_reduce", all_reduce)
-        monkeypatch.setattr(products, "parameter_gradient", gradient)
+        for where in (products, product_gradients):
+            monkeypatch.setattr(where, "weight_gradient", gradient)
 
 
 def order_of_backward() -> None:
@@ -232,6 +235,29 @@ def autocast() -> None:
 @pytest.mark.full
 def test_under_autocast(ranks):
     ranks(2).run(autocast)
+
+
+def twice_differentiated() -> None:
+    """Gradients of the squares of the gradients of the input and of a cut weight."""
+    model = language_model("llama", num_hidden_layers=1)
+    given = torch.linspace(-1, 1, 240, dtype=torch.float64).view(2, 5, 24)
+    split: Any = parallelize_module(twin(model))
+    xs = [given.clone().requires_grad_() for _ in range(2)]
+    for whole, x in zip((model, split), xs, strict=True):
+        named = whole.named_parameters()
+        weights = [p for name, p in named if "k_proj" in name or "up_proj" in name]
+        with sdpa_kernel(SDPBackend.MATH):  # torch's others have no second derivative
+            loss = whole(inputs_embeds=x).logits.square().mean()
+        slope, *curved = torch.autograd.grad(loss, [x, *weights], create_graph=True)
+        parts = sum(grad.square().sum() for grad in curved)
+        if whole is split:
+            parts = collectives.reduce(parts, dist.group.WORLD)
+        (slope.square().sum() + parts).backward()
+    torch.testing.assert_close(xs[1].grad, xs[0].grad, rtol=1e-9, atol=1e-12)
+
+
+def test_gradients_of_gradients(ranks):
+    ranks(2).run(twice_differentiated)
 
 
 def two_passes() -> None:

@@ -13,7 +13,7 @@ from torchdistpackage.comm.group_state import state_of
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.layout.mark import collect
 from torchdistpackage.parallel.pipeline.split_backward import backward_input, backward_weight
-from torchdistpackage.parallel.tensor import chunked, products
+from torchdistpackage.parallel.tensor import chunked, product_gradients, products
 from torchdistpackage.parallel.tensor.attention import ParallelAttention
 from torchdistpackage.parallel.tensor.init import Initial, initialize
 from torchdistpackage.parallel.tensor.linear import ColumnLinear, RowLinear
@@ -108,7 +108,7 @@ def order(kind, mode: str) -> None:
     """The sum is under way while the weights' gradients are computed, and waited for after."""
     tpc.setup_process_groups([("tensor", 2)])
     seen: list[str] = []
-    computed = products.parameter_gradient
+    computed = product_gradients.weight_gradient
 
     def noted(*given):
         seen.append("weight")
@@ -120,7 +120,8 @@ def order(kind, mode: str) -> None:
             return super().wait()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "parameter_gradient", noted)
+        for where in (products, product_gradients):
+            patch.setattr(where, "weight_gradient", noted)
         patch.setattr("torchdistpackage.comm.work.Work", Noted)
         net = kind(DIM, 4) if kind is ParallelAttention else kind(DIM, 10)
         net = kind(DIM, 4, sequence_parallel=mode != "") if mode else net

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import pytest
 import spmd_types as spmd
 import torch.distributed as dist
+import torch.nn.functional as F
 from spmd_types import I, MeshAxis, P, R, SpmdTypeError, V, _mesh_axis
 from spmd_types.checker import typecheck
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ from torchdistpackage.ddp.bucket_comm import BucketMember, Start
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.tensor import cross_entropy, loss_terms, products
-from torchdistpackage.parallel.tensor.products import multiply
+from torchdistpackage.parallel.tensor.product_gradients import multiply
 
 assert fake_pg  # which makes the back end `fake` known
 
@@ -73,7 +74,12 @@ def typed_world(data: int = 2, tensor: int = 2) -> Iterator[None]:
         for function, hook in hooks:
             patch.setattr(function, "spmd_typecheck", staticmethod(hook), raising=False)
         # a node that does several things at once is typed as what it stands for
-        patch.setattr(products, "_ColumnProduct", SimpleNamespace(apply=_column_product))
+        for name, hook in (
+            ("_ColumnProduct", _column_product),
+            ("_ColumnProducts", _column_products),
+            ("_GatheredProducts", _gathered_products),
+        ):
+            patch.setattr(products, name, SimpleNamespace(apply=hook))
         patch.setattr(products, "_RowProduct", SimpleNamespace(apply=_row_product))
         # and what is written in place keeps its first type
         patch.setattr(products, "Reduce", lambda group, in_place: autograd.Reduce(group))
@@ -171,14 +177,23 @@ class Sums:
                     )
 
 
-def _column_product(
+def _column_product(x: Tensor, group: object, *given: Tensor) -> Tensor:
+    return _column_products(x, group, 1, *given)[0]
+
+
+def _column_products(x: Tensor, group: object, num: int, *given: Tensor) -> list[Tensor]:
+    return _gathered_products(x, products.IdentityForward(group), None, num, *given)[1:]
+
+
+def _gathered_products(
     x: Tensor, into: autograd.LinearMap, chunks: object, num: int, *given: Tensor
 ) -> list[Tensor]:
-    return [multiply(autograd.apply(into, x), given[:num], given[num:])]
+    whole = autograd.apply(into, x)
+    return [whole, *multiply(whole, given[:num], given[num:] or (None,) * num)]
 
 
 def _row_product(x: Tensor, scatter: autograd.LinearMap, chunks: object, weight: Tensor) -> Tensor:
-    return autograd.apply(scatter, multiply(x, (weight,), ()))
+    return autograd.apply(scatter, F.linear(x, weight))
 
 
 def _through(outputs: Tensor, *, x: Tensor, linear: autograd.LinearMap) -> None:

@@ -206,8 +206,7 @@ class ParallelAttention(Grouped):
             qkv = self.qkv(x, sizes).unflatten(-1, (3, self.num_heads, width))
             q, k, v = qkv.permute(2, 1, 3, 0, 4)
             return q, k, v
-        parts = (self.num_heads * width, 2 * self.num_kv_heads * width)
-        q, kv = ColumnLinear.side_by_side(x, (self.q, self.kv), sizes).split(parts, -1)
+        q, kv = ColumnLinear.side_by_side(x, (self.q, self.kv), sizes)
         q = q.unflatten(-1, (self.num_heads, width)).permute(1, 2, 0, 3)
         k, v = kv.unflatten(-1, (2, self.num_kv_heads, width)).permute(2, 1, 3, 0, 4)
         return q, k, v

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.parallel.tensor.products import column_product, column_products
+from torchdistpackage.parallel.tensor.products import column_products
 
 
 class SharedEntrance:
@@ -60,14 +60,10 @@ class SharedEntrance:
             self._multiply(x)
         if x is self._x and index in self._parts:
             return self._parts.pop(index)
-        return column_product(x, *_factors((layer,)), self.group)
+        return column_products(x, *_factors((layer,)), self.group)[0]
 
     def _multiply(self, x: Tensor) -> None:
-        weights, biases = _factors(self.layers)
-        if len(weights) == 1:
-            self._parts = {0: column_product(x, weights, biases, self.group)}
-        else:
-            self._parts = dict(enumerate(column_products(x, weights, biases, self.group)))
+        self._parts = dict(enumerate(column_products(x, *_factors(self.layers), self.group)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = object.__new__(type(self))

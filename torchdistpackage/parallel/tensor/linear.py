@@ -23,7 +23,7 @@ from torchdistpackage.parallel.tensor.init import NORMAL, ZEROS, Initial, make_p
 from torchdistpackage.parallel.tensor.layouts import Layouts
 from torchdistpackage.parallel.tensor.marked import Grouped, is_reduced
 from torchdistpackage.parallel.tensor.product_gradients import Product
-from torchdistpackage.parallel.tensor.products import column_product, row_product
+from torchdistpackage.parallel.tensor.products import column_products, row_product
 
 
 def column_linear(
@@ -40,7 +40,7 @@ def column_linear(
     result (S, ..., Dout/n). The gradient of x is summed over the group.
     sizes: under sequence parallelism the length of each rank's x, where they differ.
     """
-    return column_product(x, (weight,), (bias,), group, sequence_parallel, sizes)
+    return column_products(x, (weight,), (bias,), group, sequence_parallel, sizes)[0]
 
 
 def row_linear(
@@ -125,13 +125,8 @@ class Linear(Grouped):
         raise NotImplementedError
 
     def oriented(self, weight: Tensor) -> Tensor:
-        """As a product takes it; one in 4 bits is so already."""
-        return weight.t() if self.transposed and weight.is_floating_point() else weight
-
-    def _sequence_first(self, x: Tensor) -> Tensor:
-        """x as products take it; the same again turns it back."""
-        is_turned = self.batch_first and self.sequence_parallel and x.dim() > 2
-        return x.transpose(0, 1) if is_turned else x
+        """A weight (Din, Dout) as a product takes it; one in 4 bits is so already."""
+        return weight.t() if weight.is_floating_point() else weight
 
     def extra_repr(self) -> str:
         return f"{self.din}, {self.dout}, over {self.group.size()} {self.axis} ranks"
@@ -162,27 +157,28 @@ class ColumnLinear(Linear):
         if self.local:
             return self.product(x, weight, bias)
         how = self.group, self.sequence_parallel, sizes, self.tp_comm_overlap, self.product
-        y = column_product(self._sequence_first(x), (weight,), (bias,), *how)
-        return self._sequence_first(y)
+        is_turned = self.batch_first and self.sequence_parallel and x.dim() > 2
+        (y,) = column_products(x.transpose(0, 1) if is_turned else x, (weight,), (bias,), *how)
+        return y.transpose(0, 1) if is_turned else y
 
     @staticmethod
     def side_by_side(
         x: Tensor, layers: "Sequence[ColumnLinear]", sizes: Sizes | None = None
-    ) -> Tensor:
-        """The results of several such layers of one x, joined in the last dim: x is gathered once,
-        and its gradient summed once."""
+    ) -> Sequence[Tensor]:
+        """The result of each of several such layers of one x, which is gathered once, and its
+        gradient summed once."""
         first = layers[0]
         how = first.group, first.sequence_parallel, sizes, first.tp_comm_overlap, first.product
         parameters = [layer.parameters_here() for layer in layers]
         weights, biases = zip(*parameters, strict=True)
-        return column_product(x, weights, biases, *how)
+        return column_products(x, weights, biases, *how)
 
     def parameters_here(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias as a forward is to use them."""
-        weight, bias = cast(Tensor, self.weight), self.bias
+        weight, bias = self.weight, self.bias
         if self.heads is not None and self.heads.shared:
-            weight, bias = cast(Tensor, self.summed(self.weight)), self.summed(self.bias)
-        return self.oriented(weight), bias
+            weight, bias = cast(Tensor, self.summed(weight)), self.summed(bias)
+        return self.oriented(weight) if self.transposed else weight, bias
 
 
 class RowLinear(Linear):
@@ -203,18 +199,18 @@ class RowLinear(Linear):
         return cut.row(self.dout, self.din, self.has_bias, *how)
 
     def forward(self, x: Tensor, sizes: Sizes | None = None) -> Tensor:
-        weight = self.oriented(self.weight)
+        weight, bias = self.weight, self.bias
+        weight = self.oriented(weight) if self.transposed else weight
         if self.local:
             return self.product(x, weight)
-        x, how = (
-            self._sequence_first(x),
-            (self.group, self.sequence_parallel, sizes, self.tp_comm_overlap),
-        )
-        if self.bias is None or not (self.sequence_parallel and is_reduced(self.bias)):
-            y = row_product(x, weight, *how, self.bias, self.product)
+        how = self.group, self.sequence_parallel, sizes, self.tp_comm_overlap
+        is_turned = self.batch_first and self.sequence_parallel and x.dim() > 2
+        x = x.transpose(0, 1) if is_turned else x
+        if bias is None or not (self.sequence_parallel and is_reduced(bias)):
+            y = row_product(x, weight, *how, bias, self.product)
         else:
-            y = row_product(x, weight, *how, None, self.product) + self.bias
-        return self._sequence_first(y)
+            y = row_product(x, weight, *how, None, self.product) + bias
+        return y.transpose(0, 1) if is_turned else y
 
 
 class ParallelMlp(FullTensors, nn.Module):

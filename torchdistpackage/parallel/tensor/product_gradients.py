@@ -20,64 +20,99 @@ def multiply(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     product: Product = F.linear,
-) -> Tensor:
-    """All products, in one tensor."""
-    if len(weights) == 1:
-        return product(x, weights[0], biases[0] if biases else None)
-    given = biases or (None,) * len(weights)
-    return torch.cat([product(x, w, b) for w, b in zip(weights, given, strict=True)], -1)
+) -> list[Tensor]:
+    """The product with each weight."""
+    return [product(x, w, b) for w, b in zip(weights, biases, strict=True)]
 
 
-def input_gradient(grad: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Gradient of x, by which all weights were multiplied."""
-    if len(weights) == 1:
-        return grad @ weights[0]
-    parts = grad.split([len(weight) for weight in weights], -1)
-    total = parts[0] @ weights[0]
-    for part, weight in zip(parts[1:], weights[1:], strict=True):
-        total = total + part @ weight
+def input_gradient(
+    grads: Sequence[Tensor | None], weights: Sequence[Tensor], other: Tensor | None = None
+) -> Tensor | None:
+    """Of x, by which all weights were multiplied, plus another gradient of it; None: there is none.
+
+    The last product comes first: so autograd adds the gradients of an input that layers read one
+    after another, and a sum of floating-point numbers depends on its order.
+    """
+    total = other
+    for grad, weight in zip(reversed(grads), reversed(weights), strict=True):
+        if grad is not None:
+            part = grad @ weight
+            total = part if total is None else total + part
     return total
 
 
-def is_wanted(ctx: Any, first: int) -> list[bool]:
-    """For x and each parameter whether its gradient is, in this backward. The parameters are the
-    node's arguments from number `first` on; those between are no tensors."""
-    needed = (ctx.needs_input_grad[0], *ctx.needs_input_grad[first:])
-    found: list[bool] = []
-    for needs, (node, _) in zip(needed, ctx.next_functions, strict=True):
-        try:
-            found.append(needs and node is not None and torch._C._will_engine_execute_node(node))
-        except RuntimeError:  # torch.autograd.grad with leaves does not say
-            found.append(needs)
-    return found
+def is_wanted(ctx: Any) -> list[bool]:
+    """For each tensor that the node was given whether its gradient is, in this backward."""
+    will_run, nodes = torch._C._will_engine_execute_node, [node for node, _ in ctx.next_functions]
+    try:
+        return [node is not None and will_run(node) for node in nodes]
+    except RuntimeError:  # torch.autograd.grad with leaves does not say
+        return [node is not None and _may_run(node) for node in nodes]
 
 
-def places_of(weights: Sequence[Tensor], num_biases: int) -> list[tuple[int, int, bool, bool]]:
-    """Of each parameter its part of the result's last dim, whether it is a bias, and whether its
-    memory is by columns, as autograd then wants the gradient of a weight."""
-    found: list[tuple[int, int, bool, bool]] = []
-    for is_bias in (False, True):
-        start = 0
-        for weight in weights:
-            by_columns = weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]
-            found.append((start, weight.shape[0], is_bias, by_columns))
-            start += weight.shape[0]
-    return found[: len(weights) + num_biases]
+def _may_run(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True
 
 
-def parameter_gradient(
-    x: Tensor, grad: Tensor, start: int, width: int, is_bias: bool, by_columns: bool
-) -> Tensor:
-    """Of the weight, or bias, behind columns [start, start + width) of a product of x."""
-    part = as_matrix(grad if width == grad.shape[-1] else grad.narrow(-1, start, width))
-    if is_bias:
-        return part.sum(0)
-    rows = as_matrix(x)
-    return rows.t().mm(part).t() if by_columns else part.t().mm(rows)
+def parameter_gradients(
+    x: Tensor,
+    grads: Sequence[Tensor | None],
+    weights: Sequence[Tensor],
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """Of the weights that x was multiplied by, and then of the biases, if there are any.
+
+    grads: of the products. wanted: whether that of each weight and bias is.
+    """
+    rows, of_weights, of_biases = as_matrix(x), list[Tensor | None](), list[Tensor | None]()
+    for_biases = wanted[len(weights) :] or (False,) * len(weights)
+    for grad, weight, for_weight, for_bias in zip(grads, weights, wanted, for_biases, strict=False):
+        part = None if grad is None else as_matrix(grad)
+        of_weights.append(
+            weight_gradient(rows, part, weight.is_contiguous())
+            if for_weight and part is not None
+            else None
+        )
+        of_biases.append(part.sum(0) if for_bias and part is not None else None)
+    return of_weights if len(wanted) == len(weights) else of_weights + of_biases
+
+
+def deferred(node: Any, argument: int, first: int) -> tuple[Any, ...]:
+    """Of parameter number `argument`, from 1, of a node that has kept x and its weights: the number
+    of the result whose gradient is taken, a formula of x and that gradient, and its options.
+
+    first: the number of the first product among the results.
+    """
+    weights = node.saved_tensors[1:]
+    number = (argument - 1) % len(weights)
+    if argument > len(weights):
+        return first + number, _later_bias_gradient
+    return first + number, later_weight_gradient, weights[number].is_contiguous()
+
+
+def weight_gradient(rows: Tensor, grad: Tensor, by_rows: bool) -> Tensor:
+    """Of the weight by which rows (N, Din) were multiplied, from that of the product (N, Dout).
+
+    by_rows: how the memory of the weight lies, and so what autograd takes its gradient in.
+    """
+    return grad.t().mm(rows) if by_rows else rows.t().mm(grad).t()
+
+
+def later_weight_gradient(x: Tensor, grad: Tensor, by_rows: bool) -> Tensor:
+    """The same of tensors of any number of dims."""
+    return weight_gradient(as_matrix(x), as_matrix(grad), by_rows)
+
+
+def _later_bias_gradient(x: Tensor, grad: Tensor) -> Tensor:
+    return as_matrix(grad).sum(0)
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    """The rows of x along its last dim."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def row_bytes(x: Tensor) -> int:

@@ -38,16 +38,18 @@ from torchdistpackage.parallel.tensor.chunked import (
 from torchdistpackage.parallel.tensor.product_gradients import (
     Product,
     as_matrix,
+    deferred,
     input_gradient,
     is_wanted,
+    later_weight_gradient,
     multiply,
-    parameter_gradient,
-    places_of,
+    parameter_gradients,
     row_bytes,
+    weight_gradient,
 )
 
 
-def column_product(
+def column_products(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
@@ -56,41 +58,36 @@ def column_product(
     sizes: Sizes | None = None,
     overlap: bool = False,
     product: Product = F.linear,
-) -> Tensor:
-    """[x W^T + b] of each of the weights, side by side in the last dim.
+) -> Sequence[Tensor]:
+    """x W^T + b of each of the weights.
 
     x (S, ..., Din), or (S/n, ..., Din) under sequence parallelism; weights (Dout/n, Din), biases
-    (Dout/n,), both of all weights or of none; result (S, ..., sum of Dout/n). The gradient of x is
-    summed over the group. sizes: under sequence parallelism the length of each rank's x, where they
-    differ. product: another one than torch's, which nothing overlaps.
+    (Dout/n,), both of all weights or of none; results (S, ..., Dout/n). x is gathered once for all
+    of them, and its gradient summed over the group once. sizes: under sequence parallelism the
+    length of each rank's x, where they differ. product: another one than torch's, which nothing
+    overlaps.
     """
     if group.size() == 1:
         return multiply(x, weights, biases, product)
-    sizes = check_sizes(x, 0, sizes, group, cut=False) if sequence_parallel else None
-    x, weights, biases = _autocast(x, weights, biases)
-    given = [b for b in biases if b is not None]
-    into = AllGather(group, 0, sizes) if sequence_parallel else IdentityForward(group)
+    if torch.is_autocast_enabled(x.device.type):
+        x, weights, biases = _autocast(x, weights, biases)
+    is_node = torch.is_grad_enabled() and product is F.linear and not is_traced()
+    given = biases if biases[0] is not None else ()
+    if is_node and not sequence_parallel:
+        if len(weights) == 1:
+            return (_ColumnProduct.apply(x, group, *weights, *given),)
+        return _ColumnProducts.apply(x, group, len(weights), *weights, *given)
+    if not sequence_parallel:
+        return multiply(apply(IdentityForward(group), x), weights, biases, product)
+    into, chunks = AllGather(group, 0, check_sizes(x, 0, sizes, group, cut=False)), None
     if product is not F.linear or is_traced():
         return multiply(apply(into, x), weights, biases, product)
-    chunks = None
-    if overlap and sequence_parallel:
-        lengths = sizes or (x.shape[0],) * group.size()
+    if overlap:
+        lengths = into.sizes or (x.shape[0],) * group.size()
         chunks = Chunks.of(lengths, num_chunks_of(lengths, row_bytes(x)), group)
-    if torch.is_grad_enabled():
-        return _ColumnProduct.apply(x, into, chunks, len(weights), *weights, *given)[0]
-    return _multiply_into(x, into, chunks, weights, given)[0]
-
-
-def column_products(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group: Group
-) -> tuple[Tensor, ...]:
-    """x W^T + b of each of the weights, each a tensor of its own, of one node of autograd.
-
-    x (..., Din); weights (Dout/n, Din), biases (Dout/n,), both of all weights or of none. The
-    gradient of x is summed over the group once, for all products.
-    """
-    given = [b for b in biases if b is not None]
-    return _ColumnProducts.apply(x, group, len(weights), *weights, *given)
+    if is_node:
+        return _GatheredProducts.apply(x, into, chunks, len(weights), *weights, *given)[1:]
+    return _gather_and_multiply(x, into, chunks, weights, biases)[1:]
 
 
 def row_product(
@@ -128,7 +125,8 @@ def row_product(
     if not overlap or product is not F.linear:
         y = product(x, weight)
         return apply(plain, y) if bias is None else _ScatterAdd.apply(y, bias, plain)
-    x, (weight,), _ = _autocast(x, (weight,), ())
+    if torch.is_autocast_enabled(x.device.type):
+        x, (weight,), _ = _autocast(x, (weight,), ())
     lengths = sizes or (x.shape[0] // group.size(),) * group.size()
     num_bytes = row_bytes(x) // max(x.shape[-1], 1) * weight.shape[0]  # of a row of the result
     chunks = Chunks.of(lengths, num_chunks_of(lengths, num_bytes), group)
@@ -140,57 +138,47 @@ def row_product(
 
 
 class _ColumnProduct(torch.autograd.Function):
-    """x as a map brings it together, and its products with the weights side by side.
+    """x times a weight. The backward begins to sum the gradient of x over the group, and computes
+    those of weight and bias meanwhile.
 
-    chunks: in which x comes and its gradient goes, or None. The second result, x brought together,
-    is there for gradients of gradients alone.
+    As it is on every step's way, it has no loops: `_ColumnProducts` has them.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        into: AllGather | IdentityForward,
-        chunks: Chunks | None,
-        num_weights: int,
-        *parameters: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        weights, biases = parameters[:num_weights], parameters[num_weights:]
-        y, whole = _multiply_into(x, into, chunks, weights, biases)
-        ctx.save_for_backward(whole, *weights)
-        ctx.set_materialize_grads(False)
-        ctx.into, ctx.chunks, ctx.places = into, chunks, places_of(weights, len(biases))
-        return y, whole
+        ctx: Any, x: Tensor, group: Group, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        return F.linear(x, weight, bias)
 
     @staticmethod
     def deferred_gradient(node: Any, argument: int) -> tuple[Any, ...]:
         """How `deferred_wgrad` has that of parameter number `argument`, from 1, computed later."""
-        return 0, parameter_gradient, *node.places[argument - 1]
+        return deferred(node, argument, 0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, of_whole: Tensor | None) -> tuple[Any, ...]:
-        whole, *weights = ctx.saved_tensors
-        for_x, *for_parameters = is_wanted(ctx, 4)
-        dx, finish = None, None
-        if for_x and torch.is_grad_enabled():
-            dx = of_whole
-            if grad is not None:
-                dx = input_gradient(grad, weights)
-                dx = dx if of_whole is None else dx + of_whole
-            dx = None if dx is None else apply(ctx.into.transposed(), dx)
-        elif for_x and (grad is not None or of_whole is not None):
-            finish = _start_sum(grad, of_whole, weights, whole, ctx.into, ctx.chunks)
-        grads = [
-            parameter_gradient(whole, grad, *place) if wanted and grad is not None else None
-            for place, wanted in zip(ctx.places, for_parameters, strict=True)
-        ]
-        if finish is not None:
-            dx = finish()
-        return dx, None, None, None, *grads
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wanted = is_wanted(ctx)
+        if torch.is_grad_enabled():
+            dx, *others = _differentiable_gradients(x, (grad,), (weight,), wanted, ctx.group)
+            return dx, None, *others
+        part, finish = as_matrix(grad), None
+        if wanted[0]:
+            dx = part.mm(weight).view(x.shape)
+            finish = primitives.all_reduce(dx, ctx.group, async_op=True).wait
+        by_rows = weight.is_contiguous()
+        of_weight = weight_gradient(as_matrix(x), part, by_rows) if wanted[1] else None
+        if len(wanted) == 2:
+            return None if finish is None else finish(), None, of_weight
+        of_bias = part.sum(0) if wanted[2] else None
+        return None if finish is None else finish(), None, of_weight, of_bias
 
 
 class _ColumnProducts(torch.autograd.Function):
-    """x times each weight. The gradient of x is summed while those of the weights are computed."""
+    """x times each of several weights, in the backward as above: the gradient of x is summed once,
+    for all of them."""
 
     @staticmethod
     def forward(
@@ -200,89 +188,124 @@ class _ColumnProducts(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.set_materialize_grads(False)
         ctx.group = group
-        ctx.places = [place for w in weights for place in places_of((w,), 0)]
-        ctx.places += [(0, len(bias), True, False) for bias in biases]
-        given = biases or (None,) * num_weights
-        return tuple(multiply(x, (w,), (b,)) for w, b in zip(weights, given, strict=True))
+        return tuple(multiply(x, weights, biases or (None,) * num_weights))
 
     @staticmethod
     def deferred_gradient(node: Any, argument: int) -> tuple[Any, ...]:
-        """As of a `_ColumnProduct`; each weight, and its bias, has a result of its own."""
-        num_weights = len(node.saved_tensors) - 1
-        return (argument - 1) % num_weights, parameter_gradient, *node.places[argument - 1]
+        """As of a `_ColumnProduct`."""
+        return deferred(node, argument, 0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        for_x, *for_parameters = is_wanted(ctx, 3)
-        dx, finish = None, None
-        if for_x:
-            # The last product first: so autograd adds the gradients of an input that layers read
-            # one after another, and a sum of floating-point numbers depends on its order.
-            for grad, weight in zip(grads[::-1], weights[::-1], strict=True):
-                if grad is not None:
-                    part = input_gradient(grad, (weight,))
-                    dx = part if dx is None else dx + part
-        if dx is not None and torch.is_grad_enabled():
-            dx = apply(Reduce(ctx.group), dx)
-        elif dx is not None:
+        wanted = is_wanted(ctx)
+        if torch.is_grad_enabled():
+            dx, *others = _differentiable_gradients(x, grads, weights, wanted, ctx.group)
+            return dx, None, None, *others
+        dx, finish = input_gradient(grads, weights) if wanted[0] else None, None
+        if dx is not None:
             finish = primitives.all_reduce(dx, ctx.group, async_op=True).wait
-        arriving = grads * 2  # those of the weights, and of the biases
-        of_parameters = [
-            parameter_gradient(x, grad, *place) if wanted and grad is not None else None
-            for grad, place, wanted in zip(arriving, ctx.places, for_parameters, strict=False)
-        ]
-        if finish is not None:
-            dx = finish()
-        return dx, None, None, *of_parameters
+        others = parameter_gradients(x, grads, weights, wanted[1:])
+        return None if finish is None else finish(), None, None, *others
 
 
-def _multiply_into(
+def _differentiable_gradients(
     x: Tensor,
-    into: AllGather | IdentityForward,
-    chunks: Chunks | None,
+    grads: Sequence[Tensor | None],
     weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-) -> tuple[Tensor, Tensor]:
-    """The products side by side, and x as `into` brings it together."""
-    if chunks is None:
-        whole = into(x)
-        return multiply(whole, weights, biases), whole
-    arrivals = start_gather(x, chunks)
-    whole = arrivals.into
-    y = x.new_empty((*whole.shape[:-1], sum(weight.shape[0] for weight in weights)))
-    for rows in arrivals:
-        y[rows] = multiply(whole[rows], weights, biases)
-    return y, whole
+    wanted: Sequence[bool],
+    group: Group,
+) -> list[Tensor | None]:
+    """Of x and the parameters, to take gradients of: nothing overlaps."""
+    dx = input_gradient(grads, weights) if wanted[0] else None
+    x = apply(IdentityForward(group), x)  # of whose gradient each rank then has a part, as before
+    others = parameter_gradients(x, grads, weights, wanted[1:])
+    return [None if dx is None else apply(Reduce(group), dx), *others]
 
 
-def _start_sum(
-    grad: Tensor | None,
-    of_whole: Tensor | None,
-    weights: Sequence[Tensor],
-    like: Tensor,
-    into: AllGather | IdentityForward,
-    chunks: Chunks | None,
-) -> Callable[[], Tensor]:
-    """Begin the sum over the group of the gradients of what `into` made; to be called for it.
+class _GatheredProducts(torch.autograd.Function):
+    """x gathered along dim 0, and its products with the weights; in the backward as above.
 
-    grad, of_whole: the gradients of the products, and one that came to `into`'s result itself.
-    like: of the shape and dtype of that result.
+    chunks: in which x comes and its gradient goes, or None. The first result, what was gathered, is
+    there for gradients of gradients alone.
     """
 
-    def gradient(rows: Rows) -> Tensor:
-        if grad is None:
-            assert of_whole is not None
-            return of_whole[rows]
-        dx = input_gradient(grad[rows], weights)
-        return dx if of_whole is None else dx + of_whole[rows]
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        into: AllGather,
+        chunks: Chunks | None,
+        num_weights: int,
+        *parameters: Tensor,
+    ) -> tuple[Tensor, ...]:
+        weights, biases = parameters[:num_weights], parameters[num_weights:]
+        results = _gather_and_multiply(x, into, chunks, weights, biases or (None,) * num_weights)
+        ctx.save_for_backward(results[0], *weights)
+        ctx.set_materialize_grads(False)
+        ctx.into, ctx.chunks = into, chunks
+        return results
 
-    if chunks is not None:
-        return start_scatter(chunks, like[:0], lambda rows, buffer: buffer.copy_(gradient(rows)))
-    dx = gradient(slice(None))
-    if isinstance(into, AllGather):
-        return primitives.reduce_scatter(dx, into.group, into.sizes, async_op=True).wait
-    return primitives.all_reduce(dx, into.group, async_op=True).wait
+    @staticmethod
+    def deferred_gradient(node: Any, argument: int) -> tuple[Any, ...]:
+        """As of a `_ColumnProducts`."""
+        return deferred(node, argument, 1)
+
+    @staticmethod
+    def backward(ctx: Any, of_whole: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
+        whole, *weights = ctx.saved_tensors
+        for_x, *for_parameters = is_wanted(ctx)
+        dx, finish = None, None
+        if for_x and ctx.chunks is not None and not torch.is_grad_enabled():
+            finish = _start_scatter_in_chunks(grads, of_whole, weights, whole, ctx.chunks)
+        elif for_x and (dx := input_gradient(grads, weights, of_whole)) is not None:
+            if torch.is_grad_enabled():
+                dx = apply(ctx.into.transposed(), dx)
+            else:
+                into = ctx.into
+                finish = primitives.reduce_scatter(dx, into.group, into.sizes, async_op=True).wait
+        of_parameters = parameter_gradients(whole, grads, weights, for_parameters)
+        return dx if finish is None else finish(), None, None, None, *of_parameters
+
+
+def _gather_and_multiply(
+    x: Tensor,
+    into: AllGather,
+    chunks: Chunks | None,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+) -> tuple[Tensor, ...]:
+    """x of all ranks, and its products."""
+    if chunks is None:
+        whole = into(x)
+        return whole, *multiply(whole, weights, biases)
+    arrivals = start_gather(x, chunks)
+    whole = arrivals.into
+    products = [x.new_empty((*whole.shape[:-1], weight.shape[0])) for weight in weights]
+    for rows in arrivals:
+        for y, part in zip(products, multiply(whole[rows], weights, biases), strict=True):
+            y[rows] = part
+    return whole, *products
+
+
+def _start_scatter_in_chunks(
+    grads: Sequence[Tensor | None],
+    of_whole: Tensor | None,
+    weights: Sequence[Tensor],
+    whole: Tensor,
+    chunks: Chunks,
+) -> Callable[[], Tensor]:
+    """Begin to sum the gradients of what was gathered; to be called for this rank's rows."""
+
+    def rows_of(grad: Tensor | None, rows: Rows) -> Tensor | None:
+        return None if grad is None else grad[rows]
+
+    def compute(rows: Rows, buffer: Tensor) -> object:
+        here = [rows_of(grad, rows) for grad in grads]
+        dx = input_gradient(here, weights, rows_of(of_whole, rows))
+        return buffer.zero_() if dx is None else buffer.copy_(dx)
+
+    return start_scatter(chunks, whole[:0], compute)
 
 
 class _RowProduct(torch.autograd.Function):
@@ -297,31 +320,31 @@ class _RowProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.scatter, ctx.chunks = scatter, chunks
-        ctx.gathered, (ctx.place,) = _Gathered(), places_of((weight,), 0)
+        ctx.gathered = _Gathered()
         return _multiply_and_scatter(x, weight, chunks)
 
     @staticmethod
     def deferred_gradient(node: Any, argument: int) -> tuple[Any, ...]:
         """How `deferred_wgrad` has that of the weight computed later."""
         node.gathered.is_awaited = True
-        return 0, _deferred_row_gradient, node.gathered, node.place
+        return 0, _deferred_row_gradient, node.gathered, node.saved_tensors[1].is_contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        for_x, for_weight = is_wanted(ctx, 3)
+        for_x, for_weight = is_wanted(ctx)
         if torch.is_grad_enabled():
             whole = apply(ctx.scatter.transposed(), grad)
-            dx = input_gradient(whole, (weight,)) if for_x else None
+            dx = whole @ weight if for_x else None
         else:
             arrivals = start_gather(grad, ctx.chunks)
             whole, dx = arrivals.into, x.new_empty(x.shape) if for_x else None
             for rows in arrivals:
                 if dx is not None:
-                    dx[rows] = input_gradient(whole[rows], (weight,))
+                    dx[rows] = whole[rows] @ weight
         if ctx.gathered.is_awaited:
             ctx.gathered.grad = whole
-        of_weight = parameter_gradient(x, whole, *ctx.place) if for_weight else None
+        (of_weight,) = parameter_gradients(x, (whole,), (weight,), (for_weight,))
         return dx, None, None, of_weight
 
 
@@ -339,11 +362,9 @@ class _Gathered:
         return grad
 
 
-def _deferred_row_gradient(
-    x: Tensor, grad: Tensor, gathered: _Gathered, place: tuple[int, int, bool, bool]
-) -> Tensor:
+def _deferred_row_gradient(x: Tensor, grad: Tensor, gathered: _Gathered, by_rows: bool) -> Tensor:
     """Of the weight; `grad` is that of this rank's rows alone."""
-    return parameter_gradient(x, gathered.take(), *place)
+    return later_weight_gradient(x, gathered.take(), by_rows)
 
 
 def _multiply_and_scatter(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
@@ -375,11 +396,8 @@ class _ScatterAdd(torch.autograd.Function):
 def _autocast(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
-    """In the dtype in which products are computed here."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
-        return x, weights, biases
-    dtype = torch.get_autocast_dtype(kind)
+    """In the dtype in which products are computed under autocast."""
+    dtype = torch.get_autocast_dtype(x.device.type)
 
     def cast(t: Tensor) -> Tensor:
         return t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t
