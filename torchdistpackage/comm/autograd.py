@@ -316,19 +316,14 @@ def _run(
     return linear(x.detach(), operators)
 
 
-def _plain(x: Tensor) -> Tensor:
-    """`x` with its numbers in memory as they are; those of a lazily conjugated tensor differ."""
-    return x.resolve_conj().resolve_neg()
-
-
 def _fresh(x: Tensor) -> Tensor:
-    """A contiguous copy: `x` may be an expanded gradient, or what autograd holds."""
-    return _plain(x).clone(memory_format=torch.contiguous_format)
+    """A contiguous copy: `x` may be an expanded gradient, or what autograd holds. Its numbers are
+    in memory as they are; those of a lazily conjugated tensor differ."""
+    return x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 def _rows(x: Tensor, dim: int) -> Tensor:
     """`dim` first, as the primitives cut and join."""
-    x = _plain(x)
     return x.movedim(dim, 0) if dim else x
 
 

@@ -13,6 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    ReduceScatterOptions,
+)
 
 from torchdistpackage.comm import debug_checks
 from torchdistpackage.comm.backends import device_of as device_of
@@ -39,10 +44,6 @@ from torchdistpackage.errors import CommError, LayoutError
 
 Group = dist.ProcessGroup
 SUM, AVG, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN
-
-# torch 2.13 renamed the flat collectives; the older names warn there
-gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 WAITED_FOR_BYTES = 2**16
 """Up to this an even gather that the host waits for is gloo's own: what it costs is waiting, and
@@ -133,6 +134,43 @@ def sizes_of_ranks(
     return known
 
 
+# -- calls on the group itself -----------------------------------------------------------
+# torch.distributed's functions are a dozen calls of Python more, which ask what is known here.
+
+_gather_single = getattr(Group, "all_gather_single", None) or Group._allgather_base
+_scatter_single = getattr(Group, "reduce_scatter_single", None) or Group._reduce_scatter_base
+
+
+def _call_all_reduce(
+    x: Tensor, op: dist.ReduceOp.RedOpType, group: Group, async_op: bool = False
+) -> dist.Work | None:
+    options = AllreduceOptions()
+    options.reduceOp, options.asyncOp = op, async_op
+    return _awaited(group.allreduce([x], options), async_op)
+
+
+def gather_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False) -> dist.Work | None:
+    """`x` of all ranks, of equal shapes, one after another in `out`."""
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    return _awaited(_gather_single(group, out, x, options), async_op)
+
+
+def scatter_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False) -> dist.Work | None:
+    """In `out` this rank's part of the sum of `x` over all ranks, of equal parts."""
+    options = ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = SUM, async_op
+    return _awaited(_scatter_single(group, out, x, options), async_op)
+
+
+def _awaited(work: dist.Work | None, async_op: bool) -> dist.Work | None:
+    """What `torch.distributed` returns; of a call on the current stream NCCL gives no work."""
+    if async_op or work is None:
+        return work
+    work.wait()
+    return None
+
+
 # -- collectives, along dim 0 ------------------------------------------------------------
 
 
@@ -149,21 +187,7 @@ def all_reduce(
     wire, finish = to_reducible(x, op)
     facts = (str(op),) if recorder.checks else NO_FACTS
     go = run_async if async_op else run_sync
-    return go("all_reduce", group, x, facts, finish, _issue_all_reduce, wire, op)
-
-
-def _issue_all_reduce(
-    x: Tensor, op: dist.ReduceOp.RedOpType, group: Group, async_op: bool = False
-) -> dist.Work | None:
-    """`torch.distributed.all_reduce` without what it asks before, a dozen calls of Python, of a
-    tensor and a group that are known by then."""
-    options = dist.AllreduceOptions()
-    options.reduceOp, options.asyncOp = op, async_op
-    work = group.allreduce([x], options)
-    if async_op or work is None:  # of NCCL's calls on the current stream there is none
-        return work
-    work.wait()
-    return None
+    return go("all_reduce", group, x, facts, finish, _call_all_reduce, wire, op)
 
 
 def start_all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = SUM) -> Work:

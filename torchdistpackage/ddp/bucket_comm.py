@@ -177,7 +177,7 @@ class GradSlot:
     """One parameter: its bucket, which `member` of it, and `home`, the view that is its `.grad`.
 
     bucket: number of the bucket. bucket_comm: what becomes of that. is_small: its gradient is
-    copied to the bucket together with others (`GradBuckets.stage`).
+    copied to the bucket together with others (`GradBuckets.flush_staged`).
     has_grad: a gradient came since the last reduction; `Reducer` alone sets it, in the hook.
     may_repeat: more may come in a backward; `Reducer.mark_repeating` alone sets it.
     """
@@ -202,7 +202,8 @@ class GradBuckets:
     """Slots in the order of `specs`; buckets, and the `BucketComm` of each, in that of leaving.
 
     num_early: how many of these may leave while a backward runs. staged: slots of small gradients
-    that wait to be copied together.
+    that came and wait to be copied together, staged_bytes of them; the hook of `Reducer` adds
+    them.
     """
 
     def __init__(
@@ -244,13 +245,6 @@ class GradBuckets:
         for slot in self.slots:
             slot.has_grad = False
         return fired
-
-    def stage(self, slot: GradSlot) -> None:
-        """A small gradient came: it is copied to its bucket with others, once they are enough."""
-        self.staged.append(slot)
-        self.staged_bytes += slot.num_bytes
-        if self.staged_bytes >= STAGED_BYTES:
-            self.flush_staged()
 
     def drop_staged(self) -> None:
         """The backward failed: gradients that wait to be copied stay where they came."""

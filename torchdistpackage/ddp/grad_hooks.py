@@ -145,6 +145,8 @@ def on_backward_start(outputs: object, hook: Callable[[Tensor], None]) -> object
     outputs: as `map_tensors` has them. Where no tensor requires a gradient, each is replaced by
     one that does, though nothing behind it gets any; otherwise those stay as they are.
     """
+    if isinstance(outputs, Tensor):
+        return (_hooked if outputs.requires_grad else _anchored)(hook, outputs)
     attach = _hooked if any(x.requires_grad for x in tensors_in(outputs)) else _anchored
     return map_tensors(outputs, partial(attach, hook))
 

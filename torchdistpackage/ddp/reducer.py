@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from torchdistpackage.ddp.bucket_comm import (
+    STAGED_BYTES,
     GradBuckets,
     GradSlot,
     ReducerParts,
@@ -385,15 +386,19 @@ def _accumulated(me: "ref[Reducer]", index: int, parameter: Tensor) -> None:
         if slot.bucket_comm.gradients.is_divided(slot.member):
             raise came_late(slot.spec)
     if slot.is_small and phase is _REDUCING:
-        buckets.stage(slot)
+        buckets.staged.append(slot)
+        buckets.staged_bytes += slot.num_bytes
+        if buckets.staged_bytes >= STAGED_BYTES:
+            buckets.flush_staged()
     elif parameter.grad is not slot.home:
         is_divided = is_final and not slot.may_repeat
         slot.bucket_comm.gradients.absorb(slot.member, is_final=is_divided)
     if self._planner is not None and phase is not _IDLE:
         self._planner.came(index)
     if is_final:
-        self.complete(slot)
-        if not self.pending_counts[bucket] and bucket == self.next_bucket:
+        counts = self.pending_counts
+        counts[bucket] -= 1
+        if not counts[bucket] and bucket == self.next_bucket:
             queue = self._queue()
             assert queue is not None  # the backward, or the block, that runs keeps it
             queue.launch_ready()

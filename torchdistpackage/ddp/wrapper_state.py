@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from copy import deepcopy
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -19,7 +19,7 @@ from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import group_again
 from torchdistpackage.ddp.param_spec import batch_group
 
-_requires_grad = attrgetter("requires_grad")
+_requires_grad, _values = attrgetter("requires_grad"), methodcaller("values")
 
 
 class Wrapper(nn.Module):
@@ -97,7 +97,7 @@ class ModuleWatch:
         return any(self._buffers)
 
     def _all(self) -> list[object]:
-        return list(chain.from_iterable(table.values() for table in self._tables))
+        return list(chain.from_iterable(map(_values, self._tables)))
 
 
 def _strip(module: nn.Module, state: dict[str, Tensor], prefix: str, local: dict) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchdistpackage.comm import p2p, primitives
 from torchdistpackage.comm.flight_recorder import dtype_name
-from torchdistpackage.comm.primitives import Group, gather_into, scatter_into
+from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.harness.operations import COLLECTIVES
 
@@ -178,6 +178,10 @@ def tdp_call(operation: str, x: Tensor, member: GroupMember) -> Call:
     return both
 
 
+# torch 2.13 renamed the flat collectives; the older names warn there
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # What a user would write with torch.distributed alone, nothing added and nothing left out: results
 # that are new tensors are allocated in the call, as ours are.
 
@@ -189,13 +193,13 @@ def torch_all_reduce(x: Tensor, group: Group) -> Tensor:
 
 def torch_all_gather(x: Tensor, group: Group) -> Tensor:
     out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-    gather_into(out, x, group=group)
+    _gather_into(out, x, group=group)
     return out
 
 
 def torch_reduce_scatter(x: Tensor, group: Group) -> Tensor:
     out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
-    scatter_into(out, x, group=group)
+    _scatter_into(out, x, group=group)
     return out
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.comm.group_state import state_of
+from torchdistpackage.comm.group_state import GroupState, state_of
 
 Group = dist.ProcessGroup
 GATHERED, SUMMED, EXPECTED_GATHERED, EXPECTED_SUMMED = range(4)
@@ -40,7 +40,8 @@ def pairwise(
     if state.left:
         state.settle()
     tag = call_tag(kind, state.issued)
-    works = post_receives(receive, group, tag) + post_sends(send, group, tag)
+    works = post_receives(receive, group, tag, state=state)
+    works += post_sends(send, group, tag, state=state)
     if (mine := receive[state.index]) is not send[state.index]:
         mine.copy_(send[state.index])
     return works
@@ -60,7 +61,11 @@ def call_tag(kind: int, number: int) -> int:
 
 
 def post_receives(
-    parts: Sequence[Tensor], group: Group, tag: int, reverse: Group | None = None
+    parts: Sequence[Tensor],
+    group: Group,
+    tag: int,
+    reverse: Group | None = None,
+    state: GroupState | None = None,
 ) -> list[dist.Work]:
     """parts[i] from rank i of the group, except mine.
 
@@ -69,7 +74,7 @@ def post_receives(
     from it, which may be for long where all cores compute, so traffic that computation is to hide
     has a connection for each way.
     """
-    state, reverse = state_of(group), reverse or group
+    state, reverse = state or state_of(group), reverse or group
     mine = state.index
     # the first to be sent to me is the first that I say I am ready for
     return [
@@ -80,10 +85,14 @@ def post_receives(
 
 
 def post_sends(
-    parts: Sequence[Tensor], group: Group, tag: int, reverse: Group | None = None
+    parts: Sequence[Tensor],
+    group: Group,
+    tag: int,
+    reverse: Group | None = None,
+    state: GroupState | None = None,
 ) -> list[dist.Work]:
     """parts[i] to rank i of the group, except mine; reverse: as above."""
-    state, reverse = state_of(group), reverse or group
+    state, reverse = state or state_of(group), reverse or group
     mine = state.index
     return [
         (reverse if i < mine else group).send([x], i, tag)
