@@ -137,8 +137,8 @@ def sizes_of_ranks(
 # -- calls on the group itself -----------------------------------------------------------
 # torch.distributed's functions are a dozen calls of Python more, which ask what is known here.
 
-_gather_single = getattr(Group, "all_gather_single", None) or Group._allgather_base
-_scatter_single = getattr(Group, "reduce_scatter_single", None) or Group._reduce_scatter_base
+_HAS_SINGLE = hasattr(Group, "all_gather_single")
+"""Whether torch is 2.13, which renamed the calls of one tensor."""
 
 
 def _call_all_reduce(
@@ -153,14 +153,16 @@ def gather_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False) ->
     """`x` of all ranks, of equal shapes, one after another in `out`."""
     options = AllgatherOptions()
     options.asyncOp = async_op
-    return _awaited(_gather_single(group, out, x, options), async_op)
+    call = group.all_gather_single if _HAS_SINGLE else group._allgather_base
+    return _awaited(call(out, x, options), async_op)
 
 
 def scatter_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False) -> dist.Work | None:
     """In `out` this rank's part of the sum of `x` over all ranks, of equal parts."""
     options = ReduceScatterOptions()
     options.reduceOp, options.asyncOp = SUM, async_op
-    return _awaited(_scatter_single(group, out, x, options), async_op)
+    call = group.reduce_scatter_single if _HAS_SINGLE else group._reduce_scatter_base
+    return _awaited(call(out, x, options), async_op)
 
 
 def _awaited(work: dist.Work | None, async_op: bool) -> dist.Work | None:
