@@ -64,8 +64,7 @@ class Reducer:
     specs: the parameters, and over which group each is summed.
     cap_bytes: size of a bucket.
     num_backwards: reduce once every `num_backwards` backwards.
-    overlap: False launches all at the end.
-    exclusive: no wrapper may own these parameters too.
+    overlap: False launches all at the end. exclusive: no wrapper may own these parameters too.
     parts: what the owner's options ask for.
 
     Others may read these, and change them by methods of this class alone:
@@ -248,8 +247,7 @@ class Reducer:
         self.pending_counts[slot.bucket] += 1
 
     def mark_repeating(self, slot: GradSlot) -> None:
-        """Gradients of this parameter may come several times in one backward, so that its bucket
-        waits for the end of each from here on."""
+        """Its gradients may come several times in a backward: its bucket waits for the ends."""
         slot.may_repeat = True
 
     def hold(self) -> None:
@@ -334,8 +332,7 @@ class Reducer:
         self.specs, self.leaves_early = list(specs), False
         self.parameters = tuple(s.parameter for s in specs)
         self.grad_buckets = GradBuckets(self.specs, parts, BucketPlan(self._cap_bytes), moving)
-        self._planner, self._check_used = parts.planner, parts.check_used
-        self._scheduled_ready = parts.scheduled_ready
+        _, self._planner, self._check_used, self._scheduled_ready = parts
         self._next_plan: BucketPlan | None = None
         self._reset(_IDLE)
         self.hook_parameters()
@@ -396,9 +393,8 @@ def _accumulated(me: "ref[Reducer]", index: int, parameter: Tensor) -> None:
     if self._planner is not None and phase is not _IDLE:
         self._planner.came(index)
     if is_final:
-        counts = self.pending_counts
-        counts[bucket] -= 1
-        if not counts[bucket] and bucket == self.next_bucket:
+        self.pending_counts[bucket] -= 1
+        if not self.pending_counts[bucket] and bucket == self.next_bucket:
             queue = self._queue()
             assert queue is not None  # the backward, or the block, that runs keeps it
             queue.launch_ready()

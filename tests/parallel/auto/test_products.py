@@ -23,7 +23,7 @@ from torchdistpackage.parallel.auto.family_plan import plan_for
 from torchdistpackage.parallel.auto.layerwise import default_rules
 from torchdistpackage.parallel.auto.wrapper import TensorParallelWrapper
 from torchdistpackage.parallel.pipeline.split_backward import backward_input, backward_weight
-from torchdistpackage.parallel.tensor import product_gradients, products
+from torchdistpackage.parallel.tensor import column_product, product_gradients
 from torchdistpackage.parallel.tensor.entrance import ColumnForward
 
 RANKS_IMPORT = ("tests.parallel.auto.test_products",)
@@ -153,7 +153,7 @@ class Order:
             return multiply(*args)
 
         monkeypatch.setattr(primitives, "all_reduce", all_reduce)
-        for where in (products, product_gradients):
+        for where in (column_product, product_gradients):
             monkeypatch.setattr(where, "weight_gradient", gradient)
 
 

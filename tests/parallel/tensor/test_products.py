@@ -13,7 +13,7 @@ from torchdistpackage.comm.group_state import state_of
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.layout.mark import collect
 from torchdistpackage.parallel.pipeline.split_backward import backward_input, backward_weight
-from torchdistpackage.parallel.tensor import chunked, product_gradients, products
+from torchdistpackage.parallel.tensor import chunked, column_product, product_gradients
 from torchdistpackage.parallel.tensor.attention import ParallelAttention
 from torchdistpackage.parallel.tensor.init import Initial, initialize
 from torchdistpackage.parallel.tensor.linear import ColumnLinear, RowLinear
@@ -120,7 +120,7 @@ def order(kind, mode: str) -> None:
             return super().wait()
 
     with pytest.MonkeyPatch.context() as patch:
-        for where in (products, product_gradients):
+        for where in (column_product, product_gradients):
             patch.setattr(where, "weight_gradient", noted)
         patch.setattr("torchdistpackage.comm.work.Work", Noted)
         net = kind(DIM, 4) if kind is ParallelAttention else kind(DIM, 10)

@@ -30,7 +30,7 @@ from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.layout.mark import collect
 from torchdistpackage.models.gpt import GPT
 from torchdistpackage.models.gpt_layout import GPTShape
-from torchdistpackage.parallel.tensor import products
+from torchdistpackage.parallel.tensor import column_product
 from torchdistpackage.parallel.tensor.embedding import VocabParallelEmbedding
 from torchdistpackage.parallel.tensor.linear import ColumnLinear, ParallelMlp, RowLinear
 from torchdistpackage.parallel.tensor.norm import LayerNorm, RMSNorm
@@ -222,7 +222,7 @@ def nn_of(forward, *parts) -> torch.nn.Module:
 def test_a_gather_whose_backward_does_not_sum_is_an_error(world, monkeypatch):
     column = ColumnLinear(8, 16, sequence_parallel=True)
     with monkeypatch.context() as patch, pytest.raises(SpmdTypeError, match="Invariant"):
-        patch.setattr(products, "AllGather", autograd.Gather)
+        patch.setattr(column_product, "AllGather", autograd.Gather)
         train(column, activations(True), wrap={"layouts": collect(column)})
     with monkeypatch.context() as patch, pytest.raises(SpmdTypeError, match="its backward"):
         patch.setattr(autograd.AllGather, "transposed", autograd.Gather.transposed)
@@ -232,7 +232,7 @@ def test_a_gather_whose_backward_does_not_sum_is_an_error(world, monkeypatch):
 def test_an_input_that_is_not_copied_is_an_error(world, monkeypatch):
     column = ColumnLinear(8, 16)
     alone = SimpleNamespace(group=SimpleNamespace(size=lambda: 1))
-    monkeypatch.setattr(products, "IdentityForward", lambda group: alone)
+    monkeypatch.setattr(column_product, "IdentityForward", lambda group: alone)
     with pytest.raises(SpmdTypeError, match="Invariant"):
         train(column, activations(False), wrap={"layouts": collect(column)})
 

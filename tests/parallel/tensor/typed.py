@@ -35,7 +35,7 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.bucket_comm import BucketMember, Start
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.parallel.tensor import cross_entropy, loss_terms, products
+from torchdistpackage.parallel.tensor import column_product, cross_entropy, loss_terms, row_product
 from torchdistpackage.parallel.tensor.product_gradients import multiply
 
 assert fake_pg  # which makes the back end `fake` known
@@ -68,7 +68,7 @@ def typed_world(data: int = 2, tensor: int = 2) -> Iterator[None]:
     hooks = (
         (autograd._LinearMapFunction, _through),
         (cross_entropy._CrossEntropy, _cross_entropy),
-        (products._ScatterAdd, _scatter_add),
+        (row_product._ScatterAdd, _scatter_add),
     )
     with pytest.MonkeyPatch.context() as patch:
         for function, hook in hooks:
@@ -79,10 +79,10 @@ def typed_world(data: int = 2, tensor: int = 2) -> Iterator[None]:
             ("_ColumnProducts", _column_products),
             ("_GatheredProducts", _gathered_products),
         ):
-            patch.setattr(products, name, SimpleNamespace(apply=hook))
-        patch.setattr(products, "_RowProduct", SimpleNamespace(apply=_row_product))
+            patch.setattr(column_product, name, SimpleNamespace(apply=hook))
+        patch.setattr(row_product, "_RowProduct", SimpleNamespace(apply=_row_product))
         # and what is written in place keeps its first type
-        patch.setattr(products, "Reduce", lambda group, in_place: autograd.Reduce(group))
+        patch.setattr(row_product, "Reduce", lambda group, in_place: autograd.Reduce(group))
         try:
             tpc.setup_process_groups([("data", data), ("tensor", tensor)])
             yield
@@ -182,7 +182,7 @@ def _column_product(x: Tensor, group: object, *given: Tensor) -> Tensor:
 
 
 def _column_products(x: Tensor, group: object, num: int, *given: Tensor) -> list[Tensor]:
-    return _gathered_products(x, products.IdentityForward(group), None, num, *given)[1:]
+    return _gathered_products(x, column_product.IdentityForward(group), None, num, *given)[1:]
 
 
 def _gathered_products(

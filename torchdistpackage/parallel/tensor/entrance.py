@@ -2,7 +2,7 @@
 
 While an entrance is open for an input, the first layer that gets it multiplies it by the weights of
 all, and the others take their parts. The backward sums the gradient of the input over the group
-once, while it computes those of the weights (products.py). A layer that gets another tensor then
+once, while it computes those of the weights (column_product.py). A layer that gets another tensor then
 makes a product of its own, whose gradient is summed too.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.parallel.tensor.products import column_products
+from torchdistpackage.parallel.tensor.column_product import column_products
 
 
 class SharedEntrance:

@@ -18,12 +18,13 @@ from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.layout.layout import HeadSplit, SplitRule
 from torchdistpackage.layout.partition import feature_problems, refuse
 from torchdistpackage.parallel.tensor import layouts as cut
+from torchdistpackage.parallel.tensor.column_product import column_products
 from torchdistpackage.parallel.tensor.full import FullTensors
 from torchdistpackage.parallel.tensor.init import NORMAL, ZEROS, Initial, make_parameters
 from torchdistpackage.parallel.tensor.layouts import Layouts
 from torchdistpackage.parallel.tensor.marked import Grouped, is_reduced
 from torchdistpackage.parallel.tensor.product_gradients import Product
-from torchdistpackage.parallel.tensor.products import column_products, row_product
+from torchdistpackage.parallel.tensor.row_product import row_product
 
 
 def column_linear(

@@ -1,6 +1,6 @@
 """Products of several weights with one input, and the gradients of each factor.
 
-Free of communication and of autograd's nodes: products.py makes nodes of them.
+Free of communication and of autograd's nodes: column_product.py and row_product.py make nodes of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,6 +39,18 @@ def input_gradient(
             part = grad @ weight
             total = part if total is None else total + part
     return total
+
+
+def autocast(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
+    """In the dtype in which products are computed under autocast."""
+    dtype = torch.get_autocast_dtype(x.device.type)
+
+    def cast(t: Tensor) -> Tensor:
+        return t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t
+
+    return cast(x), [cast(w) for w in weights], [b if b is None else cast(b) for b in biases]
 
 
 def is_wanted(ctx: Any) -> list[bool]:

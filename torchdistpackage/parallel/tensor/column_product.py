@@ -1,13 +1,12 @@
-"""Products of a tensor-parallel layer, whose communication runs while they compute.
+"""Products of a column layer: the sum of their input's gradient runs under those of the weights.
 
-A column product is one node of autograd: its backward computes the input's gradient, begins to sum
-it over the group, and computes the gradients of the weights meanwhile. With `overlap` every gather
-and reduce-scatter runs in chunks (chunked.py), between which the product computes, and a row
-product is one node as well. Megatron-LM does the first by default and calls the second
-tp_comm_overlap.
+They are one node of autograd, whose backward computes the input's gradient, begins to sum it over
+the group, and computes the gradients of the weights meanwhile, as Megatron-LM's does. With
+`overlap` gather and reduce-scatter run in chunks (chunked.py), between which the product computes;
+Megatron-LM calls that tp_comm_overlap.
 
 Where a gradient of a gradient is asked for, the backward is made of differentiable operations, and
-nothing overlaps. The pipeline's split backward knows the node: see deferred_wgrad.py. In a graph
+nothing overlaps. The pipeline's split backward knows the nodes: see deferred_wgrad.py. In a graph
 (comm/operators.py) there are no nodes and no chunks: what overlaps is the compiler's to find.
 """
 
@@ -23,7 +22,6 @@ from torchdistpackage.comm.autograd import (
     AllGather,
     IdentityForward,
     Reduce,
-    ReduceScatter,
     apply,
 )
 from torchdistpackage.comm.operators import is_traced
@@ -38,10 +36,10 @@ from torchdistpackage.parallel.tensor.chunked import (
 from torchdistpackage.parallel.tensor.product_gradients import (
     Product,
     as_matrix,
+    autocast,
     deferred,
     input_gradient,
     is_wanted,
-    later_weight_gradient,
     multiply,
     parameter_gradients,
     row_bytes,
@@ -70,7 +68,7 @@ def column_products(
     if group.size() == 1:
         return multiply(x, weights, biases, product)
     if torch.is_autocast_enabled(x.device.type):
-        x, weights, biases = _autocast(x, weights, biases)
+        x, weights, biases = autocast(x, weights, biases)
     is_node = torch.is_grad_enabled() and product is F.linear and not is_traced()
     given = biases if biases[0] is not None else ()
     if is_node and not sequence_parallel:
@@ -88,53 +86,6 @@ def column_products(
     if is_node:
         return _GatheredProducts.apply(x, into, chunks, len(weights), *weights, *given)[1:]
     return _gather_and_multiply(x, into, chunks, weights, biases)[1:]
-
-
-def row_product(
-    x: Tensor,
-    weight: Tensor,
-    group: Group,
-    sequence_parallel: bool = False,
-    sizes: Sizes | None = None,
-    overlap: bool = False,
-    bias: Tensor | None = None,
-    product: Product = F.linear,
-) -> Tensor:
-    """x W^T summed over the group, from each rank's columns of x, and then the bias.
-
-    x (S, ..., Din/n); weight (Dout, Din/n); result (S, ..., Dout), or (S/n, ..., Dout) under
-    sequence parallelism. sizes: the length of each rank's result, where they differ. bias (Dout,),
-    equal on all ranks: so is its gradient, which is that of all rows.
-
-    Raises:
-        LayoutError: under sequence parallelism without `sizes`, S is not a multiple of the group's
-            size.
-    """
-    if group.size() == 1:
-        return _plus(product(x, weight), bias)
-    if not sequence_parallel:
-        return _plus(apply(Reduce(group, in_place=True), product(x, weight)), bias)
-    sizes = check_sizes(x, 0, sizes, group, cut=True)
-    plain = ReduceScatter(group, 0, sizes)
-    if is_traced():
-        y = product(x, weight)
-        if bias is None:
-            return apply(plain, y)
-        # zeros, by which the gathered gradient of all rows reaches the bias with no sum of its own
-        return apply(plain, y + (bias - bias.detach())) + bias.detach()
-    if not overlap or product is not F.linear:
-        y = product(x, weight)
-        return apply(plain, y) if bias is None else _ScatterAdd.apply(y, bias, plain)
-    if torch.is_autocast_enabled(x.device.type):
-        x, (weight,), _ = _autocast(x, (weight,), ())
-    lengths = sizes or (x.shape[0] // group.size(),) * group.size()
-    num_bytes = row_bytes(x) // max(x.shape[-1], 1) * weight.shape[0]  # of a row of the result
-    chunks = Chunks.of(lengths, num_chunks_of(lengths, num_bytes), group)
-    if torch.is_grad_enabled():
-        y = _RowProduct.apply(x, plain, chunks, weight)
-    else:
-        y = _multiply_and_scatter(x, weight, chunks)
-    return _plus(y, None if bias is None else apply(IdentityForward(group), bias))
 
 
 class _ColumnProduct(torch.autograd.Function):
@@ -306,104 +257,3 @@ def _start_scatter_in_chunks(
         return buffer.zero_() if dx is None else buffer.copy_(dx)
 
     return start_scatter(chunks, whole[:0], compute)
-
-
-class _RowProduct(torch.autograd.Function):
-    """My rows of the sum over the group of x W^T; both ways the rows travel in `chunks`.
-
-    A deferred gradient of W needs the gradient of all rows, which this backward brings together.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, scatter: ReduceScatter, chunks: Chunks, weight: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.scatter, ctx.chunks = scatter, chunks
-        ctx.gathered = _Gathered()
-        return _multiply_and_scatter(x, weight, chunks)
-
-    @staticmethod
-    def deferred_gradient(node: Any, argument: int) -> tuple[Any, ...]:
-        """How `deferred_wgrad` has that of the weight computed later."""
-        node.gathered.is_awaited = True
-        return 0, _deferred_row_gradient, node.gathered, node.saved_tensors[1].is_contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        for_x, for_weight = is_wanted(ctx)
-        if torch.is_grad_enabled():
-            whole = apply(ctx.scatter.transposed(), grad)
-            dx = whole @ weight if for_x else None
-        else:
-            arrivals = start_gather(grad, ctx.chunks)
-            whole, dx = arrivals.into, x.new_empty(x.shape) if for_x else None
-            for rows in arrivals:
-                if dx is not None:
-                    dx[rows] = whole[rows] @ weight
-        if ctx.gathered.is_awaited:
-            ctx.gathered.grad = whole
-        (of_weight,) = parameter_gradients(x, (whole,), (weight,), (for_weight,))
-        return dx, None, None, of_weight
-
-
-class _Gathered:
-    """The gradient of all rows of a row product, kept where that of its weight comes later."""
-
-    def __init__(self) -> None:
-        self.is_awaited = False
-        self.grad: Tensor | None = None
-
-    def take(self) -> Tensor:
-        """The gradient, once."""
-        grad, self.grad = self.grad, None
-        assert grad is not None
-        return grad
-
-
-def _deferred_row_gradient(x: Tensor, grad: Tensor, gathered: _Gathered, by_rows: bool) -> Tensor:
-    """Of the weight; `grad` is that of this rank's rows alone."""
-    return later_weight_gradient(x, gathered.take(), by_rows)
-
-
-def _multiply_and_scatter(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
-    like, matrix = x.new_empty((0, *x.shape[1:-1], weight.shape[0])), weight.t()
-
-    def compute(rows: Rows, buffer: Tensor) -> object:
-        return torch.mm(as_matrix(x[rows]), matrix, out=as_matrix(buffer))
-
-    return start_scatter(chunks, like, compute)()
-
-
-class _ScatterAdd(torch.autograd.Function):
-    """The sum over the group, scattered, plus a bias. The backward gathers the gradients of all
-    rows, so that of the bias needs no message of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, scatter: ReduceScatter) -> Tensor:
-        ctx.scatter, ctx.dtypes = scatter, (x.dtype, bias.dtype)
-        return scatter(x) + bias
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        dtype, bias_dtype = ctx.dtypes
-        rows = apply(ctx.scatter.transposed(), grad.to(dtype))
-        of_bias = as_matrix(rows).sum(0, dtype=bias_dtype) if ctx.needs_input_grad[1] else None
-        return rows, of_bias, None
-
-
-def _autocast(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
-    """In the dtype in which products are computed under autocast."""
-    dtype = torch.get_autocast_dtype(x.device.type)
-
-    def cast(t: Tensor) -> Tensor:
-        return t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t
-
-    return cast(x), [cast(w) for w in weights], [b if b is None else cast(b) for b in biases]
-
-
-def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x if bias is None else x + bias
