@@ -2,8 +2,8 @@
 
 While an entrance is open for an input, the first layer that gets it multiplies it by the weights of
 all, and the others take their parts. The backward sums the gradient of the input over the group
-once, while it computes those of the weights (column_product.py). A layer that gets another tensor then
-makes a product of its own, whose gradient is summed too.
+once, while it computes those of the weights (column_product.py). A layer that gets another tensor
+then makes a product of its own, whose gradient is summed too.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Products of several weights with one input, and the gradients of each factor.
 
-Free of communication and of autograd's nodes: column_product.py and row_product.py make nodes of them.
+Free of communication and of autograd's nodes, which column_product.py and row_product.py make.
 """
 
 from collections.abc import Callable, Sequence
