@@ -246,6 +246,7 @@ def test_what_is_known_in_the_run_alone_is_named(tmp_path, more, reason):
     assert reason in uncounted(planned(tmp_path, (4, "gpt", "data=2", *more)))
 
 
+@pytest.mark.full
 def test_stages_in_front_of_the_first_adapter_are_named(ranks, tmp_path):
     case = (4, "llama, last block+lora", TP, "pipe=2")
     save_models(ranks, [case], tmp_path)
