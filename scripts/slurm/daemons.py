@@ -110,7 +110,9 @@ def _start_accounting(instance: Instance) -> None:
     data.mkdir(mode=0o700)
     shutil.chown(data, "mysql", "mysql")
     install = ["mariadb-install-db", "--no-defaults", "--user=mysql", f"--datadir={data}"]
-    _run(instance, [*install, "--skip-test-db", "--auth-root-authentication-method=normal"])
+    # seconds, but minutes where a busy machine's disk is slow to say that a write is safe
+    more = ["--skip-test-db", "--auth-root-authentication-method=normal"]
+    _run(instance, [*install, *more], limit_s=600)
     sql = instance.folder / "etc" / "database.sql"
     sql.write_text(files.database_sql())
     port = instance.ports["mariadbd"]
@@ -168,13 +170,15 @@ def states(instance: Instance) -> dict[str, str]:
     return dict(line.split() for line in lines)
 
 
-def _ask(instance: Instance, command: list[str]) -> subprocess.CompletedProcess[str]:
+def _ask(
+    instance: Instance, command: list[str], limit_s: float = 60
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, env=instance.env(), capture_output=True, text=True, timeout=60, check=False
+        command, env=instance.env(), capture_output=True, text=True, timeout=limit_s, check=False
     )
 
 
-def _run(instance: Instance, command: list[str]) -> None:
-    done = _ask(instance, command)
+def _run(instance: Instance, command: list[str], limit_s: float = 60) -> None:
+    done = _ask(instance, command, limit_s)
     if done.returncode:
         raise Failed(f"{command[0]}: {(done.stderr or done.stdout).strip()}")
