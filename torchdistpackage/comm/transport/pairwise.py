@@ -72,7 +72,7 @@ def post_receives(
     reverse: a group of the same ranks (groups.py, `make_duplex_groups`) for what goes from a
     rank to one before it, None: the same. A rank that posts on a connection waits while gloo reads
     from it, which may be for long where all cores compute, so traffic that computation is to hide
-    has a connection for each way.
+    has a connection for each way. state: that of the group, where it is known.
     """
     state, reverse = state or state_of(group), reverse or group
     mine = state.index
@@ -91,7 +91,7 @@ def post_sends(
     reverse: Group | None = None,
     state: GroupState | None = None,
 ) -> list[dist.Work]:
-    """parts[i] to rank i of the group, except mine; reverse: as above."""
+    """parts[i] to rank i of the group, except mine; reverse, state: as above."""
     state, reverse = state or state_of(group), reverse or group
     mine = state.index
     return [
