@@ -289,7 +289,7 @@ def test_ids_with_gaps_keep_their_numbers(tmp_path):
 
 
 def test_a_document_may_have_no_token(tmp_path):
-    texts = [("near", " "), *[("near", "far " * (n + 3)) for n in range(40)], ("", " ")]
+    texts = [("near", " "), *[("near", " far" * (n + 3)) for n in range(40)], ("", " ")]
     rows = [{"prompt": prompt, "completion": text} for prompt, text in texts]
     path = save_lines(tmp_path / "pairs.jsonl", rows)
     tokenizer = save_words(tmp_path / "words", {"near": 0, "far": 1})

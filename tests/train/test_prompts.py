@@ -1,5 +1,8 @@
 """Prompts become ids, and a growing text shows whole letters only."""
 
+import pytest
+
+from tests.train.kinds_of_tokenizers import KINDS, save_kind
 from tests.train.texts import save_tokenizer
 from torchdistpackage.train.prompts import ByteCodec, GrowingText, TokenizerCodec
 
@@ -34,3 +37,15 @@ def test_a_prompt_begins_as_a_document_does_and_has_no_end(tmp_path):
     assert begun.encode("<s>alpha") == plain.encode("<s>alpha") == begun.encode("alpha")
     assert begun.encode("") == [], "a prompt without a token is refused"
     assert "".join(shown(begun, "alpha beta", " gamma")) == " gamma"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_token_is_that_which_stands_amid_a_text(tmp_path, name):
+    codec = TokenizerCodec(save_kind(name, tmp_path))
+    assert codec.token("</s>") == 2 and codec.token("that is 42. The") is None
+    if name in ("T5", "BERT"):  # which know no line ends
+        return
+    ids = codec.encode("What is 2 + 2?\n 4.")
+    for text in ("\n", "."):
+        assert codec.token(text) in ids, "and not the one with a space before it"
+    assert codec.token("zq") is None

@@ -25,10 +25,16 @@ class TextEnds(NamedTuple):
     bos: tuple[int, ...] = ()
     eos: tuple[int, ...] = ()
 
+    def lacking(self, ids: list[int]) -> "TextEnds":
+        """What `ids` of a text do not have yet of both ends; no token counts for both."""
+        begun = self.bos if tuple(ids[: len(self.bos)]) == self.bos else ()
+        ended = len(ids) - len(begun) >= len(self.eos) and tuple(ids[-len(self.eos) :]) == self.eos
+        return TextEnds(() if begun else self.bos, () if self.eos and ended else self.eos)
+
     def around(self, ids: list[int]) -> list[int]:
-        """`ids` of a text with both; one that begins with the first ones already keeps them."""
-        begun = bool(self.bos) and tuple(ids[: len(self.bos)]) == self.bos
-        return [*(() if begun else self.bos), *ids, *self.eos]
+        """`ids` of a text with both ends; one that the text has already is not added again."""
+        bos, eos = self.lacking(ids)
+        return [*bos, *ids, *eos]
 
 
 def text_ends(tokenizer: Path, bos: TextEnd = "auto", eos: TextEnd = "auto") -> TextEnds:

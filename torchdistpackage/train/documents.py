@@ -86,6 +86,13 @@ class Document(NamedTuple):
     prompt: str = ""
     spans: tuple[tuple[int, int], ...] | None = None
 
+    @property
+    def learned(self) -> tuple[tuple[int, int], ...] | None:
+        """The characters of prompt and text together that count; None: all."""
+        if self.spans is None and self.prompt:
+            return ((len(self.prompt), len(self.prompt) + len(self.text)),)
+        return self.spans
+
 
 class AnswerPair(NamedTuple):
     """Two answers to one prompt."""

@@ -11,6 +11,9 @@ _BYTES = 256
 _UNFINISHED = "\ufffd"
 """What stands at the end of a text whose last letter has not all its bytes."""
 
+_BEFORE = ("\n", "x", "")
+"""Texts behind which one token may stand without growing together with them."""
+
 
 class TokenCodec(Protocol):
     """Text to ids and back. stop: the end of text."""
@@ -71,8 +74,14 @@ class TokenizerCodec:
         return ids[0] if ids and not self.decode(ids[:1]) else None
 
     def token(self, text: str) -> int | None:
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids[0] if len(ids) == 1 else None
+        # a tokenizer may put a space before a text of its own, so look amid others first
+        for before in _BEFORE:
+            found = self._tokenizer.encode(before + text, add_special_tokens=False)
+            span = len(before), len(before) + len(text)
+            ids = [x for x, at in zip(found.ids, found.offsets, strict=True) if at[1] > span[0]]
+            if len(ids) == 1 and (not before or found.offsets[-1] == span):
+                return ids[0]
+        return None
 
 
 class GrowingText:

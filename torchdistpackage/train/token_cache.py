@@ -41,7 +41,7 @@ from torchdistpackage.train.mapped import MappedTensors
 from torchdistpackage.train.token_encoder import DocumentEncoder, EncodedBatch
 from torchdistpackage.train.token_workers import Progress, TokenWorkers
 
-_FORMAT = 3
+_FORMAT = 4
 MOST_PROBLEMS = 20
 """Lines named in one error."""
 _SETTLED_S = 2.0

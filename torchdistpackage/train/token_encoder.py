@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchdistpackage.config.data_section import PREFERENCE
-from torchdistpackage.config.hugging_face import tokenizer_file, vocabulary_size
-from torchdistpackage.config.text_ends import end_of_text
+from torchdistpackage.config.hugging_face import special_tokens, tokenizer_file, vocabulary_size
+from torchdistpackage.config.text_ends import TextEnds, end_of_text
 from torchdistpackage.errors import DataError
 from torchdistpackage.train.chat import ChatTemplate
 from torchdistpackage.train.documents import (
@@ -58,7 +58,7 @@ def load_tokenizer(path: Path) -> tuple[Any, int | None]:
         DataError: the tokenizers library is missing, or the file is none of its.
     """
     try:
-        from tokenizers import Tokenizer
+        from tokenizers import AddedToken, Tokenizer
     except ImportError as error:
         raise DataError(
             f"data.tokenizer needs the tokenizers library ({error}); pip install tokenizers"
@@ -70,6 +70,14 @@ def load_tokenizer(path: Path) -> tuple[Any, int | None]:
         raise DataError(f"{file} is no tokenizer of the tokenizers library: {error}") from error
     found.no_padding()
     found.no_truncation()
+    # Ids are asked for without what it adds; all that it would do is cut spaces off offsets.
+    found.post_processor = None
+    # transformers adds the tokens that the settings name too; else their text would be several.
+    added = {x.content for x in found.get_added_tokens_decoder().values()}
+    names = {*special_tokens(file.parent).values()} - added
+    found.add_special_tokens(
+        [AddedToken(x, normalized=False) for x in sorted(names) if found.token_to_id(x) is not None]
+    )
     return found, end_of_text(file)
 
 
@@ -112,15 +120,17 @@ class DocumentEncoder:
 
     def _encoded(self, documents: list[Document], where: str):
         """The arrays of an `EncodedBatch`, with what stands around each document."""
-        in_pairs = any(x.prompt for x in documents)
-        prompts = self._ids([x.prompt for x in documents], where) if in_pairs else None
-        spans = any(x.spans is not None for x in documents)
-        texts = self._tokens([x.text for x in documents], where, offsets=spans)
+        spans = [x.learned for x in documents]
+        has_spans = any(x is not None for x in spans)
+        texts = self._tokens([x.prompt + x.text for x in documents], where, offsets=has_spans)
         ids: list[list[int]] = []
-        for i, (document, text) in enumerate(zip(documents, texts, strict=True)):
-            inner = [*prompts[i], *text.ids] if prompts is not None else text.ids
+        counted: list[npt.NDArray[np.uint8]] = []
+        for document, span, text in zip(documents, spans, texts, strict=True):
             # what a template has written has its special tokens already
-            ids.append(self._ends.around(inner) if document.spans is None else inner)
+            ends = self._ends.lacking(text.ids) if document.spans is None else TextEnds()
+            ids.append([*ends.bos, *text.ids, *ends.eos])
+            if self._source.has_prompts:
+                counted.append(_counted(text, span, ends))
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         flat = np.fromiter(chain.from_iterable(ids), self.dtype, int(lengths.sum()))
         each = self._source.documents_per_line
@@ -129,25 +139,9 @@ class DocumentEncoder:
         known = flat, lengths, np.asarray(places, np.float64)
         if not self._source.has_prompts:
             return *known, None, None
-        counted = [
-            self._counted(document, text, length)
-            for document, text, length in zip(documents, texts, lengths.tolist(), strict=True)
-        ]
         firsts = [int(x.argmax()) if x.any() else len(x) for x in counted]
         every = np.concatenate([np.zeros(0, np.uint8), *counted])
         return *known, every, np.asarray(firsts, np.int64)
-
-    def _counted(self, document: Document, text: Any, length: int) -> npt.NDArray[np.uint8]:
-        """1 for each token of a document that counts."""
-        counted = np.ones(length, np.uint8)
-        if document.spans is not None:
-            counted[:] = _within(text.offsets, document.spans)
-        elif document.prompt:  # with what stands before it
-            counted[: length - len(text.ids) - len(self._ends.eos)] = 0
-        return counted
-
-    def _ids(self, texts: list[str], where: str) -> list[list[int]]:
-        return [x.ids for x in self._tokens(texts, where, offsets=False)]
 
     def _tokens(self, texts: list[str], where: str, *, offsets: bool) -> Sequence[Any]:
         """What the library makes of each; without offsets it takes a tenth less."""
@@ -187,6 +181,18 @@ def _letters(line: _Line) -> int:
         return 0
     documents = line if isinstance(line, AnswerPair) else (line,)
     return sum(len(x.prompt) + len(x.text) for x in documents)
+
+
+def _counted(
+    text: Any, spans: tuple[tuple[int, int], ...] | None, ends: TextEnds
+) -> npt.NDArray[np.uint8]:
+    """1 for each token of a document that counts; spans: None where all do."""
+    if spans is None:
+        return np.ones(len(ends.bos) + len(text.ids) + len(ends.eos), np.uint8)
+    inner = _within(text.offsets, spans).astype(np.uint8)
+    return np.concatenate(
+        [np.zeros(len(ends.bos), np.uint8), inner, np.ones(len(ends.eos), np.uint8)]
+    )
 
 
 def _within(
