@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -300,11 +301,13 @@ def test_a_collective_without_peers_is_charged_to_the_run_that_left_it(ranks: Ra
 
 
 def test_a_rank_that_died_between_runs_is_replaced(ranks: RankPool) -> None:
-    killed = ranks(2).run(os.getpid)[1]
+    """Also while the server, which is told first of the end of a rank and its threads, is busy."""
+    killed, server = ranks(2).run(os.getpid)[1], ranks(2).run(os.getppid)[0]
+    os.kill(server, signal.SIGSTOP)
     os.kill(killed, signal.SIGKILL)
-    while Path(f"/proc/{killed}").exists():  # until the pool's server has seen it end
-        time.sleep(0.05)
-    time.sleep(0.2)  # for its message
+    while is_alive(killed) or len([*Path(f"/proc/{killed}/task").iterdir()]) > 1:
+        time.sleep(0.01)
+    threading.Timer(0.3, os.kill, (server, signal.SIGCONT)).start()
     assert ranks(2).run(sum_of_ranks, 0) == [(0, 2, 1), (1, 2, 1)]
 
 

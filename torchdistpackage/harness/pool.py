@@ -212,8 +212,8 @@ class Ranks:
     def _ready(self) -> None:
         """Have all ranks running, anew if one has ended since the last run."""
         if self._group.ranks:
-            self._pool.server.reap()
-            if self._group.ended:
+            self._group.poll(0)  # the server's word of an end may be late on a busy machine
+            if self._group.hung_up:
                 self._kill()
         for rank in range(len(self._group.ranks), self.world_size):
             environment = {

@@ -46,13 +46,18 @@ _PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
 
 @dataclass(slots=True)
 class LocalRank:
-    """The process of a rank. log: its output, from `log_start_bytes` on; None: the caller's."""
+    """The process of a rank. log: its output, from `log_start_bytes` on; None: the caller's.
+
+    is_open: its end of the channel is not known to be closed. The kernel closes it when the process
+    ends, before the server can see that and say so.
+    """
 
     rank: int
     child: ForkedChild
     channel: Channel
     log: Path | None
     log_start_bytes: int = 0
+    is_open: bool = True
 
     @property
     def is_running(self) -> bool:
@@ -117,6 +122,7 @@ class WorkerGroup:
             found += [(worker.rank, message) for message in messages]
             if not open_:
                 self._selector.unregister(worker.channel)
+                worker.is_open = False
         return found
 
     @property
@@ -127,6 +133,11 @@ class WorkerGroup:
     def ended(self) -> set[int]:
         """Ranks whose processes are gone."""
         return {worker.rank for worker in self.ranks if not worker.is_running}
+
+    @property
+    def hung_up(self) -> set[int]:
+        """Ranks that have ended or closed their channels, as the last `poll` found them."""
+        return {worker.rank for worker in self.ranks if not worker.is_open} | self.ended
 
     def news_s(self, failures: Sequence[Failure]) -> float:
         """How long to wait, from the first of `failures` on, for others that explain them."""
