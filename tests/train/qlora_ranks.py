@@ -1,5 +1,6 @@
 """What ranks do with adapters over 4-bit weights, and transformers, peft and bitsandbytes alone."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -65,10 +66,32 @@ def two_steps_of(overrides: list[str], folder: str) -> list[float]:
 
 
 def rounded(weight: torch.Tensor, quant_type: str) -> torch.Tensor:
-    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+    """By the code book: bitsandbytes' own kernel is wrong for some rows on some processors."""
+    from bitsandbytes.functional import quantize_4bit
 
-    values = quantize_4bit(weight.float(), quant_type=quant_type, compress_statistics=False)
-    return dequantize_4bit(*values).to(weight.dtype)
+    values, state = quantize_4bit(weight.float(), quant_type=quant_type, compress_statistics=False)
+    return by_code_book(values, state, list(range(state.absmax.numel()))).to(weight.dtype)
+
+
+def by_code_book(values: torch.Tensor, state, blocks: list[int]) -> torch.Tensor:
+    """Block i scaled as block `blocks[i]` is, where a right kernel has i."""
+    numbers = state.code[[x for byte in values.flatten().tolist() for x in (byte >> 4, byte & 15)]]
+    scales = state.absmax[torch.tensor(blocks)].repeat_interleave(64)
+    size = math.prod(state.shape)
+    return (numbers[:size] * scales[:size]).view(state.shape).to(state.dtype)
+
+
+def of_avx512(values: torch.Tensor, state) -> torch.Tensor:
+    """As `dequantize_4bit` of bitsandbytes 0.50 does on CPUs with AVX-512: the scale of an element
+    is that of block (row * whole blocks of a row + whole blocks before it in its row)."""
+    rows, columns = math.prod(state.shape[:-1]), state.shape[-1]
+    right = by_code_book(values, state, list(range(state.absmax.numel())))
+    if columns % 16:
+        return right
+    blocks = torch.arange(rows)[:, None] * (columns // 64) + torch.arange(columns) // 64
+    ones = torch.arange(rows * columns).view(rows, columns) // 64
+    right, scales = right.view(rows, columns), state.absmax
+    return (right / scales[ones] * scales[blocks]).view(state.shape).to(state.dtype)
 
 
 @torch.no_grad()

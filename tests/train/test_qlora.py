@@ -12,6 +12,7 @@ from tests.train.qlora_ranks import (
     held_bytes,
     losses_of,
     merged_by_peft,
+    of_avx512,
     of_bitsandbytes,
     of_rounded,
     qlora_steps,
@@ -25,8 +26,9 @@ from torchdistpackage.checkpoint.manifest import read_manifest
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.layout.four_bit import keeps_blocks
+from torchdistpackage.layout.four_bit import keeps_blocks, packed_bytes
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.parallel.tensor import four_bit
 from torchdistpackage.topology.mesh import Mesh
 from torchdistpackage.train.plan import make_plan
 
@@ -191,3 +193,37 @@ def test_blocks_stay_whole_where_a_cut_goes_between_them(shape, split, inputs, k
         [rounded(x.contiguous(), "nf4") for x in parts], split if inputs else 1 - split
     )
     assert torch.equal(joined, rounded(whole, "nf4")) is keeps
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize(
+    ("kernel", "verdict", "text"),
+    [
+        (None, None, ""),
+        (of_avx512, four_bit.Verdict(by_rows=False, by_blocks=True), "by blocks, which is right"),
+        (lambda v, s: 0 * of_avx512(v, s), four_bit.Verdict(False, False), "by a table, which is"),
+    ],
+    ids=["its own", "of AVX-512", "none right"],
+)
+def test_a_kernel_that_is_wrong_on_this_processor_is_found(
+    monkeypatch, quant_type, kernel, verdict, text
+):
+    """Weights are those of the code book, whatever bitsandbytes computes here."""
+    monkeypatch.setattr(four_bit, "_CHECKED", {})
+    if kernel is not None:
+        monkeypatch.setattr("bitsandbytes.functional.dequantize_4bit", kernel)
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        found = four_bit.checked_kernel(torch.device("cpu"), dtype, quant_type)
+        assert verdict is None or found == verdict
+        for shape in ((8, 32), (6, 96), (6, 160), (100, 48), (2, 192), (5, 7)):
+            weight = torch.randn(shape).to(dtype)
+            values, state = four_bit.packed(weight, quant_type)
+            assert values.nbytes + state.absmax.nbytes == packed_bytes(weight.numel())
+            back = four_bit.unpacked(values, state, dtype)
+            rtol = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+            torch.testing.assert_close(back, rounded(weight, quant_type), rtol=rtol, atol=0)
+    if kernel is not None:
+        lines = four_bit.kernel_notes()
+        assert len(lines) == 3 and all(text in line for line in lines)
+        assert f"wrong values on this processor for {quant_type} in float32 on cpu" in lines[0]

@@ -12,8 +12,8 @@ BLOCK_SIZE = 64
 
 
 def packed_bytes(count: int) -> int:
-    """Of so many elements, with a float32 scale for each block."""
-    return -(-count // 2) + 4 * -(-count // BLOCK_SIZE)
+    """Of so many elements, in whole blocks with a float32 scale each."""
+    return -(-count // BLOCK_SIZE) * (BLOCK_SIZE // 2 + 4)
 
 
 def keeps_blocks(layout: Layout, inputs: int, mesh: Mesh) -> bool:

@@ -36,6 +36,7 @@ from torchdistpackage.train.data_fingerprint import data_fingerprints, edited_da
 from torchdistpackage.train.export import export_run
 from torchdistpackage.train.finish import finish, sample_text
 from torchdistpackage.train.log import print_line
+from torchdistpackage.train.model_notes import model_notes
 from torchdistpackage.train.plan import Plan, make_plan, too_long
 from torchdistpackage.train.resume_check import changed_keys
 from torchdistpackage.train.run_folder import RESOLVED, only_writer, prepare_folder, run_folder
@@ -108,7 +109,8 @@ def _train(
         if rendezvous.rank == 0:
             print_line(f"compiling blocks with {config.train.compile_backend}")
     trainer = build(plan, rendezvous.rank, joined.device)
-    for note in notes_of(trainer.data) if rendezvous.rank == 0 else ():
+    notes = (*notes_of(trainer.data), *model_notes(trainer))
+    for note in notes if rendezvous.rank == 0 else ():
         print_line(f"note: {note}")
     if rendezvous.rank == 0 and config.train.recompute != "none":
         # a chain of your own may have no blocks, and a limit may be large enough

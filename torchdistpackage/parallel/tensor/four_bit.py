@@ -2,7 +2,8 @@
 
 bitsandbytes, of the extra `int8`, rounds and packs them. Each product unpacks its weight anew,
 forward and backward, so that no pass keeps a wide one. Products are torch's own, in the type of x:
-in float64 those of bitsandbytes are wrong.
+in float64 those of bitsandbytes are wrong. Its kernels differ by processor, so each is compared
+with the code book before the first weight is packed, and a table lookup replaces a wrong one.
 """
 
 from dataclasses import dataclass
@@ -15,38 +16,145 @@ from torch import Tensor, nn
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.layout.four_bit import BLOCK_SIZE
 
+Kind = tuple[str, torch.dtype, str]
+"""(kind of device, dtype of the weight, quant_type): what bitsandbytes has a kernel for."""
+_CHECKED: dict[Kind, "Verdict"] = {}
+_ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+"""Largest error of a right kernel, relative to the value: its product may be rounded otherwise."""
 
-def packed(weight: Tensor, quant_type: str) -> tuple[Tensor, Any]:
-    """weight (Dout, Din) in 4 bits, two elements a byte, and what bitsandbytes knows of it.
 
-    quant_type: nf4 or fp4. In float64 what its float32 is rounded to.
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a kernel of bitsandbytes computes on this processor, against the code book.
+
+    by_rows: right for whole matrices; by_blocks: right where every row is one block.
+    """
+
+    by_rows: bool
+    by_blocks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PackedState:
+    """What `unpacked` needs besides the values of a weight of this shape.
+
+    blocks: the QuantState of bitsandbytes, over rows of one block. has_kernel: bitsandbytes' kernel
+    is right for these; else a table lookup does its work.
+    """
+
+    blocks: Any
+    shape: torch.Size
+    has_kernel: bool
+
+    @property
+    def absmax(self) -> Tensor:
+        return self.blocks.absmax
+
+
+def packed(weight: Tensor, quant_type: str) -> tuple[Tensor, PackedState]:
+    """Return weight (Dout, Din) in 4 bits, two elements a byte, and what unpacks it.
+
+    quant_type: nf4 or fp4. A weight in float64 is first rounded to float32.
 
     Raises:
         ConfigError: bitsandbytes cannot do it on this device.
     """
+    wide = weight.detach().float() if weight.dtype == torch.float64 else weight.detach()
+    verdict = checked_kernel(wide.device, wide.dtype, quant_type)
+    values, state = _quantized(wide.contiguous(), quant_type)
+    return _in_blocks(values, state), PackedState(state, weight.shape, verdict.by_blocks)
+
+
+def unpacked(values: Tensor, state: PackedState, dtype: torch.dtype) -> Tensor:
+    """Return the weight (Dout, Din) that was rounded.
+
+    The kernel sees rows of one block each: bitsandbytes 0.50 on CPUs with AVX-512 reads the scale
+    of a wrong block where the length of a row is no multiple of the block, and compiles a kernel
+    for every matrix whose rows are odd.
+    """
+    from bitsandbytes.functional import dequantize_4bit
+
+    wide = dequantize_4bit(values, state.blocks) if state.has_kernel else _looked_up(values, state)
+    return wide.flatten()[: state.shape.numel()].view(state.shape).to(dtype)
+
+
+def checked_kernel(device: torch.device, dtype: torch.dtype, quant_type: str) -> Verdict:
+    """Compare bitsandbytes' kernel with the code book, once for each kind of weight."""
+    kind = device.type, dtype, quant_type
+    if kind not in _CHECKED:
+        _CHECKED[kind] = _compared(device, dtype, quant_type)
+    return _CHECKED[kind]
+
+
+def kernel_notes() -> list[str]:
+    """Return a line for each kernel of bitsandbytes that this process has found to be wrong."""
+    if not _CHECKED:
+        return []
+    from bitsandbytes import __version__
+
+    return [
+        f"dequantize_4bit of bitsandbytes {__version__} returns wrong values on this processor for "
+        f"{quant_type} in {str(dtype).removeprefix('torch.')} on {device}"
+        + (" where a row is no multiple of 64" if verdict.by_blocks else "")
+        + f"; this run unpacks weights by {'blocks' if verdict.by_blocks else 'a table'}, which is "
+        "right, but a model that transformers loads in 4 bits here is wrong"
+        for (device, dtype, quant_type), verdict in _CHECKED.items()
+        if not verdict.by_rows
+    ]
+
+
+@torch.no_grad()
+def _compared(device: torch.device, dtype: torch.dtype, quant_type: str) -> Verdict:
+    from bitsandbytes.functional import dequantize_4bit
+
+    def is_right(rows: int, columns: int, by_blocks: bool) -> bool:
+        # steps that no period of blocks, rows or vector registers divides
+        number = torch.arange(rows * columns, dtype=torch.float32)
+        wide = ((number * 0.6180339887) % 2 - 1) * (1 + number % 101)
+        values, state = _quantized(wide.view(rows, columns).to(device, dtype), quant_type)
+        if by_blocks:
+            values = _in_blocks(values, state)
+        found = dequantize_4bit(values, state).flatten()
+        expected = _looked_up(values, PackedState(state, torch.Size([rows, columns]), False))
+        error = (found.float() - (expected := expected.flatten()[: found.numel()].float())).abs()
+        return bool((error <= _ROUNDING[dtype] * expected.abs() + 1e-30).all())
+
+    odd = ((6, 96), (8, 32), (6, 160), (100, 48))
+    return Verdict(
+        by_rows=all(is_right(*shape, False) for shape in (*odd, (5, 192))),
+        by_blocks=all(is_right(*shape, True) for shape in (*odd, (3, 7), (67, 192))),
+    )
+
+
+def _quantized(wide: Tensor, quant_type: str) -> tuple[Tensor, Any]:
     from bitsandbytes import __version__
     from bitsandbytes.functional import quantize_4bit
 
-    wide = weight.detach().float() if weight.dtype == torch.float64 else weight.detach()
     try:
         return quantize_4bit(
-            wide.contiguous(),
-            blocksize=BLOCK_SIZE,
-            compress_statistics=False,
-            quant_type=quant_type,
+            wide, blocksize=BLOCK_SIZE, compress_statistics=False, quant_type=quant_type
         )
     except (RuntimeError, NotImplementedError) as error:
         raise ConfigError(
             f"model.lora.load_in_4bit: bitsandbytes {__version__} packs no weights on "
-            f"{weight.device.type} ({error}); install a build for it, or set load_in_4bit to false"
+            f"{wide.device.type} ({error}); install a build for it, or set load_in_4bit to false"
         ) from error
 
 
-def unpacked(values: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
-    """The weight (Dout, Din) that was rounded."""
-    from bitsandbytes.functional import dequantize_4bit
+def _in_blocks(values: Tensor, state: Any) -> Tensor:
+    """Return values (bytes, 1) with the last block filled up, and let every row be a block."""
+    num_blocks = state.absmax.numel()
+    state.shape = torch.Size([num_blocks, BLOCK_SIZE])
+    return F.pad(values, (0, 0, 0, num_blocks * BLOCK_SIZE // 2 - values.shape[0]))
 
-    return dequantize_4bit(values, state).to(dtype)
+
+def _looked_up(values: Tensor, state: PackedState) -> Tensor:
+    """Unpack by the code book alone: element 2i is the high half of byte i."""
+    code, scale = state.blocks.code.float(), state.blocks.absmax
+    pairs = torch.stack((code.repeat_interleave(16), code.repeat(16)), dim=-1)
+    wide = pairs[values.flatten().int()].flatten()
+    missing = scale.numel() * BLOCK_SIZE - wide.numel()
+    return (F.pad(wide, (0, missing)).view(-1, BLOCK_SIZE) * scale[:, None]).to(state.blocks.dtype)
 
 
 class _ProductOfPacked(torch.autograd.Function):
@@ -66,7 +174,7 @@ class _ProductOfPacked(torch.autograd.Function):
 class PackedProduct:
     """`torch.nn.functional.linear` of x (..., Din) and a weight that `packed` made."""
 
-    state: Any
+    state: PackedState
 
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor | None = None) -> Tensor:
         kind = x.device.type
