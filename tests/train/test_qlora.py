@@ -200,8 +200,16 @@ def test_blocks_stay_whole_where_a_cut_goes_between_them(shape, split, inputs, k
     ("kernel", "verdict", "text"),
     [
         (None, None, ""),
-        (of_avx512, four_bit.Verdict(by_rows=False, by_blocks=True), "by blocks, which is right"),
-        (lambda v, s: 0 * of_avx512(v, s), four_bit.Verdict(False, False), "by a table, which is"),
+        (
+            of_avx512,
+            four_bit.KernelVerdict(by_rows=False, by_blocks=True),
+            "by blocks, which is right",
+        ),
+        (
+            lambda v, s: 0 * of_avx512(v, s),
+            four_bit.KernelVerdict(False, False),
+            "by a table, which is",
+        ),
     ],
     ids=["its own", "of AVX-512", "none right"],
 )

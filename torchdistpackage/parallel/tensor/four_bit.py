@@ -18,13 +18,13 @@ from torchdistpackage.layout.four_bit import BLOCK_SIZE
 
 Kind = tuple[str, torch.dtype, str]
 """(kind of device, dtype of the weight, quant_type): what bitsandbytes has a kernel for."""
-_CHECKED: dict[Kind, "Verdict"] = {}
+_CHECKED: dict[Kind, "KernelVerdict"] = {}
 _ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 """Largest error of a right kernel, relative to the value: its product may be rounded otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class KernelVerdict:
     """What a kernel of bitsandbytes computes on this processor, against the code book.
 
     by_rows: right for whole matrices; by_blocks: right where every row is one block.
@@ -78,7 +78,7 @@ def unpacked(values: Tensor, state: PackedState, dtype: torch.dtype) -> Tensor:
     return wide.flatten()[: state.shape.numel()].view(state.shape).to(dtype)
 
 
-def checked_kernel(device: torch.device, dtype: torch.dtype, quant_type: str) -> Verdict:
+def checked_kernel(device: torch.device, dtype: torch.dtype, quant_type: str) -> KernelVerdict:
     """Compare bitsandbytes' kernel with the code book, once for each kind of weight."""
     kind = device.type, dtype, quant_type
     if kind not in _CHECKED:
@@ -104,7 +104,7 @@ def kernel_notes() -> list[str]:
 
 
 @torch.no_grad()
-def _compared(device: torch.device, dtype: torch.dtype, quant_type: str) -> Verdict:
+def _compared(device: torch.device, dtype: torch.dtype, quant_type: str) -> KernelVerdict:
     from bitsandbytes.functional import dequantize_4bit
 
     def is_right(rows: int, columns: int, by_blocks: bool) -> bool:
@@ -120,7 +120,7 @@ def _compared(device: torch.device, dtype: torch.dtype, quant_type: str) -> Verd
         return bool((error <= _ROUNDING[dtype] * expected.abs() + 1e-30).all())
 
     odd = ((6, 96), (8, 32), (6, 160), (100, 48))
-    return Verdict(
+    return KernelVerdict(
         by_rows=all(is_right(*shape, False) for shape in (*odd, (5, 192))),
         by_blocks=all(is_right(*shape, True) for shape in (*odd, (3, 7), (67, 192))),
     )
