@@ -112,3 +112,21 @@ def test_a_part_of_no_name_is_refused(capsys):
 def test_the_page_has_every_part():
     page = PAGE.read_text(encoding="utf-8")
     assert [name for name in PARTS if f"| `{name}` |" not in page] == []
+
+
+def test_pages_cite_the_results_of_the_h100():
+    """README's table is compared in test_readme.py."""
+    known = json.loads((command.ROOT / "benchmarks" / "results" / "gpu_h100.json").read_text())
+    docs = command.ROOT / "docs"
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", (docs / "gpu_results.md").read_text(), re.M))
+    for size, ratio in known["over_bare_loop"].items():
+        assert re.search(rf"{size} {ratio} ", rows["step_time"]), size
+    for size, ratio in known["compiled_over_eager"].items():
+        assert re.search(rf"{size} [^,]*\({ratio}\)", rows["compile"]), size
+    for name, ratio in known["over_bare_step"].items():
+        assert f"{name} {ratio}" in rows["overhead"], name
+    first, second = known["compiled_before_first_step_s"].values()
+    assert f"{first} s before the first step, {second} s at the second start" in rows["compile"]
+    compiled = (docs / "compile.md").read_text()
+    assert re.findall(r"([\d.]+) s before the first step", compiled) == [str(first), str(second)]
+    assert f"then takes {known['compiled_over_eager']['124M']} of an eager one" in compiled
