@@ -166,7 +166,13 @@ def test_under_a_launcher_the_culprit_is_named_once(tmp_path):
         (["--axes", "data=2", "--timeout", "0"], ["--timeout"]),
         (["--axes", "data=2", "--procs", "0"], ["--procs"]),
         (["none.yaml"], ["no such file"]),
-        ([TINY, "--procs", "7"], ["command line: --procs 7: it does not fit"]),
+        (
+            [TINY, "--procs", "7"],
+            [
+                "command line: --procs 7: data=2 x pipe=2",
+                "needs 4 processes but --procs is 7; pass --procs 4\n",
+            ],
+        ),
     ],
     ids=str,
 )

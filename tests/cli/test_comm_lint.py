@@ -63,7 +63,7 @@ def test_a_small_run_is_run(small, capsys):
 
 def test_a_large_one_is_shrunk(small, capsys):
     assert main(["comm", "lint", small, "parallel.data=auto", "data.global_batch=512",
-                 "--world", "256"]) == 0  # fmt: skip
+                 "--procs", "256"]) == 0  # fmt: skip
     out = capsys.readouterr().out
     assert "256 ranks: data=128 x pipe=2" in out and "shrunk to 16 ranks: data=8 x pipe=2" in out
     assert "two steps, 16 threads as ranks" in out
@@ -91,12 +91,12 @@ def test_a_disagreement_is_code_1_and_a_wrong_file_code_2(small, capsys, monkeyp
     assert main(["comm", "lint", small]) == 1
     out = capsys.readouterr().out
     assert "stack of rank" in out and "bucket_comm.py" in out and "proved" not in out
-    assert main(["comm", "lint", small, "--world", "5"]) == 2
+    assert main(["comm", "lint", small, "--procs", "5"]) == 2
 
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(c, marks=pytest.mark.full) if "--world 4096" in c else c for c in COMMANDS],
+    [pytest.param(c, marks=pytest.mark.full) if "--procs 4096" in c else c for c in COMMANDS],
 )
 def test_the_commands_of_the_page_are_accepted(command, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)

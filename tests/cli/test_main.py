@@ -95,8 +95,8 @@ def test_a_name_that_is_nearly_a_command_is_answered_with_it(capsys):
     [
         (["plan"], "CONFIG"),
         (["plan", TINY, "--wrld", "4"], "--wrld"),
-        (["plan", TINY, "--world", "four"], "--world"),
-        (["plan", TINY, "--world", "0"], "--world"),
+        (["plan", TINY, "--procs", "four"], "--procs"),
+        (["plan", TINY, "--procs", "0"], "--procs"),
         (["schedule", "1f1b", "--stages", "4"], "--microbatches"),
         (["train", TINY, "--procs", "two"], "--procs"),
     ],

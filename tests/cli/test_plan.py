@@ -67,7 +67,7 @@ def stages(text: str) -> list[tuple[int, float]]:
 
 def eight(order: tuple[str, ...]) -> list[str]:
     degrees = ["parallel.data=2", "parallel.pipe=2", "parallel.tensor=2"]
-    return [TINY, "--world", "8", f"parallel.order=[{', '.join(order)}]", *degrees]
+    return [TINY, "--procs", "8", f"parallel.order=[{', '.join(order)}]", *degrees]
 
 
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
@@ -90,7 +90,7 @@ def test_groups_of_each_kind_are_those_of_the_topology(plan, order):
 
 
 def test_stages_hold_the_whole_model_at_sixteen_bytes_a_parameter(plan):
-    text = plan(TINY, "model.tied=false", "parallel.data=1", "parallel.pipe=4", "--world", "4")
+    text = plan(TINY, "model.tied=false", "parallel.data=1", "parallel.pipe=4", "--procs", "4")
     total = int(re.search(r"^([\d,]+) parameters;", text, re.MULTILINE)[1].replace(",", ""))
     held = stages(text)
     assert len(held) == 4
@@ -102,7 +102,7 @@ def test_stages_hold_the_whole_model_at_sixteen_bytes_a_parameter(plan):
 def test_zero_is_said_with_what_it_leaves_in_parts(plan, stage, words):
     more = ["parallel.data=4", "parallel.pipe=1", "pipeline.microbatches=1"]
     whole, parts = (
-        plan(TINY, *more, f"parallel.zero={zero}", "--world", "4") for zero in (0, stage)
+        plan(TINY, *more, f"parallel.zero={zero}", "--procs", "4") for zero in (0, stage)
     )
     assert "full gradients too" in plan(
         TINY, *more[:2], "parallel.zero=2", "pipeline.microbatches=2"
@@ -141,15 +141,18 @@ def test_the_world_is_that_of_the_command_line_or_of_the_file_or_of_the_degrees(
         return len(coordinates(plan(*args)))
 
     assert world(TINY) == 4
-    assert world(TINY, "--world", "8", "parallel.data=4") == 8
-    assert world(TINY, "launch.local.procs=null", "parallel.data=8") == 16
-    assert world(TINY, "launch.local.procs=null", "parallel.data=auto") == 2
-    assert world(str(CONFIGS / "gpt_data4.yaml"), "--world", "2") == 2
-    assert world(str(CONFIGS / "gpt_data4.yaml"), "--world", "2", "launch.local.procs=4") == 2
+    assert world(TINY, "--procs", "8", "parallel.data=4") == 8
+    assert world(TINY, "parallel.data=8") == 16
+    assert world(TINY, "parallel.data=auto") == 2
+    assert world(TINY, "parallel.data=auto", "launch.local.procs=6", "data.global_batch=48") == 6
+    data4 = (str(CONFIGS / "gpt_data4.yaml"), "parallel.data=auto")
+    assert world(*data4, "--procs", "2") == 2
+    assert world(*data4, "--world", "2", "launch.local.procs=4") == 2  # its former name
 
 
 def test_long_lists_are_cut_unless_all_is_asked_for(plan):
-    args = [str(CONFIGS / "gpt_data4.yaml"), "parallel.tensor=2", "--world", "256"]
+    args = [str(CONFIGS / "gpt_data4.yaml"), "parallel.data=auto", "parallel.tensor=2"]
+    args += ["--procs", "256"]
     args.append("data.global_batch=256")
     text = plan(*args)
     assert list(coordinates(text)) == list(range(64))
@@ -163,7 +166,7 @@ def test_long_lists_are_cut_unless_all_is_asked_for(plan):
 
 
 def test_groups_that_cross_nodes_are_warned_of(plan):
-    args = [TINY, "parallel.data=1", "parallel.tensor=4", "parallel.pipe=2", "--world", "8"]
+    args = [TINY, "parallel.data=1", "parallel.tensor=4", "parallel.pipe=2", "--procs", "8"]
     crossed = plan(*args, "--ranks-per-node", "2")
     assert "warning: 2 of 2 tensor groups of 4 ranks cross a node of 2 ranks" in crossed
     assert "stay inside nodes of 4 ranks" in plan(*args, "--ranks-per-node", "4")
@@ -179,7 +182,7 @@ def test_a_model_of_the_user_has_stages_only_once_built(plan, tmp_path):
 
 
 def test_every_broken_rule_is_listed_at_once(refusal):
-    said = refusal("plan", TINY, "--world", "6", "model.heads=3", "model.vocab=100", "optim.lr=no")
+    said = refusal("plan", TINY, "--procs", "6", "model.heads=3", "model.vocab=100", "optim.lr=no")
     assert said.startswith(f"tdp: 4 problems in {TINY}:\n")
     for part in ("must use all 6 ranks but uses 4", "model.heads=3", "model.vocab=100", "optim.lr"):
         assert part in said
@@ -199,7 +202,7 @@ WRONG = {
     "rule": ("parallel:\n  tensor: 5\n", [":2: parallel.tensor: model.heads=4 cannot be shared"]),
     "procs": (
         "parallel: {data: 3}\nlaunch: {local: {procs: 4}}\n",
-        [":2: launch.local.procs: launch.local.procs=4 does not fit"],
+        [":2: launch.local.procs: data=3 x pipe=1 x context=1 x tensor=1 needs 3 processes but "],
     ),
     "several": (
         "log: {evry: 3}\nmodel:\n  dim: 129\n  tied: 3\n",
@@ -254,7 +257,7 @@ def test_a_job_ends_with_its_batch_script(plan):
 def test_the_script_is_there_when_it_is_asked_for_or_there_is_a_job(plan):
     assert "#SBATCH" not in plan(TINY)
     assert "#SBATCH --ntasks-per-node=4\n" in plan(TINY, "--sbatch")
-    assert "#SBATCH" not in plan(TINY, *SLURM, "--world", "8")
+    assert "#SBATCH" not in plan(TINY, *SLURM, "--procs", "8")
     text = plan(
         *(TINY, "launch.slurm.nodes=1-2", "launch.slurm.ntasks-per-node=4", "parallel.data=auto")
     )
@@ -284,7 +287,7 @@ def test_what_is_recomputed_is_said(plan, refusal):
 
 LARGE = [
     *("model.dim=8192", "model.layers=80", "model.heads=64", "parallel.data=16", "parallel.pipe=8"),
-    *("data.global_batch=1024", "--world", "512", "--ranks-per-node", "3"),
+    *("data.global_batch=1024", "--procs", "512", "--ranks-per-node", "3"),
 ]
 WIDE = {path.stem: [str(path)] for path in CONFIGS.glob("*.yaml")} | {
     "large": [str(CONFIGS / "gpt_slurm.yaml"), *LARGE],

@@ -74,7 +74,7 @@ def test_what_it_shows_is_held_and_sent(folder, capsys):
     [
         (["--tensor", "5"], "llama has 4 attention heads, which 5 shards cannot share; use at"),
         ([], "a model needs the number of shards"),
-        (["--tensor", "2", "--world", "8"], "takes --seq-len and --all only"),
+        (["--tensor", "2", "--procs", "8"], "takes --seq-len and --all only"),
     ],
 )
 def test_what_cannot_be_is_refused(folder, capsys, arguments, text):

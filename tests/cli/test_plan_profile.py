@@ -29,7 +29,7 @@ def test_each_axis_has_its_line(profile, capsys):
 
 
 def test_between_nodes_only_what_was_measured_there(profile, capsys):
-    more = ["parallel.tensor=2", "parallel.sequence_parallel=true", "--world", "8"]
+    more = ["parallel.tensor=2", "parallel.sequence_parallel=true", "--procs", "8"]
     assert main(["plan", TINY, *more, "--profile", profile, "--ranks-per-node", "4"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "between nodes: gradients and 1 x" in shown

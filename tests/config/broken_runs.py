@@ -14,8 +14,8 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     (
         {"parallel__data": 2, "launch__local": {"procs": 3}},
         "launch.local.procs",
-        "launch.local.procs=3 does not fit parallel: data=2 x pipe=1 x context=1 x tensor=1 "
-        "must use all 3 ranks but uses 2",
+        "data=2 x pipe=1 x context=1 x tensor=1 needs 2 processes but launch.local.procs is 3; "
+        "pass --procs 2 or remove procs from the file, or set parallel.data to 3",
     ),
     (
         {"parallel__data": 2048, "parallel__tensor": 256, "model__dim": 1024}

@@ -245,7 +245,7 @@ def test_a_job_need_not_fit_the_local_processes():
     text = "parallel: {data: 8}\nlaunch: {local: {procs: 4}, slurm: {nodes: 2}}\n"
     assert loads(text, job=True).parallel.data == 8
     assert loads(text, job=None).parallel.data == 8
-    assert "launch.local.procs=4 does not fit" in wrong(text, job=False)[0]
+    assert "needs 8 processes but launch.local.procs is 4" in wrong(text, job=False)[0]
 
 
 def test_too_few_tasks_are_told_with_the_shape_of_the_job():

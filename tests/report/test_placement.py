@@ -45,7 +45,7 @@ def test_groups_across_nodes_are_said_and_many_ranks_are_cut():
 
 def test_the_command_writes_the_axes_of_the_run(tmp_path: Path, capsys):
     path = tmp_path / "ranks.svg"
-    words = ["plan", "configs/gpt_tiny.yaml", "--world", "16", "--ranks-per-node", "4"]
+    words = ["plan", "configs/gpt_tiny.yaml", "--procs", "16", "--ranks-per-node", "4"]
     words += ["parallel.tensor=2", "parallel.data=auto"]
     assert main([*words, "--picture", str(path)]) == 0
     assert f"wrote {path}" in capsys.readouterr().out

@@ -29,6 +29,8 @@ Overrides = Annotated[
 World = Annotated[
     int | None,
     typer.Option(
+        "--procs",
+        "--world",
         metavar="N",
         min=1,
         help=f"Number of ranks; default: {PROCS}, else the product of the degrees.",

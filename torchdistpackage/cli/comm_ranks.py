@@ -23,6 +23,8 @@ from torchdistpackage.topology.mesh import DEFAULT_ORDER, topology
 from torchdistpackage.train.plan import local_procs, make_plan
 
 _LINE = "command line"
+_IN_FILE = " or remove procs from the file"
+"""Advice that does not fit ranks asked for by --procs."""
 
 Words = Annotated[
     list[str] | None,
@@ -139,7 +141,7 @@ def _of_run(words: Sequence[str], procs: int | None, here: Rendezvous) -> CommTa
                 problem,
                 file=problem.file.replace(given, f"--procs {procs}"),
                 path="" if problem.path == PROCS and procs is not None else problem.path,
-                text=problem.text.replace(f"{given} does", "it does"),
+                text=problem.text if procs is None else _as_option(problem.text),
             )
             for problem in error.problems
         ]
@@ -150,6 +152,11 @@ def _of_run(words: Sequence[str], procs: int | None, here: Rendezvous) -> CommTa
         plan.config.parallel.expert,
         plan.config.launch.init_timeout_s,
     )
+
+
+def _as_option(text: str) -> str:
+    """Return the text of a problem with the key, as one with --procs."""
+    return text.replace(f"{PROCS} is", "--procs is").replace(_IN_FILE, "")
 
 
 def _parsed(text: str, problems: list[Problem]) -> tuple[tuple[str, int | None], ...]:

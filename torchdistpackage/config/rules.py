@@ -1,5 +1,6 @@
 """The rules that join keys; each names the values, and the nearest that would do."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,15 +95,23 @@ def _elastic_is_of_a_job(c: RunConfig, world_size: int | None) -> str | None:
 
 @rule("launch.local.procs", *DEGREES, "parallel.order", "launch.elastic.nodes")
 def _degrees_fill_procs(c: RunConfig, world_size: int | None) -> str | None:
-    procs = c.launch.local.procs
+    procs, p = c.launch.local.procs, c.parallel
     if procs is None or world_size is not None or c.launch.elastic.nodes is not None:
         return None
-    try:
-        c.parallel.resolve(procs)
-    except ConfigError as error:
-        fix = "leave it out to start as many as needed"
-        return f"launch.local.procs={procs} does not fit {error}; {fix}"
-    return None
+    with contextlib.suppress(ConfigError):
+        p.resolve(procs)
+        return None
+    degrees = f"data={p.data} x pipe={p.pipe} x context={p.context} x tensor={p.tensor}"
+    if p.data == "auto" and "data" in p.order:
+        needed, fix = f"a multiple of {p.model_size} processes", f"--procs {p.model_size}"
+    else:
+        num = p.model_size * (1 if p.data == "auto" else p.data)
+        needed, fix = f"{num} process{'es' * (num > 1)}", f"--procs {num}"
+    more = "" if procs % p.model_size else f", or set parallel.data to {procs // p.model_size}"
+    return (
+        f"{degrees} needs {needed} but launch.local.procs is {procs}; pass {fix} or remove procs "
+        f"from the file{more}"
+    )
 
 
 @rule("data.seq_len", "parallel.context")
