@@ -20,6 +20,7 @@ from torchdistpackage.parallel.tensor.init import ZEROS, Initial, fill
 from torchdistpackage.parallel.tensor.layouts import Layouts, prefixed, transposed
 from torchdistpackage.parallel.tensor.linear import column_linear, row_linear
 from torchdistpackage.parallel.tensor.marked import Grouped, Marked
+from torchdistpackage.parallel.tensor.weight_reads import own, read_whole
 from torchdistpackage.topology.mesh import Mesh
 
 _chosen: Group | None = None
@@ -92,6 +93,7 @@ def _noted(y: Tensor, x: Tensor, value: bool) -> Tensor:
     return set_sequence_parallel_attr(y.view_as(y) if y is x else y, value)
 
 
+@read_whole("weight", "bias")
 class TpLinear(Marked):
     """x W + b on one rank: weight (fin, fout), uniform within 1 / sqrt(fin); bias zero.
 
@@ -113,7 +115,7 @@ class TpLinear(Marked):
         return {"weight": uniform(self.weight.shape[0]), "bias": ZEROS}
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.t(), self.bias)
+        return F.linear(x, own(self, "weight").t(), own(self, "bias"))
 
 
 def uniform(fin: int) -> Initial:
@@ -140,8 +142,8 @@ class _EitherLinear(Grouped):
         self.linear = TpLinear(*shape, bias)
         with differ(self.group.rank(), self.linear.weight.device):
             fill(self.linear.weight, uniform(fin))
-        own = ((n.removeprefix("linear."), x) for n, x in self.layouts().items())
-        self.linear.group, self.linear.cut = self.group, {n: x.named(n) for n, x in own}
+        cut = ((n.removeprefix("linear."), x) for n, x in self.layouts().items())
+        self.linear.group, self.linear.cut = self.group, {n: x.named(n) for n, x in cut}
         self.linear.mark()
         self.mark()
 
@@ -191,8 +193,8 @@ class ColParallelLinear(_EitherLinear):
         self._take(self._cut((self.fout // 3,) * 3), weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.linear.weight.t()
-        return column_linear(x, weight, self.linear.bias, self.group, self.sequence_parallel)
+        weight, bias = own(self.linear, "weight").t(), own(self.linear, "bias")
+        return column_linear(x, weight, bias, self.group, self.sequence_parallel)
 
     def _cut(self, parts: tuple[int, ...]) -> Layouts:
         column = cut.column(self.fout, self.fin, self.has_bias, self.axis, parts)
@@ -207,6 +209,6 @@ class RowParallelLinear(_EitherLinear):
         return prefixed("linear", transposed(row))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.linear.weight.t()
-        bias = self.summed(self.linear.bias) if self.sequence_parallel else self.linear.bias
+        weight, bias = own(self.linear, "weight").t(), own(self.linear, "bias")
+        bias = self.summed(bias) if self.sequence_parallel else bias
         return row_linear(x, weight, bias, self.group, self.sequence_parallel)

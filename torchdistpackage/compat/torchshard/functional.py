@@ -18,6 +18,7 @@ from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import chunk
 from torchdistpackage.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from torchdistpackage.parallel.tensor.embedding import check_ids, feature_embedding, vocab_embedding
+from torchdistpackage.parallel.tensor.weight_reads import plain, refuse_nested
 
 ParallelDim = int | None
 
@@ -75,6 +76,9 @@ def parallel_linear(
     """
     check_dim(dim)
     check_tensors("parallel_linear", input=input, weight=weight)
+    refuse_nested(input, "parallel_linear")
+    if dim is not None:
+        weight, bias = plain(weight), None if bias is None else plain(bias)
     if weight.dim() != 2:
         raise LayoutError(f"the weight of a product is (out, in), not {tuple(weight.shape)}")
     if dim is None:
@@ -153,7 +157,7 @@ def parallel_embedding(
         raise ValueError(f"ids are {input.dtype}; an embedding looks up whole numbers")
     if dim is None:
         return F.embedding(input, weight, **options)
-    group = get_group()
+    group, weight = get_group(), plain(weight)
     if dim == 0:
         if num_embeddings is None:
             num_embeddings = weight.shape[0] * group.size()

@@ -24,8 +24,10 @@ from torchdistpackage.compat.torchshard.marks import LAST, set_attribute
 from torchdistpackage.compat.torchshard.state import check_module, register_ddp_parameters_to_ignore
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import chunk
+from torchdistpackage.parallel.tensor.weight_reads import own, read_whole
 
 
+@read_whole("weight", "bias")
 class ParallelLinear(ParallelLayer):
     """`torch.nn.Linear` split over my group.
 
@@ -96,7 +98,11 @@ class ParallelLinear(ParallelLayer):
                 f"a product of {self.in_features} inputs, of an input of shape {tuple(input.shape)}"
             )
         return functional.parallel_linear(
-            input, self.weight, self.bias, self.dim, out_features=self.out_features
+            input,
+            own(self, "weight"),
+            own(self, "bias"),
+            self.dim,
+            out_features=self.out_features,
         )
 
     def extra_repr(self) -> str:
@@ -119,6 +125,7 @@ class ParallelLinear(ParallelLayer):
         return _convert(module, dim, nn.Linear)
 
 
+@read_whole("weight")
 class ParallelEmbedding(ParallelLayer):
     """`torch.nn.Embedding` split over my group; the result is whole on every rank.
 
@@ -196,7 +203,7 @@ class ParallelEmbedding(ParallelLayer):
     def forward(self, input: Tensor) -> Tensor:
         return functional.parallel_embedding(
             input,
-            self.weight,
+            own(self, "weight"),
             self.padding_idx,
             self.max_norm,
             self.norm_type,

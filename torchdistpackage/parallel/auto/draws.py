@@ -26,7 +26,7 @@ from torchdistpackage.comm import collectives
 from torchdistpackage.comm.nested import map_tensors
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.random import seed_from, seeded
-from torchdistpackage.parallel.auto.read_weights import whole
+from torchdistpackage.parallel.tensor.weight_reads import whole
 
 RANDOM = frozenset(
     (

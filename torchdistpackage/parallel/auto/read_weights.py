@@ -7,15 +7,13 @@ whole does, such as its dtype, joins nothing. The sizes that a layer notes are w
 as the `embedding_dim` by which a model scales; inside of the layer they are those of the part.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchdistpackage.comm.nested import map_tensors
-from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto import traffic
 from torchdistpackage.parallel.auto.actions import (
     FirstOnly,
@@ -26,12 +24,6 @@ from torchdistpackage.parallel.auto.actions import (
     on_dim,
 )
 from torchdistpackage.parallel.auto.ops import CollectiveBase, Collectives, bind
-
-ALIKE = ("dtype", "device", "layout", "requires_grad", "is_cuda", "is_meta", "ndim")
-KNOWN = {getattr(Tensor, name).__get__ for name in ALIKE}
-KNOWN |= {Tensor.is_floating_point, Tensor.is_complex, Tensor.dim}
-"""What is asked of a tensor that its parts have alike."""
-WRITES = ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 
 
 @dataclass(frozen=True)
@@ -67,47 +59,3 @@ def joins(rules: Mapping[Any, StateAction], num: int, collectives: Collectives) 
             texts[pattern] = {0: f"gather {action.dim}"}
     bound = bind(texts, collectives, full_gradients=True)
     return {pattern: Join(rules[pattern], bound[pattern][0], num) for pattern in texts}
-
-
-class SplitWeight(Tensor):
-    """The part of a weight, which operations get whole by `join`."""
-
-    join: Callable[[Tensor], Tensor]
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        named, known = kwargs or {}, func in KNOWN
-        written = named.get("out", args[0] if args and is_write(func) else None)
-        if isinstance(written, SplitWeight):
-            raise LayoutError(
-                f"a forward writes to the weight of a layer that is split, of shape "
-                f"{tuple(plain(written).shape)} on this shard, by {func.__name__}; write before "
-                f"the model is split, or leave the layer whole by a tensor_parallel_config"
-            )
-        given = plain if known else whole
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*map_tensors(args, given), **map_tensors(named, given))
-
-
-def plain(x: Tensor) -> Tensor:
-    return x.as_subclass(Tensor) if isinstance(x, SplitWeight) else x
-
-
-def whole(x: Tensor) -> Tensor:
-    """`x`, of a weight all of it. All shards call this together."""
-    return x.join(plain(x)) if isinstance(x, SplitWeight) else x
-
-
-def is_write(func: Any) -> bool:
-    """Whether it writes to its first argument, or gives what can be written to."""
-    name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in WRITES or func == Tensor.data.__get__
-
-
-def split_weight(part: Tensor, join: Callable[[Tensor], Tensor]) -> SplitWeight:
-    weight = part.as_subclass(SplitWeight)
-    weight.join = join
-    return weight

@@ -12,8 +12,9 @@ from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto import traffic
 from torchdistpackage.parallel.auto.nested import is_namedtuple, rebuilt
 from torchdistpackage.parallel.auto.ops import apply_action, is_copy
-from torchdistpackage.parallel.auto.read_weights import Join, split_weight
+from torchdistpackage.parallel.auto.read_weights import Join
 from torchdistpackage.parallel.tensor.entrance import SharedEntrance
+from torchdistpackage.parallel.tensor.weight_reads import split_weight
 
 
 class TensorParallelWrapper(nn.Module):

@@ -22,6 +22,7 @@ from torchdistpackage.parallel.tensor import layouts as cut
 from torchdistpackage.parallel.tensor.init import NORMAL, Initial, make_parameters
 from torchdistpackage.parallel.tensor.layouts import Layouts
 from torchdistpackage.parallel.tensor.marked import Grouped
+from torchdistpackage.parallel.tensor.weight_reads import own, plain, read_whole
 
 
 class LookupOptions(TypedDict, total=False):
@@ -41,6 +42,7 @@ class LookupOptions(TypedDict, total=False):
     sparse: bool
 
 
+@read_whole("weight")
 class _Embedding(Grouped):
     """What both cuts share: sizes, options, a table made from its layout."""
 
@@ -96,7 +98,9 @@ class VocabParallelEmbedding(_Embedding):
             LayoutError: under sequence parallelism without `sizes`, S is not a multiple of the
                 group's size.
         """
-        partial = vocab_embedding(ids, self.weight, self.group, vocab=self.vocab, **self.options)
+        partial = vocab_embedding(
+            ids, own(self, "weight"), self.group, vocab=self.vocab, **self.options
+        )
         if self.sequence_parallel:
             return collectives.reduce_scatter(partial, 0, self.group, sizes)
         return collectives.reduce(partial, self.group)
@@ -128,7 +132,7 @@ class FeatureParallelEmbedding(_Embedding):
     def forward(self, ids: Tensor, sizes: Sizes | None = None) -> Tensor:
         """Look the ids up; `sizes` and errors as in `VocabParallelEmbedding`."""
         check_ids(ids, self.vocab, "ids")
-        columns = feature_embedding(ids, self.weight, self.group, **self.options)
+        columns = feature_embedding(ids, own(self, "weight"), self.group, **self.options)
         size, last = self.group.size(), ids.dim()
         widths = None
         if self.dim % size:
@@ -161,6 +165,7 @@ def vocab_embedding(
         DataError: an id is outside 0..vocab-1. Seen on the CPU only.
     """
     check_ids(ids, vocab, "ids")
+    weight = plain(weight)
     start, num_rows = vocab_range(vocab, group, sizes)
     if weight.shape[0] != num_rows:
         raise LayoutError(
@@ -195,7 +200,7 @@ def feature_embedding(
     The parts joined are `F.embedding` of the whole table, with its options; max_norm is the norm of
     the whole row, for which the group sums once.
     """
-    max_norm = options.pop("max_norm", None)
+    max_norm, weight = options.pop("max_norm", None), plain(weight)
     if max_norm is not None:
         renormalise(weight, ids, max_norm, options.get("norm_type", 2.0), group)
     return F.embedding(ids, weight, **options)

@@ -25,6 +25,7 @@ from torchdistpackage.parallel.tensor.layouts import Layouts
 from torchdistpackage.parallel.tensor.marked import Grouped, is_reduced
 from torchdistpackage.parallel.tensor.product_gradients import Product
 from torchdistpackage.parallel.tensor.row_product import row_product
+from torchdistpackage.parallel.tensor.weight_reads import own, plain, read_whole, refuse_nested
 
 
 def column_linear(
@@ -41,7 +42,8 @@ def column_linear(
     result (S, ..., Dout/n). The gradient of x is summed over the group.
     sizes: under sequence parallelism the length of each rank's x, where they differ.
     """
-    return column_products(x, (weight,), (bias,), group, sequence_parallel, sizes)[0]
+    bias = None if bias is None else plain(bias)
+    return column_products(x, (plain(weight),), (bias,), group, sequence_parallel, sizes)[0]
 
 
 def row_linear(
@@ -61,10 +63,11 @@ def row_linear(
         LayoutError: under sequence parallelism without `sizes`, S is not a multiple of the group's
             size.
     """
-    y = row_product(x, weight, group, sequence_parallel, sizes)
+    y = row_product(x, plain(weight), group, sequence_parallel, sizes)
     return y if bias is None else y + bias
 
 
+@read_whole("weight", "bias")
 class Linear(Grouped):
     """What both cuts share: sizes, parameters made from their layouts.
 
@@ -154,6 +157,7 @@ class ColumnLinear(Linear):
         return cut.column(self.dout, self.din, self.has_bias, *how)
 
     def forward(self, x: Tensor, sizes: Sizes | None = None) -> Tensor:
+        refuse_nested(x, "ColumnLinear")
         weight, bias = self.parameters_here()
         if self.local:
             return self.product(x, weight, bias)
@@ -176,7 +180,7 @@ class ColumnLinear(Linear):
 
     def parameters_here(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias as a forward is to use them."""
-        weight, bias = self.weight, self.bias
+        weight, bias = own(self, "weight"), own(self, "bias")
         if self.heads is not None and self.heads.shared:
             weight, bias = cast(Tensor, self.summed(weight)), self.summed(bias)
         return self.oriented(weight) if self.transposed else weight, bias
@@ -200,7 +204,8 @@ class RowLinear(Linear):
         return cut.row(self.dout, self.din, self.has_bias, *how)
 
     def forward(self, x: Tensor, sizes: Sizes | None = None) -> Tensor:
-        weight, bias = self.weight, self.bias
+        refuse_nested(x, "RowLinear")
+        weight, bias = own(self, "weight"), own(self, "bias")
         weight = self.oriented(weight) if self.transposed else weight
         if self.local:
             return self.product(x, weight)

@@ -12,8 +12,10 @@ from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.layout.partition import even_sizes
 from torchdistpackage.parallel.tensor.embedding import feature_embedding, vocab_embedding
+from torchdistpackage.parallel.tensor.weight_reads import own, read_whole
 
 
+@read_whole("weight")
 class _SplitLookup(nn.Embedding):
     """An embedding of which this rank has a part; its result is whole, and equal on all ranks.
 
@@ -33,7 +35,7 @@ class RowLookup(_SplitLookup):
 
     def forward(self, ids: Tensor) -> Tensor:
         how = {"vocab": self.tdp_size, "sizes": self._sizes, "padding_idx": self.padding_idx}
-        found = vocab_embedding(ids, self.weight, self.tdp_group, **how)
+        found = vocab_embedding(ids, own(self, "weight"), self.tdp_group, **how)
         return collectives.reduce(found, self.tdp_group)
 
 
@@ -41,7 +43,9 @@ class ColumnLookup(_SplitLookup):
     """Of the columns."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        columns = feature_embedding(ids, self.weight, self.tdp_group, padding_idx=self.padding_idx)
+        columns = feature_embedding(
+            ids, own(self, "weight"), self.tdp_group, padding_idx=self.padding_idx
+        )
         return collectives.gather(columns, -1, self.tdp_group, self._sizes)
 
 

@@ -1,0 +1,221 @@
+"""What other modules compute with the weight of a split layer equals one process."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import torchdistpackage.compat.torchshard as ts
+from torchdistpackage.comm.tpc import resolve_group
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.layout import HeadSplit
+from torchdistpackage.layout.mark import mark_parameter
+from torchdistpackage.parallel.tensor.embedding import (
+    FeatureParallelEmbedding,
+    VocabParallelEmbedding,
+)
+from torchdistpackage.parallel.tensor.full import gather_full
+from torchdistpackage.parallel.tensor.linear import ColumnLinear, RowLinear
+
+
+def close(ours: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+def full_grad(layer: Any, name: str = "weight") -> Tensor:
+    grad, layout = getattr(layer, name).grad, layer.layouts()[name]
+    mark_parameter(grad, layout, layer.group)
+    return gather_full(grad, layout)
+
+
+def column_and_row(layer: nn.Module, kind: str) -> None:
+    first, second = layer.linear1, layer.linear2
+    if kind == "torchshard":
+        layer.linear1 = ts.nn.ParallelLinear.convert_parallel_linear(first, dim=1)
+        layer.linear2 = ts.nn.ParallelLinear.convert_parallel_linear(second, dim=0)
+    else:
+        layer.linear1 = ColumnLinear(first.in_features, first.out_features).from_full(first)
+        layer.linear2 = RowLinear(second.in_features, second.out_features).from_full(second)
+
+
+MODES = {
+    "train": nullcontext,
+    "eval": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+def encoders(kind: str) -> None:
+    plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2)
+    split = deepcopy(plain)
+    for layer in split.layers:
+        column_and_row(layer, kind)
+    x, padding = torch.randn(3, 5, 8), torch.zeros(3, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    causal = nn.Transformer.generate_square_subsequent_mask(5)
+    for mode, context in MODES.items():
+        for how in ({}, {"src_key_padding_mask": padding}, {"mask": causal}):
+            plain.train(mode == "train"), split.train(mode == "train")
+            with context():
+                close(split(x, **how)[~padding], plain(x, **how)[~padding])
+
+
+def attentions(kind: str) -> None:
+    plain = nn.MultiheadAttention(8, 2, batch_first=True)
+    nn.init.normal_(plain.out_proj.weight)
+    split, x = deepcopy(plain), torch.randn(3, 5, 8)
+    out: Any = RowLinear(8, 8).from_full(plain.out_proj)
+    if kind == "torchshard":
+        out = ts.nn.ParallelLinear.convert_parallel_linear(plain.out_proj, dim=1)
+    split.out_proj = out
+    for context in (nullcontext, torch.no_grad):
+        for training in (True, False):
+            plain.train(training), split.train(training)
+            with context():
+                close(split(x, x, x)[0], plain(x, x, x)[0])
+
+
+class Tied(nn.Module):
+    """A head that multiplies by the table."""
+
+    def __init__(self, table: nn.Module, again: bool = False):
+        super().__init__()
+        self.table, self.again = table, again
+
+    def forward(self, ids: Tensor) -> Tensor:
+        assert self.table.weight.dtype == torch.float64
+        assert self.table.weight.shape == (10, 6) == tuple(self.table.weight.size())
+        h = self.table(ids)
+        if self.again:  # the backward computes it again
+            return checkpoint(self.head, h, use_reentrant=False)
+        return self.head(h)
+
+    def head(self, h: Tensor) -> Tensor:
+        return F.linear(h, self.table.weight)
+
+
+def tables(kind: str) -> None:
+    plain, ids = nn.Embedding(10, 6), torch.tensor([[1, 2, 9, 2]])
+    makers: list[Any] = [VocabParallelEmbedding(10, 6), FeatureParallelEmbedding(10, 6)]
+    split = [made.from_full(plain) for made in makers]
+    if kind == "torchshard":
+        convert = ts.nn.ParallelEmbedding.convert_parallel_embedding
+        split = [convert(plain, dim) for dim in (0, 1)]
+    for table in split:
+        for again in (False, True):
+            plain.zero_grad(), table.zero_grad()
+            expected, ours = Tied(plain, again)(ids), Tied(table, again)(ids)
+            close(ours, expected)
+            expected.square().sum().backward(), ours.square().sum().backward()
+            close(full_grad(table), plain.weight.grad)
+
+
+class Fused(nn.Module):
+    """Multiplies by a weight whose parts, or heads, are split apart."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.layer.weight, self.layer.bias)
+
+
+def fused() -> None:
+    plain, x = nn.Linear(6, 8), torch.randn(4, 6)
+    shared = {"heads": HeadSplit(1, shared=True)}
+    for how in ({"parts": (4, 4)}, {"heads": HeadSplit(2, 2)}, shared):
+        layer = ColumnLinear(6, 8, **how).from_full(plain)
+        plain.zero_grad()
+        expected, ours = plain(x), Fused(layer)(x)
+        close(ours, expected)
+        expected.square().sum().backward(), ours.square().sum().backward()
+        close(full_grad(layer), plain.weight.grad)
+        close(full_grad(layer, "bias"), plain.bias.grad)
+
+
+class Normalised(nn.Module):
+    """Writes to the weight of its layer before it calls it."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.layer.weight.copy_(F.normalize(self.layer.weight, dim=1))
+            self.layer.weight.data.mul_(2)
+        return self.layer(x)
+
+
+class Arc(ts.nn.ParallelLinear):
+    """A layer of the user's, which computes with its own part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight is self._parameters["weight"]
+        part = ts.nn.functional.parallel_linear(x, F.normalize(self.weight), None, 1)
+        return ts.distributed.gather(part)
+
+
+def readers() -> None:
+    plain, x = nn.Linear(6, 8), torch.randn(4, 6)
+    row = ts.nn.ParallelLinear.convert_parallel_linear(plain, dim=0)
+    close(Normalised(row)(x), Normalised(plain)(x))
+    torch.manual_seed(3)
+    layer = Arc(6, 8, bias=False, dim=1)
+    torch.manual_seed(3)
+    close(layer(x), F.linear(x, F.normalize(nn.Linear(6, 8, bias=False).weight)))
+    torch.optim.SGD([layer.weight])  # outside of a forward it is the parameter
+
+    half = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    column_and_row(half.layers[1], "torchshard")
+    x, padding = torch.randn(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad(), pytest.raises(LayoutError, match="use_nested_tensor = False"):
+        half(x, src_key_padding_mask=padding)
+
+
+def everything(kind: str) -> None:
+    warnings.filterwarnings("ignore", "The PyTorch API of nested tensors")  # of the plain encoder
+    ts.distributed.init_process_group()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(7)
+    assert resolve_group(None, "tensor").size() == 2
+    encoders(kind)
+    attentions(kind)
+    tables(kind)
+    if kind == "ours":
+        fused()
+        readers()
+
+
+@pytest.mark.parametrize("kind", ["ours", "torchshard"])
+def test_a_weight_that_another_forward_reads_is_whole(ranks, kind):
+    ranks(2).run(everything, kind)
+
+
+def under_compile() -> None:
+    warnings.filterwarnings("ignore", "Dynamo does not know how to trace the builtin `sys._get")
+    ts.distributed.init_process_group()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(7)
+    plain = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).eval()
+    split, x = deepcopy(plain), torch.randn(3, 5, 8)
+    column_and_row(split, "ours")
+    context: AbstractContextManager[None] = torch.no_grad()
+    with context:
+        close(torch.compile(split, backend="aot_eager")(x), plain(x))
+
+
+@pytest.mark.full
+def test_a_graph_reads_it_whole_too(ranks):
+    ranks(2).run(under_compile)

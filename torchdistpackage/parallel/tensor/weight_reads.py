@@ -1,0 +1,257 @@
+"""Weights of split layers, read by code outside of the layer: whole there, as in one process.
+
+Some modules compute with `layer.weight` themselves: torch's TransformerEncoderLayer and
+MultiheadAttention in their fast paths, or a head that multiplies by the table of an embedding. A
+read in the forward of another module gives a `SplitWeight`, which torch's fast paths leave alone.
+Operations get all of it, joined over the group, so all ranks must take the same way. Anywhere else
+a read gives this rank's parameter.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchdistpackage.comm import collectives
+from torchdistpackage.comm.nested import map_tensors
+from torchdistpackage.comm.operators import is_traced
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.derive import blocks, local_shape
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.mark import mark_of
+from torchdistpackage.parallel.tensor.full import copy_part
+from torchdistpackage.parallel.tensor.sharing import copy_to_sharing
+from torchdistpackage.topology.mesh import Mesh
+
+ALIKE = ("dtype", "device", "layout", "requires_grad", "is_cuda", "is_meta", "ndim")
+KNOWN = {getattr(Tensor, name).__get__ for name in ALIKE}
+KNOWN |= {Tensor.is_floating_point, Tensor.is_complex, Tensor.dim}
+"""What is asked of a tensor that its parts have alike."""
+OUTLINE = {Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__}
+"""What the shape of the whole tells."""
+WRITES = ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+CALLS = ("forward", "_call_impl")
+"""Functions of a module that run in a forward; hooks run in the second."""
+RESUMED = "torch_dynamo_resume_in_"
+"""Before the name of a function that a graph breaks off, and `_at_` a line behind it."""
+CHECKPOINT = "torch/utils/checkpoint.py"
+
+
+class SplitWeight(Tensor):
+    """The part of a weight, which operations get whole by `join`."""
+
+    join: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        named, known = kwargs or {}, func in KNOWN
+        written = named.get("out", args[0] if args and is_write(func) else None)
+        if isinstance(written, SplitWeight):
+            return written.write(func, args, named)
+        given = plain if known else whole
+        args, named = map_tensors(args, given), map_tensors(named, given)
+        if not all(issubclass(kind, SplitWeight | nn.Parameter) for kind in types):
+            return func(*args, **named)  # the others have rules of their own
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **named)
+
+    def write(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Raises LayoutError: a plan says nothing of what a forward writes."""
+        raise LayoutError(
+            f"a forward writes to the weight of a layer that is split, of shape "
+            f"{tuple(plain(self).shape)} on this shard, by {func.__name__}; write before "
+            f"the model is split, or leave the layer whole by a tensor_parallel_config"
+        )
+
+
+def plain(x: Tensor) -> Tensor:
+    """`x`, of a weight this rank's part."""
+    return x.as_subclass(Tensor) if isinstance(x, SplitWeight) else x
+
+
+def whole(x: Tensor) -> Tensor:
+    """`x`, of a weight all of it. All shards call this together."""
+    return x.join(plain(x)) if isinstance(x, SplitWeight) else x
+
+
+def is_write(func: Any) -> bool:
+    """Whether it writes to its first argument, or gives what can be written to."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in WRITES or func == Tensor.data.__get__
+
+
+def split_weight(part: Tensor, join: Callable[[Tensor], Tensor]) -> SplitWeight:
+    """`part`, of which operations get the whole by `join`."""
+    weight = part.as_subclass(SplitWeight)
+    weight.join = join
+    return weight
+
+
+# -- weights of layers that know their layout and group ------------------------------------
+
+
+class LayerWeight(SplitWeight):
+    """The weight of a split layer of this package, as another module's forward sees it."""
+
+    join: "JoinParts"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in OUTLINE and isinstance(x := args[0], LayerWeight):
+            return func(torch.empty(x.join.layout.shape, device="meta"), *args[1:])
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def write(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Write to the whole, of which this rank keeps its part."""
+        join, part = self.join, plain(self)
+        if func == Tensor.data.__get__:
+            return layer_weight(part.detach(), join)
+        if "out" in named:
+            raise LayoutError(
+                f"{func.__name__} writes its result into the weight of a split layer, "
+                f"{join.layout.shape} in all; leave out= out, and copy the result into the weight"
+            )
+        full = join(part.detach()).clone()
+        with torch._C.DisableTorchFunctionSubclass():
+            func(full, *map_tensors(args[1:], whole), **map_tensors(named, whole))
+        join.write(part, full)
+        return self
+
+
+def layer_weight(part: Tensor, join: "JoinParts") -> LayerWeight:
+    weight = part.as_subclass(LayerWeight)
+    weight.__dict__.update(part.__dict__)  # its marks
+    weight.join = join
+    return weight
+
+
+class JoinParts:
+    """Joins the parts of a weight that a group splits; the gradient is this rank's part of it.
+
+    is_partial: each rank computes with rows of its own, so gradients are summed first.
+    """
+
+    def __init__(self, layout: Layout, group: Group, is_partial: bool):
+        self.layout, self.group, self.is_partial = layout, group, is_partial
+
+    def __call__(self, part: Tensor) -> Tensor:
+        layout, group = self.layout, self.group
+        dim, lengths, order = _places(layout, group.size())
+        mark = mark_of(part)
+        if layout.is_shared and (mark is None or not mark.num_reducers):
+            part = copy_to_sharing(part, layout, group)
+        join = collectives.all_gather if self.is_partial else collectives.gather
+        joined = join(part, dim, group, lengths)
+        return joined if order is None else joined.index_select(dim, order.to(part.device))
+
+    def write(self, part: Tensor, full: Tensor) -> None:
+        """Overwrite this rank's part."""
+        copy_part(part, full, self.layout, _mesh(self.layout, self.group.size()), self.group.rank())
+
+
+@lru_cache(maxsize=256)
+def _places(layout: Layout, num: int) -> tuple[int, list[int], Tensor | None]:
+    """(dim that is split, length of each rank's part, where the parts joined hold each place).
+
+    None: in order.
+    """
+    mesh, found, start = _mesh(layout, num), dict[int, int](), 0
+    dim = next(d for d, axes in enumerate(layout.split) if axes)
+    lengths = [local_shape(layout, mesh, rank)[dim] for rank in range(num)]
+    if not (any(layout.parts) or layout.heads or layout.ranges):
+        return dim, lengths, None
+    for rank, length in enumerate(lengths):
+        for box, here in blocks(layout, mesh, rank):
+            for offset, place in enumerate(range(box[dim].start, box[dim].stop)):
+                found.setdefault(place, start + here[dim].start + offset)
+        start += length
+    return dim, lengths, torch.tensor([found[place] for place in range(layout.shape[dim])])
+
+
+def _mesh(layout: Layout, num: int) -> Mesh:
+    return Mesh(((layout.split_axes[0], num),))
+
+
+def read_whole(*names: str) -> Callable[[type], type]:
+    """Decorate a class of split layers: forwards of other modules read these parameters whole."""
+
+    def decorate(layer: type) -> type:
+        for name in names:
+            setattr(layer, name, _property(name))
+        return layer
+
+    return decorate
+
+
+def own(layer: nn.Module, name: str) -> Any:
+    """The parameter, or buffer, of that name as the layer itself computes with it."""
+    held = layer.__dict__
+    if name in held:  # a tensor that stands in for a parameter
+        return held[name]
+    parameters = held["_parameters"]
+    return parameters[name] if name in parameters else getattr(layer, name)
+
+
+def _property(name: str) -> property:
+    def read(layer: nn.Module) -> Any:
+        held = layer.__dict__
+        if name in held:
+            return held[name]
+        parameters = held.get("_parameters", {})
+        if name not in parameters:
+            raise AttributeError(name)  # then torch's own look-up follows
+        parameter = parameters[name]
+        mark = mark_of(parameter)
+        if mark is None or not mark.layout.split_axes or mark.group is None:
+            return parameter
+        if mark.group.size() == 1 or not _is_read_outside(layer):
+            return parameter
+        join = JoinParts(mark.layout, mark.group, getattr(layer, "sequence_parallel", False))
+        return layer_weight(parameter, join)
+
+    def write(layer: nn.Module, value: object) -> None:
+        layer.__dict__[name] = value
+
+    def delete(layer: nn.Module) -> None:
+        del layer.__dict__[name]
+
+    return property(read, write, delete)
+
+
+def _is_read_outside(layer: nn.Module) -> bool:
+    """Whether the forward of another module reads a parameter of `layer` now."""
+    if is_traced():  # a graph has no frames, and layers of this package read by `own`
+        if not type(layer).forward.__module__.startswith("torchdistpackage."):
+            return False
+        torch._dynamo.graph_break("a module reads the weight of a split layer inside of it")
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        name = code.co_name.removeprefix(RESUMED).partition("_at_")[0]
+        if name in CALLS or ".forward.<locals>" in code.co_qualname:
+            reader = frame.f_locals.get("self")
+            if isinstance(reader, nn.Module):
+                return reader is not layer
+        elif code.co_filename.endswith(CHECKPOINT):
+            return True  # a backward computes a part of a forward again
+        frame = frame.f_back
+    return False
+
+
+def refuse_nested(x: Tensor, where: str) -> None:
+    """Raises LayoutError for a nested tensor, whose rows no collective knows."""
+    if x.is_nested:
+        raise LayoutError(
+            f"{where} got a nested tensor, as torch.nn.TransformerEncoder makes of padded input in "
+            f"eval if its first layer is not split; set use_nested_tensor = False on the encoder"
+        )
