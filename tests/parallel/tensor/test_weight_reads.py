@@ -217,5 +217,6 @@ def under_compile() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.own_transport("a graph calls torch's collectives of its own groups")
 def test_a_graph_reads_it_whole_too(ranks):
     ranks(2).run(under_compile)

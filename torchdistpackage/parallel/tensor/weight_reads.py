@@ -37,6 +37,7 @@ OUTLINE = {Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Ten
 WRITES = ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 CALLS = ("forward", "_call_impl")
 """Functions of a module that run in a forward; hooks run in the second."""
+PACKAGE = __name__.partition(".")[0] + "."
 RESUMED = "torch_dynamo_resume_in_"
 """Before the name of a function that a graph breaks off, and `_at_` a line behind it."""
 CHECKPOINT = "torch/utils/checkpoint.py"
@@ -231,7 +232,7 @@ def _property(name: str) -> property:
 def _is_read_outside(layer: nn.Module) -> bool:
     """Whether the forward of another module reads a parameter of `layer` now."""
     if is_traced():  # a graph has no frames, and layers of this package read by `own`
-        if not type(layer).forward.__module__.startswith("torchdistpackage."):
+        if not type(layer).forward.__module__.startswith(PACKAGE):
             return False
         torch._dynamo.graph_break("a module reads the weight of a split layer inside of it")
     frame: FrameType | None = sys._getframe(1)
