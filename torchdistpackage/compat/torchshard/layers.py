@@ -231,40 +231,6 @@ Embedding = ParallelEmbedding
 """A name of the page."""
 
 
-class ParallelCrossEntropyLoss(nn.Module):
-    """`torch.nn.CrossEntropyLoss`, also of logits that are split by class."""
-
-    weight: Tensor | None
-
-    def __init__(
-        self,
-        weight: Tensor | None = None,
-        size_average: bool | None = None,
-        ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ):
-        super().__init__()
-        if size_average is not None or reduce is not None:
-            from torch.nn import _reduction
-
-            reduction = _reduction.legacy_get_string(size_average, reduce)
-        self.register_buffer("weight", weight)
-        self.ignore_index, self.reduction = ignore_index, reduction
-        self.label_smoothing = label_smoothing
-
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return functional.parallel_cross_entropy(
-            input,
-            target,
-            self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-        )
-
-
 class RegisterParallelDim(nn.Module):
     """Marks the tensor, or each of a list or tuple, that passes through it."""
 
