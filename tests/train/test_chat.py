@@ -228,7 +228,6 @@ def test_all_wrong_lines_are_named_at_once_up_to_a_number(tmp_path):
             {"messages": [{**USER, "role": "system"}, REPLY]},
             "1: .* System role not supp",
         ),
-        ("{{ strftime_now('%Y') }}", chat("a", "b"), "1: .*write a date into the template"),
         (
             "{{ messages + 1 }}",
             chat("a", "b"),

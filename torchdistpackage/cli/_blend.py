@@ -8,6 +8,7 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import ConfigError, DataError
 from torchdistpackage.lazy import resolve
 from torchdistpackage.train.plan import Plan
+from torchdistpackage.train.template_date import with_template_date
 
 ALL_TOKENIZED = "torchdistpackage.train.texts:all_tokenized"
 WITH_STEPS = "torchdistpackage.train.data_build:with_steps"
@@ -23,6 +24,7 @@ def with_known_steps(run: RunConfig) -> tuple[RunConfig, list[str]]:
     """
     if run.train.epochs is None:
         return run, []
+    run = with_template_date(run)
     passes = f"{run.train.epochs:g} passes over the data"
     if absent_files(run) or not resolve(ALL_TOKENIZED)(run):
         # texts that are here are tokenized by both

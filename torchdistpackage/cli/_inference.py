@@ -42,6 +42,7 @@ from torchdistpackage.train.inference_request import (
 )
 from torchdistpackage.train.plan import local_procs, make_plan
 from torchdistpackage.train.run_folder import CHECKPOINTS, RESOLVED
+from torchdistpackage.train.template_date import dated, needs_date, today
 
 RANK_MAIN = "torchdistpackage.train.inference:rank_main"
 PRELOAD = ("torch", "torch.distributed", "numpy", "safetensors.torch", RANK_MAIN.partition(":")[0])
@@ -164,6 +165,8 @@ class ModelSource:
         else:
             text = _yaml_of(self.path)
             found = loads(text, str(self.path), [*overrides, *changes], world_size)
+        if needs_date(found):  # a run has its own
+            found = dated(found, today())
         if world_size is None:
             make_plan(found, local_procs(found), str(self.path))
             if old := old_packages(found):

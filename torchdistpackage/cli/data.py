@@ -8,6 +8,7 @@ from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import ConfigError, DataError
 from torchdistpackage.train.split import split_documents
+from torchdistpackage.train.template_date import with_template_date
 from torchdistpackage.train.texts import text_parts, tokenized_part
 from torchdistpackage.train.token_bar import tokenizing
 from torchdistpackage.train.token_cache import TokenizedText, cut_documents
@@ -30,6 +31,7 @@ def tokenize(config: Config, overrides: Overrides = None) -> None:
     run = load(config, list(overrides or []), only=("run", "data"))
     if run.data.tokenizer is None:
         raise ConfigError(f"{config}: there is no data.tokenizer, so there is nothing to tokenize")
+    run = with_template_date(run)
     labels = {x.section.path: f"{x.label}: " for x in run.data.blend}
     for part in text_parts(run).values():
         found = _tokenize(run, part)

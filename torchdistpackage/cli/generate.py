@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from torchdistpackage.train.chat import ChatTemplate
 from torchdistpackage.train.documents import TextSource
 from torchdistpackage.train.inference_request import GenerateRequest, Sampling
 from torchdistpackage.train.prompts import ByteCodec, TokenCodec, TokenizerCodec
+from torchdistpackage.train.template_date import today
 
 _COMMAND = "tdp generate"
 _STOPS_IN = ("generation_config.json", "config.json")
@@ -103,7 +105,8 @@ def generate(
         stops += tuple(_asked_stops(stop or (), codec, problems))
     encoded = [] if codec is None else [codec.encode(text) for text in texts]
     if chat:
-        found = _Chat.of(folder, codec, problems)
+        day = None if config is None else config.data.template_date
+        found = _Chat.of(folder, codec, day or today(), problems)
         encoded = [] if found is None else list(found.encode(texts, problems))
         stops += () if found is None else found.stops
         texts = [f"{text}\n" for text in texts]
@@ -133,12 +136,12 @@ class _Chat:
 
     @classmethod
     def of(
-        cls, folder: Path | None, codec: TokenCodec | None, problems: list[str]
+        cls, folder: Path | None, codec: TokenCodec | None, day: str, problems: list[str]
     ) -> "_Chat | None":
         if folder is None or codec is None:
             return None  # which is a problem already, but for a model of bytes
         try:
-            template = ChatTemplate(folder)
+            template = ChatTemplate(folder, date.fromisoformat(day))
             # no token stands before what the template writes
             written = TokenizerCodec(folder)
             found = written.special(template.behind_reply().lstrip())

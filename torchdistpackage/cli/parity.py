@@ -13,6 +13,7 @@ from torchdistpackage.train.parity_model import is_model, model_plan, with_small
 from torchdistpackage.train.parity_plan import parity_run
 from torchdistpackage.train.plan import local_procs, make_plan
 from torchdistpackage.train.refusals import refuse_here
+from torchdistpackage.train.template_date import with_template_date
 from torchdistpackage.train.user_code import code_folder
 
 COMPARE = "torchdistpackage.train.parity:compare_plan"
@@ -38,6 +39,7 @@ def parity(config: Config, overrides: Overrides = None) -> None:
         else:
             found = load(config, list(overrides or []))
             make_plan(found, local_procs(found), config)
+            found = with_template_date(found)
             refuse_here(found, config, code_folder(os.environ))
             if found.model.hf is not None:
                 found = with_small_copy(found, Path(scratch))

@@ -10,15 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from torchdistpackage.config import rules
+from torchdistpackage.config.chat_templates import chat_templates, no_chat_template
 from torchdistpackage.config.data_section import SUFFIX_OF_KIND, DataSection
 from torchdistpackage.config.data_split import split_at_end, too_few_tokens
 from torchdistpackage.config.errors import Problem
-from torchdistpackage.config.hugging_face import (
-    chat_template,
-    no_chat_template,
-    tokenizer_file,
-    vocabulary_size,
-)
+from torchdistpackage.config.hugging_face import tokenizer_file, vocabulary_size
 from torchdistpackage.config.job_geometry import GPUS, LAYOUT, JobGeometry, job_geometry
 from torchdistpackage.config.packages import too_old
 from torchdistpackage.config.rules import DEGREES
@@ -229,7 +225,7 @@ def _of_tokenizer(config: RunConfig) -> Iterator[str]:
         fields = {x.field for x in config.data.all_parts.values() if x.tokenizer}
         if fields - {"messages"}:
             text_ends(file, config.data.bos, config.data.eos)
-        if "messages" in fields and chat_template(file.parent) is None:
+        if "messages" in fields and not chat_templates(file.parent):
             yield no_chat_template(file.parent)
     except DataError as error:
         yield str(error).removeprefix("data.tokenizer ")

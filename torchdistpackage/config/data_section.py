@@ -79,6 +79,11 @@ class DataSection(NamedSection):
         default="auto",
         description="End-of-text token behind each document; auto: if the tokenizer has one.",
     )
+    template_date: k.DateOrNull = Field(
+        default=None,
+        description="The date that a chat template writes as today's; null: the day of the run's "
+        "first start, which resolved.yaml records if the template asks for it.",
+    )
     cache: k.PathOrNull = Field(
         default=None, description="Folder of tokenized texts; null: tokens in run.dir."
     )

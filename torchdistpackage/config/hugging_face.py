@@ -217,9 +217,8 @@ def _rope(found: Mapping[str, Any]) -> dict[str, Any]:
     return {"theta": theta, "type": kind, **rope}
 
 
-TEMPLATE = "chat_template.jinja"
 SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
-"""Where special tokens are named; the last file wins."""
+"""Where special tokens are named, and in the last one how they are written."""
 _MAX_TOKENIZER_BYTES = 1 << 28
 
 
@@ -257,7 +256,7 @@ def vocabulary_size(file: Path) -> int:
 
 def read_tokenizer(file: Path) -> dict[str, Any]:
     """The content of a tokenizer.json; raises DataError if it is no JSON mapping."""
-    return _mapping(file)
+    return read_mapping(file)
 
 
 def token_id(tokenizer: Mapping[str, Any], text: str) -> int | None:
@@ -273,60 +272,43 @@ def token_id(tokenizer: Mapping[str, Any], text: str) -> int | None:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Texts of the special tokens by name, such as eos_token.
+    """Return the texts of the special tokens by name, such as eos_token, as transformers has them.
+
+    special_tokens_map.json goes before tokenizer_config.json, unless that one has
+    `added_tokens_decoder`: then it is complete. A mapping `extra_special_tokens` names more.
 
     Raises:
         DataError: a file of the folder that names them is no JSON mapping.
     """
-    return {name: text for file in _settings(folder) for name, text in _tokens(_mapping(file))}
-
-
-def chat_template(folder: Path) -> str | None:
-    """The Jinja source by which the tokenizer writes a chat; None if it has none.
-
-    Raises:
-        DataError: a file that could have it cannot be read.
-    """
-    if (file := folder / TEMPLATE).is_file():
-        return _content(file)
-    if not (file := folder / SETTINGS[-1]).is_file():
-        return None
-    found = _mapping(file).get("chat_template")
-    if isinstance(found, list):  # several, each with a name
-        entries = [cast(dict[str, Any], x) for x in cast(list[Any], found) if isinstance(x, dict)]
-        found = {x.get("name"): x.get("template") for x in entries}.get("default")
-    return found if isinstance(found, str) else None
-
-
-def described_by(folder: Path, *, chat: bool) -> list[Path]:
-    """The files next to tokenizer.json on which ids depend. chat: of chats too."""
-    template = folder / TEMPLATE
-    return _settings(folder) + ([template] if chat and template.is_file() else [])
-
-
-def no_chat_template(folder: Path) -> str:
-    """What to say of a folder without one."""
-    return (
-        f"chats are written by a chat template, and {folder} has none, neither as "
-        f"{TEMPLATE} nor as chat_template in {SETTINGS[-1]}; use the tokenizer of a chat model, or "
-        f"write the template"
+    tokens_map, config = (
+        read_mapping(x) if (x := folder / name).is_file() else {} for name in SETTINGS
     )
+    found = dict(_tokens(config))
+    return found if "added_tokens_decoder" in config else found | dict(_tokens(tokens_map))
 
 
-def _settings(folder: Path) -> list[Path]:
+def settings_files(folder: Path) -> list[Path]:
+    """Return the files next to tokenizer.json on which ids of any text depend."""
     return [file for name in SETTINGS if (file := folder / name).is_file()]
 
 
+_MORE_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
+
+
 def _tokens(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, value in found.items():
+    named = {name: x for name, x in found.items() if name.endswith("_token")}
+    for more in (found.get(key) for key in _MORE_TOKENS):
+        named |= cast(dict[str, Any], more) if isinstance(more, dict) else {}
+    for name, value in named.items():
         text = cast(dict[str, Any], value).get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
+        if isinstance(text, str):
             yield name, text
 
 
-def _mapping(file: Path) -> dict[str, Any]:
+def read_mapping(file: Path) -> dict[str, Any]:
+    """Return the content of a JSON file; raises DataError if it is no mapping."""
     try:
-        found = parse_json(_content(file))
+        found = parse_json(read_text(file))
     except ValueError as error:
         raise DataError(f"{file} is not JSON: {error}") from error
     if not isinstance(found, dict):
@@ -334,7 +316,8 @@ def _mapping(file: Path) -> dict[str, Any]:
     return cast(dict[str, Any], found)
 
 
-def _content(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """Return the text of a file of bounded size; raises DataError if it is none."""
     try:
         return read_regular(file, _MAX_TOKENIZER_BYTES).decode()
     except UnicodeDecodeError as error:

@@ -7,6 +7,7 @@ integral float such as 4.0 for a count. How large a number may be stands with it
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import date
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
@@ -347,6 +348,15 @@ EvalSets = Annotated[
 Packing = Literal["auto", "wrapped", "whole"]
 TokenDtype = Literal["uint8", "uint16", "uint32"]
 TextEnd = Literal["auto", "on", "off"]
+
+DateOrNull = (
+    Annotated[
+        str,
+        AfterValidator(lambda text: date.fromisoformat(text).isoformat()),
+        Expected("a date such as 2024-07-26"),
+    ]
+    | None
+)
 
 
 class Section(BaseModel):

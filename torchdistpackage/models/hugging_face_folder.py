@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from torchdistpackage.config.chat_templates import template_files
 from torchdistpackage.config.hugging_face import config_file, taken
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.derive import blocks
@@ -32,10 +33,10 @@ SHARD_BYTES = 5_000_000_000
 TRANSFORMERS_FILES = FolderFiles()
 COMPANIONS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
+    *("vocab.json", "merges.txt", "tokenizer.model"),
     "generation_config.json",
 )
-"""Files that go with a model, copied from the folder that it was made from."""
+"""Files that go with a model, copied from the folder that it was made from; so are templates."""
 
 
 @torch.no_grad()
@@ -154,6 +155,10 @@ def copy_companions(like: str | Path | None, folder: Path) -> None:
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+    for file in template_files(source):
+        target = folder / file.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, target)
 
 
 def _write_weights(

@@ -5,21 +5,23 @@ these marks it is what the message adds to the text: the chat up to it, with the
 has to be the beginning of the chat with it, and that the beginning of the whole. No torch.
 """
 
-import json
-import re
 import secrets
 from collections.abc import Callable
+from datetime import date
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from torchdistpackage.config.hugging_face import (
-    chat_template,
+from torchdistpackage.bounded import parse_json
+from torchdistpackage.config.chat_templates import (
+    DEFAULT,
+    chat_templates,
     no_chat_template,
-    special_tokens,
+    template_name,
 )
+from torchdistpackage.config.hugging_face import special_tokens
 from torchdistpackage.errors import DataError
+from torchdistpackage.train.chat_jinja import chat_environment
 from torchdistpackage.train.documents import CHAT, TOOLS, Document, is_unicode
 
 ASSISTANT = "assistant"
@@ -27,29 +29,52 @@ ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function")
 
 Message = dict[str, Any]
 Render = Callable[..., str]
-"""Called with messages, tools and add_generation_prompt."""
+"""Called with messages and add_generation_prompt."""
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer's folder, run in Jinja's sandbox.
+    """The chat templates of a tokenizer's folder, run in Jinja's sandbox.
+
+    today: the date that templates write as today's.
 
     Raises:
-        DataError: the folder has none, or it is no Jinja template.
+        DataError: the folder has none, or `default` is no Jinja template.
     """
 
-    def __init__(self, folder: Path):
-        source = chat_template(folder)
-        if source is None:
+    def __init__(self, folder: Path, today: date):
+        self._folder, self._sources = folder, chat_templates(folder)
+        if not self._sources:
             raise DataError(no_chat_template(folder))
         # no message can contain what is drawn here
         self._begin, self._end = (f"\0{word}{secrets.token_hex(8)}\0" for word in "<>")
-        make, errors = _environment(self._begin, self._end)
-        try:
-            self._render: Render = partial(make(source).render, **special_tokens(folder))
-        except errors as error:
+        self._compile, self._errors = chat_environment(self._begin, self._end, today)
+        self._tokens = special_tokens(folder)
+        self._renders: dict[str, Render] = {}
+        if DEFAULT in self._sources:
+            self._template(DEFAULT)
+
+    def _template(self, name: str) -> Render:
+        """Return the template of this name, compiled at its first use."""
+        if name not in self._renders:
+            try:
+                self._renders[name] = self._compile(self._sources[name]).render
+            except self._errors as error:
+                text = "" if name == DEFAULT else f" {name}"
+                raise DataError(
+                    f"the chat template{text} of {self._folder} is no Jinja template: {error}"
+                ) from error
+        return self._renders[name]
+
+    def _writer(self, value: dict[str, Any], where: str) -> Render:
+        """Return what writes messages of this row: its template with the row's variables."""
+        variables = _variables(value, where)
+        name = template_name(self._sources, has_tools=variables[TOOLS] is not None)
+        if name is None:
             raise DataError(
-                f"the chat template of {folder} is no Jinja template: {error}"
-            ) from error
+                f"{where}: of the chat templates {', '.join(self._sources)} of {self._folder} none "
+                f"is for a chat without tools; add one named {DEFAULT}"
+            )
+        return partial(self._text, self._template(name), self._tokens | variables, where)
 
     def document(self, value: dict[str, Any], where: str, first: int = 0) -> Document:
         """The chat of one line, as text with the spans of the assistant. where: of errors. first:
@@ -60,10 +85,7 @@ class ChatTemplate:
                 take it or does not show what the assistant says.
         """
         messages = _messages(value, where)
-        tools = value.get(TOOLS)
-        if not (tools is None or isinstance(tools, list)):
-            raise DataError(f"{where}: tools is a {type(tools).__name__}; it has to be a list")
-        render = partial(self._text, tools=tools, where=where)
+        render = self._writer(value, where)
         text = render(messages)
         if self._begin in text:
             return self._marked(text, where, self._begins(render(messages[:first])) if first else 0)
@@ -89,7 +111,7 @@ class ChatTemplate:
             DataError: the template does not take it.
         """
         said: list[Message] = [{"role": "user", "content": text}]
-        return self._text(said, tools=None, where=where, add_generation_prompt=True)
+        return self._writer({}, where)(said, add_generation_prompt=True)
 
     def behind_reply(self) -> str:
         """What the template writes behind a reply, by which a turn ends.
@@ -100,19 +122,25 @@ class ChatTemplate:
         reply = secrets.token_hex(8)
         said: list[Message] = [{"role": "user", "content": "-"}]
         said.append({"role": ASSISTANT, "content": reply})
-        text = self._text(said, tools=None, where="a chat of one reply")
+        text = self._writer({}, "a chat of one reply")(said)
         return text.partition(reply)[2].replace(self._begin, "").replace(self._end, "")
 
-    def _text(self, messages: list[Message], *, tools: object, where: str, **options: bool) -> str:
+    def _text(
+        self,
+        template: Render,
+        variables: dict[str, Any],
+        where: str,
+        messages: list[Message],
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        names = {**variables, "add_generation_prompt": add_generation_prompt}
         try:
-            text = self._render(messages=messages, tools=tools, **options)
+            text = template(messages=[_with_reasoning(x) for x in messages], **names)
         except Exception as error:  # a template may do anything, such as adding a text to a number
-            why = str(error) or type(error).__name__
-            if "strftime_now" in why:
-                why += " (ids would change from day to day: write a date into the template)"
             raise DataError(
                 f"{where}: the chat template does not take its first {len(messages)} messages: "
-                f"{why}"
+                f"{str(error) or type(error).__name__}"
             ) from error
         return is_unicode(text, f"{where}: the chat")
 
@@ -129,6 +157,35 @@ class ChatTemplate:
             plain += inside + after
         learned = [x for x in spans[first + 1 :] if x[0] < x[1]]
         return Document(plain, spans=_joined(learned, where))
+
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning. Templates read the first, those of gpt-oss the second."""
+
+
+def _with_reasoning(message: Message) -> Message:
+    """Return a message whose reasoning has the names that templates read, as in transformers."""
+    found = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    if found is None:
+        return message
+    return {_REASONING[1]: found, **message, _REASONING[0]: found}
+
+
+def _variables(value: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return what a template is given of a row besides its messages."""
+    tools = value.get(TOOLS)
+    if isinstance(tools, str):  # schemas differ, so a table may hold them as JSON
+        try:
+            tools = parse_json(tools)
+        except ValueError as error:
+            raise DataError(f"{where}: {TOOLS} is a text that is not JSON: {error}") from error
+    if not (tools is None or isinstance(tools, list)):
+        raise DataError(f"{where}: {TOOLS} is a {type(tools).__name__}; it has to be a list")
+    for number, tool in enumerate(cast(list[Any], tools or []), 1):
+        if not isinstance(tool, dict):
+            kind = type(tool).__name__
+            raise DataError(f"{where}: tool {number} is a {kind}; it has to be a JSON schema")
+    return {TOOLS: tools, "documents": None}
 
 
 def _joined(spans: list[tuple[int, int]], where: str) -> tuple[tuple[int, int], ...]:
@@ -174,64 +231,3 @@ def _problem(message: object, name: str) -> str | None:
     if role == ASSISTANT and not content and not message.get("tool_calls"):
         return f"{name}, of the {ASSISTANT}, is empty"
     return None
-
-
-def _environment(begin: str, end: str) -> tuple[Callable[[str], Any], type[Exception]]:
-    """What compiles a template, with the names that transformers gives to chat templates but for
-    today's date; and what it raises. begin, end: are written around a block `generation`.
-    """
-    try:
-        from jinja2 import TemplateError, ext, nodes
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-        from jinja2.utils import Namespace
-    except ImportError as error:
-        raise DataError(
-            f"chat templates need jinja2 3.1.6 or later ({error}); pip install jinja2"
-        ) from error
-    found = version("jinja2")
-    if [int(x) for x in re.findall(r"\d+", found)[:3]] < [
-        3,
-        1,
-        6,
-    ]:  # before, sandboxes had ways out
-        raise DataError(f"chat templates need jinja2 3.1.6 or later, not {found}; upgrade it")
-
-    class GenerationTag(ext.Extension):
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            around = [nodes.Output([nodes.TemplateData(x)], lineno=line) for x in (begin, end)]
-            return [around[0], *body, around[1]]
-
-    class PublicNamespace(Namespace):
-        """Names of Python's own, which begin with an underscore, are no attributes."""
-
-        def __init__(self, **values: object):
-            for name in values:
-                refuse_private(name)
-            super().__init__(values)
-
-        def __setitem__(self, name: str, value: object) -> None:
-            refuse_private(name)
-            super().__setitem__(name, value)
-
-    def refuse_private(name: str) -> None:
-        if name.startswith("_"):
-            raise TemplateError(f"a namespace has no {name}")
-
-    def refuse(text: str) -> None:
-        raise TemplateError(text)
-
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, GenerationTag]
-    )
-    # Jinja's own writes < and & as HTML does
-    made.filters["tojson"] = lambda value, **options: json.dumps(
-        value, **{"ensure_ascii": False, **options}
-    )
-    made.globals.update(
-        raise_exception=refuse, namespace=PublicNamespace, dict=lambda **values: values
-    )
-    return made.from_string, TemplateError

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from torchdistpackage.comm import primitives
 from torchdistpackage.config.data_section import DataSection
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import DataError
@@ -28,6 +29,7 @@ from torchdistpackage.train.pair_rows import cut_pairs
 from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.preference_data import PreferenceDataset
 from torchdistpackage.train.step import EvalSet
+from torchdistpackage.train.template_date import dated
 from torchdistpackage.train.texts import tokenized_part
 from torchdistpackage.train.token_cache import cut_documents
 from torchdistpackage.train.user_code import user_object
@@ -75,6 +77,16 @@ class SeparateValidation:
         check_place(split, data_index, num_data)
         source = self.train if split == "train" else self.val
         return source.batch(split, seed, step, data_index, num_data, per_rank, first=first)
+
+
+def agreed_date(config: RunConfig) -> RunConfig:
+    """Return the run with rank 0's data.template_date, once the ranks have joined: a start at
+    midnight has two."""
+    if config.data.tokenizer is None:
+        return config
+    own = config.data.template_date
+    day = primitives.broadcast_object(own)
+    return config if day == own else dated(config, str(day))
 
 
 def with_steps(config: RunConfig) -> RunConfig:

@@ -40,7 +40,8 @@ class TextSource:
     files.
 
     field: of a jsonl line or parquet column; `prompt+completion` reads these two, `messages` is a
-    chat. tokenizer: a folder with tokenizer.json, or that file. bos, eos: see `text_ends`.
+    chat. tokenizer: a folder with tokenizer.json, or that file. bos, eos: see `text_ends`. today:
+    the date that a chat template writes as today's; None: it writes none.
     """
 
     kind: str
@@ -49,6 +50,7 @@ class TextSource:
     field: str = "text"
     bos: TextEnd = "auto"
     eos: TextEnd = "auto"
+    today: str | None = None
 
     @property
     def may_be_chat(self) -> bool:

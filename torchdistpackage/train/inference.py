@@ -19,7 +19,7 @@ from torchdistpackage.errors import CheckpointError, DataError, NonFiniteError
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.train.build import build_model, start_timeout_s
 from torchdistpackage.train.data import DataBatch
-from torchdistpackage.train.data_build import build_data, read_windows
+from torchdistpackage.train.data_build import agreed_date, build_data, read_windows
 from torchdistpackage.train.evaluation import (
     JoinedWindows,
     Windows,
@@ -55,7 +55,7 @@ def rank_main(
     add_user_code(os.environ)
     end_processes()
     joined = join(rendezvous, init_timeout_s=config.launch.init_timeout_s)
-    plan = make_plan(config, rendezvous.world_size)
+    plan = make_plan(agreed_date(config), rendezvous.world_size)
     answer = perform(plan, rendezvous.rank, joined.device, weights, request, _write)
     leave()
     return answer

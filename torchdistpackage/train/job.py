@@ -55,6 +55,7 @@ from torchdistpackage.train.run_folder import (
     prepare_folder,
     run_folder,
 )
+from torchdistpackage.train.template_date import with_template_date
 from torchdistpackage.train.user_code import code_folder
 
 WORKER = "torchdistpackage.train.worker"
@@ -237,8 +238,11 @@ def _start_ranks(path: str, overrides: list[str], resume: str) -> int:
         text = f"{num_procs:,} processes on this machine, where {MAX_PROCS:,} are allowed; "
         raise ConfigErrors(path, [config.problem("parallel", text + "submit a job instead")])
     plan = make_plan(config, num_procs, path)
-    refuse_here(config, path, code_folder(os.environ))
     files = RunDir(run_folder(config).absolute())
+    in_job = attempt_id(os.environ) != "local"
+    again = _resume(files, _this_start(files, 0), resume) if in_job else resume
+    config = with_template_date(config, again)
+    refuse_here(config, path, code_folder(os.environ))
     with only_writer(files.run):
         refuse_checkpoint(config, resume, lambda: plan)
         return _run_ranks(config, num_procs, resume, files)

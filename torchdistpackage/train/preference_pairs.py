@@ -5,6 +5,7 @@ may be left out; it is then what both answers begin with. No torch.
 """
 
 from collections.abc import Callable
+from datetime import date
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -19,14 +20,15 @@ ANSWERS = (CHOSEN, REJECTED)
 
 
 class PairReader:
-    """Reads lines of pairs. folder: of the tokenizer, whose chat template writes chats."""
+    """Reads lines of pairs. folder: of the tokenizer, whose chat template writes chats; today: the
+    date that it writes."""
 
-    def __init__(self, folder: Path):
-        self._folder = folder
+    def __init__(self, folder: Path, today: date):
+        self._folder, self._today = folder, today
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        return ChatTemplate(self._folder)
+        return ChatTemplate(self._folder, self._today)
 
     def __call__(self, value: dict[str, Any], where: str) -> AnswerPair:
         """The pair of one line. where: of errors.

@@ -3,8 +3,10 @@
 No torch.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
+from torchdistpackage.config.chat_templates import folder_writes_date
 from torchdistpackage.config.data_section import DataSection
 from torchdistpackage.config.errors import Problem
 from torchdistpackage.config.schema import RunConfig
@@ -12,6 +14,7 @@ from torchdistpackage.errors import DataError
 from torchdistpackage.train.documents import TextSource
 from torchdistpackage.train.pair_rows import pair_problems
 from torchdistpackage.train.split import split_documents, split_pairs
+from torchdistpackage.train.template_date import today
 from torchdistpackage.train.token_bar import tokenizing
 from torchdistpackage.train.token_cache import TokenizedText, is_tokenized, tokenized
 from torchdistpackage.train.token_workers import Progress
@@ -20,7 +23,10 @@ from torchdistpackage.train.token_workers import Progress
 def text_source(data: DataSection) -> TextSource:
     """What a data section with a tokenizer has tokenized."""
     where = data.name or "", data.path or "", data.tokenizer or ""
-    return TextSource(*where, data.field, data.bos, data.eos)
+    source = TextSource(*where, data.field, data.bos, data.eos)
+    if not (source.may_be_chat and folder_writes_date(source.tokenizer)):
+        return source
+    return replace(source, today=data.template_date or today())
 
 
 def token_cache_folder(config: RunConfig) -> Path:

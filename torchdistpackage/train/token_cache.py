@@ -32,7 +32,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchdistpackage.bounded import parse_json
-from torchdistpackage.config.hugging_face import described_by, tokenizer_file
+from torchdistpackage.config.chat_templates import template_files
+from torchdistpackage.config.hugging_face import settings_files, tokenizer_file
 from torchdistpackage.errors import DataError
 from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.launch.process import undone_by_signals, usable_cpus
@@ -153,7 +154,8 @@ class _Files(NamedTuple):
 
 def _read_for(source: TextSource) -> _Files:
     vocabulary = tokenizer_file(Path(source.tokenizer))
-    beside = described_by(vocabulary.parent, chat=source.may_be_chat)
+    beside = settings_files(vocabulary.parent)
+    beside += template_files(vocabulary.parent) if source.may_be_chat else []
     return _Files([vocabulary, *beside], files_of(source.kind, Path(source.path)))
 
 
@@ -200,6 +202,8 @@ def _digest(source: TextSource, files: _Files) -> str:
     digest.update(f"{_FORMAT} {source.kind} {source.field} {len(files.texts)}".encode())
     if ends.bos or source.eos == "off":  # else as in entries that are older than the choice
         digest.update(f" {ends.bos} {ends.eos}".encode())
+    if source.today is not None:
+        digest.update(f" {source.today}".encode())
     with ThreadPoolExecutor(usable_cpus(os.environ)) as threads:
         for content in threads.map(_content_digest, (*files.tokenizer, *files.texts)):
             digest.update(content)

@@ -6,6 +6,7 @@ any process and in any order.
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from datetime import date
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,6 @@ from torchdistpackage.config.text_ends import TextEnds, end_of_text
 from torchdistpackage.errors import DataError
 from torchdistpackage.train.chat import ChatTemplate
 from torchdistpackage.train.documents import (
-    CHAT,
     AnswerPair,
     Document,
     Piece,
@@ -155,9 +155,12 @@ class DocumentEncoder:
 
 def _reader(source: TextSource, folder: Path) -> Reader | None:
     """Of its lines; None: texts under its field. folder: of the tokenizer."""
+    if not source.may_be_chat:
+        return None
+    today = date.fromisoformat(source.today) if source.today else date.today()
     if source.kind == PREFERENCE:
-        return PairReader(folder)
-    return ChatTemplate(folder).document if source.field == CHAT else None
+        return PairReader(folder, today)
+    return ChatTemplate(folder, today).document
 
 
 _Line = Document | AnswerPair | DataError

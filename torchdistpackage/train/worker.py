@@ -31,7 +31,7 @@ from torchdistpackage.launch.slurm.run_dir import (
 from torchdistpackage.report.page import REPORT, write_report
 from torchdistpackage.train.build import build, make_local_copies, make_loop
 from torchdistpackage.train.compiled import end_compile_workers, use_cache, warm_up
-from torchdistpackage.train.data_build import notes_of, with_steps
+from torchdistpackage.train.data_build import agreed_date, notes_of, with_steps
 from torchdistpackage.train.data_fingerprint import data_fingerprints, edited_data
 from torchdistpackage.train.export import export_run
 from torchdistpackage.train.finish import finish, sample_text
@@ -42,6 +42,7 @@ from torchdistpackage.train.resume_check import changed_keys
 from torchdistpackage.train.run_folder import RESOLVED, only_writer, prepare_folder, run_folder
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.stop import begin, end, write_decision
+from torchdistpackage.train.template_date import with_template_date
 from torchdistpackage.train.trackers.feed import Trackers
 from torchdistpackage.train.train_state import resume as resume_state
 from torchdistpackage.train.user_code import add_user_code
@@ -63,14 +64,15 @@ def worker_main(config: RunConfig, resume: str, signals: SignalFlag | None = Non
         signals.listen(config.launch.requeue.signals)
     end_processes()
     rendezvous = detect(os.environ)
-    config = with_steps(config)
     plan = make_plan(config, rendezvous.world_size)
-    folder = run_folder(plan.config)
+    folder = run_folder(config)
     joined = join(
         rendezvous,
         init_timeout_s=config.launch.init_timeout_s,
         dump_folder=RunDir(folder).logs,
     )
+    found = with_steps(agreed_date(with_template_date(config, resume)))
+    plan = plan if found is config else make_plan(found, rendezvous.world_size)
     with only_writer(folder) if _leads(rendezvous) else nullcontext():
         return _train(plan, rendezvous, joined, resume, signals)
 

@@ -1,0 +1,89 @@
+"""The chat templates of a tokenizer's folder, found where transformers finds them. No torch.
+
+Files of templates go before the entry in tokenizer_config.json. A tokenizer without either has the
+template of its processor, if there is one.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from torchdistpackage.config.hugging_face import SETTINGS, read_mapping, read_text
+from torchdistpackage.errors import DataError
+
+TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+"""The file of the template `default`, and the folder of files of others, each with its name."""
+PROCESSORS = ("chat_template.json", "processor_config.json")
+DEFAULT, WITH_TOOLS = "default", "tool_use"
+_DATE = "strftime_now"
+"""The function by which a template writes the date of today."""
+
+
+def chat_templates(folder: Path) -> dict[str, str]:
+    """Return the Jinja source of each chat template by its name; one without a name is `default`.
+
+    Raises:
+        DataError: a file that could have one cannot be read.
+    """
+    files = {x.stem: x for x in _more_files(folder)}
+    if (file := folder / TEMPLATE).is_file():
+        files[DEFAULT] = file
+    if files:
+        return {name: read_text(file) for name, file in files.items()}
+    for name in (SETTINGS[-1], *PROCESSORS):
+        if (file := folder / name).is_file():
+            found = dict(_entries(read_mapping(file).get("chat_template")))
+            if found:
+                return found
+    return {}
+
+
+def template_name(names: Iterable[str], *, has_tools: bool) -> str | None:
+    """Return the name of the template that writes a chat; None if there is none for it."""
+    wanted = (WITH_TOOLS, DEFAULT) if has_tools else (DEFAULT,)
+    return next((name for name in wanted if name in names), None)
+
+
+def writes_date(templates: Mapping[str, str]) -> bool:
+    """Return whether a template that writes chats asks for the date of today."""
+    return any(_DATE in templates.get(name, "") for name in (WITH_TOOLS, DEFAULT))
+
+
+def folder_writes_date(tokenizer: str | Path) -> bool:
+    """Return `writes_date` of a tokenizer's folder; False if its files cannot be read."""
+    path = Path(tokenizer)
+    try:
+        return writes_date(chat_templates(path if path.is_dir() else path.parent))
+    except DataError:  # whoever reads the chats says what is wrong
+        return False
+
+
+def template_files(folder: Path) -> list[Path]:
+    """Return the files next to tokenizer.json that may have templates, but for those of tokens."""
+    named = [folder / name for name in (TEMPLATE, *PROCESSORS)]
+    return [*(file for file in named if file.is_file()), *_more_files(folder)]
+
+
+def no_chat_template(folder: Path) -> str:
+    """Return what to say of a folder without one."""
+    return (
+        f"chats are written by a chat template, and {folder} has none, neither as "
+        f"{TEMPLATE} nor as chat_template in {SETTINGS[-1]}; use the tokenizer of a chat model, or "
+        f"write the template"
+    )
+
+
+def _more_files(folder: Path) -> list[Path]:
+    more = folder / MORE_TEMPLATES
+    return sorted(x for x in more.glob("*.jinja") if x.is_file()) if more.is_dir() else []
+
+
+def _entries(value: Any) -> Iterator[tuple[str, str]]:
+    """The names and sources of an entry, which is one source or a list of {name, template}."""
+    if isinstance(value, str):
+        yield DEFAULT, value
+    entries = cast(list[Any], value) if isinstance(value, list) else []
+    for entry in (cast(dict[str, Any], x) for x in entries if isinstance(x, dict)):
+        name, source = entry.get("name"), entry.get("template")
+        if isinstance(name, str) and isinstance(source, str):
+            yield name, source
