@@ -19,6 +19,14 @@ RUN = [
 ]  # fmt: skip
 FOUR_NODES = ["launch.slurm.nodes=4", "launch.slurm.ntasks-per-node=1"]
 ONE_NODE = ["launch.slurm.nodes=1", "launch.slurm.ntasks-per-node=4"]
+ELASTIC = [
+    *("parallel.data=2", "parallel.pipe=1", "pipeline.microbatches=1", "model.dropout=0"),
+    *("train.eval_every=0", "precision.dtype=float64", "launch.elastic.nodes=[1, 2]"),
+    *("launch.slurm.ntasks-per-node=1", "launch.requeue.in_job_restarts=1", "data.name=null"),
+    "data.target=tests.train.sources:Paced",
+    "data.args={seq_len: 32, num_val: 16, pause_s: 0.15}",
+]  # fmt: skip
+"""A job of one or two nodes that goes on with the one that is left; it wants train.steps."""
 KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "val_loss")
 
 
@@ -93,6 +101,19 @@ def until_step(cluster: Cluster, run: Path, step: int, restart: int = 0) -> None
         return log.exists() and bool(rows(run)) and rows(run)[-1]["step"] >= step
 
     cluster.wait_for(there, 240, f"step {step} of {run.name}, restart {restart}")
+
+
+def on_two_nodes(
+    shared: Cluster, folder: Path, name: str, step: int, *words: str
+) -> tuple[Cluster, Path, str]:
+    """A job of `ELASTIC` that has trained on both nodes of a cluster of its own to `step`."""
+    cluster = shared.sibling(nodes=2, accounting=True)
+    # or Slurm would give the job the node that is up first
+    up = lambda: set(cluster.node_states().values()) == {"idle"}  # noqa: E731
+    cluster.wait_for(up, 30, "two idle nodes")
+    run, job = send(cluster, folder, name, *words)
+    until_step(cluster, run, step)
+    return cluster, run, job
 
 
 def ending(cluster: Cluster, run: Path, job: str) -> Lived:

@@ -9,15 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import ROOT, Cluster
-from tests.slurm.lives import CONFIG, RUN, Lived, ending, rows, send, until_step
+from tests.slurm.lives import CONFIG, ELASTIC, RUN, Lived, ending, on_two_nodes, rows, until_step
 
 STEPS, LOCAL_EVERY = 90, 5
-WORDS = [
-    *("parallel.data=2", "parallel.pipe=1", "pipeline.microbatches=1", "model.dropout=0"),
-    *(f"train.steps={STEPS}", "train.eval_every=0", "precision.dtype=float64"),
-    *("launch.elastic.nodes=[1, 2]", "data.name=null", "data.target=tests.train.sources:Paced"),
-    "data.args={seq_len: 32, num_val: 16, pause_s: 0.15}",
-]  # fmt: skip
+WORDS = [*ELASTIC, f"train.steps={STEPS}"]
+COPIES = ["checkpoint.local_dir=/dev/shm", f"checkpoint.local_every={LOCAL_EVERY}"]
 
 
 def submit(cluster: Cluster, folder: Path):
@@ -42,24 +38,8 @@ def whole(folder: Path) -> Path:
     return folder / "whole"
 
 
-def on_two_nodes(shared: Cluster, folder: Path, name: str, *more: str) -> tuple[Cluster, Path, str]:
-    """The job has trained on both nodes of a cluster of its own to step 18."""
-    cluster = shared.sibling(nodes=2, accounting=True)
-    # or Slurm would give the job the node that is up first
-    up = lambda: set(cluster.node_states().values()) == {"idle"}  # noqa: E731
-    cluster.wait_for(up, 30, "two idle nodes")
-    words = [
-        *WORDS, "launch.slurm.ntasks-per-node=1", "launch.requeue.in_job_restarts=1",
-        "checkpoint.local_dir=/dev/shm", f"checkpoint.local_every={LOCAL_EVERY}",
-        *more,
-    ]  # fmt: skip
-    run, job = send(cluster, folder, name, *words)
-    until_step(cluster, run, 18)
-    return cluster, run, job
-
-
 def shrunk(shared: Cluster, folder: Path) -> Lived:
-    cluster, run, job = on_two_nodes(shared, folder, "shrunk")
+    cluster, run, job = on_two_nodes(shared, folder, "shrunk", 18, *WORDS, *COPIES)
     cluster.power_off("n2")
     found = ending(cluster, run, job)
     cluster.down()
@@ -67,7 +47,7 @@ def shrunk(shared: Cluster, folder: Path) -> Lived:
 
 
 def headless(shared: Cluster, folder: Path) -> Lived:
-    cluster, run, job = on_two_nodes(shared, folder, "headless")
+    cluster, run, job = on_two_nodes(shared, folder, "headless", 18, *WORDS, *COPIES)
     cluster.power_off("n1")
     until_step(cluster, run, 30, restart=1)
     cluster.node("boot", "n1")
@@ -80,7 +60,9 @@ def headless(shared: Cluster, folder: Path) -> Lived:
 
 
 def ended(shared: Cluster, folder: Path) -> Lived:
-    cluster, run, job = on_two_nodes(shared, folder, "ended", "launch.requeue.mode=never")
+    cluster, run, job = on_two_nodes(
+        shared, folder, "ended", 18, *WORDS, *COPIES, "launch.requeue.mode=never"
+    )
     cluster.power_off("n1")
     found = Lived(run, job, [cluster.wait_end(job, 400)], "")
     cluster.down()

@@ -19,12 +19,14 @@ from tests.processes import survivors
 from tests.slurm.cluster import ROOT, Cluster
 from tests.slurm.lives import (
     CONFIG,
+    ELASTIC,
     FOUR_NODES,
     ONE_NODE,
     RUN,
     STEPS,
     Lived,
     ending,
+    on_two_nodes,
     rows,
     send,
     starts,
@@ -43,6 +45,7 @@ def submit(cluster: Cluster, folder: Path):
     return {
         "reference": alone,
         "lived": cluster.beside(lived, cluster, folder),
+        "unplugged": cluster.beside(unplugged, cluster, folder),
         "limit": cluster.beside(limit, cluster, folder, alone),
         "one after the other": cluster.beside(quieter, cluster, folder),
     }
@@ -78,6 +81,20 @@ def lived(shared: Cluster, folder: Path) -> Lived:
     found.suspects = (folder / "suspects.jsonl").read_text()
     found.excluded = cluster.job(again)["ExcNodeList"]
     found.requeue_s = requeue_s(cluster, job)
+    cluster.down()
+    return found
+
+
+def unplugged(shared: Cluster, folder: Path) -> Lived:
+    """The cable of an elastic job's second node is cut, and its ranks notice before Slurm does.
+
+    Slurm then never ends their step on the first node, and takes its memory for used.
+    """
+    steps = ["train.steps=30", "checkpoint.save_every=5", "train.step_timeout_s=15"]
+    cluster, run, job = on_two_nodes(shared, folder, "unplugged", 8, *ELASTIC, *steps)
+    cluster.node("cut", "n2")
+    found = ending(cluster, run, job)
+    cluster.node("join", "n2")
     cluster.down()
     return found
 
@@ -214,6 +231,15 @@ def test_a_run_saves_before_its_time_is_over_and_goes_on(submitted, local):
         r"requeue after step \d+: the job ends in \d+ s, and 2 steps, two saves and the margin",
         found.decision(0),
     )
+
+
+def test_an_elastic_job_whose_cable_is_cut_goes_on_without_that_node(submitted):
+    found = submitted["unplugged"].result(timeout=600)
+    assert found.states[-1] == "COMPLETED" and found.code == "0:0", found.log
+    assert [s["nodes"] for s in found.starts] == ["n[1-2]", "n1"]
+    assert [s["start"] for s in found.starts] == [f"{found.job}.0", f"{found.job}.0.1"]
+    assert found.starts[1]["step"] in (5, 10), "what was not saved is done again"
+    assert [row["step"] for row in rows(found.run)] == list(range(1, 31)), "each step once"
 
 
 def test_through_submitit_the_same_comes_out(others, local):

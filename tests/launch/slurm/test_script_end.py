@@ -8,7 +8,11 @@ import pytest
 from tests.launch.slurm.batch import job_of, lines
 from torchdistpackage.config.load import loads
 from torchdistpackage.launch.slurm.job import Sweep, batch_job
-from torchdistpackage.launch.slurm.requeue import EXIT_REQUEUE_DENIED, EXIT_TEMPFAIL
+from torchdistpackage.launch.slurm.requeue import (
+    EXIT_REQUEUE_DENIED,
+    EXIT_TEMPFAIL,
+    NODE_SILENT,
+)
 from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.script import directive
 
@@ -55,6 +59,20 @@ def test_a_requeue_is_asked_for_once_and_only_while_the_job_runs(bash):
         assert f"not requeued here, it is {state}" in done.stdout
     done = bash(job, WORD="requeue time is up", SCONTROL_CODE="1")
     assert done.returncode == EXIT_REQUEUE_DENIED and "launch.requeue.mode=chain" in done.stdout
+
+
+@pytest.mark.parametrize("mode", ["requeue", "chain"])
+def test_a_script_on_a_node_that_was_cut_off_leaves_the_jobs_next_start_alone(bash, mode):
+    job = job_of(run=bash.folder, overrides=[f"launch.requeue.mode={mode}"])
+    stub = (bash.commands / "squeue").read_text()
+    counted = stub.replace("format=${format#", "[ \"$format\" != --Format=restartcnt ] || "
+                           "{ echo ' 3   '; exit; }\nformat=${format#")  # fmt: skip
+    (bash.commands / "squeue").write_text(counted)
+    for count, code in (("2", EXIT_REQUEUE_DENIED), ("3", 0)):
+        done = bash(job, WORD=f"{mode} time is up", SLURM_RESTART_COUNT=count)
+        assert done.returncode == code, done.stdout
+        asked = bash.words("scontrol") + bash.words("sbatch")
+        assert len(asked) == (code == 0) and ("was started anew" in done.stdout) is (code != 0)
 
 
 def test_what_slurms_tools_warn_of_is_no_answer(bash):
@@ -131,6 +149,16 @@ def test_a_signal_to_the_script_leaves_it_to_the_ranks(bash):
     assert (done.returncode, "finished: well" in done.stdout) == (0, True)
 
 
+CLOCK = """#!/bin/bash
+# each look at the clock is TICK seconds after the one before
+case $* in
++%s)
+    read -r now 2>/dev/null <"$NOTED.clock" || now=0
+    echo $((now + ${TICK:-40})) >"$NOTED.clock"
+    echo $((now + ${TICK:-40})) ;;
+*) exec /usr/bin/date "$@" ;;
+esac
+"""
 ATTEMPTS = """#!/bin/bash
 # srun of a job whose ranks die until the attempt named DIES; python decides that all go on
 case $(basename "$0") in
@@ -157,77 +185,139 @@ esac
     [
         ({"DIES": "2"}, 0, "012", "21"),
         ({"DIES": "9"}, 9, "012", "210"),
-        ({"DIES": "9", "CHECK_CODE": "1"}, 9, "0", "2"),
+        ({"DIES": "9", "CHECK_CODE": "1", "TICK": "300"}, 0, "0", "2"),
+        ({"DIES": "9", "CHECK_CODE": "1", "TICK": "300", "MODE": "never"}, 9, "0", "2"),
         ({"DIES": "9", "TOLD": "1"}, 9, "0", "0"),
     ],
 )
 def test_ranks_are_started_anew_in_the_job_while_all_is_well(bash, env, code, attempts, left):
-    for name in ("srun", "python", "sleep"):
-        (bash.commands / name).write_text(ATTEMPTS)
-    job = job_of("{nodes: 2}", bash.folder, overrides=["launch.requeue.in_job_restarts=2"])
+    for name in ("srun", "python", "sleep", "date"):
+        (bash.commands / name).write_text(CLOCK if name == "date" else ATTEMPTS)
+        (bash.commands / name).chmod(0o755)
+    mode = env.get("MODE", "requeue")
+    more = ["launch.requeue.in_job_restarts=2", f"launch.requeue.mode={mode}"]
+    job = job_of("{nodes: 2}", bash.folder, overrides=more)
     done = bash(job, **env)
     assert done.returncode == code, done.stdout
     assert Path(f"{bash.noted}.attempts").read_text().split() == list(attempts)
     asked = [line.split() for line in Path(f"{bash.noted}.asked").read_text().splitlines()]
     assert [words[-2] for words in asked] == list(left) and asked[0][-1] == "30"
     assert [words[-5] for words in asked] == ["7.0", "7.0.1", "7.0.2"][: len(asked)]
-    silent = "not every node starts a task" in done.stdout
+    silent = f"{NODE_SILENT} within 520 s" in done.stdout
     assert silent is ("CHECK_CODE" in env)
-    assert (bash.folder / "job" / "decision.7.0").exists() is (len(attempts) > 1)
+    requeued = silent and mode == "requeue"
+    assert (["requeue", "7"] in bash.words("scontrol")) is requeued
+    assert (bash.folder / "job" / "decision.7.0").exists() is (len(attempts) > 1 or requeued)
     assert done.stdout.count("again: after step 3: killed") == len(attempts) - 1
 
 
 ELASTIC = """#!/bin/bash
-# of four nodes those named in GONE do not answer after the first attempt
-case $(basename "$0") in
-scontrol) [ "$1" = requeue ] || printf 'n%s\\n' 1 2 3 4 ;;
+# of four nodes those named in GONE do not answer after the first attempt; the old step holds what
+# it has until the clock, as far as it was looked at, says FREED
+read -r now 2>/dev/null <"$NOTED.clock" || now=0
+case ${0##*/} in
+scontrol)
+    case $1 in
+    requeue) echo "$2" >>"$NOTED.requeued" ;;
+    show) [ "$2" = config ] && echo "SlurmdTimeout           = 90 sec" || printf 'n%s\\n' 1 2 3 4 ;;
+    esac ;;
+squeue)
+    case $* in
+    *--steps*) echo "7.1 tdp_ranks"; echo "7.2 sh"; exit 0 ;;
+    *%N*) echo "tdp=n[1-4]" ;;
+    *%T*) echo "tdp=RUNNING None" ;;
+    esac ;;
+scancel) echo "$*" >>"$NOTED.cancelled" ;;
 srun)
     for word in "$@"; do case $word in --nodelist=*) list=${word#*=} ;; esac; done
     case $* in
-    *" true")
+    *" --gres=none "*" true")
         case $GONE in *"$list"*) exit 1 ;; esac
-        # the first one comes while a step still ends
-        [ -e "$NOTED.ended.$list" ] && exit 0; touch "$NOTED.ended.$list"; exit 1 ;;
+        # the first answer is an error of any kind
+        [ -e "$NOTED.asked.$list" ] && exit 0; touch "$NOTED.asked.$list"; exit 1 ;;
+    *" --mem=0 "*" true") exit "${SHARED:-0}" ;;
+    *" true") [ "$now" -ge "${FREED:-0}" ]; exit ;;
     *" guard 7 n1 "*) echo "$list" >>"$NOTED.guards"; exit 0 ;;
     esac
-    echo "$1 $2 $list" >>"$NOTED.attempts"
+    shared=; case $* in *" --overlap --mem=0 "*) shared=" shared" ;; esac
+    echo "$1 $2 $list$shared" >>"$NOTED.attempts"
     [ "$TDP_ATTEMPT" = 0 ] || { echo "finished well" >"$RUN/job/decision.7.0.1"; exit 0; }
     exit 137
     ;;
 python)
-    echo "again after step 3: lost" >"$RUN/job/decision.$4"
+    [ -n "$STOP" ] || echo "again after step 3: lost" >"$RUN/job/decision.$4"
     exit 9
     ;;
 esac
 """
 
 
-@pytest.mark.parametrize(
-    ("gone", "code", "then"),
-    [
-        ("n2", 0, "--nodes=3 --ntasks=3 n1,n3,n4"),
-        ("n1 n4", 0, "--nodes=2 --ntasks=2 n2,n3"),
-        ("none", 0, "--nodes=4 --ntasks=4 n1,n2,n3,n4"),
-        ("n1 n2 n3 n4", 9, None),
-    ],
-)
-def test_an_elastic_job_goes_on_with_the_nodes_that_answer(bash, gone, code, then):
-    for name in ("srun", "python", "scontrol", "sleep"):
-        (bash.commands / name).write_text(ELASTIC)
-    more = ["launch.requeue.in_job_restarts=1", "launch.elastic.nodes=[1, 4]"]
+def elastic(bash, *more: str, **env: str):
+    """An elastic job of four nodes, run by bash; what it tried, one line a start."""
+    for name in ("srun", "python", "scontrol", "squeue", "scancel", "sleep", "date"):
+        (bash.commands / name).write_text(CLOCK if name == "date" else ELASTIC)
+        (bash.commands / name).chmod(0o755)
+    more = ("launch.requeue.in_job_restarts=1", "launch.elastic.nodes=[1, 4]", *more)
     job = job_of("{ntasks-per-node: 1}", bash.folder, overrides=more)
     found = lines(job)
     assert {"#SBATCH --nodes=1-4", "#SBATCH --no-kill", "#SBATCH --mincpus=1"} <= set(found)
     assert not [line for line in found if "tasks" in line], "Slurm would give the fewest nodes"
     node = {"SLURM_JOB_NUM_NODES": "4", "SLURMD_NODENAME": "n1"}
-    done = bash(job, GONE=gone, STATE="n[1-4]", **node)
-    assert done.returncode == code, done.stdout
-    attempts = Path(f"{bash.noted}.attempts").read_text().splitlines()
+    done = bash(job, **node, **env)
+    return done, Path(f"{bash.noted}.attempts").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("gone", "then"),
+    [
+        ("n2", "--nodes=3 --ntasks=3 n1,n3,n4"),
+        ("n1 n4", "--nodes=2 --ntasks=2 n2,n3"),
+        ("none", "--nodes=4 --ntasks=4 n1,n2,n3,n4"),
+        ("n1 n2 n3 n4", None),
+    ],
+)
+def test_an_elastic_job_goes_on_with_the_nodes_that_answer(bash, gone, then):
+    done, attempts = elastic(bash, GONE=gone)
+    assert done.returncode == 0, done.stdout
     assert attempts == ["--nodes=4 --ntasks=4 ", *([then] if then else [])]
-    assert ("too few nodes start a task" in done.stdout) is (then is None)
+    # Slurm's 90 s and a third, and two minutes for the end of the step
+    assert (f"{NODE_SILENT} within 240 s" in done.stdout) is (then is None)
+    assert Path(f"{bash.noted}.requeued").exists() is (then is None)
+    assert set(Path(f"{bash.noted}.cancelled").read_text().split()) == {"--signal=KILL", "7.1"}
     left = then.rpartition(" ")[2].split(",") if then else []
     guards = ["n2", *[node for node in left if node != "n1"][:1]]
     assert Path(f"{bash.noted}.guards").read_text().split() == guards, "beside the first node"
+
+
+@pytest.mark.parametrize(
+    ("env", "then", "requeued"),
+    [
+        ({"FREED": "120"}, "--nodes=3 --ntasks=3 n1,n3,n4", False),
+        ({"FREED": "9999"}, "--nodes=3 --ntasks=3 n1,n3,n4 shared", False),
+        ({"FREED": "9999", "SHARED": "1"}, None, True),
+    ],
+)
+def test_an_elastic_job_waits_for_the_old_step_then_shares_and_then_is_requeued(
+    bash, env, then, requeued
+):
+    done, attempts = elastic(bash, GONE="n2", **env)
+    assert done.returncode == 0, done.stdout
+    assert attempts[1:] == ([then] if then else [])
+    assert Path(f"{bash.noted}.requeued").exists() is requeued
+    decision = (bash.folder / "job" / "decision.7.0").read_text()
+    assert decision.startswith("requeue after step 3: lost; " if requeued else "again")
+
+
+@pytest.mark.parametrize(
+    ("gone", "mode", "code"), [("n2", "requeue", 0), ("n2", "never", 9), ("none", "requeue", 9)]
+)
+def test_an_elastic_job_without_a_restart_left_is_requeued_only_if_it_lost_a_node(
+    bash, gone, mode, code
+):
+    """As Slurm does with any other job."""
+    done, attempts = elastic(bash, f"launch.requeue.mode={mode}", GONE=gone, STOP="1")
+    assert (done.returncode, len(attempts)) == (code, 1), done.stdout
+    assert Path(f"{bash.noted}.requeued").exists() is (code == 0)
 
 
 def test_an_elastic_job_leaves_nodes_idle_on_which_no_degrees_do(bash):

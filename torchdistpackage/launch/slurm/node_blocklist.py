@@ -18,7 +18,9 @@ from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.failure import Failure, FailureKind
 from torchdistpackage.launch.files import append_json, read_json_lines
 from torchdistpackage.launch.slurm.query import Runner, run_command, slurm_time
+from torchdistpackage.launch.slurm.requeue import NODE_SILENT
 from torchdistpackage.launch.slurm.run_dir import RunDir, Start, attempt_id, read_starts
+from torchdistpackage.launch.slurm.runs import decision
 from torchdistpackage.launch.slurm_env import expand
 
 log = logging.getLogger(__name__)
@@ -150,13 +152,16 @@ def record_failed_nodes(
 
     env: this start's, or a submission's, outside of any job. Slurm is asked which of that start's
     nodes are down now, and its accounting, if there is one, which were down in between. A start
-    whose ranks left a decision lost no node.
+    whose ranks left a decision lost no node; the batch script leaves one where a node is silent.
     """
     now = time.time() if now_s is None else now_s
     earlier = [s for s in read_starts(files.starts) if s.start != attempt_id(env)]
-    if not earlier or not earlier[-1].nodes or files.decision(earlier[-1].start).exists():
+    if not earlier or not earlier[-1].nodes:
         return []
     start = earlier[-1]
+    word = decision(files, start)
+    if files.decision(start.start).exists() and not (word and NODE_SILENT in word.reason):
+        return []
     known = {(e.node, e.job) for e in read(files.suspects) if e.weight >= THRESHOLD}
     end_s = now + NODE_FAIL_EXPIRY_S
     new = [

@@ -31,6 +31,8 @@ EXIT_TEMPFAIL = 75
 """Exit code of a run that saved and ended early; started again, it goes on (EX_TEMPFAIL)."""
 EXIT_REQUEUE_DENIED = 76
 """Exit code of a job that could not be requeued, or whose ranks left no decision."""
+NODE_SILENT = "a node that the ranks need starts no task"
+"""In a decision of the batch script, whose ranks came to none."""
 _QUANTILE = 0.98
 """Of the durations seen: high, because one step too many costs all steps since the last save."""
 _UNKNOWN_SAVE_STEPS = 10

@@ -1,13 +1,15 @@
 """The lines of a batch script that run the ranks: srun, whose failure it was, and the ranks anew.
 
-An elastic job goes on with the nodes that answer; any other needs all of its nodes again.
+An elastic job goes on with the nodes that answer; any other needs all of its nodes again. The old
+step may hold memory for a minute after its tasks have ended, so nodes are asked until Slurm itself
+would have given a lost one up. Where they still do not do, the job is requeued.
 """
 
 import shlex
 from textwrap import indent
 
 from torchdistpackage.launch.slurm.job import BatchJob
-from torchdistpackage.launch.slurm.requeue import RequeueDecision
+from torchdistpackage.launch.slurm.requeue import NODE_SILENT, RequeueDecision
 
 IGNORE_SIGNALS_UNTIL_READY = 'trap "" HUP USR1 USR2; exec "$@"'
 """For sh -c: a Python that is still starting would end on a signal that asks it to save."""
@@ -15,6 +17,12 @@ _ANSWERS_S = 30
 """Within which a node that is well starts a task."""
 _LOOK_S = 30
 """Between two looks whether the first node is still of the job."""
+_STEP = "tdp_ranks"
+"""Name of the step of the ranks, by which it is ended."""
+_SLURMD_TIMEOUT_S = 300
+"""Slurm's default of how long a node may be silent."""
+_STEP_ENDS_S = 60
+"""As long a step on a live node waits for the end of those on others, and Slurm for processes."""
 
 
 def goes_on_with_fewer(job: BatchJob) -> bool:
@@ -33,7 +41,8 @@ def srun(job: BatchJob) -> str:
         f"\\\n    --ntasks-per-node={job.shape.tasks_per_node} "
         f"--cpus-per-task={job.shape.cpus_per_task}"
     )
-    lines = [stated, "--mpi=none --kill-on-bad-exit=1"]
+    named = f" --job-name={_STEP}" if job.restarts_in_job else ""
+    lines = [stated, f"--mpi=none --kill-on-bad-exit=1{named}"]
     lines += [shlex.join(job.extra("srun"))] if job.extra("srun") else []
     lines.append(f"sh -c '{IGNORE_SIGNALS_UNTIL_READY}' task")
     lines += [shlex.join(job.extra("container"))] if job.extra("container") else []
@@ -63,38 +72,93 @@ esac
     return ask.strip("\n"), end.strip("\n")
 
 
-# A step that was killed holds its memory for a moment, and meanwhile Slurm refuses another at once.
-_TRIES = 'for _ in 1 2 3 4 5; do srun "$@" && exit; sleep 2; done; exit 1'
-_TRY = f"timeout {_ANSWERS_S} sh -c '{_TRIES}' srun"
-_PROBE = f"""
-    {_TRY} --nodes="$_tdp_nodes" --ntasks="$_tdp_nodes" --ntasks-per-node=1 \\
-        --mpi=none true &
+# A node or the controller may be busy for a moment, so a refusal is no answer yet.
+_TRIES = 'for _ in 1 2 3 4 5 6 7 8; do srun "$@" && exit; sleep 3; done; exit 1'
+_COMMON = f"""
+_tdp_try() {{ timeout {_ANSWERS_S} sh -c '{_TRIES}' srun "$@" --mpi=none true; }}
+# Ranks of the old step may still run, and it holds memory and devices until
+# Slurm has ended it on all nodes.
+_tdp_end_step() {{
+    local step name
+    command squeue --noheader --steps --jobs="$_tdp_job" --format='%i %j' |
+        while read -r step name; do
+            [ "$name" != {_STEP} ] || command scancel --signal=KILL "$step" 2>/dev/null
+        done
+}}
+# How long Slurm may take to find that a node is lost, and to end a step there.
+_tdp_patience() {{
+    local lost_s
+    lost_s=$(command scontrol show config |
+        sed -n 's/^SlurmdTimeout *= *\\([0-9]*\\).*/\\1/p')
+    [ "${{lost_s:-0}}" -gt 0 ] || lost_s={_SLURMD_TIMEOUT_S}
+    echo $((lost_s + lost_s / 3 + 2 * {_STEP_ENDS_S}))
+}}
 """.strip("\n")
-_ALL_ANSWER = """
-    if ! wait "$!" || [ "$_tdp_told" -ne 0 ]; then
-        _tdp_say "asked to end, or not every node starts a task within {answers_s} s"
-        rm -f "$_tdp_run/job/decision.$_tdp_own"
-        _tdp_word=
-    fi
+_ALL = """
+_tdp_ask() {
+    _tdp_end_step
+    _tdp_try --nodes="$_tdp_nodes" --ntasks="$_tdp_nodes" --ntasks-per-node=1 &
+    _tdp_asking=$!
+}
+_tdp_ready() { wait "$_tdp_asking"; }
 """.strip("\n")
-# Slurm takes a node that it knows to be lost out of the job; of others it only shows when they are
-# asked. srun waits for a node that is gone, so each is asked by itself.
-_ASK_EACH = f"""
+
+
+def _some(job: BatchJob) -> str:
+    """The same for an elastic job, and a shell beside its first node.
+
+    Slurm takes a node that it knows to be lost out of the job; of others it only shows when they
+    are asked. srun waits for a node that is gone, so each is asked by itself, and for next to
+    nothing, as the old step may hold all memory. Those that answer are then asked for what ranks
+    need. Slurm lets the job go on without its first node, too, where nobody would then start ranks
+    or end it. srun dies with that node, and its task elsewhere does not.
+    """
+    requeues = job.config.launch.requeue.mode == "requeue"
+    ended, end = ("requeued", "scontrol requeue") if requeues else ("ended", "scancel")
+    return f"""
 _tdp_answering() {{
     local node
+    _tdp_end_step
     for node in $(command scontrol show hostnames "$(_tdp_squeue %N)"); do
-        {_TRY} --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap \\
-            --nodelist="$node" --mpi=none true >&2 && printf '%s\\n' "$node" &
+        _tdp_try --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --mem=0 \\
+            --gres=none --nodelist="$node" >&2 && printf '%s\\n' "$node" &
     done
     wait
 }}
-""".strip("\n")
-# Slurm lets the job go on without its first node, too, where nobody would then start ranks or end
-# it. srun dies with that node, and its task elsewhere does not.
-_GUARD = f"""
+_tdp_ask() {{ exec 9< <(_tdp_answering); }}
+_tdp_ready() {{
+    local hosts
+    hosts=$(sort <&9 | paste -sd,)
+    exec 9<&-
+    IFS=, read -r -a _tdp_list <<<"$hosts"
+    _tdp_left_nodes=${{_tdp_use[${{#_tdp_list[@]}}]:-0}}
+    _tdp_left_tasks=$((_tdp_left_nodes * {job.shape.tasks_per_node}))
+    _tdp_list=("${{_tdp_list[@]:0:$_tdp_left_nodes}}")
+    hosts=$(printf '%s,' "${{_tdp_list[@]}}")
+    _tdp_only=("--nodelist=${{hosts%,}}")
+    [ "$_tdp_left_nodes" -gt 0 ] || return
+    if ! _tdp_fits; then
+        # Slurm may never end a step that lost a node after its tasks had ended.
+        [ "$(date +%s)" -ge "$((_tdp_since + {_STEP_ENDS_S}))" ] || return
+        _tdp_only+=(--overlap --mem=0)
+        _tdp_fits || return
+    fi
+    _tdp_say "goes on with ${{hosts%,}}"
+}}
+_tdp_fits() {{
+    _tdp_try --nodes="$_tdp_left_nodes" --ntasks="$_tdp_left_nodes" \\
+        --ntasks-per-node=1 "${{_tdp_only[@]}}"
+}}
+# Whether one of the nodes of the ranks starts no task.
+_tdp_node_lost() {{
+    local hosts
+    hosts=$(cat <&9)
+    exec 9<&-
+    printf '%s\\n' "${{_tdp_list[@]}}" | grep -qvxF -- "$hosts"
+}}
 _tdp_guarding=
-_tdp_guard() {{{{
-    local first=${{{{SLURMD_NODENAME:-$(hostname)}}}} other
+_tdp_guard() {{
+    local first=${{SLURMD_NODENAME:-$(hostname)}} other
     [ -z "$_tdp_guarding" ] || kill "$_tdp_guarding" 2>/dev/null
     _tdp_guarding=
     other=$(printf '%s\\n' "$@" | grep -vx -m1 "$first") || return 0
@@ -103,32 +167,18 @@ _tdp_guard() {{{{
             while sleep {_LOOK_S}; do
                 nodes=$(squeue --noheader --states=running --jobs="$1" --format=%N) || continue
                 [ -n "$nodes" ] && names=$(scontrol show hostnames "$nodes") || continue
+                # a node that was cut off and is back: the job goes on elsewhere
+                count=$(squeue --noheader --jobs="$1" --Format=restartcnt) || continue
+                [ "$((count))" -eq "$4" ] || exit 0
                 printf "%s\\n" "$names" | grep -qx "$2" && continue
-                echo "job $1: its first node $2 is lost, so it is {{ended}}" >>"$3"
-                {{end}} "$1"
-            done' guard "$_tdp_job" "$first" "$_tdp_run/logs/main.log" </dev/null &
+                echo "job $1: its first node $2 is lost, so it is {ended}" >>"$3"
+                {end} "$1"
+            done' guard "$_tdp_job" "$first" "$_tdp_run/logs/main.log" \\
+        "${{SLURM_RESTART_COUNT:-0}}" </dev/null &
     _tdp_guarding=$!
-}}}}
+}}
 IFS=$'\\n' read -r -d '' -a _tdp_list < <(command scontrol show hostnames "$(_tdp_squeue %N)")
 _tdp_left_nodes=$_tdp_nodes _tdp_left_tasks=$_tdp_ntasks _tdp_only=()
-""".strip("\n")
-_PROBE_EACH = "    exec 9< <(_tdp_answering)"
-_SOME_ANSWER = """
-    _tdp_hosts=$(sort <&9 | paste -sd,)
-    exec 9<&-
-    IFS=, read -r -a _tdp_list <<<"$_tdp_hosts"
-    _tdp_left_nodes=${{_tdp_use[${{#_tdp_list[@]}}]:-0}}
-    _tdp_left_tasks=$((_tdp_left_nodes * {tasks}))
-    _tdp_list=("${{_tdp_list[@]:0:$_tdp_left_nodes}}")
-    _tdp_hosts=$(printf '%s,' "${{_tdp_list[@]}}")
-    _tdp_only=("--nodelist=${{_tdp_hosts%,}}")
-    if [ "$_tdp_left_nodes" -eq 0 ] || [ "$_tdp_told" -ne 0 ]; then
-        _tdp_say "asked to end, or too few nodes start a task within {answers_s} s"
-        rm -f "$_tdp_run/job/decision.$_tdp_own"
-        _tdp_word=
-    else
-        _tdp_say "goes on with ${{_tdp_hosts%,}}"
-    fi
 """.strip("\n")
 
 
@@ -137,46 +187,67 @@ def again(job: BatchJob, start: str) -> str:
 
     A signal to this shell says that the job is about to end.
     """
-    margin_s = job.config.launch.requeue.margin_s
+    margin_s, mode = job.config.launch.requeue.margin_s, job.config.launch.requeue.mode
     ask, end = verdict(job, "_tdp_own", f' "$_tdp_left" {margin_s:g}')
-    before, probe, answer = "", _PROBE, _ALL_ANSWER.format(answers_s=_ANSWERS_S)
+    functions, asked, lost = f"{_COMMON}\n{_ALL}", '[ "$_tdp_left" -gt 0 ]', ""
+    decision = '"$_tdp_run/job/decision.$_tdp_own"'
+    if mode == "never":
+        give_up = f"rm -f {decision}\n_tdp_word="
+    else:  # the rest of the script acts on it
+        give_up = f"""
+printf '{mode} %s; %s\\n' "$_tdp_reason" "$_tdp_why" >{decision}
+exit "$_tdp_status"
+""".strip("\n")
     if goes_on_with_fewer(job):
-        tasks = job.shape.tasks_per_node
-        requeues = job.config.launch.requeue.mode == "requeue"
-        guard = _GUARD.format(
-            ended="requeued" if requeues else "ended",
-            end="scontrol requeue" if requeues else "scancel",
-        )
+        functions = f"{_COMMON}\n{_some(job)}"
         start = f'_tdp_guard "${{_tdp_list[@]}}"\n{start}'
-        before = f"{_ASK_EACH}\n{guard}\n"
-        probe = _PROBE_EACH
-        answer = _SOME_ANSWER.format(tasks=tasks, answers_s=_ANSWERS_S)
         ask = ask.replace('"$_tdp_ntasks"', '"$_tdp_left_tasks"')
+        asked = '[ "$_tdp_status" -ne 0 ] && [ "$_tdp_told" -eq 0 ]'
+        if mode != "never":
+            lost = f"""
+# Slurm requeues any other job that loses a node.
+if {asked} && _tdp_node_lost; then
+    _tdp_reason="not again in this job" _tdp_why="{NODE_SILENT}"
+    _tdp_say "$_tdp_why"
+{indent(give_up, "    ")}
+fi
+""".lstrip("\n")
     body = f"""
 export TDP_ATTEMPT="$_tdp_attempt"
 {start}
-[ ! -f "$_tdp_run/job/decision.$_tdp_own" ] || exit "$_tdp_status"
+[ ! -f {decision} ] || exit "$_tdp_status"
 _tdp_left=$(({job.restarts_in_job} - _tdp_attempt))
 if [ "$_tdp_status" -eq 0 ] || [ "$_tdp_told" -ne 0 ]; then _tdp_left=0; fi
 # Both take a while, so at once.
-if [ "$_tdp_left" -gt 0 ]; then
-{probe}
-fi
+if {asked}; then _tdp_ask; fi
 {ask}
 _tdp_word='' _tdp_reason=''
-if [ -f "$_tdp_run/job/decision.$_tdp_own" ]; then
-    read -r _tdp_word _tdp_reason <"$_tdp_run/job/decision.$_tdp_own"
-{answer}
+if [ -f {decision} ]; then
+    read -r _tdp_word _tdp_reason <{decision}
+    _tdp_limit=$(_tdp_patience)
+    _tdp_since=$(date +%s)
+    _tdp_until=$((_tdp_since + _tdp_limit))
+    until _tdp_ready && [ "$_tdp_told" -eq 0 ]; do
+        if [ "$_tdp_told" -ne 0 ] || [ "$(date +%s)" -ge "$_tdp_until" ]; then
+            _tdp_why="asked to end, or {NODE_SILENT} within $_tdp_limit s"
+            _tdp_say "$_tdp_why"
+{indent(give_up, " " * 12)}
+            break
+        fi
+        sleep 2
+        _tdp_ask
+    done
 fi
 if [ "$_tdp_word" != {RequeueDecision.AGAIN} ]; then
-{indent(end, "    ")}
+{indent(lost + end, "    ")}
 fi
 _tdp_say "$_tdp_word: $_tdp_reason"
 _tdp_attempt=$((_tdp_attempt + 1))
 _tdp_own=$_tdp_start.$_tdp_attempt
 """.strip("\n")
     return f"""
-{before}_tdp_told=0 _tdp_attempt=0 _tdp_own=$_tdp_start
+{functions}
+_tdp_told=0 _tdp_attempt=0 _tdp_own=$_tdp_start
 trap _tdp_told=1 TERM HUP USR1 USR2
 while :; do
 {indent(body, "    ")}

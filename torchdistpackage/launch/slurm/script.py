@@ -148,6 +148,14 @@ _tdp_state() {{
     done
     printf '%s' "${{state:-not known to squeue}}"
 }}
+# A node that was cut off and is back may still run this script, while the job
+# has been started anew elsewhere.
+_tdp_started_anew() {{
+    local restarts
+    restarts=$(command squeue --noheader --states=all --jobs="$_tdp_job" --Format=restartcnt)
+    [[ $restarts =~ ^[[:space:]]*([0-9]+)[[:space:]]*$ ]] &&
+        [ "${{BASH_REMATCH[1]}}" -ne "${{SLURM_RESTART_COUNT:-0}}" ]
+}}
 """
     ends = f"""
 case $_tdp_word in
@@ -165,6 +173,10 @@ case $_tdp_word in
         RUNNING* | *TimeLimit) ;;
         *) _tdp_say "not requeued here, it is $_tdp_now"; exit {EXIT_REQUEUE_DENIED} ;;
         esac
+        if _tdp_started_anew; then
+            _tdp_say "not requeued here, it was started anew"
+            exit {EXIT_REQUEUE_DENIED}
+        fi
         command scontrol requeue "$_tdp_job" && exit 0
         sleep 2
     done
@@ -205,6 +217,10 @@ RUNNING* | *TimeLimit) ;;
     fi
     ;;
 esac
+if _tdp_started_anew; then
+    _tdp_say "no job was chained: this job was started anew"
+    exit {EXIT_REQUEUE_DENIED}
+fi
 _tdp_own=()
 for _tdp_name in $(compgen -e); do
     case $_tdp_name in
