@@ -84,7 +84,7 @@ def problems(text: str, *overrides: str) -> list[str]:
         ("optim: {lr: false}", "r.yaml:1: optim.lr: wants a number above 0, got false"),
         ("optim: {lr: .nan}", "r.yaml:1: optim.lr: wants a number above 0, got the number nan"),
         ("model: {tied: yes}", 'r.yaml:1: model.tied: wants true or false, got the text "yes"'),
-        ("run: {name: 5}", "r.yaml:1: run.name: wants a folder name"),
+        ("run: {name: [5]}", "r.yaml:1: run.name: wants a folder name"),
         ("run: {name: ../x}", "r.yaml:1: run.name: wants a folder name"),
         (
             "pipeline: {schedule: 1f1}",

@@ -28,6 +28,7 @@ from torchdistpackage.config.hugging_face import FREE_KEYS, model_keys, read_con
 from torchdistpackage.config.model_section import NO_LAYERS
 from torchdistpackage.config.schema import RunConfig, Section
 from torchdistpackage.config.types import expected_of
+from torchdistpackage.config.written_text import restore
 from torchdistpackage.config.yaml_loader import MAX_BYTES, MAX_KEY, Keys, YamlDocument, dotted, read
 from torchdistpackage.errors import ConfigError
 
@@ -91,6 +92,7 @@ def loads(
     draft = _PartialConfig(source, read(text, source))
     for override in overrides:
         draft.override(override)
+    restore(draft.values, draft.texts, _field_of)
     draft.fill_from_weights()
     config = draft.validate()
     others = set(SECTION_NAMES) - set(only)
@@ -113,6 +115,7 @@ def override_problems(overrides: Sequence[str]) -> list[Problem]:
     draft = _PartialConfig("", read("", ""))
     for override in overrides:
         draft.override(override)
+    restore(draft.values, draft.texts, _field_of)
     draft.validate()
     return draft.problems
 
@@ -123,6 +126,7 @@ class _PartialConfig:
     def __init__(self, source: str, document: YamlDocument) -> None:
         self.source = source
         self.problems, self.locations = document.problems, document.locations
+        self.texts = document.texts
         self.invalid = document.invalid
         self.values: dict[str, Any] = {}
         self._overridden: list[str] = []
@@ -175,10 +179,11 @@ class _PartialConfig:
                 self.locations[path[:end]] = location
             parent = cast(dict[str, Any], inside)
         parent[path[-1]] = document.value
-        stale = [p for p in self.locations if p[: len(path)] == path]
-        for old in stale:
-            del self.locations[old]
+        for places in (self.locations, self.texts):
+            for old in [p for p in places if p[: len(path)] == path]:
+                del places[old]
         self.locations |= {path: location, **document.locations}
+        self.texts |= document.texts
 
     def fill_from_weights(self) -> None:
         """Give the model section the sizes of the model whose weights it names."""

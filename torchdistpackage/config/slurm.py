@@ -33,7 +33,8 @@ def _matching(pattern: str) -> Callable[[str], bool]:
 def _is_time(text: str) -> bool:
     days, _, clock = text.rpartition("-")
     small = [int(part) for part in re.findall(r"\d+", clock)]
-    is_time = re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", text, re.ASCII)
+    forms = r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|(?i:UNLIMITED|INFINITE)"
+    is_time = re.fullmatch(forms, text, re.ASCII)
     return bool(is_time) and max(small[1:], default=0) < 60 and not (days and small[0] > 23)
 
 
@@ -159,6 +160,16 @@ Found = tuple[str, str]
 def canonical_name(key: str) -> str:
     """Slurm's spelling: ntasks_per_node is ntasks-per-node."""
     return key.replace("_", "-")
+
+
+def is_text(key: str, value: object) -> bool:
+    """Whether an option passes on what was written; others take a number or a truth for one."""
+    kind = OPTIONS.get(canonical_name(key))
+    if kind is None:
+        return canonical_name(key) in EXTRA
+    return kind in (_TEXT, _LIST, _MAYBE, _SIGNAL, _BLOCK) and not (
+        kind.flag and isinstance(value, bool)
+    )
 
 
 def problems(section: Mapping[str, object]) -> tuple[Found, ...]:

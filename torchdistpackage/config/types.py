@@ -288,7 +288,8 @@ _STEP_RANGE = re.compile(r"([1-9]\d{0,8})\.\.([1-9]\d{0,8})")
 
 def _step_range(value: object) -> object:
     """10 is 10..10."""
-    return f"{value}..{value}" if isinstance(value, int) and not isinstance(value, bool) else value
+    one = type(value) in (int, str) and str(value).isdecimal()
+    return f"{value}..{value}" if one else value
 
 
 def _ascends(value: str) -> str:

@@ -122,13 +122,15 @@ def read(
 class YamlDocument:
     """What a text says: its value, where each key stands, and what is wrong with it.
 
-    invalid: dotted paths whose values cannot be trusted, e.g. keys given twice.
+    invalid: dotted paths whose values cannot be trusted, e.g. keys given twice. texts: how plain
+    scalars that YAML takes for numbers or truths are written.
     """
 
     def __init__(self, file: str, given: SourceLocation | None) -> None:
         self.file, self.given = file, given
         self.value: Any = None
         self.locations: dict[Keys, SourceLocation] = {}
+        self.texts: dict[Keys, str] = {}
         self.problems: list[Problem] = []
         self.invalid: set[str] = set()
         self._open: list[int] = []  # ids of the nodes around this one: an alias may close a circle
@@ -226,6 +228,8 @@ class YamlDocument:
         if why := _unfit_text(text, MAX_TEXT if kind == "str" else MAX_NUMBER):
             self.report(node.start_mark.line + 1, path, f"the value {why}")
             return None
+        if kind in ("bool", "int", "float") and node.style is None:
+            self.texts[path] = text
         try:
             match kind:
                 case "str":
