@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import signal
+import sys
 
 import pytest
 
+from torchdistpackage.errors import RankError
 from torchdistpackage.launch.failure import (
     Failure,
     FailureKind,
     from_exception,
     is_secondary,
+    only_returns,
     report,
     root_cause,
 )
@@ -103,3 +106,16 @@ def test_sys_exit_is_an_exit_code_and_no_traceback(end: SystemExit, code: int, t
     failure = from_exception(0, end)
     assert (failure.kind, failure.exit_code, failure.error) == (FailureKind.EXIT, code, text)
     assert failure.detail == ""
+
+
+@pytest.mark.parametrize(("code", "raised"), [(0, RankError), (None, RankError), (3, SystemExit)])
+def test_an_exit_without_a_code_is_an_error_of_a_rank(code: int | None, raised: type) -> None:
+    """Only returning ends a rank well; the line that exited is named."""
+    with pytest.raises(raised) as found, only_returns():
+        sys.exit(code)
+    failure = from_exception(0, found.value)
+    shown = "" if code is None else code
+    assert f'sys.exit({shown}) at "{__file__}", line ' in failure.error
+    assert failure.exit_code == (code or 1) and not is_secondary(failure)
+    with only_returns():
+        pass

@@ -51,6 +51,13 @@ class Misbehaving(UnevenTokens):
                 raise ValueError("this rank was told to fail")
             if how == "exit":
                 raise SystemExit(7)
+            if how == "leave":
+                raise SystemExit(0)
+            if how == "vanish":
+                os._exit(0)
+            if how == "vanish in a thread":
+                threading.Thread(target=os._exit, args=(0,)).start()
+                time.sleep(60)
             os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         return super().batch(split, seed, step, data_index, num_data, per_rank, first=first)
 

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from torchdistpackage.checkpoint import manifest as manifests
@@ -196,17 +196,25 @@ def none_complete(folder: Path, number: int, problem: str) -> CheckpointError:
     )
 
 
-def damage(path: Path, *, checksums: bool = False, share: tuple[int, int] = (0, 1)) -> str | None:
+def damage(
+    path: Path,
+    *,
+    checksums: bool = False,
+    share: tuple[int, int] = (0, 1),
+    on_file: Callable[[], None] = lambda: None,
+) -> str | None:
     """What is wrong with a checkpoint folder, or None.
 
     checksums: also those of the files, and whether their headers say what the manifest does.
     share: (i, n) reads only every n-th file, from the i-th on, so that n ranks check together.
+    on_file: called after each file.
     """
     try:
         manifest = read_manifest(path)
         claimed = claims(manifest) if checksums else {}
         for name in sorted(manifest.files)[share[0] :: share[1]]:
             check_file(path / name, manifest.files[name], claimed.get(name))
+            on_file()
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except OSError as error:

@@ -124,16 +124,22 @@ def agree_on_start(folder: str | Path, *, rank: int, world_size: int) -> str:
 
 class Heartbeat:
     """The progress of a loop: `step()` at the beginning of each step, `with allow_slow():` around
-    what may take longer. A mark is an assignment; a watch reads it when it likes."""
+    what may take longer, `beat()` in what takes long but goes on. A mark is an assignment; a watch
+    reads it when it likes."""
 
     def __init__(self) -> None:
-        self.num_steps = 0
+        self.num_steps = self.num_beats = 0
         self.num_slow = 0
         self.since_s = _now_s()
 
     def step(self) -> None:
         """A step begins, so the one before is over."""
         self.num_steps += 1
+        self.since_s = _now_s()
+
+    def beat(self) -> None:
+        """What is under way goes on, so its time limit begins anew."""
+        self.num_beats += 1
         self.since_s = _now_s()
 
     @contextmanager
@@ -287,7 +293,7 @@ class HangWatchdog(Heartbeat):
             self._ending.end(self._dump, diagnosis, self._reported)
 
     def _is_hung(self) -> bool:
-        over_s, begun = self._clock.over_s(), self.num_steps or self.num_slow
+        over_s, begun = self._clock.over_s(), self.num_steps or self.num_slow or self.num_beats
         if self._dump.state is State.HERE and begun and over_s > self._limit_s:
             return True
         return self._nearby.has_alarm or (self._nearby.is_due() and self._folder.has_alarm)

@@ -13,13 +13,15 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from torchdistpackage.bounded import parse_json, read_regular
+from torchdistpackage.errors import RankError
 
 _MOST_BYTES = 1 << 24
 """Of a rank's report."""
@@ -60,6 +62,9 @@ _CONSEQUENCES = (
 # By which `fail_together` names the rank that raised, on all ranks.
 _ON_RANK = re.compile(r" failed on rank (\d+) on ")
 
+_LIBRARY = re.compile(r"/lib/python3[.\d]*/|^<")
+"""Files of Python and of packages that are installed."""
+
 _HINTS: dict[int, str] = {
     signal.SIGKILL: " (perhaps the kernel, out of memory)",
     signal.SIGBUS: " (perhaps a mapped file, such as data, became shorter, or /dev/shm is full)",
@@ -79,12 +84,14 @@ _CALLERS = (
 def from_exception(rank: int, error: BaseException) -> Failure:
     """The record of an exception that left the function of this process's rank, made now.
 
-    SystemExit with another code than 0 counts as an exit, and needs no traceback.
+    SystemExit with another code than 0 counts as an exit; its line is said, without a traceback.
     """
     host, pid, now_s = socket.gethostname(), os.getpid(), time.time()
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         text = "" if error.code is None or isinstance(error.code, int) else str(error.code)
+        if place := _place(error):
+            text = f"{text}, by {_call(error)} at {place}" if text else f"{_call(error)} at {place}"
         return Failure(rank, host, pid, now_s, FailureKind.EXIT, code & 0xFF, error=text)
     last_line = traceback.format_exception_only(error)[-1].strip()
     first_line = str(error).strip().partition("\n")[0]
@@ -94,6 +101,38 @@ def from_exception(rank: int, error: BaseException) -> Failure:
         trace = trace.tb_next
     detail = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
     return Failure(rank, host, pid, now_s, FailureKind.ERROR, 1, error_line, detail)
+
+
+@contextmanager
+def only_returns() -> Generator[None]:
+    """Make `sys.exit()` inside, with the code 0 or without one, an error: a rank of a run ends well
+    only by returning, or its peers and its launcher would take an early end for a success.
+
+    Raises:
+        RankError: names the line that exited.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        if error.code:
+            raise
+        raise RankError(
+            f"{_call(error)} at {_place(error)} ended this rank before its run had finished; "
+            f"return from the code that the run calls, or raise an exception"
+        ) from error
+
+
+def _call(error: SystemExit) -> str:
+    shown = "" if error.code is None else repr(error.code) if isinstance(error.code, int) else "..."
+    return f"sys.exit({shown})"
+
+
+def _place(error: BaseException) -> str:
+    """Return the file, line and function that raised `error`, outside of libraries if possible."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _LIBRARY.search(frame.filename)]
+    found = next(iter([*own[-1:], *frames[-1:]]), None)
+    return f'"{found.filename}", line {found.lineno}, in {found.name}' if found else ""
 
 
 def from_exit(

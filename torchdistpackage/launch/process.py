@@ -23,11 +23,16 @@ _PR_SET_PDEATHSIG = 1
 _NOT_INITIALIZED, _NO_DEVICE = 3, 100
 
 
+class Interrupted(BaseException):
+    """A signal came inside `SignalFlag.interrupting`."""
+
+
 class SignalFlag:
     """Signals received since `listen`, in order. A fork takes the handlers with it."""
 
     def __init__(self) -> None:
         self.all_received: list[signal.Signals] = []
+        self._interrupts = False
 
     def listen(self, names: Sequence[str]) -> None:
         """Note the signals `names` ("USR1", "TERM", ...) from now on, in the main thread.
@@ -49,8 +54,25 @@ class SignalFlag:
         """Name of the first one; "" if there was none."""
         return self.all_received[0].name if self.all_received else ""
 
+    @contextmanager
+    def interrupting(self) -> Generator[None]:
+        """Inside, a signal that is listened to is noted and ends what is under way at once: for
+        work of one process, in which nothing asks for the flag.
+
+        Raises:
+            Interrupted: one came; later ones are only noted.
+        """
+        self._interrupts = True
+        try:
+            yield
+        finally:
+            self._interrupts = False
+
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self.all_received.append(signal.Signals(signum))
+        if self._interrupts:
+            self._interrupts = False
+            raise Interrupted(self.all_received[-1].name)
 
 
 class _Undone(BaseException):

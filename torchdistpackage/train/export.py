@@ -5,7 +5,7 @@ any layout. Held at once are the tensors of one file that is written, and one pa
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,12 @@ EXPORTED = "hf"
 """In a run folder, the model at the end of the run."""
 
 
-def export_run(run: Path, model: ModelSpec, like: str | None) -> Path:
+def export_run(
+    run: Path, model: ModelSpec, like: str | None, beat: Callable[[], None] = lambda: None
+) -> Path:
     """Write the newest checkpoint of a run to its folder `EXPORTED`, anew.
 
-    like: the folder or config.json that the run began with, if any.
+    like: the folder or config.json that the run began with, if any. beat: see `export_checkpoint`.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or the folder cannot be written.
@@ -47,7 +49,7 @@ def export_run(run: Path, model: ModelSpec, like: str | None) -> Path:
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier end of this run
     if like is not None and not config_file(like).is_file():
         like = None  # gone since the run began
-    return export_checkpoint(path, model, folder, like=like)
+    return export_checkpoint(path, model, folder, like=like, beat=beat)
 
 
 def export_checkpoint(
@@ -58,17 +60,19 @@ def export_checkpoint(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     like: str | Path | None = None,
+    beat: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write the weights of the checkpoint folder `path` as `write_folder` does; returns `folder`.
 
-    dtype: torch's name of the type of the weights; default that of the checkpoint.
+    dtype: torch's name of the type of the weights; default that of the checkpoint. beat: called
+    after each file and parameter that has been read.
 
     Raises:
         CheckpointError: the checkpoint is damaged or of another model, or `folder` is not empty.
         LayoutError: transformers has no such model.
     """
     path = Path(path)
-    if problem := damage(path, checksums=True):
+    if problem := damage(path, checksums=True, on_file=beat):
         raise CheckpointError(f"{path} is damaged: {problem}; name another checkpoint")
     manifest = read_manifest(path)
     made_of = model.sources()
@@ -76,11 +80,17 @@ def export_checkpoint(
     wanted = {name: x for name, x in known.items() if name in made_of}
     _check_model(manifest, wanted, path)
     dtype = dtype or manifest.tensors[next(iter(made_of))].dtype
+    source = checkpoint_source(path)
+
+    def whole(name: str) -> torch.Tensor:
+        beat()
+        return source.read(name)
+
     return write_folder(
         folder,
         model.config_json(dtype, like),
         made_of,
-        checkpoint_source(path).read,
+        whole,
         getattr(torch, dtype),
         shard_bytes=shard_bytes,
         like=like,

@@ -2,17 +2,13 @@
 
 import shutil
 import textwrap
-from itertools import islice
 
-from torchdistpackage.comm import primitives
-from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.train.data import table_entropies
 from torchdistpackage.train.generate import generate
 from torchdistpackage.train.inference_request import Sampling
 from torchdistpackage.train.log import evaluation_lines, plot_loss, print_line
 from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.prompts import ByteCodec
-from torchdistpackage.train.step import Trainer
 
 PROMPT = b"import "
 
@@ -41,19 +37,28 @@ def finish(loop: Loop, loss: float, *, text: str | None, plot: bool) -> None:
     print_line(textwrap.indent(textwrap.fill(", ".join(kept), width), "  "))
 
 
-def sample_text(trainer: Trainer, num_tokens: int, *, every_replica: bool) -> str | None:
-    """A few lines of a model of bytes, on the ranks of its first replica.
+def sample_text(loop: Loop, num_tokens: int) -> str:
+    """Return a text of so many tokens that the model of bytes writes.
 
-    every_replica: all take part, as none has weights of its own.
+    Collective: all replicas generate the same text, because ranks of several replicas share
+    experts, and from ZeRO 3 on weights. It ends early if a rank is asked to stop; each token may
+    take as long as a step.
     """
-    text = None
-    if tpc.get_dp_rank() == 0 or every_replica:
-        assert trainer.plan.shape is not None  # the caller knows that it is a language model
-        how = Sampling(temperature=0.8, seed=trainer.seed)
-        window = trainer.plan.shape.seq_len
-        found = generate(trainer, PROMPT, how, window, trainer.executor.timeout_s)
-        ids = [*PROMPT, *islice(found, num_tokens)]
-        trainer.stage.train()
-        text = ByteCodec().decode(ids)
-    primitives.barrier()
-    return text
+    trainer = loop.trainer
+    assert trainer.plan.shape is not None  # a language model has one
+    sampling = Sampling(temperature=0.8, seed=trainer.seed)
+    tokens = generate(
+        trainer, PROMPT, sampling, trainer.plan.shape.seq_len, trainer.executor.timeout_s
+    )
+    ids = [*PROMPT]
+    with trainer.phases("generate"):
+        for _ in range(num_tokens):
+            loop.marks.beat()
+            if trainer.agree_to_stop(loop.stop.should_stop):
+                if loop.is_main:
+                    num, reason = len(ids) - len(PROMPT), loop.stop.stop_reason()
+                    print_line(f"generation ended after {num} of {num_tokens} tokens: {reason}")
+                break
+            ids.append(next(tokens))
+    trainer.stage.train()
+    return ByteCodec().decode(ids)

@@ -16,6 +16,7 @@ from torchdistpackage.comm.runtime import join, leave
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import CheckpointError, DataError, NonFiniteError
+from torchdistpackage.launch.failure import only_returns
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.train.build import build_model, start_timeout_s
 from torchdistpackage.train.data import DataBatch
@@ -49,6 +50,13 @@ def rank_main(
     config: RunConfig, weights: TrainedWeights, request: GenerateRequest | EvalRequest
 ) -> Answer:
     """Join the others, do what is asked, and leave; rank 0 writes texts as they come."""
+    with only_returns():
+        return _joined_answer(config, weights, request)
+
+
+def _joined_answer(
+    config: RunConfig, weights: TrainedWeights, request: GenerateRequest | EvalRequest
+) -> Answer:
     rendezvous = detect(os.environ)
     if "OMP_NUM_THREADS" not in os.environ and rendezvous.world_size > 1:
         torch.set_num_threads(1)  # the ranks of a node would otherwise each take all its cores

@@ -174,8 +174,8 @@ class Loop:
             began = time.monotonic()
         if self._asked_to_stop:
             return None
-        with self.marks.allow_slow():
-            return trainer.evaluate() if final is None else final
+        # a run that was complete before this start has validated nothing yet
+        return self._validate() if final is None else final
 
     def _validate(self) -> float | None:
         """The loss; None, and owed to the next start, if a rank asked for the end before."""

@@ -296,16 +296,19 @@ class Trainer(StagedModel):
                     with self.phases("data"):
                         found = self._split(batch(number, index))
                     self._pass(self.evaluator, found, totals, None)
-                if stop is not never_save:
-                    wish = torch.tensor([float(stop())], dtype=torch.float64)
-                    if primitives.all_reduce(wish, self._host_world).item() > 0:
-                        self.stage.train()
-                        return None
+                if stop is not never_save and self.agree_to_stop(stop):
+                    self.stage.train()
+                    return None
             self.stage.train()
             if self.preference is not None:
                 totals = torch.cat([totals, self.preference.take()])
             total, count, *sums = primitives.all_reduce(totals, self._world).tolist()
         return total / max(count, 1), PairSums(*sums).means(count) if sums else {}
+
+    def agree_to_stop(self, stop: WantsSave) -> bool:
+        """Return whether `stop` is true on any rank; all ranks call it together."""
+        wish = torch.tensor([float(stop())], dtype=torch.float64)
+        return primitives.all_reduce(wish, self._host_world).item() > 0
 
     # -- one pass over the microbatches of a round -------------------------------------
 

@@ -3,7 +3,6 @@
 import os
 import re
 import sys
-import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -14,9 +13,9 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.creation import end_processes
 from torchdistpackage.comm.runtime import JoinResult, join, leave
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.errors import TorchDistError
 from torchdistpackage.harness.hang.dump import remove_traces
 from torchdistpackage.harness.watchdog import HangWatchdog, agree_on_start
+from torchdistpackage.launch.failure import only_returns
 from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
 from torchdistpackage.launch.run_events import END, flat, note_event, note_start
@@ -28,7 +27,6 @@ from torchdistpackage.launch.slurm.run_dir import (
     attempt_id,
     this_start,
 )
-from torchdistpackage.report.page import REPORT, write_report
 from torchdistpackage.train.build import build, make_local_copies, make_loop
 from torchdistpackage.train.compiled import end_compile_workers, use_cache, warm_up
 from torchdistpackage.train.data_build import agreed_date, notes_of, with_steps
@@ -40,12 +38,12 @@ from torchdistpackage.train.model_notes import model_notes
 from torchdistpackage.train.plan import Plan, make_plan, too_long
 from torchdistpackage.train.resume_check import changed_keys
 from torchdistpackage.train.run_folder import RESOLVED, only_writer, prepare_folder, run_folder
-from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.stop import begin, end, write_decision
 from torchdistpackage.train.template_date import with_template_date
 from torchdistpackage.train.trackers.feed import Trackers
 from torchdistpackage.train.train_state import resume as resume_state
 from torchdistpackage.train.user_code import add_user_code
+from torchdistpackage.train.wind_up import Export, wind_up
 
 
 def worker_main(config: RunConfig, resume: str, signals: SignalFlag | None = None) -> int:
@@ -56,6 +54,11 @@ def worker_main(config: RunConfig, resume: str, signals: SignalFlag | None = Non
     Raises:
         TorchDistError: what stopped this rank; its launcher reports it and ends the others.
     """
+    with only_returns():
+        return _worker_main(config, resume, signals)
+
+
+def _worker_main(config: RunConfig, resume: str, signals: SignalFlag | None) -> int:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # the ranks of a node would otherwise each take all its cores
     add_user_code(os.environ)
@@ -163,13 +166,15 @@ def _train(
         config=dict(flat(config.model_dump(mode="json"))),
         step=state.step,
     )
-    with watch, trackers:
+    with watch, trackers, only_returns():
         more = [trackers] if config.log.to else []
         loop = make_loop(trainer, state, folder, life, watch, more, local)
         loss = loop.run()
+        num_tokens = 0 if loss is None else _num_tokens(plan)
+        text = sample_text(loop, num_tokens) if num_tokens else None
         with watch.allow_slow():
             if loss is not None:
-                finish(loop, loss, text=_sample(trainer), plot=config.log.plot)
+                finish(loop, loss, text=text, plot=config.log.plot)
             primitives.barrier()
     word = RequeueDecision.FINISHED
     if rendezvous.rank == 0:
@@ -185,44 +190,33 @@ def _train(
     if config.train.compile != "off":
         end_compile_workers()
     leave()
-    for line in trackers.close(word):
-        print_line(line)  # no rank waits for it any more
-    if rendezvous.rank == 0 and config.log.report:
-        _report(folder)  # no rank waits for it any more
-    if loss is not None and rendezvous.rank == 0 and config.checkpoint.export is not None:
-        _export(plan, folder)  # no rank waits for it any more
-    return EXIT_TEMPFAIL if loss is None else 0
+    is_complete = loss is not None
+    if rendezvous.rank == 0 and not wind_up(
+        *(folder, trackers, word, noted),
+        timeout_s=config.train.step_timeout_s,
+        report=config.log.report,
+        export=_export(plan, folder) if is_complete else None,
+    ):
+        is_complete = False
+        life.should_stop()  # notes the signal as the reason
+        decision = end(life, folder, loop.state.step, os.environ)
+        print_line(f"ended {decision.reason} [{decision.word}]")
+    return 0 if is_complete else EXIT_TEMPFAIL
 
 
-def _report(run: Path) -> None:
-    """The run has ended: what goes wrong here is only said."""
-    try:
-        write_report([run], run / REPORT, time.time())
-        print_line(f"wrote {run / REPORT}")
-    except (TorchDistError, OSError) as error:
-        print_line(f"no report: {error}; mend it, and call tdp report {run}")
+def _num_tokens(plan: Plan) -> int:
+    """Return how many tokens a model of bytes writes at the end; 0 for other models."""
+    config, model = plan.config, plan.model
+    writes = model is not None and model.has_own_text and config.data.has_bytes
+    return config.train.generate_tokens if writes else 0
 
 
-def _export(plan: Plan, run: Path) -> None:
-    """The run has succeeded: what goes wrong here is only said."""
-    try:
-        assert plan.model is not None
-        section = plan.config.model
-        written = export_run(run, plan.model, section.hf or section.weights)
-        print_line(f"exported to {written}")
-    except (TorchDistError, OSError) as error:
-        print_line(f"not exported: {error}; mend it, and call tdp export {run} FOLDER")
-
-
-def _sample(trainer: Trainer) -> str | None:
-    """What a language model of bytes writes at the end; None if it is none, or need not."""
-    config, model = trainer.plan.config, trainer.plan.model
-    num_tokens = config.train.generate_tokens
-    has_bytes = config.data.has_bytes
-    if not num_tokens or model is None or not model.has_own_text or not has_bytes:
+def _export(plan: Plan, run: Path) -> Export | None:
+    """Return what writes the model of the finished run; None if the file does not ask for it."""
+    section, model = plan.config.model, plan.model
+    if plan.config.checkpoint.export is None or model is None:
         return None
-    # from stage 3 on no replica has weights of its own
-    return sample_text(trainer, num_tokens, every_replica=config.parallel.zero == 3)
+    return lambda beat: export_run(run, model, section.hf or section.weights, beat)
 
 
 _TERMINAL = re.compile(

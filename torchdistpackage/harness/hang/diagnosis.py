@@ -35,6 +35,7 @@ _DOING = {
     "optimizer": "in the optimizer",
     "save": "saving",
     "validate": "in the validation",
+    "generate": "generating text",
     "messages": "between two messages of its pipeline",
 }
 
@@ -205,7 +206,7 @@ class Hang:
             cause = Cause.FOLLOWED if is_secondary(failure) else Cause.RAISED
             what, detail = f"raised {failure.error}", failure.detail
             if failure.kind is FailureKind.EXIT:
-                what = f"left its loop by sys.exit({failure.error or failure.exit_code})"
+                what = f"left its loop by {failure.error or f'sys.exit({failure.exit_code})'}"
         else:
             cause, what, detail = self._silent(rank, dump)
         return Suspect(rank, dump.process.host, dump.process.pid, cause, what, detail)

@@ -1,0 +1,82 @@
+"""What rank 0 does when the other ranks have left: it ends trackers, writes the report, exports.
+
+The run has succeeded or is saved, so an error here is only printed. A watch of its own ends what
+hangs, and a signal ends the report or the export at once.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from torchdistpackage.errors import TorchDistError
+from torchdistpackage.harness.watchdog import HangWatchdog, Heartbeat, agree_on_start
+from torchdistpackage.launch.process import Interrupted, SignalFlag
+from torchdistpackage.launch.slurm.requeue import RequeueDecision
+from torchdistpackage.report.page import REPORT, write_report
+from torchdistpackage.train.log import print_line
+from torchdistpackage.train.trackers.feed import Trackers
+
+Export = Callable[[Callable[[], None]], Path]
+"""Writes the model and returns its folder; calls its argument as it goes on."""
+
+
+def wind_up(
+    folder: Path,
+    trackers: Trackers,
+    word: RequeueDecision,
+    signals: SignalFlag,
+    *,
+    timeout_s: float,
+    report: bool,
+    export: Export | None,
+) -> bool:
+    """Do it all; return False if a signal kept the export from being written.
+
+    word: how the run has ended. timeout_s: of a step, see `HangWatchdog`.
+    """
+    watch = Heartbeat()
+    with ExitStack() as stack:
+        with suppress(OSError):  # a full disk takes no files of a watch
+            watch = stack.enter_context(
+                HangWatchdog(
+                    folder,
+                    rank=0,
+                    world_size=1,
+                    timeout_s=timeout_s,
+                    start=agree_on_start(folder, rank=0, world_size=1),
+                )
+            )
+        stack.enter_context(watch.allow_slow())
+        for line in trackers.close(word):
+            print_line(line)
+        if report:
+            _report(folder, signals)
+        return export is None or _export(export, folder, signals, watch)
+
+
+def _report(run: Path, signals: SignalFlag) -> None:
+    try:
+        with signals.interrupting():
+            write_report([run], run / REPORT, time.time())
+        print_line(f"wrote {run / REPORT}")
+    except Interrupted as signal:
+        print_line(f"no report: {signal}; call tdp report {run}")
+    except (TorchDistError, OSError) as error:
+        print_line(f"no report: {error}; mend it, and call tdp report {run}")
+
+
+def _export(export: Export, run: Path, signals: SignalFlag, watch: Heartbeat) -> bool:
+    """Return False if a signal came before the end."""
+    try:
+        with signals.interrupting():
+            if signals.received:
+                raise Interrupted(signals.received)
+            written = export(watch.beat)
+        print_line(f"exported to {written}")
+    except Interrupted as signal:
+        print_line(f"not exported: {signal}; started again the run exports")
+        return False
+    except (TorchDistError, OSError) as error:
+        print_line(f"not exported: {error}; mend it, and call tdp export {run} FOLDER")
+    return True
