@@ -15,7 +15,7 @@ ORDERS = [("data", "pipe", "context", "tensor"), ("tensor", "context", "data", "
 
 
 @pytest.fixture
-def plan(capsys):
+def brief(capsys):
     """The text that `tdp plan` prints for a right file."""
 
     def run(*args: str) -> str:
@@ -25,6 +25,12 @@ def plan(capsys):
         return said.out
 
     return run
+
+
+@pytest.fixture
+def plan(brief):
+    """The same with every table."""
+    return lambda *args: brief(*args, "--all")
 
 
 @pytest.fixture
@@ -150,16 +156,16 @@ def test_the_world_is_that_of_the_command_line_or_of_the_file_or_of_the_degrees(
     assert world(*data4, "--world", "2", "launch.local.procs=4") == 2  # its former name
 
 
-def test_long_lists_are_cut_unless_all_is_asked_for(plan):
+def test_long_lists_are_cut_unless_all_is_asked_for(brief):
     args = [str(CONFIGS / "gpt_data4.yaml"), "parallel.data=auto", "parallel.tensor=2"]
     args += ["--procs", "256"]
     args.append("data.global_batch=256")
-    text = plan(*args)
+    text = brief(*args, "--groups")
     assert list(coordinates(text)) == list(range(64))
     assert "... 192 more ranks (--all lists them)" in text
     assert len(groups(text, "tensor")) == 32
     assert groups(text, "data") == [list(range(0, 128, 2))]
-    whole = plan(*args, "--all")
+    whole = brief(*args, "--all")
     assert list(coordinates(whole)) == list(range(256))
     assert sum(map(len, groups(whole, "tensor"))) == sum(map(len, groups(whole, "data"))) == 256
     assert "..." not in whole
@@ -254,9 +260,11 @@ def test_a_job_ends_with_its_batch_script(plan):
     assert "stay inside nodes of 4 ranks" in text
 
 
-def test_the_script_is_there_when_it_is_asked_for_or_there_is_a_job(plan):
-    assert "#SBATCH" not in plan(TINY)
-    assert "#SBATCH --ntasks-per-node=4\n" in plan(TINY, "--sbatch")
+def test_the_script_is_there_when_it_is_asked_for_or_all_of_a_job_is(plan, brief):
+    assert "#SBATCH" not in plan(TINY) and "#SBATCH" not in brief(TINY, *SLURM)
+    assert "job                2 nodes x 4 tasks; --sbatch" in brief(TINY, *SLURM)
+    for option in ("--sbatch", "--script"):
+        assert "#SBATCH --ntasks-per-node=4\n" in brief(TINY, option)
     assert "#SBATCH" not in plan(TINY, *SLURM, "--procs", "8")
     text = plan(
         *(TINY, "launch.slurm.nodes=1-2", "launch.slurm.ntasks-per-node=4", "parallel.data=auto")
@@ -299,8 +307,10 @@ WIDE = {path.stem: [str(path)] for path in CONFIGS.glob("*.yaml")} | {
 
 
 @pytest.mark.parametrize("case", WIDE)
-def test_every_line_fits_a_terminal_of_80_columns(plan, monkeypatch, case):
+def test_every_line_fits_a_terminal_of_80_columns(brief, plan, monkeypatch, case):
     monkeypatch.setenv("COLUMNS", "80")
+    summary = brief(*WIDE[case]).splitlines()
+    assert len(summary) <= 30 and max(map(len, summary)) <= 80
     shown, _, script = plan(*WIDE[case]).partition("#!/bin/bash\n")
     comments = [line for line in script.splitlines() if line.lstrip().startswith("# ")]
     lines = [*shown.splitlines(), *comments]
@@ -312,3 +322,24 @@ def test_a_data_file_that_is_not_here_is_a_warning(plan, refusal, tmp_path):
     (warning,) = [x for x in plan(TINY, source, absent).split("\n\n") if x.startswith("warning")]
     assert f"{tmp_path}/none.txt is not there" in " ".join(warning.split())
     assert "none.txt is not there" in refusal("train", TINY, source, absent)
+
+
+def test_the_summary_has_the_numbers_of_the_tables(brief, plan):
+    """One line for each question; the tables are printed where they are asked for."""
+    text, tables = brief(TINY), plan(TINY)
+    assert len(text.splitlines()) <= 15
+    total = re.search(r"^([\d,]+) parameters;", tables, re.MULTILINE)[1]
+    assert f"parameters         {total}\n" in text
+    most = max(mb for _, mb in stages(tables))
+    assert f"memory of a rank   {most:.3g} MB (pipe 1, the largest): weights 1.72 MB" in text
+    assert "predicted bubble   21.6%\n" in text
+    assert "bytes of a step    data 1.59 MB, pipe 1.05 MB" in text
+    for option, head in {"--groups": "rank  pipe  data", "--bytes": "axis        call"}.items():
+        assert head not in text and head in brief(TINY, option) and head in tables
+    many = brief(TINY, "parallel.zero=1", *(f"launch.slurm.{x}" for x in ("nodes=2", "time=60")))
+    assert "ZeRO stage 1" in many and "job " in many
+
+
+def test_the_summary_names_the_warnings(brief):
+    crossed = brief(TINY, "parallel.data=1", "parallel.tensor=4", "--ranks-per-node", "2")
+    assert "warning            2 of 2 tensor groups of 4 ranks cross a node of 2 ranks" in crossed

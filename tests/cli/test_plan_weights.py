@@ -43,7 +43,7 @@ def run(tmp_path: Path) -> list[str]:
     held = {key: np.zeros(shape, np.float16) for key, shape in SHAPES.items()}
     save_file(held, tmp_path / "model.safetensors")
     (tmp_path / "run.yaml").write_text(f"model: {{weights: {tmp_path}}}\ndata: {{seq_len: 32}}\n")
-    return ["plan", str(tmp_path / "run.yaml"), "precision.dtype=bf16", "parallel.zero=1"]
+    return ["plan", str(tmp_path / "run.yaml"), "precision.dtype=bf16", "parallel.zero=1", "--all"]
 
 
 def held(text: str) -> list[str]:

@@ -229,6 +229,8 @@ def test_tokenize_and_plan_count_each_source(tmp_path, capsys):
     assert said.startswith("web: ") and " tokens of 60 documents" in said
     assert "\ntasks: " in said and " tokens of 30 documents" in said
     assert main(["plan", *words]) == 0
+    assert "2 sources: web 75.0%, tasks 25.0%" in capsys.readouterr().out
+    assert main(["plan", *words, "--all"]) == 0
     said = capsys.readouterr().out
     assert "32 samples in 4 steps, of 2 sources" in said
     assert [x.split()[:3] for x in said.splitlines() if x.startswith(("web", "tasks"))] == [
@@ -246,7 +248,7 @@ def test_a_run_of_epochs_has_the_steps_that_they_take(tdp, tmp_path):
     assert code == 0 and "0.5 passes over the data: samples and steps are known once" in said, said
     code, said = tdp(["train", *words, "parallel.data=2"])
     assert code == 0, said
-    code, plan = tdp(["plan", *words])
+    code, plan = tdp(["plan", *words, "--all"])
     options = {"vocab": 300, "seq_len": 16, "global_batch": 8, "val_fraction": 0.05}
     fields = {"web": "text", "tasks": "prompt+completion"}
     sources = [

@@ -218,6 +218,7 @@ def planned(tmp_path, case: tuple):
 def test_the_table_has_the_bytes_of_the_busiest_rank(tmp_path, capsys, case):
     (tmp_path / "run.yaml").write_text("launch: {local: {procs: null}}\n")
     args = [str(tmp_path / "run.yaml"), *overrides(case, tmp_path), "--procs", str(case[0])]
+    args.append("--bytes")
     assert main(["plan", *args]) == 0
     table = capsys.readouterr().out.partition("bytes that rank ")[2].partition("\n\n")[0]
     plan = planned(tmp_path, case)

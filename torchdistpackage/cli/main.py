@@ -30,7 +30,7 @@ COMMANDS = {
     "jobs": "List, show, follow, cancel and resubmit submitted runs.",
     "report": "Write one HTML file that shows a run, or compares several.",
     "watch": "Follow a run in the terminal.",
-    "plan": "Show a run's layout, memory, schedule and batch script.",
+    "plan": "Summarize a run's layout, memory, schedule and communication.",
     "data": "Prepare the training data of a run.",
     "generate": "Continue prompts with a trained model, on any layout.",
     "eval": "Loss and perplexity of a trained model, on any layout.",

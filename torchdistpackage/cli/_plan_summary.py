@@ -1,0 +1,140 @@
+"""The summary of `tdp plan`: one line for each question, at most 30 lines in all."""
+
+from collections.abc import Sequence
+
+from torchdistpackage.cli._common import wrap
+from torchdistpackage.config.job_geometry import JobGeometry
+from torchdistpackage.train.expert_plan import expert_plan
+from torchdistpackage.train.plan import Plan, num_parameters, num_trained, stage_loads
+from torchdistpackage.train.traffic import busiest, uncounted
+
+_SHOWN = 4
+"""Most items of one kind, such as warnings or data sources."""
+_STAGES = 16
+"""Most stages whose live microbatches are shown."""
+_WIDTH = 19
+"""Columns of the labels."""
+
+
+def summary(
+    plan: Plan, shape: JobGeometry | None, warnings: Sequence[str], passes: Sequence[str]
+) -> str:
+    """Return the layout, memory, schedule, communication and job of a run.
+
+    Args:
+        shape: nodes and tasks of the Slurm job; None if the run is none.
+        warnings: sentences, of which the first few are shown.
+        passes: what is known of epochs.
+    """
+    lines = [
+        *_memory(plan),
+        *_schedule(plan),
+        *_bytes(plan),
+        *_features(plan),
+        *(("data", text) for text in passes),
+        *_data(plan),
+        *_saves(plan),
+        *_job(shape),
+        *(("warning", text) for text in warnings[:_SHOWN]),
+    ]
+    if (left := len(warnings) - _SHOWN) > 0:
+        lines.append(("warning", f"{left} more (--all shows them)"))
+    options = "--groups, --bytes, --sbatch, or --all for everything"
+    lines.append(("details", options))
+    return "\n".join(wrap(f"{label:<{_WIDTH}}{text}", indent=" " * _WIDTH) for label, text in lines)
+
+
+def size_text(num_bytes: float) -> str:
+    """Return `num_bytes` with three digits and a decimal unit, such as 12.5 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.4g} TB"
+
+
+def _memory(plan: Plan) -> list[tuple[str, str]]:
+    if plan.shape is None:
+        text = f"parameters are known once {plan.config.model.target} has built the model"
+        return [("memory", text)]
+    number, trained = num_parameters(plan), num_trained(plan)
+    some = "" if trained == number else f", of which {trained:,} are trained"
+    loads = stage_loads(plan)
+    most = max(loads, key=lambda load: load.memory.state_bytes)
+    where = f" (pipe {most.index}, the largest)" if len(loads) > 1 else ""
+    zero = plan.config.parallel.zero
+    sharded = f"; ZeRO stage {zero}" if zero else ""
+    kinds = ("weights", "gradients", "optimizer")
+    parts = ", ".join(
+        f"{kind} {size_text(getattr(most.memory, f'{kind}_bytes'))}" for kind in kinds
+    )
+    total = size_text(most.memory.state_bytes)
+    return [
+        ("parameters", f"{number:,}{some}"),
+        ("memory of a rank", f"{total}{where}: {parts}{sharded}; activations are not counted"),
+    ]
+
+
+def _schedule(plan: Plan) -> list[tuple[str, str]]:
+    schedule, timeline = plan.schedule, plan.timeline
+    samples = f"{schedule.num_microbatches} x {plan.samples_per_microbatch} samples on a data rank"
+    lines = [("schedule", f"{schedule.name}, {samples}")]
+    if schedule.num_stages > 1:
+        more = ", ..." if len(timeline.peak_live) > _STAGES else ""
+        live = " ".join(map(str, timeline.peak_live[:_STAGES])) + more
+        lines.append(("predicted bubble", f"{timeline.bubble:.1%}"))
+        lines.append(("live microbatches", f"{live}   (at most, by stage)"))
+    return lines
+
+
+def _bytes(plan: Plan) -> list[tuple[str, str]]:
+    if plan.world_size == 1:
+        return []
+    if (why := uncounted(plan)) is not None:
+        return [("bytes of a step", why)]
+    rank, calls = busiest(plan)
+    sent = {
+        axis: sum(x.num_bytes for x in calls if x.axis == axis)
+        for axis in dict.fromkeys(x.axis for x in calls)
+    }
+    largest = sorted(sent, key=lambda axis: -sent[axis])[:_SHOWN]
+    text = ", ".join(f"{axis} {size_text(sent[axis])}" for axis in largest)
+    return [("bytes of a step", f"{text} (given to calls by rank {rank})")]
+
+
+def _features(plan: Plan) -> list[tuple[str, str]]:
+    """Return experts and recomputation, where the run has them."""
+    lines: list[tuple[str, str]] = []
+    if (experts := expert_plan(plan)) is not None:
+        least, most = min(experts.on_rank), max(experts.on_rank)
+        here = f"{most}" if least == most else f"{least} or {most}"
+        text = f"{sum(experts.on_rank)} in {experts.num_blocks} blocks, {here} on each rank"
+        lines.append(("experts", f"{text}; {size_text(experts.mean_bytes)} leave a rank each way"))
+    train = plan.config.train
+    if train.recompute != "none":
+        limit = f" within {train.memory_gb:g} GB" if train.recompute == "auto" else ""
+        lines.append(("recompute", f"{train.recompute}{limit}"))
+    return lines
+
+
+def _data(plan: Plan) -> list[tuple[str, str]]:
+    blend = plan.config.data.blend
+    if not blend:
+        return []
+    total = sum(each.weight for each in blend)
+    shares = [f"{each.label} {each.weight / total:.1%}" for each in blend[:_SHOWN]]
+    more = f", and {len(blend) - _SHOWN} more" if len(blend) > _SHOWN else ""
+    return [("data", f"{len(blend)} sources: {', '.join(shares)}{more}")]
+
+
+def _saves(plan: Plan) -> list[tuple[str, str]]:
+    section = plan.config.checkpoint
+    times = [f"{section.save_every} steps"] if section.save_every else []
+    times += [f"{section.save_every_min:g} minutes"] if section.save_every_min else []
+    return [("checkpoints", f"every {' and '.join(times)}")] if times else []
+
+
+def _job(shape: JobGeometry | None) -> list[tuple[str, str]]:
+    if shape is None:
+        return []
+    return [("job", f"{shape}; --sbatch prints its batch script")]
