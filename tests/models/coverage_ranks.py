@@ -15,6 +15,7 @@ from torchdistpackage.checkpoint.parts import TopologyRank
 from torchdistpackage.models.shrunk_config import VOCAB
 from torchdistpackage.models.transformers_meta import build_options
 from torchdistpackage.optim.sharded import ShardedOptimizer
+from torchdistpackage.train.decay import decaying
 from torchdistpackage.train.export import export_checkpoint
 from torchdistpackage.train.learning_rate import warmup_cosine
 from torchdistpackage.train.step import Trainer
@@ -59,9 +60,10 @@ def alone(folder: str, parts: int, num_steps: int = STEPS, scale: float = 1.0) -
     tied = getattr(model, "all_tied_weights_keys", {})
     named = {tied.get(name, name): p for name, p in model.named_parameters() if p.requires_grad}
     optim, decay = section.optim, section.optim.weight_decay
+    shrinks = {model.get_parameter(name) for name in decaying(model)}
     groups = [
-        {"params": [named[x] for x in named if _decays(x, named[x])], "weight_decay": decay},
-        {"params": [named[x] for x in named if not _decays(x, named[x])], "weight_decay": 0.0},
+        {"params": [p for p in named.values() if p in shrinks], "weight_decay": decay},
+        {"params": [p for p in named.values() if p not in shrinks], "weight_decay": 0.0},
     ]
     adam = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
     data, gradients, losses = UnevenTokens(SEQ_LEN, VOCAB), [], []
@@ -82,11 +84,6 @@ def alone(folder: str, parts: int, num_steps: int = STEPS, scale: float = 1.0) -
         adam.step()
         losses.append(loss.item())
     return whole(named), gradients, losses
-
-
-def _decays(name: str, parameter: Tensor) -> bool:
-    """Matrices do; biases do not, those of stacked experts among them."""
-    return parameter.dim() > 1 and not name.endswith("_bias")
 
 
 def loss_of(model: nn.Module, ids: Tensor, targets: Tensor, parts: int) -> Tensor:

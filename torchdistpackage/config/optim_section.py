@@ -54,7 +54,8 @@ class OptimSection(Section):
     weight_decay: k.NotNegative = Field(
         default=0.1,
         description="Decoupled weight decay (of sgd added to the gradient), of parameters of two "
-        "dims or more: none of biases and norms.",
+        "dims or more: none of biases and norms, also where these have two dims, as those of heads "
+        "or experts.",
     )
     betas: k.Betas = Field(
         default=(0.9, 0.95), description="Of adamw: decay of the two running means."

@@ -1,4 +1,4 @@
-"""The optimizer of a stage, by its name in the YAML; matrices decay, vectors do not."""
+"""The optimizer of a stage, by its name in the YAML; matrices decay, vectors and norms do not."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.config.optim_section import OptimSection
+from torchdistpackage.train.decay import decaying
 
 Groups = list[dict[str, Any]]
 
@@ -19,9 +20,9 @@ def make_optimizer(
     gradients with its token alone, and transformers' Trainer gives it no 8 bits either.
     """
     named = [(name, p) for name, p in stage.named_parameters() if p.requires_grad]
-    # the biases of all experts are one matrix
-    vectors = [p for name, p in named if p.dim() <= 1 or name.endswith("_bias")]
-    matrices = [p for name, p in named if p.dim() > 1 and not name.endswith("_bias")]
+    shrinks = decaying(stage)
+    vectors = [p for name, p in named if name not in shrinks]
+    matrices = [p for name, p in named if name in shrinks]
     decay, lr = section.weight_decay, section.lr
     groups = _groups((matrices, decay), (vectors, 0.0))
     if not groups:
