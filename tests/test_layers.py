@@ -114,6 +114,7 @@ PURE_FILES = (
     "train/parity_model.py",
     "train/parity_plan.py",
     "train/refusals.py",
+    "train/row_notes.py",
     "train/run_folder.py",
     "train/user_code.py",
     "train/resume_check.py",

@@ -41,6 +41,7 @@ LAST_DIFFERS = """\
 {{- m.content + '\n' }}
 {%- endfor %}
 """
+COUNTED_DOWN = "{% for m in messages %}{{ loop.revindex ~ m.content | upper }}|{% endfor %}"
 ALTERNATING = """\
 {%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
 {%- for m in messages %}{{ '[' + m.role + '] ' + m.content }}{% endfor %}
@@ -219,9 +220,9 @@ def test_all_wrong_lines_are_named_at_once_up_to_a_number(tmp_path):
     ("template", "row", "text"),
     [
         (
-            LAST_DIFFERS,
+            COUNTED_DOWN,
             chat("a", "b", "c", "d"),
-            "1: the chat template writes message 2, or what",
+            "1: the chat template does not write message 2 such that what the assistant says can",
         ),
         (
             ALTERNATING,
@@ -260,9 +261,11 @@ def test_templates_that_do_not_do_are_refused(tmp_path, template, row, text):
         tokenized(source, tmp_path / "cache")
 
 
-def test_a_turn_that_is_written_alike_in_every_place_is_taken_from_any_template(tmp_path):
-    source = chats(tmp_path, [chat("a", "b")], LAST_DIFFERS)
-    assert parts(tokenized(source, tmp_path / "cache"), 0, source)[1] == ["assistant: (thinks) b\n"]
+def test_a_turn_is_taken_from_a_template_that_writes_the_last_one_in_another_way(tmp_path):
+    source = chats(tmp_path, [chat("a", "b"), chat("a", "b", "c", "d")], LAST_DIFFERS)
+    found = tokenized(source, tmp_path / "cache")
+    assert parts(found, 0, source)[1] == ["assistant: (thinks) b\n"]
+    assert parts(found, 1, source)[1] == ["assistant: b\n", "assistant: (thinks) d\n"]
 
 
 def test_a_first_turn_of_the_user_as_long_as_a_sample_is_refused(tmp_path):

@@ -7,6 +7,7 @@ from torchdistpackage.config.data_section import DataSection
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import ConfigError, DataError
+from torchdistpackage.train.row_notes import row_notes
 from torchdistpackage.train.split import split_documents
 from torchdistpackage.train.template_date import with_template_date
 from torchdistpackage.train.texts import text_parts, tokenized_part
@@ -42,6 +43,8 @@ def tokenize(config: Config, overrides: Overrides = None) -> None:
         split = split_documents(found, part.val_fraction)
         for note in filter(None, (split.note, cut_documents(found, part.seq_len))):
             typer.echo(f"note: {note}")
+        for note in row_notes(found.tally):
+            typer.echo(note)
 
 
 def _tokenize(run: RunConfig, part: DataSection) -> TokenizedText:

@@ -1,14 +1,14 @@
 """Chats written as one text by a tokenizer's chat template, with what the assistant says in it.
 
 A turn of the assistant is what the template marks with `{% generation %}`; of a template without
-these marks it is what the message adds to the text: the chat up to it, with the generation prompt,
-has to be the beginning of the chat with it, and that the beginning of the whole. No torch.
+these marks `chat_turns` finds it. No torch.
 """
 
+import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,15 +19,23 @@ from torchdistpackage.config.chat_templates import (
     no_chat_template,
     template_name,
 )
-from torchdistpackage.config.hugging_face import special_tokens
+from torchdistpackage.config.hugging_face import read_tokenizer, special_tokens
 from torchdistpackage.errors import DataError
 from torchdistpackage.train.chat_jinja import chat_environment
-from torchdistpackage.train.documents import CHAT, TOOLS, Document, is_unicode
+from torchdistpackage.train.chat_turns import Message, TurnFinder
+from torchdistpackage.train.documents import (
+    CHAT,
+    RETRIEVED,
+    TEMPLATE_OPTIONS,
+    TOOLS,
+    Document,
+    is_unicode,
+)
+from torchdistpackage.train.row_notes import MARKED, PREFIXED, REWRITTEN, Tally, count_unused
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function")
 
-Message = dict[str, Any]
 Render = Callable[..., str]
 """Called with messages and add_generation_prompt."""
 
@@ -35,13 +43,14 @@ Render = Callable[..., str]
 class ChatTemplate:
     """The chat templates of a tokenizer's folder, run in Jinja's sandbox.
 
-    today: the date that templates write as today's.
+    today: the date that templates write as today's. tally: counts what is to be said of the chats
+    that are read.
 
     Raises:
         DataError: the folder has none, or `default` is no Jinja template.
     """
 
-    def __init__(self, folder: Path, today: date):
+    def __init__(self, folder: Path, today: date, tally: Tally | None = None):
         self._folder, self._sources = folder, chat_templates(folder)
         if not self._sources:
             raise DataError(no_chat_template(folder))
@@ -50,6 +59,7 @@ class ChatTemplate:
         self._compile, self._errors = chat_environment(self._begin, self._end, today)
         self._tokens = special_tokens(folder)
         self._renders: dict[str, Render] = {}
+        self._tally = Tally() if tally is None else tally
         if DEFAULT in self._sources:
             self._template(DEFAULT)
 
@@ -65,16 +75,28 @@ class ChatTemplate:
                 ) from error
         return self._renders[name]
 
-    def _writer(self, value: dict[str, Any], where: str) -> Render:
-        """Return what writes messages of this row: its template with the row's variables."""
-        variables = _variables(value, where)
-        name = template_name(self._sources, has_tools=variables[TOOLS] is not None)
+    def _writer(self, variables: dict[str, Any], where: str) -> Render:
+        """Return what writes messages of a row: its template with the row's variables."""
+        name = self._name(variables)
         if name is None:
             raise DataError(
                 f"{where}: of the chat templates {', '.join(self._sources)} of {self._folder} none "
                 f"is for a chat without tools; add one named {DEFAULT}"
             )
         return partial(self._text, self._template(name), self._tokens | variables, where)
+
+    def _name(self, variables: dict[str, Any]) -> str | None:
+        return template_name(self._sources, has_tools=variables[TOOLS] is not None)
+
+    def _count(self, messages: list[Message], variables: dict[str, Any]) -> None:
+        """Count the keys of messages and the options of a row that its template does not have."""
+        source = self._sources[self._name(variables) or DEFAULT]
+        seen = (*_KNOWN, *(_REASONING if any(key in source for key in _REASONING) else ()))
+        for message in messages:
+            used = {key for key in message if key in seen or key in source}
+            count_unused(self._tally, message, used, "messages")
+        used = {TOOLS, RETRIEVED, *(key for key in variables if key in source)}
+        count_unused(self._tally, variables, used, TEMPLATE_OPTIONS)
 
     def document(self, value: dict[str, Any], where: str, first: int = 0) -> Document:
         """The chat of one line, as text with the spans of the assistant. where: of errors. first:
@@ -85,24 +107,23 @@ class ChatTemplate:
                 take it or does not show what the assistant says.
         """
         messages = _messages(value, where)
-        render = self._writer(value, where)
-        text = render(messages)
+        learned = [i for i in _learned(messages, where) if i >= first]
+        variables = _variables(value, where)
+        write = self._writer(variables, where)
+        text = write(messages)
+        self._count(messages, variables)
         if self._begin in text:
-            return self._marked(text, where, self._begins(render(messages[:first])) if first else 0)
-        spans: list[tuple[int, int]] = []
-        for i, message in enumerate(messages):
-            if message["role"] == ASSISTANT and i >= first:
-                before = render(messages[:i], add_generation_prompt=True)
-                upto = text if i + 1 == len(messages) else render(messages[: i + 1])
-                if not (upto.startswith(before) and text.startswith(upto)):
-                    raise DataError(
-                        f"{where}: the chat template writes message {i + 1}, or what is before it, "
-                        f"in another way when more follows, so what the assistant says is not "
-                        f"known; give chats of one reply, or mark replies in the template with "
-                        f"{{% generation %}}"
-                    )
-                spans.append((len(before), len(upto)))
-        return Document(text, spans=_joined(spans, where))
+            self._tally[MARKED] += 1
+            return self._marked(text, where, self._finder(write, messages, text), learned)
+        found = self._finder(write, messages, text).turns(learned)
+        if isinstance(found, int):
+            raise DataError(
+                f"{where}: the chat template does not write message {found + 1} such that what the "
+                f"assistant says can be told from the rest; mark replies in the template with "
+                f"{{% generation %}}"
+            )
+        self._tally[REWRITTEN if found.rewritten else PREFIXED] += 1
+        return Document(text, spans=_joined(found.spans, where))
 
     def prompt(self, text: str, where: str) -> str:
         """What stands before a reply to a user who says `text`.
@@ -111,7 +132,7 @@ class ChatTemplate:
             DataError: the template does not take it.
         """
         said: list[Message] = [{"role": "user", "content": text}]
-        return self._writer({}, where)(said, add_generation_prompt=True)
+        return self._writer(_variables({}, where), where)(said, add_generation_prompt=True)
 
     def behind_reply(self) -> str:
         """What the template writes behind a reply, by which a turn ends.
@@ -122,8 +143,8 @@ class ChatTemplate:
         reply = secrets.token_hex(8)
         said: list[Message] = [{"role": "user", "content": "-"}]
         said.append({"role": ASSISTANT, "content": reply})
-        text = self._writer({}, "a chat of one reply")(said)
-        return text.partition(reply)[2].replace(self._begin, "").replace(self._end, "")
+        text = self._writer(_variables({}, ""), "a chat of one reply")(said)
+        return self._unmarked(text.partition(reply)[2])
 
     def _text(
         self,
@@ -144,19 +165,46 @@ class ChatTemplate:
             ) from error
         return is_unicode(text, f"{where}: the chat")
 
-    def _begins(self, text: str) -> int:
-        """How many turns are marked in it."""
-        return text.count(self._begin)
+    def _unmarked(self, text: str) -> str:
+        return text.replace(self._begin, "").replace(self._end, "")
 
-    def _marked(self, text: str, where: str, first: int) -> Document:
-        """first: of the marked turns that are learned."""
+    def _finder(self, write: Render, messages: list[Message], text: str) -> TurnFinder:
+        def plain(some: list[Message], *, add_generation_prompt: bool = False) -> str:
+            return self._unmarked(write(some, add_generation_prompt=add_generation_prompt))
+
+        return TurnFinder(plain, messages, self._unmarked(text), lambda: self._added_tokens)
+
+    @cached_property
+    def _added_tokens(self) -> list[str]:
+        file = self._folder / "tokenizer.json"
+        added = read_tokenizer(file).get("added_tokens") if file.is_file() else None
+        entries = [x for x in cast(list[Any], added or []) if isinstance(x, dict)]
+        return [*self._tokens.values(), *(str(x.get("content") or "") for x in entries)]
+
+    def _marked(
+        self, text: str, where: str, finder: TurnFinder, learned: Sequence[int]
+    ) -> Document:
+        """The marked parts that are of the messages `learned`."""
         plain, spans = "", list[tuple[int, int]]()
         for number, part in enumerate(text.split(self._begin)):
             inside, _, after = part.partition(self._end) if number else ("", "", part)
             spans.append((len(plain), len(plain) + len(inside)))
             plain += inside + after
-        learned = [x for x in spans[first + 1 :] if x[0] < x[1]]
-        return Document(plain, spans=_joined(learned, where))
+        spans = [x for x in spans[1:] if x[0] < x[1]]
+        replies = [i for i, x in enumerate(finder.messages) if x["role"] == ASSISTANT]
+        left_out = [i for i in replies if i not in learned]
+        if left_out and len(spans) == len(replies):
+            spans = [x for i, x in zip(replies, spans, strict=True) if i in learned]
+        elif left_out:
+            found = finder.turns(left_out)
+            if isinstance(found, int):
+                raise DataError(
+                    f"{where}: message {found + 1} is not learned, and the chat template marks "
+                    f"{len(spans)} parts of {len(replies)} replies, so which are its is not known; "
+                    f"mark each reply once with {{% generation %}}"
+                )
+            spans = [x for x in spans if not any(x[0] < b and a < x[1] for a, b in found.spans)]
+        return Document(plain, spans=_joined(spans, where))
 
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -174,18 +222,88 @@ def _with_reasoning(message: Message) -> Message:
 def _variables(value: dict[str, Any], where: str) -> dict[str, Any]:
     """Return what a template is given of a row besides its messages."""
     tools = value.get(TOOLS)
-    if isinstance(tools, str):  # schemas differ, so a table may hold them as JSON
-        try:
-            tools = parse_json(tools)
-        except ValueError as error:
-            raise DataError(f"{where}: {TOOLS} is a text that is not JSON: {error}") from error
+    if isinstance(tools, str):
+        tools = _from_json(tools, f"{where}: {TOOLS}")
     if not (tools is None or isinstance(tools, list)):
         raise DataError(f"{where}: {TOOLS} is a {type(tools).__name__}; it has to be a list")
     for number, tool in enumerate(cast(list[Any], tools or []), 1):
         if not isinstance(tool, dict):
             kind = type(tool).__name__
             raise DataError(f"{where}: tool {number} is a {kind}; it has to be a JSON schema")
-    return {TOOLS: tools, "documents": None}
+    retrieved = value.get(RETRIEVED)
+    is_list = isinstance(retrieved, list)
+    if not is_list or not all(isinstance(x, dict) for x in cast(list[Any], retrieved)):
+        retrieved = None  # a key of another meaning
+    return {TOOLS: tools, RETRIEVED: retrieved, **_options(value, where)}
+
+
+def _options(value: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the variables of the template that the row sets, such as enable_thinking."""
+    found = value.get(TEMPLATE_OPTIONS)
+    if isinstance(found, str):
+        found = _from_json(found, f"{where}: {TEMPLATE_OPTIONS}")
+    if not (found is None or isinstance(found, dict)):
+        kind = type(found).__name__
+        raise DataError(f"{where}: {TEMPLATE_OPTIONS} is a {kind}; it has to be a mapping")
+    options = {key: x for key, x in cast(dict[str, Any], found or {}).items() if x is not None}
+    if wrong := [key for key in options if key in _NOT_OPTIONS]:
+        raise DataError(
+            f"{where}: {TEMPLATE_OPTIONS} has {wrong[0]}, which is no variable of a template "
+            f"that a row may set; remove it"
+        )
+    return options
+
+
+def _from_json(text: str, what: str) -> Any:
+    """Return the value of a text: schemas differ, so a table may hold them as JSON."""
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise DataError(f"{what} is a text that is not JSON: {error}") from error
+
+
+_NOT_OPTIONS = (
+    *("messages", TOOLS, RETRIEVED, "add_generation_prompt", "conversation", "chat_template"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
+"""Arguments of apply_chat_template that are not for the template, or that others set."""
+
+
+_COUNTS: dict[str, tuple[object, ...]] = {
+    "weight": (0, 1),
+    "train": (False, True),
+    "training": (False, True),
+}
+"""Keys of a message by which files say whether it is learned, as OpenAI and axolotl read them."""
+_KNOWN = ("role", "content", *_COUNTS)
+
+
+def _learned(messages: list[Message], where: str) -> list[int]:
+    """Return the numbers of the assistant's messages that count in the loss."""
+    found: list[int] = []
+    for i, message in enumerate(messages):
+        given = {key: message[key] for key in _COUNTS if message.get(key) is not None}
+        for key, value in given.items():
+            if not isinstance(value, int | float) or value not in _COUNTS[key]:
+                raise DataError(
+                    f"{where}: {key} of message {i + 1} is {value!r}; a message counts or does "
+                    f"not: {' or '.join(map(json.dumps, _COUNTS[key]))}"
+                )
+        counts = all(given.values())
+        if counts and message["role"] == ASSISTANT:
+            found.append(i)
+        elif counts and any(key in given for key in ("train", "training")):
+            raise DataError(
+                f"{where}: message {i + 1}, of the role {message['role']}, is to be learned "
+                f"({', '.join(given)}); only the {ASSISTANT}'s are: leave it out"
+            )
+    if not found:
+        raise DataError(
+            f"{where}: no message of the {ASSISTANT} counts ({', '.join(_COUNTS)}), so nothing "
+            f"would be learned; remove it"
+        )
+    return found
 
 
 def _joined(spans: list[tuple[int, int]], where: str) -> tuple[tuple[int, int], ...]:

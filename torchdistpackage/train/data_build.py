@@ -28,6 +28,7 @@ from torchdistpackage.train.packing import PackedDataset
 from torchdistpackage.train.pair_rows import cut_pairs
 from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.preference_data import PreferenceDataset
+from torchdistpackage.train.row_notes import row_notes
 from torchdistpackage.train.step import EvalSet
 from torchdistpackage.train.template_date import dated
 from torchdistpackage.train.texts import tokenized_part
@@ -147,16 +148,17 @@ def _training(plan: Plan) -> SequenceSource:
 
 
 def notes_of(data: DataSource) -> list[str]:
-    """What to say of documents that are cut."""
+    """What to say of documents that are cut, and of how rows were read."""
     if isinstance(data, SeparateValidation):
         return notes_of(data.train)
     if isinstance(data, BlendedDataset):
         return [f"{part.label}: {note}" for part in data.parts for note in notes_of(part.data)]
     if isinstance(data, PreferenceDataset):
-        return list(filter(None, (cut_pairs(data.text, data.seq_len),)))
+        return [*filter(None, (cut_pairs(data.text, data.seq_len),)), *row_notes(data.text.tally)]
     if not isinstance(data, PackedDataset):
         return []
-    return list(filter(None, (data.split.note, cut_documents(data.text, data.seq_len))))
+    notes = filter(None, (data.split.note, cut_documents(data.text, data.seq_len)))
+    return [*notes, *row_notes(data.text.tally)]
 
 
 def _pairs(config: RunConfig, section: DataSection, val_fraction: float) -> PreferenceDataset:

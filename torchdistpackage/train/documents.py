@@ -26,6 +26,10 @@ PAIRS = "prompt+completion"
 """The field that stands for two: the prompt does not count in the loss."""
 CHAT, TOOLS = "messages", "tools"
 """The field that holds a chat, a list of messages, and that of its tools."""
+TEMPLATE_OPTIONS, RETRIEVED = "chat_template_kwargs", "documents"
+"""Variables of the chat template that a row sets, and texts that were found for it."""
+CHAT_EXTRAS = (TOOLS, TEMPLATE_OPTIONS, RETRIEVED)
+"""Fields next to a chat, which need not be there."""
 _ROWS = 512
 """Of a parquet file that are in memory at once."""
 PIECE_BYTES = 1 << 20
@@ -261,12 +265,13 @@ def _rows(
     path, groups = piece.path, list(range(piece.first, piece.last))
     with _parquet(path) as file:
         there = file.schema_arrow.names
-        missing = [x for x in _fields(field) if x not in there and (field, x) != (CHAT, TOOLS)]
+        fields = _fields(field)
+        missing = [x for x in fields if x not in there and not (CHAT in fields and x != CHAT)]
         if missing:
             raise DataError(
                 f"{path}: no column {missing[0]!r}; there are {', '.join(there)} (data.field)"
             )
-        names = [name for name in _fields(field) if name in there]
+        names = [name for name in fields if name in there]
         for batch in file.iter_batches(_ROWS, row_groups=groups, columns=names):
             for row in batch.to_pylist():
                 number += 1
@@ -276,9 +281,22 @@ def _rows(
                     yield error
 
 
+def column_names(path: Path) -> list[str]:
+    """Return the columns of a parquet file; raises DataError if it is none."""
+    with _parquet(path) as file:
+        return file.schema_arrow.names
+
+
+def fields_of(source: TextSource) -> list[str]:
+    """Return the keys of a row that are read."""
+    if source.kind == PREFERENCE:
+        return ["prompt", "chosen", "rejected", *CHAT_EXTRAS]
+    return _fields(source.field)
+
+
 def _fields(field: str) -> list[str]:
     if field == CHAT:
-        return [CHAT, TOOLS]
+        return [CHAT, *CHAT_EXTRAS]
     return field.split("+") if field == PAIRS else [field]
 
 

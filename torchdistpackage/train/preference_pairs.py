@@ -13,7 +13,8 @@ from typing import Any
 
 from torchdistpackage.errors import DataError
 from torchdistpackage.train.chat import ChatTemplate
-from torchdistpackage.train.documents import CHAT, TOOLS, AnswerPair, Document, is_unicode
+from torchdistpackage.train.documents import CHAT, CHAT_EXTRAS, AnswerPair, Document, is_unicode
+from torchdistpackage.train.row_notes import Tally
 
 PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
 ANSWERS = (CHOSEN, REJECTED)
@@ -21,14 +22,14 @@ ANSWERS = (CHOSEN, REJECTED)
 
 class PairReader:
     """Reads lines of pairs. folder: of the tokenizer, whose chat template writes chats; today: the
-    date that it writes."""
+    date that it writes; tally: see `ChatTemplate`."""
 
-    def __init__(self, folder: Path, today: date):
-        self._folder, self._today = folder, today
+    def __init__(self, folder: Path, today: date, tally: Tally | None = None):
+        self._folder, self._today, self._tally = folder, today, tally
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        return ChatTemplate(self._folder, self._today)
+        return ChatTemplate(self._folder, self._today, self._tally)
 
     def __call__(self, value: dict[str, Any], where: str) -> AnswerPair:
         """The pair of one line. where: of errors.
@@ -67,10 +68,10 @@ class PairReader:
             )
         if empty := [k for k, x in zip(ANSWERS, (chosen, rejected), strict=True) if not x]:
             raise DataError(f"{where}: {empty[0]} is empty behind what both begin with")
-        tools = {TOOLS: value[TOOLS]} if TOOLS in value else {}
+        extras = {key: value[key] for key in CHAT_EXTRAS if key in value}
 
         def document(key: str, answer: list[Any]) -> Document:
-            chat = {CHAT: [*prompt, *answer], **tools}
+            chat = {CHAT: [*prompt, *answer], **extras}
             return self._template.document(chat, f"{where}: {key}", len(prompt))
 
         answers = zip(ANSWERS, (chosen, rejected), strict=True)

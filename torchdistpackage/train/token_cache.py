@@ -21,10 +21,10 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +39,7 @@ from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.launch.process import undone_by_signals, usable_cpus
 from torchdistpackage.train.documents import TextSource, files_of, pieces_of
 from torchdistpackage.train.mapped import MappedTensors
+from torchdistpackage.train.row_notes import Tally
 from torchdistpackage.train.token_encoder import DocumentEncoder, EncodedBatch
 from torchdistpackage.train.token_workers import Progress, TokenWorkers
 
@@ -60,7 +61,7 @@ class TokenizedText:
     """A cache entry, mapped. counted, prompts: None where every token counts. eos: its id, or None.
 
     prompts: by document the tokens before the first that counts. documents_per_line: two where a
-    line is a pair, whose chosen answer comes first.
+    line is a pair, whose chosen answer comes first. tally: see `row_notes`.
     """
 
     folder: Path
@@ -74,6 +75,7 @@ class TokenizedText:
     files: list[tuple[str, int]]
     mapped: tuple[MappedTensors, ...]
     documents_per_line: int = 1
+    tally: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def check(self) -> None:
         """Before a read of tokens or counted: raises DataError if their file became shorter."""
@@ -250,6 +252,7 @@ def _make(source: TextSource, files: list[Path], folder: Path, progress: Progres
                 "vocab": encoder.vocab,
                 "eos": encoder.eos,
                 "files": origins,
+                "tally": writer.tally,
             }
             (draft / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
             draft.rename(folder)
@@ -270,6 +273,7 @@ class _Writer:
 
     def __init__(self, folder: Path, dtype: np.dtype, stack: ExitStack, *, masks: bool):
         self.num_tokens = self.num_documents = 0
+        self.tally = Tally()
         names = ("tokens", "ends", "places", *(("counted", "prompts") if masks else ()))
         self._files = {n: stack.enter_context((folder / f"{n}.bin").open("wb")) for n in names}
 
@@ -279,6 +283,7 @@ class _Writer:
         parts |= {"counted": batch.counted, "prompts": batch.prompts}
         for name, file in self._files.items():
             file.write(np.ascontiguousarray(parts[name]).data)
+        self.tally.update(batch.tally)
         self.num_tokens += len(batch.ids)
         self.num_documents += len(ends)
 
@@ -346,8 +351,11 @@ def _read(folder: Path) -> TokenizedText:
         if not len(ends) == len(places) == len(prompts):
             raise ValueError(f"{len(ends)} documents, of which {len(places)} have a place")
         vocab, eos = int(meta["vocab"]), meta["eos"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        tally = {str(name): int(number) for name, number in meta.get("tally", {}).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"the cache entry {folder} is damaged ({error}); remove it") from error
     masks = found.get("counted"), found.get("prompts")
     each = int(meta.get("documents_per_line", 1))
-    return TokenizedText(folder, tokens, ends, places, *masks, vocab, eos, files, mapped, each)
+    return TokenizedText(
+        folder, tokens, ends, places, *masks, vocab, eos, files, mapped, each, tally
+    )

@@ -7,6 +7,7 @@ any process and in any order.
 import hashlib
 from collections.abc import Iterator, Sequence
 from datetime import date
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,9 +26,13 @@ from torchdistpackage.train.documents import (
     Piece,
     Reader,
     TextSource,
+    column_names,
     documents_of,
+    fields_of,
+    text_document,
 )
 from torchdistpackage.train.preference_pairs import PairReader
+from torchdistpackage.train.row_notes import Tally, count_unused
 
 _MOST_LINES, _MOST_LETTERS = 512, 1 << 20
 """That are tokenized at once: a token takes some 100 bytes until its id is copied."""
@@ -38,7 +43,7 @@ class EncodedBatch(NamedTuple):
     then there are no documents.
 
     num_letters: of all their texts. lengths: tokens of each. counted, prompts: None where every
-    token counts.
+    token counts. tally: see `row_notes`.
     """
 
     num_lines: int
@@ -49,6 +54,7 @@ class EncodedBatch(NamedTuple):
     places: npt.NDArray[np.float64]
     counted: npt.NDArray[np.uint8] | None
     prompts: npt.NDArray[np.int64] | None
+    tally: dict[str, int]
 
 
 def load_tokenizer(path: Path) -> tuple[Any, int | None]:
@@ -92,7 +98,8 @@ class DocumentEncoder:
         file = tokenizer_file(Path(source.tokenizer))
         self._source, self._ends = source, source.ends
         self._tokenizer, self.eos = load_tokenizer(file)
-        self._reader = _reader(source, file.parent)
+        self._tally = Tally()
+        self._reader = _reader(source, file.parent, self._tally)
         self.vocab = vocabulary_size(file)
         self.dtype = np.dtype(np.uint16 if self.vocab <= 1 << 16 else np.uint32)
 
@@ -106,7 +113,10 @@ class DocumentEncoder:
         Raises:
             DataError: the piece cannot be read or tokenized.
         """
-        source = self._source
+        source, unread = self._source, list[str]()
+        if source.kind == "parquet":  # of the others no value is read
+            fields = fields_of(source)
+            unread = [f"{x!r} of rows" for x in column_names(piece.path) if x not in fields]
         documents = documents_of(source.kind, piece, source.field, self._reader, number)
         for lines in _some_at_a_time(documents):
             problems = [str(x) for x in lines if isinstance(x, DataError)]
@@ -115,7 +125,9 @@ class DocumentEncoder:
             found = [y for x in held for y in (x if isinstance(x, AnswerPair) else (x,))]
             where = f"{piece.path}: documents {number + 1} to {number + len(lines)}"
             arrays = self._encoded(found if encode else [], where)
-            yield EncodedBatch(len(lines), sum(map(_letters, found)), problems, *arrays)
+            tally = {**self._tally, **dict.fromkeys(unread, len(lines))}
+            self._tally.clear()
+            yield EncodedBatch(len(lines), sum(map(_letters, found)), problems, *arrays, tally)
             number += len(lines)
 
     def _encoded(self, documents: list[Document], where: str):
@@ -153,14 +165,23 @@ class DocumentEncoder:
             raise DataError(f"{where} cannot be tokenized: {error}") from error
 
 
-def _reader(source: TextSource, folder: Path) -> Reader | None:
-    """Of its lines; None: texts under its field. folder: of the tokenizer."""
-    if not source.may_be_chat:
-        return None
+def _reader(source: TextSource, folder: Path, tally: Tally) -> Reader:
+    """Of its lines, whose keys it counts. folder: of the tokenizer."""
     today = date.fromisoformat(source.today) if source.today else date.today()
     if source.kind == PREFERENCE:
-        return PairReader(folder, today)
-    return ChatTemplate(folder, today).document
+        read: Reader = PairReader(folder, today, tally)
+    elif source.may_be_chat:
+        read = ChatTemplate(folder, today, tally).document
+    else:
+        read = partial(text_document, field=source.field)
+    fields = fields_of(source)
+
+    def counted(value: dict[str, Any], where: str) -> Document | AnswerPair:
+        found = read(value, where)
+        count_unused(tally, value, fields, "rows")
+        return found
+
+    return counted
 
 
 _Line = Document | AnswerPair | DataError
