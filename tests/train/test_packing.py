@@ -17,6 +17,8 @@ from torchdistpackage.cli.main import main
 from torchdistpackage.errors import ConfigError, DataError
 from torchdistpackage.train.data import DataSource
 from torchdistpackage.train.documents import TextSource
+from torchdistpackage.train.evaluation import DocumentWindows
+from torchdistpackage.train.losses import IGNORE
 from torchdistpackage.train.packing import PackedDataset
 from torchdistpackage.train.token_cache import tokenized
 from torchdistpackage.train.token_encoder import load_tokenizer
@@ -390,3 +392,33 @@ def test_tdp_data_tokenize_checks_the_sections_it_reads(tmp_path, capsys):
 def test_keys_that_do_not_go_together_are_refused(overrides, text):
     with pytest.raises(ConfigError, match=text):
         parity.config(overrides)
+
+
+@pytest.mark.parametrize("packing", ["auto", "wrapped"])
+def test_windows_of_an_evaluation_are_packed_as_training_packs(tmp_path, packing):
+    """What docs/generate.md says of the windows of chats."""
+    texts = sentences(20, seed=3)
+    found = tokenized(pairs(tmp_path, [(f"q {i}", x) for i, x in enumerate(texts)]), tmp_path / "c")
+    lengths, size = np.diff(found.ends, prepend=0), 40
+    assert lengths.min() < size < lengths.max()
+    options = {"vocab": 300, "seq_len": size, "global_batch": 4, "val_fraction": 1.0}
+    windows = DocumentWindows(PackedDataset(found, packing=packing, **options))
+    ids, targets, _ = windows.read(0, windows.number)
+    counted = found.counted.astype(bool) & ~np.isin(np.arange(len(found.tokens)), found.starts)
+    assert int((targets != IGNORE).sum()) == counted.sum(), "each token is predicted once"
+    rows = [[*row.tolist(), int(last)] for row, last in zip(ids, targets[:, -1], strict=True)]
+    whole = [
+        any(
+            row[at : at + last - first] == found.tokens[first:last].tolist()
+            for row in rows
+            for at in range(size + 1)
+        )
+        for first, last in zip(found.starts, found.ends, strict=True)
+    ]
+    if packing == "auto":
+        assert whole == (lengths <= size + 1).tolist()
+        padded = sum(row[-2] == 0 for row in rows)
+        assert padded, "what no document fits into"
+    else:
+        stream = ids.flatten()[: len(found.tokens) - 1].tolist()
+        assert stream == found.tokens[:-1].tolist(), "one after another"
