@@ -16,7 +16,7 @@ from torchdistpackage.launch.slurm.jobs import (
     sbatch,
 )
 from torchdistpackage.launch.slurm.node_blocklist import NodeIncident, record
-from torchdistpackage.launch.slurm.query import CompletedCommand
+from torchdistpackage.launch.slurm.query import CommandTimeout, CompletedCommand
 from torchdistpackage.launch.slurm.runs import read_run
 
 ENV = {
@@ -107,6 +107,71 @@ def test_suspects_are_left_out_beside_those_that_the_script_leaves_out(tmp_path:
     record(run.files.suspects, NodeIncident("n3", "down", 1.0, 0.0, LATER_S + 1, "7.0"))
     record(run.files.suspects, NodeIncident("n4", "down", 1.0, 0.0, LATER_S - 1, "7.0"))
     slurm = Scripted(squeue=row("7", "NODE_FAIL"), sbatch="8\n")
+    resubmit(run, ENV, slurm, now_s=LATER_S)
+    assert slurm.asked[-1][2:-1] == ["--exclude=n3"]
+
+
+def partition(up: set[str], needed: int, must: str = ""):
+    """sbatch of a partition: `needed` of its nodes that are `up`, among them `must`."""
+
+    def sbatch(args):
+        words = [word.removeprefix("--exclude=") for word in args if word.startswith("--exclude=")]
+        out = set(",".join(words).split(","))
+        if "--test-only" not in args:
+            return "8\n"
+        if must in out - {""}:
+            return CompletedCommand(1, "", "allocation failure: Invalid node name specified\n")
+        if len(up - out) < needed:
+            why = "allocation failure: Requested node configuration is not available\n"
+            return CompletedCommand(1, "", why)
+        return CompletedCommand(0, "", "sbatch: Job 1 to start at 2027-11-28T18:59:17\n")
+
+    return sbatch
+
+
+@pytest.mark.parametrize(
+    ("up", "needed", "must", "left"),
+    [
+        ("n1 n2 n3 n4 n5", 1, "", "n2,n3,n4"),
+        ("n1 n2 n3 n4 n5", 3, "", "n2,n4"),  # n3 only went down, and n2 after it
+        ("n1 n2 n3 n4 n5", 4, "", "n4"),
+        ("n1 n2 n3 n4 n5", 5, "", ""),  # every node is needed
+        ("n2 n3 n4", 1, "", "n2,n4"),  # all nodes are suspects
+        ("n1 n2 n3 n4 n5", 1, "n4", ""),  # a nodelist that needs the worst
+        ("n1", 2, "", ""),  # it waits for whichever comes
+    ],
+)
+def test_no_more_suspects_are_left_out_than_the_job_can_do_without(
+    tmp_path: Path, up: str, needed: int, must: str, left: str
+):
+    run = submitted(tmp_path / "a", "7")
+    for node, weight, job in (
+        *(("n4", 0.5, "1.0"), ("n4", 0.5, "2.0")),  # its GPUs have failed twice
+        *(("n2", 1.0, "5.0"), ("n3", 1.0, "4.0")),
+    ):
+        at = float(job)
+        record(run.files.suspects, NodeIncident(node, "down", weight, at, LATER_S + 9, job))
+    slurm = Scripted(squeue=row("7", "NODE_FAIL"), sbatch=partition({*up.split()}, needed, must))
+    resubmit(run, ENV, slurm, now_s=LATER_S)
+    assert slurm.asked[-1][2:-1] == ([f"--exclude={left}"] if left else [])
+    assert slurm.count("sbatch") <= 4, "tries are few"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        CompletedCommand(1, "", "sbatch: error: Unable to contact slurm controller\n"),
+        CompletedCommand(1, "", "allocation failure: Invalid account or account/partition\n"),
+        CommandTimeout("no answer"),
+    ],
+)
+def test_suspects_are_left_out_where_slurm_does_not_say_that_nodes_are_too_few(
+    tmp_path: Path, answer
+):
+    run = submitted(tmp_path / "a", "7")
+    record(run.files.suspects, NodeIncident("n3", "down", 1.0, 0.0, LATER_S + 1, "7.0"))
+    says = lambda args: answer if "--test-only" in args else "8\n"  # noqa: E731
+    slurm = Scripted(squeue=row("7", "NODE_FAIL"), sbatch=says)
     resubmit(run, ENV, slurm, now_s=LATER_S)
     assert slurm.asked[-1][2:-1] == ["--exclude=n3"]
 

@@ -9,6 +9,7 @@ script before anything else is submitted; the lock of the run is held by then.
 
 import contextlib
 import json
+import logging
 import re
 import socket
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 from torchdistpackage.errors import HeldError, LaunchError
 from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.launch.lock import hold, holder_of
-from torchdistpackage.launch.slurm import node_blocklist
+from torchdistpackage.launch.slurm.exclusion import exclusion, leave_out
 from torchdistpackage.launch.slurm.query import (
     GRACE_S,
     CommandTimeout,
@@ -35,9 +36,9 @@ from torchdistpackage.launch.slurm.run_dir import RunDir, Submission, append_rec
 from torchdistpackage.launch.slurm.runs import SubmittedRun
 from torchdistpackage.launch.slurm_env import scrub_slurm_env
 
+log = logging.getLogger(__name__)
 _LOST = re.compile(r"timed? ?out|contact|connect|communicat|send|recv|message", re.IGNORECASE)
 """In what sbatch says when it is the answer of the controller that failed, not the request."""
-_EXCLUDE = re.compile(r"^#SBATCH\s+(?:--exclude[=\s]|-x\s*)\s*(\S+)", re.MULTILINE)
 _CLOCKS_DIFFER_S = 60.0
 _SQUEUE = ("squeue", "-h", "--me", "-t", "all", "-o", "%F|%V|%o")
 _TRIES_S = (0.0, 1.0, 3.0)
@@ -125,23 +126,15 @@ def resubmit(
         script = Path(run.latest.script)
         task = run.latest.job[len(array_job_id(run.latest.job)) + 1 :]
         options = [f"--array={task}"] if task else []
-        options += exclusion(script, node_blocklist.excluded(run.files.suspects, now))
+        nodes, notes = leave_out(script, run.files.suspects, env, runner, now, options)
+        for note in notes:
+            log.info("%s", note)
+        options += exclusion(script, nodes)
         job, host = f"_{task}" if task else "", socket.gethostname()
         record = replace(run.latest, job=job, time_s=now, via="sbatch", host=host)
         call = partial(sbatch, script, env, runner, options=options)
         (noted,) = submit_with_intent([(run.files, record)], call, runner)
         return noted
-
-
-def exclusion(script: Path, nodes: Sequence[str]) -> list[str]:
-    """The option that leaves out `nodes`, and those that the script leaves out itself.
-
-    An option on the command line takes the place of the script's own.
-    """
-    if not nodes:
-        return []
-    own = _EXCLUDE.findall(script.read_text(encoding="utf-8")) if script.is_file() else []
-    return [f"--exclude={','.join([*own, *nodes])}"]
 
 
 def sbatch(

@@ -9,7 +9,7 @@ import logging
 import re
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -134,9 +134,9 @@ def excluded(path: Path, now_s: float) -> tuple[str, ...]:
     return tuple(reasons(path, now_s))
 
 
-def explain(path: Path, now_s: float) -> str:
-    """Which nodes are left out and why, as a line for each; "" if none is."""
-    held = reasons(path, now_s)
+def explain(path: Path, now_s: float, of: Collection[str] | None = None) -> str:
+    """Which nodes are left out and why, as a line for each; "" if none is. of: those alone."""
+    held = {n: e for n, e in reasons(path, now_s).items() if of is None or n in of}
     lines = [f"leaving out {'; '.join(map(str, evidence))}" for evidence in held.values()]
     return "\n".join([*lines, f"({path} says so; remove a line to forgive)"]) if held else ""
 

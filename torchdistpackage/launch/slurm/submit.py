@@ -23,6 +23,7 @@ from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.files import atomic_write_all, make_folder, remove_empty
 from torchdistpackage.launch.run_events import SUBMIT, note_event, written_keys
 from torchdistpackage.launch.slurm import node_blocklist
+from torchdistpackage.launch.slurm.exclusion import exclusion, leave_out
 from torchdistpackage.launch.slurm.job import (
     BatchJob,
     Sweep,
@@ -34,7 +35,6 @@ from torchdistpackage.launch.slurm.job import (
 )
 from torchdistpackage.launch.slurm.jobs import (
     active_jobs,
-    exclusion,
     refuse_held,
     resolve_intent,
     sbatch,
@@ -190,11 +190,10 @@ def submit_prepared(
     files = folders[0]
     if read_records(files.records):
         node_blocklist.record_failed_nodes(files, env, runner, now_s=now_s)
-    nodes = node_blocklist.excluded(files.suspects, now_s)
-    notes = (node_blocklist.explain(files.suspects, now_s),) if nodes else ()
     if shutil.which("sbatch", path=env.get("PATH")) is None:
         raise LaunchError("there is no sbatch here; submit from where it is, on a login node")
     write_run_dir(prepared, now_s)
+    nodes, notes = leave_out(Path(job.script), files.suspects, env, runner, now_s)
     for folder, config in prepared.runs:
         note_event(folder, SUBMIT, 0, keys=written_keys(config))
     record = replace(job.record, time_s=now_s, via=via)

@@ -1,0 +1,76 @@
+"""Which suspect nodes a submission leaves out: all, unless the job could then never run.
+
+`sbatch --test-only` says whether a job could run on the nodes that are up, however busy they are.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torchdistpackage.errors import LaunchError
+from torchdistpackage.launch.slurm import node_blocklist
+from torchdistpackage.launch.slurm.query import Runner
+from torchdistpackage.launch.slurm_env import scrub_slurm_env
+
+_EXCLUDE = re.compile(r"^#SBATCH\s+(?:--exclude[=\s]|-x\s*)\s*(\S+)", re.MULTILINE)
+_NO_NODES = re.compile(r"allocation failure: .*node", re.IGNORECASE)
+"""Other refusals, such as of an account, have nothing to do with the nodes."""
+
+
+def exclusion(script: Path, nodes: Sequence[str]) -> list[str]:
+    """The option that leaves out `nodes`, and those that the script leaves out itself.
+
+    An option on the command line takes the place of the script's own.
+    """
+    if not nodes:
+        return []
+    own = _EXCLUDE.findall(script.read_text(encoding="utf-8")) if script.is_file() else []
+    return [f"--exclude={','.join([*own, *nodes])}"]
+
+
+def leave_out(
+    script: Path,
+    suspects: Path,
+    env: Mapping[str, str],
+    runner: Runner,
+    now_s: float,
+    options: Sequence[str] = (),
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The nodes to leave out of this job, and what to say about them.
+
+    As few suspects as possible are forgiven: nodes that only went down before those with errors of
+    their hardware, the oldest evidence first. Where the job could not even run on all nodes that
+    are up, none is left out, and it waits for whichever comes.
+    """
+    held = node_blocklist.reasons(suspects, now_s)
+    worst_last = sorted(
+        held,
+        key=lambda node: (
+            any(e.weight < node_blocklist.THRESHOLD for e in held[node]),
+            max(e.time_s for e in held[node]),
+        ),
+    )
+
+    def could_run(num_forgiven: int) -> bool:
+        kept = exclusion(script, sorted(worst_last[num_forgiven:]))
+        try:
+            ran = runner(
+                ["sbatch", "--test-only", *options, *kept, str(script)], env=scrub_slurm_env(env)
+            )
+        except LaunchError:
+            return True
+        return ran.code == 0 or not _NO_NODES.search(ran.err)
+
+    fewest, most = 0, len(worst_last)
+    if held and could_run(0):
+        most = 0
+    while fewest + 1 < most:
+        middle = (fewest + most) // 2
+        fewest, most = (fewest, middle) if could_run(middle) else (middle, most)
+    forgiven, left = worst_last[:most], tuple(sorted(worst_last[most:]))
+    notes = [node_blocklist.explain(suspects, now_s, left)] if left else []
+    notes += [
+        f"not leaving out {'; '.join(map(str, held[node]))}: the job could not run without it"
+        for node in sorted(forgiven)
+    ]
+    return left, tuple(notes)
