@@ -7,6 +7,7 @@ than its refusal.
 import json
 import math
 import os
+import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,18 @@ _KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
 }
+
+
+_UNSHOWN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
+"""What moves a cursor, colours a terminal, turns the order of letters around, or is no letter."""
+
+
+def printable(text: str) -> str:
+    """Return the text of a user for a terminal or a page: with escapes for what is not seen."""
+    return _UNSHOWN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def parse_json(text: str) -> Any:

@@ -53,6 +53,19 @@ def packages(*args: str) -> set[str]:
     return set(run.stderr.split())
 
 
+@pytest.mark.parametrize("command", [*COMMANDS, "sch"])
+def test_what_a_terminal_would_obey_is_shown_as_an_escape(command, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for odd, shown in (("\u202ex", "\\u202ex"), ("\x1b[31m", "\\x1b[31m"), ("\u2066", "\\u2066")):
+        for word in (f"a{odd}.yaml", f"--{odd}"):
+            if command == "train" and word.startswith("-"):
+                continue  # its output is that of ranks
+            assert main([f"{command}{odd}" if command == "sch" else command, word, word]) != 0
+            said = capsys.readouterr()
+            assert odd[0] not in said.out + said.err
+            assert shown in said.err or command in ("comm", "jobs", "data", "checkpoint", "report")
+
+
 def test_the_help_lists_every_command(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out

@@ -10,6 +10,7 @@ import pytest
 from torchdistpackage.bounded_yaml import MAX_DEPTH, MAX_NODES
 from torchdistpackage.cli.main import main
 from torchdistpackage.config import rules_pipeline
+from torchdistpackage.config.check import absent_files
 from torchdistpackage.config.errors import MAX_PROBLEMS, ConfigErrors, Problem
 from torchdistpackage.config.load import KEYS, load, loads
 from torchdistpackage.config.rules import divisors
@@ -237,3 +238,19 @@ def test_what_is_too_long_with_its_aliases_written_out_is_refused_before_its_own
         else:
             (problem,) = refused(text)
             assert "262,144" in problem.text and problem.line is None
+
+
+@pytest.mark.parametrize(("special", "why"), [("/dev/zero", "is a device"), (None, "is a pipe")])
+def test_a_configuration_that_is_no_regular_file_is_not_waited_for(tmp_path: Path, special, why):
+    named = tmp_path / "run.yaml"
+    if special is None:
+        os.mkfifo(named)
+    else:
+        named.symlink_to(special)
+    with pytest.raises(ConfigErrors, match=f"run.yaml: cannot be read: {why}$"):
+        load(named)
+    text = f"data: {{name: text, path: {named}, val_path: {named}}}"
+    found = absent_files(loads(text))
+    assert [(p.path, p.text) for p in found] == [
+        (key, f"{named} {why}; name a file or a folder") for key in ("data.path", "data.val_path")
+    ]

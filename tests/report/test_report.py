@@ -248,6 +248,7 @@ def test_rows_are_read_once_also_when_a_run_replaces_its_file(tmp_path: Path):
 
 
 def test_a_page_escapes_what_a_run_wrote(tmp_path: Path):
-    folder = write_run(tmp_path / "<script>x")
+    folder = write_run(tmp_path / "<script>x\u202ey\x1b[31m")
     text = html([read_run_data(folder)], BEGAN_S)
     assert "<script>x" not in text
+    assert not {"\u202e", "\x1b"} & set(text) and "\\\\u202ey" in text, "also in the data of charts"

@@ -7,12 +7,14 @@ failed in its report and code 1; a traceback of this process is a bug in this pa
 
 import os
 import sys
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any, TextIO, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from torchdistpackage.bounded import printable
 from torchdistpackage.cli._common import wrap
 from torchdistpackage.errors import (
     ConfigError,
@@ -53,6 +55,10 @@ _EARLIER_OPTIONS = {
 
 _REFUSALS = (ConfigError, TopologyError, LayoutError, ScheduleError, HeldError)
 _REFUSED, _FAILED, _INTERRUPTED = 2, 1, 130
+_AS_IT_IS = {"generate", "watch"}
+"""Commands that print what a model or a display of ours writes."""
+_FOLLOWS = {"logs", "--follow"}
+"""Words of commands that print the log of a job."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,8 +85,30 @@ def _end_rank(code: int) -> None:
         os._exit(code)
 
 
+class _Printable:
+    """A stream that shows what a terminal would obey, such as U+202E or an escape, as escapes."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(printable(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def _run(args: list[str]) -> int:
     asked = next((word for word in args if not word.startswith("-")), "")
+    with ExitStack() as stack:
+        if asked != "train":  # whose ranks may write to either
+            stack.enter_context(redirect_stderr(cast(TextIO, _Printable(sys.stderr))))
+            if asked not in _AS_IT_IS and not _FOLLOWS & set(args):
+                stack.enter_context(redirect_stdout(cast(TextIO, _Printable(sys.stdout))))
+        return _run_command(asked, args)
+
+
+def _run_command(asked: str, args: list[str]) -> int:
     try:
         _command(asked)(_of_today(args), prog_name="tdp")
     except SystemExit as end:  # how typer ends, always with a number
@@ -88,14 +116,14 @@ def _run(args: list[str]) -> int:
             return end.code
         raise
     except TorchDistError as error:
-        text = f"tdp: {error}"
+        text = printable(f"tdp: {error}")
         print(wrap(text, indent="    ") if sys.stderr.isatty() else text, file=sys.stderr)
         return _REFUSED if isinstance(error, _REFUSALS) else _FAILED
     except PermissionError as error:
         if error.filename is None:
             raise
         hint = "its owner can give the right to read and search it"
-        print(f"tdp: {error.filename}: {error.strerror}; {hint}", file=sys.stderr)
+        print(printable(f"tdp: {error.filename}: {error.strerror}; {hint}"), file=sys.stderr)
         return _FAILED
     except KeyboardInterrupt:
         return _INTERRUPTED

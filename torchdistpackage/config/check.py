@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from torchdistpackage.bounded import check_regular
 from torchdistpackage.config import rules
 from torchdistpackage.config.chat_templates import chat_templates, no_chat_template
 from torchdistpackage.config.data_section import SUFFIX_OF_KIND, DataSection
@@ -136,14 +137,26 @@ def _some(numbers: list[int]) -> str:
     return shown if len(numbers) <= 8 else f"{shown} and {len(numbers) - 8} more"
 
 
+def _unfit_path(path: Path) -> str:
+    if not path.exists():
+        return f"{path} is not there, seen from {Path.cwd()}"
+    if path.is_dir():
+        return ""
+    try:
+        check_regular(path, follow=True)
+    except OSError as error:
+        return f"{path} {error.strerror}; name a file or a folder"
+    return ""
+
+
 def absent_files(config: RunConfig) -> list[Problem]:
     """What the data section names and is not there, and packages that keys need."""
     named = {key: part.path for key, part in config.data.all_parts.items()}
     named |= {"data.tokenizer": config.data.tokenizer}
     absent = [
-        config.problem(key, f"{path} is not there, seen from {Path.cwd()}")
+        config.problem(key, why)
         for key, path in named.items()
-        if path is not None and not Path(path).exists()
+        if path is not None and (why := _unfit_path(Path(path)))
     ]
     needed = [
         (package, key, "int8" if package == "bitsandbytes" else "hf")

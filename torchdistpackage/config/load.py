@@ -12,6 +12,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from torchdistpackage.bounded import read_regular
 from torchdistpackage.bounded_yaml import MAX_DEPTH
 from torchdistpackage.config.check import failed_rules
 from torchdistpackage.config.data_section import ITEMS
@@ -56,26 +57,22 @@ def load(
     """
     source, line = os.fspath(path), None
     try:
-        with Path(path).open("rb") as file:  # may be a pipe, and endless
-            content = file.read(MAX_BYTES + 1)
-        why = f"has more than {MAX_BYTES:,} bytes, which are allowed"
-        text = None if len(content) > MAX_BYTES else content.decode("utf-8-sig")
+        text = read_regular(Path(path), MAX_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         folder = Path(path).parent
         files = [file.name for file in folder.iterdir()] if folder.is_dir() else []
         close = nearest(Path(path).name, files)
         why = "no such file" + (f"; did you mean {folder / close}?" if close else "")
-    except IsADirectoryError:
-        run = Path(path) / "resolved.yaml"
-        why = "is a folder, not a file" + (f"; did you mean {run}?" if run.is_file() else "")
     except OSError as error:
+        run = Path(path) / "resolved.yaml"
         why = f"cannot be read: {error.strerror}"
+        if Path(path).is_dir():
+            why = "is a folder, not a file" + (f"; did you mean {run}?" if run.is_file() else "")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         why = f"byte {error.object[error.start]:#04x} is not UTF-8; save the file as UTF-8"
     else:
-        if text is not None:
-            return loads(text, source, overrides, world_size, job=job, only=only)
+        return loads(text, source, overrides, world_size, job=job, only=only)
     raise ConfigErrors(source, [Problem(source, line, "", why)])
 
 

@@ -7,16 +7,18 @@ content security policy lets it load nothing.
 import base64
 import json
 from collections.abc import Sequence
-from html import escape
 from importlib.resources import files
 from pathlib import Path
+from typing import Any, cast
 
+from torchdistpackage.bounded import printable
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.report.charts import Chart, charts, series
 from torchdistpackage.report.peaks import peak_flops_of
 from torchdistpackage.report.run_data import RunData, read_run_data, when
 from torchdistpackage.report.story import Table, life, tables
+from torchdistpackage.report.svg import escape
 
 REPORT = "report.html"
 _POLICY = (
@@ -70,7 +72,9 @@ def html(runs: Sequence[RunData], now_s: float, peak_flops: float | None = None)
     title = ", ".join(run.name for run in runs)
     figures = [{"key": c.key, "traces": c.traces, "layout": c.layout} for c in shown]
     # within a script no text may look like its end
-    data = json.dumps(figures, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(_shown(figures), separators=(",", ":"), allow_nan=False).replace(
+        "<", "\\u003c"
+    )
     names = ("page.css", "page.js")
     css, script = (Path(__file__).with_name(name).read_text("utf-8") for name in names)
     sections = [*map(_chart, shown), *_pictures(runs), *map(_table, held)]
@@ -89,6 +93,19 @@ def html(runs: Sequence[RunData], now_s: float, peak_flops: float | None = None)
 <script type="application/json" id="figures">{data}</script>
 <script>{plotly_script()}</script><script>{script}</script></body></html>
 """
+
+
+def _shown(value: Any) -> Any:
+    """The same with all its texts printable."""
+    match value:
+        case str():
+            return printable(value)
+        case dict():
+            return {key: _shown(item) for key, item in cast(dict[str, Any], value).items()}
+        case list() | tuple():
+            return [_shown(item) for item in cast(list[Any], value)]
+        case _:
+            return value
 
 
 def _facts(run: RunData) -> str:

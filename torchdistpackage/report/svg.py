@@ -2,12 +2,19 @@
 
 import colorsys
 from collections.abc import Iterable, Sequence
-from html import escape
+from html import escape as html_escape
+
+from torchdistpackage.bounded import printable
 
 _GOLDEN = 0.618034
 """Hues so far apart around the circle differ however many are taken."""
 _SCALE = ((165, 15, 21), (252, 174, 97), (255, 255, 191), (116, 173, 209), (49, 54, 149))
 """From the least to the most; its ends are told apart without red and green."""
+
+
+def escape(words: str) -> str:
+    """Text for a page or a picture, with escapes for what is markup or not seen."""
+    return html_escape(printable(words))
 
 
 def document(width: float, height: float, parts: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ from html import escape
 from io import BytesIO
 from typing import Any
 
+from torchdistpackage.bounded import printable
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.schedule.actions import Action, ActionKind
 from torchdistpackage.schedule.engine import Span, Timeline
@@ -144,7 +145,7 @@ def _svg(panels: Panels, px: float) -> str:
     for name, (timeline, text) in panels.items():
         parts += [
             f'<g data-timeline="{name}">',
-            f'<text x="6" y="{top + 20}">{escape(text)}</text>',
+            f'<text x="6" y="{top + 20}">{escape(printable(text))}</text>',
         ]
         for index, row in enumerate(timeline.spans):
             parts += _row(index, row, top + TOP_PX + index * ROW_PX, px)

@@ -119,6 +119,26 @@ def test_a_chained_job_comes_from_a_clean_environment_and_is_noted(bash):
     }
 
 
+@pytest.mark.parametrize(
+    ("lines", "code", "said"),
+    [
+        ("exit 3", 3, "code 3"),
+        ("set -e\nfalse", 1, "code 1"),
+        ("exit 0", EXIT_REQUEUE_DENIED, "code 0"),
+        ("trap 'echo mine' EXIT\nexit 4", 4, "mine"),
+        ("set -e\ntrap 'echo mine' EXIT", 0, "mine"),
+        ("true", 0, ""),
+    ],
+)
+def test_a_prologue_that_ends_the_job_says_so(bash, lines, code, said):
+    job = job_of(f"{{prologue: {json.dumps([lines])}}}", bash.folder)
+    done = bash(job)
+    assert done.returncode == code, done.stdout
+    assert said in done.stdout
+    assert ("before a rank was started" in done.stdout) is said.startswith("code")
+    assert bool(bash.words("srun")) is (code == 0)
+
+
 def test_a_task_of_an_array_has_its_own_folder_and_id(bash):
     first = job_of(run=bash.folder)
     sweep = Sweep(bash.folder.parent / "one.sweep", 2)

@@ -251,8 +251,10 @@ exit 0
 
 def environment(job: BatchJob) -> list[str]:
     """What comes before the ranks, whatever starts them."""
+    ended = '_tdp_say "ended with code $? before a rank was started: modules, conda or prologue"'
     parts = [
         f"""
+trap '{ended}' EXIT
 # Variables of another launcher would mislead the ranks.
 for _tdp_name in $(compgen -e); do
     case $_tdp_name in
@@ -292,6 +294,7 @@ conda activate {shlex.quote(conda)} || exit 1
     paths = ":".join(job.code.paths)
     parts.append(
         f"""
+case $(trap -p EXIT) in *"before a rank was started"*) trap - EXIT ;; esac
 set +eu
 trap - ERR DEBUG RETURN
 IFS=$' \\t\\n'
