@@ -234,7 +234,7 @@ if [ -f {decision} ]; then
 {indent(give_up, " " * 12)}
             break
         fi
-        sleep 2
+        sleep 5
         _tdp_ask
     done
 fi
