@@ -12,7 +12,7 @@ from pathlib import Path
 from torchdistpackage.bounded import check_regular
 from torchdistpackage.config import rules
 from torchdistpackage.config.chat_templates import chat_templates, no_chat_template
-from torchdistpackage.config.data_section import SUFFIX_OF_KIND, DataSection
+from torchdistpackage.config.data_section import CHAT_FIELDS, SUFFIX_OF_KIND, DataSection
 from torchdistpackage.config.data_split import split_at_end, too_few_tokens
 from torchdistpackage.config.errors import Problem
 from torchdistpackage.config.hugging_face import tokenizer_file, vocabulary_size
@@ -236,9 +236,9 @@ def _of_tokenizer(config: RunConfig) -> Iterator[str]:
                 fix = f"use the tokenizer of {hf}"
             yield f"{folder} has {size} ids, but model.vocab is {vocab}; {fix}"
         fields = {x.field for x in config.data.all_parts.values() if x.tokenizer}
-        if fields - {"messages"}:
+        if fields - {*CHAT_FIELDS}:
             text_ends(file, config.data.bos, config.data.eos)
-        if "messages" in fields and not chat_templates(file.parent):
+        if fields & {*CHAT_FIELDS} and not chat_templates(file.parent):
             yield no_chat_template(file.parent)
     except DataError as error:
         yield str(error).removeprefix("data.tokenizer ")

@@ -15,6 +15,9 @@ KIND_OF_SUFFIX = {".jsonl": "jsonl", ".parquet": "parquet", ".bin": "tokens"}
 PREFERENCE = "preference"
 """Pairs of answers, of which one is preferred, as JSON lines."""
 
+CHAT_FIELDS = ("messages", "conversations")
+"""Values of data.field by which rows are chats, whichever of the known kinds each is."""
+
 SUFFIX_OF_KIND = {"jsonl": ".jsonl", "parquet": ".parquet", PREFERENCE: ".jsonl"}
 """Of the files of a folder that are read."""
 

@@ -1,6 +1,6 @@
 """The rules that join keys of the data section."""
 
-from torchdistpackage.config.data_section import KINDS, PREFERENCE, DataSection
+from torchdistpackage.config.data_section import CHAT_FIELDS, KINDS, PREFERENCE, DataSection
 from torchdistpackage.config.rules import Rule, named_once, rule
 from torchdistpackage.config.schema import RunConfig
 
@@ -39,10 +39,10 @@ def _eos_is_added_to_texts(c: RunConfig, world_size: int | None) -> str | None:
 def _added_to_texts(key: str, value: str, data: DataSection) -> str | None:
     if value == "on" and data.tokenizer is None:
         return f"{key}=on, but without data.tokenizer there is no such token; leave it out"
-    if value == "on" and data.field == "messages":
+    if value == "on" and data.field in CHAT_FIELDS:
         return (
-            f"{key}=on, but with data.field=messages the chat template writes all special tokens; "
-            f"leave it out"
+            f"{key}=on, but with data.field={data.field} the chat template writes all special "
+            f"tokens; leave it out"
         )
     return None
 

@@ -7,20 +7,25 @@ can name several of them at once.
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from torchdistpackage.bounded import parse_json
-from torchdistpackage.config.data_section import PREFERENCE, SUFFIX_OF_KIND
+from torchdistpackage.config.data_section import CHAT_FIELDS, PREFERENCE, SUFFIX_OF_KIND
 from torchdistpackage.config.text_ends import TextEnds, text_ends
 from torchdistpackage.config.types import TextEnd
 from torchdistpackage.errors import DataError
-
-if TYPE_CHECKING:
-    from pyarrow.parquet import ParquetFile
+from torchdistpackage.train.chat_rows import (
+    ALPACA,
+    CONVERSATIONS,
+    INSTRUCTION,
+    SYSTEM,
+    alpaca_texts,
+    is_alpaca,
+)
+from torchdistpackage.train.parquet_rows import parquet_file, plain_rows
 
 PAIRS = "prompt+completion"
 """The field that stands for two: the prompt does not count in the loss."""
@@ -30,8 +35,9 @@ TEMPLATE_OPTIONS, RETRIEVED = "chat_template_kwargs", "documents"
 """Variables of the chat template that a row sets, and texts that were found for it."""
 CHAT_EXTRAS = (TOOLS, TEMPLATE_OPTIONS, RETRIEVED)
 """Fields next to a chat, which need not be there."""
-_ROWS = 512
-"""Of a parquet file that are in memory at once."""
+_CHAT_KINDS = (CHAT, CONVERSATIONS, INSTRUCTION)
+"""Fields of which a chat has one."""
+_CHAT_HINT = f"; data.field={CHAT} reads chats, also those of ShareGPT and Alpaca"
 PIECE_BYTES = 1 << 20
 """Of a file that is read at once, more where a line or row group is longer: at the 1 to 4 MB/s that
 a core tokenizes, cores that share the last pieces of a file wait less than a second."""
@@ -44,8 +50,8 @@ class TextSource:
     files.
 
     field: of a jsonl line or parquet column; `prompt+completion` reads these two, `messages` is a
-    chat. tokenizer: a folder with tokenizer.json, or that file. bos, eos: see `text_ends`. today:
-    the date that a chat template writes as today's; None: it writes none.
+    chat of any kind. tokenizer: a folder with tokenizer.json, or that file. bos, eos: see
+    `text_ends`. today: the date that a chat template writes as today's; None: it writes none.
     """
 
     kind: str
@@ -57,14 +63,19 @@ class TextSource:
     today: str | None = None
 
     @property
+    def is_chat(self) -> bool:
+        """Whether each line or row is a chat."""
+        return self.field in CHAT_FIELDS
+
+    @property
     def may_be_chat(self) -> bool:
         """Whether the chat template of the tokenizer's folder says what the text is."""
-        return self.field == CHAT or self.kind == PREFERENCE
+        return self.is_chat or self.kind == PREFERENCE
 
     @property
     def has_prompts(self) -> bool:
         """Whether some tokens do not count."""
-        return self.field in (CHAT, PAIRS) or self.kind == PREFERENCE
+        return self.is_chat or self.field == PAIRS or self.kind == PREFERENCE
 
     @property
     def documents_per_line(self) -> int:
@@ -78,7 +89,7 @@ class TextSource:
         Raises:
             DataError: see `text_ends`.
         """
-        if self.field == CHAT:
+        if self.is_chat:
             return TextEnds()
         return text_ends(Path(self.tokenizer), self.bos, self.eos)
 
@@ -228,25 +239,8 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-@contextmanager
-def _parquet(path: Path) -> "Iterator[ParquetFile]":
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise DataError(
-            f"data.name=parquet needs pyarrow, which cannot be imported ({error}); "
-            f"pip install pyarrow, or write JSON lines"
-        ) from error
-    try:
-        with ParquetFile(path) as file:
-            yield file
-    except (OSError, ArrowException) as error:
-        raise DataError(f"cannot read {path} as parquet: {error}") from error
-
-
 def _row_groups(path: Path) -> Iterator[Piece]:
-    with _parquet(path) as file:
+    with parquet_file(path) as file:
         facts, first, size = file.metadata, 0, 0
         for index in range(facts.num_row_groups):
             group = facts.row_group(index)
@@ -263,41 +257,67 @@ def _rows(
     piece: Piece, field: str, reader: Reader, number: int
 ) -> Iterator[Document | AnswerPair | DataError]:
     path, groups = piece.path, list(range(piece.first, piece.last))
-    with _parquet(path) as file:
+    with parquet_file(path) as file:
         there = file.schema_arrow.names
-        fields = _fields(field)
-        missing = [x for x in fields if x not in there and not (CHAT in fields and x != CHAT)]
-        if missing:
+        names, missing = _columns(field, there)
+        if missing is not None:
             raise DataError(
-                f"{path}: no column {missing[0]!r}; there are {', '.join(there)} (data.field)"
+                f"{path}: no column {missing!r}; there are {', '.join(there)} (data.field)"
             )
-        names = [name for name in fields if name in there]
-        for batch in file.iter_batches(_ROWS, row_groups=groups, columns=names):
-            for row in batch.to_pylist():
-                number += 1
-                try:
-                    yield reader(row, f"{path}: row {number}")
-                except DataError as error:
-                    yield error
+        for row in plain_rows(file, groups, names):
+            number += 1
+            where = f"{path}: row {number}"
+            try:
+                if isinstance(row, ValueError):
+                    raise DataError(f"{where}: not JSON: {row}")
+                yield reader(row, where)
+            except DataError as error:
+                yield error
+
+
+def _columns(field: str, there: list[str]) -> tuple[list[str], str | None]:
+    """Those to read, of these, and one that is missing."""
+    names = _fields(field)
+    if field in CHAT_FIELDS:
+        missing = None if any(x in there for x in _CHAT_KINDS) else field
+    elif field == PAIRS and INSTRUCTION in there:
+        missing = None
+    else:
+        names = field.split("+") if field == PAIRS else [field]
+        missing = next((x for x in names if x not in there), None)
+    return [x for x in names if x in there], missing
 
 
 def column_names(path: Path) -> list[str]:
     """Return the columns of a parquet file; raises DataError if it is none."""
-    with _parquet(path) as file:
+    with parquet_file(path) as file:
         return file.schema_arrow.names
 
 
 def fields_of(source: TextSource) -> list[str]:
-    """Return the keys of a row that are read."""
+    """Return the keys of rows that may be read."""
     if source.kind == PREFERENCE:
-        return ["prompt", "chosen", "rejected", *CHAT_EXTRAS]
+        return ["prompt", "chosen", "rejected", CONVERSATIONS, *ALPACA, *CHAT_EXTRAS]
     return _fields(source.field)
 
 
+def fields_of_row(source: TextSource, value: dict[str, Any]) -> list[str]:
+    """Return the keys of this row that are read, by the kind that it is of."""
+    mine = (CHAT,) if source.is_chat else ("prompt",)
+    unread: tuple[str, ...] = ()
+    if any(value.get(key) is not None for key in mine):
+        unread = (CONVERSATIONS, *ALPACA)
+    elif value.get(CONVERSATIONS) is not None:
+        unread = tuple(key for key in ALPACA if key != SYSTEM)
+    return [key for key in fields_of(source) if key == source.field or key not in unread]
+
+
 def _fields(field: str) -> list[str]:
-    if field == CHAT:
-        return [CHAT, *CHAT_EXTRAS]
-    return field.split("+") if field == PAIRS else [field]
+    if field in CHAT_FIELDS:
+        return [*_CHAT_KINDS, *ALPACA, *CHAT_EXTRAS]
+    if field == PAIRS:
+        return [*field.split("+"), *ALPACA]
+    return [field]
 
 
 def text_document(value: dict[str, Any], where: str, *, field: str) -> Document:
@@ -306,10 +326,14 @@ def text_document(value: dict[str, Any], where: str, *, field: str) -> Document:
     Raises:
         DataError: it lacks a field, or that is no text or empty.
     """
-    names = _fields(field)
+    if field == PAIRS and is_alpaca(value) and value.get("prompt") is None:
+        prompt, answer = alpaca_texts(value, where)
+        value = {"prompt": prompt, "completion": answer}
+    names = field.split("+") if field == PAIRS else [field]
     if missing := [name for name in names if name not in value]:
         raise DataError(
             f"{where}: no field {missing[0]!r}; there are {', '.join(value) or 'none'} (data.field)"
+            f"{_CHAT_HINT if any(x in value for x in _CHAT_KINDS) else ''}"
         )
     for name in names:
         if not isinstance(value[name], str):

@@ -13,7 +13,21 @@ from typing import Any
 
 from torchdistpackage.errors import DataError
 from torchdistpackage.train.chat import ChatTemplate
-from torchdistpackage.train.documents import CHAT, CHAT_EXTRAS, AnswerPair, Document, is_unicode
+from torchdistpackage.train.chat_rows import (
+    CONVERSATIONS,
+    alpaca_texts,
+    chat_row,
+    is_alpaca,
+    message_list,
+)
+from torchdistpackage.train.documents import (
+    CHAT,
+    CHAT_EXTRAS,
+    TOOLS,
+    AnswerPair,
+    Document,
+    is_unicode,
+)
 from torchdistpackage.train.row_notes import Tally
 
 PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
@@ -38,6 +52,7 @@ class PairReader:
             DataError: keys are missing or of mixed kinds, an answer is empty, both answers are
                 equal, or the template does not take a chat; all that is wrong with the line.
         """
+        value = _read(value, where)
         is_chat = any(isinstance(value.get(key), list) for key in ANSWERS)
         needed = ANSWERS if is_chat else (PROMPT, *ANSWERS)
         problems = [f"no key {key!r}" for key in needed if key not in value]
@@ -76,6 +91,23 @@ class PairReader:
 
         answers = zip(ANSWERS, (chosen, rejected), strict=True)
         return AnswerPair(*_each([lambda key=k, x=x: document(key, x) for k, x in answers]))
+
+
+def _read(value: dict[str, Any], where: str) -> dict[str, Any]:
+    """A line with its chats as lists of messages. ShareGPT's prompt is `conversations`, and an
+    answer may be one message; Alpaca's prompt is an instruction."""
+    found = dict(value)
+    if found.get(CONVERSATIONS) is not None and found.get(PROMPT) is None:
+        found[PROMPT] = chat_row(found, where)[CHAT]
+    elif is_alpaca(found) and found.get(PROMPT) is None:
+        found[PROMPT], _ = alpaca_texts(found, where)
+    for key in (PROMPT, *ANSWERS):
+        part = [found[key]] if isinstance(found.get(key), dict) else found.get(key)
+        if isinstance(part, list):
+            found[key] = message_list(part, f"{where}: {key}")
+    if TOOLS in found:
+        found[TOOLS] = chat_row({TOOLS: found[TOOLS]}, where)[TOOLS]
+    return found
 
 
 def _of_texts(value: dict[str, Any], where: str) -> AnswerPair:

@@ -43,7 +43,7 @@ from torchdistpackage.train.row_notes import Tally
 from torchdistpackage.train.token_encoder import DocumentEncoder, EncodedBatch
 from torchdistpackage.train.token_workers import Progress, TokenWorkers
 
-_FORMAT = 4
+_FORMAT = 7
 MOST_PROBLEMS = 20
 """Lines named in one error."""
 _SETTLED_S = 2.0

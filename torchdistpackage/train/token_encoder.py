@@ -20,6 +20,7 @@ from torchdistpackage.config.hugging_face import special_tokens, tokenizer_file,
 from torchdistpackage.config.text_ends import TextEnds, end_of_text
 from torchdistpackage.errors import DataError
 from torchdistpackage.train.chat import ChatTemplate
+from torchdistpackage.train.chat_rows import chat_row
 from torchdistpackage.train.documents import (
     AnswerPair,
     Document,
@@ -29,6 +30,7 @@ from torchdistpackage.train.documents import (
     column_names,
     documents_of,
     fields_of,
+    fields_of_row,
     text_document,
 )
 from torchdistpackage.train.preference_pairs import PairReader
@@ -171,14 +173,16 @@ def _reader(source: TextSource, folder: Path, tally: Tally) -> Reader:
     if source.kind == PREFERENCE:
         read: Reader = PairReader(folder, today, tally)
     elif source.may_be_chat:
-        read = ChatTemplate(folder, today, tally).document
+        template = ChatTemplate(folder, today, tally)
+
+        def read(value: dict[str, Any], where: str) -> Document:
+            return template.document(chat_row(value, where), where)
     else:
         read = partial(text_document, field=source.field)
-    fields = fields_of(source)
 
     def counted(value: dict[str, Any], where: str) -> Document | AnswerPair:
         found = read(value, where)
-        count_unused(tally, value, fields, "rows")
+        count_unused(tally, value, fields_of_row(source, value), "rows")
         return found
 
     return counted

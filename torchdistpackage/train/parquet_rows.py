@@ -1,0 +1,93 @@
+"""Rows of parquet files as the objects that JSON lines would hold. No torch.
+
+Arrow gives every struct of a column the keys of all of them, so there null is a key that the row
+does not have. In a map and in a list null is a value.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchdistpackage.bounded import parse_json
+from torchdistpackage.errors import DataError
+
+if TYPE_CHECKING:
+    from pyarrow import DataType
+    from pyarrow.parquet import ParquetFile
+
+_ROWS = 512
+"""Rows that are in memory at once."""
+
+Plain = Callable[[Any], Any]
+"""Makes of a value that Arrow gives what JSON would."""
+
+
+@contextmanager
+def parquet_file(path: Path) -> "Iterator[ParquetFile]":
+    """Raises DataError if pyarrow is missing, or the file cannot be read as parquet."""
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise DataError(
+            f"data.name=parquet needs pyarrow, which cannot be imported ({error}); "
+            f"pip install pyarrow, or write JSON lines"
+        ) from error
+    try:
+        with ParquetFile(path) as file:
+            yield file
+    except (OSError, ArrowException) as error:
+        raise DataError(f"cannot read {path} as parquet: {error}") from error
+
+
+def plain_rows(
+    file: "ParquetFile", groups: list[int], names: list[str]
+) -> Iterator[dict[str, Any] | ValueError]:
+    """Rows of row groups, with these columns; instead of one that is no JSON comes the error."""
+    makers = {
+        field.name: make
+        for field in file.schema_arrow
+        if field.name in names and (make := _plain(field.type)) is not None
+    }
+    for batch in file.iter_batches(_ROWS, row_groups=groups, columns=names):
+        for row in batch.to_pylist():
+            try:
+                for name, make in makers.items():
+                    row[name] = make(row[name])
+            except ValueError as error:
+                yield error
+            else:
+                yield row
+
+
+def _plain(kind: "DataType") -> Plain | None:
+    """None: the values are what they have to be."""
+    from pyarrow import BaseExtensionType, types
+
+    if isinstance(kind, BaseExtensionType):  # as `datasets` keeps values of mixed types
+        is_json = kind.extension_name == "arrow.json"
+        return _unless_null(parse_json) if is_json else _plain(kind.storage_type)
+    if types.is_dictionary(kind):
+        return _plain(kind.value_type)
+    if types.is_struct(kind):
+        fields = [(field.name, _plain(field.type) or _same) for field in kind.fields]
+        return _unless_null(
+            lambda value: {name: x for name, make in fields if (x := make(value[name])) is not None}
+        )
+    if types.is_map(kind):
+        of_item = _plain(kind.item_type) or _same
+        return _unless_null(lambda value: {key: of_item(x) for key, x in value})
+    if types.is_nested(kind) and hasattr(kind, "value_type"):  # lists of every kind
+        of_value = _plain(kind.value_type)
+        if of_value is not None:
+            return _unless_null(lambda value: [of_value(x) for x in value])
+    return None
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _unless_null(make: Plain) -> Plain:
+    return lambda value: None if value is None else make(value)
