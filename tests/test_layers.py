@@ -100,6 +100,7 @@ PURE_FILES = (
     "train/data_fingerprint.py",
     "train/documents.py",
     "train/pair_rows.py",
+    "train/parquet_rows.py",
     "train/preference_pairs.py",
     "train/elastic.py",
     "train/estimate.py",
