@@ -14,6 +14,7 @@ from torchdistpackage.errors import DataError
 from torchdistpackage.models.hugging_face_folder import copy_companions
 from torchdistpackage.train.chat import ChatTemplate
 from torchdistpackage.train.documents import TextSource
+from torchdistpackage.train.preference_pairs import PairReader
 from torchdistpackage.train.run_folder import RESOLVED
 from torchdistpackage.train.template_date import with_template_date
 from torchdistpackage.train.texts import text_source
@@ -58,6 +59,13 @@ def test_a_chat_with_tools_is_written_by_the_template_for_them(tmp_path, files):
         expected = f"{json.dumps(tools, ensure_ascii=False)}alpha|beta|"
         assert written(tmp_path, {**ROW, "tools": tools}) == expected
         assert written(tmp_path, {**ROW, "tools": json.dumps(tools)}) == expected
+
+
+def test_pairs_with_tools_are_written_by_the_template_for_them(tmp_path):
+    save_chat_tokenizer(tmp_path, chat_template=NAMED)
+    row = {"prompt": [ASKED], "chosen": [ANSWER], "rejected": [ASKED, ANSWER], "tools": [{}]}
+    pair = PairReader(tmp_path, DAY)(row, "here")
+    assert pair.chosen.text == "[{}]alpha|beta|" and pair.rejected.text == "[{}]alpha|alpha|beta|"
 
 
 def test_files_of_templates_go_before_those_of_the_configuration(tmp_path):

@@ -9,6 +9,7 @@ import secrets
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 from torchdistpackage.errors import DataError
@@ -47,13 +48,17 @@ class TurnFinder:
         self._tokens = tokens
         self._sentinel = f"Zq{secrets.token_hex(8)}qZ"
         self._anchors: dict[int, _Anchor | None] = {}
+        self._beginnings: dict[tuple[int, bool], str | None] = {}
 
     def turns(self, wanted: Sequence[int]) -> Turns | int:
         """Return the turns that are the messages of these numbers, or the first of these numbers
         whose turn cannot be proved."""
         spans, rewritten = list[tuple[int, int]](), False
         for i in wanted:
-            if (span := self._by_prefixes(i)) is None:
+            is_last = i + 1 == len(self.messages)
+            # a template that needed a sentinel once needs it again
+            span = None if rewritten and not is_last else self._by_prefixes(i)
+            if span is None:
                 begin, end = self._begin(i), self._end(i)
                 if begin is None or end is None or begin > end:
                     return i
@@ -70,14 +75,14 @@ class TurnFinder:
             return None
         if i + 1 == len(self.messages):
             return len(before), len(self._text)
-        upto = self._try(self.messages[: i + 1])
+        upto = self._upto(i + 1)
         if upto is None or not (upto.startswith(before) and self._text.startswith(upto)):
             return None
         return len(before), len(upto)
 
     def _before(self, i: int) -> str | None:
         """The chat before a message with the generation prompt, where the template writes that."""
-        before = self._try(self.messages[:i], add_generation_prompt=True)
+        before = self._upto(i, add_generation_prompt=True)
         follows_user = i and self.messages[i - 1]["role"] != "assistant"
         if before is None or follows_user or any(map(before.endswith, self._prompts)):
             return before
@@ -130,10 +135,13 @@ class TurnFinder:
 
     def _prompt(self, i: int) -> str:
         """The generation prompt behind the messages before `i`."""
-        return self._prompt_of(self.messages[:i])
+        plain, asked = self._upto(i), self._upto(i, add_generation_prompt=True)
+        return self._added(plain, asked)
 
     def _prompt_of(self, chat: list[Message]) -> str:
-        plain, asked = self._try(chat), self._try(chat, add_generation_prompt=True)
+        return self._added(self._try(chat), self._try(chat, add_generation_prompt=True))
+
+    def _added(self, plain: str | None, asked: str | None) -> str:
         if plain is None or asked is None:
             return ""
         return asked[len(self._common(plain, asked)) :]
@@ -171,19 +179,50 @@ class TurnFinder:
         if (rest := self._behind(self._try(chat, add_generation_prompt=True))) is None:
             return None
         rest = rest.replace(self._sentinel, "")
-        own = [self._prompt(i)] if i and self.messages[i - 1]["role"] != "assistant" else []
-        for prompt in (*self._prompts, *own, ""):
+        for prompt in chain(self._prompts, self._own_prompt(i), [""]):
             end = rest.removesuffix(prompt)
             if rest.endswith(prompt) and self._text.startswith(end, anchor.position):
                 return anchor.position + len(end)
         return None
 
+    def _own_prompt(self, i: int) -> Iterator[str]:
+        if i and self.messages[i - 1]["role"] != "assistant":
+            yield self._prompt(i)
+
     def _anchor(self, i: int) -> _Anchor | None:
         """A place in message `i` where a sentinel changes nothing else of the chat."""
+        if not self._anchors:
+            self._anchors |= self._replies()
         if i not in self._anchors:
             found = (self._proved(i, put) for put in self._with_sentinel(self.messages[i]))
             self._anchors[i] = next((x for x in found if x is not None), None)
         return self._anchors[i]
+
+    def _replies(self) -> dict[int, _Anchor]:
+        """The anchors behind all replies at once, if the template takes sentinels there."""
+        texts = {
+            i: text
+            for i, x in enumerate(self.messages)
+            if x["role"] == "assistant" and isinstance(text := x.get("content"), str) and text
+        }
+        for strip in (str, str.rstrip):
+            puts = {i: strip(text) + self._sentinel for i, text in texts.items()}
+            chat = self._try(
+                [
+                    {**x, "content": f"{puts[i]}{i:06}"} if i in puts else x
+                    for i, x in enumerate(self.messages)
+                ]
+            )
+            pieces = (chat or "").split(self._sentinel)
+            numbers = [piece[:6] for piece in pieces[1:]]
+            plain = [pieces[0], *(piece[6:] for piece in pieces[1:])]
+            if numbers == [f"{i:06}" for i in puts] and "".join(plain) == self._text:
+                positions = accumulate(map(len, plain))
+                return {
+                    i: _Anchor({**self.messages[i], "content": put}, at, True)
+                    for (i, put), at in zip(puts.items(), positions, strict=False)
+                }
+        return {}
 
     def _proved(self, i: int, put: Message) -> _Anchor | None:
         chat = self._try([*self.messages[:i], put, *self.messages[i + 1 :]])
@@ -235,6 +274,15 @@ class TurnFinder:
             if not inside:
                 return shared[:cut]
             cut = min(inside)
+
+    def _upto(self, i: int, *, add_generation_prompt: bool = False) -> str | None:
+        """What the template writes of the messages before `i`."""
+        key = i, add_generation_prompt
+        if key not in self._beginnings:
+            self._beginnings[key] = self._try(
+                self.messages[:i], add_generation_prompt=add_generation_prompt
+            )
+        return self._beginnings[key]
 
     def _try(self, messages: list[Message], *, add_generation_prompt: bool = False) -> str | None:
         """What the template writes; None if it takes no such chat."""
