@@ -9,8 +9,9 @@ Modes are group names: an axis (`data`, `pipe`, `tensor`, ...), `model` (ranks t
 batch), `global`, and after `build_moe_groups` also `moe_dp` and `moe_ep`.
 """
 
+import copyreg
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -356,6 +357,13 @@ def group_again(ranks: Sequence[int]) -> Group:
         f"before it was pickled this module talked over ranks {tuple(ranks)}, the default group "
         f"has {default.size()}: set up tpc here, or make the module anew with a group"
     )
+
+
+def _reduced(group: Group) -> tuple[Callable[[Sequence[int]], Group], tuple[tuple[int, ...]]]:
+    return group_again, (ranks_of(group),)
+
+
+copyreg.pickle(Group, _reduced)  # of split modules; torch's own groups cannot be pickled
 
 
 def setup_node_groups(num_per_node: int = 8) -> Group | None:

@@ -12,7 +12,7 @@ that; the module that holds the parameter marks it again.
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torchdistpackage.layout.layout import Layout
@@ -78,6 +78,7 @@ def join(prefix: str, name: str) -> str:
 
 ATTRIBUTE = "tdp_layout"
 """Not `layout`, which is torch's word for strided or sparse."""
+PLACE = "tdp_place"
 
 
 class Mark:
@@ -105,6 +106,29 @@ class Mark:
     def remove(self) -> None:
         """A reducer that summed no longer does."""
         self.num_reducers -= 1
+
+
+@dataclass(frozen=True)
+class ShardPlace:
+    """The shard of `num` in one process that has this parameter, and how shards split it."""
+
+    layout: Layout
+    index: int
+    num: int
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return OrderedDict, ()  # as of a Mark: a pickled parameter leaves it behind
+
+
+def place_of(parameter: object) -> ShardPlace | None:
+    """The shard that a parameter is in, where all shards are in one process."""
+    found = getattr(parameter, PLACE, None)
+    return found if isinstance(found, ShardPlace) else None
+
+
+def note_place(parameter: object, place: ShardPlace) -> None:
+    """Note on `parameter` which shard of this process has it; copies drop the note."""
+    setattr(parameter, PLACE, place)
 
 
 def mark_of(parameter: object) -> Mark | None:

@@ -23,7 +23,7 @@ from torchdistpackage.ddp.zero.sharded_base import owners_of
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import holders_along, replica_ranks, spoken_slices
 from torchdistpackage.layout.layout import Axes, HeadSplit, Layout
-from torchdistpackage.layout.mark import layout_of
+from torchdistpackage.layout.mark import layout_of, place_of
 from torchdistpackage.optim.sharded import ShardedOptimizer
 from torchdistpackage.topology.mesh import Mesh
 
@@ -123,6 +123,11 @@ def _shards_of(
     return [s for owner in owners for s in owner.shards if id(s.parameter) in given]
 
 
+def norm_of_counted(parameters: Sequence[Tensor], norm_type: float, group: Group | None) -> Tensor:
+    """The norm of these gradients, each element once, of ranks `group` that add up."""
+    return _norm(counted(parameters, None, group), norm_type, group)
+
+
 def _norm(parts: Sequence[NormTerm], norm_type: float, group: Group | None) -> Tensor:
     """From what each rank of the group counts."""
     is_max = norm_type == INF
@@ -212,7 +217,9 @@ def counted(
     mine, cut = NormTerm(), dict[tuple[int, ...], NormTerm]()
     unsharded: list[Tensor] = []
     for parameter, layout in zip(parameters, own, strict=True):
-        if (
+        if place_of(parameter) is not None:
+            unsharded += _counted_copy(parameter)
+        elif (
             tpc.is_set
             and layout is not None
             and (layouts is not None or follows(layout, parameter))
@@ -234,12 +241,30 @@ def counted(
     return [mine, *(cut[ranks] for ranks in sorted(cut))]
 
 
+def _counted_copy(parameter: Tensor) -> list[Tensor]:
+    """What counts of a parameter of one of several shards in this process."""
+    place = place_of(parameter)
+    assert place is not None
+    if not place.layout.split_axes:
+        return [parameter] if place.index == 0 else []
+    if holders_along(place.layout, place.num, place.index).start != place.index:
+        return []
+    return [_spoken_part(parameter, place.layout, place.index)]
+
+
 def _counted_part(parameter: Tensor) -> Tensor:
     """Of a parameter that other ranks hold in part, with its gradient, what this one counts."""
     layout, group = layout_of(parameter), group_of(parameter)
-    if layout is None or not layout.ranges or group is None or parameter.grad is None:
+    if layout is None or group is None:
         return parameter
-    index, dim = group.rank(), next(dim for dim, axes in enumerate(layout.split) if axes)
+    return _spoken_part(parameter, layout, group.rank())
+
+
+def _spoken_part(parameter: Tensor, layout: Layout, index: int) -> Tensor:
+    """The part that the shard at `index` speaks for, with its gradient."""
+    if not layout.ranges or parameter.grad is None:
+        return parameter
+    dim = next(dim for dim, axes in enumerate(layout.split) if axes)
     counted = spoken_slices(layout, index)
     if len(counted) == len(layout.ranges[index]):
         return parameter

@@ -105,9 +105,9 @@ class GradScaler(torch.amp.GradScaler):
             values = torch.view_as_real(values) if values.is_complex() else values
             alike.setdefault((values.device, values.dtype), []).append(values)
         scale, _ = self._check_scale_growth_tracker("unscale_")
-        flags = [torch.zeros((), device=scale.device)]
+        flags = [torch.zeros((), dtype=torch.float32, device=scale.device)]
         for (where, _), grads in alike.items():
-            flag = torch.zeros((), device=where)
+            flag = torch.zeros((), dtype=torch.float32, device=where)
             inverse = scale.double().reciprocal().float().to(where, non_blocking=True)
             torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inverse)
             flags.append(flag.to(scale.device, non_blocking=True))

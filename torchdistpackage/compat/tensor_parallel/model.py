@@ -93,6 +93,7 @@ class TensorParallel(ParallelModule):
         for rank, device in enumerate(self.devices):
             self._add_shard(module, bound, device, rank, num)
         self._note_parameters(module, config)
+        self._note_places(module, config)
         sentinels = [torch.empty(0, device=device) for device in self.devices]
         self._sanity_check_params = nn.ParameterList(
             [nn.Parameter(sentinel, requires_grad=False) for sentinel in sentinels]
@@ -221,6 +222,12 @@ class TensorParallel(ParallelModule):
         super().set_preserve_shards_when_saving(value)
         if self.sharding_manager is not None:
             self.sharding_manager.preserve_shards_when_saving = value
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_lock": threading.Lock()})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         memo[id(self._lock)] = threading.Lock()

@@ -103,10 +103,16 @@ class CollectiveOperation(CollectiveBase):
         return current_run.get() is not None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CollectiveOperation":
-        twin = copy(self)  # at which the threads of the copied shards meet
-        twin._lonely, twin._run = threading.Condition(), None
-        twin._inputs, twin._outputs = {}, {}
-        return twin
+        return copy(self)  # at which the threads of the copied shards meet
+
+    def __getstate__(self) -> dict[str, Any]:
+        gone = ("_lonely", "_run", "_inputs", "_outputs", "_error")
+        return {name: value for name, value in vars(self).items() if name not in gone}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lonely, self._run, self._error = threading.Condition(), None, None
+        self._inputs, self._outputs = {}, {}
 
     def _compute(self) -> None:
         inputs = [self._inputs.pop(rank) for rank in range(self.world_size)]

@@ -86,9 +86,12 @@ class GradientToAll(torch.autograd.Function):
 class ThreadMap(CollectiveOperation):
     """One of these maps, at which the threads meet."""
 
-    def __init__(self, world_size: int, kind: str, func: Any):
+    def __init__(self, world_size: int, kind: str, func: Any, dim: int = -1):
         super().__init__(world_size, func)
-        self.kind = kind
+        self.kind, self.dim = kind, dim
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return thread_map, (self.kind, self.world_size, self.dim)
 
     def __call__(self, x: Any, rank: int) -> Any:
         """See `CollectiveOperation`. Raises CommError where one shard is called by itself."""
@@ -105,9 +108,9 @@ def thread_map(kind: str, world_size: int, dim: int = -1) -> ThreadMap:
     """The map for "copy", "sum", "gather" or "split"."""
     plain = {"copy": CopyToShards, "sum": SumOfShards}
     if kind in plain:
-        return ThreadMap(world_size, kind, plain[kind].apply)
+        return ThreadMap(world_size, kind, plain[kind].apply, dim)
     along: Any = JoinShards if kind == "gather" else ScatterShards
-    return ThreadMap(world_size, kind, lambda *xs: along.apply(dim, *xs))
+    return ThreadMap(world_size, kind, lambda *xs: along.apply(dim, *xs), dim)
 
 
 class ThreadCollectives:

@@ -92,6 +92,11 @@ class ParallelLinear(ParallelLayer):
             parameter.data.copy_(value)
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.dim is not None and torch.compiler.is_compiling():
+            return _without_graph(self, input)
+        return self._product(input)
+
+    def _product(self, input: Tensor) -> Tensor:
         whole = self.dim == 0 and cut_of(input) is None
         if whole and input.shape[-1:] != (self.in_features,):
             raise LayoutError(  # here, where all ranks know it; parts may be of unlike length
@@ -123,6 +128,12 @@ class ParallelLinear(ParallelLayer):
             LayoutError: a weight is shared with a layer that cannot be split alike.
         """
         return _convert(module, dim, nn.Linear)
+
+
+@torch._disable_dynamo
+def _without_graph(layer: ParallelLinear, input: Tensor) -> Tensor:
+    """Break torch.compile's graph: the mark of a tensor is an attribute, which graphs lose."""
+    return layer._product(input)
 
 
 @read_whole("weight")

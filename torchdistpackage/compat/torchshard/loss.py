@@ -1,8 +1,10 @@
 """torchshard.nn's loss: cross entropy as a module."""
 
+import torch
 from torch import Tensor, nn
 
 from torchdistpackage.compat.torchshard import functional
+from torchdistpackage.compat.torchshard.marks import SplitTensor
 
 
 class ParallelCrossEntropyLoss(nn.Module):
@@ -29,6 +31,11 @@ class ParallelCrossEntropyLoss(nn.Module):
         self.label_smoothing = label_smoothing
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() and isinstance(input, SplitTensor):
+            return _without_graph(self, input, target)  # graphs lose its mark
+        return self.loss(input, target)
+
+    def loss(self, input: Tensor, target: Tensor) -> Tensor:
         return functional.parallel_cross_entropy(
             input,
             target,
@@ -37,3 +44,8 @@ class ParallelCrossEntropyLoss(nn.Module):
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
         )
+
+
+@torch._disable_dynamo
+def _without_graph(loss: ParallelCrossEntropyLoss, input: Tensor, target: Tensor) -> Tensor:
+    return loss.loss(input, target)

@@ -8,7 +8,7 @@ is a plain attribute, next to `order_type`: 0 for a weight (out, in), 1 for (in,
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, Self
 from weakref import WeakValueDictionary
@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from torchdistpackage.comm import primitives
 from torchdistpackage.comm.random import differ
 from torchdistpackage.compat.torchshard import rules
 from torchdistpackage.compat.torchshard.cuts import (
@@ -27,8 +28,11 @@ from torchdistpackage.compat.torchshard.cuts import (
     refusal,
     tensors,
 )
-from torchdistpackage.compat.torchshard.model_groups import get_group_size, get_rank
-from torchdistpackage.compat.torchshard.rules import indexed
+from torchdistpackage.compat.torchshard.model_groups import (
+    get_group,
+    get_group_size,
+    get_rank,
+)
 from torchdistpackage.lazy import resolve
 
 MARK, ORDER = "parallel_dim", "order_type"
@@ -63,9 +67,12 @@ class SplitTensor(Tensor):
             overload = isinstance(func, torch._ops.OpOverload)
             if overload or name in rules.FREE or not _split(args, kwargs):
                 return func(*args, **kwargs)
-            if (rule := rules.RULES.get(name)) is None:
-                if name == "setitem" and _fits(args):
-                    return func(*args, **kwargs)
+            if name == "setitem":
+                return _set_items(func, args)
+            rule = rules.RULES.get(name)
+            if name in ALL_OR_ANY:
+                return _of_all_ranks(func, name, args, kwargs)
+            if rule is None or getattr(func, "__name__", "") in rules.NUMBERS:
                 raise refusal(name, args, kwargs)
             with _own_draws(args, kwargs) if name in rules.RANDOM else nullcontext():
                 out = func(*args, **kwargs)
@@ -75,7 +82,11 @@ class SplitTensor(Tensor):
                 raise refusal(name, args, kwargs) from None
             if cut is not None:
                 cut = replace(cut, by_hand=_by_hand(args, kwargs))
+                if out is None and name == "data":  # `x.data = part`
+                    out = args[0]
                 for x in tensors(out if isinstance(out, list | tuple) else [out]):
+                    if x is argument(args, kwargs, 0, "input") and cut_of(x) is None:
+                        _mark_memory(x, cut, name, args, kwargs)
                     follow(x, cut)
             return out
 
@@ -98,6 +109,15 @@ REPLACEMENTS = {
 a program may call torch's before it has used any of those files."""
 
 
+ALL_OR_ANY = {
+    "all": primitives.MIN,
+    "any": primitives.MAX,
+    "equal": primitives.MIN,
+    "allclose": primitives.MIN,
+}
+"""Functions that are true of the whole if they are of all parts, or of any."""
+
+
 def _split(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return any(cut_of(x) is not None for x in tensors([*args, *kwargs.values()]))
 
@@ -108,16 +128,74 @@ def _by_hand(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return all(cut.by_hand for cut in cuts if cut is not None)
 
 
-def _fits(args: Sequence[Any]) -> bool:
-    """Whether `x[index] = value` leaves the split dim of x alone."""
+def _of_all_ranks(
+    func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """True or false of the whole, which all ranks of the group ask together."""
+    out, rule = func(*args, **kwargs), rules.RULES.get(name)
+    if rule is not None:
+        with suppress(Touches):
+            if (cut := rule(args, kwargs, out)) is not None:
+                follow(out, cut)
+            return out
+    x = tensors([*args, *kwargs.values()])[0]
+    flags = torch.as_tensor(out, device=x.device).to(torch.uint8)
+    flags = primitives.all_reduce(flags, get_group(), ALL_OR_ANY[name]).to(torch.bool)
+    return flags if isinstance(out, Tensor) else bool(flags)
+
+
+def _set_items(func: Callable[..., Any], args: Sequence[Any]) -> None:
+    """`x[index] = value`, where x or value is split; x is marked as value is.
+
+    Raises:
+        LayoutError: the index goes through the split dim, or both are split in other ways.
+    """
     x, index, value = args
-    if cut_of(x) is None:
-        return True
-    try:
-        place = indexed((x, index), {}, None)
-        return not isinstance(value, Tensor) or cut_of(value) in (None, place)
-    except Touches:
-        return False
+    cut, given = cut_of(x), cut_of(value)
+    if given is not None and cut is None:
+        cut = _cut_for(x, index, value, given)
+    elif cut is not None:
+        try:
+            place = rules.kept_at(x.dim(), cut, index)
+        except Touches:
+            raise refusal("setitem", args, {}) from None
+        if given not in (None, place):
+            raise refusal("setitem", args, {})
+    func(*args)
+    if cut is not None and cut_of(x) is None:
+        _mark_memory(x, cut, "setitem", args, {})
+        follow(x, replace(cut, by_hand=_by_hand(args, {})))
+
+
+def _cut_for(x: Tensor, index: Any, value: Tensor, given: Cut) -> Cut | None:
+    """The cut of a whole `x` that takes the part `value` at `index`; None: it stays whole, as its
+    split dim is as long as all parts, and this rank's part has its place there."""
+    behind, num_dims = given.dim - value.dim(), x[index].dim()
+    for dim in range(x.dim()):
+        with suppress(Touches):
+            place = rules.kept_at(x.dim(), Cut(dim, given.length), index)
+            if place.dim - num_dims == behind and x.shape[dim] == value.shape[given.dim]:
+                return Cut(dim, given.length)
+    if given.length in x.shape and given.length != value.shape[given.dim]:
+        return None
+    raise refusal("setitem", (x, index, value), {})
+
+
+def _mark_memory(
+    x: Tensor, cut: Cut, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Mark also the tensor of which `x`, which was written to, is a view."""
+    base = x._base
+    if base is None or cut_of(base) is not None or isinstance(base, nn.Parameter):
+        return
+    alike = [
+        dim
+        for dim in range(base.dim())
+        if (base.stride(dim), base.shape[dim]) == (x.stride(cut.dim), x.shape[cut.dim])
+    ]
+    if len(alike) != 1:
+        raise refusal(name, args, kwargs)
+    follow(base, replace(cut, dim=alike[0]))
 
 
 def _own_draws(args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:

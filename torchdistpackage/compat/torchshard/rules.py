@@ -123,10 +123,14 @@ def one_less(args: Args, kwargs: Kwargs, out: Any) -> Cut:
 
 def indexed(args: Args, kwargs: Kwargs, out: Any) -> Cut:
     """`x[...]` with whole numbers, slices, None and ..., or one tensor in front."""
-    x, cut = args[0], cut_of(args[0])
-    index = args[1]
+    cut = cut_of(args[0])
     if cut is None:
         raise Touches
+    return kept_at(args[0].dim(), cut, args[1])
+
+
+def kept_at(num_dims: int, cut: Cut, index: Any) -> Cut:
+    """Where the split dim of a tensor of `num_dims` is after `index`, which leaves it alone."""
     if isinstance(index, Tensor):
         covered = index.dim() if index.dtype in (torch.bool, torch.uint8) else 1
         if cut.dim < covered or cut_of(index) is not None:
@@ -144,7 +148,7 @@ def indexed(args: Args, kwargs: Kwargs, out: Any) -> Cut:
         if item is None:
             made += 1
             continue
-        for _ in range(x.dim() - used if item is Ellipsis else 1):
+        for _ in range(num_dims - used if item is Ellipsis else 1):
             kept = item is Ellipsis or item == slice(None)
             if at == cut.dim:
                 if not kept:
@@ -201,19 +205,13 @@ def along(at: int, default: int | None = None, name: str = "dim") -> Rule:
 
 
 def reduces(at: int = 1, default: int | None = None) -> Rule:
-    """Takes the dims that argument `at` names away, or makes them 1; all of them by default.
-
-    One number of this rank's part alone is given outside autograd only, to be looked at.
-    """
+    """Takes the dims that argument `at` names away, or makes them 1; all of them by default."""
 
     def rule(args: Args, kwargs: Kwargs, out: Any) -> Cut | None:
         if len(args) > 1 and isinstance(args[1], Tensor):  # torch.maximum by another name
             return elementwise(args, kwargs, out)
         x, cut = first_of(args, kwargs)
-        dim = argument(args, kwargs, at, "dim", default)
-        if dim is None and not x.requires_grad:
-            return None  # to look at: a number of this rank's part
-        dims = dims_of(x, dim)
+        dims = dims_of(x, argument(args, kwargs, at, "dim", default))
         if cut.dim in dims:
             raise Touches
         if tensors([out] if isinstance(out, Tensor) else out)[0].dim() == x.dim():
@@ -308,7 +306,7 @@ RULES: dict[str, Rule] = {
         "isclose sign sgn round floor ceil trunc frac sin cos tan asin acos atan atan2 sinh cosh "
         "erf erfc erfinv lerp addcmul addcdiv nan_to_num xlogy "
         "to type type_as float double half bfloat16 int long bool cpu cuda clone contiguous detach "
-        "data zeros_like ones_like full_like empty_like fill zero "
+        "data zeros_like ones_like full_like empty_like fill zero copy "
         "dropout alpha_dropout feature_alpha_dropout",
     ),
     **_named(along(1), "softmax log_softmax softmin cumsum cumprod logcumsumexp"),
@@ -355,13 +353,15 @@ _FREE = (
     "is_shared is_set_to is_xla is_mps is_xpu is_mkldnn is_mtia is_vulkan is_ipu is_maia "
     "data_ptr untyped_storage storage storage_type get_device name names grad grad_fn grad_dtype "
     "output_nr requires_grad requires_grad_ retains_grad retain_grad backward register_hook "
-    "register_post_accumulate_grad_hook copy_ set_ item tolist numpy len repr str format hash "
-    "deepcopy reduce_ex setstate array dlpack dlpack_device cuda_array_interface "
-    "equal allclose new_zeros new_ones new_empty new_full new_tensor _version _base _is_view "
+    "register_post_accumulate_grad_hook len repr str format hash "
+    "deepcopy reduce_ex setstate "
+    "new_zeros new_ones new_empty new_full new_tensor _version _base _is_view "
     "result_type can_cast volatile has_names is_conj is_neg _backward_hooks"
 )
 FREE = frozenset(_FREE.split())
-"""What does not look at the numbers, or looks at this rank's alone without giving a tensor."""
+"""What does not look at the numbers, or shows them to a person."""
+NUMBERS = ("__float__", "__int__", "__bool__", "__complex__", "__index__")
+"""What gives a number, where the same name without underscores gives a tensor."""
 
 
 def name_of(func: Callable[..., Any]) -> str:

@@ -130,21 +130,39 @@ def mark_alike(module: nn.Module) -> None:
 
 
 def _mark(module: nn.Module, everything: bool | None) -> None:
-    def enter(module: nn.Module, args: Any) -> None:
-        if _active and (draws := _current.get()) is not None:
-            draws.regions.append(everything)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if _active and (draws := _current.get()) is not None and draws.regions:
-            draws.regions.pop()
-
-    module.register_forward_pre_hook(enter)
-    handle = module.register_forward_hook(leave, always_call=True)
+    module.register_forward_pre_hook(_ENTERS[everything])
+    handle = module.register_forward_hook(_leave, always_call=True)
     # A compiler guards on the id of such a hook, which torch counts over all modules: blocks share
     # a graph only if the ids of their hooks are alike.
     known = -len(module._forward_hooks_always_called)
     for ids in (module._forward_hooks, module._forward_hooks_always_called):
         ids[known] = ids.pop(handle.id)
+
+
+def _enter(everything: bool | None) -> None:
+    if _active and (draws := _current.get()) is not None:
+        draws.regions.append(everything)
+
+
+def _enter_alike(module: nn.Module, args: Any) -> None:
+    _enter(None)
+
+
+def _enter_all(module: nn.Module, args: Any) -> None:
+    _enter(True)
+
+
+def _enter_split(module: nn.Module, args: Any) -> None:
+    _enter(False)
+
+
+def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    if _active and (draws := _current.get()) is not None and draws.regions:
+        draws.regions.pop()
+
+
+_ENTERS = {None: _enter_alike, True: _enter_all, False: _enter_split}
+"""Hooks by what they note; functions of the module, so that a split model can be pickled."""
 
 
 def draw_in_recomputation(shard: nn.Module, rank: int) -> None:

@@ -96,6 +96,12 @@ def of_family(cls: type, family: Any) -> type:
     return type(family.__name__, (cls, family), fields)
 
 
+def empty_model(calls: type["ShardedModelCalls"], family: type) -> Any:
+    """A sharded model of `family` that has nothing yet, for a copy or a pickle to fill."""
+    kind = of_family(pretrained_class(calls), family)
+    return kind.__new__(kind)
+
+
 class ShardedModelCalls(TakesNoAdapters):
     """What a sharded model does itself, and not as its family does.
 
@@ -109,6 +115,11 @@ class ShardedModelCalls(TakesNoAdapters):
         self.become(module)
         config = config or plan_for(module, group.size())
         self.hold(module, ParallelModule(module, group, config, **options))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Its class is made anew, of those of the calls and of the family."""
+        calls, family = type(self).__mro__[2], type(self).__mro__[0].__bases__[-1]
+        return empty_model, (calls, family), dict(self.__dict__)
 
     def become(self, module: Any) -> None:
         """Take over the attributes of the model that is split."""

@@ -5,7 +5,7 @@ those of the module that was split, and so are the gradients of inputs and of wh
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import deepcopy
 from typing import Any, Self
 
@@ -16,7 +16,15 @@ from torchdistpackage.comm import collectives
 from torchdistpackage.comm.nested import map_tensors
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.mark import Layouts, collect, mark_parameter
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.mark import (
+    Layouts,
+    ShardPlace,
+    collect,
+    mark_parameter,
+    note_place,
+)
+from torchdistpackage.optim.torch_calls import watch
 from torchdistpackage.parallel.auto import saving
 from torchdistpackage.parallel.auto.actions import StateAction
 from torchdistpackage.parallel.auto.adapters import TakesNoAdapters, add_adapter_rules
@@ -76,6 +84,7 @@ class ParallelModule(TakesNoAdapters):
         self.tensor_parallel_config = Config({}, {}, {}, {})
         self._draws_alike = False
         self._layouts: Layouts = {}
+        self._places_of: dict[str, tuple[Layout, int, int]] = {}
         self.may_draw = True
         self._group = group if group is not None and group.size() > 1 else None
         self._split(module, config)
@@ -139,12 +148,33 @@ class ParallelModule(TakesNoAdapters):
                 layout = layout_of_cut(name, sources[name], action, group.size())
                 self._layouts[f"module_shards.0.{inside}"] = layout
                 self.mark_cut(f"module_shards.0.{inside}", held[inside])
+        watch()
 
     def mark_cut(self, name: str, parameter: nn.Parameter) -> None:
         """Note on a parameter of a rank's shard, by its name here, how it is cut."""
+        if (place := self._places_of.get(name)) is not None:
+            note_place(parameter, ShardPlace(*place))
         layout = self._layouts.get(name)
         if layout is not None and not layout.is_whole:
             mark_parameter(parameter, layout, self._group, name.count("."))
+
+    def _note_places(self, module: nn.Module, config: Config) -> None:
+        """Note on the parameters of all shards, if all are in this process, which each has."""
+        sources, shard_name = dict(module.named_parameters()), shard_names(config, module)
+        num = len(self.module_shards)
+        for name, action in parameter_actions(module, config).items():
+            with suppress(LayoutError):  # a number that a rule cuts: each part counts
+                layout = layout_of_cut(name, sources[name], action, num)
+                for index in range(num):
+                    inside = f"module_shards.{index}.{shard_name(name)}"
+                    self._places_of[inside] = layout, index, num
+        self._mark_again()
+        watch()
+
+    def _mark_again(self) -> None:
+        """Note on parameters what other objects in their places do not know."""
+        for name, parameter in self.named_parameters():
+            self.mark_cut(name, parameter)
 
     def layouts(self) -> Layouts:
         """How the parameters of the shard of this rank are cut, by names of what was split."""
@@ -240,11 +270,19 @@ class ParallelModule(TakesNoAdapters):
             return super().state_dict(*args, **kwargs)
         return saving.original_state_dict(self, *args, **kwargs)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark_again()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         memo[id(self._group)] = self._group
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(deepcopy(self.__dict__, memo))
+        twin._mark_again()
         return twin
 
 

@@ -124,10 +124,22 @@ def gathered(part: Tensor, group: Group) -> list[Tensor]:
 def save_tensor_parallel(model: Any) -> Iterator[None]:
     """Inside, `state_dict()` and `save_pretrained()` of `model` are those of what was split.
 
-    Where the shards are processes all of them enter and make the same calls.
+    `model` is split, or has parts that are. Where the shards are processes all of them enter and
+    make the same calls.
+
+    Raises:
+        LayoutError: no part of it is split.
     """
-    model.set_preserve_shards_when_saving(False)
+    split = [part for part in model.modules() if hasattr(part, "set_preserve_shards_when_saving")]
+    if not split:
+        raise LayoutError(
+            f"save_tensor_parallel of a {type(model).__name__} of which no part is split; call "
+            f"tensor_parallel on it, or on a part of it, first"
+        )
+    for part in split:
+        part.set_preserve_shards_when_saving(False)
     try:
         yield
     finally:
-        model.set_preserve_shards_when_saving(True)
+        for part in split:
+            part.set_preserve_shards_when_saving(True)

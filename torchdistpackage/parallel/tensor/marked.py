@@ -6,6 +6,7 @@ and pickles. Children do so first and outer modules after them, as outer ones sp
 """
 
 import copy
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Self
@@ -15,10 +16,13 @@ from torch import Tensor, nn
 from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import group_again, resolve_group
-from torchdistpackage.errors import CommError, LaunchError
+from torchdistpackage.errors import CommError, LaunchError, LayoutError
 from torchdistpackage.layout.mark import Layouts, mark_of, mark_parameter
+from torchdistpackage.optim.torch_calls import watch
 from torchdistpackage.parallel.tensor.full import FullTensors
 from torchdistpackage.parallel.tensor.sharing import copy_to_sharing
+
+_TORCH_UTILS = "torch/nn/utils/"
 
 
 class Marked(FullTensors, nn.Module):
@@ -55,6 +59,8 @@ class Marked(FullTensors, nn.Module):
             self.register_load_state_dict_post_hook(_mark_loaded)
         if layouts := self.layouts():
             group = self._group
+            if group is not None and group.size() > 1:
+                watch()
             for name, parameter in self.named_parameters(remove_duplicate=False):
                 if name in layouts:
                     mark_parameter(parameter, layouts[name], group, name.count("."))
@@ -72,9 +78,37 @@ class Marked(FullTensors, nn.Module):
         return collectives.copy(parameter, self.group)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        taken, _, suffix = name.rpartition("_")
+        if suffix == "orig" or (suffix in ("g", "v") and taken not in self._parameters):
+            self._refuse_parametrization(taken)
         super().register_parameter(name, param)
         if self._is_marked:
             self.mark()
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._parameters and _TORCH_UTILS in sys._getframe(1).f_code.co_filename:
+            self._refuse_parametrization(name)
+        super().__delattr__(name)
+
+    def __prepare_scriptable__(self) -> Self:
+        """Raises LayoutError, as TorchScript has no collectives; torch.jit.script asks for it."""
+        raise LayoutError(
+            f"torch.jit.script of a {type(self).__name__}, whose forward communicates, which "
+            f"TorchScript cannot; script the whole model in one process, or use torch.compile"
+        )
+
+    def _refuse_parametrization(self, name: str) -> None:
+        """Raises LayoutError where `name` is split: its norm, or mask, is that of the whole."""
+        layout = self.layouts().get(name) if self._is_marked else None
+        if layout is None or not layout.split_axes or self._group is None:
+            return
+        if self._group.size() > 1:
+            raise LayoutError(
+                f"weight_norm, spectral_norm, a parametrization or pruning computes {name} of a "
+                f"{type(self).__name__} from others, but this rank has a part of "
+                f"{layout.shape}; leave this layer unsplit, or build the model again and split it "
+                f"without them"
+            )
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)

@@ -1,0 +1,135 @@
+"""torch's own clipping, loss scaler and optimizers, on parameters that are parts or copies.
+
+torch takes each tensor of this process for a whole parameter of its own. `watch()`, which split
+modules call, corrects what it computes of split ones: `clip_grad_norm_` clips by the norm of the
+whole model, and `GradScaler` skips a step on all ranks that share a parameter or on none. An
+optimizer that computes with a whole parameter refuses parts. Other parameters are left to torch.
+"""
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.ddp.param_spec import group_of
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.mark import layout_of, place_of
+from torchdistpackage.optim.clip import norm_of_counted, scale_gradients
+
+OF_WHOLE = {
+    *("Adafactor", "AdaFactor", "GaLoreAdafactor", "CAME", "AdamMini", "Adam_mini"),
+    *("Lamb", "LAMB", "LAMB8bit", "LAMB32bit", "FusedLAMB", "FusedMixedPrecisionLamb"),
+    *("Lars", "LARS", "LARS8bit", "LARS32bit", "PytorchLARS", "NovoGrad", "FusedNovoGrad"),
+    *("LBFGS", "Muon", "Shampoo", "SOAP", "GaLoreAdamW", "Apollo", "APOLLO"),
+}
+"""Names of optimizers whose step of an element depends on others: rows, norms, dot products."""
+
+
+@cache
+def watch() -> None:
+    """Correct torch's functions from now on, once a process."""
+    _replace_clipping()
+    _replace_check_of_scaler()
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def groups_of(parameters: Iterable[Tensor]) -> list[Group]:
+    """The groups of several ranks that split some of these parameters, alike on all ranks."""
+    found: dict[tuple[int, ...], Group] = {}
+    for parameter in parameters:
+        layout, group = layout_of(parameter), group_of(parameter)
+        if layout is not None and layout.split_axes and group is not None and group.size() > 1:
+            found.setdefault(ranks_of(group), group)
+    return [found[ranks] for ranks in sorted(found)]
+
+
+def _replace_clipping() -> None:
+    """In torch's function itself, which programs have imported by name."""
+    torch_function: Any = nn.utils.clip_grad_norm_
+    names = torch_function.__code__.co_freevars
+    if "func" not in names:  # another release of torch, of which only the name is known
+        nn.utils.clip_grad_norm_ = _clipping(torch_function)
+        return
+    cell = torch_function.__closure__[names.index("func")]
+    cell.cell_contents = _clipping(cell.cell_contents)
+
+
+def _clipping(torch_function: Any) -> Any:
+    def clip_grad_norm_(
+        parameters: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        tensors = parameters if isinstance(parameters, Tensor) else list(parameters)
+        every = [tensors] if isinstance(tensors, Tensor) else tensors
+        groups = groups_of(every)
+        if not groups and not any(place_of(p) is not None for p in every):
+            given = tensors if tensors else parameters  # torch warns of an empty generator
+            return torch_function(given, max_norm, norm_type, error_if_nonfinite, foreach)
+        group = groups[0] if len(groups) == 1 else None
+        if len(groups) > 1 and tpc.is_set:
+            group = tpc.get_group("model")
+        with torch.no_grad():
+            norm = norm_of_counted(every, float(norm_type), group)
+            if error_if_nonfinite and not bool(norm.isfinite()):
+                raise RuntimeError(
+                    f"the total norm of order {norm_type} of the gradients of all ranks is "
+                    f"{norm.item()}, so it cannot be clipped; set error_if_nonfinite=False"
+                )
+            scale_gradients(every, (float(max_norm) / (norm + 1e-6)).clamp(max=1.0))
+        first = next((p.grad for p in every if p.grad is not None), None)
+        return norm if first is None else norm.to(first.device, first.abs().dtype)
+
+    return clip_grad_norm_
+
+
+def _replace_check_of_scaler() -> None:
+    kind: Any = torch.amp.GradScaler
+    torch_method = kind._unscale_grads_
+
+    def _unscale_grads_(
+        self: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found = torch_method(self, optimizer, inv_scale, found_inf, allow_fp16)
+        for group in groups_of(p for some in optimizer.param_groups for p in some["params"]):
+            where = primitives.device_of(group)
+            own = (flag.to(where) for flag in found.values())
+            flags = [torch.zeros((), dtype=torch.float32, device=where), *own]
+            flag = primitives.all_reduce(torch.stack(flags).amax(), group, primitives.MAX)
+            found = {d: flag.to(d) for d in found or (found_inf.device,)}
+        return found
+
+    kind._unscale_grads_ = _unscale_grads_
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raises LayoutError where an optimizer of whole parameters is to step parts."""
+    if (name := _name_of_whole(type(optimizer))) is None:
+        return
+    for number, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            place = place_of(parameter)
+            layout = layout_of(parameter) if place is None else place.layout
+            if layout is None or not layout.split_axes:
+                continue
+            if place is None and not groups_of([parameter]):
+                continue
+            raise LayoutError(
+                f"{name} computes with whole parameters, but parameter {i} of param group {number} "
+                f"is a part {tuple(parameter.shape)} of {layout.shape}, so its step would differ "
+                f"from that of one process; use an optimizer that steps each element by itself, "
+                f"such as AdamW or SGD"
+            )
+
+
+@cache
+def _name_of_whole(kind: type) -> str | None:
+    return next((each.__name__ for each in kind.__mro__ if each.__name__ in OF_WHOLE), None)
