@@ -14,7 +14,9 @@ from tests.models.coverage import settings
 from tests.models.found_cases import EXACT, EXPERT, FULL, LAYOUTS, ROUTERS, STACKED, transformers
 from tests.train import parity
 from torchdistpackage.families.found import SHARED
-from torchdistpackage.families.registry import FAMILIES
+from torchdistpackage.families.registry import FAMILIES, SPLIT_ALONE
+from torchdistpackage.models.transformers_layout import TransformersShape, global_name, layouts
+from torchdistpackage.models.transformers_meta import on_meta
 
 RANKS_IMPORT = ("tests.models.coverage_ranks",)
 
@@ -35,6 +37,22 @@ def saved(ranks, tmp_path_factory):
         return made[key]
 
     return of
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tables_are_the_embeddings_and_the_head_that_transformers_makes(tied):
+    """By its own modules, whatever their sizes; in tables here and in what is read of a class."""
+    families = [x for x in FAMILIES if x not in SPLIT_ALONE]
+    for family in [*families, "olmo2", "mixtral", "phi3", "bart"]:
+        given = settings(family, tie_word_embeddings=tied)
+        model = on_meta(given, torch.float32)
+        shape = TransformersShape(family, given, 8)
+        tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+        weights = {id(m.weight) for m in [*tables, model.get_output_embeddings()]}
+        named = model.named_parameters(remove_duplicate=False)
+        expected = {global_name(shape, name) for name, p in named if id(p) in weights}
+        found = {name for name, layout in layouts(shape).items() if layout.is_table}
+        assert found == expected, family
 
 
 @pytest.mark.few(2)

@@ -29,11 +29,14 @@ LAYOUTS = {
 
 @dataclass
 class Ended:
-    """What a rank holds at the end, and bytes of the optimizer's state as planned and as found."""
+    """What a rank holds at the end, and bytes of the optimizer's state as planned and as found.
+
+    num_special: parameters that have state in 8 bits, or Muon's.
+    """
 
     weights: parity.Held
     loss: float
-    is_8bit: bool
+    num_special: int
     planned_bytes: int
     state_bytes: int
 
@@ -49,13 +52,15 @@ def after_steps(extra: list[str], save: str | None = None, resume: str | None = 
             save_state(run, TrainState(step=2), Path(save), keep_last=1)
     if hasattr(run.optimizer, "finish"):
         run.optimizer.finish()
+    of = {"adamw8bit": ("state1", torch.uint8), "muon": ("momentum_buffer", torch.float64)}
+    special, dtype = of.get(run.plan.config.optim.name, (None, None))
     states = [(k, x) for s in run.optimizer.state.values() for k, x in s.items()]
     kept = [x for k, x in states if isinstance(x, torch.Tensor) and k != "step"]
     planned = memory(run.plan.config, run.plan.topology, run.layouts.values(), run.rank)
     return Ended(
         parity.held(run, "data"),
         loss,
-        torch.uint8 in {x.dtype for x in kept},
+        sum(k == special and getattr(x, "dtype", None) == dtype for k, x in states),
         planned.optimizer_bytes,
         sum(x.nbytes for x in kept),
     )
@@ -67,8 +72,10 @@ def asked(name: str, layout: dict[str, int]) -> tuple[int, list[str], list[str]]
     size = axes["data"] * axes["pipe"] * axes["tensor"] * axes["context"]
     base = [*overrides({**axes, "data": 2}, tied=False), f"optim.name={name}", "optim.lr=0.02"]
     base += ["parallel.context=1"]
-    if name == "adamw8bit":  # matrices large enough for 8 bits
-        base += ["model.dim=64"]
+    if name in ("adamw8bit", "muon"):
+        # matrices large enough for 8 bits, each with a side as long as the vocabulary
+        length = next(x.partition("=")[2] for x in base if x.startswith("data.seq_len="))
+        base += ["model.dim=64", "model.vocab=64", f"data.args={{seq_len: {length}, vocab: 64}}"]
     return size, base, [*base, *(f"parallel.{key}={value}" for key, value in layout.items())]
 
 
@@ -81,9 +88,11 @@ def test_three_steps_are_those_of_one_process(ranks, name, layout):
     truth = ranks(1).run(after_steps, base)
     found = ranks(size).run(after_steps, mine)
     parity.expect_close([x.weights for x in found], [x.weights for x in truth])
+    matrices = 8 * (name in ("adamw8bit", "muon"))  # of two blocks, without embedding and head
+    assert truth[0].num_special == matrices
+    assert all((x.num_special > 0) == (matrices > 0) for x in found)
     for x in [*found, *truth]:
         assert math.isclose(x.loss, truth[0].loss, rel_tol=1e-9)
-        assert x.is_8bit == (name == "adamw8bit")
         if name in ("adafactor", "adamw8bit"):
             assert x.planned_bytes == x.state_bytes > 0
 
@@ -118,10 +127,10 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_under_another_layout(
 def test_muon_and_adamw_are_torchs_own_and_leave_a_broken_step_out():
     torch.manual_seed(0)
     section = loads("optim: {name: muon, lr: 0.1}").optim
-    stage = torch.nn.ModuleDict({"embed": torch.nn.Embedding(9, 4), "a": torch.nn.Linear(4, 6)})
-    twin = torch.nn.ModuleDict({"embed": torch.nn.Embedding(9, 4), "a": torch.nn.Linear(4, 6)})
+    stage = torch.nn.ModuleDict({"embed": torch.nn.Embedding(9, 4), "a": torch.nn.Linear(4, 9)})
+    twin = torch.nn.ModuleDict({"embed": torch.nn.Embedding(9, 4), "a": torch.nn.Linear(4, 9)})
     twin.load_state_dict(stage.state_dict())
-    ours = make_optimizer(stage, section, vocab=9)
+    ours = make_optimizer(stage, section, tables={"embed.weight"})
     assert isinstance(ours, JointOptimizer)
     muon = torch.optim.Muon(
         [twin["a"].weight], 0.1, 0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"

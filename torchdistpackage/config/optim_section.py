@@ -47,8 +47,8 @@ class OptimSection(Section):
 
     name: k.OptimizerName = Field(
         default="adamw",
-        description="Optimizer; muon: of matrices that are not of the vocabulary, AdamW of others; "
-        "adamw8bit: of bitsandbytes, AdamW of what is of the vocabulary.",
+        description="Optimizer; muon: of matrices but for embeddings and the head, AdamW of the "
+        "rest; adamw8bit: of bitsandbytes, AdamW of embeddings and the head.",
     )
     lr: k.Positive = Field(default=1e-3, description="Learning rate after warm-up.")
     weight_decay: k.NotNegative = Field(

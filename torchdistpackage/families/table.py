@@ -114,14 +114,14 @@ class Weights:
         once: bool = False,
     ) -> None:
         """An embedding, cut by columns. once: see `LayerCut`."""
-        layout = self.cut(name, (rows, columns), 1)
+        layout = replace(self.cut(name, (rows, columns), 1), is_table=True)
         self.add(f"{name}.weight", Weight(layout, "normal", self.std, zero_row))
         self._layer(name, "feature", layout, once=once)
 
     def cut_rows(self, name: str) -> None:
         """Cut a table by rows instead, as a head that shares it is."""
         weight = self.parameters[f"{name}.weight"]
-        cut = self.cut(f"{name}.weight", weight.layout.shape, 0)
+        cut = replace(self.cut(f"{name}.weight", weight.layout.shape, 0), is_table=True)
         self.parameters[f"{name}.weight"] = replace(weight, layout=cut)
         self._layer(name, "vocab", cut)
 
@@ -139,6 +139,7 @@ class Weights:
         bias: bool = False,
         parts: Sequence[int] = (),
         transposed: bool = False,
+        is_table: bool = False,
     ) -> None:
         """A layer cut by its outputs, along heads or each for itself. parts: fused in them.
 
@@ -146,7 +147,7 @@ class Weights:
         """
         dim = int(transposed)
         shape = (inputs, size) if transposed else (size, inputs)
-        layout = self.cut(name, shape, dim, heads, parts)
+        layout = replace(self.cut(name, shape, dim, heads, parts), is_table=is_table)
         self.add(f"{name}.weight", Weight(layout, "normal", self.std, inputs=1 - dim))
         entrance = self.prefix + (name.rpartition(".")[0] or name)
         self._layer(name, "column", layout, transposed=transposed, entrance=entrance)
@@ -221,11 +222,13 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class FoundParameter:
-    """inputs: the dim of a linear layer's matrix that is multiplied by what the layer is given."""
+    """inputs: the dim of a linear layer's matrix that is multiplied by what the layer is given.
+    is_table: of an embedding or the output head, see `Layout`."""
 
     name: str
     shape: tuple[int, ...]
     inputs: int | None = None
+    is_table: bool = False
 
 
 @dataclass(frozen=True)

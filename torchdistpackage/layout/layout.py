@@ -79,6 +79,8 @@ class Layout:
     ranges: for each index along the one axis that splits it, the (start, stop) that it holds of
         that dim, in its order, where no rule says them. They are equal or apart, and the first
         that holds one speaks for it. What begins behind the dim is padding, zeros that stay zero.
+    is_table: its rows stand for token ids, positions or classes: an embedding or the output head,
+        also where both are one. Optimizers of matrices leave it to AdamW.
 
     Raises:
         LayoutError: split, parts, heads or ranges do not fit the shape.
@@ -95,6 +97,7 @@ class Layout:
     heads: HeadSplit | None = None
     ranges: tuple[Ranges, ...] = ()
     split_rule: SplitRule = "chunk"
+    is_table: bool = False
 
     def __post_init__(self) -> None:
         for field, empty in (("split", ()), ("parts", ())):

@@ -64,7 +64,12 @@ class Lora:
         outputs = 1 - inputs
         axes, num_inputs = whole.split_axes, whole.shape[inputs]
         a = Layout(f"{layer}.lora_A.weight", (self.r, num_inputs), unreduced=axes)
-        b = Layout(f"{layer}.lora_B.weight", (whole.shape[outputs], self.r), unreduced=axes)
+        b = Layout(
+            f"{layer}.lora_B.weight",
+            (whole.shape[outputs], self.r),
+            unreduced=axes,
+            is_table=whole.is_table,
+        )
         if whole.split[outputs]:
             b = _cut_like(whole, outputs, b, 0)
         else:

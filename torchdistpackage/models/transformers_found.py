@@ -24,6 +24,7 @@ from torchdistpackage.families.found import (
 )
 from torchdistpackage.families.table import Family, FoundModel, FoundParameter, Sizes
 from torchdistpackage.models.shrunk_config import shrunk
+from torchdistpackage.models.tables import table_parameters
 from torchdistpackage.models.transformers_cuts import CHOICES, can_deal_heads, find_cuts
 from torchdistpackage.models.transformers_meta import ALONE, known_settings, on_meta
 from torchdistpackage.models.transformers_staged import try_stages
@@ -126,6 +127,7 @@ def _names(model: Any) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
 
 
 def _parameters(model: nn.Module, own: Mapping[str, nn.Parameter]) -> Iterator[FoundParameter]:
+    tables = {id(p) for p in table_parameters(model)}
     for name, parameter in own.items():
         path, _, last = name.rpartition(".")
         module, inputs = model.get_submodule(path), None
@@ -134,7 +136,7 @@ def _parameters(model: nn.Module, own: Mapping[str, nn.Parameter]) -> Iterator[F
                 inputs = 1
             elif type(module).__name__ == "Conv1D":  # transformers', stored transposed
                 inputs = 0
-        yield FoundParameter(name, tuple(parameter.shape), inputs)
+        yield FoundParameter(name, tuple(parameter.shape), inputs, id(parameter) in tables)
 
 
 def _buffers(model: nn.Module) -> Iterator[FoundParameter]:

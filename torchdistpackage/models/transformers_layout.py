@@ -209,7 +209,7 @@ def _head(shape: TransformersShape, axis: str) -> Weights:
     if n.tied:
         w.tied_head(shape.kind.output, n.vocab, n.dim)
     elif shape.kind.found is None:
-        w.column(shape.kind.output, n.vocab, n.dim)
+        w.column(shape.kind.output, n.vocab, n.dim, is_table=True)
     return w if shape.lora is None else _adapted(w, shape.lora, is_head=True)
 
 

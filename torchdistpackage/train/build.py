@@ -5,6 +5,7 @@ All else receives plain arguments, which are decided here, in the order in which
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -23,14 +24,13 @@ from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.param_spec import batch_group, sum_group
 from torchdistpackage.ddp.param_sync import ReplicatedTensor, sync_module_states
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.errors import ConfigError, ScheduleError
+from torchdistpackage.errors import ScheduleError
 from torchdistpackage.harness.watchdog import HangWatchdog
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.lazy import resolve
 from torchdistpackage.parallel.context.model import sequence_over
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cost
-from torchdistpackage.parallel.pipeline.partition.sequential import chunks_of
 from torchdistpackage.parallel.tensor.attention import SequenceAttention
 from torchdistpackage.parallel.tensor.float8 import use_float8
 from torchdistpackage.parallel.tensor.init import collect_initials, initialize
@@ -53,6 +53,7 @@ from torchdistpackage.train.loop import Callback, Loop
 from torchdistpackage.train.losses import from_user, token_cross_entropy
 from torchdistpackage.train.memory import activation_budget_gb, memory
 from torchdistpackage.train.optimizers import make_optimizer
+from torchdistpackage.train.own_model import own_stages
 from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.preference import PreferenceLoss
 from torchdistpackage.train.profiler import StepProfiler
@@ -84,7 +85,8 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     config, model = plan.config, build_model(plan, rank, device)
     stage, layouts = model.stage, model.layouts
     compile_blocks(stage, config.train.compile_backend, config.train.compile)
-    inner = make_optimizer(stage, config.optim, config.model.vocab)
+    tables = {name for name, layout in layouts.items() if layout.is_table}
+    inner = make_optimizer(stage, config.optim, tables)
     replicas = _data_parallel(stage, layouts, inner, config)
     optimizer = replicas if isinstance(replicas, ZeroOptimizer) else inner
     pipe, optim = tpc.get_group("pipe"), config.optim
@@ -277,14 +279,13 @@ def _stage(
         by_name = {f"{s}.{n}": x for s, held in layouts.items() for n, x in held.items()}
     else:
         torch.manual_seed(config.run.seed)
-        whole = user_object(config.model.target)(**config.model.args)
-        if not isinstance(whole, nn.Module):
-            raise ConfigError(
-                f"model.target {config.model.target} returned a {type(whole).__name__}, which is "
-                f"no torch.nn.Module; name a function that returns one, or the class of one"
-            )
-        placement = plan.schedule.placement
-        stages, by_name = chunks_of(whole, placement, tpc.get_pp_rank(), cut=own_cut(plan, whole))
+        stages, by_name = own_stages(
+            config.model.target,
+            config.model.args,
+            plan.schedule.placement,
+            tpc.get_pp_rank(),
+            cut=partial(own_cut, plan),
+        )
         for module in stages.values():
             module.to(device=device, dtype=dtype)
         seed_rank(config.run.seed, mesh, tpc.rank)

@@ -127,7 +127,7 @@ def _statistics_bytes(config: RunConfig, layout: Layout, count: int, num_bytes: 
         return (count // layout.shape[-1] + count // layout.shape[-2]) * num_bytes
     if name in ("sgd", "muon", "adafactor"):  # muon: a little less than it has
         return count * num_bytes
-    if name == "adamw8bit" and config.model.vocab not in layout.shape:
+    if name == "adamw8bit" and not layout.is_table:
         if count < MIN_8BIT_SIZE:
             return 2 * count * 4
         return 2 * (count + 4 * -(-count // BLOCK_SIZE))

@@ -1,5 +1,6 @@
 """The optimizer of a stage, by its name in the YAML; matrices decay, vectors and norms do not."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -12,14 +13,16 @@ Groups = list[dict[str, Any]]
 
 
 def make_optimizer(
-    stage: nn.Module, section: OptimSection, vocab: int
+    stage: nn.Module, section: OptimSection, tables: Collection[str]
 ) -> torch.optim.Optimizer | None:
     """None for a stage without parameters that train.
 
-    vocab: rows of matrices that muon and adamw8bit leave to AdamW: a row of an embedding has
-    gradients with its token alone, and transformers' Trainer gives it no 8 bits either.
+    tables: names of embeddings and heads, which muon and adamw8bit leave to AdamW: a row of an
+    embedding has gradients with its token alone, and transformers' Trainer gives it no 8 bits
+    either.
     """
     named = [(name, p) for name, p in stage.named_parameters() if p.requires_grad]
+    is_table = {id(p): name in tables for name, p in named}
     shrinks = decaying(stage)
     vectors = [p for name, p in named if name not in shrinks]
     matrices = [p for name, p in named if name in shrinks]
@@ -33,14 +36,14 @@ def make_optimizer(
         return torch.optim.SGD(groups, lr=lr, momentum=section.momentum, fused=True)
     if section.name == "adafactor":
         return JointOptimizer(torch.optim.Adafactor(groups, lr=lr))
-    inner = [p for p in matrices if vocab not in p.shape]
-    of_vocab = [p for p in matrices if vocab in p.shape]
+    inner = [p for p in matrices if not is_table[id(p)]]
+    outer = [p for p in matrices if is_table[id(p)]]
     if section.name == "adamw8bit":
-        mine, rest = _groups((inner, decay), (vectors, 0.0)), _groups((of_vocab, decay))
+        mine, rest = _groups((inner, decay), (vectors, 0.0)), _groups((outer, decay))
         first = _adamw8bit
     else:
         mine = _groups(([p for p in inner if p.dim() == 2], decay))
-        rest = _groups(([*of_vocab, *(p for p in inner if p.dim() != 2)], decay), (vectors, 0.0))
+        rest = _groups(([*outer, *(p for p in inner if p.dim() != 2)], decay), (vectors, 0.0))
         first = _muon
     made = ((first, mine), (_adamw, rest))
     return JointOptimizer(*(make(groups, section) for make, groups in made if groups))

@@ -58,18 +58,18 @@ def row(
 
 def vocab_embedding(vocab: int, dim: int, axis: str) -> Layouts:
     """A table (vocab, dim) cut along the vocabulary, evenly or not: embedding or output head."""
-    return {"weight": Layout("weight", (vocab, dim), ((axis,), ()), uneven=True)}
+    return {"weight": _table(vocab, dim, ((axis,), ()))}
 
 
 def feature_embedding(vocab: int, dim: int, axis: str) -> Layouts:
     """A table (vocab, dim) cut along its features, evenly or not."""
-    return {"weight": Layout("weight", (vocab, dim), ((), (axis,)), uneven=True)}
+    return {"weight": _table(vocab, dim, ((), (axis,)))}
 
 
 def position(seq_len: int, dim: int, axis: str, sequence_parallel: bool) -> Layouts:
     """A learned vector for each position, whole on every rank."""
     partial = _partial(axis, sequence_parallel)
-    return {"position": Layout("position", (seq_len, dim), unreduced=partial)}
+    return {"position": Layout("position", (seq_len, dim), unreduced=partial, is_table=True)}
 
 
 def norm(dim: int, bias: bool, axis: str, sequence_parallel: bool) -> Layouts:
@@ -153,6 +153,10 @@ def heads_per_rank(dim: int, heads: int, num_ranks: int, where: str = "attention
             f"use a multiple of {num_ranks} heads, or a number of ranks that divides {heads}"
         )
     return heads // num_ranks
+
+
+def _table(vocab: int, dim: int, split: tuple[Axes, ...]) -> Layout:
+    return Layout("weight", (vocab, dim), split, uneven=True, is_table=True)
 
 
 def _partial(axis: str, sequence_parallel: bool) -> Axes:
