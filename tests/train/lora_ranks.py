@@ -1,5 +1,6 @@
 """What ranks do with low-rank adapters on transformers' modules, and peft in one process."""
 
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,6 +110,32 @@ def loaded_by_peft(
         )
     adapters = {plain(n): p.detach() for n, p in model.named_parameters() if "lora_" in n}
     return adapters, ids[0, len(prompt) :].tolist()
+
+
+def exported_logits(base: str, folder: str) -> tuple[torch.Tensor, torch.Tensor, set[str]]:
+    """Logits of a model with the adapters of a folder, added in by hand and as peft loads it, and
+    the names of peft's adapters. What peft misses or does not expect it warns of."""
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    def model():
+        # transformers' stacked experts have no float64
+        return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+
+    by_hand, ids = model(), torch.arange(10).view(1, 10) % 7 + 2
+    settings = json.loads((Path(folder) / "adapter_config.json").read_text())
+    held, scale = load_file(f"{folder}/adapter_model.safetensors"), settings["lora_alpha"]
+    with torch.no_grad(), quiet():
+        for name in (x for x in held if "lora_A" in x):
+            b, layer = held[name.replace("lora_A", "lora_B")], name.partition(".lora_A")[0]
+            weight = by_hand.get_parameter(f"{layer.removeprefix(PREFIX)}.weight")
+            weight += scale / settings["r"] * (b @ held[name])
+        expected = by_hand(ids).logits
+        adapted = PeftModel.from_pretrained(model(), folder)
+        found = adapted(ids).logits
+    names = {n.replace(".default", "") for n, _ in adapted.named_parameters() if "lora_" in n}
+    return expected, found, names
 
 
 def recomputed(overrides: list[str], how: list[str]) -> tuple[tuple[str, ...], parity.Held, list]:

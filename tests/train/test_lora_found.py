@@ -1,5 +1,8 @@
 """Adapters on classes of transformers without a table here train, and merge, as peft's do."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -7,6 +10,7 @@ from safetensors.torch import load_file
 from tests.models.coverage import settings
 from tests.train import parity
 from tests.train.lora_ranks import (
+    exported_logits,
     initial_of,
     lora_steps,
     merged_by_peft,
@@ -17,6 +21,9 @@ from tests.train.lora_ranks import (
 from tests.train.test_transformers import asked
 from tests.train.transformers_ranks import VOCAB, save_model
 from torchdistpackage.cli.main import main
+from torchdistpackage.models.lora_layout import Lora
+from torchdistpackage.models.transformers_layout import shape_of_section
+from torchdistpackage.models.transformers_spec import TransformersSpec
 
 RANKS_IMPORT = ("peft", "tests.models.coverage_ranks")
 TARGETS = {
@@ -101,3 +108,43 @@ def test_merged_adapters_are_the_bits_of_peft(ranks, adapted, tmp_path, family):
     assert found.keys() == expected.keys() == before.keys()
     assert all(torch.equal(found[key], x) for key, x in expected.items())
     assert sum(not torch.equal(x, found[key]) for key, x in before.items()) >= 2
+
+
+@pytest.mark.parametrize(
+    ("family", "target"),
+    [
+        ("mixtral", "all-linear"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("qwen2_moe", "all-linear"),
+                ("qwen2_moe", "shared_expert.gate_proj"),
+                ("qwen3_moe", "2.self_attn.q_proj"),
+                ("llama", "1.mlp.down_proj, q_proj"),
+            )
+        ),
+    ],
+)
+def test_peft_finds_the_adapters_that_were_trained_and_no_others(ranks, tmp_path, family, target):
+    """Of mixtures, where all-linear is more to peft than the layers that are linear."""
+    folder, out = str(tmp_path / "model"), str(tmp_path / "out")
+    small = settings(family, vocab_size=VOCAB, pad_token_id=None)
+    ranks(1).run(save_model, small, folder)
+    lora = f"model.lora={{r: 2, alpha: 4, dropout: 0.1, target: [{target}]}}"
+    ranks(1).run(save_after, [f"model.hf={folder}", lora], str(tmp_path), 2)
+    assert main(["export", str(tmp_path), out]) == 0
+    ((expected, found, names),) = ranks(1).run(exported_logits, folder, out)
+    assert names == load_file(f"{out}/adapter_model.safetensors").keys()
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+    assert "all-linear" not in (tmp_path / "out" / "adapter_config.json").read_text()
+
+
+def test_a_plan_says_what_all_linear_leaves_out(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(settings("mixtral")))
+    lora = Lora(r=2, alpha=4.0, dropout=0.0, target=("all-linear",))
+    shape = shape_of_section({"hf": str(tmp_path)}, 8, False)
+    (said,) = TransformersSpec(replace(shape, lora=lora)).notes()
+    assert "adapts 16 layers (q_proj, k_proj, v_proj, o_proj)" in said
+    assert "12 matrices, 93% of the weights of all, are no linear layers" in said
+    assert "model.layers.*.mlp.experts.gate_up_proj" in said
+    assert TransformersSpec(shape).notes() == ()

@@ -138,6 +138,7 @@ def plan(
     warnings = [x for x in (too_long(planned),) if x is not None]
     # A plan is made on any machine; only those that start or queue a run refuse what is absent.
     warnings += [f"{x}; tdp train and tdp submit refuse it" for x in absent_files(run)]
+    warnings += () if planned.model is None else planned.model.notes()
     parts = [f"{run.run.name} on {planned.world_size} ranks\n{mesh}, outermost first"]
     if groups or show_all:
         parts += [coordinates(planned, limit), groups_text(planned, limit)]

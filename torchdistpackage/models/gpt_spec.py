@@ -66,6 +66,9 @@ class GPTSpec:
     def goes_with(self) -> tuple[tuple[str, str], ...]:
         return ()
 
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
     def check_weights(self, folder: str | Path) -> None:
         hugging_face_layout.open_folder(folder, self.shape)
 

@@ -5,7 +5,9 @@ outputs B is cut alike, where it is cut by inputs A is; ranks have the other one
 part of its gradient. Names are those of peft's files without their prefix.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,9 +88,16 @@ class Lora:
         linear = (name for name, weight in weights.items() if weight.inputs is not None)
         return frozenset(x for x in linear if not is_adapter(x) and x != f"{output}.weight")
 
-    def adapter_config(self, base: str | None, transposed: bool) -> dict[str, Any]:
-        """peft's adapter_config.json. base: the folder of the model. transposed: of Conv1D."""
-        target: str | list[str] = ALL_LINEAR if self.is_all else list(self.target)
+    def adapter_config(self, base: str | None, weights: Mapping[str, Weight]) -> dict[str, Any]:
+        """peft's adapter_config.json. base: the folder of the model. weights: all of the model.
+
+        It names the layers that have adapters here. What `all-linear` stands for is peft's to say,
+        and on mixtures it is more than what was trained.
+        """
+        modules, parameters = peft_targets(weights)
+        # dropout matters to training alone, and peft has none on parameters
+        dropout = 0.0 if parameters else self.dropout
+        more = {"target_parameters": parameters} if parameters else {}
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -96,16 +105,76 @@ class Lora:
             "inference_mode": True,
             "r": self.r,
             "lora_alpha": int(self.alpha) if self.alpha.is_integer() else self.alpha,
-            "lora_dropout": self.dropout,
-            "target_modules": target,
-            "fan_in_fan_out": transposed,
+            "lora_dropout": dropout,
+            "target_modules": modules,
+            "fan_in_fan_out": any(weight.inputs == 0 for weight in weights.values()),
             "bias": "none",
+            **more,
         }
 
 
 def names(target: str, layer: str) -> bool:
     """Whether it is the name of a layer, or its end from a dot on, as peft looks for it."""
     return f".{layer}".endswith(f".{target}")
+
+
+def peft_targets(weights: Mapping[str, Weight]) -> tuple[list[str], list[str]]:
+    """Return (target_modules, target_parameters) by which peft finds exactly the layers with
+    adapters among these parameters.
+
+    The last word of a layer's name does where it ends no other module's name; a router may be
+    called as a layer is. Else it is the whole name. On models with stacked experts peft (0.21)
+    takes names of transformers 4's experts, also at the end of a longer name, for the stacks; a
+    layer that has such a name it finds as a parameter, under the same keys in the file.
+    """
+    layers = _adapted_layers(weights)
+    has_stacks = any(_STACKED.search(name) for name in weights)
+    as_expert = [x for x in layers if has_stacks and _last(x) in _EXPERT_WORDS]
+    adapted = {layer: None for layer in layers if layer not in as_expert}
+    paths = {path for name in weights if not is_adapter(name) for path in _parents(name)}
+    others = {_last(path) for path in paths if path not in adapted}
+    names = (layer if _last(layer) in others else _last(layer) for layer in adapted)
+    return list(dict.fromkeys(names)), [f"{layer}.weight" for layer in as_expert]
+
+
+def left_out(lora: Lora, weights: Mapping[str, Weight]) -> str | None:
+    """Say which matrices of the blocks `all-linear` gives no adapters; None: it gives all some."""
+    adapted = _adapted_layers(weights)
+    matrices = {
+        name: math.prod(weight.layout.shape)
+        for name, weight in weights.items()
+        if len(weight.layout.shape) > 1 and not weight.layout.is_table and not is_adapter(name)
+    }
+    frozen = {n: x for n, x in matrices.items() if n.removesuffix(".weight") not in adapted}
+    if not lora.is_all or not frozen:
+        return None
+    words = ", ".join(dict.fromkeys(_last(layer) for layer in adapted)) or "no layer"
+    kinds = ", ".join(dict.fromkeys(_NUMBERS.sub(".*", name) for name in frozen))
+    share = sum(frozen.values()) / sum(matrices.values())
+    return (
+        f"model.lora.target=[{ALL_LINEAR}] adapts {len(adapted)} layers ({words}); {len(frozen)} "
+        f"matrices, {share:.0%} of the weights of all, are no linear layers and stay as they are: "
+        f"{kinds}"
+    )
+
+
+_NUMBERS = re.compile(r"\.\d+")
+_STACKED = re.compile(r"\.experts\.[^.]+$")
+_EXPERT_WORDS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+
+
+def _adapted_layers(weights: Mapping[str, Weight]) -> dict[str, None]:
+    return dict.fromkeys(name.rpartition(".lora_")[0] for name in weights if is_adapter(name))
+
+
+def _parents(name: str) -> Iterator[str]:
+    """Yield the paths of the modules around a parameter."""
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def peft_name(parameter: str) -> str:

@@ -134,6 +134,10 @@ class ModelSpec(Protocol):
         """(axis or key, text) of what a run of this model may ask for; () if rules alone say."""
         ...
 
+    def notes(self) -> tuple[str, ...]:
+        """What a plan and the log of a run say once of how the model is trained."""
+        ...
+
     def check_weights(self, folder: str | Path) -> None:
         """Read the headers of a folder of weights.
 

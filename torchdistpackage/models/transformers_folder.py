@@ -56,9 +56,7 @@ def config_json(
     """The config.json it was made of, with torch's name of the type of the weights; with adapters
     their settings, and `like` as the model they are for."""
     if shape.lora is not None:
-        held = weights(shape).values()
-        transposed = any(w.inputs == 0 for w in held)
-        return shape.lora.adapter_config(None if like is None else str(like), transposed)
+        return shape.lora.adapter_config(None if like is None else str(like), weights(shape))
     kept = {key: value for key, value in shape.given.items() if key != "torch_dtype"}
     return {**kept, "dtype": dtype}
 

@@ -13,6 +13,7 @@ from torchdistpackage.models import (
     transformers_traffic,
 )
 from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
+from torchdistpackage.models.lora_layout import left_out
 from torchdistpackage.models.model_spec import ModelUse
 from torchdistpackage.models.transformers_layout import TransformersShape
 from torchdistpackage.predict.calls import CallCount, Microbatch
@@ -65,6 +66,11 @@ class TransformersSpec:
 
     def goes_with(self) -> tuple[tuple[str, str], ...]:
         return transformers_refusals.goes_with(self.shape)
+
+    def notes(self) -> tuple[str, ...]:
+        lora, weights = self.shape.lora, transformers_layout.weights
+        text = None if lora is None else left_out(lora, weights(self.shape))
+        return () if text is None else (text,)
 
     def check_weights(self, folder: str | Path) -> None:
         transformers_folder.check_folder(folder, self.shape)

@@ -6,4 +6,5 @@ from torchdistpackage.train.step import Trainer
 
 def model_notes(trainer: Trainer) -> list[str]:
     """Return the lines, of rank 0."""
-    return kernel_notes()
+    model = trainer.plan.model
+    return [*(() if model is None else model.notes()), *kernel_notes()]
