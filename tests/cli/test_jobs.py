@@ -237,3 +237,16 @@ def test_evidence_is_not_written_into_a_pipe(run: SubmittedRun, caplog: pytest.L
     os.mkfifo(run.files.suspects)
     record(run.files.suspects, NodeIncident("n1", "it broke", 1.0, NOW_S, NOW_S + 9, "7.0"))
     assert "is a pipe" in caplog.text
+
+
+def test_ls_lists_local_runs_after_those_submitted(run: SubmittedRun, slurm: Programs, capsys):
+    slurm.say("squeue", row("7", "RUNNING", nodes="n[2-3]"))
+    local = run.folder.parent / "here"
+    local.mkdir()
+    (local / "resolved.yaml").write_text("train:\n  steps: 9\n")
+    (local / "metrics.jsonl").write_text('{"step": 4, "loss": 2.5}\n')
+    for words in (["jobs", "ls"], ["runs"]):
+        assert main(words) == 0
+        names, last = table(capsys.readouterr().out)
+        assert names[0] == "tiny"
+        assert last == ["here", "local", "unknown", "0", "4/9", "2.5000", "", ""]

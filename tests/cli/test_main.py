@@ -186,3 +186,20 @@ def test_a_reader_that_leaves_early_is_no_error_message():
     os.close(writing)
     assert run.returncode == 1
     assert run.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [("pl", "plan"), ("plan --pro", "--procs"), ("comm be", "bench")],
+)
+def test_a_shell_completes_commands_and_options(line, offered, monkeypatch, capsys):
+    monkeypatch.setenv("_TDP_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"tdp {line}")
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split())))
+    assert main([]) == 0
+    assert offered in capsys.readouterr().out.split()
+
+
+def test_the_test_command_has_a_usage_text():
+    done = subprocess.run([ROOT / "scripts" / "test", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "scripts/test tests/ddp -k unused" in done.stdout

@@ -23,6 +23,7 @@ from torchdistpackage.launch.slurm import node_blocklist
 from torchdistpackage.launch.slurm.monitor import ResubmitLimits, RunTarget, ScriptTarget
 from torchdistpackage.launch.slurm.monitor import monitor as watch
 from torchdistpackage.launch.slurm.query import JobInfo, Outcome
+from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.runs import (
     AttemptResult,
     LogTail,
@@ -37,12 +38,16 @@ from torchdistpackage.launch.slurm.runs import (
     single,
     status,
 )
+from torchdistpackage.lazy import resolve
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a run, run folder or job id.")]
 Dir = Annotated[
     Path, typer.Option("--dir", metavar="DIR", help="Folder that contains the run folders.")
 ]
-RUNS = Path("runs")
+RUNS, RESOLVED = Path("runs"), "resolved.yaml"
+READ_RUN_DATA = "torchdistpackage.report.run_data:read_run_data"
+STATUS_OF = "torchdistpackage.report.status:status_of"
+"""Read local runs, and load yaml, which submitted runs need not."""
 DEFAULTS = ResubmitLimits()
 
 jobs = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -50,7 +55,10 @@ jobs = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 @jobs.command()
 def ls(folder: Dir = RUNS) -> None:
-    """List the submitted runs, latest last."""
+    """List the submitted runs, then the local ones, each latest last.
+
+    tdp runs is the same.
+    """
     runs = find_runs(folder)
     looked = submitted.query_runs(runs)
     rows: list[Sequence[str]] = [
@@ -71,9 +79,27 @@ def ls(folder: Dir = RUNS) -> None:
                 now.reason if now.outcome is not Outcome.SUCCEEDED else "",
             )
         )
+    rows += _local_runs(folder)
     table = text_table(rows, num_left=9, num_keys=2)
-    typer.echo(table if runs else f"no run in {folder} was submitted")
+    typer.echo(table if len(rows) > 1 else f"no run in {folder}")
     _notes(looked.notes)
+
+
+def _local_runs(folder: Path) -> list[Sequence[str]]:
+    """Return a row for each run in `folder` that was never submitted, by their last change."""
+    paths = [path.parent for path in folder.glob(f"*/{RESOLVED}")]
+    paths = [path for path in paths if not RunDir(path).records.exists()]
+    rows: list[Sequence[str]] = []
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime):
+        data = resolve(READ_RUN_DATA)(path)
+        now = resolve(STATUS_OF)(data, time.time())
+        loss = "" if now.loss is None else f"{now.loss:.4f}"
+        restarts = str(max(len(data.starts) - 1, 0))
+        steps = _steps(now.step, now.num_steps)
+        rows.append(
+            (path.name, "local", now.facts.get("state", "unknown"), restarts, steps, loss, "", "")
+        )
+    return rows
 
 
 @jobs.command()

@@ -13,6 +13,7 @@ from typing import Annotated, Any, TextIO, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+from typer.main import get_install_completion_arguments
 
 from torchdistpackage.bounded import printable
 from torchdistpackage.cli._common import wrap
@@ -99,7 +100,11 @@ class _Printable:
 
 
 def _run(args: list[str]) -> int:
-    asked = next((word for word in args if not word.startswith("-")), "")
+    args = _of_today(args)
+    # A shell that completes a line gives it in a variable: `tdp plan --pr`.
+    words = os.environ.get("COMP_WORDS", os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()[1:]
+    words = words if "_TDP_COMPLETE" in os.environ else args
+    asked = next((word for word in words if not word.startswith("-")), "")
     with ExitStack() as stack:
         if asked != "train":  # whose ranks may write to either
             stack.enter_context(redirect_stderr(cast(TextIO, _Printable(sys.stderr))))
@@ -110,7 +115,7 @@ def _run(args: list[str]) -> int:
 
 def _run_command(asked: str, args: list[str]) -> int:
     try:
-        _command(asked)(_of_today(args), prog_name="tdp")
+        _command(asked)(args, prog_name="tdp")
     except SystemExit as end:  # how typer ends, always with a number
         if isinstance(end.code, int):
             return end.code
@@ -131,6 +136,8 @@ def _run_command(asked: str, args: list[str]) -> int:
 
 
 def _of_today(args: list[str]) -> list[str]:
+    if args[:1] == ["runs"]:
+        return ["jobs", "ls", *args[1:]]
     for command, names in _EARLIER_OPTIONS.items():
         if tuple(args[: len(command)]) == command:
             parts = [arg.partition("=") for arg in args]
@@ -148,7 +155,6 @@ def _command(asked: str) -> TyperGroup:
     """`tdp` with the command `asked`; of the others it knows what the help lists."""
     # Plain help and plain tracebacks: rich takes longer to import than a plan to make.
     app = typer.Typer(
-        add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         no_args_is_help=True,
@@ -170,6 +176,7 @@ def _command(asked: str) -> TyperGroup:
         else:
             app.command(asked)(command)
     group = typer.main.get_group(app)
+    group.params.extend(get_install_completion_arguments())  # get_group leaves them out
     listed = {name: TyperCommand(name, help=text) for name, text in COMMANDS.items()}
     group.commands = listed | group.commands
     return group

@@ -14,9 +14,9 @@ function drawn(figure, box) {
   });
   const narrow = box.clientWidth < 480;
   const layout = {
-    height: 300, margin: { l: 48, r: 12, t: 8, b: 40 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    height: 320, margin: { l: 48, r: 12, t: 30, b: 48 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: style("--ink"), size: narrow ? 11 : 12 }, hovermode: "closest",
-    showlegend: data.length > 1, legend: { orientation: "h", y: -0.25 }, ...figure.layout,
+    showlegend: data.length > 1, legend: { orientation: "h", yanchor: "top", y: -0.32 }, ...figure.layout,
     xaxis: { ...axis, ...figure.layout.xaxis }, yaxis: { ...axis, ...figure.layout.yaxis },
   };
   return [data, layout];
@@ -25,7 +25,7 @@ function drawn(figure, box) {
 function draw() {
   for (const figure of figures) {
     const box = document.getElementById(figure.key);
-    Plotly.react(box, ...drawn(figure, box), { responsive: true, displaylogo: false });
+    Plotly.react(box, ...drawn(figure, box), { responsive: true, displaylogo: false, displayModeBar: "hover" });
   }
   document.documentElement.dataset.drawn = String(figures.length);
 }

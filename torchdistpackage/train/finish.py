@@ -35,6 +35,7 @@ def finish(loop: Loop, loss: float, *, text: str | None, plot: bool) -> None:
     kept += ["loss.png"] if picture else []
     print_line(f"run folder {loop.folder}")
     print_line(textwrap.indent(textwrap.fill(", ".join(kept), width), "  "))
+    print_line(f"next: tdp report {loop.folder}")
 
 
 def sample_text(loop: Loop, num_tokens: int) -> str:
