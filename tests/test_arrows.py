@@ -36,6 +36,7 @@ MAY_NAME_MODULES = {
     "cli/comm.py": "what runs in ranks, or as threads in their place, with torch",
     "cli/comm_bench.py": "what runs in ranks, with torch",
     "cli/export.py": "what writes weights, with torch, once all has been checked",
+    "cli/jobs.py": "yaml, which submitted runs need not",
     "cli/parity.py": "what runs in ranks, with torch",
     "cli/main.py": "the command that was asked for; whether this process is a rank",
     "cli/plan.py": "torch, for --tensor alone; what few plans show",
