@@ -66,6 +66,16 @@ def test_what_a_terminal_would_obey_is_shown_as_an_escape(command, capsys, tmp_p
             assert shown in said.err or command in ("comm", "jobs", "data", "checkpoint", "report")
 
 
+def test_a_mistake_is_told_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["submit", TINY]) == 1
+    said = capsys.readouterr().err
+    assert said == "tdp: there is no sbatch here; submit from where it is, on a login node\n"
+    assert main(["report", "nothere"]) == 2
+    assert capsys.readouterr().err.startswith("tdp: 1 problem in tdp report:\n  nothere: there is")
+
+
 def test_the_help_lists_every_command(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out

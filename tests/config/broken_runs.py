@@ -240,11 +240,6 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "train.recompute=auto needs train.memory_gb, the memory of a rank",
     ),
     (
-        {"optim__warmup_steps": 20, "train__steps": 10},
-        "optim.warmup_steps",
-        "optim.warmup_steps=20 is more than train.steps=10; set warmup_steps to 10 or less",
-    ),
-    (
         {"optim__schedule": "linear", "optim__schedule_args": {"power": 2}},
         "optim.schedule",
         "optim.schedule_args has power, but optim.schedule=linear takes none; leave out what "

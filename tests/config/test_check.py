@@ -19,18 +19,20 @@ def run(**values: Any) -> RunConfig:
     return RunConfig.model_validate(tree)
 
 
+LATE = {"steps": "2..3"}
+"""Ends after a run of one step."""
+
+
 def test_all_violations_come_at_once() -> None:
     sizes = {"model__mlp_ratio": 0.05, "model__vocab": 9}
-    config = run(
-        parallel__data=2, parallel__tensor=5, **sizes, train__steps=1, optim__warmup_steps=2
-    )
+    config = run(parallel__data=2, parallel__tensor=5, **sizes, train__steps=1, train__profile=LATE)
     paths = [problem.path for problem in violations(config, 8)]
     assert paths == [
         "parallel.data",
         "model.heads",
         "model.mlp_ratio",
         "model.vocab",
-        "optim.warmup_steps",
+        "train.profile.steps",
     ]
 
 
@@ -50,11 +52,11 @@ def test_auto_data_is_judged_with_the_world_it_gets() -> None:
 
 @pytest.mark.parametrize("bad", ["model.heads", "model", "", "model.heads.x", "model.heads[0]"])
 def test_a_rule_is_left_out_when_its_keys_are_wrong(bad: str) -> None:
-    config = run(model__heads=3, train__steps=1, optim__warmup_steps=2)
+    config = run(model__heads=3, train__steps=1, train__profile=LATE)
     assert "model.dim" in [p.path for p in violations(config)]
     found = [keys[0] for keys, _ in failed_rules(config, bad={bad})]
     assert "model.dim" not in found
-    assert ("optim.warmup_steps" in found) == bool(bad)
+    assert ("train.profile.steps" in found) == bool(bad)
 
 
 def test_loading_points_at_the_key_the_user_wrote() -> None:
@@ -63,5 +65,5 @@ def test_loading_points_at_the_key_the_user_wrote() -> None:
         loads("model:\n  heads: 3\n", "r.yaml")
     assert str(caught.value.problems[0]).startswith("r.yaml:2: model.heads: model.dim=128 is not a")
     with pytest.raises(ConfigErrors) as caught:
-        loads("optim:\n  warmup_steps: 30\n", "r.yaml", ["train.steps=10"])
-    assert str(caught.value.problems[0]).startswith("command line: train.steps=10: optim.warmup_")
+        loads("train:\n  profile: {steps: 11..12}\n", "r.yaml", ["train.steps=10"])
+    assert str(caught.value.problems[0]).startswith("command line: train.steps=10: train.profile.")

@@ -4,7 +4,7 @@ Row -> edits: a file of the package, what stands before the addition (none: the 
 and what is added.
 """
 
-NOISE = "noise: k.NotNegative = Field(default=0.0, description='Of the gradient.')"
+EXAMPLE = "an_example: k.NotNegative = Field(default=0.0, description='Of the gradient.')"
 STARCODER2 = """
 from dataclasses import replace
 from torchdistpackage.families.fused import last_norm
@@ -202,6 +202,7 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
             r"    local_failed: float\n(?=    chosen)",
             "    ranks: float\n",
         ),
+        ("train/traffic.py", r"STEP_NUMBERS = \d+", " + 1"),
         ("train/step_stats.py", r"    stop: bool\n", "    ranks: float\n"),
         ("train/step_stats.py", r'"lr": self.lr,\n', '"ranks": self.ranks,\n'),
         ("train/step_stats.py", r"stop=sums.stop > 0,\n", "ranks=sums.ranks,\n"),
@@ -228,13 +229,17 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
         ("train/build.py", r"from torchdistpackage.train.callbacks import \(\n", "    Greeting,\n"),
     ],
     "a key of the YAML": [
-        ("config/optim_section.py", r"class OptimSection\(Section\):\n.*\n\n", f"    {NOISE}\n"),
-        ("train/update.py", r"        halts: bool,\n", "        noise: float = 0.0,\n"),
+        ("config/optim_section.py", r"class OptimSection\(Section\):\n.*\n\n", f"    {EXAMPLE}\n"),
+        ("train/update.py", r"        halts: bool,\n", "        an_example: float = 0.0,\n"),
         (
             "train/update.py",
             r"        self._found_inf = .*\n",
-            "        print(f'noise of the update: {noise}')\n",
+            "        print(f'noise of the update: {an_example}')\n",
         ),
-        ("train/build.py", r"            clip=optim.clip,\n", "            noise=optim.noise,\n"),
+        (
+            "train/build.py",
+            r"            clip=optim.clip,\n",
+            "            an_example=optim.an_example,\n",
+        ),
     ],
 }  # fmt: skip

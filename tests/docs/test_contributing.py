@@ -100,7 +100,12 @@ def test_a_schedule_a_layer_a_hook_an_option_a_command_and_a_check(edited: Path)
 
 
 def test_a_model_a_key_a_logged_value_and_a_callback_in_a_run(edited: Path):
-    changes = ("pipeline.schedule=fill-drain", "optim.noise=0.5", "train.steps=2", "--procs=2")
+    changes = (
+        "pipeline.schedule=fill-drain",
+        "optim.an_example=0.5",
+        "train.steps=2",
+        "--procs=2",
+    )
     small = ("model.layers=2", "model.dim=16", "model.heads=2", "optim.warmup_steps=0")
     less = ("log.plot=false", "data.seq_len=16", "parallel.pipe=2", "data.global_batch=8")
     less += ("train.eval_batches=1", "checkpoint.save_every=0")

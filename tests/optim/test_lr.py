@@ -1,15 +1,18 @@
 """Warm-up and cosine, at the steps where they turn; transformers' schedules beside its own."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchdistpackage.config.load import loads
+from torchdistpackage.config.load import load, loads
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.train.learning_rate import learning_rate, warmup_cosine
+from torchdistpackage.train.learning_rate import learning_rate, warmup_cosine, warmup_notes
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 
 def test_the_turning_points():
@@ -54,7 +57,7 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize("warmup", [0, 4])
+@pytest.mark.parametrize("warmup", [0, 4, 40])
 @pytest.mark.parametrize(("name", "given"), SCHEDULES, ids=str)
 def test_schedules_of_transformers_have_its_numbers(name, given, warmup):
     transformers = pytest.importorskip("transformers")
@@ -74,6 +77,19 @@ def test_schedules_of_transformers_have_its_numbers(name, given, warmup):
         assert at(step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12, abs=1e-18), step
         optimizer.step()
         theirs.step()
+
+
+def test_a_run_within_its_warmup_says_so():
+    long, own = loads("optim: {warmup_steps: 40}").optim, loads("").optim
+    (note,) = warmup_notes(long, 10)
+    assert "warmup_steps=40 is longer than the run of 10 steps" in note and "25%" in note
+    assert warmup_notes(long, 40) == warmup_notes(own, 10) == ()
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_every_shipped_configuration_can_be_tried_for_a_few_steps(file):
+    config = load(file, ["train.steps=10"], job=None)
+    assert config.optim.warmup(10) <= 10 or warmup_notes(config.optim, 10)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torchdistpackage.cli._inference import (
     quoted,
 )
 from torchdistpackage.config.check import absent_files
-from torchdistpackage.config.data_section import KIND_OF_SUFFIX, DataSection
+from torchdistpackage.config.data_section import KIND_OF_SUFFIX, ROWS, DataSection
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import DataError
 from torchdistpackage.launch.rendezvous import detect
@@ -127,7 +127,7 @@ def _data_keys(
         "train.dpo": "{}",
         "data.tokenizer": quoted(folder) if reads_text and folder is not None else "null",
     }
-    if kind not in ("jsonl", "parquet"):
+    if kind not in ROWS:
         keys["data.field"] = plain.field
     if reads_text:
         keys["data.dtype"] = plain.dtype

@@ -43,7 +43,8 @@ def report(
     with ListedIn(problems):
         plotly_script()
     path = out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
-    if not path.parent.is_dir():
+    # of a run that is not there, that has been said
+    if not path.parent.is_dir() and (out is not None or runs[0].is_dir()):
         problems.append(f"{path} cannot be written: there is no folder for it")
     if problems:
         raise refusal("tdp report", problems)

@@ -30,6 +30,7 @@ from torchdistpackage.launch.slurm.submit import (
     Prepared,
     Submitted,
     ensure_not_running,
+    ensure_sbatch,
     prepare,
     submit_prepared,
 )
@@ -98,6 +99,8 @@ def submit(
     if max_parallel and not sweep:
         raise typer.BadParameter("is for the runs of a --sweep", param_hint="--max-parallel")
     name, runs = _checked(config, overrides or [], sweep or [])
+    if not dry_run:
+        ensure_sbatch(os.environ)
     prepared = prepare(
         runs, Path.cwd(), os.environ, sweep=name if sweep else None, max_parallel=max_parallel
     )

@@ -10,6 +10,8 @@ from torchdistpackage.config.types import Expected, NamedSection, Section
 
 KINDS = ("text", "jsonl", "parquet", "tokens")
 """What files hold, as data.name calls it."""
+ROWS = ("jsonl", "parquet")
+"""Those whose files hold rows with fields, of which `data.field` names one."""
 KIND_OF_SUFFIX = {".jsonl": "jsonl", ".parquet": "parquet", ".bin": "tokens"}
 
 PREFERENCE = "preference"
@@ -186,6 +188,6 @@ class DataSection(NamedSection):
                 "path": path,
                 "sources": (),
                 "tokenizer": None if kind == "tokens" else self.tokenizer,
-                "field": (field or self.field) if kind in ("jsonl", "parquet") else "text",
+                "field": (field or self.field) if kind in ROWS else "text",
             }
         )

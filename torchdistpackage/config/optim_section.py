@@ -74,7 +74,8 @@ class OptimSection(Section):
     )
     warmup_steps: k.StepsOrNull = Field(
         default=None,
-        description="Steps of linear warm-up from 0; null: 20, but at most a tenth of train.steps.",
+        description="Steps of linear warm-up from 0; null: 20, but at most a tenth of train.steps. "
+        "A shorter run ends within it.",
     )
     min_lr_ratio: k.Fraction = Field(
         default=0.1, description="Of warmup_cosine: learning rate at the end, over lr."

@@ -281,17 +281,6 @@ def _epochs_are_of_our_data(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@rule("optim.warmup_steps", "train.steps", "train.epochs")
-def _warmup_fits(c: RunConfig, world_size: int | None) -> str | None:
-    warmup, steps = c.optim.warmup_steps, c.train.steps
-    if warmup is None or warmup <= steps or c.train.epochs is not None:
-        return None
-    return (
-        f"optim.warmup_steps={warmup} is more than train.steps={steps}; set warmup_steps to "
-        f"{steps} or less"
-    )
-
-
 def named_once(section: ModelSection | DataSection, where: str) -> str | None:
     name, target = section.name, section.target
     if name is not None and target is not None:

@@ -1,6 +1,6 @@
 """The rules that join keys of the data section."""
 
-from torchdistpackage.config.data_section import CHAT_FIELDS, KINDS, PREFERENCE, DataSection
+from torchdistpackage.config.data_section import CHAT_FIELDS, KINDS, PREFERENCE, ROWS, DataSection
 from torchdistpackage.config.rules import Rule, named_once, rule
 from torchdistpackage.config.schema import RunConfig
 
@@ -15,7 +15,7 @@ def _tokenizer_is_for_text(c: RunConfig, world_size: int | None) -> str | None:
     if d.sources:
         return None
     source = f"data.name={d.name}" if d.name else f"data.target={d.target}"
-    takes_field = d.name in ("jsonl", "parquet")
+    takes_field = d.name in ROWS
     if (takes_field or d.is_preference) and d.tokenizer is None:
         return f"{source} needs data.tokenizer, a folder with tokenizer.json"
     reads_text = takes_field or d.name in ("text", PREFERENCE)
@@ -111,7 +111,7 @@ def _evaluation_is_of_our_data(c: RunConfig, world_size: int | None) -> str | No
     trains = [x.section for x in data.blend] or [data]
     is_bytes = trains[0].tokenizer is None and trains[0].name in ("text", "python_stdlib")
     for key, part in found.items():
-        if part.name in ("jsonl", "parquet") and part.tokenizer is None:
+        if part.name in ROWS and part.tokenizer is None:
             said.append(f"{key} ({part.name}) needs data.tokenizer, a folder with tokenizer.json")
         elif is_bytes != (part.tokenizer is None and part.name == "text"):
             kinds = ("bytes", "token ids") if is_bytes else ("token ids", "bytes")
@@ -183,7 +183,7 @@ def _sources_are_read_as_named(c: RunConfig, world_size: int | None) -> str | No
     for index, (source, (_, _, section)) in enumerate(
         zip(c.data.sources, c.data.blend, strict=True)
     ):
-        where, lines = f"data.sources[{index}]", section.name in ("jsonl", "parquet")
+        where, lines = f"data.sources[{index}]", section.name in ROWS
         if lines and section.tokenizer is None:
             said.append(
                 f"{where} ({section.name}) needs data.tokenizer, a folder with tokenizer.json"

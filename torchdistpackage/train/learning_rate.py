@@ -31,6 +31,18 @@ def learning_rate(section: OptimSection, num_steps: int) -> Factor:
     return lambda step: section.lr * factor(step)
 
 
+def warmup_notes(section: OptimSection, num_steps: int) -> tuple[str, ...]:
+    """What to say of a warm-up that is longer than a run of `num_steps`, as a short trial's."""
+    warmup = section.warmup(num_steps)
+    if warmup <= num_steps:
+        return ()
+    return (
+        f"optim.warmup_steps={warmup} is longer than the run of {num_steps} steps, so the learning "
+        f"rate ends at {num_steps / warmup:.0%} of optim.lr; leave warmup_steps out for one that "
+        "follows train.steps",
+    )
+
+
 def warmup_cosine(step: int, *, warmup_steps: int, num_steps: int, min_ratio: float) -> float:
     """Factor on the learning rate in step `step` (0 is the first) of `num_steps`: warm-up, cosine.
 

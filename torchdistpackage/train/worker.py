@@ -33,6 +33,7 @@ from torchdistpackage.train.data_build import agreed_date, notes_of, with_steps
 from torchdistpackage.train.data_fingerprint import data_fingerprints, edited_data
 from torchdistpackage.train.export import export_run
 from torchdistpackage.train.finish import finish, sample_text
+from torchdistpackage.train.learning_rate import warmup_notes
 from torchdistpackage.train.log import print_line
 from torchdistpackage.train.model_notes import model_notes
 from torchdistpackage.train.plan import Plan, make_plan, too_long
@@ -115,6 +116,7 @@ def _train(
             print_line(f"compiling blocks with {config.train.compile_backend}")
     trainer = build(plan, rendezvous.rank, joined.device)
     notes = (*notes_of(trainer.data), *model_notes(trainer))
+    notes += warmup_notes(config.optim, config.train.steps)
     for note in notes if rendezvous.rank == 0 else ():
         print_line(f"note: {note}")
     if rendezvous.rank == 0 and config.train.recompute != "none":

@@ -95,7 +95,8 @@ def _git(folder: Path, *args: str) -> bytes:
         raise LaunchError(f"git {args[0]} took more than {_GIT_TIMEOUT_S:g} s") from None
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise LaunchError(said[0] if said else f"git {args[0]} failed")
+        words = said[0].removeprefix("fatal: ") if said else f"git {args[0]} failed"
+        raise LaunchError(words)
     return done.stdout
 
 

@@ -147,6 +147,12 @@ def prepare(
     return Prepared(job, render(job), runs, snapshot, notes)
 
 
+def ensure_sbatch(env: Mapping[str, str]) -> None:
+    """Raises LaunchError where there is no Slurm to submit to."""
+    if shutil.which("sbatch", path=env.get("PATH")) is None:
+        raise LaunchError("there is no sbatch here; submit from where it is, on a login node")
+
+
 def ensure_not_running(prepared: Prepared, runner: Runner = run_command) -> None:
     """Two would write to one run folder; a job whose submission got no answer is noted first.
 
@@ -190,8 +196,7 @@ def submit_prepared(
     files = folders[0]
     if read_records(files.records):
         node_blocklist.record_failed_nodes(files, env, runner, now_s=now_s)
-    if shutil.which("sbatch", path=env.get("PATH")) is None:
-        raise LaunchError("there is no sbatch here; submit from where it is, on a login node")
+    ensure_sbatch(env)
     write_run_dir(prepared, now_s)
     nodes, notes = leave_out(Path(job.script), files.suspects, env, runner, now_s)
     for folder, config in prepared.runs:
