@@ -7,7 +7,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from torchdistpackage.checkpoint.commit import latest
-from torchdistpackage.cli._common import ListedIn, refusal
+from torchdistpackage.cli._common import ListedIn, refusal, wrap_on_terminal
 from torchdistpackage.config.hugging_face import config_file, read_config, taken
 from torchdistpackage.config.load import load
 from torchdistpackage.config.yaml_loader import read
@@ -99,6 +99,12 @@ def export(
             f"which they were trained"
         )
     typer.echo(f"{path} -> {written}: {len(files)} files of weights, {named}")
+    if (day := config.data.template_date) is not None:
+        text = (
+            f"its chats were written with the date {day}; tdp generate and tdp eval of the folder "
+            f"write it too with data.template_date={day}, and else today's"
+        )
+        typer.echo(wrap_on_terminal(text))
 
 
 def _begun_with(resolved: Path) -> str | None:
