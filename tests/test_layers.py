@@ -129,6 +129,7 @@ PURE_FILES = (
     "train/texts.py",
     "train/token_bar.py",
     "train/token_cache.py",
+    "train/token_checks.py",
     "train/token_encoder.py",
     "train/token_workers.py",
     "train/trace_file.py",

@@ -5,13 +5,15 @@ a line that is not complete is passed over.
 """
 
 import contextlib
+import errno
 import json
 import os
 import socket
+import stat
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from torchdistpackage.bounded import check_regular, parse_json, read_regular
 from torchdistpackage.errors import LaunchError
@@ -59,6 +61,34 @@ def atomic_write_all(texts: Mapping[Path, str], *, mode: int = 0o666) -> None:
         raise
 
 
+def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Open a file in a folder that others may write to, and return its descriptor.
+
+    A link is not followed, and a pipe or device is not waited for: somebody else may have put it
+    there. flags, mode: of os.open; leave out O_TRUNC where a hard link could be planted.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    try:
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, mode)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            check_regular(path)  # which names what it is
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        check_regular(path)
+        raise OSError(None, "is no regular file", str(path))
+    return handle
+
+
+def append_text(path: Path) -> TextIO:
+    """Open a log of a shared folder to append to, as `open_regular` does; made where missing."""
+    handle = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    return os.fdopen(handle, "a", encoding="utf-8", buffering=1)
+
+
 def beside(path: Path) -> Path:
     """A hidden name in the same folder that no other process on any machine has."""
     host = socket.gethostname()[:_HOST_LETTERS]
@@ -74,9 +104,7 @@ def append_json(path: Path, value: Mapping[str, Any]) -> None:
         OSError: it cannot be written, or is no regular file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        check_regular(path, follow=True)
-    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o664)
+    file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o664)
     try:
         size = os.lseek(file, 0, os.SEEK_END)
         # a writer may have been killed in the middle of a line; it keeps that line to itself

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from torchdistpackage.bounded import parse_json
 from torchdistpackage.errors import HeldError, LaunchError
-from torchdistpackage.launch.files import beside, make_folder, remove_empty
+from torchdistpackage.launch.files import beside, make_folder, open_regular, remove_empty
 from torchdistpackage.launch.process import started_ticks
 from torchdistpackage.launch.slurm.query import Outcome, Runner, limited, query_jobs
 from torchdistpackage.launch.slurm_env import in_step
@@ -200,7 +200,7 @@ class Lock:
                 if self._released.is_set():
                     return
                 try:
-                    with self.path.open("rb") as file:
+                    with os.fdopen(open_regular(self.path, os.O_RDONLY), "rb") as file:
                         found = from_json(file.read(_MAX_BYTES).decode(errors="replace"))
                     if found and found.token != self._own.token:
                         break
@@ -368,7 +368,7 @@ def _read(path: Path) -> tuple[LockHolder | None, float, bool]:
     By the file system's clock, which all machines share; the file is opened, because NFS shows
     what is new only then.
     """
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
         found = from_json(file.read(_MAX_BYTES).decode(errors="replace"))
         beaten_s, freed = os.fstat(file.fileno()).st_mtime, _flock(file.fileno()) is True
     now_s, clock = time.time(), beside(path)
@@ -386,7 +386,10 @@ def take_away(path: Path, holder: LockHolder | None, *, by_force: bool) -> bool:
     by_force: also if the kernel says that it is locked, which may be our own lock, or one that an
     NFS server keeps for a machine that is gone.
     """
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+    with (
+        contextlib.suppress(FileNotFoundError),
+        os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file,
+    ):
         is_busy = not by_force and _flock(file.fileno()) is False
         found = from_json(file.read(_MAX_BYTES).decode(errors="replace"))
         same = found is None if holder is None else found and found.token == holder.token

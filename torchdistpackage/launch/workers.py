@@ -29,7 +29,7 @@ from torchdistpackage.launch.failure import (
     read_failure,
     report,
 )
-from torchdistpackage.launch.files import tail
+from torchdistpackage.launch.files import open_regular, tail
 from torchdistpackage.launch.fork_server_client import ForkedChild, ForkServer
 from torchdistpackage.launch.ipc import Channel, unpack
 from torchdistpackage.launch.rendezvous import detect
@@ -97,7 +97,8 @@ class WorkerGroup:
             stdout, stderr, size = 1, 2, 0
             if log is not None:
                 log.parent.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context(log.open("ab"))
+                handle = open_regular(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+                file = stack.enter_context(os.fdopen(handle, "ab"))
                 stdout = stderr = file.fileno()
                 size = file.tell()
             child = self.server.spawn(

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from torchdistpackage.errors import DataError
-from torchdistpackage.launch.files import atomic_write
+from torchdistpackage.launch.files import append_text, atomic_write
 from torchdistpackage.launch.run_rows import METRICS, read_rows
 from torchdistpackage.train.step_stats import StepResult
 
@@ -105,7 +105,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
 
     def _replace(self, rows: list[dict[str, Any]]) -> None:
         atomic_write(self.path, "".join(map(_line, rows)))
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = append_text(self.path)
 
     def close(self) -> None:
         self._file.close()

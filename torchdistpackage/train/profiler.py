@@ -13,6 +13,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.primitives import ranks_of
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.parallel.pipeline.executor import Recording
 from torchdistpackage.schedule.costs import PieceCosts, StageCosts, costs_text
 from torchdistpackage.schedule.draw import svg
@@ -76,8 +77,8 @@ class StepProfiler(Callback):
         plan, folder = self._trainer.plan, loop.folder
         costs = costs_of(self._rows, plan.schedule.num_stages)
         note = f"seconds, measured in step {self._step} of {self._trainer.name}"
-        (folder / PICTURE).write_text(svg(self._gap.predicted, self._gap.measured))
-        (folder / COSTS).write_text(costs_text(costs, piece_costs(self._weights, costs), note))
+        atomic_write(folder / PICTURE, svg(self._gap.predicted, self._gap.measured))
+        atomic_write(folder / COSTS, costs_text(costs, piece_costs(self._weights, costs), note))
         loop.artifacts += (PICTURE, COSTS)
 
 

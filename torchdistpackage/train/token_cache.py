@@ -9,14 +9,13 @@ ends.bin       int64: where each document ends in it
 places.bin     float64 in [0, 1): a hash of each document's text, by which splits are made
 counted.bin    uint8, where prompts do not count: 1 for a token that counts in the loss
 prompts.bin    int64, with counted.bin: of each document the tokens before the first that counts
-meta.json      numbers, names of the files, and which documents came from which
+meta.json      numbers, names of the files, which documents came from which, and checksums
 
 Whatever is long is written as it is made and mapped, so memory does not grow with the files.
 """
 
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import socket
@@ -31,23 +30,24 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchdistpackage.bounded import parse_json
+from torchdistpackage.bounded import read_regular
+from torchdistpackage.checkpoint.checksums import new_checksum
 from torchdistpackage.config.chat_templates import template_files
 from torchdistpackage.config.hugging_face import settings_files, tokenizer_file
 from torchdistpackage.errors import DataError
-from torchdistpackage.launch.files import atomic_write
+from torchdistpackage.launch.files import atomic_write, open_regular
 from torchdistpackage.launch.process import undone_by_signals, usable_cpus
 from torchdistpackage.train.documents import TextSource, files_of, pieces_of
 from torchdistpackage.train.mapped import MappedTensors
 from torchdistpackage.train.row_notes import Tally
+from torchdistpackage.train.token_checks import META, SETTLED_S, checked_meta, meta_text
 from torchdistpackage.train.token_encoder import DocumentEncoder, EncodedBatch
 from torchdistpackage.train.token_workers import Progress, TokenWorkers
 
-_FORMAT = 7
+_FORMAT = 8
 MOST_PROBLEMS = 20
 """Lines named in one error."""
-_SETTLED_S = 2.0
-"""After a change of a file, until another change surely gives it another time."""
+_MOST_NAME = 64
 WORKER_BYTES = 4 << 20
 """Of texts for each process that tokenizes them: with less its start costs more than it gains."""
 _QUICK_BYTES = 1 << 26
@@ -128,7 +128,7 @@ def tokenized(source: TextSource, cache: Path, progress: Progress | None = None)
         except OSError as error:
             raise DataError(f"cannot write the cache {folder}: {error.strerror}") from error
     # a change within the last moments could leave the times as they are
-    if _stamp(source, read) == stamp and stamp.changed_s < time.time() - _SETTLED_S:
+    if _stamp(source, read) == stamp and stamp.changed_s < time.time() - SETTLED_S:
         with suppress(OSError):  # a cache that is only read
             atomic_write(known, folder.name)
     return _read(folder)
@@ -191,8 +191,8 @@ def _stamp(source: TextSource, files: _Files) -> _Stamp:
 def _known(path: Path, cache: Path) -> Path | None:
     """The entry that was found by the contents of files when they had this stamp."""
     try:
-        name = path.read_text()
-    except OSError:
+        name = read_regular(path, _MOST_NAME, follow=False).decode()
+    except (OSError, UnicodeDecodeError):
         return None
     folder = cache / name
     return folder if len(name) == 32 and name.isalnum() and folder.is_dir() else None
@@ -223,9 +223,12 @@ def _content_digest(path: Path) -> bytes:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Wait until no other process, on a file system that knows locks, holds it."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    handle = open_regular(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(handle)
 
 
 def _make(source: TextSource, files: list[Path], folder: Path, progress: Progress | None) -> None:
@@ -253,8 +256,10 @@ def _make(source: TextSource, files: list[Path], folder: Path, progress: Progres
                 "eos": encoder.eos,
                 "files": origins,
                 "tally": writer.tally,
+                "entry": folder.name,
+                "checksums": writer.checksums,
             }
-            (draft / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+            (draft / META).write_text(meta_text(meta))
             draft.rename(folder)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
@@ -275,14 +280,24 @@ class _Writer:
         self.num_tokens = self.num_documents = 0
         self.tally = Tally()
         names = ("tokens", "ends", "places", *(("counted", "prompts") if masks else ()))
-        self._files = {n: stack.enter_context((folder / f"{n}.bin").open("wb")) for n in names}
+        self._files = {n: stack.enter_context((folder / f"{n}.bin").open("xb")) for n in names}
+        self._checksums = {name: new_checksum() for name in names}
+        self._sizes = dict.fromkeys(names, 0)
+
+    @property
+    def checksums(self) -> dict[str, tuple[int, str]]:
+        """By file its bytes and their checksum."""
+        return {name: (self._sizes[name], x.hexdigest()) for name, x in self._checksums.items()}
 
     def add(self, batch: EncodedBatch) -> None:
         ends = self.num_tokens + np.cumsum(batch.lengths)
         parts = {"tokens": batch.ids, "ends": ends, "places": batch.places}
         parts |= {"counted": batch.counted, "prompts": batch.prompts}
         for name, file in self._files.items():
-            file.write(np.ascontiguousarray(parts[name]).data)
+            data = np.ascontiguousarray(parts[name]).view(np.uint8).data
+            file.write(data)
+            self._checksums[name].update(data)
+            self._sizes[name] += len(data)
         self.tally.update(batch.tally)
         self.num_tokens += len(batch.ids)
         self.num_documents += len(ends)
@@ -332,7 +347,7 @@ def _write(
 
 def _read(folder: Path) -> TokenizedText:
     try:
-        meta = parse_json((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = checked_meta(folder)
         types = {"tokens": meta["dtype"], "ends": "int64", "places": "float64"}
         if (folder / "counted.bin").exists():
             types |= {"counted": "uint8", "prompts": "int64"}

@@ -16,6 +16,7 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.harness.hang.dump import remove_traces
 from torchdistpackage.harness.watchdog import HangWatchdog, agree_on_start
 from torchdistpackage.launch.failure import only_returns
+from torchdistpackage.launch.files import append_text, atomic_write
 from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
 from torchdistpackage.launch.run_events import END, flat, note_event, note_start
@@ -96,7 +97,7 @@ def _train(
         if _leads(rendezvous):
             prepare_folder(config, resume)
         changed = changed_keys(folder / RESOLVED, config)
-        (folder / RESOLVED).write_text(config.to_yaml())
+        atomic_write(folder / RESOLVED, config.to_yaml())
         remove_traces(folder)
     primitives.barrier()
     if rendezvous.source != "slurm" and (rendezvous.rank == 0 or rendezvous.source != "local"):
@@ -237,7 +238,7 @@ class Tee:
 
     def __init__(self, stream: TextIO, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._stream, self._file = stream, path.open("a", encoding="utf-8", buffering=1)
+        self._stream, self._file = stream, append_text(path)
         self._line = ""  # of a line that began with a carriage return: its state so far
 
     def write(self, text: str) -> int:

@@ -22,7 +22,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from torchdistpackage.launch.files import atomic_write
+from torchdistpackage.launch.files import atomic_write, open_regular
 
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_APPEND
 
@@ -142,13 +142,13 @@ class Folder:
         """The folder, and in it what all ranks have in common."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for common in (self._alarm, self._reported):
-            os.close(os.open(common, _OPEN, 0o600))
+            os.close(open_regular(common, _OPEN, 0o600))
 
     def open(self, dump: Dump) -> int:
         """Make what is missing, and the file of this rank; a descriptor for its stacks."""
         self.make()
         self.write(dump)
-        return os.open(self._of(dump).with_suffix(".stacks"), _OPEN | os.O_TRUNC, 0o600)
+        return open_regular(self._of(dump).with_suffix(".stacks"), _OPEN | os.O_TRUNC, 0o600)
 
     def write(self, dump: Dump) -> None:
         atomic_write(self._of(dump), json.dumps(asdict(dump)))
@@ -280,7 +280,7 @@ def states(dumps: Mapping[int, Dump]) -> dict[int, str]:
 
 
 def _append(path: Path) -> None:
-    with path.open("ab", buffering=0) as file:
+    with os.fdopen(open_regular(path, _OPEN), "ab", buffering=0) as file:
         file.write(b"1\n")
         os.fsync(file.fileno())
 

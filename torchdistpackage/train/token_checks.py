@@ -1,0 +1,76 @@
+"""Checksums of the files of a token cache entry, which are read again only where they changed.
+
+They find damage, and files of another entry; they are no defence against who wants to deceive.
+No torch.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torchdistpackage.bounded import check_regular, parse_json, read_regular
+from torchdistpackage.checkpoint.checksums import add_file, new_checksum
+from torchdistpackage.launch.files import atomic_write
+
+META = "meta.json"
+SETTLED_S = 2.0
+"""After a change of a file, until another change surely gives it another time."""
+_MOST_META = 1 << 28
+_MOST_STAMP = 64
+
+
+def meta_text(meta: Mapping[str, Any]) -> str:
+    """What meta.json holds, with a checksum of its own."""
+    return json.dumps({**meta, "checksum": _of_meta(meta)}, indent=1) + "\n"
+
+
+def checked_meta(folder: Path) -> dict[str, Any]:
+    """What meta.json of an entry says, after a check of all its files.
+
+    A stamp beside the entry says that they were right when they had these sizes, times and inodes,
+    so that a start with many ids, or ranks, does not read all of them once more.
+
+    Raises:
+        ValueError, KeyError: a file is not as it was written.
+        OSError: one cannot be read, or is no regular file.
+    """
+    meta = parse_json(read_regular(folder / META, _MOST_META).decode())
+    if not isinstance(meta, dict) or meta.pop("checksum", None) != _of_meta(meta):
+        raise ValueError(f"{META} is not as it was written")
+    if meta["entry"] != folder.name:
+        raise ValueError(f"{META} is that of the entry {meta['entry']}")
+    files = {f"{name}.bin": found for name, found in meta["checksums"].items()}
+    stamp = folder.with_name(f"{folder.name}.checked")
+    facts, changed_s = _facts(folder, [META, *files])
+    with suppress(OSError, UnicodeDecodeError):
+        if read_regular(stamp, _MOST_STAMP, follow=False).decode() == facts:
+            return meta
+    for name, found in files.items():
+        checksum = new_checksum()
+        if [add_file(checksum, folder / name), checksum.hexdigest()] != found:
+            raise ValueError(f"{name} is not as it was written")
+    # a change within the last moments could leave the times as they are
+    if changed_s < time.time() - SETTLED_S:
+        with suppress(OSError):  # a cache that is only read
+            atomic_write(stamp, facts)
+    return meta
+
+
+def _of_meta(meta: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(meta, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _facts(folder: Path, names: list[str]) -> tuple[str, float]:
+    """A hash of how the file system describes these files, and when one was changed last."""
+    digest, changed_ns = hashlib.blake2b(digest_size=16), 0
+    for name in names:
+        check_regular(folder / name, follow=True)  # the read of a pipe would not end
+        now = (folder / name).stat()
+        facts = now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino
+        digest.update(f"{name} {facts}\n".encode())
+        changed_ns = max(changed_ns, now.st_mtime_ns, now.st_ctime_ns)
+    return digest.hexdigest(), changed_ns / 1e9
