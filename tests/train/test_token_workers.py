@@ -206,7 +206,7 @@ def test_files_that_did_not_change_are_not_read_again(tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     folder = tokenized(source, cache).folder
     assert tokenized(source, cache).folder == folder and len(read) == 10, "they changed just now"
-    monkeypatch.setattr(token_cache, "_SETTLED_S", -60.0)
+    monkeypatch.setattr(token_cache, "SETTLED_S", -60.0)
     assert tokenized(source, cache).folder == folder
     read.clear()
     assert tokenized(source, cache).folder == folder and not read
