@@ -138,9 +138,14 @@ def test_a_machine_is_not_filled_with_processes(tmp_path: Path, monkeypatch, cap
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
-def test_an_endless_file_is_read_no_further_than_the_bound():
-    with pytest.raises(ConfigErrors, match=f"more than {MAX_BYTES:,} bytes"):
+def test_an_endless_or_large_file_is_not_read(tmp_path: Path):
+    with pytest.raises(ConfigErrors, match="cannot be read: is a device"):
         load("/dev/zero")
+    large = tmp_path / "large.yaml"
+    with large.open("wb") as file:
+        file.truncate(MAX_BYTES + 1)
+    with pytest.raises(ConfigErrors, match=f"{MAX_BYTES + 1:,} bytes, more than the {MAX_BYTES:,}"):
+        load(large)
 
 
 @pytest.mark.parametrize(
