@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -112,7 +113,8 @@ def parametrized() -> None:
                 norm(layer)
             layer(torch.randn(4, 6))  # as it was
     parametrizations.weight_norm(ts.nn.ParallelLinear(6, 8))(torch.randn(4, 6))
-    with pytest.raises(LayoutError, match=r"torch\.jit\.script"):
+    with warnings.catch_warnings(), pytest.raises(LayoutError, match=r"torch\.jit\.script"):
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit itself
         torch.jit.script(ts.nn.ParallelLinear(6, 8, dim=1))
 
 
