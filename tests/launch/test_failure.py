@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +15,12 @@ from torchdistpackage.launch.failure import (
     FailureKind,
     from_exception,
     is_secondary,
+    note_stacks,
     only_returns,
     report,
     root_cause,
+    summary,
+    with_crash,
 )
 
 
@@ -119,3 +124,37 @@ def test_an_exit_without_a_code_is_an_error_of_a_rank(code: int | None, raised: 
     assert failure.exit_code == (code or 1) and not is_secondary(failure)
     with only_returns():
         pass
+
+
+STACKS = """Fatal Python error: Aborted
+
+Thread 0x00007fd53cff96c0 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+
+Thread 0x00007fd568a7cb80 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3252 in f
+  File "/home/me/data.py", line 18 in extra
+  File "/home/me/data.py", line 12 in timed_out
+
+Extension modules: torch._C (total: 1)
+"""
+
+
+def test_a_rank_that_a_signal_killed_is_reported_with_its_line(tmp_path: Path) -> None:
+    """As gloo aborts one that is sent too much, where only C could write its stacks."""
+    stacks, place = tmp_path / "rank1@n1.stacks", 'at "/home/me/data.py", line 18, in extra'
+    note_stacks(tmp_path / "failure1.json", stacks)
+    plain = killed(1, 2.0, signal.SIGABRT, "its last output:\ndata size doesn't match")
+    assert with_crash(plain, tmp_path / "failure1.json") == plain, "it has left none"
+    stacks.write_text(STACKS)
+    found = with_crash(plain, tmp_path / "failure1.json")
+    assert summary(found) == f"killed by signal 6 (SIGABRT), {place}"
+    assert found.detail.startswith(plain.detail) and "Extension" not in found.detail
+    assert not is_secondary(found), "names in its stack are no words of gloo's"
+    assert with_crash(plain, tmp_path / "failure2.json") == plain
+    # the call too many may be another rank's
+    trace = 'Traceback:\n  File "/home/me/other.py", line 7, in step\nRuntimeError: reset'
+    other = replace(error(0, 3.0, "RuntimeError: connection reset by peer"), detail=trace)
+    text = report([found, other], 2)
+    assert text.startswith(f"rank 1 of 2 failed: killed by signal 6 (SIGABRT), {place}\n")
+    assert '\n  at "/home/me/other.py", line 7, in step\n' in text

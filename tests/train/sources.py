@@ -53,6 +53,9 @@ class Misbehaving(UnevenTokens):
                 raise SystemExit(7)
             if how == "leave":
                 raise SystemExit(0)
+            if how == "collective":
+                dist.all_reduce(torch.ones(1))  # the others come with a bucket
+                return super().batch(split, seed, step, data_index, num_data, per_rank)
             if how == "vanish":
                 os._exit(0)
             if how == "vanish in a thread":

@@ -30,7 +30,7 @@ from torchdistpackage.harness.hang.dump import Dump, Folder, Nearby, Process, St
 from torchdistpackage.harness.hang.shutdown import END_S, Shutdown
 from torchdistpackage.harness.hang.stacks import FOREIGN, CStacks
 from torchdistpackage.harness.hang.waits import SHOWN
-from torchdistpackage.launch.failure import from_exception, is_secondary, to_json
+from torchdistpackage.launch.failure import from_exception, is_secondary, note_stacks, to_json
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.slurm.run_dir import attempt_id
 from torchdistpackage.topology.mesh import Topology
@@ -240,6 +240,8 @@ class HangWatchdog(Heartbeat):
 
     def __enter__(self) -> Self:
         self._c_stacks.open(self._folder.open(self._dump))
+        if self._dump.failure is not None:
+            note_stacks(Path(self._dump.failure), self._folder.stacks_of(self._dump))
         self._loop_thread = threading.get_ident()
         self._thread.start()
         return self

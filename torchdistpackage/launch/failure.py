@@ -15,13 +15,14 @@ import time
 import traceback
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from torchdistpackage.bounded import parse_json, read_regular
 from torchdistpackage.errors import RankError
+from torchdistpackage.launch.files import atomic_write
 
 _MOST_BYTES = 1 << 24
 """Of a rank's report."""
@@ -64,6 +65,10 @@ _ON_RANK = re.compile(r" failed on rank (\d+) on ")
 
 _LIBRARY = re.compile(r"/lib/python3[.\d]*/|^<")
 """Files of Python and of packages that are installed."""
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+),? in (\S+)', re.MULTILINE)
+_STACK = "its Python stack, the most recent call first"
+_PATH_BYTES = 1 << 13
 
 _HINTS: dict[int, str] = {
     signal.SIGKILL: " (perhaps the kernel, out of memory)",
@@ -149,16 +154,70 @@ def from_exit(
     return Failure(rank, socket.gethostname(), pid, time_s, kind, exit_code, error, detail)
 
 
+def note_stacks(report: Path, stacks: Path) -> None:
+    """Note next to a rank's report where the C side of faulthandler writes its stacks.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    atomic_write(report.with_suffix(".stacks"), str(stacks.absolute()))
+
+
+def with_crash(failure: Failure, report: Path) -> Failure:
+    """Return the failure of a rank that a signal killed with the line where it was, as far as its
+    process left its stacks. report: see `note_stacks`.
+    """
+    if failure.kind is not FailureKind.SIGNAL:
+        return failure
+    try:
+        path = Path(read_regular(report.with_suffix(".stacks"), _PATH_BYTES).decode())
+        text = read_regular(path, _MOST_BYTES).decode(errors="replace")
+    except (OSError, ValueError):
+        return failure
+    if not text.startswith("Fatal"):
+        return failure
+    head, *threads = re.split(r"^(?=Thread |Current thread )", text, flags=re.MULTILINE)
+    # the thread that crashed, if it runs Python, then the main one, which comes last
+    threads.reverse()
+    threads.sort(key=lambda x: not x.startswith("Current"))
+    stack = next((x for x in threads if _own_frames(x)), *threads[:1] or [""])
+    stack = stack.partition("\n\n")[0].strip()
+    detail = "\n".join([failure.detail, f"{_STACK} ({head.strip()}):", stack]).strip()
+    return replace(failure, error=user_line(stack, innermost_first=True), detail=detail)
+
+
+def user_line(text: str, *, innermost_first: bool = False) -> str:
+    """Return the innermost line of a traceback, or of a stack of faulthandler, that is neither of
+    this package nor of a library; "" if there is none."""
+    frames = _own_frames(text)
+    if not frames:
+        return ""
+    file, line, function = frames[0 if innermost_first else -1]
+    return f'"{file}", line {line}, in {function}'
+
+
+def _own_frames(text: str) -> list[tuple[str, str, str]]:
+    return [
+        frame
+        for frame in _FRAME.findall(text)
+        if not _LIBRARY.search(frame[0]) and not frame[0].startswith(_PACKAGE)
+    ]
+
+
 def is_secondary(failure: Failure) -> bool:
     """Whether this is how the peers of a failed rank fail."""
-    aborted = failure.kind is FailureKind.SIGNAL and failure.exit_code == -signal.SIGABRT
+    aborted = _is_abort(failure)
     if failure.kind is not FailureKind.ERROR and not aborted:
         return False
     # An abort is how NCCL's watchdog and C++ end a rank that waited in vain; its output says so.
-    text = (failure.detail if aborted else failure.error).lower()
+    text = (failure.detail.partition(_STACK)[0] if aborted else failure.error).lower()
     if named := _ON_RANK.search(text):
         return int(named[1]) != failure.rank
     return any(phrase in text for phrase in _CONSEQUENCES)
+
+
+def _is_abort(failure: Failure) -> bool:
+    return failure.kind is FailureKind.SIGNAL and failure.exit_code == -signal.SIGABRT
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
@@ -192,7 +251,8 @@ def summary(failure: Failure) -> str:
     if failure.kind is FailureKind.SIGNAL and code is not None:
         hint = _HINTS.get(-code, "")
         name = {s.value: f" ({s.name})" for s in signal.Signals}.get(-code, "")
-        return f"killed by signal {-code}{name}{hint}"
+        at = f", at {failure.error}" if failure.error else ""
+        return f"killed by signal {-code}{name}{hint}{at}"
     error = f": {failure.error}" if failure.error else ""
     return f"exit code {code}{error}"
 
@@ -207,7 +267,11 @@ def report(failures: Sequence[Failure], num_ranks: int) -> str:
     for failure in sorted(failures, key=lambda f: f.time_s):
         if failure is not first and failure.kind is not FailureKind.ENDED:
             then = "then" if failure.time_s >= first.time_s else "also"
-            lines.append(f"rank {failure.rank} {then} failed: {failure.error or summary(failure)}")
+            said = failure.error if failure.kind is not FailureKind.SIGNAL else ""
+            lines.append(f"rank {failure.rank} {then} failed: {said or summary(failure)}")
+            # gloo aborts the rank that is sent too much, and the call too many is another's
+            if _is_abort(first) and (line := user_line(failure.detail)):
+                lines.append(f"  at {line}")
     lines.append(
         f"--- rank {first.rank} on host {first.host} (pid {first.pid}): {summary(first)} ---"
     )

@@ -39,6 +39,7 @@ from torchdistpackage.launch.failure import (
     read_failure,
     summary,
     to_json,
+    with_crash,
 )
 from torchdistpackage.launch.files import atomic_write, tail
 from torchdistpackage.launch.process import (
@@ -200,6 +201,7 @@ class _RankSupervisor:
         status = None
         with contextlib.suppress(OSError):
             note_stopped(self._rank.report, "")  # another step's
+            self._rank.report.with_suffix(".stacks").unlink(missing_ok=True)
         with selectors.DefaultSelector() as selector:
             selector.register(output, selectors.EVENT_READ)
             while status is None:
@@ -263,6 +265,7 @@ class _RankSupervisor:
             text = tail(rank.log, self._log_start_bytes)
             detail = f"its last output ({rank.log}):\n{text}" if text else ""
             failure = from_exit(rank.rank, self._pid, status, time.time(), detail)
+            failure = with_crash(failure, rank.report)
             if self._ended_by_us:
                 failure = replace(failure, kind=FailureKind.ENDED, detail="")
             _leave(rank, failure)

@@ -28,6 +28,7 @@ from torchdistpackage.launch.failure import (
     is_secondary,
     read_failure,
     report,
+    with_crash,
 )
 from torchdistpackage.launch.files import open_regular, tail
 from torchdistpackage.launch.fork_server_client import ForkedChild, ForkServer
@@ -254,7 +255,7 @@ def run_local(
             group.start(_RUN_RANK, (reference, packed, rank), environment, log)
         watch = _RankMonitor(group, signals, grace_s, on_line)
         failures = watch.until_gone()
-        failures = [group.ranks[failure.rank].with_output(failure) for failure in failures]
+        failures = [watch.explained(failure) for failure in failures]
     if failures:
         raise RankError(report(failures, num_procs))
     results = [o.value for _, o in sorted(watch.outcomes.items()) if isinstance(o, Result)]
@@ -357,6 +358,12 @@ class _RankMonitor:
             return said
         ended = worker.exit_failure()
         return None if ended is None or (ended.exit_code == 0 and outcome) else ended
+
+    def explained(self, failure: Failure) -> Failure:
+        """With its last output, and the line at which it crashed."""
+        worker = self.group.ranks[failure.rank]
+        report = self.group.server.folder / f"failure{failure.rank}.json"
+        return with_crash(worker.with_output(failure), report)
 
     def _show_new_lines(self) -> None:
         for worker in self.group.ranks if self.on_line else ():

@@ -148,7 +148,11 @@ class Folder:
         """Make what is missing, and the file of this rank; a descriptor for its stacks."""
         self.make()
         self.write(dump)
-        return open_regular(self._of(dump).with_suffix(".stacks"), _OPEN | os.O_TRUNC, 0o600)
+        return open_regular(self.stacks_of(dump), _OPEN | os.O_TRUNC, 0o600)
+
+    def stacks_of(self, dump: Dump) -> Path:
+        """The file of what the C side of a rank writes."""
+        return self._of(dump).with_suffix(".stacks")
 
     def write(self, dump: Dump) -> None:
         atomic_write(self._of(dump), json.dumps(asdict(dump)))
