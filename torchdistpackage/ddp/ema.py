@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.attendance import expect_all
 from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.objects import broadcast_tensors
 from torchdistpackage.comm.p2p import send, start_receive
@@ -178,8 +179,13 @@ class ShardedEMA:
     def state_dict_cpu(self) -> dict[str, Tensor]:
         """All of it, which loads into the plain module, in host memory on the group's first rank.
 
-        All ranks of the group call it; the others get an empty dict. Tensors are sent one by one.
+        Collective: all ranks of the group call it; the others get an empty dict. Tensors are sent
+        one by one.
+
+        Raises:
+            CommError: other ranks have not called it in time.
         """
+        expect_all("ShardedEMA.state_dict_cpu()", self._group)
         if not self._is_first:
             for x in self._averages.values():
                 if x.numel():

@@ -317,6 +317,8 @@ class ZeroOptimizer(ShardedOptimizerBase):
         return self.reducer.watch(outputs, wait=not self._overlap)
 
     def _before_state_dict(self, *args: object) -> None:
+        if self._options.has_freed:
+            self.expect_all("state_dict() of a module under ZeRO 3")
         self.finish()
 
     def _on_read(self, parameters: ParamBuffer) -> None:

@@ -131,6 +131,11 @@ class ResolvedZeroOptions:
         if self._coordinator is not None:
             self._coordinator.release(parameters)
 
+    @property
+    def has_freed(self) -> bool:
+        """Whether parameters are in pieces, which only all ranks together can bring."""
+        return self._coordinator is not None and self._coordinator.has_freed
+
     def fetch_all(self) -> None:
         """Gather all that is freed; all ranks call it."""
         if self._coordinator is not None:

@@ -11,6 +11,8 @@ from weakref import WeakSet
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchdistpackage.comm.attendance import expect_all
+from torchdistpackage.comm.groups import for_each_group
 from torchdistpackage.ddp.zero.param_shard import ParamPartition
 from torchdistpackage.ddp.zero.state_dict import StateSaver
 from torchdistpackage.errors import CheckpointError, LayoutError
@@ -74,15 +76,23 @@ class ShardedOptimizerBase(Optimizer):
     def state_dict(self, *, to: int | None = None, cpu: bool = False) -> dict:
         """All of the state, as the plain optimizer has it, and a "master" where one is kept.
 
-        All ranks call it. to: index, in the group that shares, of the rank that gets the state, on
-        the others it stays empty; default all. cpu: tensors go there.
+        Collective: all ranks call it, also where one of them saves. to: index, in the group that
+        shares, of the rank that gets the state, on the others it stays empty; default all. cpu:
+        tensors go there.
 
         Raises:
             CheckpointError: ranks hold different kinds of state for one parameter.
-            CommError: `to` is no index in a group.
+            CommError: `to` is no index in a group, or other ranks have not called it in time.
         """
+        self.expect_all("ZeroOptimizer.state_dict()")
         self._settle()
         return self._saver.state_dict(to, cpu)
+
+    def expect_all(self, what: str) -> None:
+        """Raise CommError if other ranks that share do not call `what`, which is collective."""
+        members = (partition for some in self.partitions for partition in some)
+        for group, _ in for_each_group(members, min_size=2):
+            expect_all(what, group)
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Take my part of a dict of `state_dict`, of any size and stage, or of a plain optimizer.

@@ -87,6 +87,10 @@ class ParamCoordinator:
         self._fetch_until(index)
         parameters.fetch()  # freed since the order came by
 
+    @property
+    def has_freed(self) -> bool:
+        return any(parameters.is_free for parameters in self._order)
+
     def fetch_all(self) -> None:
         """All ranks call it: everything is whole until it is used or stepped."""
         for parameters in self._order:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm import collectives
+from torchdistpackage.comm.attendance import expect_all
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto.actions import StateAction
@@ -65,6 +66,8 @@ def original_state_dict(model: Any, *args: Any, **kwargs: Any) -> dict[str, Tens
         found._metadata = getattr(inner, "_metadata", None)
         return found
     original: Original = model._original
+    if model._group is not None:
+        expect_all("state_dict() inside save_tensor_parallel()", model._group)
     made: dict[str, Tensor] = {}
     parts = PartsOf(model)
     for entry in original.entries:

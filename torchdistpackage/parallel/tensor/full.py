@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.attendance import expect_all
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import blocks, local_shape
@@ -45,6 +46,9 @@ class FullTensors:
         """Copies of the whole parameters by name, on every rank. All ranks of the group call it."""
         module = cast(nn.Module, self)
         layouts, parameters = collect(module), dict(module.named_parameters())
+        groups = (_place(p, layouts[name])[2] for name, p in parameters.items())
+        if (group := next((x for x in groups if x is not None), None)) is not None:
+            expect_all("to_full()", group)
         return {name: gather_full(p, layouts[name]) for name, p in parameters.items()}
 
 
