@@ -1,5 +1,6 @@
 """Formats of others: what is exported they read, and what they wrote loads here."""
 
+import os
 import pickle
 import subprocess
 import sys
@@ -301,3 +302,14 @@ def test_a_file_without_a_name_for_its_tensors_is_refused(tmp_path):
         read_safetensors(tmp_path)
     with pytest.raises(CheckpointError, match="there is no tensor to import"):
         write_checkpoint(source_of({}), tmp_path)
+
+
+def test_what_is_no_folder_of_dcp_is_refused(tmp_path):
+    """A file, a folder without metadata, and a pipe, which is not waited for."""
+    file, pipe = tmp_path / "file", tmp_path / "pipe"
+    file.write_text("x")
+    pipe.mkdir()
+    os.mkfifo(pipe / ".metadata")
+    for path, text in ((file, "has no .metadata"), (tmp_path, "has no"), (pipe, "is a pipe")):
+        with pytest.raises(CheckpointError, match=text):
+            read_dcp(path)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from torchdistpackage.bounded import read_regular
 from torchdistpackage.checkpoint.formats.files import write_safetensors_file
 from torchdistpackage.checkpoint.formats.source import TensorSource
 from torchdistpackage.checkpoint.tensor_file import TensorFile
@@ -103,14 +104,14 @@ class _SafeReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = self._folder / _METADATA
         try:
-            if path.stat().st_size > _MAX_BYTES:
-                raise CheckpointError(f"{path} has more than {_MAX_BYTES:,} bytes")
-            found = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-        except FileNotFoundError as error:
+            found = _MetadataUnpickler(io.BytesIO(read_regular(path, _MAX_BYTES))).load()
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointError(
                 f"{self._folder} has no {_METADATA}, so it is no folder of "
                 f"torch.distributed.checkpoint"
             ) from error
+        except OSError as error:
+            raise CheckpointError(f"{path} is not read: {error.strerror}") from error
         except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
             raise CheckpointError(f"{path} is not read: {error}") from error
         if not isinstance(found, Metadata):
