@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchdistpackage.comm.group_state import GroupState, state_of
+from torchdistpackage.errors import CommError
 
 Group = dist.ProcessGroup
 GATHERED, SUMMED, EXPECTED_GATHERED, EXPECTED_SUMMED = range(4)
@@ -73,15 +74,21 @@ def post_receives(
     rank to one before it, None: the same. A rank that posts on a connection waits while gloo reads
     from it, which may be for long where all cores compute, so traffic that computation is to hide
     has a connection for each way. state: that of the group, where it is known.
+
+    Raises:
+        CommError: a peer is gone; this comes ahead of the call that is noted and would say so.
     """
     state, reverse = state or state_of(group), reverse or group
     mine = state.index
-    # the first to be sent to me is the first that I say I am ready for
-    return [
-        (reverse if i > mine else group).recv([x], i, tag)
-        for i in reversed(state.others)
-        for x in _pieces(parts[i])
-    ]
+    try:
+        # the first to be sent to me is the first that I say I am ready for
+        return [
+            (reverse if i > mine else group).recv([x], i, tag)
+            for i in reversed(state.others)
+            for x in _pieces(parts[i])
+        ]
+    except RuntimeError as error:
+        raise CommError(f"receiving from ranks {state.ranks} failed: {error}") from error
 
 
 def post_sends(
