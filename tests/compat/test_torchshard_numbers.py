@@ -134,6 +134,7 @@ class Classifier(nn.Module):
 
 
 def compiled() -> None:
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # which dynamo reads
     start(2)
     model, inputs = Classifier(), (torch.tensor([1, 2]), torch.tensor([3, 4]))
     graph = torch.compile(model, backend="aot_eager")
