@@ -40,9 +40,19 @@ LACKING: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 8},
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2},
-    "xmod": {"default_language": "en_XX"},
+    "reformer": {"is_decoder": True},
+    "xlm": {"causal": True},
+    "xlnet": {"attn_type": "uni"},
+    "xmod": {"default_language": "en_XX", "is_decoder": True},
 }
 """What a class needs that its own default settings leave out."""
+ENCODERS = (
+    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
+    *("megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert"),
+    *("roformer", "xlm-roberta", "xlm-roberta-xl"),
+)
+LACKING |= {name: {"is_decoder": True} for name in ENCODERS}
+"""Without it they see the tokens that they are to predict, and are refused."""
 EXACT, ROUNDED = 1e-9, 1e-5
 """Differences, relative to the largest element: of classes that compute in float64 throughout, and
 of those that round to float32 within, as for routers and rotary tables."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.models.coverage import settings
+from tests.models.coverage import ENCODERS, settings
 from tests.models.found_cases import EXPERT, ROUTERS, STACKED, transformers
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ConfigError
@@ -149,3 +149,31 @@ def test_a_small_copy_has_every_kind_of_layer(family):
     assert set(small.get("layer_types") or ()) == set(kinds)
     heads = small["num_attention_heads"], small["num_key_value_heads"]
     assert (heads[0] > heads[1]) == (whole["num_attention_heads"] > whole["num_key_value_heads"])
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("bert", {"is_decoder": False}, "set is_decoder to true in config.json to train"),
+        ("xlm", {"causal": False}, "XLMWithLMHeadModel attends in both directions"),
+        ("xlnet", {"attn_type": "bi"}, 'set attn_type to "uni" in config.json'),
+        ("cpmant", {}, "use a causal language model, or model.target"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "set use_bidirectional_attention"),
+        ("olmo2", {"is_causal": False}, "set is_causal to true in config.json"),
+        ("llama", {"is_causal": False}, "is_causal is false, so that tokens see those"),
+    ],
+)
+def test_what_sees_the_tokens_that_it_is_to_predict_is_refused(tmp_path, family, changes, said):
+    with pytest.raises(ConfigError) as met:
+        plan_of(tmp_path, family, **changes)
+    assert said in str(met.value)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ENCODERS)
+def test_encoders_are_told_to_be_decoders(tmp_path, family):
+    """Each is refused by its own settings, and taken by those that its refusal names."""
+    with pytest.raises(ConfigError) as met:
+        plan_of(tmp_path, family, is_decoder=False)
+    assert "set is_decoder to true in config.json" in str(met.value)
+    assert plan_of(tmp_path, family).shape.kind.found.refused is None

@@ -131,6 +131,7 @@ def _gpt2_problems(found: Mapping[str, Any]) -> Iterator[str]:
     if activation not in tuple(GPT2_ACTIVATIONS):
         yield f"activation_function is {activation!r}; use {', '.join(GPT2_ACTIVATIONS)}"
     wanted = {
+        "is_causal": True,
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
@@ -169,6 +170,8 @@ def _llama_problems(found: Mapping[str, Any]) -> Iterator[str]:
     activation = found.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         yield f"hidden_act is {activation!r}, and only silu can be trained here"
+    if found.get("is_causal", True) is not True:
+        yield f"is_causal is {found['is_causal']!r}, and only True can be trained here"
     rope = rope_parameters(found)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3", "yarn"):

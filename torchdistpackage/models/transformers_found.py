@@ -25,6 +25,7 @@ from torchdistpackage.families.found import (
 from torchdistpackage.families.table import Family, FoundModel, FoundParameter, Sizes
 from torchdistpackage.models.shrunk_config import shrunk
 from torchdistpackage.models.tables import table_parameters
+from torchdistpackage.models.transformers_causality import causality_problem
 from torchdistpackage.models.transformers_cuts import CHOICES, can_deal_heads, find_cuts
 from torchdistpackage.models.transformers_meta import ALONE, known_settings, on_meta
 from torchdistpackage.models.transformers_staged import try_stages
@@ -223,7 +224,7 @@ def _tried(given: Mapping[str, Any]) -> _Tried:
     for model in small_models(given):
         try:
             with keep_random_states():
-                return _try(model)
+                return _try(model, given)
         except Exception as met:  # as above
             error = met
     because = "transformers makes none of its settings" if error is None else repr(error)
@@ -231,7 +232,7 @@ def _tried(given: Mapping[str, Any]) -> _Tried:
     return _Tried(f"a small copy of {name} does not run on token ids alone: {because}")
 
 
-def _try(model: Any) -> _Tried:
+def _try(model: Any, given: Mapping[str, Any]) -> _Tried:
     ids = _ids(model)
     model.eval()
     output = model(input_ids=ids, labels=ids.clone(), return_dict=True)
@@ -251,6 +252,8 @@ def _try(model: Any) -> _Tried:
             f"the loss of {name} is not the cross entropy of its logits: on a small copy it is "
             f"{loss.item():.5f}, and that of the tokens {shifted.item():.5f}"
         )
+        return _Tried(text)
+    if text := causality_problem(given, model, ids, small_models):
         return _Tried(text)
     output.loss.backward()
     unreached = tuple(_unreached(model))

@@ -123,6 +123,10 @@ def _setting_problems(shape: TransformersShape) -> list[str]:
             problems.append(f"{key} is {value!r}; use true or false")
         elif type(default) is float and type(value) not in (int, float):
             problems.append(f"{key} is {value!r}, which is no number")
+    if shape.kind.found is None and shape.given.get("is_causal") is False:
+        problems.append(
+            "is_causal is false, so that tokens see those that they are to predict; set it to true"
+        )
     if shape.given.get("quantization_config") is not None:
         problems.append("quantization_config is set; use the folder of the full weights")
     if problems:
