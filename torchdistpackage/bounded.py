@@ -9,6 +9,7 @@ import math
 import os
 import re
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,14 +79,14 @@ def printable(text: str) -> str:
     return _UNSHOWN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def parse_json(text: str) -> Any:
-    """The value of JSON text.
+def parse_json(text: str, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+    """The value of JSON text. object_hook: of each mapping, innermost first, what stands for it.
 
     Raises:
         ValueError: it is none, or nested too deeply to be read.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_hook=object_hook)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 

@@ -7,13 +7,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
 
 from tests.models import hugging_face_folders as folders
+from tests.models.coverage import settings
+from tests.models.coverage_ranks import make_folder
 from tests.models.hugging_face_ranks import VOCAB, save_run
 from tests.train.inference_ranks import run_in
 from tests.train.texts import save_lines, save_tokenizer, sentences
 from torchdistpackage.cli import _inference
 from torchdistpackage.cli.main import main
+from torchdistpackage.models.transformers_meta import build_options
 from torchdistpackage.train.prompts import TokenizerCodec
 
 LAYOUTS = {
@@ -65,6 +69,24 @@ def test_ids_have_the_loss_of_transformers(tmp_path, capsys, layout):
     assert found["loss"] == pytest.approx(truth, rel=1e-9)
     assert (found["tokens"], found["windows"], number) == (28, 4, 28)
     assert found["perplexity"] == pytest.approx(np.exp(truth), rel=1e-9)
+
+
+def test_ids_of_a_class_without_a_table_have_the_loss_of_transformers(ranks, tmp_path, capsys):
+    """A mixture, whose folder is all that is given."""
+    source = tmp_path / "source"
+    ranks(1).run(make_folder, settings("mixtral"), str(source))
+    ids = np.random.default_rng(3).integers(0, 67, 29, np.uint16)
+    ids.tofile(tmp_path / "ids.bin")
+    options = build_options(torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(source, **options).eval()
+    losses = list[float]()
+    for at in range(0, 28, 8):
+        window = torch.tensor(ids[at : at + 9].astype(np.int64))
+        with torch.no_grad():
+            logits = model(input_ids=window[None, :-1]).logits[0]
+        losses += F.cross_entropy(logits, window[1:], reduction="none").tolist()
+    found = evaluated(capsys, source, "--data", tmp_path / "ids.bin", *CHANGES)
+    assert (found["loss"], found["tokens"]) == (pytest.approx(np.mean(losses), rel=1e-6), 28)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,18 @@
 """`model.weights` gives the model section the sizes of a transformers folder. No torch."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from torchdistpackage.config.errors import ConfigErrors
-from torchdistpackage.config.hugging_face import model_keys, with_earlier_rope
+from torchdistpackage.config.hugging_face import (
+    model_keys,
+    read_config,
+    tagged,
+    with_earlier_rope,
+)
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ConfigError
 
@@ -180,3 +186,21 @@ def test_rotary_scalings_of_before_transformers_5_are_read() -> None:
     }
     default = model_keys({**older, "rope_scaling": None}, "here")["rope"]
     assert default == {"theta": 7.0, "type": "default"}
+
+
+def test_numbers_that_json_does_not_have_are_read_and_written_as_transformers_does(tmp_path):
+    """At any depth, and as literals of before transformers 5.24."""
+    text = (
+        '{"model_type": "mamba2", "time_step_limit": [0.0, {"__float__": "Infinity"}], '
+        '"inner": {"least": {"__float__": "-Infinity"}, "none": [{"__float__": "NaN"}]}, '
+        '"literal": -Infinity, "kept": {"__float__": "3"}}'
+    )
+    (tmp_path / "config.json").write_text(text)
+    found = read_config(tmp_path)
+    assert found["time_step_limit"] == [0.0, math.inf] and found["literal"] == -math.inf
+    assert found["inner"]["least"] == -math.inf and math.isnan(found["inner"]["none"][0])
+    assert found["kept"] == {"__float__": "3"}
+    written = json.loads(text)
+    written["literal"] = {"__float__": "-Infinity"}
+    assert tagged(found) == written
+    assert tagged((1.0, math.nan)) == [1.0, {"__float__": "NaN"}]

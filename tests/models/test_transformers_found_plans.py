@@ -12,6 +12,7 @@ from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.models import transformers_found
 from torchdistpackage.models.shrunk_config import VOCAB, shrunk
+from torchdistpackage.models.transformers_init import ModuleDraws
 from torchdistpackage.train.expert_plan import expert_plan
 from torchdistpackage.train.plan import make_plan, num_parameters, stage_loads
 
@@ -177,3 +178,22 @@ def test_encoders_are_told_to_be_decoders(tmp_path, family):
         plan_of(tmp_path, family, is_decoder=False)
     assert "set is_decoder to true in config.json" in str(met.value)
     assert plan_of(tmp_path, family).shape.kind.found.refused is None
+
+
+def test_a_module_is_drawn_by_the_rules_of_those_around_it():
+    """The head of a tower for images draws its attention, which has no rule of its own."""
+    given = settings("gemma3")
+    given["vision_config"]["vision_use_head"] = True
+    draws = ModuleDraws(given, transformers_found.found_family(given).found)
+    path = "model.vision_tower.head.attention"
+    drawn = draws.parameter(f"{path}.in_proj_weight", 0)
+    bound = math.sqrt(6 / sum(drawn.shape))
+    assert 0.9 * bound < drawn.abs().max() <= bound
+    assert not draws.parameter(f"{path}.in_proj_bias", 0).any()
+
+
+def test_the_vocabulary_of_a_model_that_reads_more_may_be_left_to_transformers(tmp_path):
+    """As in the folders of Gemma 3 on the hub."""
+    given = {"model_type": "gemma3", "text_config": {"hidden_size": 16}}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    assert loads("", overrides=[f"model.hf={tmp_path}/config.json"]).model.vocab == 262208

@@ -8,11 +8,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.models import hugging_face_folders as folders
+from tests.models.coverage import settings
+from tests.models.coverage_ranks import make_folder
 from tests.models.hugging_face_ranks import save_run
 from tests.train.inference_ranks import batch_tokens, tokens
 from tests.train.test_transformers import MODELS
 from tests.train.transformers_ranks import save_model
 from torchdistpackage.cli._inference import ModelSource, source_of
+from torchdistpackage.models.transformers_meta import build_options
 from torchdistpackage.train.generate import next_token
 from torchdistpackage.train.inference_request import Sampling
 
@@ -77,6 +80,27 @@ def test_greedy_tokens_of_other_families(ranks, tmp_path, name, layout):
     truth = greedy(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64), [9, 9, 9], 8)
     source = source_of(Path(folder), None)
     told = on_layout(ranks, source, LAYOUTS[layout], prompt=[9, 9, 9])
+    assert told == [truth] * len(told)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("olmo2", "pipe2xtensor2"),
+        ("mixtral", "one"),
+        *((x, "one") for x in ("gemma3", "mamba", "jamba", "falcon_h1", "gpt_oss", "bert", "phi3")),
+        *((x, "pipe2") for x in ("mixtral", "jamba", "falcon_h1", "gemma3_text")),
+    ],
+)
+def test_greedy_tokens_of_classes_without_a_table(ranks, tmp_path, family, layout):
+    """Of any class that trains: mixtures, windows, states in the place of keys and values."""
+    folder = str(tmp_path / "source")
+    ranks(1).run(make_folder, settings(family), folder)
+    options = build_options(torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    truth = greedy(model, [9, 5, 3], 8)
+    told = on_layout(ranks, source_of(Path(folder), None), LAYOUTS[layout], prompt=[9, 5, 3])
     assert told == [truth] * len(told)
 
 

@@ -28,11 +28,11 @@ from torchdistpackage.config.load import load, loads, override_problems
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.yaml_loader import write
 from torchdistpackage.errors import CheckpointError, ConfigError, DataError
-from torchdistpackage.families.registry import FAMILIES
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.workers import run_local
 from torchdistpackage.lazy import resolve
-from torchdistpackage.models.registry import model_of, spec_of
+from torchdistpackage.models.model_spec import ModelUse
+from torchdistpackage.models.registry import TRANSFORMERS, model_of, spec_of
 from torchdistpackage.topology.mesh import DEFAULT_ORDER
 from torchdistpackage.train.inference_request import (
     EvalRequest,
@@ -212,18 +212,21 @@ def find_source(
 def _yaml_of(folder: Path) -> str:
     """A configuration whose model is that of a transformers folder.
 
-    GPT-2 and Llama are the GPT of this package; others, where they can be, transformers' own
-    modules.
+    GPT-2 and Llama are the GPT of this package; all others, and what it has no key for, are
+    transformers' own modules.
+
+    Raises:
+        ConfigError: transformers has no such model, or it cannot be trained either.
     """
     found = read_config(folder)
     try:
         model_keys(found, folder / CONFIG)
         model: dict[str, Any] = {"weights": str(folder)}
+        window = found.get("n_positions") or found.get("max_position_embeddings") or _NO_POSITIONS
     except ConfigError:
-        if found.get("model_type") not in tuple(FAMILIES):
-            raise
         model = {"hf": str(folder)}
-    window = found.get("n_positions") or found.get("max_position_embeddings") or _NO_POSITIONS
+        shape = resolve(TRANSFORMERS).of_section(model, ModelUse(_NO_POSITIONS)).shape
+        window = shape.num_positions
     data: dict[str, Any] = {"name": "tokens", "path": os.devnull, "seq_len": window}
     if (folder / "tokenizer.json").is_file():
         data |= {"name": "text", "tokenizer": str(folder)}

@@ -5,6 +5,7 @@ file leaves out has the default of transformers. Of a tokenizer, as save_pretrai
 alone is read. No torch.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +27,8 @@ _ROPE = (
 )
 ORIGINAL = "original_max_position_embeddings"
 _WIDTH = {"n_embed": "hidden_size"}
+_FLOAT, _NO_JSON = "__float__", {"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"}
+"""How transformers writes numbers that JSON does not have: the key, and what it holds."""
 _OTHER_KEYS = {
     "gpt2": {
         "hidden_size": "n_embd",
@@ -62,7 +65,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """
     path = config_file(folder)
     try:
-        found = parse_json(read_regular(path, _MAX_CONFIG_BYTES).decode())
+        found = parse_json(read_regular(path, _MAX_CONFIG_BYTES).decode(), _untagged)
     except FileNotFoundError as error:
         here = f"it has no {FILE}" if Path(folder).is_dir() else "no such folder"
         if (Path(folder) / ADAPTER_FILE).exists():
@@ -73,6 +76,41 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{path} is no mapping; name the folder of a transformers model")
     return _with_keys_of_today(cast(dict[str, Any], found))
+
+
+def _untagged(found: dict[str, Any]) -> Any:
+    """A mapping of JSON, or the number that transformers wrote as one."""
+    tag = found.get(_FLOAT) if len(found) == 1 else None
+    return float(_NO_JSON[tag]) if isinstance(tag, str) and tag in _NO_JSON else found
+
+
+def tagged(value: Any) -> Any:
+    """`value` as transformers writes it: each number that JSON does not have as a mapping."""
+    if isinstance(value, dict):
+        return {key: tagged(x) for key, x in cast(dict[str, Any], value).items()}
+    if isinstance(value, list | tuple):
+        return [tagged(x) for x in cast(list[Any], value)]
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return {_FLOAT: next(tag for tag, text in _NO_JSON.items() if text == str(value))}
+
+
+def inner_vocabulary(found: Mapping[str, Any]) -> object:
+    """The number of token ids of a model that reads more than texts, which is said within, or by
+    the defaults of transformers where it is left out; None: nobody says it."""
+    text = found.get("text_config")
+    inner = cast(dict[str, Any], text).get("vocab_size") if isinstance(text, dict) else None
+    if inner is not None:
+        return inner
+    try:
+        from transformers import CONFIG_MAPPING
+
+        kind: Any = CONFIG_MAPPING[found["model_type"]]
+        whole = kind.from_dict(dict(found))
+        return getattr(whole.get_text_config(), "vocab_size", None)
+    except Exception:
+        # without transformers, or whatever a class raises: the model itself is refused later
+        return None
 
 
 def _with_keys_of_today(found: dict[str, Any]) -> dict[str, Any]:
@@ -311,7 +349,7 @@ def _tokens(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def read_mapping(file: Path) -> dict[str, Any]:
     """Return the content of a JSON file; raises DataError if it is no mapping."""
     try:
-        found = parse_json(read_text(file))
+        found = parse_json(read_text(file), _untagged)
     except ValueError as error:
         raise DataError(f"{file} is not JSON: {error}") from error
     if not isinstance(found, dict):

@@ -25,7 +25,12 @@ from torchdistpackage.config.errors import (
     nearest,
 )
 from torchdistpackage.config.hugging_face import FILE as CONFIG
-from torchdistpackage.config.hugging_face import FREE_KEYS, model_keys, read_config
+from torchdistpackage.config.hugging_face import (
+    FREE_KEYS,
+    inner_vocabulary,
+    model_keys,
+    read_config,
+)
 from torchdistpackage.config.model_section import NO_LAYERS
 from torchdistpackage.config.schema import RunConfig, Section
 from torchdistpackage.config.types import expected_of
@@ -214,9 +219,7 @@ class _PartialConfig:
         except ConfigError as error:
             self._report(location, "model.hf", str(error))
             return
-        # that of a model that reads more than texts is inside
-        text = read if "vocab_size" in read else read.get("text_config")
-        found = cast(dict[str, Any], text).get("vocab_size") if isinstance(text, dict) else None
+        found = read["vocab_size"] if "vocab_size" in read else inner_vocabulary(read)
         if type(found) is not int:
             why = f"{folder} has vocab_size={_shown(found)}; it needs the number of token ids"
             self._report(location, "model.hf", why)

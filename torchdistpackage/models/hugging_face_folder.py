@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torchdistpackage.config.chat_templates import template_files
-from torchdistpackage.config.hugging_face import config_file, taken
+from torchdistpackage.config.hugging_face import config_file, tagged, taken
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.derive import blocks
 from torchdistpackage.layout.layout import Layout
@@ -120,7 +120,8 @@ def write_folder(
     """
     with new_folder(folder) as written:
         _write_weights(written, made_of, whole, dtype, shard_bytes, files)
-        (written / files.config).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        text = json.dumps(tagged(config), indent=2, sort_keys=True)
+        (written / files.config).write_text(text + "\n")
         copy_companions(like, written)
     return Path(folder)
 

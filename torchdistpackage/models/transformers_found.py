@@ -235,6 +235,7 @@ def _tried(given: Mapping[str, Any]) -> _Tried:
 def _try(model: Any, given: Mapping[str, Any]) -> _Tried:
     ids = _ids(model)
     model.eval()
+    both_ways = causality_problem(given, model, ids, small_models)
     output = model(input_ids=ids, labels=ids.clone(), return_dict=True)
     loss, logits = output.loss, output.logits
     factor = 0.0
@@ -253,8 +254,8 @@ def _try(model: Any, given: Mapping[str, Any]) -> _Tried:
             f"{loss.item():.5f}, and that of the tokens {shifted.item():.5f}"
         )
         return _Tried(text)
-    if text := causality_problem(given, model, ids, small_models):
-        return _Tried(text)
+    if both_ways is not None:
+        return _Tried(both_ways)
     output.loss.backward()
     unreached = tuple(_unreached(model))
     return _Tried(None, unreached, factor, *try_stages(model, ids, _blocks(model)[0]))

@@ -58,10 +58,8 @@ class ModuleDraws:
     def _drawn(self, path: str, whole: bool) -> dict[str, Tensor]:
         """By global name the parameters of the module at `path`, with those inside it if `whole`"""
         made = copy.deepcopy(self._paths[path]) if whole else copy.copy(self._paths[path])
-        if not whole:
-            made._parameters = dict(made._parameters)
-            made._modules = {}
-        inside = dict(made.named_modules())
+        made._parameters = dict(made._parameters)
+        inside = dict(made.named_modules()) if whole else {"": made}
         for part in inside.values():
             for key, parameter in part._parameters.items():
                 if parameter is not None:
@@ -72,8 +70,25 @@ class ModuleDraws:
         for name in sorted(inside, key=lambda name: -name.count(".") - bool(name)):
             full = f"{path}.{name}" if name else path
             self._owner(full)._init_weights(inside[name])
+        if not whole and any(p is not None and p.isnan().any() for p in made._parameters.values()):
+            self._draw_from_above(path, made)
         prefix = f"{path}." if path else ""
-        return {prefix + name: p.detach() for name, p in made.named_parameters()}
+        return {
+            f"{prefix}{name}.{key}" if name else prefix + key: p.detach()
+            for name, part in inside.items()
+            for key, p in part._parameters.items()
+            if p is not None
+        }
+
+    def _draw_from_above(self, path: str, made: nn.Module) -> None:
+        """Let the rules of the modules around `made`, at `path`, change its parameters, as those of
+        a pooling head that draws its attention. All others are on meta, where nothing is drawn."""
+        while path:
+            path, _, name = path.rpartition(".")
+            around = copy.copy(self._paths[path])
+            around._modules = {**around._modules, name: made}
+            self._owner(path)._init_weights(around)
+            made = around
 
     def _owner(self, path: str) -> Any:
         """The innermost model of transformers that has the module, whose rules hold for it."""

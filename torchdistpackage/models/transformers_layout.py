@@ -75,7 +75,7 @@ class TransformersShape:
     @property
     def num_positions(self) -> int:
         """The longest sequence that the model is made for; seq_len where config.json has none."""
-        found = self.sizes.positions or self.given.get("max_position_embeddings")
+        found = self.sizes.positions or self.settings.get("max_position_embeddings")
         return found if isinstance(found, int) and found > 0 else self.seq_len
 
     @property
