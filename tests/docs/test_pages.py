@@ -52,10 +52,12 @@ def test_what_is_to_be_touched_for_something_new_is_there():
         "WAYS",
         "KINDS",
         *("SCHEDULE_ARGS", "NEEDS_WHOLE", "STATE_KEYS"),
-        *("OPTIONS", "SHARED", "FAMILIES", "SPLIT_ALONE"),
+        *("OPTIONS", "SHARED", "FAMILIES", "_OTHER_KEYS", "SPLIT_ALONE"),
         *of_formats,
         "COMMANDS",
+        "STEP_NUMBERS",
         *("TRACKERS", "TRACKERS"),
+        *("KINDS", "KIND_OF_SUFFIX", "SUFFIX_OF_KIND", "ROWS"),
         "MISTAKES",
     ]
     homes_of_tables = (
@@ -65,6 +67,8 @@ def test_what_is_to_be_touched_for_something_new_is_there():
         *("tests/harness/parity/test_parity.py", "tests/parallel/expert/one_process.py"),
         *("torchdistpackage/families/found.py", "torchdistpackage/train/trackers/feed.py"),
         *("torchdistpackage/config/optim_section.py", "torchdistpackage/families/registry.py"),
+        *("torchdistpackage/config/data_section.py", "torchdistpackage/train/traffic.py"),
+        "torchdistpackage/config/hugging_face.py",
     )
     code = "\n".join((ROOT / x).read_text("utf-8") for x in homes_of_tables)
     assert all(re.search(rf"^{name}\b", code, re.MULTILINE) for name in tables)
