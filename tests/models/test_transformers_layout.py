@@ -338,3 +338,10 @@ def test_packages_that_are_too_old_are_said_before_ranks_load_a_folder(
     assert main([command[0], str(tmp_path), command[1], str(tmp_path / "config.json")]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "model.hf: needs transformers 4.56 or newer, but transformers 4.55.0 is" in said
+
+
+def test_a_model_may_have_no_padding_whatever_its_family_has_by_default(tmp_path):
+    path = named(tmp_path, model_type="gemma2")
+    settings = json.loads(Path(path).read_text()) | {"pad_token_id": None}
+    Path(path).write_text(json.dumps(settings))
+    assert shape_of_section({"hf": path}, 8, False).sizes.padding is None

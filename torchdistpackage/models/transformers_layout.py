@@ -116,6 +116,8 @@ def _setting_problems(shape: TransformersShape) -> list[str]:
     problems: list[str] = []
     for key, default in shape.kind.defaults.items():
         value = shape.settings[key]
+        if value is None and key == "pad_token_id":
+            continue  # no row of the embedding is padding, whatever the family's default
         is_size = type(default) is int or (default is None and value is not None)
         if is_size and not (type(value) is int and 0 <= value <= _MOST):
             problems.append(f"{key} is {value!r}, which is no size")
