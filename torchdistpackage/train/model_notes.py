@@ -1,5 +1,8 @@
 """What a run says once about its model, at its start."""
 
+import math
+from collections.abc import Iterator
+
 from torchdistpackage.parallel.tensor.four_bit import kernel_notes
 from torchdistpackage.train.step import Trainer
 
@@ -7,4 +10,21 @@ from torchdistpackage.train.step import Trainer
 def model_notes(trainer: Trainer) -> list[str]:
     """Return the lines, of rank 0."""
     model = trainer.plan.model
-    return [*(() if model is None else model.notes()), *kernel_notes()]
+    notes = list(_copies(trainer)) if model is None else [*model.notes()]
+    return [*notes, *kernel_notes()]
+
+
+def _copies(trainer: Trainer) -> Iterator[str]:
+    """Yield what to say where tensor ranks share nothing of a user's own model."""
+    plan = trainer.plan
+    tensor = plan.topology.dense.axis_size("tensor")
+    layouts = trainer.layouts.values()
+    if tensor == 1 or any("tensor" in (*x.split_axes, *x.unreduced) for x in layouts):
+        return
+    count = sum(math.prod(layout.shape) for layout in layouts)
+    yield (
+        f"parallel.tensor={tensor}, but none of the {len(layouts)} parameters "
+        f"({count:,} numbers) of {plan.user_code['model.target'][0]} on this rank is split: "
+        f"{tensor} ranks hold the same copy and do the same work; return tensor_parallel(model) "
+        f"from it (docs/own_code.md), or set parallel.tensor to 1"
+    )

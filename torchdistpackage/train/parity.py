@@ -30,6 +30,7 @@ from torchdistpackage.harness.parity.record import (
     without_dropout,
 )
 from torchdistpackage.harness.pool import RankPool
+from torchdistpackage.layout.derive import blocks
 from torchdistpackage.train.build import build
 from torchdistpackage.train.parity_plan import NUM_STEPS, ParityRun, parity_run
 from torchdistpackage.train.plan import Plan, make_plan
@@ -154,12 +155,13 @@ def _take_steps(trainer: Trainer, record: ParityRecord) -> None:
             result = trainer.train_step(step).wait()
         record.losses.append(result.loss)
         record.norms.append(result.grad_norm)
+        named = [*trainer.stage.named_parameters()]
         if step == 1 and not isinstance(trainer.optimizer, ZeroOptimizer):
-            record.grads = {
-                trainer.layouts[name].name: p.grad.detach().clone()
-                for name, p in trainer.stage.named_parameters()
-                if p.grad is not None
-            }
+            # before they were clipped: one wrong gradient changes the norm, and so all of them
+            clip = trainer.plan.config.optim.clip
+            factor = max(1.0, (result.grad_norm + 1e-6) / clip) if clip else 1.0
+            grads = {n: p.grad * factor for n, p in named if p.grad is not None}
+            record.grads = _parts(trainer, grads)
     if isinstance(trainer.optimizer, ZeroOptimizer):
         trainer.optimizer.finish()
     record.weights = _weights(trainer)
@@ -173,7 +175,20 @@ def _weights(trainer: Trainer) -> dict[str, Tensor]:
     """By global name; not of stage 3 of ZeRO, where a rank has parts without a shape."""
     if trainer.plan.zero == 3:
         return {}
-    return {
-        trainer.layouts[name].name: p.detach().clone()
-        for name, p in trainer.stage.named_parameters()
-    }
+    return _parts(trainer, dict(trainer.stage.named_parameters()))
+
+
+def _parts(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By global name what this rank holds of the whole ones, without padding: of a bias that only
+    the first rank adds the others have zeros."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        layout, part = trainer.layouts[name], tensor.detach()
+        if layout.ranges:
+            mesh = trainer.plan.topology.view(layout.view)
+            held = [part[local] for _, local in blocks(layout, mesh, trainer.rank)]
+            if not any(x.numel() for x in held):
+                continue
+            part = held[0] if len(held) == 1 else part
+        found[layout.name] = part.clone()
+    return found

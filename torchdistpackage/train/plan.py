@@ -227,6 +227,19 @@ def too_long(plan: Plan) -> str | None:
     )
 
 
+def copied(plan: Plan) -> str | None:
+    """What to say of a user's own model on tensor ranks, of which a plan knows no layers."""
+    config = plan.config
+    if plan.model is not None or (tensor := config.parallel.tensor) == 1:
+        return None
+    return (
+        f"parallel.tensor={tensor} splits only what {config.model.target} says: layers of plain "
+        f"torch are copied to all {tensor} ranks, with all their weights and work; return "
+        f"tensor_parallel(model) from it, or use layers of torchdistpackage.parallel "
+        f"(docs/own_code.md). The log of a run says whether anything was split"
+    )
+
+
 @dataclass(frozen=True)
 class StageLoad:
     """What one rank of a pipe index holds and does, over all its stages.

@@ -169,7 +169,7 @@ def change(split, module, how: str) -> None:
         elif how == "hook":
             shard[4].register_forward_hook(lambda part, x, y: y + 1)
         elif how == "dtype":
-            split.double()
+            next(split.double().module_shards[1].parameters()).mul_(2)
         elif how == "stream":
             shard.source = (x for x in ())
 
@@ -179,7 +179,7 @@ def change(split, module, how: str) -> None:
     [
         ("shard", "0.weight was changed since the split"),
         ("original", "0.weight was changed since the split"),
-        ("dtype", "0.weight was changed since the split"),
+        ("dtype", "0.weight was changed since the split"),  # and not by the dtype alone
         ("attribute", "attributes or hooks of shard 1's 0 were changed"),
         ("hook", "attributes or hooks of shard 1's 4 were changed"),
         ("hook before", "2 has a hook, which would be called once more"),
@@ -203,6 +203,15 @@ def test_where_it_could_be_wrong_it_says_so_and_does_not_compare(how, why, caplo
     assert len(caplog.records) == 1
     split(x)  # and it is not tried again
     assert caplog.text.count("not compared") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_split_that_was_moved_to_another_dtype_is_compared(dtype, caplog):
+    """As `tdp train` moves a user's own model to the precision of its run."""
+    caplog.set_level(logging.INFO)
+    split = tensor_parallel(mlp(), TWO).to(dtype)
+    split(torch.randn(3, 4, dtype=dtype))
+    assert "the split equals the unsplit module" in caplog.text
 
 
 def test_the_unsplit_module_is_let_go_of():

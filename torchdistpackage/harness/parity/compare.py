@@ -27,6 +27,9 @@ SPLITS_BATCH = ("data", "expert_data", "expert")
 """Axes whose ranks have samples of their own."""
 
 
+NOISE = 1e-12
+"""Of float64: rounding of sums of gradients, as a share of the model's largest gradient."""
+
 ITS_STEP = "its step"
 """What differs where a rank raised an error."""
 
@@ -82,18 +85,30 @@ def _owner(name: str) -> str:
 
 
 def _worst(
-    whole: Mapping[str, Tensor], held: Iterable[Mapping[str, Tensor]], name: str
+    whole: Mapping[str, Tensor],
+    held: Iterable[Mapping[str, Tensor]],
+    name: str,
+    noise: float = 0.0,
 ) -> tuple[float | None, int] | None:
-    """The largest difference of the ranks' tensors of this name, and the rank; None: all fit."""
+    """The largest difference of the ranks' tensors of this name, and the rank; None: all fit.
+
+    noise: a difference of so much in any element is rounding.
+    """
+    if noise and whole[name].numel():
+        noise /= max(float(whole[name].abs().max()), 1e-30)
     found: list[tuple[float, int]] = []
     for rank, mine in enumerate(held):
         if name in mine:
             apart = difference(mine[name], whole[name])
             found.append((float("inf") if apart is None else apart, rank))
     worst, rank = max(found, default=(0.0, 0))
-    if worst <= TOLERANCE:
+    if worst <= max(TOLERANCE, noise):
         return None
     return (None if worst == float("inf") else worst), rank
+
+
+def _largest(tensors: Mapping[str, Tensor]) -> float:
+    return max((float(x.abs().max()) for x in tensors.values() if x.numel()), default=0.0)
 
 
 def _initial(
@@ -260,6 +275,8 @@ def _sizes(axes: Axes) -> list[int]:
 def _grads(whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes) -> ParityFinding | None:
     order = {name: place for place, name in enumerate(whole.modules)}
     names = sorted(whole.grads, key=lambda name: order.get(name.rpartition(".")[0], -1))
+    # a gradient that is zero by nature, as of a bias of keys, is what rounding leaves of a sum
+    noise = NOISE * _largest(whole.grads)
     for name in reversed(names):  # the backward comes to the last module first
         # ZeRO leaves a rank no whole gradient of any parameter
         held_by = [(i, r) for i, r in enumerate(ranks) if r.grads and name in r.initial]
@@ -267,7 +284,7 @@ def _grads(whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes) -> Pa
         if missing:
             cause = "a parameter that no backward reaches on this rank"
             return ParityFinding(_owner(name), f"no gradient ({name})", None, missing[0], cause)
-        if (found := _worst(whole.grads, (r.grads for r in ranks), name)) is not None:
+        if (found := _worst(whole.grads, (r.grads for r in ranks), name, noise)) is not None:
             held = [record.grads[name] for record in ranks if name in record.grads]
             cause = _grad_cause(whole.grads[name], held, axes)
             if (before := backward_culprit(whole, ranks, axes)) is not None:
@@ -343,8 +360,12 @@ def _norm(whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes) -> Par
 def _weights(
     whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes
 ) -> ParityFinding | None:
+    least, largest = NOISE * _largest(whole.grads), _largest(whole.weights)
     for name in whole.weights:
-        if (found := _worst(whole.weights, (r.weights for r in ranks), name)) is not None:
+        # an optimizer that divides by the size of a gradient makes steps of its rounding
+        is_noise = name in whole.grads and float(whole.grads[name].abs().max()) <= least
+        noise = TOLERANCE * largest if is_noise else 0.0
+        if (found := _worst(whole.weights, (r.weights for r in ranks), name, noise)) is not None:
             cause = "an optimizer or a clipping that computes over a part, as by a norm of its own"
             return ParityFinding(_owner(name), f"weights after the steps ({name})", *found, cause)
     later = [(abs(a - b) / max(abs(b), 1e-30)) for r in ranks if len(ranks) == 1

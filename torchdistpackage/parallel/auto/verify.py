@@ -118,6 +118,7 @@ class BothForwards:
         self.group: Group | None = split._group
         self.why: str | None = None
         self.device = split.devices[0] if split.devices else torch.device("cpu")
+        self.casts: dict[torch.dtype, torch.dtype] = {}
 
     def result(self) -> float | str:
         """The largest difference, or why nothing was compared.
@@ -175,17 +176,26 @@ class BothForwards:
                     return f"{name or 'the module'} has a hook, which would be called once more"
         if changed := next(differing(self.check.attributes, attributes_of(self.split)), None):
             return f"attributes or hooks of {changed} were changed since the split"
-        if changed := changed_weight(self.split, self.check.unsplit):
+        if changed := changed_weight(self.split, self.check.unsplit, self.casts):
             return f"{changed} was changed since the split"
         return None
 
     def call_unsplit(self, prepare: Callable[[nn.Module], Any] | None = None) -> Any:
         move = partial(widened, device=self.device)
-        twin = with_tensors(self.check.unsplit, every_tensor, move).eval()
+        twin = with_tensors(self.check.unsplit, every_tensor, lambda x: move(self.cast(x))).eval()
         if prepare is not None:
             prepare(twin)
         args, kwargs = with_tensors(self.inputs, tensors_in, move)
         return twin(*args, **kwargs)
+
+    def cast(self, tensor: Tensor) -> Tensor:
+        """Return the tensor in the dtype to which `Module.to` has moved the split."""
+        dtype = self.casts.get(tensor.dtype, tensor.dtype)
+        if dtype == tensor.dtype:
+            return tensor
+        moved = tensor.detach().to(dtype)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(moved, requires_grad=False) if is_parameter else moved
 
     def twin(self) -> Any:
         return with_tensors(self.split, every_tensor, widened).eval()
@@ -321,8 +331,13 @@ def differing(first: dict[str, Any], second: dict[str, Any]) -> Iterator[str]:
     yield from (name for name in {**first, **second} if first.get(name) != second.get(name))
 
 
-def changed_weight(split: Any, unsplit: nn.Module) -> str | None:
-    """The name of a parameter or buffer of which a shard here does not hold its part."""
+def changed_weight(
+    split: Any, unsplit: nn.Module, casts: dict[torch.dtype, torch.dtype]
+) -> str | None:
+    """The name of a parameter or buffer of which a shard here does not hold its part.
+
+    casts: gets the dtype to which floating-point tensors of each dtype were moved, if all were.
+    """
     parts, sources = PartsOf(split), tensors_by_any_name(unsplit)
     for entry in split._original.entries:
         source = sources.get(entry.name)
@@ -334,7 +349,11 @@ def changed_weight(split: Any, unsplit: nn.Module) -> str | None:
             held = shard.get(entry.in_shard) if full is None else full
             action: StateAction | None = entry.action if full is None else None
             part = source if action is None else action(source, rank=rank)
-            if held is None or held.dtype != part.dtype or not equal(held, part):
+            if held is None or held.is_floating_point() != part.is_floating_point():
+                return str(entry.name)
+            if casts.setdefault(part.dtype, held.dtype) != held.dtype:
+                return str(entry.name)
+            if not equal(held, part.to(held.dtype)):
                 return str(entry.name)
     return None
 
