@@ -26,10 +26,9 @@ from torchdistpackage.comm import collectives
 from torchdistpackage.comm.nested import map_tensors
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.auto.actions import StateAction
+from torchdistpackage.parallel.auto.changed import changed_weight
 from torchdistpackage.parallel.auto.model import ParallelModule
 from torchdistpackage.parallel.auto.reporting import LOG
-from torchdistpackage.parallel.auto.saving import PartsOf, tensors_by_any_name
 from torchdistpackage.parallel.auto.traffic import size_bytes, uncounted
 
 MOST_BYTES = 2**30
@@ -329,37 +328,6 @@ def is_plain(value: Any) -> bool:
 
 def differing(first: dict[str, Any], second: dict[str, Any]) -> Iterator[str]:
     yield from (name for name in {**first, **second} if first.get(name) != second.get(name))
-
-
-def changed_weight(
-    split: Any, unsplit: nn.Module, casts: dict[torch.dtype, torch.dtype]
-) -> str | None:
-    """The name of a parameter or buffer of which a shard here does not hold its part.
-
-    casts: gets the dtype to which floating-point tensors of each dtype were moved, if all were.
-    """
-    parts, sources = PartsOf(split), tensors_by_any_name(unsplit)
-    for entry in split._original.entries:
-        source = sources.get(entry.name)
-        if source is None:
-            continue
-        full = parts.full.get(entry.in_shard)
-        for at, shard in enumerate(parts.shards):
-            rank = at if split._group is None else split._group.rank()
-            held = shard.get(entry.in_shard) if full is None else full
-            action: StateAction | None = entry.action if full is None else None
-            part = source if action is None else action(source, rank=rank)
-            if held is None or held.is_floating_point() != part.is_floating_point():
-                return str(entry.name)
-            if casts.setdefault(part.dtype, held.dtype) != held.dtype:
-                return str(entry.name)
-            if not equal(held, part.to(held.dtype)):
-                return str(entry.name)
-    return None
-
-
-def equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.detach().to(b.device), b.detach())
 
 
 # -- differences ---------------------------------------------------------------------------

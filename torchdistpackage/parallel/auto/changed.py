@@ -1,0 +1,40 @@
+"""Which weight of a split module is no longer that of the module it was made from."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchdistpackage.parallel.auto.actions import StateAction
+from torchdistpackage.parallel.auto.saving import PartsOf, tensors_by_any_name
+
+
+def changed_weight(
+    split: Any, unsplit: nn.Module, casts: dict[torch.dtype, torch.dtype]
+) -> str | None:
+    """The name of a parameter or buffer of which a shard here does not hold its part.
+
+    casts: gets the dtype to which floating-point tensors of each dtype were moved, if all were.
+    """
+    parts, sources = PartsOf(split), tensors_by_any_name(unsplit)
+    for entry in split._original.entries:
+        source = sources.get(entry.name)
+        if source is None:
+            continue
+        full = parts.full.get(entry.in_shard)
+        for at, shard in enumerate(parts.shards):
+            rank = at if split._group is None else split._group.rank()
+            held = shard.get(entry.in_shard) if full is None else full
+            action: StateAction | None = entry.action if full is None else None
+            part = source if action is None else action(source, rank=rank)
+            if held is None or held.is_floating_point() != part.is_floating_point():
+                return str(entry.name)
+            if casts.setdefault(part.dtype, held.dtype) != held.dtype:
+                return str(entry.name)
+            if not equal(held, part.to(held.dtype)):
+                return str(entry.name)
+    return None
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.detach().to(b.device), b.detach())
