@@ -11,6 +11,7 @@ transformers in one process: losses, gradients and weights.
 
 import argparse
 import json
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from datetime import date
@@ -20,7 +21,7 @@ from typing import Any
 from tests.models import coverage_ranks
 from torchdistpackage.families.found import SHARED
 from torchdistpackage.harness.pool import RankPool
-from torchdistpackage.models.shrunk_config import shrunk
+from torchdistpackage.models.shrunk_config import shrunk, without_dropout
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, SUMMARY = DOCS / "model_classes.md", DOCS / "hugging_face.md"
@@ -34,13 +35,28 @@ AXES = {
     "tensor 2": TENSOR,
     "pipe 2 x tensor 2": [*PIPE, *TENSOR],
 }
+_NO_LAYER_INPUT = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+WHOLE: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **_NO_LAYER_INPUT}},
+}
+"""What a class needs where its own default settings are refused."""
+_INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
+_INDEXER |= {"indexer_budget": 8, "indexer_compress_ratio": 2}
 LACKING: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2},
-    "reformer": {"is_decoder": True},
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
+    "reformer": {"is_decoder": True, "axial_pos_shape": [3, 4]},
     "xlm": {"causal": True},
     "xlnet": {"attn_type": "uni"},
     "xmod": {"default_language": "en_XX", "is_decoder": True},
@@ -56,6 +72,8 @@ LACKING |= {name: {"is_decoder": True} for name in ENCODERS}
 EXACT, ROUNDED = 1e-9, 1e-5
 """Differences, relative to the largest element: of classes that compute in float64 throughout, and
 of those that round to float32 within, as for routers and rotary tables."""
+STOPPED = "**stopped**: "
+"""Before what a run raised that was not refused before it began, which no class is to do."""
 SPREAD, SCALE = 4.0, 7.0
 """A class whose own parameters are float32 differs from itself when its loss is multiplied by SCALE
 and its gradients are divided by it: AdamW makes whole steps of rounded zeros. By at most SPREAD
@@ -66,7 +84,6 @@ PRELOAD = (
     "transformers",
     "tests.models.coverage_ranks",
 )
-_SHOWN = 170
 
 
 def names() -> list[str]:
@@ -85,21 +102,16 @@ def settings(name: str, **changes: object) -> dict[str, Any]:
     """A small config.json of a class, by its default settings, without dropout, and changed."""
     from transformers import CONFIG_MAPPING
 
-    whole = CONFIG_MAPPING[name]().to_dict()
-    small = shrunk({**whole, **LACKING.get(name, {}), "model_type": name})
-    return {**_calm(small), **LACKING.get(name, {}), **changes}
+    lacking = LACKING.get(name, {})
+    whole = CONFIG_MAPPING[name](**WHOLE.get(name, {})).to_dict()
+    small = shrunk(_merged(whole, {**lacking, "model_type": name}))
+    return {**_merged(without_dropout(small), lacking), **changes}
 
 
-def _calm(small: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Without dropout, which ranks draw otherwise."""
-    return {
-        key: _calm(x) if isinstance(x, dict) else 0.0 if _drops(key, x) else x
-        for key, x in small.items()
-    }
-
-
-def _drops(key: object, value: object) -> bool:
-    return "drop" in str(key) and isinstance(value, float)
+def _merged(given: Mapping[Any, Any], more: Mapping[Any, Any]) -> dict[Any, Any]:
+    """`given` with `more`, section by section."""
+    both = [k for k, x in more.items() if isinstance(x, dict) and isinstance(given.get(k), dict)]
+    return {**given, **more, **{key: _merged(given[key], more[key]) for key in both}}
 
 
 def rows(pool: RankPool, wanted: list[str], axes: Mapping[str, list[str]] = AXES) -> Iterator[dict]:
@@ -108,20 +120,30 @@ def rows(pool: RankPool, wanted: list[str], axes: Mapping[str, list[str]] = AXES
         row: dict[str, Any] = {"name": name}
         with tempfile.TemporaryDirectory() as folder:
             at = f"{folder}/model"
+            small, alone = settings(name), coverage_ranks.alone
+            if (why := pool(1).run(coverage_ranks.refused_settings, small)[0]) is not None:
+                yield {**row, "why": why}
+                continue
             try:
-                row["class"] = pool(1).run(coverage_ranks.make_folder, settings(name), at)[0]
-                truths = {n: pool(1).run(coverage_ranks.alone, at, n)[0] for n in (1, 2)}
+                row["class"] = pool(1).run(coverage_ranks.make_folder, small, at)[0]
+                found = pool(1).run(coverage_ranks.truth_of, at)[0]
             except Exception as error:  # whatever transformers raises
-                row["why"] = _last_line(error)
-            else:
-                for axis, overrides in axes.items():
-                    # ranks with data of their own count the routers' loss apart, if they have one
-                    apart = "parallel.data=2" in overrides and name not in SHARED
-                    run = [f"model.hf={at}", *overrides]
-                    row[axis] = _tried(pool, run, truths[2 if apart else 1], _size(overrides))
-                if any(isinstance(row[axis], float) and row[axis] > ROUNDED for axis in axes):
-                    scaled = pool(1).run(coverage_ranks.alone, at, 1, coverage_ranks.STEPS, SCALE)
-                    row["spread"] = coverage_ranks.largest_difference(scaled, truths[1])
+                yield {**row, "why": STOPPED + _last_line(error)}
+                continue
+            steps, mode, truths = coverage_ranks.STEPS, coverage_ranks.MODES[0], {}
+            if found is not None:
+                mode, truths[1] = found
+                row |= {} if mode == coverage_ranks.MODES[0] else {"mode": mode}
+            for axis, overrides in axes.items():
+                # ranks with data of their own count the routers' loss apart, if they have one
+                apart = "parallel.data=2" in overrides and name not in SHARED
+                if apart and truths and 2 not in truths:
+                    truths[2] = pool(1).run(alone, at, 2, steps, 1.0, mode)[0]
+                run = [f"model.hf={at}", *overrides]
+                row[axis] = tried(pool, run, truths.get(2 if apart else 1), _size(overrides), mode)
+            if any(isinstance(row[axis], float) and row[axis] > ROUNDED for axis in axes):
+                scaled = pool(1).run(alone, at, 1, steps, SCALE, mode)
+                row["spread"] = coverage_ranks.largest_difference(scaled, truths[1])
         yield row
 
 
@@ -130,14 +152,24 @@ def _size(overrides: list[str]) -> int:
     return 2 ** sum(x in ("parallel.data=2", PIPE[0], TENSOR[0]) for x in overrides)
 
 
-def _tried(
-    pool: RankPool, run: list[str], truth: coverage_ranks.Answer, size: int = 2
+def tried(
+    pool: RankPool,
+    run: list[str],
+    truth: coverage_ranks.Answer | None,
+    size: int = 2,
+    mode: str | None = None,
 ) -> float | str:
+    """How far a run is off `truth`; why it is refused before it begins; or STOPPED and what it
+    raised."""
+    if (why := pool(1).run(coverage_ranks.refusal, run, size)[0]) is not None:
+        return why
+    if truth is None:
+        return f"{STOPPED}transformers itself takes no step"
     try:
-        found = pool(size).run(coverage_ranks.steps, run)
-        return coverage_ranks.largest_difference(found, truth)
-    except Exception as error:  # a refusal, whose reason is shown
-        return _last_line(error)
+        found = pool(size).run(coverage_ranks.steps, run, coverage_ranks.STEPS, mode)
+        return coverage_ranks.largest_difference(found, truth, mode or coverage_ranks.MODES[0])
+    except Exception as error:
+        return STOPPED + _last_line(error)
 
 
 def _last_line(error: Exception) -> str:
@@ -152,10 +184,12 @@ def summary(found: list[dict[str, Any]]) -> str:
     cells = [(row, axis) for row in found for axis in AXES]
     counts = ", ".join(f"{sum(is_right(row, axis) for row in found)} on {axis}" for axis in AXES)
     wrong = sum(isinstance(row.get(axis), float) and not is_right(row, axis) for row, axis in cells)
+    stopped = sum(str(row.get(axis, row.get("why"))).startswith(STOPPED) for row, axis in cells)
     untried = sum(axis not in row and "why" not in row for row, axis in cells)
     return (
         f"{BEGIN}{len(found)} causal language models of transformers {transformers.__version__} "
-        f"train, and equal one process: {counts}. Wrong: {wrong}. Not tried: {untried} cells."
+        f"train, and equal one process: {counts}. Wrong: {wrong}. Stopped by an exception: "
+        f"{stopped}. Not tried: {untried} cells."
     )
 
 
@@ -170,7 +204,9 @@ def page(found: list[dict[str, Any]]) -> str:
         "on two ranks beside transformers in one process; losses, gradients and weights. "
         f"*ok*: within {EXACT:.0e}; *ok, float32 within*: within {ROUNDED:.0e}, as the class "
         f"itself rounds to float32, or within {SPREAD:.0f} times what transformers differs from "
-        f"itself when its loss is multiplied by {SCALE:.0f} and its gradients are divided by it.",
+        f"itself when its loss is multiplied by {SCALE:.0f} and its gradients are divided by it; "
+        "of a class that keeps parameters in float32, losses and the first step's gradients. "
+        "Any other text is the refusal that `tdp plan` and `tdp train` give before the class runs.",
         "",
         f"| model_type | class | {' | '.join(AXES)} |",
         f"|---|---|{'---|' * len(AXES)}",
@@ -193,8 +229,8 @@ def is_right(row: Mapping[str, Any], axis: str) -> bool:
 def _cell(row: Mapping[str, Any], axis: str) -> str:
     value = row.get(axis, row.get("why", "not tried"))
     if isinstance(value, str):
-        text = value.replace("|", "/").replace("\n", " ")
-        return text if len(text) <= _SHOWN else f"...{text[-_SHOWN:]}"
+        text = re.sub(r"^model\.hf=\S+: ", "", value)
+        return text.replace("|", "/").replace("\n", " ")
     if value <= EXACT:
         return "ok"
     return "ok, float32 within" if is_right(row, axis) else f"**wrong**: off by {value:.1e}"

@@ -61,10 +61,22 @@ def test_tables_are_the_embeddings_and_the_head_that_transformers_makes(tied):
     [
         ("olmo2", {}, "zero3"),
         ("mixtral", ROUTERS, "data2"),
-        ("gemma3_text", {}, "pipe2"),
+        ("bart", {}, "pipe2"),
         *(
             pytest.param(family, {}, "pipe2", marks=FULL)
             for family in ("olmo2", "phi3", "granite", "cohere", "glm4", "smollm3", "qwen3_moe")
+        ),
+        *(
+            pytest.param(family, {}, "pipe2", marks=FULL)
+            for family in (
+                "gemma3_text",
+                "gemma3",
+                "bert",
+                "ctrl",
+                "openai-gpt",
+                "plbart",
+                "llama4",
+            )
         ),
         pytest.param("mixtral", {}, "pipe2-recompute", marks=FULL),
         pytest.param("olmo2", {}, "recompute", marks=FULL),
@@ -110,6 +122,7 @@ def test_three_steps_are_those_of_transformers(ranks, saved, family, changes, la
         *((x, ROUTERS, "tensor2") for x in ("mixtral", "olmoe", "granitemoe")),
         ("mixtral", {}, "tensor2-zero1-recompute"),
         ("bart", {}, "tensor2"),
+        ("camembert", {}, "tensor2"),
         ("apertus", {}, "tensor2"),
         *(
             pytest.param(family, ROUTERS, layout, marks=STACKED)

@@ -42,8 +42,16 @@ class Answer(NamedTuple):
 def everywhere_float64() -> Iterator[None]:
     """Let transformers compute in float64 what it computes in float32: norms, rotary tables."""
     wide = {"float": torch.float64, "float32": torch.float64}
-    with patch.multiple(torch, **wide), patch.object(torch.Tensor, "float", torch.Tensor.double):
-        yield
+    narrow = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with (
+            patch.multiple(torch, **wide),
+            patch.object(torch.Tensor, "float", torch.Tensor.double),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(narrow)
 
 
 def trainer(overrides: list[str]) -> Trainer:

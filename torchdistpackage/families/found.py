@@ -28,8 +28,16 @@ SHARED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 """Families whose experts ranks can share: all of a block are stacked in two matrices."""
 WIDE_WEIGHTS = ("mixtral",)
 """Of these, whose routers leave the weights of a token's experts in float32 under autocast."""
-SAMPLED = {"phimoe": "its router samples experts in training, so a trial has no one answer to hold"}
+SAMPLED = {
+    "phimoe": "its router (PhimoeTopKRouter) samples experts in training, so a trial has no one "
+    "answer to hold"
+}
 """Families that no ranks cut, by what no trial of theirs can show."""
+_ASSISTS = "pre_projection (Linear) reads activations and key-value states of the model it assists"
+BESIDE = {"gemma4_assistant": _ASSISTS, "gemma4_unified_assistant": _ASSISTS}
+"""Families that token ids alone do not run, by what else they read."""
+TRAINED = ("reformer",)
+"""Families whose backward runs in training mode alone."""
 _STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
 

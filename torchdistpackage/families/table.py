@@ -231,6 +231,21 @@ class FoundParameter:
     is_table: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class StageSides:
+    """What stands around the blocks of a model that is cut into stages.
+
+    blocks: path of their list. before, behind: paths of what one stage alone runs, before the
+    blocks and behind them. writes_input: whether the model's forward changes in place the embedded
+    tokens that it is given.
+    """
+
+    blocks: str = ""
+    before: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
+    writes_input: bool = False
+
+
 @dataclass(frozen=True)
 class FoundModel:
     """One model of transformers as its modules show it.
@@ -240,8 +255,8 @@ class FoundModel:
     buffers: those that a folder holds beside the parameters. unreached: paths of parts that token
     ids do not reach, such as towers for images, which are not trained. refused: why tokens cannot
     train it; None: they can. unstaged: why its blocks cannot stand on several stages; None: they
-    can. before: paths of what runs before the blocks. auxiliary: the factor of its routers' loss in
-    the loss, 0 without one. positions: its longest sequence, if its settings say so. active: the
+    can. around: what its stages run beside their blocks. auxiliary: the factor of its routers' loss
+    in the loss, 0 without one. positions: its longest sequence, if its settings say so. active: the
     part of its experts that works on a token. shared_experts: of each block, if ranks can share
     them; 0: they cannot. top_k: of them, those that a token goes to. cuts: what tensor ranks share;
     of a model that is not to be cut nothing. uncut: why they cannot; None: they can.
@@ -256,7 +271,7 @@ class FoundModel:
     unreached: tuple[str, ...]
     refused: str | None
     unstaged: str | None
-    before: tuple[str, ...]
+    around: StageSides
     auxiliary: float
     positions: int | None
     active: float
@@ -275,7 +290,7 @@ class FoundModel:
 
     def is_before(self, name: str) -> bool:
         """Whether a parameter, of no block, belongs to what runs before the blocks."""
-        return name.startswith(tuple(f"{path}." for path in self.before))
+        return name.startswith(tuple(f"{path}." for path in self.around.before))
 
     def stages_of(self, name: str, block_stages: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """The pipe indices that hold a parameter or buffer. block_stages: of each block."""

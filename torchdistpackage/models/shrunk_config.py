@@ -16,7 +16,7 @@ _HEADS, _EXPERTS, _WINDOW, _MOST_LAYERS = 4, 4, 4, 8
 _WIDTHS = (
     *("hidden_size", "d_model", "n_embd", "n_embed", "emb_dim", "embedding_dim", "embedding_size"),
     *("word_embed_proj_dim", "attention_hidden_size", "lru_width", "input_embedding_size"),
-    *("output_embedding_size", "hidden_size_global", "rotary_emb_dim", "backbone_hidden_size"),
+    *("output_embedding_size", "rotary_emb_dim", "backbone_hidden_size"),
 )
 _INNER = (
     *("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "dff"),
@@ -50,6 +50,10 @@ _CHOSEN = (
     "top_k_experts",
 )
 _FIXED = {
+    "hidden_size_global": WIDTH,
+    "adapter_in_dim": WIDTH,
+    "adapter_out_dim": WIDTH,
+    "adapter_input_size": WIDTH,
     "vocab_size": VOCAB,
     "vocab_size_per_layer_input": VOCAB,
     "unpadded_vocab_size": VOCAB,
@@ -122,7 +126,7 @@ _FIXED = {
     "shape_vocab_size": VOCAB,
     "local_attn_chunk_length": 4,
     "lsh_attn_chunk_length": 4,
-    "axial_pos_shape": [8, 8],
+    "axial_pos_shape": [3, 4],
     "axial_pos_embds_dim": [WIDTH // 2, WIDTH // 2],
     "loop_layer_index_start": 1,
     "loop_layer_index_end": 3,
@@ -144,6 +148,8 @@ _KINDS = (
     *("attention_layers", "attn_layers"),
 )
 """Lists that name the kind of each layer."""
+_NUMBERS = ("_idxs", "layer_ids")
+"""Ends of the names of lists of layers' numbers."""
 
 
 def shrunk(given: Mapping[str, Any], of_each_kind: int = 1, heads: int = _HEADS) -> dict[str, Any]:
@@ -152,6 +158,7 @@ def shrunk(given: Mapping[str, Any], of_each_kind: int = 1, heads: int = _HEADS)
     of_each_kind: layers that the copy keeps of each kind. heads: that it has at most. Whether
     transformers can make a model of it has to be tried.
     """
+    given = _one_entry_a_layer(given)
     small = dict(given)
     layers = _layers_of(given)
     kept = _kept_layers(given, layers, of_each_kind)
@@ -159,7 +166,7 @@ def shrunk(given: Mapping[str, Any], of_each_kind: int = 1, heads: int = _HEADS)
         for key, value in given.items():
             if isinstance(value, list) and len(cast(list[Any], value)) == layers:
                 small[key] = [value[i] for i in kept]
-            elif (isinstance(value, list) and "layers" in key) or key.endswith("_idxs"):
+            elif isinstance(value, list) and ("layers" in key or key.endswith(_NUMBERS)):
                 small[key] = _indices(value, kept)
     width = next((given[k] for k in _WIDTHS if _is_size(given.get(k))), 0)
     num_experts = next((given[k] for k in _EXPERT_COUNTS if _is_size(given.get(k))), 0)
@@ -176,6 +183,28 @@ def shrunk(given: Mapping[str, Any], of_each_kind: int = 1, heads: int = _HEADS)
         elif type(value) is int and value > 0:
             small[key] = _size(key, value, given, width, len(kept), num_experts, heads)
     return small
+
+
+def without_dropout(small: Mapping[Any, Any]) -> dict[Any, Any]:
+    """`small` with all rates of dropout 0, so that ranks draw nothing."""
+    return {
+        key: without_dropout(cast(dict[Any, Any], x))
+        if isinstance(x, dict)
+        else 0.0
+        if "drop" in str(key) and isinstance(x, float)
+        else x
+        for key, x in small.items()
+    }
+
+
+def _one_entry_a_layer(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings that list attention and MLP of each layer apart, as Dory's, with one for both."""
+    kinds = given.get("layer_types")
+    if not isinstance(kinds, list) or cast(list[Any], kinds)[1::2] != ["mlp"] * (len(kinds) // 2):
+        return given
+    counts = ("num_hidden_layers", "n_input_layers", "n_recurrent_layers", "n_output_layers")
+    halved = {key: given[key] // 2 for key in counts if _is_size(given.get(key))}
+    return {**given, **halved, "layer_types": kinds[::2]}
 
 
 def _size(
@@ -211,13 +240,15 @@ def _size(
     if key in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"):
         return min(value, 1)
     if key == "num_kv_shared_layers":
-        return min(value, layers // 2)
+        return layers if value == _layers_of(given) else min(value, layers // 2)
     if key in ("num_nextn_predict_layers", "moe_layer_end_index"):
         return min(value, layers - 1 if key == "moe_layer_end_index" else 1)
     if key.endswith(("_token_id", "_token_index", "_index")) and "layer" not in key:
         return value if value < VOCAB else 2
     if key == "head_dim" and value == given.get("qk_rope_head_dim"):
         return HEAD // 2
+    if key == "head_dim" and value in _whole_heads(given):
+        return HEAD + HEAD // 2
     if key in _FIXED:
         return cast(int, _FIXED[key])
     if any(word in key for word in _WINDOWS) and value > _WINDOW and "pattern" not in key:
@@ -235,6 +266,14 @@ def _is_mamba2(given: Mapping[str, Any]) -> bool:
     return given.get("model_type") == "mamba2"
 
 
+def _whole_heads(given: Mapping[str, Any]) -> set[int]:
+    """Widths of heads with their rotary part, of latent attention."""
+    by_layer = cast(dict[str, Any], given.get("per_layer_config") or {}).values()
+    parts = {x.get("qk_nope_head_dim") for x in (given, *by_layer) if isinstance(x, Mapping)}
+    rotary = given.get("qk_rope_head_dim")
+    return {x + rotary for x in parts if x and rotary}
+
+
 def _is_size(value: object) -> bool:
     return type(value) is int and value > 0
 
@@ -246,15 +285,16 @@ def _layers_of(given: Mapping[str, Any]) -> int:
 def _kept_layers(given: Mapping[str, Any], layers: int, of_each_kind: int) -> list[int]:
     """Layers of the copy: of each kind that a list names so many, and two at least."""
     kinds = [given[k] for k in _KINDS if isinstance(given.get(k), list) and len(given[k]) == layers]
-    if given.get(
-        "num_kv_shared_layers"
-    ):  # the last layers read what earlier ones of their kind made
-        of_each_kind += 1
+    # the last layers read what earlier ones of their kind made
+    shared = layers - min(given.get("num_kv_shared_layers") or 0, layers)
     seen: dict[object, list[int]] = {}
     for index in range(layers):
-        seen.setdefault(tuple(str(names[index]) for names in kinds), []).append(index)
+        kind = tuple(str(names[index]) for names in kinds)
+        seen.setdefault((index >= shared, kind), []).append(index)
+    if any("hybrid" in kind for _, kind in seen):  # tied over all layers of that kind
+        of_each_kind += 1
     found = sorted(i for held in seen.values() for i in held[:of_each_kind])[:_MOST_LAYERS]
-    wanted = 2 if kinds else 4
+    wanted = 2 if kinds and not given.get("n_recurrent_layers") else 4
     more = [i for i in range(layers) if i not in found]
     return sorted([*found, *more[: max(wanted - len(found), 0)]])
 
@@ -271,11 +311,11 @@ def _shrunk_inside(
     if key.endswith("_config") and key != "per_layer_config":
         return shrunk(inner, of_each_kind, heads)
     if key == "per_layer_config":
-        new = {str(old): str(at) for at, old in enumerate(kept)}
-        return {
-            new[str(k)]: shrunk(v, of_each_kind, heads) if isinstance(v, dict) else v
+        new = {old: at for at, old in enumerate(kept)}
+        return {  # its keys may have leading zeros
+            str(new[int(k)]): shrunk(v, of_each_kind, heads) if isinstance(v, dict) else v
             for k, v in inner.items()
-            if str(k) in new
+            if int(k) in new
         }
     return _shrunk_rope(inner)
 

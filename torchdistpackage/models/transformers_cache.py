@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchdistpackage.families.table import StageSides
 from torchdistpackage.models.transformers_found import small_models
-from torchdistpackage.parallel.pipeline.partition.hf_decoder import (
-    DecoderStage,
-    decoder_stage,
-    path_to_blocks,
-)
+from torchdistpackage.models.transformers_staged import neighbours
+from torchdistpackage.parallel.pipeline.partition.hf_decoder import DecoderStage, decoder_stage
 from torchdistpackage.tools.undisturbed import keep_random_states
 
 _PREFILL = 5
@@ -81,40 +79,40 @@ def _stage_cache(config: Any, first: int) -> Any:
     return (StageCache if first else DynamicCache)(config=config.get_text_config(decoder=True))
 
 
-def tried_cache(given: Mapping[str, Any], is_staged: bool) -> tuple[bool, bool]:
+def tried_cache(given: Mapping[str, Any], around: StageSides | None) -> tuple[bool, bool]:
     """Whether a class that has no table writes with a cache what it does without, and with padding.
 
-    is_staged: cut into two stages, behind each of its blocks. Tried on a small copy; any difference
-    or error is a no.
+    around: what stands around its blocks, if it is cut into two stages, behind each of its blocks.
+    Tried on a small copy; any difference or error is a no.
     """
     text = json.dumps(dict(given), sort_keys=True, default=str)
-    can = _tried(text, is_staged, 0)
-    return can, can and _tried(text, is_staged, 2)
+    can = _tried(text, around, 0)
+    return can, can and _tried(text, around, 2)
 
 
 @lru_cache(maxsize=16)
-def _tried(text: str, is_staged: bool, padding: int) -> bool:
+def _tried(text: str, around: StageSides | None, padding: int) -> bool:
     with keep_random_states(), torch.no_grad():
         for model in small_models(json.loads(text)):
             model.eval()
             try:
-                return all(_agrees(stages, padding) for stages in _cuts(model, is_staged))
+                return all(_agrees(stages, padding) for stages in _cuts(model, around))
             except Exception:
                 # of a class that nobody has seen, whatever its forward raises
                 continue
     return False
 
 
-def _cuts(model: Any, is_staged: bool) -> Iterator[list[tuple[nn.Module, int]]]:
+def _cuts(model: Any, around: StageSides | None) -> Iterator[list[tuple[nn.Module, int]]]:
     """(stages with their first blocks) in a row."""
-    if not is_staged:
+    if around is None:
         yield [(model, 0)]
         return
-    base = getattr(model, model.base_model_prefix)
-    num = len(base.get_submodule(path_to_blocks(base)))
+    beside = neighbours(model, around)
+    num = len(list(model.get_submodule(around.blocks).children()))
     for cut in range(1, num):
-        stages = [(decoder_stage(model, range(cut)), 0)]
-        stages.append((decoder_stage(model, range(cut, num)), cut))
+        stages = [(decoder_stage(model, range(cut), beside), 0)]
+        stages.append((decoder_stage(model, range(cut, num), beside), cut))
         for stage, _ in stages:
             stage.eval()
         yield stages

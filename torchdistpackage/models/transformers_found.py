@@ -7,7 +7,7 @@ that of its tokens and which parts they reach, is tried on a small copy of the s
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,19 +16,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchdistpackage.families.found import (
+    BESIDE,
     SHARED,
+    TRAINED,
     active_share,
     chosen_experts,
     family,
     is_stacked,
 )
-from torchdistpackage.families.table import Family, FoundModel, FoundParameter, Sizes
-from torchdistpackage.models.shrunk_config import shrunk
+from torchdistpackage.families.table import Family, FoundModel, FoundParameter, Sizes, StageSides
+from torchdistpackage.models.shrunk_config import shrunk, without_dropout
 from torchdistpackage.models.tables import table_parameters
 from torchdistpackage.models.transformers_causality import causality_problem
 from torchdistpackage.models.transformers_cuts import CHOICES, can_deal_heads, find_cuts
 from torchdistpackage.models.transformers_meta import ALONE, known_settings, on_meta
 from torchdistpackage.models.transformers_staged import try_stages
+from torchdistpackage.models.transformers_stops import module_of
 from torchdistpackage.models.transformers_trial import try_tensor
 from torchdistpackage.tools.undisturbed import keep_random_states
 
@@ -68,7 +71,7 @@ def _read(text: str, tensor: int) -> Family:
 
 def _found(model: Any, config: Any, tried: "_Tried") -> FoundModel:
     own, aliases = _names(model)
-    blocks, num = _blocks(model)
+    blocks, num = _blocks(model, tried.unreached)
     text = config.get_text_config()
     settings = text.to_dict()
     embedding = model.get_input_embeddings()
@@ -101,7 +104,7 @@ def _found(model: Any, config: Any, tried: "_Tried") -> FoundModel:
         unreached=tried.unreached,
         refused=tried.refused,
         unstaged=tried.unstaged,
-        before=tried.before,
+        around=tried.around,
         auxiliary=tried.auxiliary,
         positions=positions,
         active=active_share(settings),
@@ -147,10 +150,13 @@ def _buffers(model: nn.Module) -> Iterator[FoundParameter]:
             yield FoundParameter(name, tuple(buffer.shape))
 
 
-def _blocks(model: Any) -> tuple[str, int]:
-    """Path and length of the longest list of modules that is in no other; ("", 1) without one."""
+def _blocks(model: Any, unreached: tuple[str, ...]) -> tuple[str, int]:
+    """Path and length of the longest list of modules that is in no other, and that token ids reach;
+    ("", 1) without one."""
     lists: dict[str, int] = {}
     for name, module in model.named_modules():
+        if f"{name}.".startswith(tuple(f"{path}." for path in unreached)):
+            continue
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{n}.") for n in lists):
             lists[name] = len(module)
     if not any(lists.values()):
@@ -171,8 +177,7 @@ def _cut(given: Mapping[str, Any], whole: FoundModel, tensor: int) -> FoundModel
         model = on_meta(given, torch.float32)
         for small in small_models(given, max(num_ranks, 4)):
             ids = _ids(small)
-            read = _found(small, small.config, _Tried())
-            read = replace(read, unreached=whole.unreached)
+            read = _found(small, small.config, _Tried(unreached=whole.unreached))
             for choices in CHOICES:
                 chosen = replace(choices, by_heads=choices.by_heads and by_heads)
                 cut = replace(read, cuts=find_cuts(small, read, chosen))
@@ -197,7 +202,8 @@ def small_models(given: Mapping[str, Any], heads: int = 4) -> Iterator[nn.Module
     whole = known_settings(given)
     for each in (1, 2):
         try:
-            config = known_settings(shrunk(whole.to_dict(), of_each_kind=each, heads=heads))
+            small = shrunk(whole.to_dict(), of_each_kind=each, heads=heads)
+            config = known_settings(without_dropout(small))
             with keep_random_states():
                 torch.manual_seed(0)
                 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -216,33 +222,38 @@ class _Tried:
     unreached: tuple[str, ...] = ()
     auxiliary: float = 0.0
     unstaged: str | None = None
-    before: tuple[str, ...] = ()
+    around: StageSides = field(default_factory=StageSides)
 
 
 def _tried(given: Mapping[str, Any]) -> _Tried:
-    error: Exception | None = None
+    if (reads := BESIDE.get(str(given.get("model_type")))) is not None:
+        return _Tried(f"{given['model_type']} does not run on token ids alone: its {reads}")
+    problem = f"transformers makes no small copy of {given.get('model_type')} to try it on"
     for model in small_models(given):
         try:
             with keep_random_states():
                 return _try(model, given)
-        except Exception as met:  # as above
-            error = met
-    because = "transformers makes none of its settings" if error is None else repr(error)
-    name = given.get("model_type")
-    return _Tried(f"a small copy of {name} does not run on token ids alone: {because}")
+        except Exception as error:  # as above
+            at, name = module_of(error, model), type(model).__name__
+            problem = f"a small copy of {name} does not run on token ids alone: it stops in {at}"
+    return _Tried(problem)
 
 
 def _try(model: Any, given: Mapping[str, Any]) -> _Tried:
-    ids = _ids(model)
+    ids, name = _ids(model), type(model).__name__
     model.eval()
     both_ways = causality_problem(given, model, ids, small_models)
-    output = model(input_ids=ids, labels=ids.clone(), return_dict=True)
+    model.train(model.config.model_type in TRAINED)
+    logits = model(input_ids=ids, return_dict=True).logits
+    try:
+        output = model(input_ids=ids, labels=ids.clone(), return_dict=True)
+    except Exception:  # of a loss that leaves out tokens of an image, and so all of them
+        return _Tried(f"{name} makes logits of token ids alone, and its forward no loss of them")
     loss, logits = output.loss, output.logits
     factor = 0.0
     if getattr(output, "aux_loss", None) is not None:
         factor = float(getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0))
         loss = loss - factor * output.aux_loss
-    name = type(model).__name__
     if not isinstance(logits, Tensor) or logits.shape[:2] != ids.shape:
         return _Tried(f"{name} makes no logits of each token")
     shifted = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
@@ -258,7 +269,8 @@ def _try(model: Any, given: Mapping[str, Any]) -> _Tried:
         return _Tried(both_ways)
     output.loss.backward()
     unreached = tuple(_unreached(model))
-    return _Tried(None, unreached, factor, *try_stages(model, ids, _blocks(model)[0]))
+    staged = try_stages(model, ids, _blocks(model, unreached)[0], unreached)
+    return _Tried(None, unreached, factor, *staged)
 
 
 def _ids(model: Any) -> Tensor:

@@ -64,7 +64,36 @@ def known_settings(given: Mapping[str, Any]) -> Any:
                 f"model_type is {family!r}, and transformers {__version__} has no causal language "
                 f"model of that type; use the folder of one, or model.target"
             )
+        if problem := _unbuildable(config):
+            raise ConfigError(problem)
     return config
+
+
+def _unbuildable(config: Any) -> str | None:
+    """Why transformers makes no causal language model of these settings, by what its classes ask
+    for; None: it may make one."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+    from transformers.utils import is_timm_available
+
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    names: Mapping[str, Any] = getattr(config, "sub_configs", None) or {}
+    inner = {name: x for name in names if (x := getattr(config, name, None)) is not None}
+    wanted = getattr(kind, "config_class", None)
+    held = next((name for name, x in inner.items() if type(x) is wanted), None)
+    if held not in (None, "text_config") and type(config) is not wanted:
+        return (
+            f"{kind.__name__} is made of {wanted.__name__}, and config.json of model_type "
+            f"{config.model_type!r} has these settings in {held}, from which transformers does not "
+            f"take them; use model.target"
+        )
+    for name, x in inner.items():
+        tower = MODEL_MAPPING.get(type(x), None)
+        if getattr(tower, "__name__", "") == "TimmWrapperModel" and not is_timm_available():
+            return (
+                f"{kind.__name__} has a TimmWrapperModel ({name}), which needs the package timm; "
+                f"pip install timm"
+            )
+    return None
 
 
 def _own_code(given: Mapping[str, Any]) -> str:

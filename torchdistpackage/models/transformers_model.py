@@ -55,6 +55,7 @@ from torchdistpackage.models.transformers_meta import (
     refused,
 )
 from torchdistpackage.models.transformers_parameters import check_shapes, materialize
+from torchdistpackage.models.transformers_staged import neighbours
 from torchdistpackage.models.transformers_vocab import SplitVocab
 from torchdistpackage.models.transformers_weights import fill, open_found
 from torchdistpackage.parallel.auto.draws import (
@@ -229,7 +230,8 @@ class TransformersStage(nn.Module):
         read, num, takes_padding = self.shape.kind.found, self.shape.sizes.layers, True
         if read is not None:
             is_staged = isinstance(self.decoder, DecoderStage) and len(self.block_names()) < num
-            can, takes_padding = tried_cache(self.shape.given, is_staged)
+            around = read.around if is_staged else None
+            can, takes_padding = tried_cache(self.shape.given, around)
             if not can:
                 return None
         return StageTokens(self, takes_padding)
@@ -294,12 +296,13 @@ def stage(
     model, num = on_meta(shape, dtype), 1 if group is None else group.size()
     all_blocks = range(shape.sizes.layers)
     pieces = all_blocks if pieces is None else pieces
-    if (read := shape.kind.found) is None or pieces != all_blocks:
-        decoder = decoder_stage(model, pieces)
-    else:
+    read = shape.kind.found
+    for path in () if read is None else read.unreached:  # a tower of images, where texts are read
+        model.get_submodule(path).requires_grad_(False)
+    if read is not None and pieces == all_blocks:
         decoder = model
-        for path in read.unreached:  # the tower of images of a model that reads texts
-            decoder.get_submodule(path).requires_grad_(False)
+    else:
+        decoder = decoder_stage(model, pieces, read and neighbours(model, read.around))
     if group is not None and num > 1:
         table = split_table(shape, axis)
         parallelize(decoder, table, group, axis=axis, tp_comm_overlap=tp_comm_overlap)

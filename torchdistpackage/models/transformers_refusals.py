@@ -1,5 +1,7 @@
 """What a causal language model of transformers cannot do of what a run asks of it. No torch."""
 
+from math import prod
+
 from torchdistpackage.families.found import SAMPLED, SHARED
 from torchdistpackage.families.registry import FAMILIES
 from torchdistpackage.families.table import FoundModel
@@ -94,7 +96,13 @@ def _unshared(shape: TransformersShape, expert: int) -> list[tuple[str, str]]:
 
 
 def _too_long(shape: TransformersShape) -> list[tuple[str, str]]:
-    positions = shape.sizes.positions
+    positions, axes = shape.sizes.positions, shape.given.get("axial_pos_shape")
+    if shape.family == "reformer" and axes and prod(axes) != shape.seq_len:
+        text = (
+            f"data.seq_len={shape.seq_len}, but in training the axial positions of reformer "
+            f"(axial_pos_shape {axes}) are for {prod(axes)} tokens; set seq_len to {prod(axes)}"
+        )
+        return [("data.seq_len", text)]
     if positions is None or shape.seq_len <= positions:
         return []
     text = (

@@ -1,21 +1,22 @@
 """Whether the blocks of a found family can stand on several stages: tried on a small copy.
 
 Every cut of the copy is run as two stages in a row and compared with the copy itself, logits and
-the gradient of every parameter, so that blocks that share anything but what they hand on, or know
-their place otherwise, are refused.
+the gradient of every parameter. Of blocks that cannot be cut, `unstaged_because` says which module
+is in the way.
 """
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchdistpackage.errors import ScheduleError
+from torchdistpackage.families.table import StageSides
+from torchdistpackage.models.transformers_blocks import BlockCalls, unstaged_because
+from torchdistpackage.models.transformers_stops import module_of
 from torchdistpackage.parallel.pipeline.partition.hf_decoder import (
     BlockNeighbours,
+    base_name,
     decoder_stage,
-    path_to_blocks,
 )
 
 _TOLERANCE = 1e-5
@@ -23,58 +24,100 @@ _TOLERANCE = 1e-5
 _OPTIONS = {"use_cache": False, "return_dict": True}
 
 
-def try_stages(model: Any, ids: Tensor, blocks: str) -> tuple[str | None, tuple[str, ...]]:
-    """(why it cannot be staged, or None; paths of what runs before the blocks).
+def neighbours(model: Any, around: StageSides) -> BlockNeighbours:
+    """Return what stands around the blocks of `model`, as a small copy has shown it."""
+    prefix = base_name(model)
+    blocks = around.blocks.removeprefix(f"{prefix}.")
+    found = BlockNeighbours(model.get_submodule(prefix), blocks)
+    found.before = {path.removeprefix(f"{prefix}.") for path in around.before}
+    found.behind = {path.removeprefix(f"{prefix}.") for path in around.behind}
+    found.writes_input = around.writes_input
+    return found
+
+
+def try_stages(
+    model: Any, ids: Tensor, blocks: str, unreached: tuple[str, ...] = ()
+) -> tuple[str | None, StageSides]:
+    """(why it cannot be staged, or None; what stands around its blocks).
 
     model: a small copy in float32, in eval mode. ids (B, S). blocks: path of its list of blocks.
+    unreached: paths of what token ids do not reach, which no stage runs.
     """
-    name, prefix = type(model).__name__, model.base_model_prefix
-    if not blocks or not prefix or not hasattr(model, prefix):
-        return f"{name} has no list of blocks", ()
-    base = getattr(model, prefix)
-    try:
-        path = path_to_blocks(base)
-        if f"{prefix}.{path}" != blocks:
-            return f"the blocks of {name} are not in its {prefix}", ()
-        num = len(base.get_submodule(path))
-        around = BlockNeighbours(base, path)
-        with around.seen(), torch.no_grad():
-            model(input_ids=ids, **_OPTIONS)
-        if problem := _shared(model, blocks, around):
-            return problem, ()
+    name, sides = type(model).__name__, StageSides(blocks)
+    if not blocks:
+        return f"{name} has no list of blocks", sides
+    prefix = base_name(model)
+    if not blocks.startswith(f"{prefix}."):
+        return f"the blocks of {name} are not in its {prefix}", sides
+    base, path = model.get_submodule(prefix), blocks.removeprefix(f"{prefix}.")
+    around, calls = BlockNeighbours(base, path), BlockCalls(model, blocks)
+    with around.seen(), calls.seen():
         expected = _logits_and_gradients(
             model, lambda: model(input_ids=ids, **_OPTIONS).logits, ids
         )
-        for cut in range(1, num):
-            first = decoder_stage(model, range(cut))
-            last = decoder_stage(model, range(cut, num))
-            for stage in (first, last):
-                stage.eval()
-            found = _logits_and_gradients(model, lambda a=first, b=last: b(a(ids)), ids)
-            for what, x in expected.items():
-                if (off := _distance(found.get(what), x)) > _TOLERANCE:
-                    return (
-                        f"the stages of {name} cut behind block {cut} of {num} do not compute what "
-                        f"it does: {what} of a small copy is off by {off:.1e}, so its blocks share "
-                        f"more than the activations that they hand on"
-                    ), ()
-    except ScheduleError as error:
-        return f"{name}: {error}", ()
-    except Exception as error:  # of a class that nobody has seen, whatever its forward raises
-        return f"{name} cut into stages fails on a small copy: {error!r}", ()
-    finally:
-        model.zero_grad()
-    return None, tuple(sorted(f"{prefix}.{x}" for x in around.before))
+    # what no token reaches stands on the last stage, or its parameters would be on several
+    around.behind |= {x.removeprefix(f"{prefix}.") for x in unreached} - around.before
+    problem = _shared(model, blocks, around, unreached) or _differs(model, ids, around, expected)
+    if problem is not None:
+        return unstaged_because(model, blocks, calls, ids) or problem, sides
+    both = (tuple(sorted(f"{prefix}.{x}" for x in y)) for y in (around.before, around.behind))
+    return None, StageSides(blocks, *both, around.writes_input)
 
 
-def _shared(model: Any, blocks: str, around: BlockNeighbours) -> str | None:
+def _differs(
+    model: Any, ids: Tensor, around: BlockNeighbours, expected: dict[str, Tensor]
+) -> str | None:
+    """Where stages in a row do not compute what the model does."""
+    name, path = type(model).__name__, f"{base_name(model)}.{around.path}"
+    num = len(list(model.get_submodule(path).children()))
+    for cut in range(1, num):
+        stages = [decoder_stage(model, part, around) for part in (range(cut), range(cut, num))]
+        for stage in stages:
+            stage.eval()
+
+        def run(first: Any = stages[0], last: Any = stages[1]) -> Tensor:
+            x = first(ids)
+            version = x._version
+            logits = last(x)
+            around.writes_input |= x._version != version
+            return logits
+
+        behind = f"cut behind block {cut} of {num}"
+        try:
+            found = _logits_and_gradients(model, run, ids)
+            if around.writes_input and not stages[1].copies_input:
+                return _differs(model, ids, around, expected)
+        except Exception as error:  # of a class that nobody has seen, whatever its forward raises
+            at = module_of(error, *stages)
+            return (
+                f"{name} does not go on from activations in place of token ids: a small copy "
+                f"that is {behind} stops in {at}"
+            )
+        for what, x in expected.items():
+            if (off := _distance(found.get(what), x)) > _TOLERANCE:
+                return (
+                    f"the stages of {name} {behind} do not compute what it does: {what} of a small "
+                    f"copy is off by {off:.1e}, so its blocks share more than the activations that "
+                    f"they hand on"
+                )
+    return None
+
+
+def _shared(
+    model: Any, blocks: str, around: BlockNeighbours, unreached: tuple[str, ...]
+) -> str | None:
     """What is trained beside the blocks, and neither before nor behind them."""
-    prefix = model.base_model_prefix
+    prefix = base_name(model)
     sides = tuple(f"{prefix}.{x}." for x in (*around.before, *around.behind))
+    sides = (f"{blocks}.", *sides, *(f"{path}." for path in unreached))
     for name, _ in model.named_parameters():
-        inside = name.startswith((f"{blocks}.", *sides)) or not name.startswith(f"{prefix}.")
-        if not inside:
-            return f"{name} of {type(model).__name__} is used all along its blocks"
+        if not name.startswith(sides) and name.startswith(f"{prefix}."):
+            module = name.rpartition(".")[0]
+            kind = type(model.get_submodule(module)).__name__
+            return (
+                f"{name} stands beside the blocks in {module} ({kind}), and not in what runs "
+                f"before or behind them, so it belongs to no stage"
+            )
     return None
 
 
@@ -83,11 +126,13 @@ def _logits_and_gradients(model: nn.Module, run: Any, ids: Tensor) -> dict[str, 
     logits = run()
     F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten()).backward()
     found = {"logits": logits.detach()}
-    return found | {
+    found |= {
         f"the gradient of {name}": p.grad.clone()
         for name, p in model.named_parameters()
         if p.grad is not None
     }
+    model.zero_grad()
+    return found
 
 
 def _distance(found: Tensor | None, expected: Tensor) -> float:

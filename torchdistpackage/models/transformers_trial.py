@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.families.found import table_of
+from torchdistpackage.families.found import TRAINED, table_of
 from torchdistpackage.families.table import FoundModel
 from torchdistpackage.harness.lint.linter import lint
 from torchdistpackage.layout.derive import local_shape
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.transformers_experts import share_experts
+from torchdistpackage.models.transformers_stops import module_of
 from torchdistpackage.models.transformers_vocab import SplitVocab
 from torchdistpackage.parallel.tensor.full import copy_part
 from torchdistpackage.parallel.tensor.parallelize import parallelize
@@ -52,31 +53,38 @@ def try_tensor(model: Any, found: FoundModel, ids: Tensor, num_ranks: int) -> st
 
     model: a small copy in float32. found: what was read of it, with its cuts. ids (B, S).
     """
-    copied = deepcopy(model).eval()
+    copied = deepcopy(model).train(model.config.model_type in TRAINED)
     _move_away(copied)
     twins = [deepcopy(copied) for _ in range(num_ranks)]  # some keep what a forward has made
-    expected = _alone(copied, ids)
+    expected = _alone(copied, ids, found.aliases)
     table, layouts = table_of(found)
+
+    stops: dict[int, str] = {}
 
     def on_rank(rank: int) -> tuple[Tensor, Gradients, str | None]:
         group = tpc.get_group("tensor")
         twin = twins[rank]
-        parallelize(twin, table, group)
-        if found.shared_experts:
-            share_experts(twin, layouts, tpc.get_group("expert"), group)
-        _fill(twin, copied, found, layouts, group)
-        seen = dict[str, Tensor]()
-        with _recorded(twin, seen):
-            logits = twin(input_ids=ids, use_cache=False, return_dict=True).logits
-        if found.cuts.head:
-            logits = SplitVocab(group, found.sizes.vocab).join(logits)
-        _loss(logits, ids).backward()
+        try:
+            parallelize(twin, table, group)
+            if found.shared_experts:
+                share_experts(twin, layouts, tpc.get_group("expert"), group)
+            _fill(twin, copied, found, layouts, group)
+            seen = dict[str, Tensor]()
+            with _recorded(twin, seen):
+                logits = twin(input_ids=ids, use_cache=False, return_dict=True).logits
+            if found.cuts.head:
+                logits = SplitVocab(group, found.sizes.vocab).join(logits)
+            _loss(logits, ids).backward()
+        except Exception as error:  # whatever the forward of a class that nobody has seen raises
+            stops[rank] = module_of(error, twin)
+            raise
         gradients = _gradients(twin, found, layouts, group)
         return logits.detach(), gradients, _first_difference(seen, expected.outputs)
 
     report = lint(on_rank, [("tensor", num_ranks)], limit_s=_LIMIT_S, queued=False)
     if report.finding is not None:
-        return f"{num_ranks} ranks stop: {report.finding.text.splitlines()[0]}"
+        where = next((stops[x] for x in report.finding.ranks if x in stops), type(model).__name__)
+        return f"{num_ranks} ranks stop in {where} ({report.finding.kind})"
     mesh = Mesh((("tensor", num_ranks),))
     for rank, (logits, gradients, differs) in enumerate(report.results):  # type: ignore[misc]
         if (off := _distance(logits, expected.logits)) > _TOLERANCE:
@@ -106,13 +114,14 @@ def _loss(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
 
 
-def _alone(model: Any, ids: Tensor) -> _UnsplitRun:
+def _alone(model: Any, ids: Tensor, aliases: Mapping[str, str]) -> _UnsplitRun:
     seen = dict[str, Tensor]()
     with _recorded(model, seen):
         logits = model(input_ids=ids, use_cache=False, return_dict=True).logits
     model.zero_grad()
     _loss(logits, ids).backward()
-    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    named = {aliases.get(name, name): p for name, p in model.named_parameters()}
+    gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
     model.zero_grad()
     return _UnsplitRun(logits.detach(), gradients, seen)
 

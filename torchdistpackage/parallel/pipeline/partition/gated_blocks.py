@@ -8,6 +8,7 @@ checkpointing, which calls a block again when other activations are here, repeat
 """
 
 from functools import cache
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ class BlockActivations:
     is_first, is_last: of all stages. There the model's own forward comes before, and goes on.
     group: of ranks that have a part each of the sequence between blocks; None: they have it whole.
     is_other: whether the first block would have been given something else.
+    copies_input: whether the family's forward changes in place what it is given.
     """
 
     def __init__(self, is_first: bool, is_last: bool) -> None:
@@ -30,7 +32,7 @@ class BlockActivations:
         self.group: Group | None = None
         self.enters: Tensor | None = None
         self.left: Any = None
-        self.is_other = False
+        self.is_other = self.copies_input = False
 
     @property
     def num_shares(self) -> int:
@@ -38,11 +40,11 @@ class BlockActivations:
         return 1 if self.group is None else self.group.size()
 
     def whole_like(self, x: Tensor) -> Tensor:
-        """x (B, S/n, D), or zeros for all positions where x is a part: a family's forward takes
-        its shapes from them."""
-        if self.num_shares == 1:
-            return x
-        batch, length, dim = x.shape
+        """x (B, S/n, D), or zeros for all positions where x is a part, or of several streams
+        (B, S, N, D): a family's forward takes its shapes from embedded tokens."""
+        if self.num_shares == 1 and x.dim() == 3:
+            return x.clone() if self.copies_input else x
+        batch, length, *_, dim = x.shape
         return x.new_zeros(()).expand(batch, length * self.num_shares, dim)
 
     def enter(self, given: Tensor, name: str) -> Tensor:
@@ -67,11 +69,11 @@ class BlockActivations:
 
     def leave(self, output: Any) -> Any:
         """Keep what the last block returns; what the family's forward is to go on with."""
-        self.left = x = output[0] if isinstance(output, tuple) else output
+        self.left = x = output[0] if isinstance(output, tuple | list) else output
         if self.group is None:
             return output
         x = collectives.gather(x, 1, self.group) if self.is_last else self.whole_like(x)
-        return (x, *output[1:]) if isinstance(output, tuple) else x
+        return type(output)((x, *output[1:])) if isinstance(output, tuple | list) else x
 
     def take(self) -> Tensor:
         """The outputs; raises ScheduleError if the block was not called, or returned no tensor."""
@@ -97,8 +99,10 @@ class _GatedBlock:
         if takes and args:
             args = (activations.enter(args[0], type(self).__name__), *args[1:])
         elif takes:
-            entered = activations.enter(kwargs["hidden_states"], type(self).__name__)
-            kwargs["hidden_states"] = entered
+            name = "hidden_states"
+            if name not in kwargs:
+                name = next(iter(signature(self.forward).parameters))  # type: ignore[attr-defined]
+            kwargs[name] = activations.enter(kwargs[name], type(self).__name__)
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         return activations.leave(output) if leaves else output
 

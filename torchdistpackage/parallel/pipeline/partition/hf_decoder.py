@@ -43,7 +43,7 @@ class DecoderStage(nn.Module):
     ):
         """base: the model's, cut. activations: of its blocks. ends: is it the first, the last?"""
         super().__init__()
-        self.config, self._prefix = model.config, model.base_model_prefix
+        self.config, self._prefix = model.config, base_name(model)
         self._activations, (self._is_first, self._is_last) = activations, ends
         self.add_module(self._prefix, base)
         if self._is_last:
@@ -87,6 +87,11 @@ class DecoderStage(nn.Module):
             activations.enters = activations.left = None
 
     @property
+    def copies_input(self) -> bool:
+        """Whether the model is given a copy of the activations, as it writes into them."""
+        return self._activations.copies_input
+
+    @property
     def num_shares(self) -> int:
         """Ranks that have a part each of a sequence between the blocks."""
         return self._activations.num_shares
@@ -114,7 +119,7 @@ def decoder_stages(
         ScheduleError: no list of blocks is found, it is shorter than the stages, or the stages do
             not compute what the model does.
     """
-    base = getattr(model, model.base_model_prefix)
+    base = model.get_submodule(base_name(model))
     path = path_to_blocks(base)
     num = len(base.get_submodule(path))
     costs = _costs(model, base.get_submodule(path)) if costs is None else costs
@@ -137,31 +142,35 @@ def decoder_stages(
     return stages
 
 
-def decoder_stage(model: nn.Module, blocks: range) -> DecoderStage:
+def decoder_stage(
+    model: nn.Module, blocks: range, around: "BlockNeighbours | None" = None
+) -> DecoderStage:
     """One stage alone, of these blocks of a model, which may be on the meta device.
 
+    around: what a run of the model, or of a small copy, has shown; None: the model is run once.
     Whether the stages in a row compute what the model does is not looked at.
 
     Raises:
         ScheduleError: no list of blocks is found.
     """
-    base = getattr(model, model.base_model_prefix)
-    around = BlockNeighbours(base, path_to_blocks(base))
-    _run(model, around)
+    if around is None:
+        base = model.get_submodule(base_name(model))
+        around = BlockNeighbours(base, path_to_blocks(base))
+        _run(model, around)
     return _stage(model, blocks, around)
 
 
 def _stage(model: nn.Module, blocks: range, around: "BlockNeighbours") -> DecoderStage:
-    base = getattr(model, model.base_model_prefix)
-    path = path_to_blocks(base)
-    ends = blocks.start == 0, blocks.stop == len(base.get_submodule(path))
+    base = model.get_submodule(base_name(model))
+    ends = blocks.start == 0, blocks.stop == len(base.get_submodule(around.path))
     activations = BlockActivations(*ends)
-    cut = cut_blocks(base, path.split("."), blocks, ends, around, activations)
+    activations.copies_input = around.writes_input
+    cut = cut_blocks(base, around.path.split("."), blocks, ends, around, activations)
     return DecoderStage(model, cut, activations, ends)
 
 
 def _costs(model: nn.Module, blocks: Sequence[nn.Module]) -> list[float]:
-    heads = [m for name, m in model.named_children() if name != model.base_model_prefix]
+    heads = [m for name, m in model.named_children() if name != base_name(model)]
     matrices = [
         float(sum(p.numel() for p in module.parameters() if p.dim() > 1))
         for module in (*blocks, *heads)
@@ -174,7 +183,10 @@ def _costs(model: nn.Module, blocks: Sequence[nn.Module]) -> list[float]:
 
 def _tokens(model: nn.Module) -> Tensor:
     device = next(model.parameters()).device
-    return torch.arange(NUM_TOKENS, device=device).reshape(1, -1) % model.config.vocab_size
+    return (
+        torch.arange(NUM_TOKENS, device=device).reshape(1, -1)
+        % model.config.get_text_config().vocab_size
+    )
 
 
 def _run(model: nn.Module, around: "BlockNeighbours") -> tuple[Tensor, Tensor] | None:
@@ -216,9 +228,13 @@ def _compare(
 
 class BlockNeighbours:
     """Names of the modules next to the list of blocks, and next to what holds it, that are called
-    before the blocks and behind them: as registered, until a run has shown it."""
+    before the blocks and behind them: as registered, until a run has shown it.
+
+    writes_input: whether the model changes the embedded tokens that it is given in place.
+    """
 
     def __init__(self, base: nn.Module, path: str):
+        self.path, self.writes_input = path, False
         self.before: set[str] = set()
         self.behind: set[str] = set()
         self._modules: dict[str, nn.Module] = {}
@@ -253,12 +269,24 @@ class BlockNeighbours:
 
 
 class SkippedModule(nn.Module):
-    """In place of what another stage runs before the blocks: an embedding that adds nothing, or
-    something that changes nothing."""
+    """In place of what another stage runs before or behind the blocks: an embedding that adds
+    nothing, or something that changes nothing."""
 
-    def forward(self, x: Tensor | None = None, *_: object, **__: object) -> Tensor:
-        is_activation = x is not None and x.is_floating_point() and x.dim() > 2
-        return x if is_activation else torch.zeros((), device=None if x is None else x.device)
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        for x in tensors:
+            if x.is_floating_point() and x.dim() > 2:
+                return x
+        return torch.zeros((), device=tensors[0].device if tensors else None)
+
+
+class KeptBlocks(nn.ModuleList):
+    """The blocks of a stage under the numbers that they have in the model; an index counts those
+    that are here, so that a forward that asks for the first one has it."""
+
+    def __getitem__(self, idx: Any) -> Any:
+        found = list(self._modules.values())[idx]
+        return nn.ModuleList(found) if isinstance(found, list) else found
 
 
 def cut_blocks(
@@ -273,16 +301,21 @@ def cut_blocks(
     """`base` with some of its blocks, which keep their names, and without what others run."""
     short, step = copy(base), path[0]
     short._modules = dict(base._modules)
-    short.config = copy(base.config)
-    short.config.num_hidden_layers = len(blocks)
-    if "layer_types" in vars(base.config):  # in others it is computed
-        short.config.layer_types = [base.config.layer_types[i] for i in blocks]
+    if "config" in vars(base):  # not in all encoders that a decoder holds
+        short.config = copy(base.config)
+        num = len(base.get_submodule(".".join(path)))
+        # a block of two sublayers each counts as two there
+        is_apart = getattr(base.config, "num_layers", None) == num
+        count = "num_layers" if is_apart else "num_hidden_layers"
+        setattr(short.config, count, len(blocks))
+        if "layer_types" in vars(base.config):  # in others it is computed
+            short.config.layer_types = [base.config.layer_types[i] for i in blocks]
     inner = base._modules[step]
     if len(path) > 1:
         name = f"{above}{step}."
         short._modules[step] = cut_blocks(inner, path[1:], blocks, ends, around, activations, name)
     else:
-        kept = nn.ModuleList()
+        kept = KeptBlocks()
         for i in blocks:
             kept.add_module(str(i), block := copy(inner[i]))
             make_gated(block, activations, i == blocks[0], i == blocks[-1])
@@ -291,9 +324,9 @@ def cut_blocks(
     for child, module in base._modules.items():
         if not _is_own(module):
             continue
-        if f"{above}{child}" in around.behind and not is_last:
-            short._modules[child] = nn.Identity()
-        elif f"{above}{child}" in around.before and not is_first:
+        if (f"{above}{child}" in around.behind and not is_last) or (
+            f"{above}{child}" in around.before and not is_first
+        ):
             short._modules[child] = SkippedModule()
     return short
 
@@ -303,6 +336,15 @@ def _is_own(module: nn.Module | None) -> bool:
     if module is None:
         return False
     return isinstance(module, nn.Dropout) or any(True for _ in module.parameters())
+
+
+def base_name(model: nn.Module) -> str:
+    """Name of the child that has the blocks: what the class calls its base, if it has one of that
+    name, else the one with the longest list of modules."""
+    prefix = model.base_model_prefix
+    if isinstance(prefix, str) and isinstance(getattr(model, prefix, None), nn.Module):
+        return prefix
+    return path_to_blocks(model).partition(".")[0]
 
 
 def path_to_blocks(base: nn.Module) -> str:
