@@ -21,7 +21,7 @@ from torchdistpackage.train.plan import make_plan
 
 REFUSED = ("gemma3n", "musicgen", "musicgen_melody")
 """Of which transformers makes no model here: a package is missing, or its settings."""
-_CLASS = re.compile(r"[A-Z]\w*[a-z]\w*[A-Z]\w*|falcon|prophetnet")
+_CLASS = re.compile(r"[A-Z]\w*[a-z]\w*[A-Z]\w*|\(Linear\)|falcon")
 """A name of a class, or of a family that has a table."""
 
 
