@@ -86,9 +86,24 @@ def parse_json(text: str, object_hook: Callable[[dict[str, Any]], Any] | None = 
         ValueError: it is none, or nested too deeply to be read.
     """
     try:
-        return json.loads(text, object_hook=object_hook)
+        return json.loads(text.removeprefix("\ufeff"), object_hook=object_hook)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+BOM = b"\xef\xbb\xbf"
+"""The byte order mark of UTF-8, which some programs put before a text."""
+
+
+def wrong_encoding(head: bytes) -> str | None:
+    """What to say of a file of text that begins with these bytes, which are not UTF-8."""
+    if head.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")):
+        return "is UTF-32 text; save it as UTF-8"
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "is UTF-16 text; save it as UTF-8"
+    if len(head) > 1 and (head[0] == 0) != (head[1] == 0):
+        return f"is not text: byte {head.index(0)} is 0, as in UTF-16; save it as UTF-8"
+    return None
 
 
 MAX_HEADER_BYTES = 100_000_000

@@ -204,11 +204,13 @@ def test_all_wrong_lines_are_named_at_once_up_to_a_number(tmp_path):
     bad = [{"messages": [{**USER, "role": "bot"}, {"role": "cat", "content": 1}]}, {}]
     source = chats(tmp_path, [chat("alpha", "beta"), *bad, chat("gamma", "delta")])
     with Path(source.path).open("a") as file:
-        file.write("{no\n\n")
+        file.write("{no\n\n1\n")
     with pytest.raises(DataError) as caught:
         tokenized(source, tmp_path / "cache")
     lines = str(caught.value).splitlines()
-    assert [line.split(": ")[0].rpartition(":")[2] for line in lines] == ["2", "3", "5", "6"]
+    assert [line.split(": ")[0].rpartition(":")[2] for line in lines] == ["2", "3", "5", "7"], (
+        "an empty line is none"
+    )
     assert "'bot'" in lines[0] and "'cat'" in lines[0]
     save_lines(Path(source.path), [{}] * 600)
     with pytest.raises(DataError) as caught:

@@ -208,7 +208,7 @@ def _given(texts: Iterable[str], problems: list[str]) -> Iterator[str]:
 def _read_prompts(paths: Any, problems: list[str]) -> Iterator[str]:
     for path in paths:
         try:
-            yield path.read_text(encoding="utf-8").removesuffix("\n")
+            yield path.read_text(encoding="utf-8-sig").removesuffix("\n")
         except (OSError, UnicodeDecodeError) as error:
             problems.append(f"--prompt-file {path} cannot be read as UTF-8 text: {error}")
 

@@ -360,7 +360,7 @@ def read_mapping(file: Path) -> dict[str, Any]:
 def read_text(file: Path) -> str:
     """Return the text of a file of bounded size; raises DataError if it is none."""
     try:
-        return read_regular(file, _MAX_TOKENIZER_BYTES).decode()
+        return read_regular(file, _MAX_TOKENIZER_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{file} is not UTF-8 text: byte {error.start}") from error
     except OSError as error:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchdistpackage.bounded import BOM, wrong_encoding
 from torchdistpackage.config.data_split import split_at_end
 from torchdistpackage.errors import DataError
 from torchdistpackage.train.mapped import MappedTensors
@@ -132,6 +133,7 @@ def text(path: str | Path, val_fraction: float) -> Corpus:
         path = path / names[0]
     ids, file = _map(path, "uint8")
     _check_text(path, ids[:_HEAD_BYTES].tobytes())
+    ids = _without_mark(ids)
     return _split_at_end(ids, file, val_fraction)
 
 
@@ -229,7 +231,7 @@ def _contents(root: Path, names: Sequence[str]) -> dict[str, _Content]:
         if not size:
             continue
         file = MappedTensors.of(root / name) if name in mapped else None
-        content = _whole(root / name, size, mapped=file is not None)
+        content = _without_mark(_whole(root / name, size, mapped=file is not None))
         if of_size[size] > 1:
             digest = hashlib.blake2b(content.data).digest()
             if digest in seen:
@@ -288,7 +290,14 @@ def _map(path: Path, dtype: str) -> tuple[npt.NDArray[np.unsignedinteger], Mappe
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
+def _without_mark(content: npt.NDArray) -> npt.NDArray:
+    """A byte order mark says how a text is written and is no part of it."""
+    return content[len(BOM) :] if content[: len(BOM)].tobytes() == BOM else content
+
+
 def _check_text(path: Path, head: bytes) -> None:
+    if (problem := wrong_encoding(head)) is not None:
+        raise DataError(f"{path} {problem}")
     if (at := head.find(b"\0")) >= 0:
         raise DataError(
             f"{path} is not text: byte {at} is 0; take it out of the folder, or save it as UTF-8"

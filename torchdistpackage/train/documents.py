@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from torchdistpackage.bounded import parse_json
+from torchdistpackage.bounded import BOM, parse_json, wrong_encoding
 from torchdistpackage.config.data_section import CHAT_FIELDS, PREFERENCE, SUFFIX_OF_KIND
 from torchdistpackage.config.text_ends import TextEnds, text_ends
 from torchdistpackage.config.types import TextEnd
@@ -188,12 +188,12 @@ def _line_end(file: BinaryIO, at: int, size: int) -> int:
 
 def documents_of(
     kind: str, piece: Piece, field: str, reader: Reader | None = None, number: int = 0
-) -> Iterator[Document | AnswerPair | DataError]:
+) -> Iterator[Document | AnswerPair | DataError | None]:
     """All documents of a piece of a file.
 
     reader: of lines and rows; by default texts under `field`. number: lines or rows of the file
     before the piece, for errors. Instead of a line or row that is no JSON object or no document
-    comes the error that says so.
+    comes the error that says so, and None for an empty line.
 
     Raises:
         DataError: the file cannot be read, is no text or no parquet file, or lacks a column.
@@ -209,14 +209,20 @@ def documents_of(
 
 def _json_lines(
     piece: Piece, reader: Reader, number: int
-) -> Iterator[Document | AnswerPair | DataError]:
+) -> Iterator[Document | AnswerPair | DataError | None]:
     path, left = piece.path, piece.num_bytes
     try:
         with path.open("rb") as file:
+            if piece.first == 0 and (problem := wrong_encoding(file.read(4))) is not None:
+                raise DataError(f"{path} {problem}")
             file.seek(piece.first)
             while left > 0 and (line := file.readline()):
                 left -= len(line)
                 number += 1
+                line = line.removeprefix(BOM)  # of files that were put together, too
+                if not line.strip():
+                    yield None
+                    continue
                 where = f"{path}:{number}"
                 try:
                     yield reader(_json_object(line, where), where)
@@ -227,12 +233,11 @@ def _json_lines(
 
 
 def _json_object(line: bytes, where: str) -> dict[str, Any]:
-    if not line.strip():
-        raise DataError(f"{where}: an empty line; each line is one JSON object")
     try:
         value = parse_json(line.decode())
     except ValueError as error:
-        raise DataError(f"{where}: not JSON: {error}") from error
+        hint = "; of one JSON list: jq -c '.[]' FILE > FILE.jsonl" * line.lstrip().startswith(b"[")
+        raise DataError(f"{where}: not JSON: {error}{hint}") from error
     if not isinstance(value, dict):
         kind = type(value).__name__
         raise DataError(f"{where}: a JSON {kind}; each line is one JSON object")
@@ -363,8 +368,10 @@ def _content(path: Path) -> bytes:
 
 
 def _text(content: bytes, where: str) -> str:
+    if (problem := wrong_encoding(content[:4])) is not None:
+        raise DataError(f"{where} {problem}")
     try:
-        text = content.decode()
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where} is not UTF-8 text: byte {error.start}; save it as such"

@@ -94,7 +94,13 @@ def split_documents(text: TokenizedText, val_fraction: float) -> DocumentSplit:
 
 def split_pairs(text: TokenizedText, val_fraction: float) -> DocumentSplit:
     """The same of pairs of documents, whose numbers are those of lines."""
-    lines = replace(text, ends=text.ends[1::2], places=text.places[::2], documents_per_line=1)
+    lines = replace(
+        text,
+        ends=text.ends[1::2],
+        places=text.places[::2],
+        lines=text.lines[::2],
+        documents_per_line=1,
+    )
     return replace(split_documents(lines, val_fraction), unit=PAIR)
 
 

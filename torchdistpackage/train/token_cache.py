@@ -6,6 +6,7 @@ tokenizes and the others wait. It holds
 
 tokens.bin     ids of all documents, one after another, uint16 or uint32
 ends.bin       int64: where each document ends in it
+lines.bin      int64: the line or row of each document in its file
 places.bin     float64 in [0, 1): a hash of each document's text, by which splits are made
 counted.bin    uint8, where prompts do not count: 1 for a token that counts in the loss
 prompts.bin    int64, with counted.bin: of each document the tokens before the first that counts
@@ -44,7 +45,7 @@ from torchdistpackage.train.token_checks import META, SETTLED_S, checked_meta, m
 from torchdistpackage.train.token_encoder import DocumentEncoder, EncodedBatch
 from torchdistpackage.train.token_workers import Progress, TokenWorkers
 
-_FORMAT = 8
+_FORMAT = 9
 MOST_PROBLEMS = 20
 """Lines named in one error."""
 _MOST_NAME = 64
@@ -59,6 +60,7 @@ _STALE_S = 3600.0
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenizedText:
     """A cache entry, mapped. counted, prompts: None where every token counts. eos: its id, or None.
+    lines: of each document, its line or row in its file.
 
     prompts: by document the tokens before the first that counts. documents_per_line: two where a
     line is a pair, whose chosen answer comes first. tally: see `row_notes`.
@@ -73,6 +75,7 @@ class TokenizedText:
     vocab: int
     eos: int | None
     files: list[tuple[str, int]]
+    lines: npt.NDArray[np.int64]
     mapped: tuple[MappedTensors, ...]
     documents_per_line: int = 1
     tally: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -88,8 +91,8 @@ class TokenizedText:
 
     def origin(self, document: int) -> str:
         """File and number of a document in it, from 1: of jsonl, its line."""
-        name, first = max((f for f in self.files if f[1] <= document), key=lambda f: f[1])
-        return f"{name}:{(document - first) // self.documents_per_line + 1}"
+        name, _ = max((f for f in self.files if f[1] <= document), key=lambda f: f[1])
+        return f"{name}:{self.lines[document]}"
 
 
 def cut_documents(text: TokenizedText, seq_len: int) -> str | None:
@@ -279,7 +282,7 @@ class _Writer:
     def __init__(self, folder: Path, dtype: np.dtype, stack: ExitStack, *, masks: bool):
         self.num_tokens = self.num_documents = 0
         self.tally = Tally()
-        names = ("tokens", "ends", "places", *(("counted", "prompts") if masks else ()))
+        names = ("tokens", "ends", "places", "lines", *(("counted", "prompts") if masks else ()))
         self._files = {n: stack.enter_context((folder / f"{n}.bin").open("xb")) for n in names}
         self._checksums = {name: new_checksum() for name in names}
         self._sizes = dict.fromkeys(names, 0)
@@ -289,9 +292,11 @@ class _Writer:
         """By file its bytes and their checksum."""
         return {name: (self._sizes[name], x.hexdigest()) for name, x in self._checksums.items()}
 
-    def add(self, batch: EncodedBatch) -> None:
+    def add(self, batch: EncodedBatch, number: int) -> None:
+        """number: lines of the file before it."""
         ends = self.num_tokens + np.cumsum(batch.lengths)
         parts = {"tokens": batch.ids, "ends": ends, "places": batch.places}
+        parts["lines"] = number + 1 + batch.lines
         parts |= {"counted": batch.counted, "prompts": batch.prompts}
         for name, file in self._files.items():
             data = np.ascontiguousarray(parts[name]).view(np.uint8).data
@@ -328,7 +333,7 @@ def _write(
             for batch in here if found is None else found:
                 problems += batch.problems
                 if not problems:
-                    writer.add(batch)
+                    writer.add(batch, number)
                 number += batch.num_lines
                 read = min(read + batch.num_letters, piece.num_bytes)
                 if progress is not None:
@@ -348,7 +353,7 @@ def _write(
 def _read(folder: Path) -> TokenizedText:
     try:
         meta = checked_meta(folder)
-        types = {"tokens": meta["dtype"], "ends": "int64", "places": "float64"}
+        types = {"tokens": meta["dtype"], "ends": "int64", "places": "float64", "lines": "int64"}
         if (folder / "counted.bin").exists():
             types |= {"counted": "uint8", "prompts": "int64"}
         paths = {name: folder / f"{name}.bin" for name in types}
@@ -363,7 +368,7 @@ def _read(folder: Path) -> TokenizedText:
         counted, prompts = found.get("counted", tokens), found.get("prompts", ends)
         if not len(tokens) == len(counted) == ends[-1]:
             raise ValueError(f"{len(tokens)} tokens, where the documents end at {ends[-1]}")
-        if not len(ends) == len(places) == len(prompts):
+        if not len(ends) == len(places) == len(found["lines"]) == len(prompts):
             raise ValueError(f"{len(ends)} documents, of which {len(places)} have a place")
         vocab, eos = int(meta["vocab"]), meta["eos"]
         tally = {str(name): int(number) for name, number in meta.get("tally", {}).items()}
@@ -372,5 +377,5 @@ def _read(folder: Path) -> TokenizedText:
     masks = found.get("counted"), found.get("prompts")
     each = int(meta.get("documents_per_line", 1))
     return TokenizedText(
-        folder, tokens, ends, places, *masks, vocab, eos, files, mapped, each, tally
+        folder, tokens, ends, places, *masks, vocab, eos, files, found["lines"], mapped, each, tally
     )

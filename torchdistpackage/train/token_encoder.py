@@ -44,13 +44,15 @@ class EncodedBatch(NamedTuple):
     """Documents one after another, as a cache entry has them, and what is wrong with their lines:
     then there are no documents.
 
-    num_letters: of all their texts. lengths: tokens of each. counted, prompts: None where every
+    num_letters: of all their texts. lines: of each document, how many lines are before its own.
+    lengths: tokens of each. counted, prompts: None where every
     token counts. tally: see `row_notes`.
     """
 
     num_lines: int
     num_letters: int
     problems: list[str]
+    lines: npt.NDArray[np.int64]
     ids: npt.NDArray[np.unsignedinteger]
     lengths: npt.NDArray[np.int64]
     places: npt.NDArray[np.float64]
@@ -73,7 +75,7 @@ def load_tokenizer(path: Path) -> tuple[Any, int | None]:
         ) from error
     file = tokenizer_file(path)
     try:
-        found = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        found = Tokenizer.from_str(file.read_text(encoding="utf-8-sig"))
     except Exception as error:  # the library raises plain Exceptions
         raise DataError(f"{file} is no tokenizer of the tokenizers library: {error}") from error
     found.no_padding()
@@ -123,13 +125,19 @@ class DocumentEncoder:
         for lines in _some_at_a_time(documents):
             problems = [str(x) for x in lines if isinstance(x, DataError)]
             encode = encode and not problems
-            held = [x for x in lines if not isinstance(x, DataError)]
-            found = [y for x in held for y in (x if isinstance(x, AnswerPair) else (x,))]
+            held = [
+                (i, y)
+                for i, x in enumerate(lines)
+                if not (x is None or isinstance(x, DataError))
+                for y in (x if isinstance(x, AnswerPair) else (x,))
+            ]
+            found = [document for _, document in held]
             where = f"{piece.path}: documents {number + 1} to {number + len(lines)}"
             arrays = self._encoded(found if encode else [], where)
             tally = {**self._tally, **dict.fromkeys(unread, len(lines))}
             self._tally.clear()
-            yield EncodedBatch(len(lines), sum(map(_letters, found)), problems, *arrays, tally)
+            at = np.asarray([i for i, _ in held if encode], np.int64)
+            yield EncodedBatch(len(lines), sum(map(_letters, found)), problems, at, *arrays, tally)
             number += len(lines)
 
     def _encoded(self, documents: list[Document], where: str):
@@ -188,7 +196,7 @@ def _reader(source: TextSource, folder: Path, tally: Tally) -> Reader:
     return counted
 
 
-_Line = Document | AnswerPair | DataError
+_Line = Document | AnswerPair | DataError | None
 
 
 def _some_at_a_time(documents: Iterator[_Line]) -> Iterator[list[_Line]]:
@@ -205,7 +213,7 @@ def _some_at_a_time(documents: Iterator[_Line]) -> Iterator[list[_Line]]:
 
 
 def _letters(line: _Line) -> int:
-    if isinstance(line, DataError):
+    if line is None or isinstance(line, DataError):
         return 0
     documents = line if isinstance(line, AnswerPair) else (line,)
     return sum(len(x.prompt) + len(x.text) for x in documents)
