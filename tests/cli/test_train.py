@@ -45,7 +45,7 @@ def test_procs_is_an_override_like_any_other(called, monkeypatch, capsys):
     assert called[1:] == [(TINY, ["log.verbose=true"], "auto")]
     monkeypatch.undo()
     assert main(["train", TINY, "--procs", "3"]) == 2
-    assert "launch.local.procs=3 does not fit" in capsys.readouterr().err
+    assert "needs 4 processes but launch.local.procs is 3" in capsys.readouterr().err
     assert main(["train", TINY, "--procs", "4", "launch.local.procs=2"]) == 2
     assert "another override of launch.local.procs" in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ from torchdistpackage.train.optimizers import make_optimizer
 
 transformers = pytest.importorskip("transformers")
 BY_ACCIDENT = {
-    "axk2": "input_layernorm.mlp",
+    "axk2": "layernorm.mlp",
     "dbrx": "norm_attn_norm.attn",
     "roberta-prelayernorm": "roberta_prelayernorm.",
 }

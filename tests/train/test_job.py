@@ -237,7 +237,7 @@ def test_a_users_own_model_loss_and_data_come_by_import_path(tmp_path, pool):
 
 
 def test_a_wrong_run_starts_nothing_and_leaves_nothing(tmp_path):
-    process = start(tmp_path, "parallel.tensor=3", "train.stepz=4")
+    process = start(tmp_path, "parallel.tensor=5", "train.stepz=4")
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 2 and "Traceback" not in out
     assert "train.stepz" in out and "did you mean" in out and "parallel.tensor" in out
