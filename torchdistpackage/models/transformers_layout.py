@@ -82,6 +82,8 @@ class TransformersShape:
     def longest_seq_len(self) -> int:
         """Tokens that its positions are made for, as they are scaled; seq_len if for any number."""
         positions, rope = self.settings.get("max_position_embeddings"), rope_parameters(self.given)
+        if self.kind.found is None and self.sizes.positions is None and documents_by(self) == "not":
+            return self.seq_len  # ALiBi, whatever the family's default says
         if self.sizes.positions is not None or positions is None or documents_by(self) == "not":
             return self.num_positions
         read = rope.get("factor"), rope.get(ORIGINAL, self.given.get(ORIGINAL))
