@@ -21,8 +21,8 @@ from torchdistpackage.checkpoint.commit import candidates, damage, step_of
 from torchdistpackage.checkpoint.writer import write_snapshot
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.train.build import make_local_copies, make_loop
-from torchdistpackage.train.log import read_metrics
 from torchdistpackage.train.loop import Callback, Loop
+from torchdistpackage.train.metric_rows import read_metrics
 from torchdistpackage.train.train_state import resume
 
 SIZE_BYTES = 8 << 20

@@ -25,7 +25,7 @@ from torchdistpackage.checkpoint.commit import candidates, latest, step_of
 from torchdistpackage.checkpoint.node_folder import current_id
 from torchdistpackage.errors import RankError
 from torchdistpackage.train.build import make_local_copies, make_loop
-from torchdistpackage.train.log import read_metrics
+from torchdistpackage.train.metric_rows import read_metrics
 from torchdistpackage.train.train_state import resume
 
 BASE = [

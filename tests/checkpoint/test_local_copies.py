@@ -38,8 +38,8 @@ from torchdistpackage.checkpoint.writer import write_snapshot
 from torchdistpackage.errors import CheckpointError, RankError
 from torchdistpackage.topology.mesh import topology
 from torchdistpackage.train.build import make_local_copies, make_loop
-from torchdistpackage.train.log import read_metrics
 from torchdistpackage.train.loop import Callback, Loop
+from torchdistpackage.train.metric_rows import read_metrics
 from torchdistpackage.train.train_state import begin_save, resume
 
 BASE = [

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.train import parity
 from torchdistpackage.train.build import build, make_loop
 from torchdistpackage.train.elastic import elastic_plan
-from torchdistpackage.train.log import read_metrics
+from torchdistpackage.train.metric_rows import read_metrics
 from torchdistpackage.train.stop import StopController
 from torchdistpackage.train.train_state import resume
 

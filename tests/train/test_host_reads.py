@@ -14,7 +14,7 @@ from torchdistpackage.comm import backends
 from torchdistpackage.comm.backends import GLOO, Transport
 from torchdistpackage.harness.watchdog import Heartbeat
 from torchdistpackage.train.build import make_loop
-from torchdistpackage.train.log import read_metrics
+from torchdistpackage.train.metric_rows import read_metrics
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.train_state import TrainState
 

@@ -15,7 +15,7 @@ from torchdistpackage.launch.slurm.requeue import RequeueDecision
 from torchdistpackage.launch.slurm.run_dir import RunDir, append_start, this_start
 from torchdistpackage.train.build import make_loop
 from torchdistpackage.train.job import _resume
-from torchdistpackage.train.log import read_metrics
+from torchdistpackage.train.metric_rows import read_metrics
 from torchdistpackage.train.stop import StopController, begin, end
 from torchdistpackage.train.train_state import resume
 

@@ -1,5 +1,6 @@
 """Each step once in the record, whatever kills and resumes; plain lines where no one looks."""
 
+import errno
 import io
 import json
 import logging
@@ -11,13 +12,8 @@ import sys
 import pytest
 
 from torchdistpackage.errors import DataError
-from torchdistpackage.train.log import (
-    MetricsLog,
-    ProgressDisplay,
-    StepLog,
-    plot_loss,
-    read_metrics,
-)
+from torchdistpackage.train.log import ProgressDisplay, StepLog, plot_loss
+from torchdistpackage.train.metric_rows import MetricsLog, read_metrics
 from torchdistpackage.train.step_stats import StepResult
 from torchdistpackage.train.worker import Tee
 
@@ -256,3 +252,73 @@ def test_a_folder_that_goes_away_under_a_run_is_noticed(tmp_path, how):
     with pytest.raises(DataError, match="was removed or replaced"):
         metrics.write(2, loss=1.0)
     metrics.close()
+
+
+def result(step: int) -> StepResult:
+    return StepResult(step, 2.5, 1.0, 8, 0.5, 0.1, 0.25, False, False)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ('{"step": 1}\n{"step": 2}\n', "steps 3 to 6"),
+        ('{"step": 4}\n{"step": 5}\n{"step": 9}\n{"step"', "steps 1 to 3, 6"),
+        ('{"step": 1}\nx\n{"step": 3}\n{"step": 4}\n{"step": 5}\n{"step": 6}\n', "step 2"),
+        (None, "steps 1 to 6"),
+        ("".join(f'{{"step": {step}}}\n' for step in range(8)), None),
+    ],
+)
+def test_steps_without_a_row_are_said_at_a_resume(tmp_path, capsys, lines, said):
+    if lines is not None:
+        (tmp_path / "metrics.jsonl").write_text(lines)
+    log = StepLog(tmp_path, 7, rank=0)
+    with log.opened(6):
+        log.write(result(7), 8, {})
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith("resumed after step 6 of 7; 1 to go ")
+    assert ("no row of" in shown) is (said is not None)
+    assert said is None or f"note: metrics.jsonl has no row of {said}: it was cut or" in shown
+    assert steps(tmp_path / "metrics.jsonl")[-1] == 7
+    with StepLog(tmp_path / "new", 7, rank=0).opened(0):
+        assert not capsys.readouterr().out, "a first start misses nothing"
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_disk_that_takes_no_row_ends_the_run_or_is_said_and_gets_them_later(
+    tmp_path, capsys, monkeypatch, goes_on
+):
+    """And no half of a row, of which a write on a full disk may take the beginning."""
+    write, room = os.write, [0]
+
+    def no_room(file: int, data: bytes) -> int:
+        if room and len(data) > room[0]:
+            part = room[0] and write(file, data[: room[0]])
+            room[0] -= part
+            if not part:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return part
+        return write(file, data)
+
+    log, path = StepLog(tmp_path, 5, rank=0, goes_on=goes_on), tmp_path / "metrics.jsonl"
+    with log.opened(0):
+        log.write(result(1), 8, {})
+        monkeypatch.setattr(os, "write", no_room)
+        if not goes_on:
+            with pytest.raises(DataError, match=r"metrics\.jsonl cannot be written: No space"):
+                log.write(result(2), 16, {})
+            assert steps(path) == [1]
+            return
+        for step in (2, 3):
+            room[0] = 20
+            log.write(result(step), 8 * step, {})
+            log.sync()
+            assert steps(path) == [1]
+        room.clear()
+        log.write(result(4), 32, {})
+        assert steps(path) == [1, 2, 3, 4]
+        log.write(result(5), 40, {})
+    shown = capsys.readouterr().out
+    assert shown.count("no rows: ") == 1 and f"{path} cannot be written: No space left" in shown
+    assert "training goes on (checkpoint.on_error: continue)" in shown
+    assert "metrics.jsonl: 3 rows that had to wait are written" in shown
+    assert steps(path) == [1, 2, 3, 4, 5]

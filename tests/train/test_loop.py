@@ -13,8 +13,9 @@ import torch
 
 from torchdistpackage.harness.stragglers.compare import Phases
 from torchdistpackage.train import saving
-from torchdistpackage.train.log import StepLog, read_metrics
+from torchdistpackage.train.log import StepLog
 from torchdistpackage.train.loop import Loop
+from torchdistpackage.train.metric_rows import read_metrics
 from torchdistpackage.train.step_stats import Period, StepResult
 from torchdistpackage.train.stop import StopController
 from torchdistpackage.train.train_state import TrainState

@@ -114,7 +114,7 @@ def one_rank_times_the_stream(folder: str) -> tuple[list[float], list[float]]:
     from torchdistpackage.comm import moments
     from torchdistpackage.train import step as steps
     from torchdistpackage.train.build import make_loop
-    from torchdistpackage.train.log import read_metrics
+    from torchdistpackage.train.metric_rows import read_metrics
     from torchdistpackage.train.train_state import TrainState
 
     made = Stream()

@@ -14,7 +14,7 @@ from torchdistpackage.schedule.generators import build
 from torchdistpackage.train.build import make_loop
 from torchdistpackage.train.generate import generate
 from torchdistpackage.train.inference_request import Sampling
-from torchdistpackage.train.log import read_metrics
+from torchdistpackage.train.metric_rows import read_metrics
 from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.train_state import TrainState
 

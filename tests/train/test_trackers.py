@@ -19,7 +19,7 @@ from tests.train.forked import until
 from tests.train.test_run_folder import alone_under_a_launcher
 from torchdistpackage.cli.main import main
 from torchdistpackage.launch.run_rows import read_rows
-from torchdistpackage.train.log import MetricsLog
+from torchdistpackage.train.metric_rows import MetricsLog
 from torchdistpackage.train.trackers import feed
 from torchdistpackage.train.trackers.feed import TrackerFeed
 from torchdistpackage.train.trackers.tracker import TrackedRun, TrackerState

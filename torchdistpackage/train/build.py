@@ -212,6 +212,7 @@ def make_loop(
         flops_per_token=model and model.flops_per_token(),
         predicted_bubble=plan.timeline.bubble if has_pipeline else None,
         verbose=config.log.verbose,
+        goes_on=checkpoint.on_error == "continue",
     )
     callbacks: list[Callback] = []
     if train.straggler_every:

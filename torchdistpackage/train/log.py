@@ -4,13 +4,11 @@ One rule: `metrics.jsonl` is the record. It has one object a step, each step onc
 the run was stopped and resumed, and the picture is drawn from it alone.
 """
 
-import json
 import logging
 import math
 import os
 import shutil
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -21,9 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from torchdistpackage.errors import DataError
-from torchdistpackage.launch.files import append_text, atomic_write
-from torchdistpackage.launch.run_rows import METRICS, read_rows
+from torchdistpackage.train.metric_rows import MetricsLog, read_metrics
 from torchdistpackage.train.step_stats import StepResult
 
 log = logging.getLogger(__name__)
@@ -32,8 +28,6 @@ PLOT = "loss.png"
 SHARES = "sources"
 """The key of a row under which each of several sources has its part of the step's samples."""
 _COLUMNS = 80
-_LOOK_S = 1.0
-"""How often it is looked whether the folder is still there, which is free but for old NFS."""
 _MOST = 1e300
 """Of what is drawn: a whole number that is no float ends matplotlib."""
 
@@ -42,85 +36,6 @@ def print_line(line: str) -> None:
     """One line of output, at once."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
-
-
-class MetricsLog(AbstractContextManager["MetricsLog"]):
-    """Appends to `metrics.jsonl` in `folder`; only one rank of a run has one.
-
-    resume_step: the last step that the resumed state has done; rows after it are dropped, as their
-    steps are done again. A row is its `step` and what was measured: `loss`, and at validations
-    `val_loss`, `unigram` and `bigram`, all in nats a token. name: of the file.
-    """
-
-    def __init__(self, folder: str | Path, resume_step: int = 0, name: str = METRICS):
-        self.path = Path(folder) / name
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._looked_s = 0.0
-        kept = [row for row in read_metrics(self.path) if row["step"] <= resume_step]
-        self._last = kept[-1]["step"] if kept else 0
-        self._replace(kept)
-
-    def write(self, step: int, **values: object) -> None:
-        """Add the row of a step and hand it to the system; not finite numbers become null.
-
-        Raises:
-            DataError: a row of this step or a later one is there, or the file is not any more.
-        """
-        if step <= self._last:
-            raise DataError(
-                f"{self.path} already goes up to step {self._last}, so step {step} cannot be "
-                f"added; write once a step, or reopen it with resume_step={step - 1}"
-            )
-        self._last = step
-        self._file.write(_line({"step": step, **values}))
-        self._file.flush()
-        if time.monotonic() - self._looked_s > _LOOK_S:
-            self._check()
-
-    def sync(self) -> None:
-        """Have on the disk what was written so far; raises DataError as `write`."""
-        os.fsync(self._file.fileno())
-        self._check()
-
-    def _check(self) -> None:
-        """A file that was removed takes all that is written, and gives none of it back."""
-        self._looked_s = time.monotonic()
-        try:
-            there = os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
-        except FileNotFoundError:
-            there = False
-        if not there:
-            raise DataError(
-                f"{self.path} was removed or replaced while the run wrote to it, so its folder has "
-                f"no rows, logs or checkpoints of this run; nothing more is written. Start it "
-                f"again; if the folder was moved, move it back before"
-            )
-
-    def amend(self, step: int, **values: object) -> None:
-        """Add values to the row of `step`, if it is the last one."""
-        rows = read_metrics(self.path)
-        if rows and rows[-1]["step"] == step:
-            self._file.close()
-            self._replace([*rows[:-1], {**rows[-1], **values}])
-
-    def _replace(self, rows: list[dict[str, Any]]) -> None:
-        atomic_write(self.path, "".join(map(_line, rows)))
-        self._file = append_text(self.path)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows by ascending step, of a step the last written, without lines that are none.
-
-    Raises:
-        DataError: the name is that of a device, a pipe or the like, which is not opened.
-    """
-    return read_rows(path)[0]
 
 
 def perplexity(loss: float) -> float:
@@ -222,7 +137,7 @@ class StepLog:
     every: steps between lines where there is no bar, and between measurements of a device. unit:
     what the loss is a mean over. flops_per_token: of the model, None where it is unknown.
     predicted_bubble: of a pipeline. verbose: causes of its bubble are shown too; the rows always
-    have them.
+    have them. goes_on: rows that cannot be written are said and held, and end no run.
     """
 
     def __init__(
@@ -236,8 +151,10 @@ class StepLog:
         flops_per_token: float | None = None,
         predicted_bubble: float | None = None,
         verbose: bool = False,
+        goes_on: bool = False,
     ):
         self.every, self.unit, self._verbose = every, unit, verbose
+        self.goes_on = goes_on
         self._folder, self._total, self._is_main = folder, total, rank == 0
         self._flops_per_token, self._predicted_bubble = flops_per_token, predicted_bubble
         self._metrics: MetricsLog | None = None
@@ -254,10 +171,15 @@ class StepLog:
         self._bar = ProgressDisplay(
             total, every=self.every, stream=sys.stdout, done=done, unit=self.unit
         )
-        with MetricsLog(self._folder, resume_step=done) as self._metrics, self._bar:
+        rows = MetricsLog(self._folder, resume_step=done)
+        with self._bar, rows as self._metrics:
+            rows.say = self._bar.say if self.goes_on else None
             if done:
                 left = f"{total - done} to go" if done < total else "nothing left to train"
                 self._bar.say(f"resumed after step {done} of {total}; {left}")
+            if rows.missing:
+                note = f"note: {rows.path.name} has no row of {rows.missing}: it was cut or removed"
+                self._bar.say(fill(f"{note}, or the checkpoint comes from elsewhere", _COLUMNS))
             yield
             for line in self._lines:  # noted after the last step
                 self._bar.say(line)
@@ -352,25 +274,6 @@ def plot_loss(metrics: str | Path, out: str | Path | None = None) -> Path | None
 def _points(rows: list[dict[str, Any]], key: str) -> Iterator[tuple[int, float]]:
     found = ((row["step"], row.get(key)) for row in rows)
     return ((s, x) for s, x in found if isinstance(x, int | float) and abs(x) < _MOST)
-
-
-_to_json = json.JSONEncoder(allow_nan=False).encode
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    try:
-        return _to_json(row) + "\n"
-    except ValueError:  # rare, and the look for it costs more than the line
-        return _to_json(_finite(row)) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    """The same with None for numbers that JSON has no word for."""
-    if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _thousands(number: float) -> str:

@@ -25,8 +25,8 @@ from torchdistpackage.comm.work import Work
 from torchdistpackage.harness.stragglers.find import PHASES
 from torchdistpackage.launch.run_rows import RANKS
 from torchdistpackage.topology.mesh import Topology
-from torchdistpackage.train.log import MetricsLog
 from torchdistpackage.train.loop import Callback, Loop
+from torchdistpackage.train.metric_rows import MetricsLog
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.step_stats import PendingStep, StepResult
 
@@ -56,6 +56,11 @@ class RankTimes(Callback):
         hosts = primitives.gather_objects(platform.node(), self._group)
         self._log = MetricsLog(folder, next_step - 1, RANKS) if trainer.rank == 0 else None
         self._hosts: Sequence[object] | None = hosts  # written once, with the first row
+
+    def on_begin(self, loop: Loop) -> None:
+        """Rows that cannot be written end the run where those of `metrics.jsonl` do."""
+        if self._log is not None and loop.log.goes_on:
+            self._log.say = loop.log.note
 
     def before_step(self, loop: Loop, step: int) -> None:
         """What comes between steps, as a validation, is not of their time."""
