@@ -11,6 +11,7 @@ from tests.train import parity
 from tests.train.inference_ranks import answer
 from tests.train.test_transformers import MODELS
 from tests.train.texts import json_lines, pairs, sentences
+from torchdistpackage.config.packages import is_before
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.parallel.tensor.attention import document_mask
 from torchdistpackage.train.inference_request import EvalRequest, EvalResult, TrainedWeights
@@ -148,6 +149,46 @@ def test_modules_of_transformers_take_them_too(ranks, where, tmp_path, name):
     assert packed == pytest.approx(sums, rel=1e-7)
     found = ranks(4).run(gradients, [*where, *model, *layout])
     parity.expect_close((x[1] for x in found), [grads])
+
+
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "short_factor": [1.0, 1.1, 1.2],
+        "long_factor": [2.0, 3.0, 4.0],
+    },
+}
+
+
+def losses_of_ropes(files: list[str], where: list[str]) -> list[tuple[float, list[float]]]:
+    """For each model the loss of documents one by one, and of a step in 1, 2 and 4 micro-batches,
+    the second time it is asked for."""
+    found = []
+    for file in files:
+        model = [*where, f"model.hf={file}"]
+        sums = []
+        for num in (1, 2, 4):
+            run = parity.trainer([*RUN, *model, f"pipeline.microbatches={num}"])
+            run.accumulate(2)
+            sums.append(run.accumulate(1).tolist()[0])
+            run.close()
+        found.append((one_by_one(model)[0][0], sums))
+    return found
+
+
+def test_rotary_lengths_are_of_each_document_not_of_its_neighbours(ranks, where, tmp_path):
+    """transformers takes the longest of a batch, and of earlier ones."""
+    key, files = "rope_scaling" if is_before("transformers", "5") else "rope_parameters", []
+    for name, rope in ROPES.items():
+        model = MODELS["llama"] | {"vocab_size": 300, "max_position_embeddings": 8, "head_dim": 6}
+        files.append(str(tmp_path / f"{name}.json"))
+        Path(files[-1]).write_text(json.dumps({**model, key: {**rope, "rope_theta": 1e4}}))
+    (found,) = ranks(1).run(losses_of_ropes, files, where)
+    for alone, packed in found:
+        assert packed == pytest.approx([alone] * 3, rel=1e-11)
 
 
 @pytest.mark.parametrize(

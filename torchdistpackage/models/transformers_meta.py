@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torchdistpackage.config.hugging_face import with_earlier_rope
 from torchdistpackage.config.packages import is_before, too_old
 from torchdistpackage.errors import ConfigError, NotAvailableError
+from torchdistpackage.models.transformers_rope import keep_lengths_apart
 
 ALONE = threading.RLock()
 """Of threads as ranks one makes a model at a time: transformers imports parts of itself meanwhile,
@@ -177,6 +178,7 @@ def on_meta(
                 model = AutoModelForCausalLM.from_config(config, **build_options(dtype))
         except _REFUSALS as error:
             raise refused(error) from error
+    keep_lengths_apart(model)
     if constructed is not None:
         constructed.name(model)
     return model
