@@ -166,6 +166,13 @@ def kept(folder: Path, num_nodes: int, steps: tuple[int, ...], extra: tuple[str,
 
 def found_again(folder: Path, num_nodes: int, extra: tuple[str, ...] = ()) -> int:
     """The step that a start would go on from."""
+    return found_and_noted(folder, num_nodes, extra)[0]
+
+
+def found_and_noted(
+    folder: Path, num_nodes: int, extra: tuple[str, ...] = ()
+) -> tuple[int, list[str]]:
+    """The same with what is noted of the copies."""
     rank, size = dist.get_rank(), dist.get_world_size()
     os.environ[NODE] = f"node{rank * num_nodes // size}"
     run = parity.trainer([*BASE, *extra])
@@ -173,7 +180,7 @@ def found_again(folder: Path, num_nodes: int, extra: tuple[str, ...] = ()) -> in
     step = resume(run, folder, "auto", local).step
     run.close()
     local.close()
-    return step
+    return step, local.notes
 
 
 def spoil(folder: Path, node: int, step: int, rank: int) -> None:
@@ -190,9 +197,18 @@ def test_what_is_damaged_comes_from_the_other_node_or_an_older_copy_does(ranks, 
     whole = tmp_path / "whole"
     shutil.copytree(tmp_path / "disks", whole / "disks")
     shutil.copytree(tmp_path / "checkpoints", whole / "checkpoints")
-    assert ranks(2).run(found_again, whole, 2) == [3, 3]
+    (first, notes), other = ranks(2).run(found_and_noted, whole, 2)
+    assert other == (first, notes) and first == 3, "noted alike on all ranks"
+    assert notes[:2] == [f"local copies of step {x} on 2 of 2 nodes" for x in (3, 2)]
+    assert "step_000003/rank00000" in notes[2] and "not usable on " in notes[2]
+    assert notes[3:] == ["local copies of step 3 are used, and in the run folder now"]
     spoil(tmp_path, 1, 3, rank=0)  # now nobody has
-    assert ranks(2).run(found_again, tmp_path, 2) == [2, 2]
+    (folder,) = (tmp_path / "disks" / "node1").glob("tdp-*")
+    folder.rename(folder.with_name("away"))
+    (first, notes), _ = ranks(2).run(found_and_noted, tmp_path, 2)
+    assert first == 2 and f"{folder} is not there" in notes[0]
+    assert notes[1] == "local copies of step 3 on 1 of 2 nodes"
+    assert notes[-1] == "local copies of step 2 are used, and in the run folder now"
 
 
 @pytest.mark.full

@@ -1,10 +1,15 @@
 """What keeps a checkpoint, and what goes first."""
 
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
 
 from torchdistpackage.checkpoint import commit as commits
 from torchdistpackage.checkpoint.manifest import Fact, Manifest
 from torchdistpackage.checkpoint.retention import Retention, reasons
+from torchdistpackage.train import train_state
 
 
 def write(folder: Path, step: int, keep: Retention, **facts: Fact) -> Path:
@@ -40,3 +45,32 @@ def test_a_loss_that_is_no_number_is_not_the_best(tmp_path):
     for step, value in ((1, 2.0), (2, "low"), (3, float("nan")), (4, None)):
         write(tmp_path, step, keep, val_loss=value)
     assert steps(tmp_path) == [1, 4]
+
+
+@pytest.mark.parametrize("where", ["auto", "named", "elsewhere"])
+def test_a_resume_removes_what_restarts_have_left_and_nothing_else(tmp_path, monkeypatch, where):
+    own = tmp_path / "run" / "checkpoints"
+    for step in range(10, 90, 10):
+        write(own, step, Retention(last=99), val_loss=1.0 if step == 10 else 2.0)
+    (own / "step_000040" / "manifest.json").write_text("{}")  # damaged: nobody removes it
+    (own / "step_000080" / "manifest.json").write_text("{}")  # passed over
+    (own / "step_000060.old-ab").mkdir()
+    resumed = own / "step_000070"
+    if where == "elsewhere":
+        resumed = write(tmp_path / "other", 70, Retention())
+    random = {"rng_cpu": torch.get_rng_state()}
+    loaded = SimpleNamespace(step=70, tokens=0, extras=random, facts={}, degrees={})
+    monkeypatch.setattr(train_state, "latest_together", lambda own, rank: resumed)
+    monkeypatch.setattr(train_state, "load", lambda *args, **more: loaded)
+    monkeypatch.setattr(train_state, "tpc", SimpleNamespace(topology=None))
+    trainer = SimpleNamespace(
+        rank=0, optimizer=None, device=torch.device("cpu"), saved=lambda: None
+    )
+    keep = Retention(last=2, every=30, best="val_loss")
+    how = "auto" if where == "auto" else str(resumed)
+    state = train_state.resume(trainer, tmp_path / "run", how, keep=keep)  # type: ignore
+    assert state.step == 70
+    gone = set() if where == "elsewhere" else {20, 50}
+    left = {int(x.name[5:11]) for x in own.iterdir() if "old" not in x.name}
+    assert left == set(range(10, 90, 10)) - gone
+    assert (own / "step_000060.old-ab").is_dir()

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from torchdistpackage.checkpoint import manifest as manifests
@@ -114,7 +114,19 @@ def retain(folder: Path, keep: Retention, newest: Path) -> None:
     earlier attempt are there.
     """
     remove_leftovers(folder)
-    complete = [path for path in candidates(folder) if path != newest and not damage(path)]
+    _prune(keep, newest, [path for path in candidates(folder) if path != newest])
+
+
+def retain_before(folder: Path, keep: Retention, resumed: Path) -> None:
+    """Remove complete checkpoints of steps before `resumed` that `keep` does not name; it stays.
+
+    Later ones, which a start has passed over, and leftovers are the next save's.
+    """
+    _prune(keep, resumed, [path for path in candidates(folder) if step_of(path) < step_of(resumed)])
+
+
+def _prune(keep: Retention, newest: Path, others: Sequence[Path]) -> None:
+    complete = [path for path in others if not damage(path)]
     kept = reasons(keep, [newest, *complete])
     for path in complete:
         if not kept[path]:

@@ -7,9 +7,9 @@ first copied to them, each file by a node that has it, and the manifest put toge
 save; so other degrees and other nodes load it as they load every checkpoint.
 """
 
-import logging
 import os
 import shutil
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
@@ -56,8 +56,8 @@ from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.errors import CheckpointError
 
-log = logging.getLogger(__name__)
-
+_NAMED = 8
+"""Faults of copies that a start names."""
 KEPT = 2
 """Checkpoints on a node: if a crash interrupts a commit, some nodes have the new one and all the
 one before."""
@@ -68,6 +68,9 @@ class LocalCopies:
 
     where: `checkpoint.local_dir`. checkpoints: those of the run. run: its name.
 
+    notes: what `recover` has found, alike on all ranks: which copies, what is not to be used and
+    why, and which are used.
+
     Raises:
         CheckpointError: on all ranks, if a node has no such folder, or shares it with others.
     """
@@ -77,6 +80,7 @@ class LocalCopies:
         with fail_together(self.group, "reading checkpoint.local_dir"):
             root = expanded(where, os.environ)
         self._root, self._checkpoints, self._run = root, checkpoints, run
+        self.notes: list[str] = []
         self.name = f"checkpoint.local_dir={where}"
         self._ranks = primitives.ranks_of(self.group)
         self._rank = self._ranks[self.group.rank()]
@@ -100,21 +104,44 @@ class LocalCopies:
         """
         start = str(primitives.broadcast_object(current_id(self._checkpoints), self.group))
         if not start:
+            if newest is not None:
+                self.notes.append(
+                    f"no local copies: no {ID} of an earlier start is at {newest.parent}"
+                )
             return newest
         folder, than = folder_of(self._root, self._run, start), newest and step_of(newest)
-        mine = checkpoints_in(folder) if self._commits else []
+        unusable: list[str] = []
+        mine = checkpoints_in(folder, unusable.append) if self._commits else []
         held = cast(list[list[NodeCheckpoint]], primitives.gather_objects(mine, self.group))
+        self._note_unusable(unusable)
+        for step in sorted({x.step for node in held for x in node}, reverse=True):
+            num = sum(any(x.step == step for x in node) for node in held)
+            self.notes.append(f"local copies of step {step} on {num} of {len(self._nodes)} nodes")
         known = {(x.step, x.digest) for node in held for x in node}
         for step, digest in sorted(known, reverse=True):
             if than is not None and step <= than:
-                break
+                self.notes.append(f"no local copies are used: the run folder has step {than}")
+                return newest
             path = folder / folder_name(step)
             has = [next((x for x in node if x.digest == digest), None) for node in held]
             if (problem := self._drain_found(path, has)) is None:
+                self.notes.append(
+                    f"local copies of step {step} are used, and in the run folder now"
+                )
                 return self._checkpoints / path.name
             if self._rank == self._ranks[0]:
                 warn_skipped(path, problem)
+        self.notes.append("no local copies are used: none is whole on the nodes of this start")
         return newest
+
+    def _note_unusable(self, mine: Sequence[str]) -> None:
+        """Note what the ranks name, each with its host."""
+        told = [f"{socket.gethostname()}: {text}" for text in mine]
+        gathered = cast(list[list[str]], primitives.gather_objects(told, self.group))
+        every = [text for texts in gathered for text in texts]
+        self.notes += [f"local copies not usable on {text}" for text in every[:_NAMED]]
+        if len(every) > _NAMED:
+            self.notes.append(f"local copies not usable: {len(every) - _NAMED} more")
 
     def begin(self) -> None:
         """Make the folders of this start; those of earlier starts, and other stale ones, go.
@@ -149,7 +176,9 @@ class LocalCopies:
             return str(error)
         here = has[self._ranks.index(self.committer)]
         share = () if here is None else here.files[self._node.index(self._rank) :: len(self._node)]
-        sound = [name for name in share if _is_sound(path / name, manifest.files[name])]
+        problems = {name: _problem(path / name, manifest.files[name]) for name in share}
+        sound = [name for name, problem in problems.items() if not problem]
+        self._note_unusable([problem for problem in problems.values() if problem])
         found = cast(list[list[str]], primitives.gather_objects(sound, self.group))
         lost = sorted(set(manifest.files) - {name for names in found for name in names})
         if lost:
@@ -246,10 +275,10 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _is_sound(path: Path, expected: FileFacts) -> bool:
+def _problem(path: Path, expected: FileFacts) -> str:
+    """What is wrong with a file; "" if nothing."""
     try:
         check_file(path, expected, ())
     except (OSError, CheckpointError) as error:
-        log.warning("local copy %s is damaged: %s", path, error)
-        return False
-    return True
+        return f"{path}: {error}"
+    return ""

@@ -12,7 +12,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,25 +139,38 @@ class NodeCheckpoint:
     """Files that the checkpoint has on all nodes together."""
 
 
-def checkpoints_in(folder: Path) -> list[NodeCheckpoint]:
-    """What this node has of checkpoints, newest first; of files only their sizes are looked at."""
+def checkpoints_in(folder: Path, unusable: Callable[[str], object]) -> list[NodeCheckpoint]:
+    """What this node has of checkpoints, newest first; of files only their sizes are looked at.
+
+    unusable: called with what is not there, or not to be used, and why.
+    """
     found: list[NodeCheckpoint] = []
-    for path in candidates(folder) if is_own(folder) else ():
+    if not is_own(folder):
+        there = os.path.lexists(folder)
+        unusable(f"{folder} " + ("is no folder of this user alone" if there else "is not there"))
+        return found
+    for path in candidates(folder):
         try:
             manifest, text = read_manifest(path), (path / NAME).read_bytes()
-        except (OSError, CheckpointError):
+        except (OSError, CheckpointError) as error:
+            unusable(f"{path}: {error}")
             continue
         digest = new_checksum()
         digest.update(text)
-        files = tuple(name for name in sorted(manifest.files) if _has(path, manifest, name))
+        files = tuple(
+            name for name in sorted(manifest.files) if _has(path, manifest, name, unusable)
+        )
         total = len(manifest.files)
         found.append(NodeCheckpoint(manifest.step, digest.hexdigest(), files, total))
     return found
 
 
-def _has(path: Path, manifest: Manifest, name: str) -> bool:
+def _has(path: Path, manifest: Manifest, name: str, unusable: Callable[[str], object]) -> bool:
     try:
         check_size(path / name, manifest.files[name])
-    except (OSError, CheckpointError):
+    except FileNotFoundError:  # most are other nodes'
+        return False
+    except (OSError, CheckpointError) as error:
+        unusable(f"{path / name}: {error}")
         return False
     return True

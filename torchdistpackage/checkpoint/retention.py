@@ -10,7 +10,7 @@ from torchdistpackage.checkpoint.manifest import Fact, read_manifest
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What is kept of complete checkpoints; the rest is removed after the next save.
+    """What is kept of complete checkpoints; the rest is removed after a save or a resume.
 
     last: how many of the newest. every: steps of which all multiples stay; 0: none by that. best:
     the fact whose smallest value stays, such as `val_loss`; None: none by that.

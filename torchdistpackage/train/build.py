@@ -242,7 +242,7 @@ def make_loop(
         saver=RunSaver(
             trainer,
             folder,
-            keep=Retention(checkpoint.keep_last, checkpoint.keep_every, checkpoint.best_fact),
+            keep=retention_of(config),
             mode=checkpoint.async_mode,
             goes_on=checkpoint.on_error == "continue",
             local=local,
@@ -256,6 +256,12 @@ def _counted(config: RunConfig) -> str:
     if config.data.is_preference:
         return "pairs"
     return "tokens" if config.model.loss is None else "samples"
+
+
+def retention_of(config: RunConfig) -> Retention:
+    """Which of its checkpoints the run keeps."""
+    section = config.checkpoint
+    return Retention(section.keep_last, section.keep_every, section.best_fact)
 
 
 def make_local_copies(plan: Plan, folder: Path) -> LocalCopies | None:

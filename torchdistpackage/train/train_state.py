@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from torchdistpackage.checkpoint.commit import set_aside
+from torchdistpackage.checkpoint.commit import retain_before, set_aside
 from torchdistpackage.checkpoint.load import latest_together, load
 from torchdistpackage.checkpoint.local_copies import LocalCopies
 from torchdistpackage.checkpoint.parts import TopologyRank
@@ -101,11 +101,16 @@ def saved_bytes(trainer: Trainer) -> int:
 
 
 def resume(
-    trainer: Trainer, run_folder: Path, how: str, local: LocalCopies | None = None
+    trainer: Trainer,
+    run_folder: Path,
+    how: str,
+    local: LocalCopies | None = None,
+    keep: Retention | None = None,
 ) -> TrainState:
     """Load the state that `how` names into the trainer: auto, never, or a checkpoint's path.
 
     local: copies of an earlier start, of which auto takes a newer one, and which then begin anew.
+    keep: what stays of the run's older checkpoints, of which starts may have left more; None: all.
 
     It may be of other degrees or another ZeRO stage. Weights, optimizer and data go on exactly;
     only dropout then draws anew.
@@ -113,7 +118,7 @@ def resume(
     Raises:
         CheckpointError: the named one is missing or damaged, or of another model.
     """
-    state = _resume(trainer, run_folder / FOLDER, how, local)
+    state = _resume(trainer, run_folder / FOLDER, how, local, keep)
     if local is not None:
         local.begin()
     return state
@@ -133,7 +138,9 @@ def _newest(own: Path, rank: int, local: LocalCopies | None) -> Path | None:
     return newest
 
 
-def _resume(trainer: Trainer, own: Path, how: str, local: LocalCopies | None) -> TrainState:
+def _resume(
+    trainer: Trainer, own: Path, how: str, local: LocalCopies | None, keep: Retention | None
+) -> TrainState:
     if how == "never":
         return TrainState()
     if how == "auto":
@@ -154,6 +161,11 @@ def _resume(trainer: Trainer, own: Path, how: str, local: LocalCopies | None) ->
     )
     if how != "auto" and trainer.rank == 0 and path.resolve().parent == own.resolve():
         set_aside(own, loaded.step)
+    if keep is not None and trainer.rank == 0 and path.resolve().parent == own.resolve():
+        try:
+            retain_before(own, keep, path)
+        except (OSError, CheckpointError) as error:  # the next save tries again
+            log.warning("cannot remove older checkpoints of %s: %s", own, error)
     if isinstance(cpu := loaded.extras.get("rng_cpu"), torch.Tensor):
         try:
             torch.set_rng_state(cpu)

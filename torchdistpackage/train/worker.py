@@ -28,7 +28,7 @@ from torchdistpackage.launch.slurm.run_dir import (
     attempt_id,
     this_start,
 )
-from torchdistpackage.train.build import build, make_local_copies, make_loop
+from torchdistpackage.train.build import build, make_local_copies, make_loop, retention_of
 from torchdistpackage.train.compiled import end_compile_workers, use_cache, warm_up
 from torchdistpackage.train.data_build import agreed_date, notes_of, with_steps
 from torchdistpackage.train.data_fingerprint import data_fingerprints, edited_data
@@ -125,7 +125,9 @@ def _train(
         names = ", ".join(trainer.recomputed) or "nothing"
         print_line(f"recomputed in the backward on rank 0: {names}")
     local = make_local_copies(plan, folder)
-    state = resume_state(trainer, folder, resume, local)
+    state = resume_state(trainer, folder, resume, local, retention_of(config))
+    for note in local.notes if local is not None and rendezvous.rank == 0 else ():
+        print_line(f"note: {note}")
     if config.train.compile != "off":
         said = warm_up(trainer, min(state.step + 1, trainer.num_steps))
         if rendezvous.rank == 0:

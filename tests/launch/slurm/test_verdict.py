@@ -150,6 +150,10 @@ def test_a_run_folder_that_takes_nothing_is_named_with_a_code_of_its_own(tmp_pat
     (run / "job").write_text("in the way of every report")
     text, code = verdict(run, START, 143, 4)
     assert code == CANNOT_WRITE and f"{run} cannot be written: File exists" in text
+    assert "metrics.jsonl has no row" in text
+    (run / "metrics.jsonl").write_text('{"step": 7}\n')
+    text, _ = verdict(run, START, 143, 4)
+    assert "metrics.jsonl goes up to step 7" in text and "could train" not in text
 
 
 def test_where_the_log_was_removed_the_reason_is_left_anew(tmp_path, capsys):

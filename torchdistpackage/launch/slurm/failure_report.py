@@ -28,6 +28,7 @@ from torchdistpackage.launch.failure import (
     summary,
 )
 from torchdistpackage.launch.files import atomic_write, beside
+from torchdistpackage.launch.run_rows import METRICS, last_rows
 from torchdistpackage.launch.slurm.node_blocklist import incident_of, record
 from torchdistpackage.launch.slurm.requeue import (
     Decision,
@@ -64,9 +65,9 @@ def verdict(run: Path, start: str, code: int, num_ranks: int) -> tuple[str, int]
     silent = sorted(set(range(num_ranks)) - {failure.rank for failure in failures})
     if not failures and (why := _refuses(files)):
         return (
-            f"--- the run folder {run} cannot be written: {why}; so no rank could train or leave "
-            f"word there, and what srun says above is all there is. Make room and rights for it, "
-            f"or set run.dir ---"
+            f"--- the run folder {run} cannot be written: {why}; so no rank could leave word there "
+            f"of what failed ({_reached(files)}), and what the ranks and srun say above is all "
+            f"there is. Make room and rights for it, or set run.dir ---"
         ), CANNOT_WRITE
     if not failures or (silent and is_secondary(root_cause(failures))):
         return _without_culprit(files, start, code, failures, silent)
@@ -85,6 +86,12 @@ def _refuses(files: RunDir) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
+
+
+def _reached(files: RunDir) -> str:
+    """How far the rows of the run go."""
+    step = next((row["step"] for row in last_rows(files.run / METRICS)), None)
+    return f"{METRICS} has no row" if step is None else f"{METRICS} goes up to step {step}"
 
 
 def _without_culprit(
