@@ -118,7 +118,6 @@ def test_a_run_that_ends_exports_its_newest_checkpoint_anew(ranks, tmp_path):
     ("changes", "said"),
     [
         ([], "for gpt2: position=learned"),
-        (["checkpoint.save_every=0"], "save_every and save_every_min are off"),
         (["model={target: m.py:Net}"], "cannot name the weights of model.target=m.py:Net"),
     ],
 )

@@ -163,11 +163,6 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "train.accumulate=2)); set microbatches to 2 or 4, or global_batch to 24 or 36",
     ),
     (
-        {"checkpoint__save_every": 0, "checkpoint__export": "hf"},
-        "checkpoint.export",
-        "checkpoint.export=hf needs a checkpoint, but save_every and save_every_min are off",
-    ),
-    (
         {"checkpoint__local_dir": "/dev/shm"},
         "checkpoint.local_dir",
         "checkpoint.local_dir=/dev/shm and checkpoint.local_every=0 go together: a folder of "

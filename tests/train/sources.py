@@ -121,6 +121,18 @@ def build(width: int) -> nn.Module:
     )
 
 
+class Classes(Line):
+    """The same points, of one of two classes each: targets (n,)."""
+
+    def batch(self, *args, **more):
+        x, targets = super().batch(*args, **more)
+        return x, (targets.squeeze(1) > 0).long()
+
+
+def classifier() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().mean()
 

@@ -194,7 +194,7 @@ def test_compiled_blocks_train_to_the_numbers_of_eager_ones(ranks, layout):
             assert name == same
             torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
         num = 3 if layout == "pipe" else 4  # the cut goes through a block
-        assert re.search(rf"compiled {num} blocks in \d+ graphs, .* s before the first step", said)
+        assert re.search(rf"compiled {num} blocks in \d+ graphs?, .* s before the first step", said)
 
 
 class Reads(nn.Module):
@@ -303,7 +303,7 @@ def test_a_run_goes_on_to_the_bit_with_the_same_setting(tdp, tmp_path):
         for steps in starts:
             more = [f"run.name={name}", f"train.steps={steps}", "log.every=1"]
             code, said = tdp(["train", "configs/gpt_tiny.yaml", *keys, *more])
-            assert code == 0 and re.search(r"compiled 2 blocks in \d+ graphs", said), said
+            assert code == 0 and re.search(r"compiled 2 blocks in \d+ graphs?", said), said
         rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         losses[name] = [row["loss"] for row in map(json.loads, rows) if "loss" in row]
     assert len(losses["once"]) == 3 and losses["once"] == losses["twice"]
@@ -317,7 +317,7 @@ def test_a_second_start_reads_what_the_first_compiled_and_ranks_end(tdp, tmp_pat
     for start, steps in enumerate((2, 3)):
         code, said = tdp(["train", "configs/gpt_tiny.yaml", *keys, f"train.steps={steps}"])
         assert code == 0, said
-        read = re.search(r"blocks in \d+ graphs, (\d+) of them read from", said)
+        read = re.search(r"blocks in \d+ graphs?, (\d+) of them read from", said)
         assert read is not None and (int(read[1]) > 0) == (start == 1), said
     keys = [x for x in keys if not x.startswith("train.compile")]
     code, said = tdp(

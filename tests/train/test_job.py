@@ -16,6 +16,9 @@ from tests.train import metrics_page
 from tests.train.forked import ForkedRanks, until
 from torchdistpackage.config.load import load
 from torchdistpackage.harness.pool import RankPool
+from torchdistpackage.report.charts import charts
+from torchdistpackage.report.run_data import read_run_data
+from torchdistpackage.report.status import status_of
 from torchdistpackage.schedule.costs import read_costs
 
 ROOT = Path(__file__).parents[2]
@@ -234,6 +237,28 @@ def test_a_users_own_model_loss_and_data_come_by_import_path(tmp_path, pool):
     assert list(measured.pieces) == ["0", "1", "2", "3"], "the children, for partition=time"
     kept = sorted(p.name for p in (tmp_path / "own" / "checkpoints").iterdir())
     assert kept == ["step_000039", "step_000040"], "by rank 0's clock every step is late"
+
+
+def test_a_classifier_is_reported_in_samples(tmp_path, pool):
+    """Without a loss of its own it has that of tokens, whose targets are one a sample here."""
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        "run: {name: own}\n"
+        "model: {target: 'tests.train.sources:classifier'}\n"
+        "data: {target: 'tests.train.sources:Classes', global_batch: 16}\n"
+        "optim: {warmup_steps: 0}\n"
+        "train: {steps: 4, eval_every: 0, eval_batches: 2}\n"
+        "checkpoint: {save_every: 0}\n"
+        "log: {every: 1, plot: false}\n"
+    )
+    ranks = ForkedRanks(pool.server, tmp_path, ["train", str(own), f"run.dir={tmp_path}"], 1)
+    said = ranks.ended()
+    assert ranks.returncodes == [0], said
+    assert said.count(" samples/s") == 4 and "token" not in said, said
+    data = read_run_data(tmp_path / "own")
+    assert "samples/s" in status_of(data, 0.0).facts["throughput"]
+    (speed,) = (chart for chart in charts([data]) if chart.key == "tokens_per_s")
+    assert speed.note.startswith("Samples of a step") and "samples/s" in str(speed.layout)
 
 
 def test_a_wrong_run_starts_nothing_and_leaves_nothing(tmp_path):

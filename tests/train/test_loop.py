@@ -94,6 +94,24 @@ def loop_of(trainer: Counting, folder: Path, life: StopController) -> Loop:
     return Loop(trainer, TrainState(), folder, log, life, call_timeout_s=1.0, save_every_min=1.0)
 
 
+def test_what_is_exported_at_the_end_is_saved_at_the_end_without_saves_before(
+    tmp_path: Path, saved
+):
+    for save_last in (False, True):
+        trainer = Counting("cpu", 6)
+        log = StepLog(tmp_path / str(save_last), trainer.num_steps, rank=trainer.rank)
+        Loop(
+            trainer,
+            TrainState(),
+            tmp_path,
+            log,
+            StopController(),
+            call_timeout_s=1.0,
+            save_last=save_last,
+        ).run()
+        assert saved == [(6, 6)] * save_last
+
+
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_a_save_by_the_clock_is_made_once_and_of_the_step_it_is_named_after(
     tmp_path: Path, saved, kind

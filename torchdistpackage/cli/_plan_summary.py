@@ -131,6 +131,8 @@ def _saves(plan: Plan) -> list[tuple[str, str]]:
     section = plan.config.checkpoint
     times = [f"{section.save_every} steps"] if section.save_every else []
     times += [f"{section.save_every_min:g} minutes"] if section.save_every_min else []
+    if not times and section.export is not None:
+        return [("checkpoints", "of the last step")]
     return [("checkpoints", f"every {' and '.join(times)}")] if times else []
 
 

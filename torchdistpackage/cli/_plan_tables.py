@@ -174,7 +174,8 @@ def _schedule(plan: Plan) -> str:
 def _checkpoints(plan: Plan) -> list[str]:
     """How the state is saved, and what the copies of saves beside the steps take."""
     section, loads = plan.config.checkpoint, stage_loads(plan)
-    if not section.save_every and not section.save_every_min and section.local_dir is None:
+    last = section.local_dir is not None or section.export is not None
+    if not section.save_every and not section.save_every_min and not last:
         return []
     times = [f"{section.save_every} steps"] if section.save_every else []
     times += [f"{section.save_every_min:g} minutes"] if section.save_every_min else []

@@ -293,7 +293,7 @@ def named_once(section: ModelSection | DataSection, where: str) -> str | None:
     return None
 
 
-@rule("checkpoint.export", "checkpoint.save_every", "checkpoint.save_every_min", "model.target")
+@rule("checkpoint.export", "model.target")
 def _export_has_what_it_writes(c: RunConfig, world_size: int | None) -> str | None:
     saved = c.checkpoint
     if saved.export is None:
@@ -302,11 +302,6 @@ def _export_has_what_it_writes(c: RunConfig, world_size: int | None) -> str | No
         return (
             f"checkpoint.export={saved.export} cannot name the weights of "
             f"model.target={c.model.target}; set export to null"
-        )
-    if not saved.save_every and not saved.save_every_min:
-        return (
-            f"checkpoint.export={saved.export} needs a checkpoint, but save_every and "
-            f"save_every_min are off; set one of them, or export to null"
         )
     return None
 

@@ -132,7 +132,10 @@ def _refusals_of_found(
         "data.document_masks": use.document_masks,
         "parallel.sequence_parallel": shape.sequence_parallel,
     }
-    text = f"{read.class_name} has no table of {', '.join(FAMILIES)}; set it to false"
+    text = (
+        f"{read.class_name} cannot do it: only families with a table can, which are "
+        f"{', '.join(FAMILIES)}; set it to false"
+    )
     found = [(key, text) for key, is_asked in asked.items() if is_asked]
     if use.compares_pairs and read.auxiliary:
         text = (

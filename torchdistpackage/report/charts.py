@@ -44,7 +44,9 @@ def charts(runs: Sequence[RunData], peak_flops: float | None = None) -> list[Cha
     peak_flops: FLOP/s of one device, for the model FLOPs utilization.
     """
     found = [_loss(runs)]
+    counted = " and ".join(dict.fromkeys(run.unit for run in runs))
     for key, title, note, unit, log in _LINES:
+        note, unit = note.format(counted.capitalize()), unit.format(counted)
         found.append(_line_chart(runs, key, title, note, unit, log=log))
     found.append(_utilization(runs, peak_flops))
     for run in runs:
@@ -58,7 +60,7 @@ def charts(runs: Sequence[RunData], peak_flops: float | None = None) -> list[Cha
 _LINES = (
     ("lr", "Learning rate", "Learning rate of each step.", "", False),
     ("grad_norm", "Gradient norm", "2-norm of the gradient before clipping.", "", True),
-    ("tokens_per_s", "Throughput", "Tokens of a step over its time, all ranks.", "tokens/s", False),
+    ("tokens_per_s", "Throughput", "{} of a step over its time, all ranks.", "{}/s", False),
     ("time_s", "Step time", "Duration of each step.", "s", False),
     ("bubble", "Bubble", "Share of a step in which ranks computed nothing.", "", False),
 )
@@ -113,7 +115,8 @@ def _loss(runs: Sequence[RunData]) -> Chart:
             traces.append(
                 _line([(1, levels[-1][1]), (last, levels[-1][1])], f"{key} table", 2, **look)
             )
-    return Chart("loss", "Loss", "Training and validation loss by step.", traces, _steps("nats"))
+    nats = "" if any(run.config.get("model.loss") is not None for run in runs) else "nats"
+    return Chart("loss", "Loss", "Training and validation loss by step.", traces, _steps(nats))
 
 
 def _line_chart(

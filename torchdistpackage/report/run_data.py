@@ -94,6 +94,22 @@ class RunData:
         return value if isinstance(value, int) else None
 
     @property
+    def unit(self) -> str:
+        """What the loss is a mean over, as the run's own lines say it."""
+        get = self.config.get
+        if get("data.name") == "preference":
+            return "pairs"
+        if get("model.loss") is not None:
+            return "samples"
+        last, batch = self.rows[-1] if self.rows else {}, number(get("data.global_batch"))
+        tokens, step = number(last.get("tokens")), number(last.get("step"))
+        if get("model.target") is None or get("data.target") is None:
+            return "tokens"
+        if batch is None or tokens is None or step is None:
+            return "tokens"
+        return "samples" if tokens <= batch * step else "tokens"
+
+    @property
     def mesh(self) -> Mesh:
         """Axes of several ranks, as the ranks wrote them; without axes where they did not."""
         found = next((row["layout"] for row in self.ranks if "layout" in row), [])

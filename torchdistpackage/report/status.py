@@ -62,7 +62,7 @@ def status_of(
     if validated:
         facts["validation loss"] = f"{validated[-1][1]:.4f} at step {validated[-1][0]}"
     if (speed := _median(data.rows, "tokens_per_s")) is not None:
-        facts["throughput"] = f"{_short(speed)} tokens/s"
+        facts["throughput"] = f"{_short(speed)} {data.unit}/s"
     if (flops := _median(data.rows, "flops_per_s")) is not None:
         facts["model FLOP/s"] = f"{flops / 1e12:.3g} TFLOP/s"
     if (bubble := _median(data.rows, "bubble")) is not None:

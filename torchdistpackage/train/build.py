@@ -203,12 +203,14 @@ def make_loop(
     train, checkpoint, every = config.train, config.checkpoint, config.log.every
     has_pipeline, unit = config.parallel.pipe > 1, _counted(config)
     model = plan.model if unit == "tokens" else None
+    own = config.model.target is not None and config.data.target is not None
     log = StepLog(
         folder,
         trainer.num_steps,
         rank=trainer.rank,
         every=every,
         unit=unit,
+        samples=config.data.global_batch if own and unit == "tokens" else None,
         flops_per_token=model and model.flops_per_token(),
         predicted_bubble=plan.timeline.bubble if has_pipeline else None,
         verbose=config.log.verbose,
@@ -239,6 +241,7 @@ def make_loop(
         save_every=checkpoint.save_every,
         save_every_min=checkpoint.save_every_min,
         local_every=checkpoint.local_every if local is not None else 0,
+        save_last=checkpoint.export is not None,
         saver=RunSaver(
             trainer,
             folder,

@@ -146,7 +146,9 @@ def warm_up(trainer: Trainer, step: int) -> str:
     mine = len(blocks), len(refused), graphs, read, time.monotonic() - began, refused[:1]
     seen: list[Any] = primitives.gather_objects(mine)
     num, left, graphs, read = (sum(x[i] for x in seen) for i in range(4))
-    text = f"{num - left} blocks in {graphs} graphs, {read} of them read from {cache_folder()}"
+    made = num - left
+    text = f"{made} block{'s' * (made != 1)} in {graphs} graph{'s' * (graphs != 1)}"
+    text += f", {read} of them read from {cache_folder()}"
     said = f"compiled {text}: {max(x[4] for x in seen):.1f} s before the first step"
     first = next((x[5][0] for x in seen if x[5]), None)
     return said if first is None else f"{said}; {left} blocks are as they were, such as {first}"

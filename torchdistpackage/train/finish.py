@@ -30,7 +30,7 @@ def finish(loop: Loop, loss: float, *, text: str | None, plot: bool) -> None:
         for line in text.splitlines():
             for part in textwrap.wrap(line, width, drop_whitespace=False) or [""]:
                 print_line(f"  | {part}")
-    picture = plot_loss(loop.folder / "metrics.jsonl") if plot else None
+    picture = plot_loss(loop.folder / "metrics.jsonl", unit=loop.log.unit) if plot else None
     kept = ["resolved.yaml", "metrics.jsonl", "checkpoints/", "logs/", *loop.artifacts]
     kept += ["loss.png"] if picture else []
     print_line(f"run folder {loop.folder}")

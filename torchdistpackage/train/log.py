@@ -65,7 +65,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     def __init__(
         self, total: int, *, every: int, stream: TextIO, done: int = 0, unit: str = "tokens"
     ):
-        self._total, self._every, self._stream, self._unit = total, every, stream, unit
+        self._total, self._every, self._stream, self.unit = total, every, stream, unit
         self._bar: Bar | None = None
         if stream.isatty() and os.environ.get("TERM") != "dumb":
             self._bar = Bar(
@@ -95,7 +95,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         of the step's samples, by source of several. pairs: `PairSums.means` of answers."""
         if self._bar is None and step % self._every and step != self._total:
             return
-        text = f"loss {loss:.4f}  {_thousands(tokens_per_s)} {self._unit}/s"
+        text = f"loss {loss:.4f}  {_thousands(tokens_per_s)} {self.unit}/s"
         if pairs:
             text += f"  {pair_text(pairs)}"
         if bubble is not None:
@@ -135,7 +135,8 @@ class StepLog:
     """The rows and lines of a run's steps: of rank 0, on all others nothing.
 
     every: steps between lines where there is no bar, and between measurements of a device. unit:
-    what the loss is a mean over. flops_per_token: of the model, None where it is unknown.
+    what the loss is a mean over. samples: of a step, where model and data are a user's own: a loss
+    that is a mean over no more is one over samples. flops_per_token: None where it is unknown.
     predicted_bubble: of a pipeline. verbose: causes of its bubble are shown too; the rows always
     have them. goes_on: rows that cannot be written are said and held, and end no run.
     """
@@ -148,6 +149,7 @@ class StepLog:
         rank: int,
         every: int = 1,
         unit: str = "tokens",
+        samples: int | None = None,
         flops_per_token: float | None = None,
         predicted_bubble: float | None = None,
         verbose: bool = False,
@@ -155,6 +157,7 @@ class StepLog:
     ):
         self.every, self.unit, self._verbose = every, unit, verbose
         self.goes_on = goes_on
+        self._samples = samples
         self._folder, self._total, self._is_main = folder, total, rank == 0
         self._flops_per_token, self._predicted_bubble = flops_per_token, predicted_bubble
         self._metrics: MetricsLog | None = None
@@ -184,6 +187,13 @@ class StepLog:
             for line in self._lines:  # noted after the last step
                 self._bar.say(line)
             self._lines = []
+
+    def see(self, num_terms: int) -> None:
+        """Take note of how many terms the loss of a step is a mean over, before it is logged."""
+        if self._samples is not None and num_terms <= self._samples:
+            self.unit = "samples"
+            if self._metrics is not None:
+                self._bar.unit = self.unit
 
     def note(self, *lines: str, **values: float | str | Mapping[str, float]) -> None:
         """Say these lines, and add these values to the row, with the step that is logged next."""
@@ -233,7 +243,9 @@ class StepLog:
             self._metrics.sync()
 
 
-def plot_loss(metrics: str | Path, out: str | Path | None = None) -> Path | None:
+def plot_loss(
+    metrics: str | Path, out: str | Path | None = None, *, unit: str = "tokens"
+) -> Path | None:
     """Draw the losses of a metrics file over steps, as `loss.png` next to it; returns its path.
 
     None, with one line logged, where matplotlib is missing or there is nothing to draw.
@@ -263,7 +275,7 @@ def plot_loss(metrics: str | Path, out: str | Path | None = None) -> Path | None
             label = f"{key} entropy {levels[-1]:.2f}"
             axes.axhline(levels[-1], color="gray", linestyle=style, label=label)
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel("loss (nats per token)" if unit == "tokens" else "loss")
     axes.grid(alpha=0.3)
     axes.legend()
     path = metrics.with_name(PLOT) if out is None else Path(out)

@@ -55,8 +55,9 @@ class Loop:
 
     call_timeout_s: of a collective or message after the first step, without a watch. eval_every,
     save_every, save_every_min, local_every: steps, or minutes, between two; 0 and None are off, and
-    a validation comes at the end too. saver: of this run's checkpoints, for local_every with local
-    copies; default: all in turn. callbacks: called in their order, on all ranks.
+    a validation comes at the end too. save_last: the last step is saved, whatever they are.
+    saver: of this run's checkpoints, for local_every with local copies; default: all in turn.
+    callbacks: called in their order, on all ranks.
     watch: ends a hang before the limits of single calls do.
     """
 
@@ -74,12 +75,14 @@ class Loop:
         save_every: int = 0,
         save_every_min: float | None = None,
         local_every: int = 0,
+        save_last: bool = False,
         saver: RunSaver | None = None,
         callbacks: Sequence[Callback] = (),
     ):
         self.trainer, self.state, self.folder, self.log = trainer, state, folder, log
         self._eval_every = eval_every
         self._save_every, self._save_every_min = save_every, save_every_min
+        self._save_last = save_last
         self._local_every = local_every
         self._callbacks = callbacks
         self._records, self._is_due = _own(callbacks, "records"), _own(callbacks, "is_due")
@@ -218,7 +221,9 @@ class Loop:
 
     @property
     def _saves(self) -> bool:
-        return bool(self._save_every or self._save_every_min or self._local_every)
+        """Whether the last step is saved."""
+        own = self._save_every or self._save_every_min or self._local_every
+        return self._save_last or bool(own)
 
     def _save_is_due(self) -> bool:
         """Rank 0's clock decides for all; the step's all-reduce carries its word."""
@@ -238,6 +243,7 @@ class Loop:
         self.state.loss, self.state.val_loss = result.loss, None
         self.state.set_losses = {}
         self.state.tokens += result.tokens
+        self.log.see(result.tokens)
         if self.saver.is_saving:
             with self.marks.allow_slow():
                 self.saver.hear(result)
