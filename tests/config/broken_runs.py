@@ -163,6 +163,11 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "train.accumulate=2)); set microbatches to 2 or 4, or global_batch to 24 or 36",
     ),
     (
+        {"checkpoint__export": "hf", "model__target": "a:b"},
+        "checkpoint.export",
+        "checkpoint.export=hf cannot name the weights of model.target=a:b; set export to null",
+    ),
+    (
         {"checkpoint__local_dir": "/dev/shm"},
         "checkpoint.local_dir",
         "checkpoint.local_dir=/dev/shm and checkpoint.local_every=0 go together: a folder of "
