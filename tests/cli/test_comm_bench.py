@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -182,8 +183,9 @@ def test_as_a_job_the_bench_is_the_command_of_the_tasks(work, capsys):
         assert str(path) in said
     script = files.script.read_text()
     command = (
-        f"{sys.executable} -u -P -m torchdistpackage comm bench --operations p2p,broadcast "
-        f"--dtypes float32 --sizes 1KiB:4KiB --iterations 20 --warmup 3 --isolated 2 --axis pipe "
+        f"{shlex.quote(sys.executable)} -u -P -m torchdistpackage comm bench --operations "
+        f"p2p,broadcast --dtypes float32 --sizes 1KiB:4KiB --iterations 20 --warmup 3 "
+        f"--isolated 2 --axis pipe "
         f"--timeout 60 --pairs --min-busbw pipe=2 --run-folder {files.run} "
     )
     assert f'    {command}"$_tdp_run/job/config.yaml"\n' in script

@@ -8,7 +8,7 @@ from torch import nn
 from tests.train import parity
 from tests.train.test_nonfinite import BASE
 from torchdistpackage.errors import CommError, LayoutError
-from torchdistpackage.train import build as builder
+from torchdistpackage.train import own_model as builder
 from torchdistpackage.train.callbacks import ReplicaCheck
 
 

@@ -123,7 +123,7 @@ def test_pieces_are_whole_lines_and_all_of_them(tmp_path, monkeypatch):
 def test_lines_that_are_wrong_are_named_as_by_one_process(share, tmp_path):
     source = odd_lines(tmp_path / "data")
     lines = Path(source.path, "c.jsonl").read_bytes().splitlines(keepends=True)
-    lines[3], lines[70] = b"\n", b'{"text": 5}\n'
+    lines[3], lines[70] = b"-\n", b'{"text": 5}\n'
     lines[100] = b'{"text": "a"\n'
     Path(source.path, "c.jsonl").write_bytes(b"".join(lines))
     said = set()

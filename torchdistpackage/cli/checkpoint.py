@@ -58,7 +58,11 @@ _ALL = Retention(last=1 << 20)
 """Of a folder without a run, which nothing prunes."""
 _MAX_THREADS = 8
 
-Where = Annotated[Path, typer.Argument(metavar="RUN_OR_FOLDER", help="Run, or its checkpoints.")]
+# A folder that may not be read is refused by its reader, which says who can change that.
+Where = Annotated[
+    Path,
+    typer.Argument(metavar="RUN_OR_FOLDER", readable=False, help="Run, or its checkpoints."),
+]
 One = Annotated[
     Path, typer.Argument(metavar="CHECKPOINT", help="Folder step_NNNNNN; of a run the latest.")
 ]

@@ -12,7 +12,9 @@ from torchdistpackage.report.run_data import read_run_data
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
+    runs: Annotated[
+        list[Path], typer.Argument(readable=False, metavar="RUN...", help="Run folders.")
+    ],
     out: Annotated[
         Path | None,
         typer.Option(

@@ -15,7 +15,7 @@ from torchdistpackage.parallel.tensor.embedding import feature_embedding, vocab_
 from torchdistpackage.parallel.tensor.weight_reads import own, read_whole
 
 
-@read_whole("weight")
+@read_whole("weight", by_any=True)
 class _SplitLookup(nn.Embedding):
     """An embedding of which this rank has a part; its result is whole, and equal on all ranks.
 

@@ -1,10 +1,11 @@
 """Weights of split layers, read by code outside of the layer: whole there, as in one process.
 
 Some modules compute with `layer.weight` themselves: torch's TransformerEncoderLayer and
-MultiheadAttention in their fast paths, or a head that multiplies by the table of an embedding. A
-read in the forward of another module gives a `SplitWeight`, which torch's fast paths leave alone.
-Operations get all of it, joined over the group, so all ranks must take the same way. Anywhere else
-a read gives this rank's parameter.
+MultiheadAttention in their fast paths, or, in a model that knows nothing of its split, a head that
+multiplies by the table of an embedding. A read in their forward gives a `SplitWeight`, which
+torch's fast paths leave alone. Operations get all of it, joined over the group, so all ranks must
+take the same way. Anywhere else a read gives this rank's parameter: who puts a split layer into a
+module of their own, as torchshard's users do, computes with the part.
 """
 
 import sys
@@ -183,12 +184,15 @@ def _mesh(layout: Layout, num: int) -> Mesh:
     return Mesh(((layout.split_axes[0], num),))
 
 
-def read_whole(*names: str) -> Callable[[type], type]:
-    """Decorate a class of split layers: forwards of other modules read these parameters whole."""
+def read_whole(*names: str, by_any: bool = False) -> Callable[[type], type]:
+    """Decorate a class of split layers: forwards of torch's modules read these parameters whole.
+
+    by_any: forwards of any other module do, because the model knows nothing of its split.
+    """
 
     def decorate(layer: type) -> type:
         for name in names:
-            setattr(layer, name, _property(name))
+            setattr(layer, name, _property(name, by_any))
         return layer
 
     return decorate
@@ -203,7 +207,7 @@ def own(layer: nn.Module, name: str) -> Any:
     return parameters[name] if name in parameters else getattr(layer, name)
 
 
-def _property(name: str) -> property:
+def _property(name: str, by_any: bool) -> property:
     def read(layer: nn.Module) -> Any:
         held = layer.__dict__
         if name in held:
@@ -215,7 +219,7 @@ def _property(name: str) -> property:
         mark = mark_of(parameter)
         if mark is None or not mark.layout.split_axes or mark.group is None:
             return parameter
-        if mark.group.size() == 1 or not _is_read_outside(layer):
+        if mark.group.size() == 1 or not _is_read_outside(layer, by_any):
             return parameter
         join = JoinParts(mark.layout, mark.group, getattr(layer, "sequence_parallel", False))
         return layer_weight(parameter, join)
@@ -229,8 +233,8 @@ def _property(name: str) -> property:
     return property(read, write, delete)
 
 
-def _is_read_outside(layer: nn.Module) -> bool:
-    """Whether the forward of another module reads a parameter of `layer` now."""
+def _is_read_outside(layer: nn.Module, by_any: bool) -> bool:
+    """Whether the forward of another module, of torch or any, reads a parameter of `layer` now."""
     if is_traced():  # a graph has no frames, and layers of this package read by `own`
         if not type(layer).forward.__module__.startswith(PACKAGE):
             return False
@@ -242,11 +246,16 @@ def _is_read_outside(layer: nn.Module) -> bool:
         if name in CALLS or ".forward.<locals>" in code.co_qualname:
             reader = frame.f_locals.get("self")
             if isinstance(reader, nn.Module):
-                return reader is not layer
+                return reader is not layer and (by_any or _is_of_torch(reader))
         elif code.co_filename.endswith(CHECKPOINT):
-            return True  # a backward computes a part of a forward again
+            return by_any  # a backward computes a part of a forward again
         frame = frame.f_back
     return False
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Whether the forward of `module` is one of torch's own, also in a class derived from it."""
+    return type(module).forward.__module__.partition(".")[0] == "torch"
 
 
 def refuse_nested(x: Tensor, where: str) -> None:
