@@ -96,3 +96,17 @@ def test_all_sizes_that_cannot_be_split_are_listed_at_once(run, tmp_path, capsys
         "data.seq_len=30 cannot be split over parallel.tensor=4 ranks",
     ):
         assert text in said
+
+
+@pytest.mark.parametrize("key", ["hf", "weights"])
+@pytest.mark.parametrize("kind", ["LlamaForSequenceClassification", "LlamaModel"])
+def test_a_folder_of_another_kind_of_model_is_named(tmp_path, capsys, kind, key):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 256}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=False)
+    getattr(transformers, kind)(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "run.yaml").write_text(f"model: {{{key}: {tmp_path}/model}}\n")
+    assert main(["plan", str(tmp_path / "run.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert f"holds {kind} by its config.json, which is no causal language model" in said
+    assert "lm_head" not in said

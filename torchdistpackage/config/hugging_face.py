@@ -14,6 +14,8 @@ from torchdistpackage.bounded import parse_json, read_regular
 from torchdistpackage.errors import ConfigError, DataError
 
 FILE = "config.json"
+_OF_TOKENS = ("ForCausalLM", "LMHeadModel", "LMHead", "ForConditionalGeneration", "ForMaskedLM")
+"""Ends of names of classes that predict tokens."""
 ADAPTER_FILE = "adapter_config.json"
 """Of peft, beside adapters."""
 _MAX_CONFIG_BYTES = 1 << 24
@@ -76,6 +78,26 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{path} is no mapping; name the folder of a transformers model")
     return _with_keys_of_today(cast(dict[str, Any], found))
+
+
+def other_model(folder: str | Path) -> str:
+    """Return what to say of a folder that holds no causal language model; "" of one that does.
+
+    For example the folder of a reward model or of an embedding model, which has no head that
+    predicts tokens.
+    """
+    try:
+        listed: Any = read_config(folder).get("architectures")
+    except ConfigError:
+        return ""
+    names = [str(name) for name in cast(list[object], listed)] if isinstance(listed, list) else []
+    if not names or any(name.endswith(_OF_TOKENS) for name in names):
+        return ""
+    return (
+        f"{folder} holds {names[0]} by its {FILE}, which is no causal language model: it has no "
+        f"head that predicts tokens; name the folder of the language model it was made from (its "
+        f"architectures end in ForCausalLM)"
+    )
 
 
 def _untagged(found: dict[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from torchdistpackage.bounded import (
     same_bits,
 )
 from torchdistpackage.config.hugging_face import FILE as CONFIG
-from torchdistpackage.config.hugging_face import GPT2_ACTIVATIONS
+from torchdistpackage.config.hugging_face import GPT2_ACTIVATIONS, other_model
 from torchdistpackage.errors import CheckpointError, LayoutError
 from torchdistpackage.models import gpt_layout
 from torchdistpackage.models.gpt_layout import GPTShape
@@ -226,6 +226,8 @@ def find_tensors(
                     f"{names[key]} is of type {has.dtype}, where one of {DTYPES} is read"
                 )
     if problems:
+        if text := other_model(folder):
+            raise CheckpointError(text)
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(
             f"{folder} has not the weights of this model: {len(problems)} of {len(expected)} "

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from torchdistpackage.bounded import StoredTensor, same_bits
+from torchdistpackage.config.hugging_face import other_model
 from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.config.packages import is_before
 from torchdistpackage.errors import CheckpointError
@@ -131,6 +132,8 @@ def open_found(folder: str | Path, shape: TransformersShape) -> FoundFolder:
     ]
     extra = [f"{name} is not expected" for name in unexpected]
     if problems := [*missing, *extra, *problems, *types]:
+        if text := other_model(folder):
+            raise CheckpointError(text)
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(
             f"{folder} has not the weights of this model: {len(problems)} of {len(known)} "
