@@ -1,4 +1,4 @@
-"""What a file of the package looks like: short, with a text at its head, without shortcuts."""
+"""What a file of the package looks like: with a text at its head, without shortcuts."""
 
 import ast
 from collections.abc import Iterator
@@ -7,16 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests import package_files
-from tests.package_files import ROOT, files, imports, name_of, offences
-
-MAX_LINES = 400
+from tests.package_files import ROOT, imports, offences
 
 FORBIDDEN_CALLS = ("eval", "exec", "breakpoint", "input", "exit", "quit")
-
-
-def test_files_stay_short():
-    lines = {name_of(path): path.read_text(encoding="utf-8").count("\n") for path in files()}
-    assert {name: num for name, num in lines.items() if num > MAX_LINES} == {}
 
 
 def test_a_class_name_has_one_meaning():
