@@ -44,7 +44,7 @@ MAY_NAME_MODULES = {
     "compat/torchshard/marks.py": "torch's function of a split tensor, which makes split tensors",
     "harness/late/streams.py": "doubles in modules to the right",
     "harness/pool.py": "what runs in ranks, with torch",
-    "launch/failure.py": "frames that a report leaves out",
+    "environment/failure.py": "frames that a report leaves out",
     "launch/fork_server_client.py": "what another process runs",
     "launch/workers.py": "what another process runs",
     "models/gpt_spec.py": "modules to build, with torch",

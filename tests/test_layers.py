@@ -27,6 +27,8 @@ PURE_FOLDERS = (
     "lazy",
     "bounded",
     "bounded_yaml",
+    "files",
+    "environment",
     "topology",
     "layout",
     "families",
@@ -141,12 +143,6 @@ PURE_FILES = (
 ONLY_ARGUMENTS = ("ddp", "optim", "parallel", "checkpoint", "tools")
 """Folders that take plain arguments and never see the configuration or the launcher."""
 
-COMM_MAY_LAUNCH = {
-    "comm/runtime.py": "turns what the launcher found out, once agreed on, into a process group",
-    "comm/rendezvous_store.py": "where the launcher says that the ranks meet",
-    "comm/creation.py": "leaves a rank's last words where its launcher looks for them",
-}
-
 MAY_LAUNCH = {
     "parallel/placed/launcher.py": "a placed program starts its own ranks",
 }
@@ -203,11 +199,11 @@ def test_imports_point_left():
 def configuration_and_launcher_in(path: Path) -> list[str]:
     """Imports of them in folders that take plain arguments, and in comm."""
     folder = path.relative_to(ROOT).parts[0]
-    barred = {"config", "launch"} if folder in ONLY_ARGUMENTS else set()
+    barred = {"config", "environment", "launch"} if folder in ONLY_ARGUMENTS else set()
     if name_of(path) in MAY_LAUNCH:
         barred = {"config"}
     if folder == "comm":
-        barred = {"config"} if name_of(path) in COMM_MAY_LAUNCH else {"config", "launch"}
+        barred = {"config", "launch"}
     return [
         f"line {line}: {name_of(target)}"
         for line, target in own_imports(path)
@@ -302,7 +298,7 @@ def test_only_comm_talks_to_torch_distributed():
 
 def test_exceptions_are_still_needed():
     assert set(MAY_CALL_TORCH_DISTRIBUTED) <= set(offences(torch_distributed_in))
-    for name in (*COMM_MAY_LAUNCH, *MAY_LAUNCH):
+    for name in MAY_LAUNCH:
         assert any("launch" in name_of(t) for _, t in own_imports(ROOT / name)), name
     for name in PURE_FILES:
         assert list(ROOT.glob(name)), f"no file {name}"
@@ -328,6 +324,11 @@ SAMPLES = {
         torch_distributed_in,
         "from torch import distributed as dist",
         "line 1: from torch import distributed",
+    ),
+    "comm/sample.py": (
+        configuration_and_launcher_in,
+        "def f():\n    from torchdistpackage.launch.workers import run_local",
+        "line 2: launch/workers.py",
     ),
     "train/sample.py": (
         configuration_in,

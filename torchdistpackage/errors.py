@@ -63,7 +63,7 @@ class HeldError(LaunchError):
 class RankError(TorchDistError, RuntimeError):
     """A rank that this process started failed, hung or was killed; names the first culprit.
 
-    culprit: its `torchdistpackage.launch.failure.Failure`, where a pool's rank ended by one.
+    culprit: its `torchdistpackage.environment.failure.Failure`, where a pool's rank ended by one.
     """
 
     culprit: typing.Any = None

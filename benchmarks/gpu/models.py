@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.gpu.here import Here
 from torchdistpackage.config.load import load
-from torchdistpackage.launch.rendezvous import detect
+from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.models.gpt import GPT
 from torchdistpackage.models.gpt_layout import GPTShape
 from torchdistpackage.train.build import build

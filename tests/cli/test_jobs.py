@@ -13,7 +13,7 @@ import pytest
 from tests.launch.slurm.folders import measured, started, submitted
 from tests.launch.slurm.scripted import Programs, row
 from torchdistpackage.cli.main import main
-from torchdistpackage.launch.failure import Failure, FailureKind
+from torchdistpackage.environment.failure import Failure, FailureKind
 from torchdistpackage.launch.slurm.node_blocklist import NodeIncident, record
 from torchdistpackage.launch.slurm.runs import SubmittedRun
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.runtime import leave, setup_distributed
+from torchdistpackage.environment.failure import Failure
 from torchdistpackage.launch.entrypoint import EntryPoint, Result, pack_arguments
-from torchdistpackage.launch.failure import Failure
 from torchdistpackage.launch.fork_server_client import ForkServer
 from torchdistpackage.launch.ipc import unpack
 

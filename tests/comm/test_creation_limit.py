@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torchdistpackage.comm import creation
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.runtime import join
+from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import CommError, RankError
-from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.workers import run_local
 
 LIMIT_S = 0.5

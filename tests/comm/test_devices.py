@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from tests.comm.starting import by_hand, two_nodes
 from torchdistpackage.comm.runtime import find_free_port, join, leave
+from torchdistpackage.environment.failure import Failure
+from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.failure import Failure
-from torchdistpackage.launch.rendezvous import detect
 
 
 def join_with_gpus() -> tuple[str, str]:

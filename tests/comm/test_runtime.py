@@ -26,8 +26,8 @@ from torchdistpackage.comm.runtime import (
 )
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.compat.tplib import init_dist_env
+from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import CommError, LaunchError
-from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.workers import run_local
 
 

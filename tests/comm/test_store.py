@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.comm.starting import bound, by_hand, in_step, meet, meet_within, two_nodes
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.runtime import find_free_port, join, leave
-from torchdistpackage.launch.rendezvous import Rendezvous, detect
+from torchdistpackage.environment.rendezvous import Rendezvous, detect
 
 
 def test_a_step_meets_at_the_first_candidate_that_is_free(start):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from torchdistpackage.environment.failure import Failure, FailureKind, report, root_cause, to_json
 from torchdistpackage.harness.hang import dump as dumps
 from torchdistpackage.harness.hang import shutdown
 from torchdistpackage.harness.hang.diagnosis import Cause, Diagnosis, diagnose
 from torchdistpackage.harness.hang.dump import Dump, Process, State
-from torchdistpackage.launch.failure import Failure, FailureKind, report, root_cause, to_json
 from torchdistpackage.topology.mesh import topology as topology_of
 
 BATCH = '"/home/me/loader.py", line 31, in batch'

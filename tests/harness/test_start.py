@@ -4,9 +4,9 @@ import os
 
 import pytest
 
+from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import RankError, TopologyError
 from torchdistpackage.harness.pool import num_ranks, run_on_topology
-from torchdistpackage.launch.rendezvous import detect
 
 LAUNCHED = {
     "RANK": "0",

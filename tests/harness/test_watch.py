@@ -21,13 +21,13 @@ import torch.distributed as dist
 
 from tests.harness.hanging import AXES, FAULTS
 from tests.processes import survivors
+from torchdistpackage.environment.failure import FailureKind, read_failure_reports, root_cause
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.hang import dump
 from torchdistpackage.harness.hang.dump import Nearby
 from torchdistpackage.harness.hang.shutdown import Shutdown
 from torchdistpackage.harness.hang.stacks import FOREIGN
 from torchdistpackage.harness.watchdog import HangWatchdog, Heartbeat, StepClock, agree_on_start
-from torchdistpackage.launch.failure import FailureKind, read_failure_reports, root_cause
 from torchdistpackage.launch.fork_server_client import ForkedChild, ForkServer
 from torchdistpackage.launch.slurm.node_blocklist import incident_of
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from torchdistpackage.environment.failure import Failure, FailureKind, to_json
 from torchdistpackage.errors import CommError, LaunchError, RankError
-from torchdistpackage.launch.failure import Failure, FailureKind, to_json
 from torchdistpackage.launch.fork_server_client import ForkServer
 from torchdistpackage.launch.workers import run_local
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchdistpackage.launch.failure import Failure, FailureKind, to_json
+from torchdistpackage.environment.failure import Failure, FailureKind, to_json
 from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.supervisor import wait_for_word
 

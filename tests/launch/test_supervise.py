@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from torchdistpackage.launch.failure import (
+from torchdistpackage.environment.failure import (
     Failure,
     FailureKind,
     from_json,

@@ -11,10 +11,10 @@ from types import ModuleType
 import pytest
 
 from tests.slurm.cluster import ROOT
+from torchdistpackage.environment.slurm_env import MAX_HOSTS, expand
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.slurm_env import MAX_HOSTS, expand
 
-CORPUS = json.loads((ROOT / "tests" / "launch" / "hostlist_corpus.json").read_text())
+CORPUS = json.loads((ROOT / "tests" / "environment" / "hostlist_corpus.json").read_text())
 
 
 @pytest.fixture(scope="module")

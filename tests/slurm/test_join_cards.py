@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import ROOT, Cluster
-from torchdistpackage.launch.device import choose_device, exclusive_device
+from torchdistpackage.environment.device import choose_device, exclusive_device
 
 JOBS = Path(__file__).parent / "jobs"
 DETECT = JOBS / "join_detect.py"

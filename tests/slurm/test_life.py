@@ -33,7 +33,7 @@ from tests.slurm.lives import (
     told,
     until_step,
 )
-from torchdistpackage.launch.slurm_env import expand
+from torchdistpackage.environment.slurm_env import expand
 
 MESSAGE_TIMEOUT_S = 10  # as scripts/slurm/files.py has it
 # every rank is told; whether rank 0 has taken notice when another rank's wish arrives is chance

@@ -8,8 +8,8 @@ import pytest
 
 from tests.train import parity
 from tests.train.texts import json_lines, pairs, sentences
+from torchdistpackage.environment.failure import Failure, FailureKind, summary
 from torchdistpackage.errors import DataError, RankError
-from torchdistpackage.launch.failure import Failure, FailureKind, summary
 from torchdistpackage.train.mapped import MappedTensors
 from torchdistpackage.train.token_cache import tokenized
 

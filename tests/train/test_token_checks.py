@@ -9,7 +9,7 @@ import pytest
 
 from tests.train.texts import pairs
 from torchdistpackage.errors import DataError, LaunchError
-from torchdistpackage.launch.files import append_json, append_text, open_regular
+from torchdistpackage.files import append_json, append_text, open_regular
 from torchdistpackage.launch.lock import take_away
 from torchdistpackage.train import token_checks
 from torchdistpackage.train.token_cache import tokenized

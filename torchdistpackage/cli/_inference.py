@@ -27,8 +27,8 @@ from torchdistpackage.config.hugging_face import (
 from torchdistpackage.config.load import load, loads, override_problems
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.yaml_loader import write
+from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import CheckpointError, ConfigError, DataError
-from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.workers import run_local
 from torchdistpackage.lazy import resolve
 from torchdistpackage.models.model_spec import ModelUse

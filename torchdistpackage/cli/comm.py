@@ -13,9 +13,9 @@ from torchdistpackage.cli._common import Config, Overrides, World, text_table, w
 from torchdistpackage.cli.comm_bench import bench
 from torchdistpackage.cli.comm_ranks import Axes, Procs, Words, parse_target, run_ranks
 from torchdistpackage.config.load import load
+from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import AbsentError, ConfigError, LaunchError
 from torchdistpackage.harness.lint.report import LintReport
-from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.lazy import resolve
 from torchdistpackage.topology.mesh import describe
 from torchdistpackage.train.plan import Plan, local_procs, make_plan

@@ -23,6 +23,7 @@ from torchdistpackage.cli.comm_ranks import (
     run_ranks,
 )
 from torchdistpackage.config.load import load
+from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench.outputs import Outputs, into
 from torchdistpackage.harness.bench.profile import CostModel
@@ -50,7 +51,6 @@ from torchdistpackage.harness.operations import COLLECTIVES
 from torchdistpackage.harness.pool import INIT_TIMEOUT_S
 from torchdistpackage.launch.lock import hold
 from torchdistpackage.launch.process import SignalFlag
-from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.slurm.job import absolute, interpreter_of, job_shape
 from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id
 from torchdistpackage.launch.slurm.submit import ensure_not_running, prepare, submit_prepared

@@ -15,10 +15,10 @@ import typer
 from torchdistpackage.cli._common import PROCS
 from torchdistpackage.config.errors import ConfigErrors, Problem, nearest
 from torchdistpackage.config.load import load
+from torchdistpackage.environment.rendezvous import Rendezvous, detect
 from torchdistpackage.errors import CommError, RankError, TopologyError
 from torchdistpackage.harness.comm_test_report import CommTestError
 from torchdistpackage.harness.pool import num_ranks, run_on_topology
-from torchdistpackage.launch.rendezvous import Rendezvous, detect
 from torchdistpackage.topology.mesh import DEFAULT_ORDER, topology
 from torchdistpackage.train.plan import local_procs, make_plan
 

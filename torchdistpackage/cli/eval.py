@@ -23,8 +23,8 @@ from torchdistpackage.cli._inference import (
 from torchdistpackage.config.check import absent_files
 from torchdistpackage.config.data_section import KIND_OF_SUFFIX, ROWS, DataSection
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import DataError
-from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.train.inference_request import EvalRequest, EvalResult
 from torchdistpackage.train.texts import text_parts, tokenized_part
 

@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from torchdistpackage.cli._common import text_table
-from torchdistpackage.launch.failure import root_cause, summary
+from torchdistpackage.environment.failure import root_cause, summary
 from torchdistpackage.launch.lock import holder_of
 from torchdistpackage.launch.slurm import jobs as submitted
 from torchdistpackage.launch.slurm import node_blocklist

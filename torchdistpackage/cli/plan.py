@@ -31,7 +31,7 @@ from torchdistpackage.train.plan import (
 SPLIT = "torchdistpackage.parallel.auto.plan_text:split_table"
 JOB_SHAPE, PREVIEW = (f"torchdistpackage.launch.slurm.job:{x}" for x in ("job_shape", "preview"))
 RENDER = "torchdistpackage.launch.slurm.script:render"
-WRITE = "torchdistpackage.launch.files:atomic_write"
+WRITE = "torchdistpackage.files:atomic_write"
 READ_PROFILE = "torchdistpackage.harness.bench.profile:read"
 ESTIMATES = "torchdistpackage.train.estimate:estimates"
 TIMELINE = "torchdistpackage.train.estimate:timeline_with_messages"

@@ -18,6 +18,7 @@ from torchdistpackage.config.errors import ConfigErrors, Problem
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import MAX_NAME_BYTES
+from torchdistpackage.environment.slurm_env import scrub_slurm_env
 from torchdistpackage.launch.lock import hold
 from torchdistpackage.launch.slurm.by_submitit import check as check_submitit
 from torchdistpackage.launch.slurm.by_submitit import submit as submitit_submit
@@ -34,7 +35,6 @@ from torchdistpackage.launch.slurm.submit import (
     prepare,
     submit_prepared,
 )
-from torchdistpackage.launch.slurm_env import scrub_slurm_env
 from torchdistpackage.train.elastic import check_nodes
 from torchdistpackage.train.refusals import check_checkpoint, job_problems
 from torchdistpackage.train.run_folder import prepare_folder

@@ -29,9 +29,9 @@ import torch.distributed as dist
 
 from torchdistpackage.comm.backends import device_of, transport_of
 from torchdistpackage.comm.group_state import drop_states, state_of
+from torchdistpackage.environment.failure import Failure, FailureKind, to_json
 from torchdistpackage.errors import CommError, LaunchError
-from torchdistpackage.launch.failure import Failure, FailureKind, to_json
-from torchdistpackage.launch.files import atomic_write
+from torchdistpackage.files import atomic_write
 
 Group = dist.ProcessGroup
 V = TypeVar("V")

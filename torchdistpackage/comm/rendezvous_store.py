@@ -13,8 +13,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from torchdistpackage.environment.rendezvous import Rendezvous
 from torchdistpackage.errors import AbsentError, LaunchError
-from torchdistpackage.launch.rendezvous import Rendezvous
 
 TOKEN_WAIT_S = 2.0
 """How long a candidate port may take to show its token before the next one is tried."""

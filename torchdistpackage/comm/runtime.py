@@ -6,7 +6,7 @@ rank 0's host is known. Start and steps have separate time limits; ranks that ne
 
 All ranks agree on a kind of device and a back end before any communicator is made: each chooses for
 itself and publishes its choice in the store; the last one judges all of them
-(launch/device.py), and what it finds is raised on every rank.
+(environment/device.py), and what it finds is raised on every rank.
 """
 
 import itertools
@@ -31,8 +31,7 @@ from torchdistpackage.comm.creation import (
 )
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.rendezvous_store import await_all, connect, find, serve
-from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.device import (
+from torchdistpackage.environment.device import (
     DeviceChoice,
     RankDevice,
     choose_device,
@@ -41,14 +40,15 @@ from torchdistpackage.launch.device import (
     exclusive_device,
     names_no_device,
 )
-from torchdistpackage.launch.network import (
+from torchdistpackage.environment.network import (
     configure_network,
     master_address,
     read_addresses,
     source_address_for,
     users_interfaces,
 )
-from torchdistpackage.launch.rendezvous import Rendezvous, detect
+from torchdistpackage.environment.rendezvous import Rendezvous, detect
+from torchdistpackage.errors import LaunchError
 
 _starts = itertools.count()
 _our_variables: dict[str, str] = {}

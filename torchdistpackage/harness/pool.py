@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
 
+from torchdistpackage.environment.failure import Failure, report, root_cause
+from torchdistpackage.environment.rendezvous import Rendezvous, detect
 from torchdistpackage.errors import LaunchError, RankError, TopologyError
+from torchdistpackage.files import tail
 from torchdistpackage.harness.late.orders import is_late
 from torchdistpackage.launch.entrypoint import EntryPoint, Result, pack_arguments
-from torchdistpackage.launch.failure import Failure, report, root_cause
-from torchdistpackage.launch.files import tail
 from torchdistpackage.launch.fork_server_client import ForkServer
 from torchdistpackage.launch.ipc import unpack
-from torchdistpackage.launch.rendezvous import Rendezvous, detect
 from torchdistpackage.launch.workers import WorkerGroup, run_local
 from torchdistpackage.topology.mesh import topology, whole_size
 

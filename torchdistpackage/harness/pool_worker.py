@@ -32,18 +32,18 @@ from torchdistpackage.comm.group_state import state_of
 from torchdistpackage.comm.groups import is_interrupted
 from torchdistpackage.comm.runtime import join, leave
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.environment.failure import Failure
+from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import CommError
+from torchdistpackage.files import atomic_write
 from torchdistpackage.harness.late.group import register
 from torchdistpackage.harness.late.orders import LATE, is_late
 from torchdistpackage.harness.late.strict import strictness
 from torchdistpackage.harness.late.world import world
 from torchdistpackage.harness.pool import Answer, Axes, Job, WarningFilter
 from torchdistpackage.launch.entrypoint import EntryPoint, Result, load_and_call, run_catching
-from torchdistpackage.launch.failure import Failure
-from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.launch.ipc import Channel
 from torchdistpackage.launch.process import num_threads
-from torchdistpackage.launch.rendezvous import detect
 
 # Longer than any test may take: a hang is the pool's to report, with stacks, and not gloo's.
 _GROUP_TIMEOUT = timedelta(hours=1)

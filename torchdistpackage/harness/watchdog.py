@@ -24,14 +24,14 @@ from typing import Any, Self, cast
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.flight_recorder import has_nccl_trace, nccl_trace, recorder
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.environment.failure import from_exception, is_secondary, note_stacks, to_json
+from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.hang import flights
 from torchdistpackage.harness.hang.dump import Dump, Folder, Nearby, Process, State
 from torchdistpackage.harness.hang.shutdown import END_S, Shutdown
 from torchdistpackage.harness.hang.stacks import FOREIGN, CStacks
 from torchdistpackage.harness.hang.waits import SHOWN
-from torchdistpackage.launch.failure import from_exception, is_secondary, note_stacks, to_json
-from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.slurm.run_dir import attempt_id
 from torchdistpackage.topology.mesh import Topology
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import cast
 
+from torchdistpackage.environment.failure import Failure, from_exception
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.failure import Failure, from_exception
 from torchdistpackage.launch.ipc import Channel, pack, unpack
 
 MAIN_ALIAS = "__tdp_main__"

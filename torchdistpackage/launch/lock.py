@@ -26,11 +26,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from torchdistpackage.bounded import parse_json
+from torchdistpackage.environment.slurm_env import in_step
 from torchdistpackage.errors import HeldError, LaunchError
-from torchdistpackage.launch.files import beside, make_folder, open_regular, remove_empty
+from torchdistpackage.files import beside, make_folder, open_regular, remove_empty
 from torchdistpackage.launch.process import started_ticks
 from torchdistpackage.launch.slurm.query import Outcome, Runner, limited, query_jobs
-from torchdistpackage.launch.slurm_env import in_step
 
 log = logging.getLogger(__name__)
 

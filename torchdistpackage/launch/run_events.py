@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.launch.files import append_json, read_json_lines
+from torchdistpackage.files import append_json, read_json_lines
 from torchdistpackage.launch.run_rows import EVENTS
 
 SUBMIT, START, SAVE, END = "submit", "start", "save", "end"

@@ -28,8 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.failure import (
+from torchdistpackage.environment.failure import (
     Failure,
     FailureKind,
     from_exception,
@@ -41,7 +40,8 @@ from torchdistpackage.launch.failure import (
     to_json,
     with_crash,
 )
-from torchdistpackage.launch.files import atomic_write, tail
+from torchdistpackage.errors import LaunchError
+from torchdistpackage.files import atomic_write, tail
 from torchdistpackage.launch.process import (
     STOPPED,
     SignalFlag,

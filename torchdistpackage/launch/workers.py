@@ -19,9 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
-from torchdistpackage.errors import LaunchError, RankError
-from torchdistpackage.launch.entrypoint import EntryPoint, Result, pack_arguments
-from torchdistpackage.launch.failure import (
+from torchdistpackage.environment.failure import (
     Failure,
     FailureKind,
     from_exit,
@@ -30,10 +28,12 @@ from torchdistpackage.launch.failure import (
     report,
     with_crash,
 )
-from torchdistpackage.launch.files import open_regular, tail
+from torchdistpackage.environment.rendezvous import detect
+from torchdistpackage.errors import LaunchError, RankError
+from torchdistpackage.files import open_regular, tail
+from torchdistpackage.launch.entrypoint import EntryPoint, Result, pack_arguments
 from torchdistpackage.launch.fork_server_client import ForkedChild, ForkServer
 from torchdistpackage.launch.ipc import Channel, unpack
-from torchdistpackage.launch.rendezvous import detect
 
 _NEWS_S = 0.3
 """Wait after the first failure: peers of a dead rank may be quicker than the kernel."""

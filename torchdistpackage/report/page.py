@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torchdistpackage.bounded import printable
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.launch.files import atomic_write
+from torchdistpackage.files import atomic_write
 from torchdistpackage.report.charts import Chart, charts, series
 from torchdistpackage.report.peaks import peak_flops_of
 from torchdistpackage.report.run_data import RunData, read_run_data, when

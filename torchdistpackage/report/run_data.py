@@ -17,8 +17,8 @@ import yaml
 
 from torchdistpackage.bounded import read_regular
 from torchdistpackage.bounded_yaml import BoundedLoader
+from torchdistpackage.environment.failure import root_cause, summary
 from torchdistpackage.errors import ConfigError, DataError, LaunchError
-from torchdistpackage.launch.failure import root_cause, summary
 from torchdistpackage.launch.lock import holder_of
 from torchdistpackage.launch.run_events import END, SAVE, START, SUBMIT, RunEvent, flat, read_events
 from torchdistpackage.launch.run_rows import METRICS, RANKS, Row, RowReader, number

@@ -15,9 +15,9 @@ from torchdistpackage.comm.creation import end_processes
 from torchdistpackage.comm.runtime import join, leave
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.environment.failure import only_returns
+from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import CheckpointError, DataError, NonFiniteError
-from torchdistpackage.launch.failure import only_returns
-from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.train.build import build_model, start_timeout_s
 from torchdistpackage.train.data import DataBatch
 from torchdistpackage.train.data_build import agreed_date, build_data, read_windows

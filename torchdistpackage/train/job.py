@@ -14,11 +14,11 @@ from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import MAX_PROCS
+from torchdistpackage.environment.rendezvous import Rendezvous, detect
 from torchdistpackage.errors import LaunchError, RankError
-from torchdistpackage.launch.files import atomic_write
+from torchdistpackage.files import atomic_write
 from torchdistpackage.launch.lock import Lock
 from torchdistpackage.launch.process import SignalFlag
-from torchdistpackage.launch.rendezvous import Rendezvous, detect
 from torchdistpackage.launch.run_events import END, note_event
 from torchdistpackage.launch.run_rows import METRICS, last_rows
 from torchdistpackage.launch.slurm.node_blocklist import record_failed_nodes

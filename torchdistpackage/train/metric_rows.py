@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchdistpackage.errors import DataError
-from torchdistpackage.launch.files import append_text, atomic_write
+from torchdistpackage.files import append_text, atomic_write
 from torchdistpackage.launch.run_rows import METRICS, read_rows
 
 _LOOK_S = 1.0

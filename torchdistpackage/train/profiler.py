@@ -13,7 +13,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.primitives import ranks_of
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.launch.files import atomic_write
+from torchdistpackage.files import atomic_write
 from torchdistpackage.parallel.pipeline.executor import Recording
 from torchdistpackage.schedule.costs import PieceCosts, StageCosts, costs_text
 from torchdistpackage.schedule.draw import svg

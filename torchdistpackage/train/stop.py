@@ -14,7 +14,7 @@ from pathlib import Path
 from torchdistpackage.bounded import parse_json
 from torchdistpackage.config.schema import RequeueSection
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.files import atomic_write
+from torchdistpackage.files import atomic_write
 from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.slurm.requeue import (
     Decision,

@@ -36,7 +36,7 @@ from torchdistpackage.checkpoint.checksums import new_checksum
 from torchdistpackage.config.chat_templates import template_files
 from torchdistpackage.config.hugging_face import settings_files, tokenizer_file
 from torchdistpackage.errors import DataError
-from torchdistpackage.launch.files import atomic_write, open_regular
+from torchdistpackage.files import atomic_write, open_regular
 from torchdistpackage.launch.process import undone_by_signals, usable_cpus
 from torchdistpackage.train.documents import TextSource, files_of, pieces_of
 from torchdistpackage.train.mapped import MappedTensors

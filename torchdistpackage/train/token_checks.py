@@ -14,7 +14,7 @@ from typing import Any
 
 from torchdistpackage.bounded import check_regular, parse_json, read_regular
 from torchdistpackage.checkpoint.checksums import add_file, new_checksum
-from torchdistpackage.launch.files import atomic_write
+from torchdistpackage.files import atomic_write
 
 META = "meta.json"
 SETTLED_S = 2.0

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 from torchdistpackage.bounded import parse_json, read_regular
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.launch.files import atomic_write
+from torchdistpackage.files import atomic_write
 from torchdistpackage.schedule.actions import ActionKind
 from torchdistpackage.schedule.draw import COLOURS, WAIT_COLOUR, message_arrows, slice_event
 from torchdistpackage.schedule.engine import Span

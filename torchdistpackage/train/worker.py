@@ -13,12 +13,12 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.creation import end_processes
 from torchdistpackage.comm.runtime import JoinResult, join, leave
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.environment.failure import only_returns
+from torchdistpackage.environment.rendezvous import Rendezvous, detect
+from torchdistpackage.files import append_text, atomic_write
 from torchdistpackage.harness.hang.dump import remove_traces
 from torchdistpackage.harness.watchdog import HangWatchdog, agree_on_start
-from torchdistpackage.launch.failure import only_returns
-from torchdistpackage.launch.files import append_text, atomic_write
 from torchdistpackage.launch.process import SignalFlag
-from torchdistpackage.launch.rendezvous import Rendezvous, detect
 from torchdistpackage.launch.run_events import END, flat, note_event, note_start
 from torchdistpackage.launch.slurm.requeue import EXIT_TEMPFAIL, Decision, RequeueDecision
 from torchdistpackage.launch.slurm.run_dir import (

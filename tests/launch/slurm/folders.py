@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from torchdistpackage.launch.failure import Failure, to_json
+from torchdistpackage.environment.failure import Failure, to_json
 from torchdistpackage.launch.slurm.run_dir import RunDir, Start, Submission, append_record
 from torchdistpackage.launch.slurm.runs import SubmittedRun, read_run
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchdistpackage.launch.slurm_env import DEVICES, options_dropped, scrub_slurm_env
+from torchdistpackage.environment.slurm_env import DEVICES, options_dropped, scrub_slurm_env
 
 MINE = {
     "PATH": "/bin",

@@ -7,8 +7,8 @@ import pytest
 
 from tests.launch.slurm.folders import measured, started, submitted
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.environment.failure import Failure, FailureKind
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.launch.failure import Failure, FailureKind
 from torchdistpackage.launch.slurm.query import JobInfo, Outcome
 from torchdistpackage.launch.slurm.runs import (
     RunProgress,

@@ -12,8 +12,8 @@ import pytest
 
 from tests.launch.slurm.folders import started, submitted
 from tests.launch.slurm.scripted import NO_ACCOUNTING, Answer, Scripted
+from torchdistpackage.environment.failure import Failure, FailureKind
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.failure import Failure, FailureKind
 from torchdistpackage.launch.slurm.node_blocklist import (
     EXPIRY_S,
     NODE_FAIL_EXPIRY_S,

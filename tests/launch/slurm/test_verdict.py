@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchdistpackage.launch.failure import Failure, FailureKind, to_json
+from torchdistpackage.environment.failure import Failure, FailureKind, to_json
 from torchdistpackage.launch.slurm.failure_report import CANNOT_WRITE, keep, verdict
 from torchdistpackage.launch.slurm.node_blocklist import read
 from torchdistpackage.launch.slurm.run_dir import RunDir, append_start, this_start

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.runtime import join, leave
+from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.rendezvous import detect
 
 NUM_FLOATS = 1 << 20
 

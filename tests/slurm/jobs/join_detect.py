@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from torchdistpackage.launch.rendezvous import detect
+from torchdistpackage.environment.rendezvous import detect
 
 
 def write(folder: Path, stay_s: float = 0.0) -> str:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from torchdistpackage.launch.rendezvous import detect
+from torchdistpackage.environment.rendezvous import detect
 
 step = {
     "SLURM_STEP_ID": "0",

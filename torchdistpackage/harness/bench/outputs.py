@@ -15,12 +15,12 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.files import atomic_write
 from torchdistpackage.harness.bench.picture import picture
 from torchdistpackage.harness.bench.profile import dumps
 from torchdistpackage.harness.bench.report import BenchReport, Pairs, size_text
 from torchdistpackage.harness.bench.request import ISOLATED, Request
 from torchdistpackage.harness.operations import COLLECTIVES
-from torchdistpackage.launch.files import atomic_write
 
 _MARKERS = "osD^vP*X"
 _TICKS = 16

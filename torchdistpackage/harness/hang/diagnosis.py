@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from torchdistpackage.environment.failure import Failure, FailureKind, from_json, is_secondary
 from torchdistpackage.harness.hang import flights
 from torchdistpackage.harness.hang.dump import Dump, State, states
 from torchdistpackage.harness.hang.stacks import innermost, is_waiting, loop_of
@@ -24,7 +25,6 @@ from torchdistpackage.harness.hang.waits import (
     versions,
     waits,
 )
-from torchdistpackage.launch.failure import Failure, FailureKind, from_json, is_secondary
 from torchdistpackage.topology.mesh import Topology
 
 _DOING = {

@@ -22,7 +22,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from torchdistpackage.launch.files import atomic_write, open_regular
+from torchdistpackage.files import atomic_write, open_regular
 
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_APPEND
 
@@ -85,10 +85,11 @@ class Dump:
     """What a rank says of itself; JSON.
 
     step: the steps it has begun; over_s: how long the last one has taken, of limit_s. snapshot: of
-    comm.flight_recorder. stacks: a text for each thread, the main one first. error: a
-    launch.failure.Failure as JSON. neighbours: letters of the other processes of its host, by rank.
-    failure: where its supervisor looks for its failure. reports: it waits for the report before it
-    ends. flights: what its device has not ended, None where that is not known (`more`: yet).
+    comm.flight_recorder. stacks: a text for each thread, the main one first. error: an
+    environment.failure.Failure as JSON. neighbours: letters of the other processes of its host, by
+    rank. failure: where its supervisor looks for its failure. reports: it waits for the report
+    before it ends. flights: what its device has not ended, None where that is not known (`more`:
+    yet).
     """
 
     rank: int

@@ -12,16 +12,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchdistpackage.harness.hang.diagnosis import Diagnosis, diagnose
-from torchdistpackage.harness.hang.dump import Dump, Folder, State, states
-from torchdistpackage.launch.failure import (
+from torchdistpackage.environment.failure import (
     Failure,
     FailureKind,
     from_json,
     is_secondary,
     to_json,
 )
-from torchdistpackage.launch.files import atomic_write
+from torchdistpackage.files import atomic_write
+from torchdistpackage.harness.hang.diagnosis import Diagnosis, diagnose
+from torchdistpackage.harness.hang.dump import Dump, Folder, State, states
 from torchdistpackage.launch.supervisor import noted_stopped
 from torchdistpackage.topology.mesh import Topology
 

@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from torchdistpackage.environment.slurm_env import scrub_slurm_env
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.slurm import node_blocklist
 from torchdistpackage.launch.slurm.query import Runner
-from torchdistpackage.launch.slurm_env import scrub_slurm_env
 
 _EXCLUDE = re.compile(r"^#SBATCH\s+(?:--exclude[=\s]|-x\s*)\s*(\S+)", re.MULTILINE)
 _NO_NODES = re.compile(r"allocation failure: .*node", re.IGNORECASE)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchdistpackage.launch.failure import (
+from torchdistpackage.environment.failure import (
     Failure,
     is_secondary,
     read_failure_reports,
@@ -27,7 +27,8 @@ from torchdistpackage.launch.failure import (
     root_cause,
     summary,
 )
-from torchdistpackage.launch.files import atomic_write, beside
+from torchdistpackage.environment.slurm_env import expand
+from torchdistpackage.files import atomic_write, beside
 from torchdistpackage.launch.run_rows import METRICS, last_rows
 from torchdistpackage.launch.slurm.node_blocklist import incident_of, record
 from torchdistpackage.launch.slurm.requeue import (
@@ -38,7 +39,6 @@ from torchdistpackage.launch.slurm.requeue import (
 )
 from torchdistpackage.launch.slurm.run_dir import RunDir, read_starts
 from torchdistpackage.launch.slurm.runs import decision, progress
-from torchdistpackage.launch.slurm_env import expand
 
 CANNOT_WRITE = 73
 """Exit code of a job whose run folder takes nothing (EX_CANTCREAT)."""

@@ -18,8 +18,9 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+from torchdistpackage.environment.slurm_env import scrub_slurm_env
 from torchdistpackage.errors import HeldError, LaunchError
-from torchdistpackage.launch.files import atomic_write
+from torchdistpackage.files import atomic_write
 from torchdistpackage.launch.lock import hold, holder_of
 from torchdistpackage.launch.slurm.exclusion import exclusion, leave_out
 from torchdistpackage.launch.slurm.query import (
@@ -34,7 +35,6 @@ from torchdistpackage.launch.slurm.query import (
 )
 from torchdistpackage.launch.slurm.run_dir import RunDir, Submission, append_record, read_records
 from torchdistpackage.launch.slurm.runs import SubmittedRun
-from torchdistpackage.launch.slurm_env import scrub_slurm_env
 
 log = logging.getLogger(__name__)
 _LOST = re.compile(r"timed? ?out|contact|connect|communicat|send|recv|message", re.IGNORECASE)

@@ -14,14 +14,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from torchdistpackage.environment.failure import Failure, FailureKind
+from torchdistpackage.environment.slurm_env import expand
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.failure import Failure, FailureKind
-from torchdistpackage.launch.files import append_json, read_json_lines
+from torchdistpackage.files import append_json, read_json_lines
 from torchdistpackage.launch.slurm.query import Runner, run_command, slurm_time
 from torchdistpackage.launch.slurm.requeue import NODE_SILENT
 from torchdistpackage.launch.slurm.run_dir import RunDir, Start, attempt_id, read_starts
 from torchdistpackage.launch.slurm.runs import decision
-from torchdistpackage.launch.slurm_env import expand
 
 log = logging.getLogger(__name__)
 

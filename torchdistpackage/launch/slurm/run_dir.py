@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from torchdistpackage.launch.files import append_json, read_json_lines
+from torchdistpackage.files import append_json, read_json_lines
 
 
 def attempt_id(env: Mapping[str, str]) -> str:

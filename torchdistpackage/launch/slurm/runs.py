@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchdistpackage.bounded import check_regular, read_regular
+from torchdistpackage.environment.failure import Failure, read_failure_reports
 from torchdistpackage.errors import ConfigError, LaunchError
-from torchdistpackage.launch.failure import Failure, read_failure_reports
 from torchdistpackage.launch.run_rows import METRICS, last_rows
 from torchdistpackage.launch.slurm.query import (
     GRACE_S,

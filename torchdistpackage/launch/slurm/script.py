@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from textwrap import indent
 
+from torchdistpackage.environment.slurm_env import DEVICES, KEPT, RANKS, SLURM
 from torchdistpackage.launch.slurm.job import BatchJob
 from torchdistpackage.launch.slurm.requeue import (
     EXIT_REQUEUE_DENIED,
@@ -24,7 +25,6 @@ from torchdistpackage.launch.slurm.requeue import (
 )
 from torchdistpackage.launch.slurm.restart_script import again, srun, verdict
 from torchdistpackage.launch.slurm.run_dir import RunDir
-from torchdistpackage.launch.slurm_env import DEVICES, KEPT, RANKS, SLURM
 
 _BARE = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)
 # Left by an outer job, a site or a newer Slurm; the options of our srun line say it all.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.files import beside
+from torchdistpackage.files import beside
 
 PACKAGE = Path(__file__).resolve().parents[2]
 """This package, which is part of every snapshot, wherever it was imported from."""

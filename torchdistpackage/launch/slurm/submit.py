@@ -19,8 +19,9 @@ from pathlib import Path
 
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import extra_of
+from torchdistpackage.environment.slurm_env import options_dropped
 from torchdistpackage.errors import ConfigError, LaunchError
-from torchdistpackage.launch.files import atomic_write_all, make_folder, remove_empty
+from torchdistpackage.files import atomic_write_all, make_folder, remove_empty
 from torchdistpackage.launch.run_events import SUBMIT, note_event, written_keys
 from torchdistpackage.launch.slurm import node_blocklist
 from torchdistpackage.launch.slurm.exclusion import exclusion, leave_out
@@ -51,7 +52,6 @@ from torchdistpackage.launch.slurm.snapshot import (
     prune,
     tree_of,
 )
-from torchdistpackage.launch.slurm_env import options_dropped
 
 _ADVICE = (
     ("partition", "`sinfo -s` lists the partitions; set launch.slurm.partition"),

@@ -10,9 +10,9 @@ from typing import cast
 from torchdistpackage.comm.random import seed_all
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import PlacementError
 from torchdistpackage.launch.entrypoint import PackedCall, StopLoading, main_is_loading
-from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.workers import run_local, show_line
 from torchdistpackage.parallel.placed.place import Devices, devices_by_rank, problem_of
 from torchdistpackage.parallel.placed.program import DEBUG, finish_all

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from torchdistpackage.bounded import parse_json, read_regular
-from torchdistpackage.launch.files import atomic_write
+from torchdistpackage.files import atomic_write
 from torchdistpackage.launch.run_rows import Row, number
 
 PROJECT = "torchdistpackage"

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch import network
-from torchdistpackage.launch.network import (
+from torchdistpackage.environment import network
+from torchdistpackage.environment.network import (
     GLOO,
     hosts_lines,
     is_loopback,
@@ -17,6 +16,7 @@ from torchdistpackage.launch.network import (
     resolve,
     source_address_for,
 )
+from torchdistpackage.errors import LaunchError
 
 
 def test_the_kernels_list_has_loopback_and_all_that_can_be_reached():

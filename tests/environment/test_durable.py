@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from torchdistpackage.launch.files import atomic_write, beside
+from torchdistpackage.files import atomic_write, beside
 
 
 def test_a_file_is_replaced_and_nothing_lies_beside_it(tmp_path):

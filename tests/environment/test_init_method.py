@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from torchdistpackage.environment.rendezvous import parse_init_method
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.rendezvous import parse_init_method
 
 TORCHRUN = {
     "RANK": "3",

@@ -22,7 +22,7 @@ from typing import Any
 
 from torchdistpackage.bounded import parse_json, read_regular
 from torchdistpackage.errors import RankError
-from torchdistpackage.launch.files import atomic_write
+from torchdistpackage.files import atomic_write
 
 _MOST_BYTES = 1 << 24
 """Of a rank's report."""

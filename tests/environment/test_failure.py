@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchdistpackage.errors import RankError
-from torchdistpackage.launch.failure import (
+from torchdistpackage.environment.failure import (
     Failure,
     FailureKind,
     from_exception,
@@ -22,6 +21,7 @@ from torchdistpackage.launch.failure import (
     summary,
     with_crash,
 )
+from torchdistpackage.errors import RankError
 
 
 def error(rank: int, time_s: float, text: str) -> Failure:

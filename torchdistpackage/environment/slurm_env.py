@@ -1,10 +1,10 @@
 """What Slurm says in the environment: lists of hosts, tasks of a step, and what a job may inherit.
 
 Of its host-list grammar, `rack[1-2]n[01-03],login`, the answer equals that of `scontrol show
-hostnames`, order included, or there is no answer. `tests/launch/hostlist_corpus.json` holds what
-scontrol said. Refused here, although scontrol guesses: brackets without a partner, blanks or signs
-inside a bracket, numbers beyond 64 bits, names of more than 255 characters (DNS has no longer ones)
-and lists of more than 65,536 hosts (the most that one range may hold).
+hostnames`, order included, or there is no answer. `tests/environment/hostlist_corpus.json` holds
+scontrol's answers. Refused here, although scontrol guesses: brackets without a partner, blanks or
+signs inside a bracket, numbers beyond 64 bits, names of more than 255 characters (DNS has no longer
+ones) and lists of more than 65,536 hosts (the most that one range may hold).
 
     list   = host, host, ...           blanks and commas separate; empty places are skipped
     host   = text[ranges]text[ranges]  nothing may follow the last bracket

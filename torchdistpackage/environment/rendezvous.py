@@ -16,14 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
-from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.slurm_env import (
+from torchdistpackage.environment.slurm_env import (
     expand_counts,
     first_host,
     hosts_of_ranks,
     in_step,
     is_inherited,
 )
+from torchdistpackage.errors import LaunchError
 
 Env = Mapping[str, str]
 

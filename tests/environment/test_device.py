@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from torchdistpackage.environment.device import DeviceChoice, choose_device, exclusive_device
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.device import DeviceChoice, choose_device, exclusive_device
 
 UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
 UUID2 = "GPU-1f2a9c04-0b7e-77aa-2d9e-0c5b1a7d33e1"

@@ -5,8 +5,7 @@ from ipaddress import ip_interface
 
 import pytest
 
-from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.network import (
+from torchdistpackage.environment.network import (
     GLOO,
     NCCL,
     Address,
@@ -14,6 +13,7 @@ from torchdistpackage.launch.network import (
     configure_network,
     is_loopback,
 )
+from torchdistpackage.errors import LaunchError
 
 
 def node(*lines: str) -> tuple[Address, ...]:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from torchdistpackage.environment.slurm_env import MAX_HOSTS, expand, expand_counts, first_host
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.slurm_env import MAX_HOSTS, expand, expand_counts, first_host
 
 CORPUS = json.loads((Path(__file__).parent / "hostlist_corpus.json").read_text())
 

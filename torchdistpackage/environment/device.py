@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
+from torchdistpackage.environment.slurm_env import expand_counts
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.slurm_env import expand_counts
 
 _NAMED = 8
 _ADVICE = (

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from torchdistpackage.launch.device import device_variables
+from torchdistpackage.environment.device import device_variables
 
 ALL = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",

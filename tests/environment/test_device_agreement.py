@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchdistpackage.launch.device import RankDevice, disagreement
+from torchdistpackage.environment.device import RankDevice, disagreement
 
 
 def node(number: int, ranks: int, device: str, num_visible: int, **more: object):

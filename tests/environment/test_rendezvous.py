@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from torchdistpackage.environment.rendezvous import NUM_PORTS, candidate_ports, detect
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.rendezvous import NUM_PORTS, candidate_ports, detect
 
 ROWS = json.loads((Path(__file__).parent / "environments.json").read_text())
 NAMES = {row["name"]: row for row in ROWS}

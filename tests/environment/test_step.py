@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from torchdistpackage.launch.slurm_env import expand_counts, hosts_of_ranks, in_step, is_inherited
+from torchdistpackage.environment.slurm_env import (
+    expand_counts,
+    hosts_of_ranks,
+    in_step,
+    is_inherited,
+)
 
 ROWS = json.loads((Path(__file__).parent / "environments.json").read_text())
 SLURM = [row for row in ROWS if row.get("source") == "slurm" and "error" not in row]
