@@ -15,10 +15,10 @@ from tests.train.sources import UnevenTokens
 from tests.train.transformers_ranks import everywhere_float64, whole
 from torchdistpackage.checkpoint.parts import TopologyRank
 from torchdistpackage.config.errors import ConfigErrors
+from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.models.shrunk_config import VOCAB
 from torchdistpackage.models.transformers_meta import build_options, known_settings
-from torchdistpackage.optim.sharded import ShardedOptimizer
 from torchdistpackage.tools.undisturbed import keep_random_states
 from torchdistpackage.train.decay import decaying
 from torchdistpackage.train.export import export_checkpoint

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchdistpackage.checkpoint.parts import TopologyRank
 from torchdistpackage.config.load import loads
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.optim.sharded import ShardedOptimizer
+from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.train.build import build
 from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.step import Trainer

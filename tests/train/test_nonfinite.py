@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.train import metrics_page, parity
+from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.errors import NonFiniteError
-from torchdistpackage.optim.sharded import ShardedOptimizer
 from torchdistpackage.train.build import make_loop
 from torchdistpackage.train.nonfinite import explain
 from torchdistpackage.train.step import Trainer

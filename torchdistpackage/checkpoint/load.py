@@ -50,10 +50,10 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.flight_recorder import dtype_name
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
+from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.derive import Box
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.optim.sharded import ShardedOptimizer
 from torchdistpackage.topology.mesh import Topology
 
 STEP = "step"

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.ddp.wrapper_state import unwrap_model
 from torchdistpackage.ddp.zero.state_dict import MASTER
 from torchdistpackage.errors import CheckpointError, LayoutError
 from torchdistpackage.layout.derive import Box, blocks, local_shape, owner, owns, parts
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import collect, mark_of
-from torchdistpackage.optim.sharded import ShardedOptimizer
 from torchdistpackage.topology.mesh import Topology
 
 # every save asks anew for every tensor while training waits; an answer has some hundred bytes

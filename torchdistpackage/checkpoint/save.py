@@ -33,8 +33,8 @@ from torchdistpackage.checkpoint.writer import CancelledSave, write_snapshot
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
+from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.errors import CheckpointError
-from torchdistpackage.optim.sharded import ShardedOptimizer
 from torchdistpackage.topology.mesh import Topology
 
 

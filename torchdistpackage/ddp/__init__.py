@@ -22,5 +22,6 @@ Fewer bytes     comm_hooks (bf16, fp16, PowerSGD), sparse_grads (of sparse embed
 Checks          param_sync (initial values, buffers, replicas that differ, unused parameters), join
                 (uneven inputs), sync_batch_norm.
 More            expert_grads (experts), ema (averages of parameters), auto (NaiveDDP or ZeRO, by
-                measurement), weak_hook, zero/ (sharded optimizers).
+                measurement), weak_hook, sharded (what an optimizer that shards shows to
+                others, which import no ZeRO), zero/ (sharded optimizers).
 """

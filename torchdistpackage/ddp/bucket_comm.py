@@ -68,9 +68,11 @@ class BucketComm(Protocol):
 
     launch: begin the sum of the gradients as they are. wait: for the sum, and leave it where it
     belongs. abandon: the backward failed; wait for what was launched, and forget it.
+    holders: tensors whose `.grad` becomes the sum, where these are not the parameters themselves.
     """
 
     gradients: GradBucket
+    holders: Sequence[Tensor]
 
     def launch(self) -> None: ...
     def wait(self) -> None: ...
@@ -82,6 +84,8 @@ class AllReduceBucket:
 
     without: numbers of members without gradient here; after the sum `learn` needs their `flags`.
     """
+
+    holders: Sequence[Tensor] = ()
 
     def __init__(
         self,

@@ -238,6 +238,11 @@ class Reducer:
     def num_buckets(self) -> int:
         return len(self.grad_buckets.bucket_comms)
 
+    @property
+    def holders(self) -> list[Tensor]:
+        """The tensors besides the parameters that hold reduced gradients, as ZeRO's shards do."""
+        return [x for bucket_comm in self.grad_buckets.bucket_comms for x in bucket_comm.holders]
+
     def complete(self, slot: GradSlot) -> None:
         """One gradient of the slot's bucket is awaited no more; `launch_complete` may follow."""
         self.pending_counts[slot.bucket] -= 1

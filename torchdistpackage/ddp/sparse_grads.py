@@ -50,6 +50,8 @@ class SparseGrad:
     The sum is coalesced. If the gradient is dense on some rank, the sum is dense on all.
     """
 
+    holders: Sequence[Tensor] = ()
+
     def __init__(self, spec: ParamSpec):
         self.gradients = UnbucketedGrad(spec)
         self._spec, self._group = spec, spec.group

@@ -18,13 +18,11 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.ddp.param_spec import follows, group_of
-from torchdistpackage.ddp.zero.param_shard import ParamShard
-from torchdistpackage.ddp.zero.sharded_base import owners_of
+from torchdistpackage.ddp.sharded import ParamShard, ShardedOptimizer, owners_of
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import holders_along, replica_ranks, spoken_slices
 from torchdistpackage.layout.layout import Axes, HeadSplit, Layout
 from torchdistpackage.layout.mark import layout_of, place_of
-from torchdistpackage.optim.sharded import ShardedOptimizer
 from torchdistpackage.topology.mesh import Mesh
 
 INF = float("inf")

@@ -19,7 +19,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.optim.sharded import ShardedOptimizer
+from torchdistpackage.ddp.sharded import ShardedOptimizer
 
 _LOG = logging.getLogger(__name__)
 

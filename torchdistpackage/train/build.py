@@ -88,7 +88,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     tables = {name for name, layout in layouts.items() if layout.is_table}
     inner = make_optimizer(stage, config.optim, tables)
     replicas = _data_parallel(stage, layouts, inner, config)
-    optimizer = replicas if isinstance(replicas, ZeroOptimizer) else inner
+    optimizer = inner if isinstance(replicas, NaiveDDP) else replicas
     pipe, optim = tpc.get_group("pipe"), config.optim
     rate = learning_rate(optim, config.train.steps)
 

@@ -8,11 +8,11 @@ one stage.
 
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.param_sync import ReplicatedTensor, check_replicas
+from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.errors import NonFiniteError
 from torchdistpackage.harness.stragglers.compare import Comparison
 from torchdistpackage.launch.run_events import SAVE, note_event
 from torchdistpackage.layout.derive import replica_ranks
-from torchdistpackage.optim.sharded import ShardedOptimizer
 from torchdistpackage.train.blend import BlendedDataset
 from torchdistpackage.train.log import SHARES
 from torchdistpackage.train.loop import Callback, Loop

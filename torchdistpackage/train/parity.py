@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
+from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.errors import TorchDistError
 from torchdistpackage.harness.parity.compare import ITS_STEP, ParityFinding, first_difference
 from torchdistpackage.harness.parity.layout_ranks import records_of
@@ -156,13 +156,13 @@ def _take_steps(trainer: Trainer, record: ParityRecord) -> None:
         record.losses.append(result.loss)
         record.norms.append(result.grad_norm)
         named = [*trainer.stage.named_parameters()]
-        if step == 1 and not isinstance(trainer.optimizer, ZeroOptimizer):
+        if step == 1 and not isinstance(trainer.optimizer, ShardedOptimizer):
             # before they were clipped: one wrong gradient changes the norm, and so all of them
             clip = trainer.plan.config.optim.clip
             factor = max(1.0, (result.grad_norm + 1e-6) / clip) if clip else 1.0
             grads = {n: p.grad * factor for n, p in named if p.grad is not None}
             record.grads = _parts(trainer, grads)
-    if isinstance(trainer.optimizer, ZeroOptimizer):
+    if isinstance(trainer.optimizer, ShardedOptimizer):
         trainer.optimizer.finish()
     record.weights = _weights(trainer)
     record.buffers = {

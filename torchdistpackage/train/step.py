@@ -19,11 +19,10 @@ from torchdistpackage.comm.backends import is_queued
 from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.moments import OnHost
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.harness.stragglers.compare import Phases
 from torchdistpackage.parallel.pipeline.executor import Executor, Recording
+from torchdistpackage.parallel.pipeline.grad_sync import HasReducer
 from torchdistpackage.schedule.actions import ActionKind
 from torchdistpackage.tools.undisturbed import keep_random_states
 from torchdistpackage.train.batches import Batches
@@ -87,7 +86,7 @@ class Trainer(StagedModel):
     """
 
     data: DataSource
-    replicas: NaiveDDP | ZeroOptimizer
+    replicas: HasReducer
     optimizer: torch.optim.Optimizer | None
     update: Update
     executor: Executor

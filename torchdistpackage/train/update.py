@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.checkpoint.parts import TopologyRank
+from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.layout.derive import owns
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.optim.clip import scale_gradients
-from torchdistpackage.optim.sharded import ShardedOptimizer
 
 
 @dataclass(frozen=True, slots=True)

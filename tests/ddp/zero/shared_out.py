@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.transport.sharded_flat import start_all_gather_v
 from torchdistpackage.ddp.param_spec import ParamSpec
-from torchdistpackage.ddp.zero.param_shard import ParamPartition
+from torchdistpackage.ddp.sharded import ParamPartition
 from torchdistpackage.ddp.zero.sharded_base import ShardedOptimizerBase
 from torchdistpackage.layout.partition import greedy_partition
 

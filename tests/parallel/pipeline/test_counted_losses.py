@@ -67,12 +67,14 @@ def replicas_of_unequal_counts(wrapper: str, number: int) -> None:
     stage = chain(2)[rank]
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
     mine: nn.Module = stage
-    reducer = None
+    reducer = of_pipe = None
     if wrapper == "ddp":
         mine = NaiveDDP(stage)
     else:
-        optimizer = reducer = ZeroOptimizer(optimizer, stage, stage=int(wrapper[-1]))
-    pipe = Pipeline(mine, loss=counted, num_microbatches=number, reducer=reducer)
+        kind, _, given = wrapper.partition("-")
+        optimizer = reducer = ZeroOptimizer(optimizer, stage, stage=int(kind[-1]))
+        of_pipe = reducer.reducer if given else reducer
+    pipe = Pipeline(mine, loss=counted, num_microbatches=number, reducer=of_pipe)
     x, y = masked(6 * data, 6 * data + 6)
     before = {n: p.detach().clone() for n, p in stage.named_parameters()}
     for step in range(3):
@@ -98,6 +100,7 @@ def replicas_of_unequal_counts(wrapper: str, number: int) -> None:
     [
         ("ddp", 3),
         ("zero2", 3),
+        ("zero2-reducer", 3),  # the reducer alone knows where reduced gradients are
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (("zero1", 3), ("ddp", 1), ("zero1", 1), ("zero2", 1))

@@ -17,11 +17,11 @@ from torchdistpackage.comm.primitives import Group, is_queued
 from torchdistpackage.ddp.bucket_plan import MIB, bucket_sizes
 from torchdistpackage.ddp.grad_hooks import OnGradReady
 from torchdistpackage.ddp.reducer import Reducer
+from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.optim.clip import clip_grad_norm_
 from torchdistpackage.optim.scaler import GradScaler
-from torchdistpackage.optim.sharded import ShardedOptimizer
 
 
 class EveryBackwardReducer(Reducer):

@@ -3,10 +3,11 @@
 Read ddp/reference and the reducer one folder up first; this folder uses the same reducer. The
 mechanism; below the optimizer no file imports an option:
 
-Optimizer       optimizer (ZeroOptimizer), sharded_base (an optimizer around another).
+Optimizer       optimizer (ZeroOptimizer), sharded_base (an optimizer around another). What others
+                may know of it is ddp/sharded.
 Layout          sharing (which ranks share a parameter), shard_bounds (arithmetic on
                 sizes, and which optimizers need whole parameters), param_shard (parameters side by
-                side, and what each rank owns and steps of them).
+                side, and the shards that are cut of them).
 Buckets         bucket (what belongs to one, and steps of a few at a time), grad_buffer (gradients
                 in), param_buffer (parameters out, what a reader of one waits for, and where copies
                 of slices are).

@@ -22,12 +22,11 @@ from torchdistpackage.comm.groups import for_each_group
 from torchdistpackage.comm.primitives import ranks_of
 from torchdistpackage.ddp.bucket_plan import Bucket
 from torchdistpackage.ddp.param_spec import ParamSpec
+from torchdistpackage.ddp.sharded import ParamPartition, ParamShard
 from torchdistpackage.ddp.zero.grad_buffer import ReduceScatterBucket, UsedFlags
 from torchdistpackage.ddp.zero.param_buffer import MasterStore, Need, ParamBuffer
 from torchdistpackage.ddp.zero.param_shard import (
     FlatLayout,
-    ParamPartition,
-    ParamShard,
     make_shards,
     shard_by_owner,
     shard_evenly,

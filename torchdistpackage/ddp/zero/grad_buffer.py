@@ -17,8 +17,9 @@ from torchdistpackage.comm.transport.sharded_flat import posts_ahead, prepost_re
 from torchdistpackage.ddp.bucket_comm import CommWork, Start, set_used_flags
 from torchdistpackage.ddp.comm_hooks import narrowed
 from torchdistpackage.ddp.grad_bucket import GradBucket
+from torchdistpackage.ddp.sharded import ParamShard
 from torchdistpackage.ddp.zero.param_buffer import MasterStore
-from torchdistpackage.ddp.zero.param_shard import FlatLayout, ParamShard
+from torchdistpackage.ddp.zero.param_shard import FlatLayout
 
 UNDER_WAY = 2
 """Where memory is saved: how many buckets may still be under way when another leaves, and how many
@@ -70,6 +71,7 @@ class ReduceScatterBucket:
         reduce_dtype: torch.dtype | None = None,
     ):
         self.layout, self.shards = layout, shards
+        self.holders = [shard.tensor for shard in shards]
         self.following: Sequence[ReduceScatterBucket] = ()
         self.frees_first: ReduceScatterBucket | None = None
         self.gradients = GradBuffer(layout, freed, self._first_gradient)

@@ -24,6 +24,7 @@ from torchdistpackage.ddp.grad_hooks import GradHooks, Removable
 from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.scheduled_ready import LastBackwardPolicy
+from torchdistpackage.ddp.sharded import ParamShard
 from torchdistpackage.ddp.weak_hook import WeakHook
 from torchdistpackage.ddp.zero.bucket import (
     BucketSharder,
@@ -35,7 +36,7 @@ from torchdistpackage.ddp.zero.bucket import (
 from torchdistpackage.ddp.zero.grad_buffer import line_up
 from torchdistpackage.ddp.zero.options import ResolvedZeroOptions
 from torchdistpackage.ddp.zero.param_buffer import ParamBuffer
-from torchdistpackage.ddp.zero.param_shard import ParamShard, whole_shard
+from torchdistpackage.ddp.zero.param_shard import whole_shard
 from torchdistpackage.ddp.zero.shard_bounds import requires_whole_params
 from torchdistpackage.ddp.zero.sharded_base import ShardedOptimizerBase
 from torchdistpackage.ddp.zero.sharing import ReplicaGroups, assign_buckets
@@ -180,7 +181,7 @@ class ZeroOptimizer(ShardedOptimizerBase):
     @property
     def reduced_shards(self) -> list[Tensor]:
         """What sums come into, beside the parameters' own gradients."""
-        return [shard.tensor for bucket in self._buckets for shard in bucket.shards]
+        return self.reducer.holders
 
     def step(self, closure: Callable[[], object] | None = None):
         """Wait for the sums, step what this rank owns, and begin to gather the parameters.

@@ -8,12 +8,12 @@ sharding, and every rank knows without a message what the others own.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.ddp.bucket_plan import Bucket
 from torchdistpackage.ddp.param_spec import ParamSpec
+from torchdistpackage.ddp.sharded import ParamShard
 from torchdistpackage.ddp.zero.shard_bounds import even_bounds, owned_bounds, pieces
 from torchdistpackage.layout.layout import Layout
 
@@ -73,43 +73,6 @@ def shard_by_owner(
     return FlatLayout(tuple(members), offsets, bounds)
 
 
-@dataclass(frozen=True, eq=False)
-class ParamShard:
-    """Elements [start, stop) of one parameter in memory order: those that this rank owns.
-
-    tensor: what the inner optimizer steps, 1-D, or of the parameter's shape where `whole`: one rank
-        owns all of it; its `.grad` is set once the sum is here.
-    member: number of the parameter in its bucket. offset: of the elements in my slice of it.
-    """
-
-    tensor: nn.Parameter
-    spec: ParamSpec
-    member: int
-    start: int
-    stop: int
-    offset: int
-    layout: Layout | None
-    whole: bool
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        return self.spec.parameter
-
-    @property
-    def group(self) -> Group:
-        return self.spec.group
-
-    def view(self, slice_: Tensor) -> Tensor:
-        """My elements in a tensor that is laid out like my slice."""
-        if self.whole:
-            return self.spec.view(slice_, slice_.storage_offset() + self.offset)
-        return slice_.narrow(0, self.offset, self.stop - self.start)
-
-
 def make_shards(
     layout: FlatLayout, values: Tensor, layouts: Mapping[str, Layout], whole: bool
 ) -> list[ParamShard]:
@@ -132,51 +95,3 @@ def whole_shard(spec: ParamSpec, layouts: Mapping[str, Layout]) -> ParamShard:
     """A parameter that no other rank has, and which is stepped itself."""
     p = spec.parameter
     return ParamShard(p, spec, 0, 0, p.numel(), 0, layouts.get(spec.name), True)
-
-
-@dataclass(frozen=True)
-class ParamPartition:
-    """A parameter, which rank owns which elements, and what the inner optimizer holds instead.
-
-    bounds: rank i of `spec.group` owns elements bounds[i] to bounds[i + 1] of the parameter
-        flattened in memory order; all zero where frozen.
-    mine: the inner optimizer's own, as `ParamShard.tensor`; None where nothing is owned here.
-    master: `mine` is a copy in another dtype and not memory of the parameter.
-
-    Nothing here reads an element of the parameter, which may not be gathered.
-    """
-
-    spec: ParamSpec
-    bounds: tuple[int, ...]
-    mine: nn.Parameter | None
-    whole: bool = False
-    master: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
-    def group(self) -> Group:
-        return self.spec.group
-
-    @property
-    def range(self) -> tuple[int, int]:
-        """My elements."""
-        index = self.group.rank()
-        return self.bounds[index], self.bounds[index + 1]
-
-    def flat(self, value: Tensor) -> Tensor:
-        """A tensor of the parameter's shape as one dim, in the parameter's memory order."""
-        strides = self.spec.parameter.stride()
-        if value.stride() != strides:
-            buffer = torch.empty_strided(
-                value.shape, strides, dtype=value.dtype, device=value.device
-            )
-            value = buffer.copy_(value)
-        return value.as_strided((value.numel(),), (1,), value.storage_offset())
-
-    def shaped(self, flat: Tensor) -> Tensor:
-        """The reverse of `flat`."""
-        parameter = self.spec.parameter
-        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())

@@ -4,16 +4,13 @@ Param groups, options and state are the inner optimizer's own objects, asked for
 a learning rate changes for both. state_dict.py saves and loads.
 """
 
-import gc
-from collections.abc import Iterable, Mapping, Sequence
-from weakref import WeakSet
+from collections.abc import Mapping, Sequence
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from torchdistpackage.comm.attendance import expect_all
 from torchdistpackage.comm.groups import for_each_group
-from torchdistpackage.ddp.zero.param_shard import ParamPartition
+from torchdistpackage.ddp.sharded import OWNERS, ParamPartition
 from torchdistpackage.ddp.zero.state_dict import StateSaver
 from torchdistpackage.errors import CheckpointError, LayoutError
 
@@ -130,24 +127,3 @@ class ShardedOptimizerBase(Optimizer):
             f"{type(self).__name__} is tied to its ranks and cannot be copied or pickled; save its "
             f"state_dict(), build it again and load that"
         )
-
-
-OWNERS: WeakSet[ShardedOptimizerBase] = WeakSet()
-"""Optimizers that own parameters."""
-
-
-def owners_of(parameters: Iterable[Tensor]) -> list[ShardedOptimizerBase]:
-    """Optimizers in use to which some of these parameters belong, in their order."""
-    given = list(parameters) if OWNERS else []
-    found = _owners(given)
-    if found and any(p.grad is not None for p in given):
-        del found
-        gc.collect()  # one that was dropped may only wait for this
-        found = _owners(given)
-    return found
-
-
-def _owners(parameters: Sequence[Tensor]) -> list[ShardedOptimizerBase]:
-    of = {id(h.spec.parameter): x for x in OWNERS for members in x.partitions for h in members}
-    found = {id(x): x for p in parameters if p.requires_grad and (x := of.get(id(p))) is not None}
-    return list(found.values())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchdistpackage.ddp.zero.param_shard import ParamPartition
+from torchdistpackage.ddp.sharded import ParamPartition
 from torchdistpackage.ddp.zero.shard_bounds import SCALARS
 from torchdistpackage.ddp.zero.state_gather import State, gather_states
 from torchdistpackage.errors import CheckpointError

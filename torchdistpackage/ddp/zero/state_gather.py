@@ -15,7 +15,7 @@ from torchdistpackage.comm.groups import for_each_group
 from torchdistpackage.comm.p2p import Post
 from torchdistpackage.comm.primitives import Group, gather_objects, ranks_of
 from torchdistpackage.comm.transport.sharded_flat import start_all_gather_v
-from torchdistpackage.ddp.zero.param_shard import ParamPartition
+from torchdistpackage.ddp.sharded import ParamPartition
 from torchdistpackage.errors import CheckpointError, CommError
 
 BATCH_BYTES = 32 * 2**20

@@ -14,9 +14,9 @@ from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group, gather_objects, ranks_of
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
+from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.errors import CheckpointError, LayoutError
 from torchdistpackage.optim.clip import clip_grad_norm_
-from torchdistpackage.optim.sharded import ShardedOptimizer
 from torchdistpackage.parallel.auto.hugging_face import ShardedModelCalls
 from torchdistpackage.parallel.auto.saving import save_tensor_parallel
 

@@ -16,9 +16,6 @@ from torch import Tensor, nn
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.ready import ScheduledReady
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.ddp.zero.grad_buffer import ReduceScatterBucket
-from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline.program import ProgramStep, StepKind
 from torchdistpackage.parallel.pipeline.stage_runner import StageRunner
 from torchdistpackage.parallel.pipeline.stages import Stage
@@ -87,7 +84,7 @@ class LastBackwardNotifier:
 
 
 class HasReducer(Protocol):
-    """NaiveDDP, ZeroOptimizer."""
+    """A NaiveDDP, or a `ShardedOptimizer`."""
 
     @property
     def reducer(self) -> Reducer: ...
@@ -97,7 +94,6 @@ class StageReducers:
     """The reducers of some stages, and the wrappers whose buffers follow the first replica's."""
 
     def __init__(self, given: Reducer | HasReducer | None, stages: Iterable[Stage]):
-        self._given = given
         self._wrappers = [stage for stage in stages if isinstance(stage, NaiveDDP)]
         if isinstance(given, NaiveDDP) and given not in self._wrappers:
             self._wrappers.append(given)
@@ -107,18 +103,8 @@ class StageReducers:
 
     @property
     def holders(self) -> list[Tensor]:
-        """The tensors that hold reduced gradients besides the parameters, as far as known."""
-        if isinstance(self._given, ZeroOptimizer):
-            return self._given.reduced_shards
-        return []
-
-    def check_holders(self) -> None:
-        """Raises CommError: a ZeroOptimizer has reduced gradients; only its reducer was given."""
-        if isinstance(self._given, Reducer) and scatters(self._given):
-            raise CommError(
-                "the loss is (sum, count), and reducer= is that of a ZeroOptimizer, which holds "
-                "gradients that are to be divided by the count; give the ZeroOptimizer itself"
-            )
+        """The tensors that hold reduced gradients besides the parameters."""
+        return [x for reducer in self.reducers for x in reducer.holders]
 
     def follow_buffers(self) -> None:
         """Let buffers follow, once a step that reduces, as the wrapper's own forward does."""
@@ -128,5 +114,5 @@ class StageReducers:
 
 
 def scatters(reducer: Reducer) -> bool:
-    """Whether gradients go to a ZeroOptimizer."""
-    return any(isinstance(x, ReduceScatterBucket) for x in reducer.grad_buckets.bucket_comms)
+    """Whether reduced gradients are elsewhere than in the parameters."""
+    return bool(reducer.holders)

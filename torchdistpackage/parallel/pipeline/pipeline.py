@@ -163,7 +163,7 @@ class Pipeline:
         with division.run() as early:
             loss = self._loss_over(self.executor, batch, targets, loss_scale, keep_outputs, early)
         if self._loss_broadcast.counted:
-            self._check_divisible(early)
+            self._check_divisible()
             loss = division.divide(loss, sum(batch.sizes))
         return mean_of(loss, self._loss_broadcast.dtype, self._loss_broadcast.counted)
 
@@ -257,16 +257,14 @@ class Pipeline:
         own = [p for mine in self._own.parameters().values() for p in mine]
         return own if counted else [*own, *self._reducers.holders]
 
-    def _check_divisible(self, reducers: Sequence[Reducer]) -> None:
-        """Raises CommError: which gradients is not known. reducers: that have reduced them."""
+    def _check_divisible(self) -> None:
+        """Raise CommError if a stage is a function, whose parameters are not known."""
         functions = [s for s, stage in self._own.modules.items() if not isinstance(stage, Module)]
         if functions:
             raise CommError(
                 f"the loss is (sum, count), and stage {functions[0]} is a function, of which no "
                 f"parameters are known whose gradients could be divided; give a module"
             )
-        if reducers:
-            self._reducers.check_holders()
 
     # -- what is agreed on -----------------------------------------------------------------
 
