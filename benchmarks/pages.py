@@ -1,7 +1,7 @@
-"""Two pages for each benchmark, written from its results file: a record and a summary.
+"""A record for each benchmark and its section of docs/results.md, written from its results file.
 
-The record (benchmarks/results/*.md) says how it was measured and has every number, the summary
-(docs/*_benchmarks.md) one table. No number is typed by hand; only prose stands before the marker.
+The record (benchmarks/results/*.md) says how it was measured and has every number, the section one
+table. No number is typed by hand; only prose stands outside the markers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,11 +11,12 @@ from pathlib import Path
 from benchmarks.judged import Judged
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results.md"
 
 
 @dataclass(frozen=True)
 class Pages:
-    """Of the benchmark `name`. in_summary: the bars of its table, by their text."""
+    """The pages of the benchmark `name`. in_summary: the bars of its table, by their text."""
 
     name: str
     page: Callable[[Mapping], str]
@@ -31,26 +32,43 @@ class Pages:
         return self.results.with_suffix(".md")
 
     @property
-    def summary(self) -> Path:
-        return ROOT / "docs" / f"{self.name}_benchmarks.md"
-
-    @property
     def marker(self) -> str:
         return f"<!-- benchmarks/{self.name}/table.py writes everything below this line -->\n"
 
-    def texts(self, results: Mapping) -> dict[Path, str]:
-        """What stands below the marker of each page."""
-        return {self.record: self.page(results), self.summary: self._summary(results)}
-
     def write(self, results: Mapping) -> None:
-        for path, text in self.texts(results).items():
-            before = path.read_text("utf-8").partition(self.marker)[0] if path.exists() else ""
-            path.write_text(f"{before}{self.marker}\n{text}", "utf-8")
+        path = self.record
+        before = path.read_text("utf-8").partition(self.marker)[0] if path.exists() else ""
+        path.write_text(f"{before}{self.marker}\n{self.page(results)}", "utf-8")
+        write_section(self.name, self.summary(results))
 
-    def _summary(self, results: Mapping) -> str:
-        found = {each.what: each for each in self.judge(results)}
-        shown = [what for what in self.in_summary if what in found]
-        return "\n".join([measured(results), "", *_table(found[x] for x in shown)]) + "\n"
+    def summary(self, results: Mapping) -> str:
+        """Return the section of docs/results.md."""
+        by_text = {each.what: each for each in self.judge(results)}
+        shown = [what for what in self.in_summary if what in by_text]
+        return "\n".join([measured(results), "", *_table(by_text[what] for what in shown)])
+
+
+def section(name: str) -> str:
+    """Return what stands between the two markers of `name` in docs/results.md."""
+    begin, end = _markers(name)
+    return RESULTS.read_text("utf-8").partition(begin)[2].partition(end)[0].strip("\n")
+
+
+def write_section(name: str, text: str) -> None:
+    """Put `text` between the two markers of `name` in docs/results.md."""
+    begin, end = _markers(name)
+    before, _, rest = RESULTS.read_text("utf-8").partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise ValueError(f"{RESULTS}: no lines {begin!r} and {end!r}")
+    RESULTS.write_text(f"{before}{begin}\n{text}\n\n{end}{after}", "utf-8")
+
+
+def _markers(name: str) -> tuple[str, str]:
+    return (
+        f"<!-- benchmarks/{name} writes from here -->\n",
+        f"<!-- benchmarks/{name}: to here -->\n",
+    )
 
 
 def _table(found: Iterator[Judged]) -> Iterator[str]:

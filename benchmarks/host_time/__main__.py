@@ -18,12 +18,11 @@ from statistics import median
 import torch.distributed as dist
 
 from benchmarks.common import local, take_turns, write
-from benchmarks.host_time.page import write_page
+from benchmarks.host_time.page import RESULTS, write_page
 from benchmarks.host_time.sides import NUM_MICROBATCHES, PARTS
 from benchmarks.host_time.train import measured
 from torchdistpackage.comm.runtime import leave, setup_distributed
 
-RESULTS = Path(__file__).parents[1] / "results" / "host_time.json"
 PRELOAD = ("torch", "torch.distributed.fsdp", "benchmarks.host_time.sides")
 WARM_UP_STEPS, NUM_STEPS = 6, 5
 PEER_BAR, BY_HAND_BAR, TRAIN_BAR_US = 1.0, 1.3, 300.0

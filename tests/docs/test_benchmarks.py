@@ -3,6 +3,7 @@
 import ast
 import itertools
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,12 +13,14 @@ from benchmarks.any_model import table as any_model
 from benchmarks.common import take_turns
 from benchmarks.data_parallel import table as data_parallel
 from benchmarks.data_parallel.limits import CAP_BYTES, Trace, bound_s, roofline_s
+from benchmarks.gpu import summary as gpu
+from benchmarks.host_time import page as host_time
 from benchmarks.hugging_face import table as hugging_face
+from benchmarks.pages import RESULTS, section
 from benchmarks.pipeline import table as pipeline
 from benchmarks.tensor_parallel import table as tensor_parallel
 from benchmarks.turns import ratio, rounds_s, spread_ms
 
-SUMMARIES = sorted((Path(__file__).parents[2] / "docs").glob("*_benchmarks.md"))
 SCRIPTS = sorted(Path(data_parallel.__file__).parents[1].glob("*.py"))
 
 
@@ -38,17 +41,29 @@ def test_what_a_script_imports_is_there(script, monkeypatch):
 )
 def test_the_tables_follow_the_results(table):
     pages = table.PAGES
-    written = pages.texts(json.loads(pages.results.read_text(encoding="utf-8")))
-    assert len(written) == 2
-    for path, text in written.items():
-        assert path.read_text(encoding="utf-8").partition(pages.marker)[2] == "\n" + text
+    results = json.loads(pages.results.read_text(encoding="utf-8"))
+    record = pages.record.read_text(encoding="utf-8")
+    assert record.partition(pages.marker)[2] == "\n" + pages.page(results)
+    assert section(pages.name) == pages.summary(results)
 
 
-@pytest.mark.parametrize("page", SUMMARIES, ids=lambda page: page.stem)
-def test_a_page_on_a_benchmark_is_short_and_has_one_table(page):
-    lines = page.read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 60
-    assert sum(line.startswith("|---") for line in lines) == 1
+def test_the_section_of_the_gpu_follows_its_results():
+    results = json.loads(gpu.RESULTS.read_text(encoding="utf-8"))
+    assert section(gpu.NAME) == gpu.summary(results)
+
+
+def test_the_pages_on_host_time_follow_its_results():
+    results = json.loads(host_time.RESULTS.read_text(encoding="utf-8"))
+    assert section(host_time.NAME) == host_time.summary(results)
+    assert host_time.measured(results) in host_time.PAGE.read_text(encoding="utf-8")
+
+
+def test_a_section_has_one_table():
+    page = RESULTS.read_text(encoding="utf-8")
+    names = re.findall(r"<!-- benchmarks/(\w+) writes from here -->", page)
+    assert len(names) == 7
+    for name in names:
+        assert len(re.findall(r"^\|---", section(name), re.M)) == 1, name
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import torchdistpackage
 from torchdistpackage.config.schema import RunConfig
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+FOLDERS = ("", "docs", "benchmarks", "benchmarks/gpu", "benchmarks/results")
+PAGES = sorted(page for folder in FOLDERS for page in (ROOT / folder).glob("*.md"))
 
 
 def test_the_tables_of_the_yaml_follow_the_schema():
@@ -28,7 +29,7 @@ def test_the_tour_prints_what_it_says(monkeypatch: pytest.MonkeyPatch):
     assert not failed, "the differences are in the output above"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_to_a_file_leads_to_one(page: Path):
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
     lost = [x for x in links if "://" not in x and not (page.parent / x).exists()]

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from torchdistpackage.cli.main import COMMANDS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -23,6 +25,34 @@ def test_the_index_names_every_page_once():
     assert sorted(linked) == sorted(
         x.name for x in (ROOT / "docs").glob("*.md") if x.name != "index.md"
     )
+
+
+def test_the_index_has_four_parts():
+    text = (ROOT / "docs" / "index.md").read_text("utf-8")
+    parts = ["Start", "How-to", "Reference", "Explanation"]
+    assert re.findall(r"^## (.*)$", text, re.M) == parts
+
+
+def test_no_page_is_too_short_to_stand_alone():
+    pages = [x for x in (ROOT / "docs").glob("*.md") if x.name != "index.md"]
+    assert [x.name for x in pages if len(x.read_text("utf-8").splitlines()) < 40] == []
+
+
+def test_a_how_to_page_begins_with_its_command():
+    """The command is in a block before the first heading or table; a page for users of another
+    library may begin with an import."""
+    text = (ROOT / "docs" / "index.md").read_text("utf-8")
+    part = text.partition("\n## How-to\n")[2].partition("\n## ")[0]
+    names = re.findall(r"\]\((\w+)\.md\)", part)
+    assert len(names) > 15
+    for name in names:
+        body = (ROOT / "docs" / f"{name}.md").read_text("utf-8").partition("\n")[2]
+        start = re.split(r"^(?:## |\|)", body, maxsplit=1, flags=re.M)[0]
+        blocks = re.findall(r"^```\w*\n(.*?)^```$", start, re.M | re.S)
+        assert blocks, name
+        command = re.search(r"^(?:\$ )?(?:.* )?tdp (\w+)|^import ", blocks[0], re.M)
+        assert command, name
+        assert command[1] is None or command[1] in COMMANDS, name
 
 
 def call(project: Path, script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
