@@ -40,7 +40,8 @@ PURE_FOLDERS = (
 )
 ORDER = (
     *PURE_FOLDERS,
-    *("comm", "harness", "tools", "ddp", "optim", "parallel", "models", "checkpoint", "train"),
+    *("comm", "thread_ranks", "harness", "tools", "ddp", "optim", "parallel", "models"),
+    *("checkpoint", "train"),
     *("compat", "cli"),
 )
 INSIDE_PARALLEL = ("tensor", "context", "expert", "pipeline", "auto", "placed")
@@ -61,9 +62,11 @@ PURE_FILES = (
     "harness/bench/*.py",
     "harness/hang/*.py",
     "harness/late/orders.py",
-    "harness/lint/matcher.py",
     "harness/parity/layouts.py",
     "harness/lint/report.py",
+    "thread_ranks/__init__.py",
+    "thread_ranks/findings.py",
+    "thread_ranks/matcher.py",
     "harness/stragglers/find.py",
     "harness/comm_test_report.py",
     "ddp/bucket_plan.py",
@@ -156,10 +159,10 @@ MAY_CALL_TORCH_DISTRIBUTED = {
     "checkpoint/formats/dcp.py": "torch's own files, which it reads and writes without a group",
     "harness/late/group.py": "a back end of our own, and a default group of it without peers",
     "harness/late/call.py": "gloo under a back end of our own",
-    "harness/lint/linter.py": "a default group for each thread",
-    "harness/lint/transport.py": "a backend of our own",
-    "harness/lint/threads.py": "a world of groups for each thread",
-    "harness/lint/own_backend.py": "what both back ends of our own answer",
+    "thread_ranks/run.py": "a default group for each thread",
+    "thread_ranks/transport.py": "a backend of our own",
+    "thread_ranks/threads.py": "a world of groups for each thread",
+    "thread_ranks/own_backend.py": "what both back ends of our own answer",
     "harness/calls.py": "the bare calls that ours are measured against",
     "harness/guarded.py": "asks the default store, so that a stuck group holds up no word",
     "harness/pool_worker.py": "makes and ends the default groups of test ranks, under comm's feet",
@@ -213,6 +216,21 @@ def configuration_and_launcher_in(path: Path) -> list[str]:
 
 def test_only_the_right_half_knows_configuration_and_launcher():
     assert offences(configuration_and_launcher_in) == {}
+
+
+def tools_of_tests_in(path: Path) -> list[str]:
+    """Imports of harness in folders that compute: a model runs no linter and no watchdog."""
+    barred = path.relative_to(ROOT).parts[0] in ("ddp", "optim", "parallel", "models")
+    targets = own_imports(path) if barred else ()
+    return [
+        f"line {line}: {name_of(target)}"
+        for line, target in targets
+        if target.relative_to(ROOT).parts[0] == "harness"
+    ]
+
+
+def test_what_computes_imports_no_linter():
+    assert offences(tools_of_tests_in) == {}
 
 
 def configuration_in(path: Path) -> list[str]:
@@ -325,10 +343,15 @@ SAMPLES = {
         "from torch import distributed as dist",
         "line 1: from torch import distributed",
     ),
-    "comm/sample.py": (
+    "comm/launched.py": (
         configuration_and_launcher_in,
         "def f():\n    from torchdistpackage.launch.workers import run_local",
         "line 2: launch/workers.py",
+    ),
+    "models/linted.py": (
+        tools_of_tests_in,
+        "from torchdistpackage.harness.lint.linter import lint",
+        "line 1: harness/lint/linter.py",
     ),
     "train/sample.py": (
         configuration_in,

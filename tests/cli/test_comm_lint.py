@@ -12,8 +12,8 @@ import yaml
 
 from tests.train.forked import Forked
 from torchdistpackage.cli.main import main
+from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp import naive_ddp
-from torchdistpackage.harness.lint import linter
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "comm_lint.md"
@@ -84,7 +84,7 @@ def test_a_disagreement_is_code_1_and_a_wrong_file_code_2(small, capsys, monkeyp
 
     def reducer(*args, **options):
         found = made(*args, **options)
-        if linter.tpc.get_pp_rank():
+        if tpc.get_pp_rank():
             launch, last = found._launch, found.num_buckets - 1
             monkeypatch.setattr(found, "_launch", lambda b: launch(last - b))
         return found

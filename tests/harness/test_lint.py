@@ -67,6 +67,7 @@ def test_what_is_wrong_is_named_with_the_stacks_of_both(step, axes, kind, text):
     assert stacks == (1 if kind == "missing" else len(report.finding.ranks))
     assert str(report).count("lint_steps.py") >= stacks
     assert "harness/lint/" not in str(report)
+    assert "thread_ranks/" not in str(report)
 
 
 def test_calls_on_two_groups_in_one_order_or_waited_for_pass():

@@ -9,14 +9,15 @@ import torch.distributed as dist
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.lint.linter import drive, lint
-from torchdistpackage.harness.lint.matcher import (
+from torchdistpackage.harness.lint.report import GroupKind, LintReport
+from torchdistpackage.thread_ranks.findings import group_name, rank_name
+from torchdistpackage.thread_ranks.matcher import (
     LintGroup,
     Matcher,
     OpSignature,
     P2POp,
     PendingOp,
 )
-from torchdistpackage.harness.lint.report import GroupKind, LintReport, group_name, rank_name
 from torchdistpackage.topology.mesh import Topology, topology
 
 GRID = topology([("data", 2), ("tensor", 2)], 4)

@@ -1,6 +1,6 @@
 """Whether tensor ranks that share a model by rules compute what it does: tried on a small copy.
 
-The ranks are threads of this process, which talk in memory (harness/lint). Each splits the copy as
+The ranks are threads of this process, which talk in memory (thread_ranks). Each splits the copy as
 it would the model; logits and the gradient of every parameter are compared with the copy's own.
 """
 
@@ -20,7 +20,6 @@ from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.families.found import TRAINED, table_of
 from torchdistpackage.families.table import FoundModel
-from torchdistpackage.harness.lint.linter import lint
 from torchdistpackage.layout.derive import local_shape
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.transformers_experts import share_experts
@@ -28,8 +27,9 @@ from torchdistpackage.models.transformers_stops import module_of
 from torchdistpackage.models.transformers_vocab import SplitVocab
 from torchdistpackage.parallel.tensor.full import copy_part
 from torchdistpackage.parallel.tensor.parallelize import parallelize
+from torchdistpackage.thread_ranks.run import run_ranks
 from torchdistpackage.tools.undisturbed import keep_random_states
-from torchdistpackage.topology.mesh import Mesh
+from torchdistpackage.topology.mesh import Mesh, topology
 
 _TOLERANCE = 1e-3
 """Of float32, relative to the largest element; what is wrong is off by much more."""
@@ -81,12 +81,13 @@ def try_tensor(model: Any, found: FoundModel, ids: Tensor, num_ranks: int) -> st
         gradients = _gradients(twin, found, layouts, group)
         return logits.detach(), gradients, _first_difference(seen, expected.outputs)
 
-    report = lint(on_rank, [("tensor", num_ranks)], limit_s=_LIMIT_S, queued=False)
-    if report.finding is not None:
-        where = next((stops[x] for x in report.finding.ranks if x in stops), type(model).__name__)
-        return f"{num_ranks} ranks stop in {where} ({report.finding.kind})"
+    layout = topology([("tensor", num_ranks)], num_ranks)
+    run = run_ranks(on_rank, layout, limit_s=_LIMIT_S, queued=False)
+    if run.finding is not None:
+        where = next((stops[x] for x in run.finding.ranks if x in stops), type(model).__name__)
+        return f"{num_ranks} ranks stop in {where} ({run.finding.kind})"
     mesh = Mesh((("tensor", num_ranks),))
-    for rank, (logits, gradients, differs) in enumerate(report.results):  # type: ignore[misc]
+    for rank, (logits, gradients, differs) in enumerate(run.results):  # type: ignore[misc]
         if (off := _distance(logits, expected.logits)) > _TOLERANCE:
             where = differs or "its logits"
             return f"the first that differs is {where}, and the logits are off by {off:.1e}"

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchdistpackage.errors import RaceError
-from torchdistpackage.harness.lint.own_backend import HERE, OwnWork, Tensors
+from torchdistpackage.thread_ranks.own_backend import HERE, OwnWork, Tensors
 
 Parts = Sequence[Sequence[Tensor]]
 """For each rank of a group, in its order, the tensors that go to it or come from it."""

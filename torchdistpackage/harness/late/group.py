@@ -33,7 +33,7 @@ from torchdistpackage.harness.late.call import (
 from torchdistpackage.harness.late.orders import LATE
 from torchdistpackage.harness.late.strict import strictness
 from torchdistpackage.harness.late.world import world
-from torchdistpackage.harness.lint.own_backend import (
+from torchdistpackage.thread_ranks.own_backend import (
     Collective,
     OwnGroup,
     Tensors,

@@ -27,7 +27,7 @@ from torchdistpackage.harness.late.world import (
     world,
     written_arguments,
 )
-from torchdistpackage.harness.lint.own_backend import Tensors
+from torchdistpackage.thread_ranks.own_backend import Tensors
 
 
 class _Now(threading.local):

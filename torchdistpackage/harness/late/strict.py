@@ -36,7 +36,7 @@ from torchdistpackage.harness.late.world import (
     world,
     written_arguments,
 )
-from torchdistpackage.harness.lint.own_backend import HERE
+from torchdistpackage.thread_ranks.own_backend import HERE
 
 DEVICE = torch.device("cpu", 0)
 """Where a group of the strict transport has its tensors: torch takes it for the CPU, but says

@@ -25,7 +25,7 @@ from torchdistpackage.harness.late.call import (
     span,
 )
 from torchdistpackage.harness.late.orders import LATE, Order
-from torchdistpackage.harness.lint.own_backend import Tensors
+from torchdistpackage.thread_ranks.own_backend import Tensors
 
 COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default}
 """Between the host and the device they block the host."""

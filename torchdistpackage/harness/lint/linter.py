@@ -18,12 +18,10 @@ group, what a rank waits for) blocks here too.
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
-import torch.distributed as dist
-
-from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.harness.lint.matcher import (
+from torchdistpackage.harness.lint.report import LintReport, group_kinds
+from torchdistpackage.thread_ranks.findings import Finding, Name, disagreement, stuck
+from torchdistpackage.thread_ranks.matcher import (
     CREATION,
     SPLIT,
     Disagreement,
@@ -34,22 +32,9 @@ from torchdistpackage.harness.lint.matcher import (
     PendingOp,
     Queues,
 )
-from torchdistpackage.harness.lint.report import (
-    Finding,
-    LintReport,
-    Name,
-    disagreement,
-    group_kinds,
-    group_name,
-    rank_name,
-    stuck,
-)
-from torchdistpackage.harness.lint.threads import Threads, settings_kept, worlds
-from torchdistpackage.harness.lint.transport import BACKEND, LintContext, attach, carry, deliver
+from torchdistpackage.thread_ranks.run import Trace, run_ranks
 from torchdistpackage.topology.mesh import Size, Topology, topology
 
-Trace = Sequence[tuple[PendingOp, bool]]
-"""What a rank did, in order: an entry, and whether it waited for it (or else issued it)."""
 Before = Callable[[PendingOp, Sequence[P2POp]], Iterator[PendingOp]]
 """What is waited for before an entry with these messages is issued."""
 Groups = dict[LintGroup, LintGroup]
@@ -247,38 +232,15 @@ def lint(
         CommError: another lint is running in this process.
     """
     layout = _topology(axes)
-    size = layout.world_size
-    name = partial(rank_name, layout)
-    with worlds() as torch_worlds, settings_kept():
-        board = Matcher(met=deliver, matched=carry, done=lambda entry: threads.done(entry))
-        threads = Threads(size, board, name, limit_s)
-        context = LintContext(
-            threads,
-            LintGroup(range(size), "global"),
-            queued,
-            partial(group_name, layout),
-            traces=[[] for _ in range(size)],
-        )
-        store = dist.HashStore()
-
-        def body(rank: int) -> object:
-            torch_worlds.enter()
-            attach(context)
-            dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size)
-            with tpc.isolated():
-                tpc.setup(layout, rank)
-                context.start(rank)
-                return step(rank)
-
-        results = threads.run(body)
+    run = run_ranks(step, layout, limit_s=limit_s, queued=queued)
     return LintReport(
         topology=layout,
-        finding=threads.finding
-        or launch_order(context.traces, name)
-        or host_blocking(context.traces, name, context.setup),
-        kinds=group_kinds(group for _, group in context.made.values()),
-        results=tuple(results),
-        calls=tuple(tuple(_calls(trace)) for trace in context.traces),
+        finding=run.finding
+        or launch_order(run.traces, run.name)
+        or host_blocking(run.traces, run.name, run.setup),
+        kinds=group_kinds(run.groups),
+        results=run.results,
+        calls=tuple(tuple(_calls(trace)) for trace in run.traces),
     )
 
 

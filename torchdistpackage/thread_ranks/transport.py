@@ -1,7 +1,7 @@
-"""A back end whose ranks are threads: torch.distributed's calls, taken to the board of the lint.
+"""A back end whose ranks are threads: torch.distributed's calls, taken to the board.
 
 The board decides when a call is done (matcher.py), and who runs meanwhile threads.py. Everything
-that is issued or waited for is written down, in order, for the checks that come after (linter.py).
+that is issued or waited for is written down, in order, for checks that come after (harness/lint).
 
 A group is made as NCCL makes it, its members waiting for each other. In a world that is bound to a
 device torch has all ranks of the world take part, each with the list of its own group
@@ -24,7 +24,7 @@ from torchdistpackage.comm.backends import Transport, register_transport
 from torchdistpackage.comm.flight_recorder import dtype_name
 from torchdistpackage.comm.tensor_channel import TAG
 from torchdistpackage.errors import CommError
-from torchdistpackage.harness.lint.matcher import (
+from torchdistpackage.thread_ranks.matcher import (
     CREATION,
     SPLIT,
     START,
@@ -37,7 +37,7 @@ from torchdistpackage.harness.lint.matcher import (
     Where,
     stack_here,
 )
-from torchdistpackage.harness.lint.own_backend import (
+from torchdistpackage.thread_ranks.own_backend import (
     Collective,
     OwnGroup,
     OwnWork,
@@ -46,7 +46,7 @@ from torchdistpackage.harness.lint.own_backend import (
     copy,
     flat,
 )
-from torchdistpackage.harness.lint.threads import Threads
+from torchdistpackage.thread_ranks.threads import Threads
 
 BACKEND = "threads"
 """What ranks of a lint talk over; it stands for NCCL where calls are queued."""

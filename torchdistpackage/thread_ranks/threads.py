@@ -25,20 +25,20 @@ from torch.distributed import distributed_c10d
 
 from torchdistpackage.comm.flight_recorder import FlightRecorder, recorder
 from torchdistpackage.errors import CommError
-from torchdistpackage.harness.lint.matcher import (
-    Disagreement,
-    LintGroup,
-    Matcher,
-    PendingOp,
-    stack_of,
-)
-from torchdistpackage.harness.lint.report import (
+from torchdistpackage.thread_ranks.findings import (
     Finding,
     Name,
     disagreement,
     stuck,
     waits,
     with_stacks,
+)
+from torchdistpackage.thread_ranks.matcher import (
+    Disagreement,
+    LintGroup,
+    Matcher,
+    PendingOp,
+    stack_of,
 )
 
 PATIENCE_S = 5.0
@@ -48,7 +48,7 @@ GRACE_S = 2.0
 
 
 class LintEnded(BaseException):
-    """The lint is over. No Exception, so that a step's own handlers let it pass."""
+    """The run is over. No Exception, so that a step's own handlers let it pass."""
 
 
 class Threads:
@@ -106,7 +106,7 @@ class Threads:
     # -- what a rank's thread calls ----------------------------------------------------
 
     def alive(self) -> None:
-        """Leave this thread if the lint is over."""
+        """Leave this thread if the run is over."""
         if self._over:
             raise LintEnded
 

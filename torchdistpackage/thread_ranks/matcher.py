@@ -5,7 +5,7 @@ message when its receive has been posted, and what a rank has issued on a group 
 in which it was issued, as on the one stream that NCCL gives a group. A buffer only ever does more.
 No torch.
 
-Groups may share their queues (`linter.py`): then all that a rank has issued is done in one
+Groups may share their queues (`harness/lint`): then all that a rank has issued is done in one
 order. Messages may have a channel of their own, as descriptions have that go through host memory:
 between two ranks one way they are done in order, and hold up nothing else.
 """
@@ -48,8 +48,8 @@ class LintGroup:
 
     name: what people call it, such as `data`. num_calls: collectives that met; num_messages alike.
     queues: of each rank, where they are not this group's alone. in_host: its calls
-    take no part on a device. lazy: it connects at first use (`linter.py`), but for ranks that are
-    `eager`, which had the communicator at once.
+    take no part on a device. lazy: it connects at first use (`harness/lint`), but for ranks that
+    are `eager`, which had the communicator at once.
     """
 
     def __init__(

@@ -1,0 +1,267 @@
+"""Why no rank can move, or which ranks disagree, in sentences. No torch.
+
+A sentence names a rank by its coordinates, its call, the group by its name and ranks, and the ranks
+it waits for; the stacks of all ranks named follow.
+"""
+
+import linecache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torchdistpackage.thread_ranks.matcher import (
+    CREATION,
+    SPLIT,
+    Disagreement,
+    Matcher,
+    OpSignature,
+    P2POp,
+    PendingOp,
+    Where,
+)
+from torchdistpackage.topology.mesh import Mesh, Topology
+
+Name = Callable[[int], str]
+"""A rank as people call it: `rank 3 (data 1 tensor 1)`."""
+
+Path = list[tuple[PendingOp, int | PendingOp, P2POp | None]]
+"""Steps of a way: an entry, what it needs (a rank that has not made its call, or an entry that must
+be done first), and for which of its messages."""
+
+SHOWN_FRAMES = 12
+"""Innermost frames of a stack that are printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The first thing that is wrong.
+
+    kind: "exception" (a rank raised), "disagreement" (members of a group are not in the same
+        call), "cycle" (ranks wait for each other), "launch order" (they would, if a device ran
+        what it is given one by one), "first use" (they would, if the first call of a group stopped
+        the host), "missing" (a call that a rank which has returned never made), "group creation"
+        (members do not come to make a group, or others do), "time" (the limit passed).
+    ranks: those it names, the one to look at first in front. text: all of it, with stacks.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def rank_name(topology: Topology, rank: int) -> str:
+    """`rank 3 (data 1 tensor 1)`: axes of one rank are left out."""
+    mesh = topology.dense
+    coord = mesh.coord(rank)
+    shown = " ".join(f"{a} {coord[a]}" for a, size in mesh.axes if size > 1)
+    return f"rank {rank} ({shown})" if shown else f"rank {rank}"
+
+
+def group_name(topology: Topology, ranks: Sequence[int]) -> str:
+    """The axes along which the ranks differ, `data+tensor`; `global` for all, if by several.
+
+    With experts, groups that are none of the dense axes have the names of the second view, `expert`
+    or `expert_data`. Ranks that are not all of those along their axes are a `part of` them, as the
+    two stages that share a weight are.
+    """
+    mesh = topology.dense
+    if len(ranks) == mesh.size:
+        long = [name for name, size in mesh.axes if size > 1]
+        return long[0] if len(long) == 1 else "global"
+    name, is_whole = _along(mesh, ranks)
+    if not is_whole and topology.expert.axis_size("expert") > 1:
+        other, is_other = _along(topology.expert, ranks)
+        if is_other:
+            return other
+    return name if is_whole else f"part of {name}"
+
+
+def _along(mesh: Mesh, ranks: Sequence[int]) -> tuple[str, bool]:
+    """The axes along which the ranks differ, and whether they are all of those along these."""
+    coords = [mesh.coord(rank) for rank in ranks]
+    axes = [name for name in mesh.names if len({coord[name] for coord in coords}) > 1]
+    return "+".join(axes) or "alone", tuple(mesh.group(ranks[0], axes)) == tuple(ranks)
+
+
+# -- findings in words ---------------------------------------------------------------------
+
+
+def disagreement(found: Disagreement, name: Name) -> Finding:
+    """What two members of a group do where they should do the same."""
+    first, second = sorted((found.first, found.second), key=lambda end: _entry(end).rank)
+    group, one, other = _entry(first).group, _entry(first).rank, _entry(second).rank
+    if isinstance(first, P2POp) and isinstance(second, P2POp):
+        head = (
+            f"on {group} {name(one)} has posted {first.call} {_towards(first, name)}, but "
+            f"{name(other)} {second.call} {_towards(second, name)}"
+        )
+    elif found.what:
+        head = f"{name(one)} and {name(other)} disagree on {group}: {found.what}"
+    else:
+        head = (
+            f"call {_entry(first).number} of {group} is {first.call} on {name(one)}, but "
+            f"{second.call} on {name(other)}{_difference(first.call, second.call)}"
+        )
+    stacks = [(one, first.where), (other, second.where)]
+    kind = "group creation" if _makes_group(_entry(first)) else "disagreement"
+    return Finding(kind, (one, other), with_stacks(head, stacks, name))
+
+
+def stuck(board: Matcher, entries: Sequence[PendingOp], name: Name) -> Finding:
+    """What `entries`, none of which can ever be done, wait for in the end: a call that a rank did
+    not make before it returned, else a circle of waits."""
+    for kind in ("missing", "cycle"):
+        seen = set[PendingOp]()  # what was gone through in vain leads nowhere from another start
+        for entry in entries:
+            if (path := _search(board, entry, kind, seen)) is not None:
+                return _told(board, path, kind, name)
+    raise AssertionError("an entry that waits for no rank")
+
+
+def _makes_group(entry: PendingOp) -> bool:
+    return entry.call in (CREATION, SPLIT)
+
+
+def waits(board: Matcher, name: Name) -> str:
+    """Where every waiting rank is, one line each."""
+    return "\n".join(
+        f"  {name(rank)} waits in {_spoken(entry, name)}"
+        for rank, entry in sorted(board.waiting.items())
+    )
+
+
+def with_stacks(head: str, stacks: Sequence[tuple[int, Where]], name: Name) -> str:
+    parts = [f"stack of {name(rank)}:\n{_stack(where)}" for rank, where in stacks]
+    return "\n".join([head, *parts])
+
+
+def _stack(where: Where) -> str:
+    """As Python prints it, the innermost call last."""
+    lines: list[str] = [] if where else ["    (nothing recorded)"]
+    for file, line, function in reversed(where[:SHOWN_FRAMES]):
+        lines.append(f'    File "{file}", line {line}, in {function}')
+        if source := linecache.getline(file, line).strip():
+            lines.append(f"      {source}")
+    return "\n".join(lines)
+
+
+# -- the graph: an entry waits for ranks that have not made a call, or for another entry ------
+
+
+def _needs(entry: PendingOp) -> Iterator[tuple[int | PendingOp, P2POp | None]]:
+    """What an entry waits for, and with which of its messages."""
+    group, queue = entry.group, entry.group.queue_of(entry)
+    if queue and queue[0] is not entry:
+        yield queue[0], None
+        return
+    if entry.call is not None:
+        meeting = group.meetings.get(entry.number, {})
+        for rank in group.ranks:
+            if rank not in meeting:
+                yield rank, None
+            elif (head := group.queues[rank][0]) is not meeting[rank]:
+                yield head, None
+    for message in entry.messages:
+        if message.done:
+            continue
+        at = list(group.posted[message.key]).index(message)
+        others = group.posted.get(message.match_key) or ()
+        if at < len(others):
+            yield group.queues[others[at].entry.rank][0], message
+        elif message.peer is not None:
+            yield message.peer, message
+        else:
+            yield from ((rank, message) for rank in group.ranks if rank != entry.rank)
+
+
+def _search(board: Matcher, start: PendingOp, kind: str, seen: set[PendingOp]) -> Path | None:
+    """The way from `start` to a rank that has ended, or to an entry that is on the way already."""
+    if start in seen:
+        return None
+    seen.add(start)
+    path: Path = []
+    # no recursion: a way may be longer than Python's stack
+    ways = [(start, _needs(start))]
+    place = {start: 0}
+    while ways:
+        entry, needs = ways[-1]
+        del path[len(ways) - 1 :]
+        needed, message = next(needs, (None, None))
+        if needed is None:
+            ways.pop()
+            del place[entry]
+            continue
+        path.append((entry, needed, message))
+        if not isinstance(needed, PendingOp) and needed in board.ended:
+            if kind == "missing":
+                return path
+            continue
+        then = needed if isinstance(needed, PendingOp) else board.waiting.get(needed)
+        if then is None:
+            continue
+        if kind == "cycle" and then in place:
+            return path[place[then] :]
+        if then not in seen:
+            seen.add(then)
+            place[then] = len(ways)
+            ways.append((then, _needs(then)))
+    return None
+
+
+def _told(board: Matcher, path: Path, kind: str, name: Name) -> Finding:
+    head = "ranks wait for each other in a circle:"
+    if kind == "missing":
+        head = "a call is missing: a rank waits for another that has returned without it"
+    lines = [head]
+    for entry, needed, message in path:
+        rank = needed.rank if isinstance(needed, PendingOp) else needed
+        what = _spoken(entry, name, message)
+        does = "waits in" if board.waiting.get(entry.rank) is entry else "has issued"
+        if rank == entry.rank:
+            line = f"{does} {what}, which stands behind an earlier call of its own"
+        elif isinstance(needed, PendingOp):
+            line = f"{does} {what}, to which {name(rank)} comes after a call that is not done:"
+        elif entry.call is not None:
+            line = f"{does} {what}, which {name(rank)} has not entered"
+        else:
+            line = f"{does} {what}, the other end of which {name(rank)} has not come to"
+        if needed in board.ended and kind == "missing":
+            line += ", and it has returned"
+        lines.append(f"  {name(entry.rank)} {line}")
+    ranks = tuple(dict.fromkeys(entry.rank for entry, _, _ in path))
+    if kind == "missing":
+        gone = path[-1][1]
+        assert isinstance(gone, int)
+        ranks = (gone, *(rank for rank in ranks if rank != gone))
+    stacks = [(e.rank, m.where if m is not None else e.where) for e, _, m in path]
+    if any(_makes_group(entry) for entry, _, _ in path):
+        kind = "group creation"
+    return Finding(kind, ranks, with_stacks("\n".join(lines), stacks, name))
+
+
+def _spoken(entry: PendingOp, name: Name, message: P2POp | None = None) -> str:
+    if entry.call is not None:
+        return f"call {entry.number} of {entry.group}, {entry.call}"
+    shown = [m for m in entry.messages if not m.done] if message is None else [message]
+    texts = [f"{m.call} {_towards(m, name)}" for m in shown] or ["messages"]
+    return f"{' and '.join(texts)} on {entry.group}"
+
+
+def _towards(message: P2POp, name: Name) -> str:
+    peer = "anybody" if message.peer is None else name(message.peer)
+    return f"{'to' if message.is_send else 'from'} {peer}"
+
+
+def _difference(one: OpSignature | None, other: OpSignature | None) -> str:
+    """Which fact of the same operation differs."""
+    if one is None or other is None or one.operation != other.operation:
+        return ""
+    mine, theirs = dict(one.facts), dict(other.facts)
+    names = [n for n in (mine | theirs) if mine.get(n) != theirs.get(n)]
+    return f": they differ in {', '.join(names)}"
+
+
+def _entry(end: PendingOp | P2POp) -> PendingOp:
+    return end if isinstance(end, PendingOp) else end.entry
