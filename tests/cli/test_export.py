@@ -68,6 +68,17 @@ def test_another_type_is_written_and_no_folder_is_overwritten(ranks, tmp_path, c
     assert {x.dtype for x in after.values()} == {torch.bfloat16}
     assert main(command) == 2
     assert "exists and is not empty" in capsys.readouterr().err
+    # the type of the folder that the run began with: config.json's, else that of its weights
+    of_folder = ["export", str(run), "--dtype", "folder"]
+    assert main([*of_folder, str(tmp_path / "gone")]) == 2
+    assert "--dtype folder: " in capsys.readouterr().err
+    settings = json.loads((tmp_path / "moved").read_text())
+    for name, dtype in (("said", "float16"), ("held", None)):
+        (source / "config.json").write_text(json.dumps({**settings, "dtype": dtype}))
+        assert main([*of_folder, str(tmp_path / name)]) == 0
+    types = {name: folders.tensors(tmp_path / name).values() for name in ("said", "held")}
+    assert {x.dtype for x in types["said"]} == {torch.float16}
+    assert {x.dtype for x in types["held"]} == {x.dtype for x in folders.tensors(source).values()}
 
 
 def test_mistakes_are_listed_at_once(ranks, tmp_path, capsys):

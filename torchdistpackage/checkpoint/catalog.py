@@ -21,7 +21,8 @@ from torchdistpackage.topology.mesh import describe
 class CheckpointInfo:
     """One folder. saved_s: when, in seconds since 1970. problem: why it is not complete, or None.
 
-    kept_by: rules of retention that name it, of a complete one; none: the next save removes it.
+    kept_by: rules of retention that name it, of a complete one; none: the next save
+    removes it, or the next resume from a later step.
     """
 
     path: Path

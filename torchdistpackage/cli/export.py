@@ -12,13 +12,14 @@ from torchdistpackage.config.hugging_face import config_file, read_config, taken
 from torchdistpackage.config.load import load
 from torchdistpackage.config.yaml_loader import read
 from torchdistpackage.lazy import resolve
+from torchdistpackage.models.hugging_face_layout import folder_dtype
 from torchdistpackage.models.registry import model_of, spec_of
 from torchdistpackage.train.run_folder import CHECKPOINTS, RESOLVED
 
 EXPORT = "torchdistpackage.train.export:export_checkpoint"
 MERGE = "torchdistpackage.train.export:export_merged"
 TARGETS = ("hf",)
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+DTYPES = ("float32", "bfloat16", "float16", "float64", "folder")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
 
 
@@ -31,7 +32,11 @@ def export(
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="|".join(DTYPES), help="Type of the weights; default: as saved."),
+        typer.Option(
+            metavar="|".join(DTYPES),
+            help="Type of the weights; folder: that of the folder that the run began with; "
+            "default: as trained, with --merge the folder's.",
+        ),
     ] = None,
     shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Maximum size of a file, such as 500MB.")
@@ -78,6 +83,14 @@ def export(
     base = None if config is None else config.model.hf
     if merge and config is not None and not config.model.lora.target:
         problems.append(f"--merge: {run} has no adapters (model.lora); leave it out")
+    like_run = _begun_with(resolved) if config is not None else None
+    if dtype == "folder" and config is not None:
+        dtype = None if like_run is None else folder_dtype(like_run)
+        if dtype is None:
+            problems.append(
+                f"--dtype folder: {run} began with no folder that is still there and names a type; "
+                f"name one of {', '.join(DTYPES[:-1])}"
+            )
     if problems or size is None or config is None or path is None:
         raise refusal("tdp export", problems)
     model = spec_of(config)
@@ -89,7 +102,7 @@ def export(
         folder,
         dtype=dtype,
         shard_bytes=int(size[1]) * _UNITS[(size[2] or "").upper()],
-        like=like or _begun_with(resolved),
+        like=like or like_run,
     )
     files = sorted(x.name for x in Path(written).glob("*.safetensors"))
     named = "config.json" if merge else model.files().config

@@ -67,6 +67,9 @@ FALCON = Family(
     documents="mask",
     own_attention="its attention is none of transformers' functions",
     is_parallel=lambda s: s["parallel_attn"] or s["new_decoder_architecture"],
+    nullable=frozenset(
+        {"new_decoder_architecture", "multi_query", "parallel_attn", "alibi", "bias"}
+    ),
 )
 REFINED_WEB = replace(
     FALCON,

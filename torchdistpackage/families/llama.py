@@ -117,8 +117,11 @@ def _like_llama(settings: Settings, block: Part = _llama_block, head: Part = _ll
 
 
 LLAMA = _like_llama({})
-MISTRAL = _like_llama(
-    {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+MISTRAL = replace(
+    _like_llama(
+        {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+    ),
+    nullable=frozenset({"attention_bias", "mlp_bias"}),
 )
 _QWEN = {
     "vocab_size": 151936,
@@ -126,8 +129,14 @@ _QWEN = {
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
 }
-QWEN2 = _like_llama(_QWEN, _qwen2_block)
-QWEN3 = _like_llama({**_QWEN, "head_dim": 128}, _qwen3_block)
+QWEN2 = replace(
+    _like_llama(_QWEN, _qwen2_block),
+    nullable=frozenset({"num_key_value_heads", "attention_bias", "mlp_bias"}),
+)
+QWEN3 = replace(
+    _like_llama({**_QWEN, "head_dim": 128}, _qwen3_block),
+    nullable=frozenset({"num_key_value_heads", "mlp_bias"}),
+)
 _GEMMA2 = {
     "vocab_size": 256000,
     "hidden_size": 2304,
@@ -144,4 +153,5 @@ GEMMA2 = replace(
     _like_llama(_GEMMA2, _gemma2_block, _gemma2_head),
     own_attention="it caps its scores (attn_logit_softcapping)",
     ends_in_norm=lambda _: True,
+    nullable=frozenset({"mlp_bias"}),
 )

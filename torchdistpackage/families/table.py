@@ -325,6 +325,8 @@ class Family:
     ends_in_norm: whether the last sum of a block goes into a norm, which needs it again where the
     block is computed again.
     is_parallel: whether attention and MLP of a block read the same.
+    nullable: settings that are null in a config.json that transformers takes, whatever their
+    default: a switch is off then, key-value heads are as many as heads.
     """
 
     defaults: Settings
@@ -345,3 +347,4 @@ class Family:
     own_attention: str = ""
     ends_in_norm: Callable[[Settings], bool] = lambda _: False
     is_parallel: Callable[[Settings], bool] = lambda _: False
+    nullable: frozenset[str] = frozenset()

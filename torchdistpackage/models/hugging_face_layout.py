@@ -19,14 +19,15 @@ from torchdistpackage.bounded import (
     same_bits,
 )
 from torchdistpackage.config.hugging_face import FILE as CONFIG
-from torchdistpackage.config.hugging_face import GPT2_ACTIVATIONS, other_model
+from torchdistpackage.config.hugging_face import GPT2_ACTIVATIONS, other_model, read_config
 from torchdistpackage.errors import CheckpointError, LayoutError
 from torchdistpackage.models import gpt_layout
 from torchdistpackage.models.gpt_layout import GPTShape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 1 << 28
-DTYPES = ("F64", "F32", "F16", "BF16")
+_TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+DTYPES = tuple(_TORCH_NAMES)
 _SHOWN = 12
 
 UNREAD = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
@@ -265,6 +266,24 @@ def _in_whole_model(found: Mapping[str, Any], expected: Mapping[str, Any]) -> di
         for name in found
         if not UNREAD.search(f".{name}")
     }
+
+
+def folder_dtype(folder: str | Path) -> str | None:
+    """Return torch's name of the type in which transformers loads a folder with `dtype="auto"`:
+    that in config.json, else that of the first tensor; None if neither says one.
+
+    Raises:
+        ConfigError: it has no readable config.json.
+    """
+    config = read_config(folder)
+    named = config.get("dtype", config.get("torch_dtype"))
+    if named in _TORCH_NAMES.values():
+        return str(named)
+    try:
+        types = [stored.dtype for _, (_, stored) in headers(Path(folder))]
+    except CheckpointError:  # a config.json alone, or its weights are gone
+        return None
+    return next((_TORCH_NAMES[x] for x in types if x in _TORCH_NAMES), None)
 
 
 def headers(folder: Path) -> Iterator[tuple[str, tuple[str, StoredTensor]]]:

@@ -118,15 +118,15 @@ def _setting_problems(shape: TransformersShape) -> list[str]:
     problems: list[str] = []
     for key, default in shape.kind.defaults.items():
         value = shape.settings[key]
-        if value is None and key == "pad_token_id":
-            continue  # no row of the embedding is padding, whatever the family's default
+        if value is None and (key == "pad_token_id" or key in shape.kind.nullable):
+            continue  # without padding no row of the embedding is zero
         is_size = type(default) is int or (default is None and value is not None)
         if is_size and not (type(value) is int and 0 <= value <= _MOST):
-            problems.append(f"{key} is {value!r}, which is no size")
+            problems.append(f"{key} is {_as_json(value)}, which is no size")
         elif type(default) is bool and type(value) is not bool:
-            problems.append(f"{key} is {value!r}; use true or false")
+            problems.append(f"{key} is {_as_json(value)}; use true or false")
         elif type(default) is float and type(value) not in (int, float):
-            problems.append(f"{key} is {value!r}, which is no number")
+            problems.append(f"{key} is {_as_json(value)}, which is no number")
     if shape.kind.found is None and shape.given.get("is_causal") is False:
         problems.append(
             "is_causal is false, so that tokens see those that they are to predict; set it to true"
@@ -149,6 +149,10 @@ def _setting_problems(shape: TransformersShape) -> list[str]:
         problems.append(f"pad_token_id is {n.padding}, but the vocabulary has {n.vocab} tokens")
     kind, settings = shape.kind, shape.settings
     return problems + kind.uncut(settings) + kind.problems(settings)
+
+
+def _as_json(value: object) -> str:
+    return "null" if value is None else repr(value)
 
 
 def context_problem(shape: TransformersShape) -> str:
