@@ -123,6 +123,7 @@ PURE_FILES = (
     "train/row_notes.py",
     "train/run_folder.py",
     "train/user_code.py",
+    "train/votes.py",
     "train/resume_check.py",
     "train/stop.py",
     "train/submitit_task.py",

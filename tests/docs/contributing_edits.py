@@ -191,27 +191,42 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
     "an option of sbatch": [
         ("config/slurm.py", r"OPTIONS: dict\[str, OptionType\] = \{\n", "'an-option': _TEXT,\n")
     ],
+    "a flag that all ranks agree on": [
+        (
+            "train/loop.py",
+            r"        self.saver.register\(self.votes\)\n",
+            "        self.votes.register('odd', lambda step: step % 2)\n",
+        ),
+    ],
     "a logged value": [
         (
-            "train/step_stats.py",
-            r"    local_failed: float\n(?=\n)",
-            "    ranks: float\n",
+            "train/callbacks.py",
+            "",
+            "class CountRanks(Callback):\n"
+            "    def on_begin(self, loop):\n"
+            "        loop.votes.register('ranks', lambda step: 1)\n"
+            "    def on_step(self, loop, result, issued):\n"
+            "        loop.log.note(ranks=result.votes['ranks'])\n",
         ),
         (
-            "train/step_stats.py",
-            r"    local_failed: float\n(?=    chosen)",
-            "    ranks: float\n",
+            "train/build.py",
+            r"    callbacks: list\[Callback\] = \[\]\n",
+            "    callbacks.append(CountRanks())\n",
         ),
-        ("train/traffic.py", r"STEP_NUMBERS = \d+", " + 1"),
-        ("train/step_stats.py", r"    stop: bool\n", "    ranks: float\n"),
-        ("train/step_stats.py", r'"lr": self.lr,\n', '"ranks": self.ranks,\n'),
-        ("train/step_stats.py", r"stop=sums.stop > 0,\n", "ranks=sums.ranks,\n"),
-        ("train/step.py", r"stop\(\), \*saves", ", 1.0"),
+        (
+            "train/build.py",
+            r"from torchdistpackage.train.callbacks import \(\n",
+            "    CountRanks,\n",
+        ),
     ],
     "a value in the log line": [
         ("train/log.py", r"        tokens_per_s: float,\n", "        ranks: float = 0.0,\n"),
         ("train/log.py", r'        text = f"loss .*\n', "        text += f'  {ranks:g} ranks'\n"),
-        ("train/log.py", r"            loss=result.loss,\n", "            ranks=result.ranks,\n"),
+        (
+            "train/log.py",
+            r"            loss=result.loss,\n",
+            "            ranks=result.votes['ranks'],\n",
+        ),
     ],
     "something a run does between steps": [
         (
@@ -219,7 +234,7 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
             "",
             "class Greeting(Callback):\n"
             "    def on_step(self, loop, result, issued):\n"
-            "        loop.log.note(greeting='hello')\n",
+            "        loop.log.note(greeting='hello', odd=result.votes['odd'])\n",
         ),
         (
             "train/build.py",

@@ -115,6 +115,7 @@ def test_a_model_a_key_a_logged_value_and_a_callback_in_a_run(edited: Path):
     (metrics,) = edited.glob("runs/*/metrics.jsonl")
     found = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
     assert [(row["ranks"], row["greeting"]) for row in found] == [(2.0, "hello")] * 2
+    assert [row["odd"] for row in found] == [2.0, 0.0], "a flag, summed over the ranks"
     assert [row["loss"] for row in found] == pytest.approx([math.log(256)] * 2), "of equal logits"
 
 

@@ -99,8 +99,7 @@ def test_averages_of_experts_are_those_of_one_process(ranks):
 def result(step: int, *loads: ExpertLoad) -> StepResult:
     numbers = dict.fromkeys(("loss", "grad_norm", "time_s", "lr"), 1.0)
     experts = {f"blocks.{i}.mlp": load for i, load in enumerate(loads)}
-    off = {"save": False, "stop": False, "bubble": None}
-    return StepResult(step=step, tokens=8, experts=experts, **numbers, **off)
+    return StepResult(step=step, tokens=8, experts=experts, bubble=None, **numbers)
 
 
 def test_experts_that_no_token_chose_are_named():

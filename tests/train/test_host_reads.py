@@ -65,11 +65,11 @@ def whole_run(folder: Path, extra: list[str]) -> tuple[dict[str, int], list[dict
     base = [x for x in BASE if not own or not x.startswith(("model.", "data.seq_len"))]
     run = parity.trainer([*base, f"train.steps={STEPS}", "train.eval_every=0", *extra])
     loop = make_loop(run, TrainState(), folder)
-    loop.marks = CountingMarks()
+    loop.heartbeat = CountingMarks()
     loop.run()
     rows = read_metrics(folder / "metrics.jsonl") if run.rank == 0 else []
     kept = ("step", "loss", "grad_norm", "tokens", "lr", "val_loss")
-    return dict(loop.marks.reads.found), [{k: row.get(k, 0.0) for k in kept} for row in rows]
+    return dict(loop.heartbeat.reads.found), [{k: row.get(k, 0.0) for k in kept} for row in rows]
 
 
 SMALL = ("zero3", "pipe, tensor", "own model")

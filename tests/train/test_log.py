@@ -122,7 +122,7 @@ def test_a_step_is_one_line_and_causes_of_the_bubble_are_in_its_row(tmp_path, ca
     with log.opened(0):
         for step in (1, 2):
             log.note(pipeline=causes)
-            log.write(StepResult(step, 2.5, 1.0, 8, 0.5, 0.1, 0.25, False, False), 8 * step, {})
+            log.write(StepResult(step, 2.5, 1.0, 8, 0.5, 0.1, 0.25), 8 * step, {})
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines if line.startswith("step")] == [
         ["step", "1/2"],
@@ -255,7 +255,7 @@ def test_a_folder_that_goes_away_under_a_run_is_noticed(tmp_path, how):
 
 
 def result(step: int) -> StepResult:
-    return StepResult(step, 2.5, 1.0, 8, 0.5, 0.1, 0.25, False, False)
+    return StepResult(step, 2.5, 1.0, 8, 0.5, 0.1, 0.25)
 
 
 @pytest.mark.parametrize(

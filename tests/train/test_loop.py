@@ -19,6 +19,7 @@ from torchdistpackage.train.metric_rows import read_metrics
 from torchdistpackage.train.step_stats import Period, StepResult
 from torchdistpackage.train.stop import StopController
 from torchdistpackage.train.train_state import TrainState
+from torchdistpackage.train.votes import ROOM, Votes
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Counting:
     )
     runs_ahead: bool = field(init=False)
     phases: Phases = field(default_factory=Phases)
+    votes: Votes = field(default_factory=Votes)
 
     def __post_init__(self) -> None:
         self.runs_ahead = self.kind == "cuda"
@@ -53,9 +55,11 @@ class Counting:
 
     def close(self, *, wait: bool = True) -> None: ...
 
-    def train_step(self, step: int, *, save: bool, stop: Callable[[], bool], **how: bool):
-        wish, self.updates = stop(), step
-        return PendingStepDouble(StepResult(step, 1.0, 1.0, 10, 0.01, 1e-3, None, save, wish))
+    def train_step(self, step: int, *, measure: bool, record: bool):
+        votes = dict(zip(self.votes.names, self.votes.cast(step), strict=True))
+        self.updates = step
+        result = StepResult(step, 1.0, 1.0, 10, 0.01, 1e-3, None, votes=votes)
+        return PendingStepDouble(result)
 
     def evaluate(self, stop: Callable[[], bool] | None = None) -> float | None:
         return None if stop is not None and stop() else 1.0
@@ -141,3 +145,12 @@ def test_more_time_is_kept_free_where_numbers_come_late(tmp_path: Path):
     for kind, life in lives.items():
         loop_of(Counting(kind, 1), tmp_path, life)
     assert lives["cuda"].ahead > lives["cpu"].ahead
+
+
+def test_the_votes_of_a_run_fill_the_room_that_the_bytes_of_a_step_count(tmp_path: Path):
+    """A vote more makes a step's message longer than `tdp plan` says: raise `ROOM`."""
+    trainer = Counting("cpu", 1)
+    loop_of(trainer, tmp_path, StopController())
+    saves = ("save_done", "save_failed", "local_done", "local_failed")
+    assert trainer.votes.names == ("save", "stop", *saves)
+    assert len(trainer.votes.names) == ROOM

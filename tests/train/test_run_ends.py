@@ -89,9 +89,9 @@ def after_the_last_step(folder: Path) -> tuple:
     ])  # fmt: skip
     loop = make_loop(run, TrainState(), folder)
     loss = loop.run()
-    before = loop.marks.num_beats
+    before = loop.heartbeat.num_beats
     whole = sample_text(loop, 6)
-    beats = loop.marks.num_beats - before
+    beats = loop.heartbeat.num_beats - before
     asked = iter([False, False, run.rank == 1] if run.rank else [False] * 3)
     loop.stop.should_stop = lambda: next(asked)  # type: ignore[method-assign]
     cut = sample_text(loop, 6)

@@ -12,7 +12,9 @@ from tests.train import parity
 from tests.train.test_nonfinite import BASE
 from torchdistpackage.comm.moments import OnHost
 from torchdistpackage.train.step import totals_on
-from torchdistpackage.train.step_stats import HostWords, PairSums, Period, StepStats
+from torchdistpackage.train.step_stats import Period, StepStats
+from torchdistpackage.train.traffic import STEP_NUMBERS
+from torchdistpackage.train.votes import ROOM, Votes
 
 CUDA = torch.device("cuda")
 
@@ -40,20 +42,32 @@ def test_tokens_are_counted_beyond_what_a_float32_tells_apart():
 def test_each_number_of_a_step_comes_back_under_its_name():
     room = totals_on(torch.device("cpu"))
     totals, power = room + torch.tensor([1, 2]), torch.tensor(3.0)
-    said = dict.fromkeys(HostWords._fields, False) | {"busy": 0.25, "stop": True}
-    words = HostWords(**said | {"save_done": True, "local_failed": True})
+    votes = Votes()
+    for name, answer in {"save": False, "stop": True, "third": 7}.items():
+        votes.register(name, lambda step, answer=answer: answer)
     pairs = totals_on(torch.device("cpu"), 5) + torch.tensor([0.5, 0.0, 0.0, 0.0, -3.0])
-    assert StepStats._fields[3:] == HostWords._fields + PairSums._fields
-    without = StepStats(*StepStats.to_tensor(totals, power, words).tolist())
-    assert without == (1.0, 2.0, 3.0, 0.25, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, *[0.0] * 5)
-    summed = 2 * StepStats.to_tensor(totals, power, words, pairs)
+    without = StepStats.to_tensor(totals, power, 0.25, votes.cast(1))
+    assert without.tolist() == [1.0, 2.0, 3.0, 0.25, 0.0, 1.0, 7.0, 0.0, 0.0, 0.0, *[0.0] * 5]
+    summed = 2 * StepStats.to_tensor(totals, power, 0.25, votes.cast(1), pairs)
     assert summed.dtype == room.dtype
-    sums = StepStats(*summed.tolist())
-    numbers = [2.0, 4.0, 6.0, 0.5, 0.0, 2.0, 2.0, 0.0, 0.0, 2.0, 1.0, 0.0, 0.0, 0.0, -6.0]
-    assert list(sums) == numbers
-    assert (sums.tokens, sums.grad_sq_norm, sums.stop) == (4.0, 6.0, 2.0)
-    assert (sums.save_done, sums.save_failed) == (2.0, 0.0)
-    assert (sums.local_done, sums.local_failed) == (0.0, 2.0)
+    assert len(summed) == StepStats.length(votes.names) == STEP_NUMBERS
+    sums = StepStats.from_numbers(summed.tolist(), votes.names)
+    assert sums[:4] == (2.0, 4.0, 6.0, 0.5)
+    assert sums.votes == {"save": 0.0, "stop": 2.0, "third": 14.0}
+    assert sums.pairs == (1.0, 0.0, 0.0, 0.0, -6.0)
+
+
+def test_more_votes_than_there_is_room_for_make_the_message_longer():
+    votes, totals = Votes(), totals_on(torch.device("cpu"))
+    names = [f"vote{number}" for number in range(ROOM + 2)]
+    for number, name in enumerate(names):
+        votes.register(name, lambda step, number=number: step + number)
+    votes.register(names[0], lambda step: -1)  # in the place of the first
+    message = StepStats.to_tensor(totals, totals[0], 0.0, votes.cast(10))
+    assert len(message) == StepStats.length(names) == STEP_NUMBERS + 2
+    sums = StepStats.from_numbers(message.tolist(), votes.names)
+    assert [*sums.votes] == names and sums.pairs == (0.0,) * 5
+    assert [*sums.votes.values()] == [-1.0, *range(11, 10 + len(names))]
 
 
 def told_late(extra: list[str]) -> list[bool]:

@@ -42,9 +42,9 @@ def traced(extra: list[str], folder: str, start: int = 0, stop_at: int = 99) -> 
         return train_step(number, **more)
 
     run.train_step = step  # type: ignore[method-assign]
-    life = StopController()
-    life.should_stop = lambda: bool(done) and done[-1] >= stop_at  # type: ignore[method-assign]
-    loop = make_loop(run, TrainState(step=start), Path(folder), life)
+    stop = StopController()
+    stop.should_stop = lambda: bool(done) and done[-1] >= stop_at  # type: ignore[method-assign]
+    loop = make_loop(run, TrainState(step=start), Path(folder), stop)
     loop.run()
     return loop.artifacts
 

@@ -378,7 +378,7 @@ def _launch_bench(body: Callable[[], int], folder: Path) -> int:
     """Be a task of the job: run `body` in a process of its own; its exit code."""
     files, start, rank = RunDir(folder), attempt_id(os.environ), detect(os.environ).rank
     restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-    place = WatchedRank(rank, files.rank_log(rank, restart), files.failures(start))
-    place.report.unlink(missing_ok=True)
+    watched_rank = WatchedRank(rank, files.rank_log(rank, restart), files.failures(start))
+    watched_rank.report.unlink(missing_ok=True)
     # nothing is noted, for there is nothing to save: a signal ends this as any program
-    return supervise(body, place, SignalFlag())
+    return supervise(body, watched_rank, SignalFlag())

@@ -16,8 +16,8 @@ In a rank, torch is there and every file takes plain arguments, but for build an
 
 Objects         worker (a rank from its environment to its end), build (plan to objects),
                 staged_model.
-Steps           loop (which calls a Callback between steps), step, update, step_stats; callbacks,
-                profiler, trace, nonfinite.
+Steps           loop (which calls a Callback between steps), step, update, step_stats, votes,
+                callbacks, profiler, trace, nonfinite.
 Data            data, data_build, blend, corpus, documents, token_cache, split, packing, bins, chat,
                 mapped.
 State           train_state, stop, log, finish, export, recompute.

@@ -43,7 +43,7 @@ class ReplicaCheck(Callback):
 
     def on_step(self, loop: Loop, result: StepResult, issued: PendingStep) -> None:
         if self.is_due(result.step):
-            with loop.marks.allow_slow():
+            with loop.heartbeat.allow_slow():
                 self()
 
     def __call__(self) -> None:
@@ -137,7 +137,7 @@ class NonFiniteCheck(Callback):
     def on_step(self, loop: Loop, result: StepResult, issued: PendingStep) -> None:
         if not result.skipped:
             return
-        with loop.marks.allow_slow():
+        with loop.heartbeat.allow_slow():
             text = explain(loop.trainer, issued)
         if not self._skips:
             raise NonFiniteError(

@@ -54,7 +54,7 @@ def sample_text(loop: Loop, num_tokens: int) -> str:
     ids = [*PROMPT]
     with trainer.phases("generate"):
         for _ in range(num_tokens):
-            loop.marks.beat()
+            loop.heartbeat.beat()
             if trainer.agree_to_stop(loop.stop.should_stop):
                 if loop.is_main:
                     num, reason = len(ids) - len(PROMPT), loop.stop.stop_reason()

@@ -68,7 +68,9 @@ PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy", "safetensors.
 
 
 def launch(path: str, overrides: list[str], resume: str = "auto") -> int:
-    """Run the configuration at `path`; the exit code, STOPPED if the run ended early and is saved.
+    """Run the configuration at `path`; return the exit code.
+
+    It is EXIT_TEMPFAIL if the run ended early and is saved.
 
     Under a launcher an early end is 0 as well: what follows was decided and written down.
 
@@ -99,16 +101,16 @@ def launch(path: str, overrides: list[str], resume: str = "auto") -> int:
 
 def watched(config: RunConfig, rendezvous: Rendezvous, resume: str = "auto") -> int:
     """Be the task of srun that watches over a rank; its exit code, 0 if the run ended early."""
-    noted = SignalFlag()
-    noted.listen(config.launch.requeue.signals)
+    signals = SignalFlag()
+    signals.listen(config.launch.requeue.signals)
     files = RunDir(run_folder(config).absolute())
     try:
         if rendezvous.rank == 0:
             with only_writer(files.run, forks=True) as lock:
-                return _lead(config, resume, files, noted, lock, rendezvous.world_size)
+                return _lead(config, resume, files, signals, lock, rendezvous.world_size)
         if _resume(files, _this_start(files, rendezvous.rank), resume) == "never":
-            _wait_for_room(files, noted, config.launch.init_timeout_s)
-        return _follow(config, resume, files, noted, rendezvous.rank, rendezvous.world_size)
+            _wait_for_room(files, signals, config.launch.init_timeout_s)
+        return _follow(config, resume, files, signals, rendezvous.rank, rendezvous.world_size)
     except OSError as error:
         inside = error.filename is not None and Path(error.filename).is_relative_to(files.run)
         if not inside and error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -120,7 +122,7 @@ def _lead(
     config: RunConfig,
     resume: str,
     files: RunDir,
-    noted: SignalFlag,
+    signals: SignalFlag,
     lock: Lock | None,
     num_ranks: int,
 ) -> int:
@@ -145,7 +147,7 @@ def _lead(
     record_failed_nodes(files, os.environ, limited(SLURM_S))
 
     _say_if_it_stays_away(config)
-    code = _follow(config, resume, files, noted, 0, num_ranks, lock)
+    code = _follow(config, resume, files, signals, 0, num_ranks, lock)
     return code or requeue_self(files, os.environ)
 
 
@@ -159,7 +161,7 @@ def _follow(
     config: RunConfig,
     resume: str,
     files: RunDir,
-    noted: SignalFlag,
+    signals: SignalFlag,
     rank: int,
     num_ranks: int,
     lock: Lock | None = None,
@@ -169,35 +171,35 @@ def _follow(
     resume = _resume(files, start, resume)
     failures, decision = files.failures(start.start), files.decision(start.start)
     log = files.rank_log(rank, start.restart)
-    place = WatchedRank(rank, log, failures, decision, num_ranks)
-    place.report.unlink(missing_ok=True)
+    watched_rank = WatchedRank(rank, log, failures, decision, num_ranks)
+    watched_rank.report.unlink(missing_ok=True)
     os.environ["TDP_RESTART"] = str(start.restart)
 
     def be_rank() -> int:
         if lock is not None:
             lock.keep()
-        return _be_rank(config, resume, noted)
+        return _be_rank(config, resume, signals)
 
-    return supervise(be_rank, place, noted)
+    return supervise(be_rank, watched_rank, signals)
 
 
-def _wait_for_room(files: RunDir, noted: SignalFlag, limit_s: float) -> None:
+def _wait_for_room(files: RunDir, signals: SignalFlag, limit_s: float) -> None:
     """Until rank 0 has moved an earlier run aside, which it says by noting this start."""
     until_s, own = time.monotonic() + limit_s, attempt_id(os.environ)
     while own not in (start.start for start in read_starts(files.starts)):
-        if noted.all_received or time.monotonic() > until_s:
-            why = noted.received or f"{limit_s:g} s (launch.init_timeout_s) are over"
+        if signals.all_received or time.monotonic() > until_s:
+            why = signals.received or f"{limit_s:g} s (launch.init_timeout_s) are over"
             raise LaunchError(f"{why}, and rank 0 has not made room in {files.run}")
         time.sleep(_LOOK_S)
 
 
-def _worker_main(config: RunConfig, resume: str, noted: SignalFlag | None = None) -> int:
+def _worker_main(config: RunConfig, resume: str, signals: SignalFlag | None = None) -> int:
     # only a rank pays for torch; the parent of local ones and the watcher do without
-    return resolve(WORKER_MAIN)(config, resume, noted)
+    return resolve(WORKER_MAIN)(config, resume, signals)
 
 
-def _be_rank(config: RunConfig, resume: str, noted: SignalFlag | None = None) -> int:
-    code = _worker_main(config, resume, noted)
+def _be_rank(config: RunConfig, resume: str, signals: SignalFlag | None = None) -> int:
+    code = _worker_main(config, resume, signals)
     return 0 if code == EXIT_TEMPFAIL else code
 
 

@@ -67,7 +67,7 @@ class Loop:
         state: TrainState,
         folder: Path,
         log: StepLog,
-        life: StopController | None = None,
+        stop: StopController | None = None,
         watch: HangWatchdog | None = None,
         *,
         call_timeout_s: float,
@@ -89,13 +89,17 @@ class Loop:
         self._before_step, self._on_issued, self._on_step = (
             _own(callbacks, name) for name in ("before_step", "on_issued", "on_step")
         )
-        self.marks = watch or Heartbeat()
+        self.heartbeat = watch or Heartbeat()
         self._call_timeout_s = call_timeout_s if watch is None else watch.call_timeout_s
         if watch is not None:
             # in the first step too, of which the watch knows the limit
             trainer.limit(self._call_timeout_s)
-        self.stop = life or StopController()
+        self.stop = stop or StopController()
         self.saver = RunSaver(trainer, folder) if saver is None else saver
+        self.votes = trainer.votes
+        self.votes.register("save", lambda step: self._save_is_due())
+        self.votes.register("stop", lambda step: self.stop.should_stop())
+        self.saver.register(self.votes)
         self.saver.note = log.note
         self.saver.on_saved = self._on_saved
         if trainer.runs_ahead:
@@ -118,7 +122,7 @@ class Loop:
                 for callback in self._callbacks:
                     callback.on_begin(self)
                 loss = self._train()
-                with self.marks.allow_slow():
+                with self.heartbeat.allow_slow():
                     self.saver.close()
                 self.log.sync()
                 for callback in self._callbacks:
@@ -138,16 +142,13 @@ class Loop:
         for step in range(start + 1, total + 1):
             if self._asked_to_stop:
                 break
-            self.marks.step()
+            self.heartbeat.step()
             for before_step in self._before_step:
                 before_step(self, step)
             issued = trainer.train_step(
                 step,
                 measure=not trainer.runs_ahead or step % self.log.every == 0,
                 record=any(records(step) for records in self._records),
-                save=self._save_is_due(),
-                stop=self.stop.should_stop,
-                **self.saver.words(step),
             )
             if step == start + 1:
                 # without a watch start-up is over now: a silent peer is a hung one
@@ -182,7 +183,7 @@ class Loop:
 
     def _validate(self) -> float | None:
         """The loss; None, and owed to the next start, if a rank asked for the end before."""
-        with self.marks.allow_slow():
+        with self.heartbeat.allow_slow():
             loss = None if self._asked_to_stop else self.trainer.evaluate(self.stop.should_stop)
             sets = None if loss is None else self.trainer.evaluate_sets(self.stop.should_stop)
         loss = None if sets is None else loss
@@ -204,13 +205,13 @@ class Loop:
 
     def _save(self, *, last: bool) -> None:
         self.log.sync()  # a checkpoint without its rows would leave a gap
-        with self.trainer.phases("save"), self.marks.allow_slow():
+        with self.trainer.phases("save"), self.heartbeat.allow_slow():
             self.saver.save(self.state, last=last)
         self._saved_at, self._asked_to_save = time.monotonic(), False
 
     def _save_locally(self) -> None:
         self.log.sync()
-        with self.trainer.phases("save"), self.marks.allow_slow():
+        with self.trainer.phases("save"), self.heartbeat.allow_slow():
             self.saver.save_locally(self.state)
 
     def _on_saved(self, step: int, took_s: float) -> None:
@@ -226,7 +227,7 @@ class Loop:
         return self._save_last or bool(own)
 
     def _save_is_due(self) -> bool:
-        """Rank 0's clock decides for all; the step's all-reduce carries its word."""
+        """Return rank 0's vote for a save, by its clock; the other ranks have none."""
         minutes = self._save_every_min
         by_clock = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
         return self.is_main and (by_clock or self.saver.owes)
@@ -237,16 +238,16 @@ class Loop:
         self._pending = None
         for on_step in self._on_step:
             on_step(self, result, issued)
-        self._asked_to_save |= result.save
-        self._asked_to_stop |= result.stop
+        self._asked_to_save |= result.votes["save"] > 0
+        self._asked_to_stop |= result.votes["stop"] > 0
         self.state.step = result.step
         self.state.loss, self.state.val_loss = result.loss, None
         self.state.set_losses = {}
         self.state.tokens += result.tokens
         self.log.see(result.tokens)
         if self.saver.is_saving:
-            with self.marks.allow_slow():
-                self.saver.hear(result)
+            with self.heartbeat.allow_slow():
+                self.saver.hear(result.step, result.votes)
         return result
 
     def _log_step(self, result: StepResult, val_loss: float | None = None) -> None:

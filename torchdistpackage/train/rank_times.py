@@ -76,7 +76,7 @@ class RankTimes(Callback):
             self._send(step)
 
     def on_step(self, loop: Loop, result: StepResult, issued: PendingStep) -> None:
-        if result.stop:
+        if result.votes["stop"]:
             self._read()
 
     def on_end(self, loop: Loop) -> None:

@@ -1,9 +1,9 @@
 """The checkpoints of a run: when copies are written, and what becomes of a save that fails.
 
 A save beside the steps goes through three agreements of all ranks, each between two steps: there is
-a folder, all have written, those that commit have done so. Whether a rank is ready for the
-next one is a word in the sum that each step makes anyway (`StepStats.save_done`), so a step waits
-for no disk, and a failure is known on all ranks with the numbers of the next step.
+a folder, all have written, those that commit have done so. Whether a rank is ready for the next one
+is a vote in the sum that each step makes anyway (votes.py), so a step waits for no disk, and a
+failure is known on all ranks with the numbers of the next step.
 
 With local copies a save goes to the nodes' own disks, and from there to the run folder. The two are
 under way apart, as a slow folder must not hold up the next local copy.
@@ -12,7 +12,7 @@ under way apart, as a slow folder must not hold up the next local copy.
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -24,8 +24,8 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.train.host_memory import available_bytes
 from torchdistpackage.train.step import Trainer
-from torchdistpackage.train.step_stats import StepResult
 from torchdistpackage.train.train_state import FOLDER, TrainState, begin_save, saved_bytes
+from torchdistpackage.train.votes import Votes
 
 _SHARE = 0.5
 """Of the memory that a node has left, what copies may take: training is not at its peak yet."""
@@ -36,33 +36,42 @@ _SAID_S = 0.05
 class SaveSlot:
     """Room for one save under way, and what all ranks know of it. All ranks call it alike.
 
-    done: called with a save that counts, and the seconds that it took; failed: with the error of
-    one that does not, and never will.
+    name: that of its votes. done: called with a save that counts, and the seconds that it took;
+    failed: with the error of one that does not, and never will.
     """
 
     def __init__(
         self,
+        name: str,
         done: Callable[[PendingSave, float], None],
         failed: Callable[[CheckpointError], None],
     ):
-        self._done, self._failed = done, failed
+        self._name, self._done, self._failed = name, done, failed
         self.pending: PendingSave | None = None
         self._began_s = 0.0
         self._issued = self._heard_after = 0
 
-    def words(self, step: int) -> tuple[bool, bool]:
-        """Whether this rank has done its part, or failed; said in the sum of `step`."""
-        self._issued, pending = step, self.pending
-        return (False, False) if pending is None else (pending.is_done, pending.has_failed)
+    def register(self, votes: Votes) -> None:
+        """Have each step carry whether this rank has done its part, and whether it failed."""
+        votes.register(f"{self._name}_done", self._is_done)
+        votes.register(f"{self._name}_failed", self._has_failed)
 
-    def hear(self, step: int, done: int, failed: int) -> None:
-        """How many ranks said so in the sum of `step`; raises what `failed` does."""
-        # the words of steps that were issued before are of the phase before
+    def _is_done(self, step: int) -> bool:
+        self._issued = step
+        return self.pending is not None and self.pending.is_done
+
+    def _has_failed(self, step: int) -> bool:
+        return self.pending is not None and self.pending.has_failed
+
+    def hear(self, step: int, votes: Mapping[str, float]) -> None:
+        """Go on by the sums of the votes of `step`; raises what `failed` does."""
+        # the votes of steps that were issued before are of the phase before
         if self.pending is None or step <= self._heard_after:
             return
+        failed = votes[f"{self._name}_failed"] > 0
         if failed:
             self.pending.cancel()
-        if failed or done == self.pending.num_ranks:
+        if failed or votes[f"{self._name}_done"] == self.pending.num_ranks:
             self._agree()
 
     def begin(self, begin: Callable[[], PendingSave], began_s: float | None = None) -> None:
@@ -116,37 +125,31 @@ class RunSaver:
         self.note: Callable[[str], None] = lambda line: None
         self.on_saved: Callable[[int, float], None] = lambda step, took_s: None
         self._copies = HostCopies() if mode == "async" else None
-        self._shared = SaveSlot(self._saved, self._failed)
-        self._local = SaveSlot(self._copied, self._local_failed)
+        self._shared = SaveSlot("save", self._saved, self._failed)
+        self._local = SaveSlot("local", self._copied, self._local_failed)
         self._drains = False
         self.owes = False
         """Whether the run folder is to get a checkpoint after the next step, as a local copy that
         was to bring one has failed."""
 
-    def words(self, step: int) -> dict[str, bool]:
-        """What this rank says of its saves in the sum of `step`, which is issued now."""
-        (done, failed), (local, lost) = self._shared.words(step), self._local.words(step)
-        words = {
-            "save_done": done,
-            "save_failed": failed,
-            "local_done": local,
-            "local_failed": lost,
-        }
-        return {word: True for word, said in words.items() if said}
+    def register(self, votes: Votes) -> None:
+        """Have each step carry how far this rank's saves are."""
+        self._shared.register(votes)
+        self._local.register(votes)
 
     @property
     def is_saving(self) -> bool:
         """Whether a save is under way, alike on all ranks."""
         return self._shared.pending is not None or self._local.pending is not None
 
-    def hear(self, result: StepResult) -> None:
-        """What all ranks said in the sum of a step.
+    def hear(self, step: int, votes: Mapping[str, float]) -> None:
+        """Go on with what is under way by the sums of the votes of `step`.
 
         Raises:
             CheckpointError: on all ranks if a save failed on one, unless it is to go on.
         """
-        self._shared.hear(result.step, result.save_done, result.save_failed)
-        self._local.hear(result.step, result.local_done, result.local_failed)
+        self._shared.hear(step, votes)
+        self._local.hear(step, votes)
 
     def save(self, state: TrainState, *, last: bool = False) -> None:
         """Save `state`, or begin to; waits for the save before, if it is still under way.

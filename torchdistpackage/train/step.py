@@ -37,7 +37,6 @@ from torchdistpackage.train.experts import ExpertCounts
 from torchdistpackage.train.preference import PreferenceLoss
 from torchdistpackage.train.staged_model import MicrobatchLoss, StagedModel, totals_on
 from torchdistpackage.train.step_stats import (
-    HostWords,
     PairSums,
     PendingStep,
     Period,
@@ -45,15 +44,10 @@ from torchdistpackage.train.step_stats import (
     busy_share,
 )
 from torchdistpackage.train.update import Update
+from torchdistpackage.train.votes import Votes
 
 HEAD = 16
 """Positions of each sample that ranks which read parts of them all read, once, to compare."""
-WantsSave = Callable[[], bool]
-"""Whether this rank wants the run to end now."""
-
-
-def never_save() -> bool:
-    return False
 
 
 class EvalSet(NamedTuple):
@@ -104,6 +98,8 @@ class Trainer(StagedModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.phases = Phases(self.device)
+        self.votes = Votes()
+        """What the ranks agree on with each step; owners register their functions here."""
         self.reducer: Reducer = self.replicas.reducer
         self._checked, self._part = False, 0
         self.val_pairs: Mapping[str, float] = {}
@@ -149,19 +145,11 @@ class Trainer(StagedModel):
         *,
         measure: bool = True,
         record: bool = False,
-        save: bool = False,
-        stop: WantsSave = never_save,
-        save_done: bool = False,
-        save_failed: bool = False,
-        local_done: bool = False,
-        local_failed: bool = False,
     ) -> PendingStep:
         """Forward, backward, reduction, clipping and update of step `step` (the first is 1).
 
         record: `executor.spans` is afterwards the timeline of the last round, and `recordings` has
             those of all rounds.
-        stop: asked as late as the ranks can still agree on it: when the step's numbers are summed.
-        save_done to local_failed: of this rank's part of the save, and local copy, under way.
         """
         phases = self.phases
         period = Period(self.device)
@@ -179,9 +167,9 @@ class Trainer(StagedModel):
         busy = busy_share(timing) if timing is not None and later is None else 0.0
         with phases("optimizer"):
             power, norms = self.update.measure()
-            saves = save_done, save_failed, local_done, local_failed
-            words = HostWords(busy, save, stop(), *saves)
-            own = StepStats.to_tensor(totals, power, words, self._take_pairs())
+            # votes are asked here, as late as the ranks can still agree on them
+            cast, names = self.votes.cast(step), self.votes.names
+            own = StepStats.to_tensor(totals, power, busy, cast, self._take_pairs())
             stats = self.experts.join(own)
             with phases("reduce"):
                 primitives.all_reduce(stats, self._world)
@@ -191,9 +179,21 @@ class Trainer(StagedModel):
             self.experts.follow(counts, numbers)
         phases.end()
         period.end()
-        names, host = self.update.names, self._host_world
-        known = names, norms, random, self.experts.loads, self.preference is not None
-        return PendingStep(step, on_host, period, lr, measure, later, host, *known)
+        return PendingStep(
+            step=step,
+            stats=on_host,
+            period=period,
+            lr=lr,
+            measured=measure,
+            pass_timing=later,
+            host=self._host_world,
+            votes=names,
+            names=self.update.names,
+            norms=norms,
+            random=random,
+            loads=self.experts.loads,
+            has_pairs=self.preference is not None,
+        )
 
     def accumulate(self, step: int, *, reduce: bool = True, record: bool = False) -> Tensor:
         """Gradients of the sum of all losses of a step; (loss sum, count) if this rank
@@ -258,7 +258,7 @@ class Trainer(StagedModel):
 
     # -- validation --------------------------------------------------------------------
 
-    def evaluate(self, stop: WantsSave = never_save) -> float | None:
+    def evaluate(self, stop: Callable[[], bool] | None = None) -> float | None:
         """Mean loss over the validation batches, equal on all ranks. Leaves training as it was.
 
         None if a rank asked to stop on the way: all stop after the same batch.
@@ -270,7 +270,7 @@ class Trainer(StagedModel):
         loss, self.val_pairs = found
         return loss
 
-    def evaluate_sets(self, stop: WantsSave = never_save) -> dict[str, float] | None:
+    def evaluate_sets(self, stop: Callable[[], bool] | None = None) -> dict[str, float] | None:
         """Mean loss over each of `eval_sets`, by name; the rest as `evaluate`."""
         losses: dict[str, float] = {}
         for each in self.eval_sets:
@@ -283,7 +283,11 @@ class Trainer(StagedModel):
         return losses
 
     def _mean_loss(
-        self, num_batches: int, rounds: int, batch: Callable[[int, int], DataBatch], stop: WantsSave
+        self,
+        num_batches: int,
+        rounds: int,
+        batch: Callable[[int, int], DataBatch],
+        stop: Callable[[], bool] | None,
     ) -> tuple[float, Mapping[str, float]] | None:
         """And, of pairs, what `PairSums.means` says."""
         self._take_pairs()
@@ -295,7 +299,7 @@ class Trainer(StagedModel):
                     with self.phases("data"):
                         found = self._split(batch(number, index))
                     self._pass(self.evaluator, found, totals, None)
-                if stop is not never_save and self.agree_to_stop(stop):
+                if stop is not None and self.agree_to_stop(stop):
                     self.stage.train()
                     return None
             self.stage.train()
@@ -304,10 +308,10 @@ class Trainer(StagedModel):
             total, count, *sums = primitives.all_reduce(totals, self._world).tolist()
         return total / max(count, 1), PairSums(*sums).means(count) if sums else {}
 
-    def agree_to_stop(self, stop: WantsSave) -> bool:
+    def agree_to_stop(self, stop: Callable[[], bool]) -> bool:
         """Return whether `stop` is true on any rank; all ranks call it together."""
-        wish = torch.tensor([float(stop())], dtype=torch.float64)
-        return primitives.all_reduce(wish, self._host_world).item() > 0
+        number = torch.tensor([float(stop())], dtype=torch.float64)
+        return primitives.all_reduce(number, self._host_world).item() > 0
 
     # -- one pass over the microbatches of a round -------------------------------------
 

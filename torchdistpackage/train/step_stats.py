@@ -15,6 +15,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.moments import Moment, OnHost, Timing, clock_of, seconds
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.parallel.expert.balance import ExpertLoad
+from torchdistpackage.train.votes import ROOM
 
 
 class PairSums(NamedTuple):
@@ -38,68 +39,54 @@ class PairSums(NamedTuple):
             "logps/rejected": x.rejected_logp,
         }
 
-    @classmethod
-    def of(cls, sums: "StepStats") -> "PairSums":
-        return cls(*(getattr(sums, name) for name in cls._fields))
-
 
 _NO_PAIRS = PairSums(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-class HostWords(NamedTuple):
-    """What the host of a rank says of a step.
-
-    busy: share of its time in which it computed. save: rank 0 asks for a checkpoint. stop: a rank
-    asks for the end of this start. save_done, save_failed: it has done its part of the save under
-    way, or could not. local_done, local_failed: the same of the local copy.
-    """
-
-    busy: float
-    save: float
-    stop: float
-    save_done: float
-    save_failed: float
-    local_done: float
-    local_failed: float
-
-
 class StepStats(NamedTuple):
-    """What the ranks add up in a step, in one all-reduce, when it is there.
+    """The sums over all ranks that the one all-reduce of a step makes.
 
-    grad_sq_norm: sum of the squares of the gradients. busy to local_failed: sums of `HostWords`.
-    chosen to rejected_logp: of pairs of answers, `PairSums`.
+    grad_sq_norm: sum of the squares of the gradients. busy: sum of the shares of their time in
+    which ranks computed. votes: sums of the ranks' `Votes`, by name. pairs: of pairs of answers.
     """
 
     loss: float
     tokens: float
     grad_sq_norm: float
     busy: float
-    save: float
-    stop: float
-    save_done: float
-    save_failed: float
-    local_done: float
-    local_failed: float
-    chosen: float
-    rejected: float
-    accuracy: float
-    chosen_logp: float
-    rejected_logp: float
+    votes: Mapping[str, float]
+    pairs: PairSums
 
     def is_finite(self) -> bool:
         return all(map(math.isfinite, (self.loss, self.tokens, self.grad_sq_norm)))
 
     @staticmethod
     def to_tensor(
-        totals: Tensor, grad_sq_norm: Tensor, words: HostWords, pairs: Tensor | None = None
+        totals: Tensor,
+        grad_sq_norm: Tensor,
+        busy: float,
+        votes: Sequence[float],
+        pairs: Tensor | None = None,
     ) -> Tensor:
-        """Those of this rank, in the type and on the device of `totals`: (loss, tokens).
+        """Return this rank's numbers, in the type and on the device of `totals`: (loss, tokens).
 
-        pairs: `PairSums`; None: zeros.
+        votes: of `Votes.cast`. pairs: `PairSums`; None: zeros.
         """
-        known = [*words] if pairs is not None else [*words, *_NO_PAIRS]
+        known = [busy, *votes] if pairs is not None else [busy, *votes, *_NO_PAIRS]
         parts = [totals, grad_sq_norm.view(1).to(totals), _on_device(known, totals)]
         return torch.cat(parts if pairs is None else [*parts, pairs])
+
+    @staticmethod
+    def length(names: Sequence[str]) -> int:
+        """Return how many numbers `to_tensor` makes with votes of these names."""
+        return 4 + max(len(names), ROOM) + len(PairSums._fields)
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[float], names: Sequence[str]) -> "StepStats":
+        """Read the sums of what `to_tensor` made. names: those of the votes that were cast."""
+        pairs = len(numbers) - len(PairSums._fields)
+        votes = dict(zip(names, numbers[4:pairs], strict=False))
+        return cls(*numbers[:4], votes, PairSums(*numbers[pairs:]))
 
 
 def _on_device(numbers: Sequence[float], like: Tensor) -> Tensor:
@@ -119,8 +106,8 @@ class StepResult:
 
     loss: mean over the tokens of the global batch, in nats. time_s: on a device, that of its
     stream. bubble: share of the step, over all ranks, in which nothing was computed; None where it
-    was not measured. save, stop: as `StepStats`. skipped: the loss or a gradient of some rank was
-    not finite, and no rank has updated anything. save_done to local_failed: as `StepStats`.
+    was not measured. votes: as `StepStats`. skipped: the loss or a gradient of some rank was
+    not finite, and no rank has updated anything.
     experts: by layer the load of its experts. pairs: what `PairSums.means` says of pairs.
     """
 
@@ -131,13 +118,8 @@ class StepResult:
     time_s: float
     lr: float
     bubble: float | None
-    save: bool
-    stop: bool
     skipped: bool = False
-    save_done: int = 0
-    save_failed: int = 0
-    local_done: int = 0
-    local_failed: int = 0
+    votes: Mapping[str, float] = field(default_factory=dict[str, float])
     experts: Mapping[str, ExpertLoad] = field(default_factory=dict[str, ExpertLoad])
     pairs: Mapping[str, float] = field(default_factory=dict[str, float])
 
@@ -194,10 +176,10 @@ class PendingStep:
     """A step whose numbers may still be on their way: `wait()` waits for them, on all ranks alike.
 
     stats: `StepStats`, summed over all ranks. pass_timing: of a device, whose busy time was not
-    known when they were summed, else None. host: all ranks, for what is in host memory. names,
-    norms: this rank's gradients after the sum. random: the states from which the step drew. loads:
-    what the counts of experts say, which follow the others in `stats`. has_pairs: losses are of
-    pairs of answers.
+    known when they were summed, else None. host: all ranks, for what is in host memory. votes:
+    names of those in `stats`. names, norms: this rank's gradients after the sum. random: the states
+    from which the step drew. loads: what the counts of experts say, which follow the others in
+    `stats`. has_pairs: losses are of pairs of answers.
     """
 
     step: int
@@ -207,6 +189,7 @@ class PendingStep:
     measured: bool
     pass_timing: Timing | None
     host: Group
+    votes: Sequence[str]
     names: Sequence[str]
     norms: Tensor
     random: Sequence[Tensor]
@@ -215,8 +198,8 @@ class PendingStep:
 
     def wait(self) -> StepResult:
         numbers = self.stats.read()
-        number = len(StepStats._fields)
-        sums = StepStats(*numbers[:number])
+        number = StepStats.length(self.votes)
+        sums = StepStats.from_numbers(numbers[:number], self.votes)
         tokens, busy = max(sums.tokens, 1), sums.busy
         if self.pass_timing is not None:
             mine = torch.tensor([busy_share(self.pass_timing)], dtype=torch.float64)
@@ -229,15 +212,10 @@ class PendingStep:
             time_s=self.period.seconds(),
             lr=self.lr,
             bubble=1 - busy / self.host.size() if self.measured else None,
-            save=sums.save > 0,
-            stop=sums.stop > 0,
             skipped=not sums.is_finite(),
-            save_done=round(sums.save_done),
-            save_failed=round(sums.save_failed),
-            local_done=round(sums.local_done),
-            local_failed=round(sums.local_failed),
+            votes=sums.votes,
             experts=self.loads(numbers[number:]),
-            pairs=PairSums.of(sums).means(tokens) if self.has_pairs else {},
+            pairs=sums.pairs.means(tokens) if self.has_pairs else {},
         )
 
 

@@ -1,7 +1,7 @@
 """What one rank knows of its run's end: signals, the job's end, how long things take. No torch.
 
-A rank only wishes. The wishes of all ranks meet in the numbers of a step, so all end
-after the same one; what becomes of the run then is decided by `requeue.decide`.
+A rank can only request a stop. Its request is a vote (votes.py): votes are summed in the step's
+all-reduce, so all ranks end after the same step. `requeue.decide` decides what becomes of the run.
 """
 
 import json
@@ -69,7 +69,7 @@ class StopController:
 def begin(
     folder: Path, section: RequeueSection, signals: SignalFlag, rank: int, env: Mapping[str, str]
 ) -> StopController:
-    """The life of a rank that starts now.
+    """Return the stop controller of a rank that starts now.
 
     TDP_JOB_END_S or SLURM_JOB_END_TIME: when the job ends.
     """
@@ -84,18 +84,18 @@ def begin(
     )
 
 
-def end(life: StopController, folder: Path, step: int, env: Mapping[str, str]) -> Decision:
+def end(stop: StopController, folder: Path, step: int, env: Mapping[str, str]) -> Decision:
     """Decide for all, on rank 0, and write it down for the job's script."""
     if attempt_id(env) == "local":
         return Decision(
             RequeueDecision.STOP,
-            f"after step {step}: {life.stop_reason()}; started again it goes on",
+            f"after step {step}: {stop.stop_reason()}; started again it goes on",
         )
     files = RunDir(folder)
     starts = series_of(files, this_start(files, env, step))
-    reason = f"after step {step}: {life.stop_reason()}"
+    reason = f"after step {step}: {stop.stop_reason()}"
     steps = [start.step for start in starts]
-    decision = decide(life.stop_reason(), steps, step, life.limits, in_job(starts))
+    decision = decide(stop.stop_reason(), steps, step, stop.limits, in_job(starts))
     if decision.word is RequeueDecision.CHAIN and not env.get("TDP_BATCH"):
         why = "only the script of tdp submit chains jobs"
         decision = Decision(RequeueDecision.STOP, f"{decision.reason}; {why}")
@@ -106,7 +106,7 @@ def end(life: StopController, folder: Path, step: int, env: Mapping[str, str]) -
             f"saved {reason}, but the decision cannot be written: "
             f"{files.decision(attempt_id(env))}: {error.strerror}; started again it goes on"
         ) from error
-    atomic_write(files.job / _TIMES, json.dumps(life.save_s[-_KEPT:]))
+    atomic_write(files.job / _TIMES, json.dumps(stop.save_s[-_KEPT:]))
     return decision
 
 

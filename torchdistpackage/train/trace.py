@@ -59,7 +59,7 @@ class StepTrace(Callback):
             if step == self._steps[-1]:
                 self._stop()
         elif step + 1 == self._steps[0]:
-            with loop.marks.allow_slow():
+            with loop.heartbeat.allow_slow():
                 self._begin()
 
     def on_step(self, loop: Loop, result: StepResult, issued: PendingStep) -> None:
@@ -89,7 +89,7 @@ class StepTrace(Callback):
         """All ranks call it."""
         mine = self._mine()
         self._held, self._phases, self._calls = [], [], []
-        with loop.marks.allow_slow():
+        with loop.heartbeat.allow_slow():
             found = cast(list[RankTrace], primitives.gather_objects(mine))
         if self._trainer.rank == 0:
             schedule = self._trainer.plan.schedule.name

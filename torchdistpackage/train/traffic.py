@@ -26,10 +26,11 @@ from torchdistpackage.schedule.actions import flatten
 from torchdistpackage.schedule.generators import evaluation
 from torchdistpackage.train.context_plan import attention_of_rank
 from torchdistpackage.train.plan import BUCKET_BYTES, Plan
+from torchdistpackage.train.votes import ROOM
 
-STEP_NUMBERS = 15
-"""That all ranks add up in a step, and one more for each expert of each block (train/step_stats.py,
-train/experts.py)."""
+STEP_NUMBERS = 9 + ROOM
+"""Numbers that all ranks add up in a step, beside the counts of experts: `StepStats` with room for
+votes (train/step_stats.py, train/experts.py)."""
 UNLIMITED_BYTES = 2**62
 
 

@@ -32,7 +32,7 @@ class ReducedGrad:
 def reduced_grads(
     stage: nn.Module,
     layouts: Mapping[str, Layout],
-    place: TopologyRank,
+    topology_rank: TopologyRank,
     optimizer: torch.optim.Optimizer | None,
 ) -> tuple[ReducedGrad, ...]:
     """Every gradient that this rank holds after the sum, in the order of its parameters."""
@@ -42,9 +42,9 @@ def reduced_grads(
         order = {parameter: i for i, (_, parameter) in enumerate(trained)}
         shards = sorted(optimizer.shards, key=lambda shard: order[shard.parameter])
         pairs = [(layout_of[shard.parameter], shard) for shard in shards]
-        return tuple(ReducedGrad(x.name, s.tensor, place.is_owner(x, s)) for x, s in pairs)
-    view = place.topology.view
-    return tuple(ReducedGrad(x.name, p, owns(x, view(x.view), place.rank)) for x, p in trained)
+        return tuple(ReducedGrad(x.name, s.tensor, topology_rank.is_owner(x, s)) for x, s in pairs)
+    view, rank = topology_rank.topology.view, topology_rank.rank
+    return tuple(ReducedGrad(x.name, p, owns(x, view(x.view), rank)) for x, p in trained)
 
 
 class Update:
@@ -72,8 +72,8 @@ class Update:
         self._sharded = isinstance(optimizer, ShardedOptimizer)
         self._wide = torch.float64 if device.type == "cpu" else torch.float32
         self._none = torch.zeros(0, dtype=self._wide, device=device)
-        speaks = [float(g.counts_in_norm) for g in gradients]
-        self._counts = torch.tensor(speaks, dtype=self._wide, device=device)
+        counted = [float(g.counts_in_norm) for g in gradients]
+        self._counts = torch.tensor(counted, dtype=self._wide, device=device)
         self._names = [g.name for g in gradients]
         self.names: list[str] = []
         self._found_inf = torch.zeros((), dtype=torch.float32, device=device)

@@ -49,7 +49,7 @@ from torchdistpackage.train.wind_up import Export, wind_up
 
 
 def worker_main(config: RunConfig, resume: str, signals: SignalFlag | None = None) -> int:
-    """Join the others, train, and leave; 0, or STOPPED if the run ended early and is saved.
+    """Join the others, train, and leave; 0, or EXIT_TEMPFAIL if the run ended early and is saved.
 
     signals: listens already, if this process was made for the rank.
 
@@ -89,7 +89,7 @@ def _leads(rendezvous: Rendezvous) -> bool:
 
 
 def _train(
-    plan: Plan, rendezvous: Rendezvous, joined: JoinResult, resume: str, noted: SignalFlag
+    plan: Plan, rendezvous: Rendezvous, joined: JoinResult, resume: str, signals: SignalFlag
 ) -> int:
     config, folder = plan.config, run_folder(plan.config)
     files, changed = RunDir(folder), ""
@@ -142,7 +142,7 @@ def _train(
         if _leads(rendezvous) and attempt_id(os.environ) != "local":
             append_start(files, this_start(files, os.environ, state.step))
         amend_start(files, os.environ, state.step)
-    life = begin(folder, config.launch.requeue, noted, rendezvous.rank, os.environ)
+    stop = begin(folder, config.launch.requeue, signals, rendezvous.rank, os.environ)
     if rendezvous.rank == 0:
         on_gpu = joined.device.type == "cuda"
         note_start(
@@ -152,7 +152,7 @@ def _train(
             attempt=attempt_id(os.environ),
             world_size=rendezvous.world_size,
             device=torch.cuda.get_device_name(joined.device) if on_gpu else joined.device.type,
-            job_end_s=life.end_s,
+            job_end_s=stop.end_s,
         )
     watch = HangWatchdog(
         folder,
@@ -173,7 +173,7 @@ def _train(
     )
     with watch, trackers, only_returns():
         more = [trackers] if config.log.to else []
-        loop = make_loop(trainer, state, folder, life, watch, more, local)
+        loop = make_loop(trainer, state, folder, stop, watch, more, local)
         loss = loop.run()
         num_tokens = 0 if loss is None else _num_tokens(plan)
         text = sample_text(loop, num_tokens) if num_tokens else None
@@ -184,7 +184,7 @@ def _train(
     word = RequeueDecision.FINISHED
     if rendezvous.rank == 0:
         if loss is None:
-            decision = end(life, folder, loop.state.step, os.environ)
+            decision = end(stop, folder, loop.state.step, os.environ)
             word = decision.word
             note_event(folder, END, loop.state.step, word=word, reason=decision.reason)
             print_line(f"saved and ended {decision.reason} [{decision.word}]")
@@ -197,14 +197,14 @@ def _train(
     leave()
     is_complete = loss is not None
     if rendezvous.rank == 0 and not wind_up(
-        *(folder, trackers, word, noted),
+        *(folder, trackers, word, signals),
         timeout_s=config.train.step_timeout_s,
         report=config.log.report,
         export=_export(plan, folder) if is_complete else None,
     ):
         is_complete = False
-        life.should_stop()  # notes the signal as the reason
-        decision = end(life, folder, loop.state.step, os.environ)
+        stop.should_stop()  # notes the signal as the reason
+        decision = end(stop, folder, loop.state.step, os.environ)
         print_line(f"ended {decision.reason} [{decision.word}]")
     return 0 if is_complete else EXIT_TEMPFAIL
 
