@@ -130,7 +130,7 @@ OPTIONS_OF = {
         *("naive_ddp", "options", "scheduled_ready", "bucket_tuning", "sparse_grads"),
         *("param_sync", "comm_hooks", "expert_grads"),
     ),
-    "ddp/zero/bucket.py": ("optimizer", "options", "offload", "stage3", "state_dict"),
+    "ddp/zero/bucket.py": ("optimizer", "guards", "offload", "stage3", "state_dict"),
 }
 """Mechanism -> files of its options: who makes it imports both and passes in what it needs."""
 

@@ -64,6 +64,7 @@ NAMES: dict[str, str] = {
     "ShardedEMA": "ddp.ema:ShardedEMA",
     "partition_params": "layout.partition:partition_params",
     "ZeroOptimizer": "ddp.zero.optimizer:ZeroOptimizer",
+    "ZeroOptions": "ddp.zero.options:ZeroOptions",
     "Bf16ZeroOptimizer": "compat.torchdistpackage.mixed_precision:Bf16ZeroOptimizer",
     "replica_group": "ddp.zero.options:replica_group",
     "same_place": "ddp.zero.options:replica_group",  # its earlier name

@@ -184,6 +184,28 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
             "def _fails(member):\n    yield torch.zeros(1), torch.ones(1), ''\n",
         ),
     ],
+    "an option of `ZeroOptimizer`": [
+        (
+            "ddp/zero/options.py",
+            r"    master_dtype: torch.dtype \| None\n",
+            "    sum_factor: float\n",
+        ),
+        (
+            "ddp/zero/options.py",
+            r"    master_dtype: torch.dtype \| None = None\n",
+            "    sum_factor: float = 1.0\n",
+        ),
+        (
+            "ddp/zero/grad_buffer.py",
+            r"self\._first_flag = flags, .*\n",
+            "        self._sum_factor = options.sum_factor\n",
+        ),
+        (
+            "ddp/zero/grad_buffer.py",
+            r"        .*add it to those since the last step.*\n",
+            "        self._slice.mul_(self._sum_factor)\n",
+        ),
+    ],
     "a command of `tdp`": [
         ("cli/hello.py", "", "def hello() -> None:\n    'Greet.'\n    print('hello')\n"),
         ("cli/main.py", r"COMMANDS = \{", "'hello': 'Greet.', "),

@@ -77,7 +77,7 @@ sys.exit(main(["comm", "test", "--axes", "data=2"]))
 """
 ON_RANKS = """
 import torch
-from torchdistpackage import NaiveDDP
+from torchdistpackage import NaiveDDP, ZeroOptimizer
 from torchdistpackage.ddp.comm_hooks import float32_compress
 from torchdistpackage.harness.comm_test import run_comm_test
 from torchdistpackage.parallel.tensor.scale import Scale
@@ -87,11 +87,16 @@ def train_and_test(*how):
     model = NaiveDDP(Scale(4).double(), comm_hook=float32_compress)
     model(x).sum().backward()
     assert torch.allclose(model.module.weight.grad, x.sum(0))
+    scale = Scale(4).double()
+    zero = ZeroOptimizer(torch.optim.SGD(scale.parameters(), lr=1), scale, sum_factor=0.5)
+    scale(x).sum().backward()
+    zero.step()
+    assert torch.allclose(scale.weight, 1 - x.sum(0) / 2)
     return run_comm_test(*how)
 """
 
 
-def test_a_schedule_a_layer_a_hook_an_option_a_command_and_a_check(edited: Path):
+def test_a_schedule_a_layer_a_hook_options_a_command_and_a_check(edited: Path):
     """The check that fails comes after all others."""
     (edited / "on_ranks.py").write_text(ON_RANKS, "utf-8")
     shown = run(edited, "-c", ALONE, code=1)

@@ -11,7 +11,7 @@ from torch import nn, optim
 from tests.ddp.zero.late_streams import Changed, LateStreams
 from torchdistpackage.comm.creation import world
 from torchdistpackage.ddp.zero import offload as offload_module
-from torchdistpackage.ddp.zero import options as options_module
+from torchdistpackage.ddp.zero import optimizer as optimizer_module
 from torchdistpackage.ddp.zero.offload import AHEAD, PIECE_BYTES, Arena, Offload, cores_of_a_rank
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.ddp.zero.shard_bounds import SLICE_BYTES
@@ -31,7 +31,7 @@ def wrapped(net: nn.Module, streams: LateStreams | None, **options: object) -> Z
     inner = optim.AdamW(net.parameters(), fused=True)
     options = {"bucket_cap_mb": 1e-4, "offload": streams is not None, **options}
     with pytest.MonkeyPatch.context() as p:
-        p.setattr(options_module, "Offload", partial(Offload, streams=streams))
+        p.setattr(optimizer_module, "Offload", partial(Offload, streams=streams))
         return ZeroOptimizer(inner, net, **options)
 
 

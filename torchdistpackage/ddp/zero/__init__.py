@@ -1,7 +1,8 @@
 """ZeRO: data-parallel ranks shard the optimizer state, the gradients, the parameters.
 
 Read ddp/reference and the reducer one folder up first; this folder uses the same reducer. The
-mechanism; below the optimizer no file imports an option:
+mechanism; below the optimizer no file imports what an option asks for, but each reads the one
+frozen value of options.py:
 
 Optimizer       optimizer (ZeroOptimizer), sharded_base (an optimizer around another). What others
                 may know of it is ddp/sharded.
@@ -12,8 +13,7 @@ Buckets         bucket (what belongs to one, and steps of a few at a time), grad
                 in), param_buffer (parameters out, what a reader of one waits for, and where copies
                 of slices are).
 
-The options, which options.py makes, with `replica_group` (HSDP) and checks that it is still the
-same module:
+What options ask for:
 
 Stage 3         stage3 (parameters are gathered only where they are used; torch.compile).
 Host memory     offload (copies of slices in host memory).

@@ -24,6 +24,7 @@ from torchdistpackage.ddp.bucket_plan import Bucket
 from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.sharded import ParamPartition, ParamShard
 from torchdistpackage.ddp.zero.grad_buffer import ReduceScatterBucket, UsedFlags
+from torchdistpackage.ddp.zero.options import ZeroOptions
 from torchdistpackage.ddp.zero.param_buffer import MasterStore, Need, ParamBuffer
 from torchdistpackage.ddp.zero.param_shard import (
     FlatLayout,
@@ -75,17 +76,13 @@ class ShardedBucket:
 class BucketSharder:
     """Makes the buckets of one optimizer.
 
-    stage, master_dtype: as ZeroOptimizer has them. wire_dtype, reduce_dtype: in which parameters
-    and gradients are sent, if narrower than their own. on_read: as ParamBuffer has it.
+    on_read: as ParamBuffer has it.
     owner_of: name -> index in its group, where each parameter has one owner. make_store: for copies
     of slices of a device, if they are elsewhere.
     """
 
-    stage: int
+    options: ZeroOptions
     sharing: ReplicaGroups
-    wire_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    master_dtype: torch.dtype | None
     on_read: Need
     owner_of: Mapping[str, int] | None
     make_store: MakeStore | None
@@ -105,36 +102,24 @@ class BucketSharder:
             buckets[b].bucket_comm.stepped()
 
     def cut(self, bucket: Bucket, members: Sequence[ParamSpec]) -> ShardedBucket:
-        is_whole, first = self.owner_of is not None, members[0]
-        dtype, replicas = first.parameter.dtype, self.sharing.replicas_of(first)
-        wire_dtype = self.wire_dtype if _is_narrower(self.wire_dtype, dtype) else None
-        is_narrowed = _is_narrower(self.reduce_dtype, first.sum_dtype)
-        reduce_dtype = self.reduce_dtype if is_narrowed else None
-        itemsize = min(x.itemsize for x in (dtype, wire_dtype, reduce_dtype) if x is not None)
+        options, first, is_whole = self.options, members[0], self.owner_of is not None
+        replicas, itemsize = self.sharing.replicas_of(first), options.narrowest_bytes(first)
         if self.owner_of is not None:
             layout = shard_by_owner(members, self.owner_of, itemsize)
         else:
             layout = shard_evenly(bucket, members, itemsize)
-        # fp32 where gradients are added up in it, unless `master_dtype` is set
-        wide = dtype if first.sum_dtype == dtype else self.master_dtype or first.sum_dtype
         device = first.parameter.device
         if self.make_store is not None and device not in self._stores:
             self._stores[device] = self.make_store(device)
         store = self._stores.get(device)
-        is_rounded = wide != dtype or wire_dtype is not None
-        # stages that hold one weight are not in the same places at the same time, so a gather amid
-        # the forward of one would wait for the other's
-        gathers = self.stage == 3 and not first.deferred
-        master = wide if is_rounded or gathers or store else None
-        on_read = self.on_read if gathers else None
-        parameters = ParamBuffer(layout, replicas, master, store, wire_dtype, on_read)
+        parameters = ParamBuffer(layout, options, replicas, store, self.on_read)
         shards = make_shards(layout, parameters.values, self.sharing.layouts, is_whole)
         key = ranks_of(first.group), first.deferred, device
         if key not in self._flags:
             self._flags[key] = UsedFlags(first.group, replicas, device)
-        flags, freed = self._flags[key], self.stage > 1
-        bucket_comm = ReduceScatterBucket(layout, shards, flags, wide, freed, store, reduce_dtype)
-        return ShardedBucket(layout, parameters, bucket_comm, shards, is_whole, is_rounded, gathers)
+        bucket_comm = ReduceScatterBucket(layout, options, shards, self._flags[key], store)
+        kind = is_whole, options.is_rounded(first), options.gathers(first)
+        return ShardedBucket(layout, parameters, bucket_comm, shards, *kind)
 
 
 def whole_owners(specs: Iterable[ParamSpec]) -> dict[str, int]:
@@ -165,12 +150,6 @@ def held_by_group(
             spec = sharing.of(p)
             partitions[id(p)] = ParamPartition(spec, (0,) * (spec.group.size() + 1), None)
     return [[partitions[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-
-
-def _is_narrower(wire_dtype: torch.dtype | None, dtype: torch.dtype) -> bool:
-    if wire_dtype is None or not dtype.is_floating_point:
-        return False
-    return wire_dtype.itemsize < dtype.itemsize
 
 
 class PartialStep:

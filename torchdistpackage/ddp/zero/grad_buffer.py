@@ -18,6 +18,7 @@ from torchdistpackage.ddp.bucket_comm import CommWork, Start, set_used_flags
 from torchdistpackage.ddp.comm_hooks import narrowed
 from torchdistpackage.ddp.grad_bucket import GradBucket
 from torchdistpackage.ddp.sharded import ParamShard
+from torchdistpackage.ddp.zero.options import ZeroOptions
 from torchdistpackage.ddp.zero.param_buffer import MasterStore
 from torchdistpackage.ddp.zero.param_shard import FlatLayout
 
@@ -43,12 +44,10 @@ class ReduceScatterBucket:
     """The gradients of `layout`, of whose sum each rank ends with its own slice.
 
     layout: which parameter lies where, and which rank owns what.
+    options: of the optimizer; this reads them where it does what they ask for.
     shards: what this rank owns; their `.grad` becomes the sum.
     flags: which parameters were used, of all buckets over the group.
-    dtype: of the shards.
-    freed: keep the slice alone once it is made (stages 2 and 3).
     store: where sums are kept, if not beside the parameters.
-    reduce_dtype: dtype in which gradients travel.
 
     Other objects set these four before the first backward, and nothing else:
 
@@ -63,22 +62,22 @@ class ReduceScatterBucket:
     def __init__(
         self,
         layout: FlatLayout,
+        options: ZeroOptions,
         shards: Sequence[ParamShard],
         flags: "UsedFlags",
-        dtype: torch.dtype,
-        freed: bool = False,
         store: MasterStore | None = None,
-        reduce_dtype: torch.dtype | None = None,
     ):
+        first, frees = layout.members[0], options.frees_gradients
+        dtype, reduce_dtype = options.shard_dtype(first), options.grad_dtype(first)
         self.layout, self.shards = layout, shards
         self.holders = [shard.tensor for shard in shards]
         self.following: Sequence[ReduceScatterBucket] = ()
         self.frees_first: ReduceScatterBucket | None = None
-        self.gradients = GradBuffer(layout, freed, self._first_gradient)
+        self.gradients = GradBuffer(layout, frees, self._first_gradient)
         self._slice = layout.mine(self.gradients.flat)
         self.gradients.free()
         # whether the sum is kept elsewhere than in the slice of the buffer that it arrives in
-        self._is_apart = freed or store is not None or dtype != self._slice.dtype
+        self._is_apart = frees or store is not None or dtype != self._slice.dtype
         self._store = store or MasterStore()
         self.total = self._store.allocate(self._slice, dtype) if self._is_apart else self._slice
         self._views = [shard.view(self.total) for shard in shards]

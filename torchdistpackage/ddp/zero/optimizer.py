@@ -7,8 +7,9 @@ lands and sends the parameters back, which arrive during the next forward, where
 waits for it (param_buffer.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Unpack
 from weakref import WeakMethod
 
 import torch
@@ -17,11 +18,12 @@ from torch.optim import Optimizer
 
 from torchdistpackage.comm.creation import world
 from torchdistpackage.comm.groups import make_duplex_groups
-from torchdistpackage.comm.primitives import Group, is_queued
+from torchdistpackage.comm.primitives import is_queued
 from torchdistpackage.ddp.bucket_comm import BucketComm, ReducerParts
 from torchdistpackage.ddp.bucket_plan import MIB, Bucket, bucket_sizes
 from torchdistpackage.ddp.grad_hooks import GradHooks, Removable
 from torchdistpackage.ddp.param_spec import ParamSpec
+from torchdistpackage.ddp.param_sync import sync_module_states
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.scheduled_ready import LastBackwardPolicy
 from torchdistpackage.ddp.sharded import ParamShard
@@ -34,13 +36,20 @@ from torchdistpackage.ddp.zero.bucket import (
     whole_owners,
 )
 from torchdistpackage.ddp.zero.grad_buffer import line_up
-from torchdistpackage.ddp.zero.options import ResolvedZeroOptions
+from torchdistpackage.ddp.zero.guards import ParamGuards, refuse_others
+from torchdistpackage.ddp.zero.offload import Offload, check_offload
+from torchdistpackage.ddp.zero.options import ZeroKeywords, ZeroOptions, with_options
 from torchdistpackage.ddp.zero.param_buffer import ParamBuffer
 from torchdistpackage.ddp.zero.param_shard import whole_shard
 from torchdistpackage.ddp.zero.shard_bounds import requires_whole_params
 from torchdistpackage.ddp.zero.sharded_base import ShardedOptimizerBase
 from torchdistpackage.ddp.zero.sharing import ReplicaGroups, assign_buckets
-from torchdistpackage.layout.layout import Layout
+from torchdistpackage.ddp.zero.stage3 import (
+    ParamCoordinator,
+    WholeParams,
+    gather_ahead,
+    may_overlap,
+)
 
 UNLIMITED_BYTES = 2**62
 """Buckets are filled by module (shard_bounds.group_by_module), not by the reducer."""
@@ -52,26 +61,8 @@ class ZeroOptimizer(ShardedOptimizerBase):
     optimizer: of any class of torch.optim, or your own, made with parameters of `module` in any
         param groups. The groups then hold this rank's shards.
     module: not wrapped, but its forward gets hooks. None: gradients are reduced in `step`.
-    stage: 1 shards the optimizer's state, 2 gradients too, 3 parameters too.
-    group: ranks to shard over; default tpc's data (and context) ranks, or all ranks where tpc is
-        not set up. replicas: ranks that hold the same shard; as in HSDP `group` may be a node and
-        `replicas` the ranks of the same index on all nodes.
-    layouts: name -> Layout, as in NaiveDDP; default: those of the module's layers.
-    overlap: communicate during backward and forward; False waits at the end of the backward and
-        of `step`.
-    bucket_cap_mb: size of a bucket in MiB; default 4, over NCCL 32.
-    wire_dtype: dtype in which gradients and parameters are sent, such as torch.bfloat16; sums and
-        masters keep at least float32.
-    reduce_dtype: dtype in which gradients are sent; default: `wire_dtype`.
-    offload: keep masters, optimizer state and reduced gradients in host memory, and step there.
-    num_grad_acc_iter: n lets stage 1 reduce in every n-th backward only, such as a pipeline's
-        number of microbatches; stages 2 and 3, which keep no full gradients, reduce in each.
-    reduce_op: "avg", or "sum".
-    reshard_after_forward: in stage 3, free parameters between forward and backward too; all
-        ranks must then run the same submodules.
-    whole: give each parameter one owner, for an optimizer that needs full parameters; default:
-        True for all classes that are not known to be element-wise.
-    master_dtype: of the masters of bf16 and fp16 parameters; torch.bfloat16: no masters.
+    keywords: those of `ZeroOptions`: stage, group, layouts, overlap, wire_dtype, ... `options` is
+        the value that they make.
 
     A parameter's `.grad` is None once its reduction has started. `reducer.finish()` waits for the
     reduced gradients, which are the `.grad` of the shards in param_groups; `step` calls it too.
@@ -84,94 +75,93 @@ class ZeroOptimizer(ShardedOptimizerBase):
 
     _reducer_type = Reducer
 
+    @with_options
     def __init__(
         self,
         optimizer: Optimizer,
         module: nn.Module | None = None,
-        *,
-        stage: int = 1,
-        group: Group | None = None,
-        layouts: Mapping[str, Layout] | None = None,
-        overlap: bool = True,
-        bucket_cap_mb: float | None = None,
-        wire_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        offload: bool = False,
-        replicas: Group | None = None,
-        num_grad_acc_iter: int = 1,
-        reduce_op: str = "avg",
-        reshard_after_forward: bool = False,
-        whole: bool | None = None,
-        master_dtype: torch.dtype | None = None,
+        **keywords: Unpack[ZeroKeywords],
     ):
-        self.stage, self._module = stage, module
-        self._options = ResolvedZeroOptions(
-            optimizer,
-            module,
-            stage,
-            offload=offload,
-            reshard_after_forward=reshard_after_forward,
-            reduce_op=reduce_op,
-            bucket_cap_mb=bucket_cap_mb,
-            num_grad_acc_iter=num_grad_acc_iter,
-            dtypes={
-                "wire_dtype": wire_dtype,
-                "reduce_dtype": reduce_dtype,
-                "master_dtype": master_dtype,
-            },
-        )
-        self._overlap = overlap and self._options.overlaps
-        mean = self._options.mean
-        sharing = ReplicaGroups.over(optimizer, module, group, replicas, layouts, mean)
+        options = self.options = ZeroOptions(**keywords)
+        options.check(optimizer, module)
+        self._module = module
+        self._overlap = may_overlap(module, options.stage) and options.overlap
+        if options.offload:
+            check_offload(optimizer)
+        self._freed = WholeParams()
+        sharing = ReplicaGroups.over(optimizer, module, options)
         specs = sharing.trained(optimizer, module)
         # [Note: groups of one rank] Nothing of these travels and nothing is saved by cutting them,
         # so no hook sees their gradients and nothing is copied: a step costs what a plain one does
         has_alone = sharing.has_alone
         self._alone = [
-            whole_shard(s, sharing.layouts) for s in specs if not offload and has_alone(s)
+            whole_shard(s, sharing.layouts) for s in specs if not options.offload and has_alone(s)
         ]
         alone = [shard.tensor for shard in self._alone]
         split = [s.name for s in specs if s.name in sharing.cut]
-        is_whole = requires_whole_params(optimizer, whole, split)
-        self._options.claim(specs, sharing.replicated(module, specs))
+        is_whole = requires_whole_params(optimizer, options.whole, split)
+        refuse_others(specs, module)
+        for replicas in sharing.replicated(module, specs):
+            sync_module_states(replicas)
         self._claim = GradHooks(_unhooked, self, (), exclusive=True, claims=alone)
         owned = set(map(id, alone))
         specs = [s for s in specs if id(s.parameter) not in owned]
         owner_of = whole_owners(specs) if is_whole else None
-        on_read, make_store = WeakMethod(self._on_read), self._options.make_store
-        reduce_dtype = reduce_dtype or wire_dtype
-        self._cutter = BucketSharder(
-            stage, sharing, wire_dtype, reduce_dtype, master_dtype, on_read, owner_of, make_store
-        )
+        make_store = Offload if options.offload else None
+        on_read = WeakMethod(self._on_read)
+        self._cutter = BucketSharder(options, sharing, on_read, owner_of, make_store)
         self._buckets: list[ShardedBucket] = []
         self._in_step = self._lands_in_step = False
         make_duplex_groups(s.group for s in specs)
         is_queue = is_queued(world())
-        cap_bytes = int((bucket_cap_mb or 0) * MIB) or bucket_sizes(queued=is_queue).default_bytes
+        given_bytes = int((options.bucket_cap_mb or 0) * MIB)
+        cap_bytes = given_bytes or bucket_sizes(queued=is_queue).default_bytes
         self.reducer = self._reducer_type(
             assign_buckets(specs, cap_bytes),
             cap_bytes=UNLIMITED_BYTES,
-            num_backwards=num_grad_acc_iter if stage == 1 else 1,
+            num_backwards=options.num_backwards,
             overlap=self._overlap,
             exclusive=True,
             parts=ReducerParts(
                 WeakHook(self._make_bucket_comm), scheduled_ready=LastBackwardPolicy
             ),
         )
-        line_up([bucket.bucket_comm for bucket in self._buckets], saves_memory=stage > 1)
+        line_up(
+            [bucket.bucket_comm for bucket in self._buckets], saves_memory=options.frees_gradients
+        )
         super().__init__(optimizer, held_by_group(optimizer, self._buckets, self._alone, sharing))
         pieces = [[shard.tensor for shard in bucket.shards] for bucket in self._buckets]
         around = partial(self._cutter.stepping, self._buckets)
-        one_by_one = offload or not is_queue
+        one_by_one = options.offload or not is_queue
         self._stepping = PartialStep(optimizer, pieces, one_by_one=one_by_one, around=around)
         # what another class does across parameters it must do once
         self._by_bucket = type(optimizer).__module__.startswith("torch.optim.")
         self._order = [*reversed(range(len(self._buckets)))]
         given = [h.spec for members in self.partitions for h in members]
         handles = [] if module is None else self._hooks_on(module)
-        self._options.attach(self._buckets, given, handles)
+        self._attach(given, handles)
+
+    def _attach(self, given: list[ParamSpec], handles: list[Removable]) -> None:
+        """Watch over the parameters `given`; `remove` takes `handles` off too."""
+        module, buckets = self._module, self._buckets
+        layouts = [(bucket.layout, bucket.parameters.flat) for bucket in buckets]
+        self._guards = ParamGuards(module, layouts, given)
+        self._guards.handles += handles
+        if module is None:
+            return
+        keeps = not self.options.reshard_after_forward
+        order = [bucket.parameters for bucket in reversed(buckets) if bucket.gathers]
+        if order:
+            self._freed = coordinator = ParamCoordinator(module, order, keeps)
+            self._guards.handles += coordinator.handles
+        self._guards.handles += gather_ahead(module, self.stage < 3 or keeps)
 
     # -- what callers use --------------------------------------------------------------
+
+    @property
+    def stage(self) -> int:
+        """What is sharded: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
+        return self.options.stage
 
     @property
     def shards(self) -> list[ParamShard]:
@@ -195,7 +185,7 @@ class ZeroOptimizer(ShardedOptimizerBase):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._options.check()
+        self._guards.check()
         with self._stepping.once():
             self._step()
         if not self._overlap:
@@ -219,7 +209,7 @@ class ZeroOptimizer(ShardedOptimizerBase):
 
         In stage 3 all ranks call it, and they stay gathered until the next backward or step.
         """
-        self._options.fetch_all()
+        self._freed.fetch_all()
         self.arrive()
 
     def arrive(self) -> None:
@@ -239,7 +229,7 @@ class ZeroOptimizer(ShardedOptimizerBase):
         self.finish()
         self.reducer.remove()
         self._claim.remove()
-        self._options.detach()
+        self._guards.cut()
         self.forget()
 
     def refresh_masters(self) -> None:
@@ -273,7 +263,7 @@ class ZeroOptimizer(ShardedOptimizerBase):
         for b in order:
             if not (self._lands_in_step and self._goes_early(b)):
                 self._send(b)
-        self._options.stepped()
+        self._freed.stepped()
 
     def _send(self, bucket: int) -> None:
         if not self._buckets[bucket].gathers:
@@ -290,7 +280,7 @@ class ZeroOptimizer(ShardedOptimizerBase):
 
     def _left(self, bucket: int) -> None:
         if self._buckets[bucket].gathers:
-            self._options.release(self._buckets[bucket].parameters)
+            self._freed.release(self._buckets[bucket].parameters)
 
     def _settled(self, bucket: int) -> None:
         """The sums of a bucket are in its shards, in the order in which they were begun."""
@@ -318,15 +308,15 @@ class ZeroOptimizer(ShardedOptimizerBase):
         return self.reducer.watch(outputs, wait=not self._overlap)
 
     def _before_state_dict(self, *args: object) -> None:
-        if self._options.has_freed:
+        if self._freed.has_freed:
             self.expect_all("state_dict() of a module under ZeRO 3")
         self.finish()
 
     def _on_read(self, parameters: ParamBuffer) -> None:
-        self._options.on_read(parameters)
+        self._freed.on_read(parameters)
 
     def _loaded(self, module: nn.Module, incompatible: object) -> None:
-        self._options.check_objects()
+        self._guards.check_objects()
         self.refresh_masters()
 
     def _settle(self) -> None:

@@ -1,246 +1,165 @@
-"""The options of ZeroOptimizer, resolved: replicas, host memory, stage 3, parts, checks.
+"""The options of ZeroOptimizer: one frozen value, which all its parts read.
 
-What is stepped reaches the module only as long as its parameters are the same objects with the same
-memory, and have one optimizer. Each of these is checked, and an error names the parameter.
+Nothing here does what an option asks for: whoever does reads the field. So a new option is its
+lines here, and its use.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
-from weakref import finalize
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypedDict, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import resolve_group, tpc
-from torchdistpackage.ddp.grad_hooks import Removable, hooked_names, remove_hooks
 from torchdistpackage.ddp.options import common_problems, dtype_problems, refuse
-from torchdistpackage.ddp.param_spec import ParamSpec, ReplicatedTensor
-from torchdistpackage.ddp.param_sync import sync_module_states
-from torchdistpackage.ddp.zero.bucket import ShardedBucket
-from torchdistpackage.ddp.zero.offload import Offload, check_offload
-from torchdistpackage.ddp.zero.param_buffer import ParamBuffer, wait_gathered
-from torchdistpackage.ddp.zero.param_shard import FlatLayout
-from torchdistpackage.ddp.zero.stage3 import ParamCoordinator, gather_ahead, may_overlap
-from torchdistpackage.errors import LayoutError, TopologyError
+from torchdistpackage.ddp.param_spec import ParamSpec
+from torchdistpackage.errors import TopologyError
+from torchdistpackage.layout.layout import Layout
+
+Init = TypeVar("Init", bound=Callable[..., None])
 
 
-class ResolvedZeroOptions:
-    """The options of one ZeroOptimizer.
+class ZeroKeywords(TypedDict, total=False):
+    """The fields of `ZeroOptions` as keywords, for those who check types."""
 
-    mean: whether gradients are averaged. overlaps: whether parameters may travel while the module
-    runs. make_store: of masters and sums, where they are in host memory.
+    stage: int
+    group: Group | None
+    layouts: Mapping[str, Layout] | None
+    overlap: bool
+    bucket_cap_mb: float | None
+    wire_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    offload: bool
+    replicas: Group | None
+    num_grad_acc_iter: int
+    reduce_op: str
+    reshard_after_forward: bool
+    whole: bool | None
+    master_dtype: torch.dtype | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroOptions:
+    """The keywords of `ZeroOptimizer`.
+
+    stage: 1 shards the optimizer's state, 2 gradients too, 3 parameters too.
+    group: ranks to shard over; default tpc's data (and context) ranks, or all ranks where tpc is
+        not set up. replicas: ranks that hold the same shard; as in HSDP `group` may be a node and
+        `replicas` the ranks of the same index on all nodes.
+    layouts: name -> Layout, as in NaiveDDP; default: those of the module's layers.
+    overlap: communicate during backward and forward; False waits at the end of the backward and
+        of `step`.
+    bucket_cap_mb: size of a bucket in MiB; default 4, over NCCL 32.
+    wire_dtype: dtype in which gradients and parameters are sent, such as torch.bfloat16; sums and
+        masters keep at least float32.
+    reduce_dtype: dtype in which gradients are sent; default: `wire_dtype`.
+    offload: keep masters, optimizer state and reduced gradients in host memory, and step there.
+    num_grad_acc_iter: n lets stage 1 reduce in every n-th backward only, such as a pipeline's
+        number of microbatches; stages 2 and 3, which keep no full gradients, reduce in each.
+    reduce_op: "avg", or "sum".
+    reshard_after_forward: in stage 3, free parameters between forward and backward too; all
+        ranks must then run the same submodules.
+    whole: give each parameter one owner, for an optimizer that needs full parameters; default:
+        True for all classes that are not known to be element-wise.
+    master_dtype: of the masters of bf16 and fp16 parameters; torch.bfloat16: no masters.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        module: nn.Module | None,
-        stage: int,
-        *,
-        offload: bool,
-        reshard_after_forward: bool,
-        reduce_op: str,
-        bucket_cap_mb: float | None,
-        num_grad_acc_iter: int,
-        dtypes: Mapping[str, torch.dtype | None],
-    ):
-        """dtypes: options that are one, by name."""
+    stage: int = 1
+    group: Group | None = None
+    layouts: Mapping[str, Layout] | None = None
+    overlap: bool = True
+    bucket_cap_mb: float | None = None
+    wire_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    offload: bool = False
+    replicas: Group | None = None
+    num_grad_acc_iter: int = 1
+    reduce_op: str = "avg"
+    reshard_after_forward: bool = False
+    whole: bool | None = None
+    master_dtype: torch.dtype | None = None
+
+    def check(self, optimizer: Optimizer, module: nn.Module | None) -> None:
+        """Raise ValueError with all that is wrong with these options, or with what they are for."""
         given = nn.Module() if module is None else module
-        problems = common_problems(given, reduce_op, bucket_cap_mb, num_grad_acc_iter)
-        if stage not in (1, 2, 3):
-            problems.append(f"stage is {stage!r}; use 1, 2 or 3")
+        problems = common_problems(
+            given, self.reduce_op, self.bucket_cap_mb, self.num_grad_acc_iter
+        )
+        if self.stage not in (1, 2, 3):
+            problems.append(f"stage is {self.stage!r}; use 1, 2 or 3")
         if not hasattr(optimizer, "param_groups"):
             problems.append(f"optimizer is of type {type(optimizer).__name__}; give an optimizer")
-        problems += dtype_problems(dtypes)
-        if stage == 3 and module is None:
+        names = ("wire_dtype", "reduce_dtype", "master_dtype")
+        problems += dtype_problems({name: getattr(self, name) for name in names})
+        if self.stage == 3 and module is None:
             problems.append("stage is 3 without a module, whose use frees and gathers; give it")
         refuse(problems)
-        self.mean = reduce_op.lower() == "avg"
-        self._module, self._keeps = module, not reshard_after_forward
-        self.overlaps, self._may_follow = may_overlap(module, stage), stage < 3 or self._keeps
-        if offload:
-            check_offload(optimizer)
-        self.make_store = Offload if offload else None
-        self._guards: ParamGuards | None = None
-        self._coordinator: ParamCoordinator | None = None
-
-    def claim(
-        self, specs: Sequence[ParamSpec], others: Iterable[Sequence[ReplicatedTensor]]
-    ) -> None:
-        """Raise if a gradient has an owner already; set `others`, which are not trained, to the
-        first rank's.
-
-        Raises:
-            LayoutError: a parameter belongs to another optimizer or wrapper.
-            ValueError: the optimizer is over another module.
-        """
-        mine = None if self._module is None else {id(p) for p in self._module.parameters()}
-        if specs and mine is not None and mine.isdisjoint(id(s.parameter) for s in specs):
-            raise ValueError(
-                f"none of the optimizer's {len(specs)} parameters is in the module; build it over "
-                f"those of this module"
-            )
-        refuse_owned(specs)
-        for replicas in others:
-            sync_module_states(replicas)
-
-    def attach(
-        self, buckets: Sequence[ShardedBucket], given: list[ParamSpec], handles: list[Removable]
-    ) -> None:
-        """Watch over the buckets and the parameters `given`; `detach` removes `handles` too."""
-        module = self._module
-        layouts = [(bucket.layout, bucket.parameters.flat) for bucket in buckets]
-        self._guards = ParamGuards(module, layouts, given)
-        self._guards.handles += handles
-        if module is None:
-            return
-        order = [bucket.parameters for bucket in reversed(buckets) if bucket.gathers]
-        if order:
-            self._coordinator = ParamCoordinator(module, order, self._keeps)
-            self._guards.handles += self._coordinator.handles
-        self._guards.handles += gather_ahead(module, self._may_follow)
-
-    def detach(self) -> None:
-        """Take all hooks off the module."""
-        assert self._guards is not None
-        self._guards.cut()
-
-    def check(self) -> None:
-        """Raise LayoutError if a step would not reach the module."""
-        assert self._guards is not None
-        self._guards.check()
-
-    def check_objects(self) -> None:
-        """Raise LayoutError if parameters of the module are other objects than they were."""
-        assert self._guards is not None
-        self._guards.check_objects()
-
-    # -- stage 3 -----------------------------------------------------------------------
-
-    def on_read(self, parameters: ParamBuffer) -> None:
-        """Freed parameters are read."""
-        if self._coordinator is not None:
-            self._coordinator.on_read(parameters)
-
-    def release(self, parameters: ParamBuffer) -> None:
-        """All gradients of these are there."""
-        if self._coordinator is not None:
-            self._coordinator.release(parameters)
 
     @property
-    def has_freed(self) -> bool:
-        """Whether parameters are in pieces, which only all ranks together can bring."""
-        return self._coordinator is not None and self._coordinator.has_freed
+    def mean(self) -> bool:
+        """Whether gradients are averaged."""
+        return self.reduce_op.lower() == "avg"
 
-    def fetch_all(self) -> None:
-        """Gather all that is freed; all ranks call it."""
-        if self._coordinator is not None:
-            self._coordinator.fetch_all()
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether full gradients are freed once they are summed."""
+        return self.stage > 1
 
-    def stepped(self) -> None:
-        """The parameters have new values."""
-        if self._coordinator is not None:
-            self._coordinator.stepped()
+    @property
+    def num_backwards(self) -> int:
+        """Gradients are reduced once in as many backwards."""
+        return self.num_grad_acc_iter if self.stage == 1 else 1
 
+    # -- of the parameters of one bucket, by the first of them -----------------------------
 
-class ParamGuards:
-    """Ties an optimizer to `module`, if it has one, and to the parameters of these layouts.
+    def gathers(self, first: ParamSpec) -> bool:
+        """Whether its parameters are gathered only where they are used."""
+        # stages that hold one weight are not in the same places at the same time, so a gather amid
+        # the forward of one would wait for the other's
+        return self.stage == 3 and not first.deferred
 
-    layouts: each with its memory. given: all parameters of the optimizer, frozen ones too.
-    """
+    def param_dtype(self, first: ParamSpec) -> torch.dtype | None:
+        """The dtype in which its parameters are sent, if it is narrower than their own."""
+        return _if_narrower(self.wire_dtype, first.parameter.dtype)
 
-    def __init__(
-        self,
-        module: nn.Module | None,
-        layouts: Iterable[tuple[FlatLayout, Tensor]],
-        given: Iterable[ParamSpec],
-    ):
-        self._module, self.handles = module, list[Removable]()
-        self._layouts = [
-            (flat, layout, [flat.element_size() * offset for offset in layout.offsets])
-            for layout, flat in layouts
-        ]
-        given = list(given)
-        ours = {id(s.parameter): s.name for s in given if s.parameter.requires_grad}
-        self._registered: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = [
-            (m._parameters, key, p)
-            for m in (() if module is None else module.modules())
-            if not isinstance(m, torch.jit.ScriptModule)
-            for key, p in m._parameters.items()
-            if p is not None and id(p) in ours
-        ]
-        self._names = ours
-        self._frozen = [s for s in given if not s.parameter.requires_grad]
-        self._cut = False
-        self._end = finalize(self, remove_hooks, self.handles)
-        self._end.atexit = False
+    def grad_dtype(self, first: ParamSpec) -> torch.dtype | None:
+        """The dtype in which its gradients are sent, if it is narrower than that of the sum."""
+        return _if_narrower(self.reduce_dtype or self.wire_dtype, first.sum_dtype)
 
-    def check(self) -> None:
-        """Raise LayoutError if a step would not reach the module."""
-        if self._cut:
-            raise LayoutError(
-                f"this optimizer was removed from its {len(self._names)} parameters; step the one "
-                f"that was wrapped after it"
-            )
-        if unfrozen := [s.name for s in self._frozen if s.parameter.requires_grad]:
-            raise LayoutError(
-                f"{len(unfrozen)} parameters were frozen when this optimizer laid out what each "
-                f"rank owns and now require gradients: {', '.join(unfrozen[:3])}; freeze them "
-                f"again, or remove() this one, wrap a new one and load its state_dict() into it"
-            )
-        # of one that is absent too the address is all that counts
-        with torch._C.DisableTorchFunctionSubclass():
-            for flat, layout, offsets in self._layouts:
-                first = flat.data_ptr()
-                for spec, offset in zip(layout.members, offsets, strict=True):
-                    p = spec.parameter
-                    if p.data_ptr() != first + offset and p.numel():  # without elements it has none
-                        raise LayoutError(
-                            f"parameter {spec.name} ({p.dtype}, {p.device}) was given other "
-                            f"memory than this optimizer steps, by p.data = ..., "
-                            f"vector_to_parameters or module.to(...): write into it with "
-                            f"p.data.copy_(...) and call refresh_masters(), or move and cast the "
-                            f"module before it is wrapped"
-                        )
-        self.check_objects()
+    def shard_dtype(self, first: ParamSpec) -> torch.dtype:
+        """The dtype of what the optimizer steps, and of its gradients."""
+        dtype = first.parameter.dtype
+        # fp32 where gradients are added up in it, unless `master_dtype` is set
+        return dtype if first.sum_dtype == dtype else self.master_dtype or first.sum_dtype
 
-    def check_objects(self) -> None:
-        """Raise LayoutError if a parameter of the module is another object than it was."""
-        for parameters, key, p in self._registered:
-            now = parameters.get(key)
-            if now is p or now is None:
-                continue
-            assert self._module is not None
-            if all(other is not p for other in self._module.parameters()):
-                raise LayoutError(
-                    f"parameter {self._names[id(p)]} of the module is another object than the one "
-                    f"that is trained, as after load_state_dict(assign=True): load with "
-                    f"assign=False, or remove() this optimizer, replace it, and wrap a new one"
-                )
+    def is_rounded(self, first: ParamSpec) -> bool:
+        """Whether its parameters have fewer digits than what is stepped."""
+        is_wider = self.shard_dtype(first) != first.parameter.dtype
+        return is_wider or self.param_dtype(first) is not None
 
-    def cut(self) -> None:
-        """Take all hooks off the module, and give the gathered parameters memory of their own."""
-        self._end()
-        for _, layout, _ in self._layouts:
-            for spec in layout.members:
-                spec.parameter.data = spec.parameter.data.clone()
-        self._cut = True
+    def narrowest_bytes(self, first: ParamSpec) -> int:
+        """Bytes of an element in the narrowest dtype that its slices have."""
+        dtypes = first.parameter.dtype, self.param_dtype(first), self.grad_dtype(first)
+        return min(x.itemsize for x in dtypes if x is not None)
 
 
-def refuse_owned(specs: Sequence[ParamSpec]) -> None:
-    """Raise LayoutError if a gradient has an owner already."""
-    if names := hooked_names(specs):
-        raise LayoutError(
-            f"{len(names)} of {len(specs)} parameters have an owner of their gradients already, "
-            f"another ZeroOptimizer or a NaiveDDP: {', '.join(names[:3])}; call the remove() of "
-            f"that optimizer first, or wrap the plain module"
-        )
-    for s in specs:
-        wait_gathered(s.parameter)
+def with_options(init: Init) -> Init:
+    """Show the fields of `ZeroOptions` in the signature of `init`, in place of its `**options`."""
+    own = [*inspect.signature(init).parameters.values()][:-1]
+    options = inspect.signature(ZeroOptions).parameters.values()
+    init.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+    return init
+
+
+def _if_narrower(sent: torch.dtype | None, dtype: torch.dtype) -> torch.dtype | None:
+    is_narrower = sent is not None and dtype.is_floating_point and sent.itemsize < dtype.itemsize
+    return sent if is_narrower else None
 
 
 def replica_group(group: Group | None, among: Group | None = None) -> Group | None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group, Work, broadcast
 from torchdistpackage.comm.transport.sharded_flat import prepost_all_gather_v
+from torchdistpackage.ddp.zero.options import ZeroOptions
 from torchdistpackage.ddp.zero.param_shard import FlatLayout
 
 Need = WeakMethod[Callable[["ParamBuffer"], None]]
@@ -33,10 +34,10 @@ class ParamBuffer:
     """Takes over the parameters of `layout`; afterwards they are views of `flat`.
 
     layout: which parameter lies where, and which rank owns what.
-    master: dtype of the copy that the optimizer works on, None if it works on the slice itself.
-    store: where that copy is.
-    wire_dtype: dtype in which slices travel.
-    on_read: None if nothing is freed; its owner is kept while something is.
+    options: of the optimizer; this reads them where it does what they ask for.
+    replicas: ranks with a copy of this rank's slice.
+    store: where the copy is that the optimizer works on, if it is elsewhere.
+    on_read: called where parameters are freed; its owner is kept while they are.
 
     Others may read these; methods of this class alone change them:
 
@@ -49,13 +50,14 @@ class ParamBuffer:
     def __init__(
         self,
         layout: FlatLayout,
+        options: ZeroOptions,
         replicas: Group | None = None,
-        master: torch.dtype | None = None,
         store: MasterStore | None = None,
-        wire_dtype: torch.dtype | None = None,
         on_read: Need | None = None,
     ):
-        self.layout, self._wire_dtype, self._on_read = layout, wire_dtype, on_read
+        first = layout.members[0]
+        self.layout, self._wire_dtype = layout, options.param_dtype(first)
+        self._on_read = on_read if options.gathers(first) else None
         # While freed: keeps the optimizer that can fetch, even where its user has dropped it, since
         # the module's parameters are of no use without it.
         self._keeps_owner: Callable[[ParamBuffer], None] | None = None
@@ -71,9 +73,11 @@ class ParamBuffer:
             if replicas is not None:
                 broadcast(self.flat, replicas)
         self.slice = layout.mine(self.flat)
-        self.master = None if master is None else self._store.allocate(self.slice, master)
+        is_copy = options.is_rounded(first) or options.gathers(first) or store is not None
+        master_dtype = options.shard_dtype(first)
+        self.master = self._store.allocate(self.slice, master_dtype) if is_copy else None
         # rounded for the wire straight from there: mine is overwritten by what all others have
-        self._sends_master = store is None and wire_dtype is not None
+        self._sends_master = store is None and self._wire_dtype is not None
         self.refresh()
         self._num_bytes = self.flat.untyped_storage().nbytes()
         self._start_gather: Callable[[], Work] | None = None  # of the gather that is expected

@@ -20,6 +20,7 @@ from torchdistpackage.ddp.param_spec import (
     sum_group,
     summed_over,
 )
+from torchdistpackage.ddp.zero.options import ZeroOptions
 from torchdistpackage.ddp.zero.shard_bounds import ModuleParam, group_by_module
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import layout_of
@@ -46,10 +47,7 @@ class ReplicaGroups:
         cls,
         optimizer: Optimizer,
         module: nn.Module | None,
-        group: Group | None,
-        replicas: Group | None,
-        layouts: Mapping[str, Layout] | None,
-        mean: bool,
+        options: ZeroOptions,
     ) -> "ReplicaGroups":
         """Collective over `replicas`, whose members learn what ranks the others share with.
 
@@ -60,18 +58,18 @@ class ReplicaGroups:
         named = [(names[id(p)], p) for p in parameters_of(optimizer)]
         if module is not None:
             named = list(module.named_parameters())
-        group = batch_group() if group is None else group
+        group, replicas = options.group or batch_group(), options.replicas
         both = frozenset(ranks_of(group))
         if replicas is not None:
             groups = primitives.gather_objects(ranks_of(group), replicas)
             both = frozenset(rank for ranks in groups for rank in ranks)  # type: ignore[union-attr]
-        followed = layouts_of(module, named, layouts, both)
+        followed = layouts_of(module, named, options.layouts, both)
         alone = [(name, p) for name, p in named if name not in followed]
         refuse_cut(alone, sorted(both), "ZeroOptimizer")
         cut = frozenset(n for n, p in named if is_cut(followed.get(n) or layout_of(p), p))
         if followed:
             tpc.prepare(sums=[x for x in followed.values() if set(summed_over(x)) != both])
-        return cls(names, group, replicas, followed, mean, both, cut)
+        return cls(names, group, replicas, followed, options.mean, both, cut)
 
     def of(self, parameter: nn.Parameter) -> ParamSpec:
         layout = self.layouts.get(name := self.names[id(parameter)])

@@ -32,7 +32,28 @@ Before = Callable[[nn.Module, tuple], object]
 After = Callable[[nn.Module, tuple, object], object]
 
 
-class ParamCoordinator:
+class WholeParams:
+    """Parameters that are never freed, as those of stages 1 and 2: there is nothing to do."""
+
+    @property
+    def has_freed(self) -> bool:
+        """Whether parameters are in pieces, which only all ranks together can bring."""
+        return False
+
+    def on_read(self, parameters: ParamBuffer) -> None:
+        """An ungathered parameter is read."""
+
+    def release(self, parameters: ParamBuffer) -> None:
+        """A backward, or what comes after it, has all gradients of these."""
+
+    def fetch_all(self) -> None:
+        """Gather all that is freed; all ranks call it."""
+
+    def stepped(self) -> None:
+        """The parameters have new values."""
+
+
+class ParamCoordinator(WholeParams):
     """Frees and fetches the buckets of `module`; `order` is that of its forward.
 
     keeps: parameters stay from forward to backward; else each is freed after the forward of the
