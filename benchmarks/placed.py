@@ -59,7 +59,7 @@ def branches(rounds: int) -> dict[str, list[float]]:
 
     from torchdistpackage import comm
     from torchdistpackage.comm.runtime import setup_distributed
-    from torchdistpackage.parallel.placed import DeviceFunctor
+    from torchdistpackage.compat.placed import DeviceFunctor
 
     setup_distributed("gloo")
     torch.manual_seed(0)
@@ -129,7 +129,7 @@ def chain(rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
 
     from torchdistpackage import comm, simulate
     from torchdistpackage.comm.runtime import setup_distributed
-    from torchdistpackage.parallel.placed import DeviceFunctor, PlacedPipeline
+    from torchdistpackage.compat.placed import DeviceFunctor, PlacedPipeline
     from torchdistpackage.schedule.actions import ActionKind
 
     forward_ms, backward_ms = CHAIN_MS

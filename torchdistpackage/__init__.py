@@ -5,8 +5,7 @@ only computes (topologies, layouts, schedules, configurations, launching), impor
 """
 
 import importlib
-
-from torchdistpackage.compat import paths
+from types import ModuleType
 
 __version__ = "0.1.0"
 
@@ -25,8 +24,6 @@ NAMES: dict[str, str] = {
     "lint": "harness.lint.linter:lint",
     "seed_rank": "comm.random:seed_rank",
     "fix_rand": "comm.random:fix_rand",
-    "gen_inner_ranks": "compat.torchdistpackage.ranks:gen_inner_ranks",
-    "gen_groups": "compat.torchdistpackage.ranks:gen_groups",
     "run_local": "launch.workers:run_local",
     "run_or_launch": "launch.workers:run_or_launch",
     "run_here": "launch.workers:run_or_launch",  # its earlier name
@@ -65,7 +62,6 @@ NAMES: dict[str, str] = {
     "partition_params": "layout.partition:partition_params",
     "ZeroOptimizer": "ddp.zero.optimizer:ZeroOptimizer",
     "ZeroOptions": "ddp.zero.options:ZeroOptions",
-    "Bf16ZeroOptimizer": "compat.torchdistpackage.mixed_precision:Bf16ZeroOptimizer",
     "replica_group": "ddp.zero.options:replica_group",
     "same_place": "ddp.zero.options:replica_group",  # its earlier name
     "Pipeline": "parallel.pipeline.pipeline:Pipeline",
@@ -75,11 +71,9 @@ NAMES: dict[str, str] = {
     "partition_balanced": "parallel.pipeline.partition.policies:partition_balanced",
     "partition_by_time": "parallel.pipeline.partition.policies:partition_by_time",
     "flatten_model": "parallel.pipeline.partition.sequential:flatten_model",
-    "tensor_parallel": "compat.tensor_parallel.call:tensor_parallel",
     "save_tensor_parallel": "parallel.auto.saving:save_tensor_parallel",
     "clip_grad_norm_": "optim.clip:clip_grad_norm_",
     "GradScaler": "optim.scaler:GradScaler",
-    "NativeScalerPP": "compat.torchdistpackage.mixed_precision:NativeScalerPP",
     # tools around any model; more in torchdistpackage.tools
     "register_profile_hooks": "tools.module_profiler:register_profile_hooks",
     "remove_profile_hooks": "tools.module_profiler:remove_profile_hooks",
@@ -112,14 +106,34 @@ NAMES: dict[str, str] = {
 }
 """Public name -> "module:attribute" inside this package."""
 
-__all__ = list(NAMES)
 
-paths.install()
+def _import_wing() -> ModuleType | None:
+    """Import what serves the names and paths of earlier libraries; None where it was deleted.
+
+    Nothing else in the core knows the wing for guests, `compat/`.
+    """
+    wing = f"{__name__}.compat"
+    try:
+        return importlib.import_module(f"{wing}.paths")
+    except ModuleNotFoundError as error:
+        if error.name not in (wing, f"{wing}.paths"):
+            raise
+        return None
+
+
+_wing = _import_wing()
+if _wing is not None:
+    NAMES |= _wing.PUBLIC
+    _wing.install()
+
+__all__ = list(NAMES)
 
 
 def __getattr__(name: str) -> object:
     if name not in NAMES:
-        return paths.lookup(__name__, name)
+        if _wing is not None:
+            return _wing.lookup(__name__, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, attribute = NAMES[name].partition(":")
     return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
 

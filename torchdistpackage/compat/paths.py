@@ -1,4 +1,5 @@
-"""Where every name of the earlier TorchDistPackage lives now, by its old module path.
+"""Where every name of the earlier TorchDistPackage lives now, by its old module path; public names
+that the wing for guests adds to the package; and modules that moved into it.
 
 Nothing is loaded before a name is asked for. An old path imports as a module whose names are looked
 up here; a module of this package at an old path keeps its own names and gets the missing ones. A
@@ -134,6 +135,20 @@ OLD_PATHS: dict[str, Names] = {
 }
 """Old path below the package -> where its names are; a file that is there now has its own."""
 
+PUBLIC = {
+    "gen_inner_ranks": "compat.torchdistpackage.ranks:gen_inner_ranks",
+    "gen_groups": "compat.torchdistpackage.ranks:gen_groups",
+    "Bf16ZeroOptimizer": "compat.torchdistpackage.mixed_precision:Bf16ZeroOptimizer",
+    "NativeScalerPP": "compat.torchdistpackage.mixed_precision:NativeScalerPP",
+    "tensor_parallel": "compat.tensor_parallel.call:tensor_parallel",
+}
+"""Public names of the package that are defined here -> "module:attribute" inside the package."""
+
+MOVED = {
+    "parallel.placed": "compat.placed",
+}
+"""Module or folder that moved into the wing -> where it is now; both paths import one module."""
+
 PROGRAMS = {
     "dist.py_comm_test": "compat/torchdistpackage/dist.py",
     "tools.slurm_job_monitor": "cli/jobs.py",
@@ -236,12 +251,35 @@ class SharedModule(SourceFileLoader):
         serve(module)
 
 
+class MovedModule:
+    """Loader of the earlier path of a module that moved: it imports as the module itself."""
+
+    def __init__(self, target: str):
+        self.target = target
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = importlib.import_module(self.target)
+
+
+def moved_to(fullname: str) -> str | None:
+    """Return the present full name of a module that moved, or None."""
+    for old, new in MOVED.items():
+        if f"{fullname}.".startswith(f"{PACKAGE}.{old}."):
+            return fullname.replace(f"{PACKAGE}.{old}", f"{PACKAGE}.{new}", 1)
+    return None
+
+
 class OldPaths:
     """Finds the old paths, and nothing else."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if moved := moved_to(fullname):
+            return ModuleSpec(fullname, MovedModule(moved), origin=__name__)
         if fullname in MODULES and fullname != PACKAGE:
             spec = PathFinder.find_spec(fullname, path)
             if spec is None:

@@ -7,7 +7,7 @@ links       the time of a message or a collective by its bytes (`LinkModel`), an
 
 Orders of a pipeline are timed by schedule/engine, of which simulation, synthesis and cuts are three
 readers. A placed program has no order of its own but the program's, and nodes in place of stages:
-`step_seconds` of parallel/placed/placement_search is the critical path of that graph.
+`step_seconds` of compat/placed/placement_search is the critical path of that graph.
 
 There is no one search over costs. Each stands on what its own problem allows, and would be an
 argument of the other; laid side by side, three loops that keep what is cheaper share four lines.
@@ -19,7 +19,7 @@ schedule/order_search                 list scheduling under varied rules: an ord
 pipeline/partition/cost_split         dynamic programming on the largest sum: stages are intervals
 pipeline/partition/cut_search         a beam over open ranks where one has several stages, and
                                       annealing near the best known where that is too wide
-parallel/placed/placement_search      all placements of few nodes, else descent by moves of a node
+compat/placed/placement_search      all placements of few nodes, else descent by moves of a node
 tools/recompute                       a knapsack of seconds and bytes, exact on a grid of bytes
 ddp/bucket_tuning, ddp/auto           a handful of candidates, each priced in closed form
 """

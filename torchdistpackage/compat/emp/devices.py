@@ -4,7 +4,7 @@ What it had and could not do works: keyword arguments, several outputs, integers
 nothing moved. `launch` returns what the ranks returned.
 
 `to_rank_fn` is called by all ranks, and so is the backward through it. In a placed program
-(`parallel.placed`) transfers are in one order on all ranks; here they are in that of autograd.
+(`compat.placed`) transfers are in one order on all ranks; here they are in that of autograd.
 
 A message is a tensor that says its shape and dtype: any dtype, any strides, from a CPU or a GPU; it
 arrives on the CPU. A tag keeps messages apart.
@@ -25,10 +25,10 @@ from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.tensor_channel import TensorChannel
 from torchdistpackage.comm.tensor_meta import describe
 from torchdistpackage.compat.emp.environment import default_level
+from torchdistpackage.compat.placed import functor, launcher, managed
+from torchdistpackage.compat.placed.place import Devices, Place
+from torchdistpackage.compat.placed.program import Program
 from torchdistpackage.errors import PlacementError
-from torchdistpackage.parallel.placed import functor, launcher, managed
-from torchdistpackage.parallel.placed.place import Devices, Place
-from torchdistpackage.parallel.placed.program import Program
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ def _channel(tag: int) -> TensorChannel:
     return TensorChannel(on_cpu(world()), _CPU, tag=_FIRST_TAG + tag % _NUM_TAGS)
 
 
-GRADIENTS = "torchdistpackage.parallel.placed.mail"
+GRADIENTS = "torchdistpackage.compat.placed.mail"
 """The logger that DEBUG_BACKWARD opens."""
 
 
@@ -266,7 +266,7 @@ DeviceManagedOperation = DeviceManagedCallable
 
 
 class EmpFunctor(functor.DeviceFunctor):
-    """Makes tensors, modules and functions belong to a device; see `parallel.placed`.
+    """Makes tensors, modules and functions belong to a device; see `compat.placed`.
 
     _devices: one for each rank, or a list of devices for each.
     """
@@ -332,7 +332,7 @@ def prepare_logging(rank: int) -> None:
         return
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(f"Rank {rank} %(levelname)s %(name)s - %(message)s"))
-    log = logging.getLogger("torchdistpackage.parallel.placed")
+    log = logging.getLogger("torchdistpackage.compat.placed")
     log.addHandler(handler)
     log.setLevel(default_level())
     if debug:

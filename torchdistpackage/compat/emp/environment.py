@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from torchdistpackage.compat.placed.launcher import RankLog
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.parallel.placed.launcher import RankLog
 
 __all__ = ["BaseConfig", "setup_logging"]
 

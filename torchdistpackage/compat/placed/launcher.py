@@ -10,12 +10,12 @@ from typing import cast
 from torchdistpackage.comm.random import seed_all
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.compat.placed.place import Devices, devices_by_rank, problem_of
+from torchdistpackage.compat.placed.program import DEBUG, finish_all
 from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import PlacementError
 from torchdistpackage.launch.entrypoint import PackedCall, StopLoading, main_is_loading
 from torchdistpackage.launch.workers import run_local, show_line
-from torchdistpackage.parallel.placed.place import Devices, devices_by_rank, problem_of
-from torchdistpackage.parallel.placed.program import DEBUG, finish_all
 
 # once, before the ranks are forked; the first optimizer imports torch._dynamo
 _PRELOAD = ("torch", "torch.distributed", "torch._dynamo", __name__)

@@ -25,7 +25,7 @@ def functor():
     """(F, three places on the ranks there are, this rank)."""
     import torch.distributed as dist
 
-    from torchdistpackage.parallel.placed import DeviceFunctor
+    from torchdistpackage.compat.placed import DeviceFunctor
 
     F = DeviceFunctor(["cpu"] * dist.get_world_size())
     return F, [F.allocate_device() for _ in range(3)], dist.get_rank()

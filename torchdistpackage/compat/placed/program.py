@@ -16,8 +16,7 @@ from torch import Tensor
 
 from torchdistpackage.comm.creation import Group, PerGroup, is_joined, ranks_of, world
 from torchdistpackage.comm.random import own_draws
-from torchdistpackage.errors import PlacementError
-from torchdistpackage.parallel.placed.gradients import (
+from torchdistpackage.compat.placed.gradients import (
     Content,
     Frontier,
     GatheredGrads,
@@ -29,11 +28,12 @@ from torchdistpackage.parallel.placed.gradients import (
     refuse_changed,
     steps_before,
 )
-from torchdistpackage.parallel.placed.mail import Mail
-from torchdistpackage.parallel.placed.order_check import OrderCheck
-from torchdistpackage.parallel.placed.place import Place
-from torchdistpackage.parallel.placed.routes import Ranks, backward_routes, forward_routes
-from torchdistpackage.parallel.placed.structure import Hole, fill, flatten, holes, to_text
+from torchdistpackage.compat.placed.mail import Mail
+from torchdistpackage.compat.placed.order_check import OrderCheck
+from torchdistpackage.compat.placed.place import Place
+from torchdistpackage.compat.placed.routes import Ranks, backward_routes, forward_routes
+from torchdistpackage.compat.placed.structure import Hole, fill, flatten, holes, to_text
+from torchdistpackage.errors import PlacementError
 
 DEBUG = "TDP_PLACED_DEBUG"
 """Set to 1: compare the operations of all ranks, each before it is carried out."""

@@ -20,8 +20,8 @@ from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tensor_channel import Incoming, TensorChannel
 from torchdistpackage.comm.tensor_meta import Description, MessageSpec, TensorMeta
 from torchdistpackage.comm.work import Work
+from torchdistpackage.compat.placed.structure import from_text
 from torchdistpackage.errors import CommError, PlacementError
-from torchdistpackage.parallel.placed.structure import from_text
 
 log = logging.getLogger(__name__)
 

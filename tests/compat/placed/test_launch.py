@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
+from tests.compat.placed.test_programs import at, functor
 from tests.host_reads import HOST, HostReads
-from tests.parallel.placed.test_programs import at, functor
 from torchdistpackage.errors import LaunchError, PlacementError, RankError
 
 
@@ -22,7 +22,7 @@ def steps() -> dict:
         middle = F(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout()))
     optimizer = F.optimizer(torch.optim.Adam, [first, middle, tail])
     x = at(F, a, torch.ones(2, 4))
-    with HostReads((*HOST, "parallel/placed/mail.py")) as reads:
+    with HostReads((*HOST, "compat/placed/mail.py")) as reads:
         for _ in range(3):
             first_half = middle(first(x))
             tail(first_half).mean().backward()
@@ -39,7 +39,7 @@ def test_a_step_reads_nothing_back_from_a_device(ranks):
 def rank_and_log(devices) -> tuple:
     import torch.distributed as dist
 
-    from torchdistpackage.parallel.placed import DeviceFunctor
+    from torchdistpackage.compat.placed import DeviceFunctor
 
     logging.getLogger("mine").info("hello from %d", dist.get_rank())
     print("printed by", dist.get_rank())
@@ -49,7 +49,7 @@ def rank_and_log(devices) -> tuple:
 
 @pytest.mark.full
 def test_a_rank_has_a_log_and_may_have_several_devices(tmp_path, capfd):
-    from torchdistpackage.parallel.placed import launch
+    from torchdistpackage.compat.placed import launch
 
     found = launch(rank_and_log, ["cpu"] * 4, num_procs=2, log_dir=tmp_path, debug=True)
     assert found == [(0, 4, [0, 0, 1, 1, 0]), (1, 4, [0, 0, 1, 1, 0])]
@@ -71,14 +71,14 @@ def fails_on_1(devices) -> None:
 
 @pytest.mark.full
 def test_the_rank_that_fails_is_named_with_its_traceback():
-    from torchdistpackage.parallel.placed import launch
+    from torchdistpackage.compat.placed import launch
 
     with pytest.raises(RankError, match=r"rank 1 of 2 failed.*the tensor is not square"):
         launch(fails_on_1, ["cpu", "cpu"])
 
 
 def test_what_cannot_start_is_refused_before_it_does():
-    from torchdistpackage.parallel.placed import launch
+    from torchdistpackage.compat.placed import launch
 
     with pytest.raises(PlacementError, match="'cuda:77' is not there"):
         launch(fails_on_1, ["cpu", "cuda:77"])

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tests.parallel.placed.message_order import PlacedCall
+from tests.compat.placed.message_order import PlacedCall
 
 SIZE = 3
 """All floats are (SIZE, SIZE), all integers (SIZE,)."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchdistpackage.compat.placed.program import PlacedValue, Program
+from torchdistpackage.compat.placed.structure import from_text, to_text
 from torchdistpackage.errors import PlacementError
-from torchdistpackage.parallel.placed.program import PlacedValue, Program
-from torchdistpackage.parallel.placed.structure import from_text, to_text
 
 Kind = tuple[str, list[Any]]
 """The kind and the names of the parts of an output, as `structure.parts_of` gives them."""

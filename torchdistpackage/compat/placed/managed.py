@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from torchdistpackage.errors import PlacementError
-from torchdistpackage.parallel.placed.gradients import Content
-from torchdistpackage.parallel.placed.kinds import Kind, Kinds
-from torchdistpackage.parallel.placed.place import Place
-from torchdistpackage.parallel.placed.program import PlacedValue, Program
-from torchdistpackage.parallel.placed.structure import (
+from torchdistpackage.compat.placed.gradients import Content
+from torchdistpackage.compat.placed.kinds import Kind, Kinds
+from torchdistpackage.compat.placed.place import Place
+from torchdistpackage.compat.placed.program import PlacedValue, Program
+from torchdistpackage.compat.placed.structure import (
     Hole,
     fill,
     flatten,
@@ -27,7 +26,8 @@ from torchdistpackage.parallel.placed.structure import (
     parts_of,
     signature,
 )
-from torchdistpackage.parallel.placed.tensor_methods import TensorMethods
+from torchdistpackage.compat.placed.tensor_methods import TensorMethods
+from torchdistpackage.errors import PlacementError
 
 KindsOf = Kinds | Callable[[], Kinds] | None
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.parallel.placed.test_programs import at, functor
+from tests.compat.placed.test_programs import at, functor
 from torchdistpackage.errors import PlacementError, RankError
 
 
@@ -14,7 +14,7 @@ def mixed() -> None:
     """Arguments that have no place, or several; outputs that are not what was said."""
     import torch
 
-    from torchdistpackage.parallel.placed import DeviceFunctor
+    from torchdistpackage.compat.placed import DeviceFunctor
 
     F, (a, b, _), rank = functor()
     add = at(F, a, torch.add)
@@ -154,7 +154,7 @@ def test_what_another_rank_could_not_make_does_not_move(ranks):
 
 
 def test_bad_lists_of_devices():
-    from torchdistpackage.parallel.placed.place import devices_by_rank
+    from torchdistpackage.compat.placed.place import devices_by_rank
 
     for wrong in (None, "nowhere"):
         with pytest.raises(PlacementError, match=f"{wrong!r} is no device"):
@@ -172,7 +172,7 @@ def call(what: str, F, one):
     """A mistake with the managed module `one`, whose weights are 3 x 3."""
     import torch
 
-    from torchdistpackage.parallel.placed import PlacedPipeline
+    from torchdistpackage.compat.placed import PlacedPipeline
 
     y = at(F, F.place(0), torch.sin)(at(F, F.place(0), torch.ones(3, requires_grad=True)))
     with F.under(F.place(0)):
@@ -204,7 +204,7 @@ def call(what: str, F, one):
 def test_what_is_of_another_kind_is_refused(what, text):
     import torch
 
-    from torchdistpackage.parallel.placed import DeviceFunctor
+    from torchdistpackage.compat.placed import DeviceFunctor
 
     F = DeviceFunctor(["cpu"])
     with pytest.raises(PlacementError, match=text):

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from tests.parallel.placed.graphs import calls, leaves, play_graph, random_graph
-from tests.parallel.placed.message_order import PlacedCall, backward_order, forward_order, play
+from tests.compat.placed.graphs import calls, leaves, play_graph, random_graph
+from tests.compat.placed.message_order import PlacedCall, backward_order, forward_order, play
 from torchdistpackage.errors import ScheduleError
 
 
@@ -62,7 +62,7 @@ def graphs_on_ranks(seeds: list[int]) -> None:
     import torch
     import torch.distributed as dist
 
-    from torchdistpackage.parallel.placed import DeviceFunctor
+    from torchdistpackage.compat.placed import DeviceFunctor
 
     rank, num = dist.get_rank(), dist.get_world_size()
     F = DeviceFunctor(["cpu"] * num)

@@ -14,7 +14,7 @@ def digits(num_steps: int) -> tuple[float, float]:
     from sklearn.datasets import load_digits
     from torch import nn
 
-    from torchdistpackage.parallel.placed import DeviceFunctor
+    from torchdistpackage.compat.placed import DeviceFunctor
 
     torch.set_default_dtype(torch.float64)
     data = load_digits()
@@ -95,7 +95,7 @@ def noise(count: int) -> list:
     import torch.distributed as dist
     from torch import nn
 
-    from torchdistpackage.parallel.placed import DeviceFunctor
+    from torchdistpackage.compat.placed import DeviceFunctor
 
     F = DeviceFunctor(["cpu"] * dist.get_world_size())
     places = [F.allocate_device() for _ in range(count)]

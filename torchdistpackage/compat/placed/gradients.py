@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm.tensor_meta import TensorMeta
+from torchdistpackage.compat.placed.mail import ExpectedGrads, Mail
+from torchdistpackage.compat.placed.structure import Hole, fill, holes
 from torchdistpackage.errors import PlacementError
 from torchdistpackage.parallel.pipeline.links import Root, graph_root
-from torchdistpackage.parallel.placed.mail import ExpectedGrads, Mail
-from torchdistpackage.parallel.placed.structure import Hole, fill, holes
 
 _MAX_FRONTIER = 32
 

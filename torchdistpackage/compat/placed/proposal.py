@@ -18,12 +18,10 @@ from torch import Tensor, fx
 from torch.nn import Module
 
 from torchdistpackage.comm.nested import leaves_of
-from torchdistpackage.errors import PlacementError
-from torchdistpackage.parallel.pipeline.partition.layer_costs import STATE_FACTOR
-from torchdistpackage.parallel.placed.functor import DeviceFunctor
-from torchdistpackage.parallel.placed.managed import ManagedModule, ManagedTensor
-from torchdistpackage.parallel.placed.place import Place
-from torchdistpackage.parallel.placed.placement_search import (
+from torchdistpackage.compat.placed.functor import DeviceFunctor
+from torchdistpackage.compat.placed.managed import ManagedModule, ManagedTensor
+from torchdistpackage.compat.placed.place import Place
+from torchdistpackage.compat.placed.placement_search import (
     GIB,
     PlacedNode,
     PlaceLink,
@@ -31,6 +29,8 @@ from torchdistpackage.parallel.placed.placement_search import (
     search,
     step_seconds,
 )
+from torchdistpackage.errors import PlacementError
+from torchdistpackage.parallel.pipeline.partition.layer_costs import STATE_FACTOR
 from torchdistpackage.tools.undisturbed import undisturbed
 
 

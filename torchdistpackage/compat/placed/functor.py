@@ -26,15 +26,15 @@ from torchdistpackage.comm.creation import Group
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.primitives import gather_objects
 from torchdistpackage.comm.random import own_draws
-from torchdistpackage.errors import PlacementError
-from torchdistpackage.parallel.placed.managed import (
+from torchdistpackage.compat.placed.managed import (
     AbsentModule,
     ManagedModule,
     ManagedOperation,
     ManagedTensor,
 )
-from torchdistpackage.parallel.placed.place import Devices, Place, devices_by_rank, problem_of
-from torchdistpackage.parallel.placed.program import Program, program_of
+from torchdistpackage.compat.placed.place import Devices, Place, devices_by_rank, problem_of
+from torchdistpackage.compat.placed.program import Program, program_of
+from torchdistpackage.errors import PlacementError
 
 
 class DeviceFunctor:

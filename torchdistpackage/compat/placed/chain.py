@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from torchdistpackage.comm.groups import Groups
+from torchdistpackage.compat.placed.managed import ManagedOperation, ManagedTensor
+from torchdistpackage.compat.placed.program import Program
 from torchdistpackage.errors import PlacementError
 from torchdistpackage.parallel.pipeline.pipeline import Loss, Pipeline
-from torchdistpackage.parallel.placed.managed import ManagedOperation, ManagedTensor
-from torchdistpackage.parallel.placed.program import Program
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.engine import TaskGraph
 from torchdistpackage.schedule.generators import build

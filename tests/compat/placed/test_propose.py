@@ -7,9 +7,8 @@ import random
 
 import pytest
 
-from tests.parallel.placed.test_programs import at
-from torchdistpackage.errors import PlacementError
-from torchdistpackage.parallel.placed.placement_search import (
+from tests.compat.placed.test_programs import at
+from torchdistpackage.compat.placed.placement_search import (
     PlacedNode,
     PlaceLink,
     bytes_of,
@@ -17,6 +16,7 @@ from torchdistpackage.parallel.placed.placement_search import (
     search,
     step_seconds,
 )
+from torchdistpackage.errors import PlacementError
 
 LINK = PlaceLink(latency_s=0.01, bytes_per_s=1e9)
 
@@ -98,7 +98,7 @@ def proposed() -> dict:
     import torch
     from torch import nn
 
-    from torchdistpackage.parallel.placed import DeviceFunctor, propose
+    from torchdistpackage.compat.placed import DeviceFunctor, propose
 
     torch.set_default_dtype(torch.float64)
 
@@ -166,7 +166,7 @@ def test_a_proposal_runs(ranks):
 def test_what_cannot_be_proposed_is_refused(options, text):
     import torch
 
-    from torchdistpackage.parallel.placed import propose
+    from torchdistpackage.compat.placed import propose
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     given = {"model": model, "example": torch.ones(1, 2), "memory_gb": 1, **options}
@@ -177,7 +177,7 @@ def test_what_cannot_be_proposed_is_refused(options, text):
 def test_a_placed_model_takes_what_the_model_does():
     import torch
 
-    from torchdistpackage.parallel.placed import DeviceFunctor, propose
+    from torchdistpackage.compat.placed import DeviceFunctor, propose
 
     class Sum(torch.nn.Module):
         def forward(self, x, y, scale=2.0):

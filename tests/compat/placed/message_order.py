@@ -1,4 +1,4 @@
-"""The messages of a placed program on paper, in the order that parallel/placed/routes.py states.
+"""The messages of a placed program on paper, in the order that compat/placed/routes.py states.
 
 `play` lets ranks go through their own ones, where every send waits for its receive.
 """
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from torchdistpackage.compat.placed.routes import Ranks, backward_routes, forward_routes
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.parallel.placed.routes import Ranks, backward_routes, forward_routes
 
 
 class PlacedMessage(NamedTuple):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torchdistpackage.comm.creation import Group, ranks_of
 from torchdistpackage.comm.primitives import gather_objects
+from torchdistpackage.compat.placed.place import Place
 from torchdistpackage.errors import PlacementError
-from torchdistpackage.parallel.placed.place import Place
 
 _HERE = str(Path(__file__).parent)
 

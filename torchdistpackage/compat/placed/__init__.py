@@ -8,13 +8,13 @@ from torchdistpackage.lazy import homes, load
 
 EXPORTS = homes(
     {
-        "parallel.placed.chain": ("PlacedPipeline",),
-        "parallel.placed.functor": ("DeviceFunctor",),
-        "parallel.placed.launcher": ("launch",),
-        "parallel.placed.managed": ("ManagedModule", "ManagedOperation", "ManagedTensor"),
-        "parallel.placed.place": ("Place",),
-        "parallel.placed.placement_search": ("PlaceLink",),
-        "parallel.placed.proposal": ("Proposal", "propose"),
+        "compat.placed.chain": ("PlacedPipeline",),
+        "compat.placed.functor": ("DeviceFunctor",),
+        "compat.placed.launcher": ("launch",),
+        "compat.placed.managed": ("ManagedModule", "ManagedOperation", "ManagedTensor"),
+        "compat.placed.place": ("Place",),
+        "compat.placed.placement_search": ("PlaceLink",),
+        "compat.placed.proposal": ("Proposal", "propose"),
         "comm.random": ("seed_all",),
     }
 )

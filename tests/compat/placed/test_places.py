@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.placed.test_programs import at, float64, same
+from tests.compat.placed.test_programs import at, float64, same
 from torchdistpackage.errors import PlacementError
 
 
@@ -13,8 +13,8 @@ def tensor_parallel() -> None:
     import torch
     from torch import nn
 
+    from torchdistpackage.compat.placed import DeviceFunctor
     from torchdistpackage.parallel import ColumnLinear, RowLinear
-    from torchdistpackage.parallel.placed import DeviceFunctor
 
     torch.set_default_dtype(torch.float64)
     F = DeviceFunctor(["cpu"] * 3)
@@ -67,7 +67,7 @@ def devices_of_its_ranks() -> None:
     import torch
     from torch import nn
 
-    from torchdistpackage.parallel.placed import DeviceFunctor, PlacedPipeline
+    from torchdistpackage.compat.placed import DeviceFunctor, PlacedPipeline
 
     F = DeviceFunctor(["cpu", "cpu:0"])
     own = torch.device(("cpu", "cpu:0")[F.program.rank])
@@ -93,7 +93,7 @@ def test_a_place_may_be_a_tensor_parallel_group(ranks):
 def overlapping() -> None:
     """Places that share some of their ranks; each gradient once on each rank."""
 
-    from torchdistpackage.parallel.placed import DeviceFunctor
+    from torchdistpackage.compat.placed import DeviceFunctor
 
     F = DeviceFunctor(["cpu"] * 4)
     places = [F.place(r) for r in ((0, 1), (1, 2), (3,), (0, 3, 2), 2, (2, 1, 0))]
@@ -120,7 +120,7 @@ def test_places_may_share_ranks(ranks):
 def several_devices(devices: list, num: int) -> None:
     import torch
 
-    from torchdistpackage.parallel.placed import DeviceFunctor
+    from torchdistpackage.compat.placed import DeviceFunctor
 
     F = DeviceFunctor(devices)
     places = [F.allocate_device() for _ in range(num + 1)]
@@ -151,7 +151,7 @@ def chain(order: tuple[int, ...], schedule: str) -> tuple:
     from torch import nn
 
     from torchdistpackage import simulate
-    from torchdistpackage.parallel.placed import DeviceFunctor, PlacedPipeline
+    from torchdistpackage.compat.placed import DeviceFunctor, PlacedPipeline
 
     torch.set_default_dtype(torch.float64)
     F = DeviceFunctor(["cpu"] * dist.get_world_size())
