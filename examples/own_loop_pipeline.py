@@ -1,4 +1,4 @@
-"""Your own loop with tpc and forward_backward: a network cut into stages, fed in microbatches.
+"""Your own loop with tpc and Pipeline: a network cut into stages, fed in microbatches.
 
     python examples/own_loop_pipeline.py                            four stages on this machine
     torchrun --nproc-per-node 2 examples/own_loop_pipeline.py       or as many as torchrun makes
@@ -9,11 +9,11 @@ Prints the last loss beside that of the same network trained whole, in float64.
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from torchdistpackage import (
-    forward_backward,
+    Pipeline,
     partition_uniform,
     run_or_launch,
     setup_distributed,
@@ -36,27 +36,20 @@ def train() -> None:
 
     stage = partition_uniform(network(device))
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.5)
-    first, last = tpc.is_first_in_pipeline_group(), tpc.is_last_in_pipeline_group()
-    inputs = [images] * first + [labels] * last  # what this stage needs beside the one before
-
-    def forward(arguments: Tensor | list[Tensor]) -> Tensor:
-        x, *targets = arguments if isinstance(arguments, list) else [arguments]
-        return F.cross_entropy(stage(x), *targets) if last else stage(x)
-
+    pipe = Pipeline(stage, loss=F.cross_entropy, num_microbatches=8)
     for _ in range(20):
-        loss = forward_backward(optimizer, forward, None, inputs, num_microbatches=8)
+        optimizer.zero_grad()
+        loss = pipe.step(images, targets=labels)  # the mean over the batch, on every rank
         optimizer.step()
 
-    told = [loss]
-    dist.broadcast_object_list(told, src=dist.get_world_size() - 1)
-    if first:
+    if tpc.is_first_in_pipeline_group():
         whole = network(device)
         optimizer = torch.optim.SGD(whole.parameters(), lr=0.5)
         for _ in range(20):
             optimizer.zero_grad()
             (expected := F.cross_entropy(whole(images), labels)).backward()
             optimizer.step()
-        print(f"{tpc.get_pp_size()} stages: loss {told[0]:.12f}, in one piece {expected:.12f}")
+        print(f"{tpc.get_pp_size()} stages: loss {loss:.12f}, in one piece {expected:.12f}")
     dist.destroy_process_group()
 
 

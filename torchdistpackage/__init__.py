@@ -65,8 +65,6 @@ NAMES: dict[str, str] = {
     "replica_group": "ddp.zero.options:replica_group",
     "same_place": "ddp.zero.options:replica_group",  # its earlier name
     "Pipeline": "parallel.pipeline.pipeline:Pipeline",
-    "forward_backward": "parallel.pipeline.functional:forward_backward",
-    "forward_eval": "parallel.pipeline.functional:forward_eval",
     "partition_uniform": "parallel.pipeline.partition.policies:partition_uniform",
     "partition_balanced": "parallel.pipeline.partition.policies:partition_balanced",
     "partition_by_time": "parallel.pipeline.partition.policies:partition_by_time",

@@ -22,8 +22,8 @@ from torch.distributed.pipelining import (
 from benchmarks.pipeline.bars import CHECKED, FUNCTIONS, OURS, PEER
 from benchmarks.pipeline.models import LOOP, TWO, VEE, Case, Stage
 from torchdistpackage.comm.tensor_meta import Message
+from torchdistpackage.compat.torchdistpackage.forward_backward import forward_backward
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.parallel.pipeline.functional import forward_backward
 from torchdistpackage.parallel.pipeline.partition.layer_costs import (
     PieceCost,
     split_measured,

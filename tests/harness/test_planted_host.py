@@ -16,7 +16,7 @@ from torchdistpackage.config.load import load
 from torchdistpackage.harness.lint.linter import lint
 from torchdistpackage.harness.lint.report import LintReport
 from torchdistpackage.layout import derive as order
-from torchdistpackage.parallel.pipeline.functional import forward_backward
+from torchdistpackage.parallel.pipeline.pipeline import Pipeline
 from torchdistpackage.train.plan import Plan, make_plan
 
 GRID = {"data": 2, "pipe": 2, "tensor": 2}
@@ -24,13 +24,8 @@ GRID = {"data": 2, "pipe": 2, "tensor": 2}
 
 def step(rank: int) -> None:
     """Three stages; the first batch of messages is announced over host memory."""
-    net, group = nn.Linear(4, 4), tpc.get_group("pipe")
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return net(x).square().mean() if group.rank() == 2 else net(x)
-
-    inputs = [torch.ones(4, 4)] if group.rank() == 0 else None
-    forward_backward(None, forward, None, inputs, num_microbatches=2, group=group)
+    pipe = Pipeline(nn.Linear(4, 4), loss=lambda y: y.square().mean(), num_microbatches=2)
+    pipe.step(torch.ones(4, 4))
 
 
 def test_a_pipe_that_connects_in_its_first_batch():

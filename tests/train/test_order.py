@@ -9,12 +9,9 @@ import torch
 from tests.train import parity
 from tests.train.test_parity import cases, overrides
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.harness.lint.linter import lint
 from torchdistpackage.harness.lint.report import LintReport
-from torchdistpackage.layout.layout import Layout
-from torchdistpackage.parallel.pipeline.functional import forward_backward
 from torchdistpackage.schedule.actions import Action, ActionKind
 from torchdistpackage.train import build as builder
 from torchdistpackage.train.dry_run import STEPS, trial
@@ -173,49 +170,6 @@ def test_replicas_that_reduce_a_tied_weight_in_two_orders_are_found():
         trainer.train_step(1)
 
     assert lint(step, plan.topology).finding is not None
-
-
-def test_naive_ddp_and_forward_backward_pass():
-    """The seed's own loop: 1F1B over the pipe group, gradients averaged over data."""
-
-    def step(rank: int) -> float:
-        torch.manual_seed(3)
-        stage = NaiveDDP(torch.nn.Linear(4, 4), num_grad_acc_iter=4)
-        torch.manual_seed(tpc.get_dp_rank())
-        inputs = torch.randn(8, 4) if tpc.is_first_in_pipeline_group() else None
-
-        def forward(x):
-            y = stage(x)
-            return y.square().mean() if tpc.is_last_in_pipeline_group() else y
-
-        for _ in range(2):
-            stage.zero_grad()
-            forward_backward(None, forward, None, inputs, num_microbatches=4)
-            stage.reduce_gradients()
-        return sum(p.grad.sum().item() for p in stage.parameters())
-
-    report = lint(step, [("data", 2), ("pipe", 2)]).check()
-    assert report.results[0] == report.results[2] and report.results[1] == report.results[3]
-    assert {kind.name for kind in report.kinds} >= {"data", "pipe"}
-
-
-def test_a_tied_weight_in_naive_ddp_does_not_hold_up_the_messages():
-    """Its bucket leaves the last stage before the message that the first one waits for."""
-
-    def step(rank: int) -> None:
-        stage = torch.nn.Linear(4, 4, bias=False)
-        ddp = NaiveDDP(stage, layouts={"weight": Layout("tied", (4, 4), stages=(0, 1))})
-
-        def forward(x):
-            y = ddp.module(x)
-            return y.square().mean() if tpc.is_last_in_pipeline_group() else y
-
-        inputs = torch.ones(4, 4) if tpc.is_first_in_pipeline_group() else None
-        for _ in range(2):
-            forward_backward(None, forward, None, inputs, 2, reducer=ddp.reducer)
-
-    for axes in ({"pipe": 2}, {"data": 2, "pipe": 2}):
-        lint(step, axes).check()
 
 
 def test_a_users_own_model_is_run_or_its_groups_are_made():

@@ -24,8 +24,9 @@ PACKAGE = __name__.partition(".")[0]
 Names = dict[str, tuple[str, ...]]
 """Module of this package, or why not yet (a `UnavailableReason`), -> names."""
 
+_FORWARD_BACKWARD = "compat.torchdistpackage.forward_backward"
 _SCHEDULER: Names = {
-    "parallel.pipeline.functional": ("forward_backward", "forward_eval"),
+    _FORWARD_BACKWARD: ("forward_backward", "forward_eval"),
 }
 _PARTITION: Names = {
     "parallel.pipeline.partition.sequential": (
@@ -140,12 +141,17 @@ PUBLIC = {
     "gen_groups": "compat.torchdistpackage.ranks:gen_groups",
     "Bf16ZeroOptimizer": "compat.torchdistpackage.mixed_precision:Bf16ZeroOptimizer",
     "NativeScalerPP": "compat.torchdistpackage.mixed_precision:NativeScalerPP",
+    "forward_backward": f"{_FORWARD_BACKWARD}:forward_backward",
+    "forward_eval": f"{_FORWARD_BACKWARD}:forward_eval",
     "tensor_parallel": "compat.tensor_parallel.call:tensor_parallel",
 }
 """Public names of the package that are defined here -> "module:attribute" inside the package."""
 
 MOVED = {
     "parallel.placed": "compat.placed",
+    "parallel.pipeline.functional": _FORWARD_BACKWARD,
+    "parallel.pipeline.function_call": "compat.torchdistpackage.function_call",
+    "parallel.pipeline.scatter_gather": "compat.torchdistpackage.scatter_gather",
 }
 """Module or folder that moved into the wing -> where it is now; both paths import one module."""
 
@@ -178,7 +184,7 @@ def announce(module: str, names: Names) -> None:
     known |= {name: place for place, held in names.items() for name in held}
 
 
-announce(f"{PACKAGE}.parallel", {_BLOCKS: ("Transformer",)})
+announce(f"{PACKAGE}.parallel", {_BLOCKS: ("Transformer",)} | _SCHEDULER)
 announce(
     f"{PACKAGE}.parallel.auto",  # where these of ours were before
     {

@@ -29,7 +29,6 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "layout.mark": ("collect",),
     "parallel.pipeline.pipeline": ("Pipeline",),
     "parallel.pipeline.weight_tying": ("tie",),
-    "parallel.pipeline.functional": ("forward_backward", "forward_eval"),
     "parallel.pipeline.partition.sequential": (
         "flatten_model",
         "flatten_sequence",

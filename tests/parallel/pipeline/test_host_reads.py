@@ -13,7 +13,6 @@ from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.comm.work import Work
 from torchdistpackage.optim.clip import clip_grad_norm_
-from torchdistpackage.parallel.pipeline.functional import forward_backward
 from torchdistpackage.parallel.pipeline.program import RankProgram
 
 STEADY = range(3, 6)
@@ -54,32 +53,6 @@ def of_pipeline(schedule: str, data: int, loss_scale: bool) -> dict[str, int]:
 def test_a_steady_step_of_a_pipeline_reads_nothing(pool, schedule, data, loss_scale):
     found = pool(2 * data).run(of_pipeline, schedule, data, loss_scale, transport="late")
     assert found == [{}] * 2 * data
-
-
-def of_functions() -> dict[str, int]:
-    """The same of `forward_backward`."""
-    tpc.setup_process_groups([("pipe", 2)])
-    rank, found = dist.get_rank(), HostReads()
-    stage = chain(2)[rank]
-    optimizer = torch.optim.SGD(stage.parameters(), lr=0.01)
-
-    def fwd_fn(given):
-        given = given if isinstance(given, list) else [given]
-        out = stage(given[0])
-        return squares(out, given[-1]) if rank else out
-
-    for step in range(STEADY.stop):
-        x, y = batch(8, seed=step)
-        if step == STEADY.start:
-            found.__enter__()
-        forward_backward(optimizer, fwd_fn, None, [y] if rank else [x], 4)
-        optimizer.step()
-    found.__exit__(None, None, None)
-    return dict(found.found)
-
-
-def test_a_steady_step_of_forward_backward_reads_nothing(pool):
-    assert pool(2).run(of_functions, transport="late") == [{}, {}]
 
 
 def sends_of_a_step() -> tuple[int, list[str], bool]:

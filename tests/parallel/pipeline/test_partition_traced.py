@@ -10,13 +10,13 @@ from torch.nn import functional as F
 
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.parallel.pipeline.functional import forward_backward
 from torchdistpackage.parallel.pipeline.partition.fx_split import split_traced
 from torchdistpackage.parallel.pipeline.partition.policies import (
     partition_by_time,
     partition_uniform,
 )
 from torchdistpackage.parallel.pipeline.partition.sequential import flatten_model
+from torchdistpackage.parallel.pipeline.pipeline import Pipeline
 
 
 class BasicBlock(nn.Module):
@@ -152,14 +152,10 @@ def trained(cut: str) -> None:
     mine = torch.optim.SGD(own, lr=0.1, momentum=0.9)
     theirs = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
 
-    def fwd_fn(given):
-        if rank < p - 1:
-            return stage(given)
-        return F.cross_entropy(stage(given[0]), given[1])
-
-    inputs = [x] if rank == 0 else [targets] if rank == p - 1 else []
+    pipe = Pipeline(stage, loss=F.cross_entropy, num_microbatches=m)
     for _ in range(3):
-        loss = forward_backward(mine, fwd_fn, None, inputs, num_microbatches=m)
+        mine.zero_grad()
+        loss = pipe.step(x, targets=targets)
         mine.step()
         theirs.zero_grad()
         losses = [
@@ -168,10 +164,9 @@ def trained(cut: str) -> None:
         expected = torch.stack(losses).mean()
         expected.backward()
         theirs.step()
-        if rank == p - 1:
-            torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
-    given = [x] if rank == 0 else []
-    output = forward_backward(None, stage.eval(), None, given, forward_only=True)
+        torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
+    stage.eval()
+    output = pipe.predict(x)
     if rank == p - 1:
         torch.testing.assert_close(output, whole.eval()(x), rtol=0, atol=1e-12)
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.pipeline.whole_model import batch, chain, same, squares
-from torchdistpackage import Pipeline, forward_backward
+from torchdistpackage import Pipeline
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, ScheduleError
@@ -222,7 +222,6 @@ def after_an_exception() -> None:
             lambda of=pipe: of.eval_step(x, targets=y),
             lambda of=pipe: of.predict(x),
             lambda over=group: made(rank, group=over),
-            lambda over=group: forward_backward(None, chain(2)[rank], None, x, 4, group=over),
         ):
             with pytest.raises(CommError, match=r"interrupted by \w+Error: .* make a new group"):
                 call()

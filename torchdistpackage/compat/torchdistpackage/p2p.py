@@ -22,12 +22,12 @@ from torchdistpackage.comm.primitives import Group, device_of, ranks_of
 from torchdistpackage.comm.tensor_channel import TensorChannel, expect_payload
 from torchdistpackage.comm.tensor_meta import Description, MessageSpec, TensorMeta, describe
 from torchdistpackage.comm.tpc import resolve_group, tpc
-from torchdistpackage.errors import CommError
-from torchdistpackage.parallel.pipeline.scatter_gather import (
+from torchdistpackage.compat.torchdistpackage.scatter_gather import (
     divides,
     gather_split_1d_tensor,
     split_tensor_into_1d_equal_chunks,
 )
+from torchdistpackage.errors import CommError
 
 Object = Tensor | Sequence[Tensor | None] | None
 Shapes = torch.Size | Sequence["torch.Size | None"] | None

@@ -3,8 +3,7 @@
 Read in this order.
 
 Reference       reference: GPipe in 40 lines; tests hold Pipeline equal to it.
-Public          pipeline (`Pipeline`, for loops of your own); functional (`forward_backward`, for
-                functions) on function_call (its arguments, and the executor of an earlier call).
+Public          pipeline (`Pipeline`, for loops of your own).
 One step        stages (those of this rank, and how they are called), microbatches (a batch is cut,
                 run and joined), losses (means, sums and counts), agreement (input errors before
                 anything is sent), grad_sync (the reducers of the stages, and which backward is the
@@ -13,5 +12,4 @@ Executor        executor (runs one rank's program), program (the schedule as bou
                 stage_runner, links (receives and sends between stages).
 Backward        split_backward (input and weight gradients) on parallel/deferred_wgrad.
 Partition       partition/ (where to cut).
-Tensor group    scatter_gather: a message is sent in parts, one by each tensor rank.
 """

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm.backends import GLOO, register_transport
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.compat.torchdistpackage.forward_backward import forward_backward, forward_eval
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.errors import CommError
-from torchdistpackage.parallel.pipeline.functional import forward_backward, forward_eval
 
 DIM = 4
 

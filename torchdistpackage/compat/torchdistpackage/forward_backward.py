@@ -16,12 +16,12 @@ from torchdistpackage.comm.groups import on_cpu, step_over
 from torchdistpackage.comm.primitives import Group, device_of, is_queued, ranks_of
 from torchdistpackage.comm.tensor_meta import Message, tensors_of
 from torchdistpackage.comm.tpc import resolve_group
+from torchdistpackage.compat.torchdistpackage import scatter_gather
+from torchdistpackage.compat.torchdistpackage.function_call import BwdFn, FunctionCall, FwdFn
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import CommError
-from torchdistpackage.parallel.pipeline import scatter_gather
 from torchdistpackage.parallel.pipeline.executor import autograd
-from torchdistpackage.parallel.pipeline.function_call import BwdFn, FunctionCall, FwdFn
 from torchdistpackage.parallel.pipeline.grad_sync import scatters
 from torchdistpackage.parallel.pipeline.losses import LossDivision, Losses, is_counted, mean_of
 from torchdistpackage.parallel.pipeline.microbatches import cut, detached, is_scalar, joined

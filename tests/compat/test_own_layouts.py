@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torchdistpackage.checkpoint.load import load
 from torchdistpackage.checkpoint.save import save
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.compat.torchdistpackage.forward_backward import forward_backward
 from torchdistpackage.compat.torchdistpackage.tensor_blocks import Transformer
 from torchdistpackage.ddp.ema import ShardedEMA
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
@@ -20,7 +21,6 @@ from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.layout.derive import blocks
 from torchdistpackage.layout.mark import collect
 from torchdistpackage.optim.clip import clip_grad_norm_
-from torchdistpackage.parallel.pipeline.functional import forward_backward
 
 DIM, HEADS, DEPTH, BATCH = 8, 2, 2, 8
 CLIP, DECAY = 0.05, 0.7

@@ -18,8 +18,8 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.tensor_channel import TensorChannel
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.compat.torchdistpackage import function_call
 from torchdistpackage.errors import CommError
-from torchdistpackage.parallel.pipeline import function_call
 from torchdistpackage.parallel.pipeline.executor import Executor
 
 
