@@ -128,7 +128,7 @@ def test_modules_are_named_in_strings_only_where_there_is_a_reason():
 OPTIONS_OF = {
     "ddp/reducer.py": (
         *("naive_ddp", "options", "scheduled_ready", "bucket_tuning", "sparse_grads"),
-        *("param_sync", "comm_hooks", "expert_grads"),
+        *("param_sync", "comm_hooks"),
     ),
     "ddp/zero/bucket.py": ("optimizer", "guards", "offload", "stage3", "state_dict"),
 }

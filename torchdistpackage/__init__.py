@@ -56,8 +56,6 @@ NAMES: dict[str, str] = {
     "join": "ddp.join:join",
     "convert_sync_batchnorm": "ddp.sync_batch_norm:convert_sync_batchnorm",
     "check_replicas": "ddp.param_sync:check_replicas",
-    "create_moe_dp_hooks": "ddp.expert_grads:create_moe_dp_hooks",
-    "moe_dp_iter_step": "ddp.expert_grads:moe_dp_iter_step",
     "ShardedEMA": "ddp.ema:ShardedEMA",
     "partition_params": "layout.partition:partition_params",
     "ZeroOptimizer": "ddp.zero.optimizer:ZeroOptimizer",

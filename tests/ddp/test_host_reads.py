@@ -6,7 +6,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.host_reads import HostReads
-from torchdistpackage.ddp.expert_grads import ExpertReducer
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.optim.clip import clip_grad_norm_
 from torchdistpackage.optim.scaler import GradScaler
@@ -73,25 +72,3 @@ def test_what_nobody_used_costs_one_read(ranks):
 def test_a_scaled_step_reads_its_decision_once(ranks):
     for found in ranks(2).run(steady, [NUM, NUM], True, True):
         assert places(found) == ["optim/scaler.py"]
-
-
-def experts_reads() -> list[dict[str, int]]:
-    """Nobody uses half of the experts."""
-    net = Routed()
-    made = ExpertReducer(dict(net.named_parameters()), dist.group.WORLD)
-    found = []
-    for num_used in (NUM, 2):
-        for p in net.parameters():
-            p.grad = None
-        net(torch.ones(2, DIM), num_used).sum().backward()
-        with HostReads() as reads:
-            made.reduce_gradients()
-        found.append(dict(reads.found))
-    assert [p.grad is None for p in net.parameters()] == [False] * 4 + [True] * 2 * (NUM - 2)
-    made.remove()
-    return found
-
-
-def test_experts_without_tokens_cost_one_read(ranks):
-    for all_used, some_used in ranks(2).run(experts_reads):
-        assert all_used == {} and places(some_used) == ["ddp/bucket_comm.py"]

@@ -24,6 +24,7 @@ PACKAGE = __name__.partition(".")[0]
 Names = dict[str, tuple[str, ...]]
 """Module of this package, or why not yet (a `UnavailableReason`), -> names."""
 
+_EXPERT_GRADS = "compat.torchdistpackage.expert_grads"
 _FORWARD_BACKWARD = "compat.torchdistpackage.forward_backward"
 _SCHEDULER: Names = {
     _FORWARD_BACKWARD: ("forward_backward", "forward_eval"),
@@ -104,7 +105,7 @@ OLD_PATHS: dict[str, Names] = {
         "tools.debug_nan": ("_has_inf_or_nan",),
     },
     "utils": {"comm.random": ("fix_rand",), "layout.partition": ("partition_params",)},
-    "ddp.naive_ddp": {"ddp.expert_grads": ("MoEDP", "create_moe_dp_hooks", "moe_dp_iter_step")},
+    "ddp.naive_ddp": {_EXPERT_GRADS: ("MoEDP", "create_moe_dp_hooks", "moe_dp_iter_step")},
     "ddp.zero_optim": _ZERO_OPTIMIZER,
     "ddp.zer_optim": _ZERO_OPTIMIZER,
     "parallel.pipeline_sched": _SCHEDULER,
@@ -141,6 +142,8 @@ PUBLIC = {
     "gen_groups": "compat.torchdistpackage.ranks:gen_groups",
     "Bf16ZeroOptimizer": "compat.torchdistpackage.mixed_precision:Bf16ZeroOptimizer",
     "NativeScalerPP": "compat.torchdistpackage.mixed_precision:NativeScalerPP",
+    "create_moe_dp_hooks": f"{_EXPERT_GRADS}:create_moe_dp_hooks",
+    "moe_dp_iter_step": f"{_EXPERT_GRADS}:moe_dp_iter_step",
     "forward_backward": f"{_FORWARD_BACKWARD}:forward_backward",
     "forward_eval": f"{_FORWARD_BACKWARD}:forward_eval",
     "tensor_parallel": "compat.tensor_parallel.call:tensor_parallel",
@@ -149,6 +152,7 @@ PUBLIC = {
 
 MOVED = {
     "parallel.placed": "compat.placed",
+    "ddp.expert_grads": _EXPERT_GRADS,
     "parallel.pipeline.functional": _FORWARD_BACKWARD,
     "parallel.pipeline.function_call": "compat.torchdistpackage.function_call",
     "parallel.pipeline.scatter_gather": "compat.torchdistpackage.scatter_gather",

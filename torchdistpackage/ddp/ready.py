@@ -19,8 +19,8 @@ first reduction nothing leaves before the backward is over, and a parameter that
 nested backward never leaves early again (`Reducer.mark_repeating`). One that repeats for the first
 time after its bucket has left is an error by name (`came_late`).
 
-Where a caller knows which gradients are final, a `ReadyPolicy` says so, as those of
-scheduled_ready.py and expert_grads.py do.
+Where a caller knows which gradients are final, a `ReadyPolicy` says so, as that of
+scheduled_ready.py does.
 """
 
 from collections.abc import Collection, Iterable

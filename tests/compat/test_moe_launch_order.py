@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from torchdistpackage import comm
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.ddp import expert_grads
-from torchdistpackage.ddp.expert_grads import ExpertReducer
+from torchdistpackage.compat.torchdistpackage import expert_grads
+from torchdistpackage.compat.torchdistpackage.expert_grads import ExpertReducer
 from torchdistpackage.harness.lint.linter import lint
 
 DIM, STEPS = 2, 2

@@ -10,10 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.ddp.test_host_reads import DIM, NUM, Routed, places
+from tests.host_reads import HostReads
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.ddp import expert_grads
+from torchdistpackage.compat.torchdistpackage import expert_grads
+from torchdistpackage.compat.torchdistpackage.expert_grads import (
+    ExpertReducer,
+    create_moe_dp_hooks,
+    moe_dp_iter_step,
+)
 from torchdistpackage.ddp.bucket_comm import AllReduceBucket
-from torchdistpackage.ddp.expert_grads import create_moe_dp_hooks, moe_dp_iter_step
 from torchdistpackage.errors import CommError
 
 STEPS, MICROBATCHES = 4, 2
@@ -288,3 +294,25 @@ def dropped() -> None:
 
 def test_a_model_that_is_dropped_is_freed_in_the_same_call_on_all_ranks(ranks):
     ranks(2).run(dropped)
+
+
+def experts_reads() -> list[dict[str, int]]:
+    """Nobody uses half of the experts."""
+    net = Routed()
+    made = ExpertReducer(dict(net.named_parameters()), dist.group.WORLD)
+    found = []
+    for num_used in (NUM, 2):
+        for p in net.parameters():
+            p.grad = None
+        net(torch.ones(2, DIM), num_used).sum().backward()
+        with HostReads() as reads:
+            made.reduce_gradients()
+        found.append(dict(reads.found))
+    assert [p.grad is None for p in net.parameters()] == [False] * 4 + [True] * 2 * (NUM - 2)
+    made.remove()
+    return found
+
+
+def test_experts_without_tokens_cost_one_read(ranks):
+    for all_used, some_used in ranks(2).run(experts_reads):
+        assert all_used == {} and places(some_used) == ["ddp/bucket_comm.py"]
