@@ -28,13 +28,16 @@ for name, examples in (("small set", 20), ("full", 200)):
     )
 
 
-UNDER_LATE = ("ddp", "comm", "parallel", "optim")
-"""Folders whose bodies run under the late transport too: in the small set the first case, on no
-other. So do those of torchshard's names (`test_torchshard*`), which are layers as well."""
+UNDER_LATE = (
+    *("ddp/", "comm/", "parallel/", "optim/", "compat/placed/"),
+    *("compat/test_torchshard", "compat/test_forward_backward", "compat/test_p2p_helpers"),
+    *("compat/test_moe", "compat/test_own_layouts"),
+)
+"""How paths begin whose bodies run under the late transport too: in the small set the first case,
+on no other. In the wing these are layers, reducers and pipelined steps."""
 PRELOAD = (
     *("tests.deprecations", "pytest", "torch._dynamo", "torch.testing", "hypothesis"),
     *("torchdistpackage.train.worker", "torchdistpackage.cli.train", "torchdistpackage.models.gpt"),
-    "torchdistpackage.compat.torchdistpackage.tensor_blocks",
     *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
 )
 """What ranks of tests import, once for all: a first optimizer alone imports torch._dynamo, which
@@ -153,7 +156,7 @@ def pytest_warning_recorded(warning_message: warnings.WarningMessage, nodeid: st
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every body on ranks of these folders, under both transports."""
     path = metafunc.definition.path.relative_to(Path(__file__).parent)
-    late = path.parts[0] in UNDER_LATE or path.name.startswith("test_torchshard")
+    late = path.as_posix().startswith(UNDER_LATE)
     if "ranks" not in metafunc.fixturenames or not late:
         return
     if mark := metafunc.definition.get_closest_marker("own_transport"):

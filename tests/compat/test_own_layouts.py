@@ -22,6 +22,7 @@ from torchdistpackage.layout.derive import blocks
 from torchdistpackage.layout.mark import collect
 from torchdistpackage.optim.clip import clip_grad_norm_
 
+RANKS_IMPORT = ("torchdistpackage.compat.torchdistpackage.tensor_blocks",)
 DIM, HEADS, DEPTH, BATCH = 8, 2, 2, 8
 CLIP, DECAY = 0.05, 0.7
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
