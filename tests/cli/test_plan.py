@@ -187,6 +187,17 @@ def test_a_model_of_the_user_has_stages_only_once_built(plan, tmp_path):
     assert len(coordinates(text)) == 4
 
 
+def test_what_ranks_do_not_share_of_a_users_model_is_a_warning(plan, tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text("model: {target: 'my.net:build'}\ndata: {target: 'my.data:Rows'}\n")
+    command = (str(path), "data.seq_len=16", "parallel.data=1")
+    assert "my.net:build" not in plan(*command).partition("warning")[2]
+    said = " ".join(plan(*command, "parallel.tensor=2", "parallel.context=2").split())
+    assert "parallel.tensor=2 splits only what my.net:build says" in said
+    assert "return tensor_parallel(model)" in said
+    assert "parallel.context=2 gives my.net:build one of 2 parts of each sequence" in said
+
+
 def test_every_broken_rule_is_listed_at_once(refusal):
     said = refusal("plan", TINY, "--procs", "6", "model.heads=3", "model.vocab=100", "optim.lr=no")
     assert said.startswith(f"tdp: 4 problems in {TINY}:\n")

@@ -7,12 +7,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchdistpackage.checkpoint.save import save
 from torchdistpackage.comm import attendance
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.ema import ShardedEMA
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import CommError
+from torchdistpackage.models.gpt import GPT
+from torchdistpackage.models.gpt_layout import GPTShape
+from torchdistpackage.models.hugging_face_export import save_weights
+from torchdistpackage.optim.clip import clip_grad_norm_
 from torchdistpackage.parallel import ColumnLinear
+from torchdistpackage.parallel.expert.layer import MoELayer
+
+SHAPE = GPTShape(layers=1, dim=8, heads=2, vocab=8, seq_len=8)
 
 
 def alone_and_together() -> tuple[dict[str, str], bool]:
@@ -27,9 +35,16 @@ def alone_and_together() -> tuple[dict[str, str], bool]:
         "state_dict() of a module under ZeRO 3": freed.state_dict,
         "ShardedEMA.state_dict_cpu()": ShardedEMA(nn.Linear(4, 4)).state_dict_cpu,
         "to_full()": ColumnLinear(4, 4, group=tpc.get_group("data")).to_full,
+        "MoELayer.to_full()": MoELayer(4, 4, 2, group=tpc.get_group("data")).to_full,
+        "save() of a checkpoint": lambda: save(
+            "never-there", step=1, tokens=0, params=model, topology=tpc.topology, rank=tpc.rank
+        ),
+        "save_weights()": lambda: save_weights(GPT(SHAPE), "never-there"),
+        "clip_grad_norm_()": lambda: clip_grad_norm_(zero, 1.0),
     }
     told: dict[str, str] = {}
-    before, attendance.LIMIT_S = attendance.LIMIT_S, 0.3
+    before = attendance.LIMIT_S, attendance.FIRST_CALL_LIMIT_S
+    attendance.LIMIT_S = attendance.FIRST_CALL_LIMIT_S = 0.3
     try:
         for name, call in calls.items() if dist.get_rank() == 0 else ():
             try:
@@ -45,7 +60,7 @@ def alone_and_together() -> tuple[dict[str, str], bool]:
         for name in names:
             attendance.expect_all(name, dist.group.WORLD)
     finally:
-        attendance.LIMIT_S = before
+        attendance.LIMIT_S, attendance.FIRST_CALL_LIMIT_S = before
     attendance._calls.clear()
     third.remove()
     return told, True
@@ -53,7 +68,7 @@ def alone_and_together() -> tuple[dict[str, str], bool]:
 
 def test_a_collective_method_of_some_ranks_alone_says_what_to_do(ranks):
     (told, _), (nothing, well) = ranks(2).run(alone_and_together)
-    assert not nothing and well and len(told) == 4
+    assert not nothing and well and len(told) == 8
     for name, text in told.items():
         assert text.startswith(f"{name} is collective") and "(ranks 1)" in text
         assert "call it on all ranks" in text

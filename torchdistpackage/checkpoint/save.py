@@ -31,6 +31,7 @@ from torchdistpackage.checkpoint.retention import Retention
 from torchdistpackage.checkpoint.snapshot import Extras, HostCopies, Snapshot, take_snapshot
 from torchdistpackage.checkpoint.writer import CancelledSave, write_snapshot
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.attendance import expect_all
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.ddp.sharded import ShardedOptimizer
@@ -63,7 +64,9 @@ def save(
 
     Raises:
         CheckpointError: on all ranks if any could not write; then `folder` is as before.
+        CommError: other ranks have not called it in time.
     """
+    expect_all("save() of a checkpoint", resolve_group(group, "global"))
     return start_save(
         SharedFolder(folder, Retention(keep_last), group),
         step=step,

@@ -22,9 +22,9 @@ from torchdistpackage.report.placement import placement_svg
 from torchdistpackage.topology.mesh import advice, describe
 from torchdistpackage.train.plan import (
     Plan,
-    copied,
     local_procs,
     make_plan,
+    own_model_warnings,
     too_long,
 )
 
@@ -136,7 +136,7 @@ def plan(
         raise ConfigErrors(config, wrong)
     limit = planned.world_size if show_all else LIMIT
     mesh = describe(planned.topology.dense.axes)
-    warnings = [x for x in (too_long(planned), copied(planned)) if x is not None]
+    warnings = [x for x in (too_long(planned), *own_model_warnings(planned)) if x is not None]
     # A plan is made on any machine; only those that start or queue a run refuse what is absent.
     warnings += [f"{x}; tdp train and tdp submit refuse it" for x in absent_files(run)]
     warnings += () if planned.model is None else planned.model.notes()

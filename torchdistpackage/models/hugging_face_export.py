@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchdistpackage import errors
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.attendance import expect_all
 from torchdistpackage.comm.p2p import receive, send
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.errors import CheckpointError, LayoutError, TorchDistError
@@ -39,7 +40,8 @@ def save_weights(
 
     Raises:
         TorchDistError: on all ranks what `write_folder` raises on the first, or LayoutError if a
-            rank does not hold its whole shards (ZeRO 3).
+            rank does not hold its whole shards (ZeRO 3), or CommError if other ranks have not
+            called it in time.
     """
     nets = [stages] if isinstance(stages, GPT) else list(stages)
     ranks = _RanksOfModel(nets)
@@ -84,6 +86,7 @@ class _RanksOfModel:
         else:
             self.group = nets[0].group
             self.mesh = Mesh(((nets[0].axis, self.group.size()),))
+        expect_all("save_weights()", self.group)
         self.ranks, self.rank = primitives.ranks_of(self.group), self.group.rank()
         mine = [(net.shape, net.stage_of, net.axis, _dtype_of(net)) for net in nets]
         all_mine = primitives.gather_objects(mine, self.group)

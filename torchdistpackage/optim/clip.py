@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.attendance import expect_all_once
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.ddp.param_spec import follows, group_of
@@ -69,6 +70,7 @@ def clip_grad_norm_(
     Raises:
         LayoutError: some of the parameters belong to a ZeroOptimizer and others do not, or the
             group lacks ranks that share them.
+        CommError: at the first call, others of the group have not called it.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set, on all ranks alike.
         ValueError: `norm_type` is no positive number.
     """
@@ -90,6 +92,7 @@ def clip_grad_norm_(
             shares_experts = tpc.topology.expert.axis_size("expert") > 1
             group = tpc.get_group("global" if shares_experts else "model")
         parts = counted(tensors, layouts, group)
+    _expect_clipping(parts, group)
     norm = _norm(parts, norm_type, group)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
@@ -123,7 +126,16 @@ def _shards_of(
 
 def norm_of_counted(parameters: Sequence[Tensor], norm_type: float, group: Group | None) -> Tensor:
     """The norm of these gradients, each element once, of ranks `group` that add up."""
-    return _norm(counted(parameters, None, group), norm_type, group)
+    parts = counted(parameters, None, group)
+    _expect_clipping(parts, group)
+    return _norm(parts, norm_type, group)
+
+
+def _expect_clipping(parts: Sequence[NormTerm], group: Group | None) -> None:
+    """Raise CommError if other ranks that add up do not clip, at the first call."""
+    for over in (*(part.over for part in parts), group):
+        if over is not None:
+            expect_all_once("clip_grad_norm_()", over)
 
 
 def _norm(parts: Sequence[NormTerm], norm_type: float, group: Group | None) -> Tensor:

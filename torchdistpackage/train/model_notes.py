@@ -3,14 +3,16 @@
 import math
 from collections.abc import Iterator
 
+from torchdistpackage.parallel.context.module import is_wrapped
 from torchdistpackage.parallel.tensor.four_bit import kernel_notes
+from torchdistpackage.train.plan import attends_to_parts
 from torchdistpackage.train.step import Trainer
 
 
 def model_notes(trainer: Trainer) -> list[str]:
     """Return the lines, of rank 0."""
     model = trainer.plan.model
-    notes = list(_copies(trainer)) if model is None else [*model.notes()]
+    notes = [*_copies(trainer), *_parts(trainer)] if model is None else [*model.notes()]
     return [*notes, *kernel_notes()]
 
 
@@ -28,3 +30,10 @@ def _copies(trainer: Trainer) -> Iterator[str]:
         f"{tensor} ranks hold the same copy and do the same work; return tensor_parallel(model) "
         f"from it (docs/own_code.md), or set parallel.tensor to 1"
     )
+
+
+def _parts(trainer: Trainer) -> Iterator[str]:
+    """Yield what to say where context ranks share sequences, and nothing here was told of it."""
+    plan = trainer.plan
+    if plan.config.parallel.context > 1 and not is_wrapped(trainer.stage):
+        yield f"{attends_to_parts(plan)}. If the model calls context_attention itself, all is well"

@@ -227,16 +227,32 @@ def too_long(plan: Plan) -> str | None:
     )
 
 
-def copied(plan: Plan) -> str | None:
-    """What to say of a user's own model on tensor ranks, of which a plan knows no layers."""
-    config = plan.config
-    if plan.model is not None or (tensor := config.parallel.tensor) == 1:
-        return None
+def own_model_warnings(plan: Plan) -> list[str]:
+    """Return what to say of a user's own model on tensor and context ranks: a plan knows none of
+    its layers."""
+    config, found = plan.config, list[str]()
+    if plan.model is not None:
+        return found
+    if (tensor := config.parallel.tensor) > 1:
+        found.append(
+            f"parallel.tensor={tensor} splits only what {config.model.target} says: layers of "
+            f"plain torch are copied to all {tensor} ranks, with all their weights and work; "
+            f"return tensor_parallel(model) from it, or use layers of torchdistpackage.parallel "
+            f"(docs/own_code.md). The log of a run says whether anything was split"
+        )
+    if config.parallel.context > 1:
+        found.append(attends_to_parts(plan))
+    return found
+
+
+def attends_to_parts(plan: Plan) -> str:
+    """Return what to say of a user's own model whose input context ranks share."""
+    size, target = plan.config.parallel.context, plan.config.model.target
     return (
-        f"parallel.tensor={tensor} splits only what {config.model.target} says: layers of plain "
-        f"torch are copied to all {tensor} ranks, with all their weights and work; return "
-        f"tensor_parallel(model) from it, or use layers of torchdistpackage.parallel "
-        f"(docs/own_code.md). The log of a run says whether anything was split"
+        f"parallel.context={size} gives {target} one of {size} parts of each sequence: attention "
+        f"of plain torch sees this part alone, and positions count from its start; return "
+        f"context_parallel(model) from it, or call context_attention, with positions of "
+        f"sequence_positions (docs/context_parallel.md)"
     )
 
 

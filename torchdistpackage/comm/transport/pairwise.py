@@ -8,7 +8,8 @@ Messages of a call meet those of the same kind and number of call alone, so rank
 for each other, as in any collective, and do not take one for the other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch import Tensor
@@ -80,15 +81,13 @@ def post_receives(
     """
     state, reverse = state or state_of(group), reverse or group
     mine = state.index
-    try:
+    with _peer_gone("receiving from", state):
         # the first to be sent to me is the first that I say I am ready for
         return [
             (reverse if i > mine else group).recv([x], i, tag)
             for i in reversed(state.others)
             for x in _pieces(parts[i])
         ]
-    except RuntimeError as error:
-        raise CommError(f"receiving from ranks {state.ranks} failed: {error}") from error
 
 
 def post_sends(
@@ -98,14 +97,29 @@ def post_sends(
     reverse: Group | None = None,
     state: GroupState | None = None,
 ) -> list[dist.Work]:
-    """parts[i] to rank i of the group, except mine; reverse, state: as above."""
+    """parts[i] to rank i of the group, except mine; reverse, state: as above.
+
+    Raises:
+        CommError: a peer is gone.
+    """
     state, reverse = state or state_of(group), reverse or group
     mine = state.index
-    return [
-        (reverse if i < mine else group).send([x], i, tag)
-        for i in state.others
-        for x in _pieces(parts[i])
-    ]
+    with _peer_gone("sending to", state):
+        return [
+            (reverse if i < mine else group).send([x], i, tag)
+            for i in state.others
+            for x in _pieces(parts[i])
+        ]
+
+
+@contextmanager
+def _peer_gone(doing: str, state: GroupState) -> Generator[None]:
+    """Turn what the back end raises inside the block into a CommError."""
+    try:
+        yield
+    except RuntimeError as error:
+        others = ", ".join(str(state.ranks[i]) for i in sorted(state.others))
+        raise CommError(f"{doing} ranks {others} failed: {error}") from error
 
 
 def _pieces(x: Tensor) -> Sequence[Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchdistpackage.comm import collectives
+from torchdistpackage.comm.attendance import expect_all
 from torchdistpackage.compat.torchshard.functional import lengths
 from torchdistpackage.compat.torchshard.marks import weight_dim
 from torchdistpackage.compat.torchshard.model_groups import get_group
@@ -32,6 +33,8 @@ def collect_state_dict(
     """
     split = _split_parameters(model)
     _check(split, state_dict, "", "collect_state_dict", lambda p, dim: tuple(p.shape))
+    if split:
+        expect_all("collect_state_dict()", get_group())
     whole: OrderedDict[str, Any] = OrderedDict()
     for name, value in state_dict.items():
         if (found := split.get(name.removeprefix(WRAPPED))) is not None:

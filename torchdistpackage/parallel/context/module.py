@@ -55,6 +55,11 @@ def context_parallel(
     return module
 
 
+def is_wrapped(module: nn.Module) -> bool:
+    """Return whether `context_parallel` was called on any module in `module`."""
+    return any(isinstance(each.forward, _Forward) for each in module.modules())
+
+
 _OTHERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 

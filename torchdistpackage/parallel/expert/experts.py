@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.attendance import expect_all
 from torchdistpackage.layout.derive import blocks, local_shape
 from torchdistpackage.layout.moe import MoEShape
 from torchdistpackage.layout.partition import even_sizes
@@ -162,6 +163,8 @@ class Experts(Marked):
     def to_full(self, fused: bool = False) -> dict[str, Tensor]:
         """Copies of all experts of all ranks, by name: one by one, or `fused` as transformers has
         them. All ranks of both groups call it."""
+        for group in (self._groups.tensor, self._groups.expert):
+            expect_all("MoELayer.to_full()", group)
         whole = {name: self._gathered(name) for name, _ in self.named_parameters()}
         if fused:
             return {_fused_name(name): x for name, x in whole.items()}
