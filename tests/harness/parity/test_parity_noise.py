@@ -40,3 +40,27 @@ def test_rounding_of_a_gradient_that_is_zero_by_nature_is_no_difference(rank, na
     ranks = [replace(x, initial=record().initial) for x in (record(), rank)]
     found = first_difference(record(), ranks, AXES)
     assert (found and found.what) == named
+
+
+@pytest.mark.parametrize("limit", [None, 1e-3], ids=["not clipped", "clipped"])
+@pytest.mark.parametrize("wrong", [*"abc", None, "all"])
+def test_a_wrong_gradient_is_named_where_the_step_clips_by_the_norm(limit, wrong):
+    """One wrong gradient changes the norm, and so every gradient, the last module's first."""
+
+    def held(factors: dict[str, float]) -> ParityRecord:
+        draw = torch.Generator().manual_seed(0)
+        grads = {
+            f"{name}.weight": torch.randn(4, 4, generator=draw, dtype=torch.float64)
+            * factors.get(name, 1.0)
+            for name in "abc"
+        }
+        initial = {name: torch.zeros_like(x) for name, x in grads.items()}
+        if limit is not None:
+            norm = torch.linalg.vector_norm(torch.cat([x.flatten() for x in grads.values()]))
+            grads = {name: x * (limit / (norm + 1e-6)) for name, x in grads.items()}
+        return ParityRecord({}, grads=grads, initial=initial, losses=[1.0])
+
+    factors = dict.fromkeys("abc" if wrong == "all" else wrong or "", 2.0)
+    found = first_difference(held({}), [held(factors), held(factors)], AXES)
+    expected = {"all": "c"}.get(wrong, wrong)
+    assert (found and found.what) == (expected and f"gradients ({expected}.weight)")

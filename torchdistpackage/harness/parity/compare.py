@@ -8,7 +8,7 @@ that follow from it are not told.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -273,6 +273,48 @@ def _sizes(axes: Axes) -> list[int]:
 
 
 def _grads(whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes) -> ParityFinding | None:
+    unclipped = _without_clipping(whole, ranks)
+    return _first_grad(whole, ranks if unclipped is None else unclipped, axes)
+
+
+def _without_clipping(
+    whole: ParityRecord, ranks: Sequence[ParityRecord]
+) -> Sequence[ParityRecord] | None:
+    """The records with gradients as they were before the step clipped them by their norm; None: it
+    is not a clipping that makes them differ.
+
+    One wrong gradient changes the norm, and so all gradients by one factor. If all differ, and some
+    fit once that factor is taken out, the others are those that were wrong.
+    """
+    noise = NOISE * _largest(whole.grads)
+    names = [name for name, x in whole.grads.items() if float(x.abs().max()) > noise]
+
+    def wrong(held: Sequence[ParityRecord]) -> list[str]:
+        return [n for n in names if _worst(whole.grads, (r.grads for r in held), n, noise)]
+
+    if len(wrong(ranks)) < len(names):
+        return None
+    scaled: list[ParityRecord] = []
+    for record in ranks:
+        same = [
+            n for n in names if n in record.grads and record.grads[n].shape == whole.grads[n].shape
+        ]
+        factors = sorted(_factor(record.grads[n], whole.grads[n]) for n in same)
+        factor = factors[len(factors) // 2] if factors else 1.0
+        grads = {n: x / factor for n, x in record.grads.items()} if factor > 0 else record.grads
+        scaled.append(replace(record, grads=grads))
+    return scaled if 0 < len(wrong(scaled)) < len(names) else None
+
+
+def _factor(mine: Tensor, whole: Tensor) -> float:
+    """By how much the first is longer along the second."""
+    mine, whole = mine.double().flatten(), whole.double().flatten()
+    return float(mine @ whole / (whole @ whole))
+
+
+def _first_grad(
+    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes
+) -> ParityFinding | None:
     order = {name: place for place, name in enumerate(whole.modules)}
     names = sorted(whole.grads, key=lambda name: order.get(name.rpartition(".")[0], -1))
     # a gradient that is zero by nature, as of a bias of keys, is what rounding leaves of a sum
