@@ -35,5 +35,6 @@ def _copies(trainer: Trainer) -> Iterator[str]:
 def _parts(trainer: Trainer) -> Iterator[str]:
     """Yield what to say where context ranks share sequences, and nothing here was told of it."""
     plan = trainer.plan
-    if plan.config.parallel.context > 1 and not is_wrapped(trainer.stage):
+    shared = plan.topology.dense.axis_size("context") > 1
+    if shared and not is_wrapped(trainer.stage):
         yield f"{attends_to_parts(plan)}. If the model calls context_attention itself, all is well"
