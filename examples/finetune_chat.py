@@ -1,6 +1,7 @@
 """Fine-tuning on chats: a folder of a model, LoRA, evaluation, adapters merged, a reply.
 
     python examples/finetune_chat.py [FOLDER] [section.key=value ...]
+    python examples/finetune_chat.py FOLDER --prepare     only makes the folder and the files
 
 Makes the folder of a small Llama with random weights, its tokenizer with a chat template, and files
 of chats. Then adapters are trained on two processes, chats that were held out are evaluated, the
@@ -83,9 +84,11 @@ def answer(folder: Path) -> str:
 
 
 def main(args: list[str]) -> int:
-    named = [x for x in args if "=" not in x]
+    named = [x for x in args if "=" not in x and x != "--prepare"]
     folder = Path(named[0] if named else "runs/finetune_chat").resolve()
     config = prepare(folder)
+    if "--prepare" in args:
+        return 0
     run, merged = folder / "run", folder / "merged"
     trains = ["train", str(config), *(x for x in args if "=" in x)]
     steps = (trains, ["eval", str(run)], ["export", str(run), str(merged), "--merge"])

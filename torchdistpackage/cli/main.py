@@ -28,6 +28,7 @@ from torchdistpackage.errors import (
 from torchdistpackage.lazy import resolve
 
 COMMANDS = {
+    "init": "Write the YAML file of a run, from five questions or options.",
     "train": "Train on local processes, or as a rank of torchrun or srun.",
     "submit": "Submit a run, or a sweep of runs, to Slurm.",
     "jobs": "List, show, follow, cancel and resubmit submitted runs.",

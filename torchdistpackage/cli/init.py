@@ -1,0 +1,290 @@
+"""`tdp init`: the first YAML file of a run, written from the answers to five questions.
+
+A key's comment is its text in the schema, and the file must pass the rules of every run before it
+is written, so this module knows no rule of its own.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torchdistpackage.config.data_section import (
+    CHAT_FIELDS,
+    KIND_OF_SUFFIX,
+    PREFERENCE,
+    SUFFIX_OF_KIND,
+)
+from torchdistpackage.config.hugging_face import read_config
+from torchdistpackage.config.load import KEYS, loads
+from torchdistpackage.config.yaml_loader import write
+from torchdistpackage.errors import ConfigError
+
+EXAMPLE, GPT, LOCAL = "example", "gpt", "local"
+_IMPORT_PATH = re.compile(r"[\w.]+:\w+")
+_MAX_SEQ_LEN = {GPT: 128, "hf": 512}
+_MOST_OF_A_LINE = 1 << 24
+"""Bytes of the first row that are read to learn its fields."""
+_WIDTH = 96
+"""Columns of a line with its comment; a longer comment stands above its key."""
+_PROMPTS = ("prompt", "completion")
+_PAIRS = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the user wants. model: a folder, an import path, or GPT; per_node: ranks of a node."""
+
+    data: str
+    model: str
+    partition: str
+    nodes: int
+    per_node: int
+    steps: int
+
+    @property
+    def is_target(self) -> bool:
+        return _IMPORT_PATH.fullmatch(self.model) is not None
+
+    @property
+    def is_hf(self) -> bool:
+        return self.model != GPT and not self.is_target
+
+
+def init(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="YAML file to write.")] = "run.yaml",
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH|MODULE:CLASS|example",
+            help="File or folder of text, JSON lines, parquet or token ids, or your own class; "
+            "example: Python's standard library.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="gpt|FOLDER|MODULE:FUNCTION",
+            help="A small GPT, a Hugging Face folder, or your own function.",
+        ),
+    ] = None,
+    where: Annotated[
+        str | None,
+        typer.Option(metavar="local|PARTITION", help="This machine, or a partition of Slurm."),
+    ] = None,
+    procs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|NODESxN", help="Number of processes, one for each GPU; on Slurm such as 2x8."
+        ),
+    ] = None,
+    steps: Annotated[str | None, typer.Option(metavar="N", help="Optimizer steps.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE.")] = False,
+) -> None:
+    """Write the YAML file of a run, from five questions or options.
+
+    On a terminal each option that is not given is a question. Elsewhere at least one is needed, and
+    the others are example, gpt, local, 1 and 200.
+    """
+    path = Path(file)
+    if path.exists() and not force:
+        raise ConfigError(f"{file} is there already; name another file or pass --force")
+    answers = _answers(data, model, where, procs, steps)
+    text = _text(answers, path)
+    loads(text, file)  # the rules of a run
+    path.write_text(text, "utf-8")
+    typer.echo(f"wrote {file}; next:")
+    typer.echo(f"  tdp plan {file}      # layout, memory and bytes; starts nothing")
+    if answers.partition == LOCAL:
+        typer.echo(f"  tdp train {file}")
+    else:
+        typer.echo(f"  tdp submit {file} --follow")
+
+
+def _answers(
+    data: str | None, model: str | None, where: str | None, procs: str | None, steps: str | None
+) -> Answers:
+    """Return the answers of the options, and of the questions for those that are missing."""
+    on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if not on_terminal and {data, model, where, procs, steps} == {None}:
+        raise ConfigError(
+            "tdp init asks its questions on a terminal; here pass options: --data PATH, "
+            "--model gpt|FOLDER|MODULE:FUNCTION, --where local|PARTITION, --procs N, --steps N"
+        )
+
+    def answer(given: str | None, question: str, default: str, parse: Callable[[str], Any]) -> Any:
+        if given is not None or not on_terminal:
+            return parse(default if given is None else given)
+
+        def checked(text: str) -> Any:
+            try:
+                return parse(text)
+            except ConfigError as error:  # typer prints this and asks again
+                raise typer.BadParameter(str(error)) from error
+
+        return typer.prompt(question, default=default, value_proc=checked)
+
+    source = answer(data, "1/5 Data: a file, a folder, MODULE:CLASS or example", EXAMPLE, _data)
+    name = answer(model, "2/5 Model: gpt, a Hugging Face folder or MODULE:FUNCTION", GPT, _model)
+    place = answer(where, "3/5 Where: local, or a Slurm partition", LOCAL, str)
+    words = "Processes, one for each GPU" + ("" if place == LOCAL else ", as NODESxN such as 2x8")
+    nodes, per_node = answer(procs, f"4/5 {words}", "1", _ranks)
+    if place == LOCAL:
+        nodes, per_node = 1, nodes * per_node
+    return Answers(
+        source, name, place, nodes, per_node, answer(steps, "5/5 Optimizer steps", "200", _count)
+    )
+
+
+def _data(text: str) -> str:
+    if text != EXAMPLE and not _IMPORT_PATH.fullmatch(text) and not Path(text).exists():
+        raise ConfigError(f"data: there is no file or folder {text}")
+    return text
+
+
+def _model(text: str) -> str:
+    if text != GPT and not _IMPORT_PATH.fullmatch(text):
+        read_config(text)  # refuses what is no folder of a model
+    return text
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,8}", text):
+        raise ConfigError(f"steps: {text} is no whole number of 1 or more")
+    return int(text)
+
+
+def _ranks(text: str) -> tuple[int, int]:
+    """Return nodes and ranks of each."""
+    if not (match := re.fullmatch(r"(?:([1-9]\d{0,4})x)?([1-9]\d{0,4})", text)):
+        raise ConfigError(f"procs: {text} is neither a number nor NODESxN, such as 2x8")
+    return int(match[1] or 1), int(match[2])
+
+
+def _text(answers: Answers, path: Path) -> str:
+    num_ranks = answers.nodes * answers.per_node
+    model, data = _model_keys(answers), _data_keys(answers)
+    data["global_batch"] = 4 * num_ranks * -(-8 // num_ranks)  # 4 micro-batches on each rank
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"name": path.stem},
+        "model": model,
+        "data": data,
+        "parallel": {"data": "auto"},
+        "optim": {"lr": 2e-5 if answers.is_hf else 1e-3},
+        "train": {"steps": answers.steps, "eval_every": max(answers.steps // 4, 1)},
+        "checkpoint": {"save_every": max(answers.steps // 2, 1)},
+    }
+    if answers.is_hf:
+        sections["checkpoint"]["export"] = "hf"
+    lines = [
+        f"# A run, written by tdp init. tdp plan {path} shows its layout; docs/config.md has all",
+        f"# keys. Values after the file name override the file: tdp train {path} train.steps=10",
+    ]
+    for section, keys in sections.items():
+        lines += [f"\n{section}:", *_lines(section, keys)]
+        if section == "parallel":  # docs/which_layout.md
+            others = _lines(section, {"pipe": 1, "tensor": 1, "zero": 0})
+            lines += [line.replace("  ", "  # ", 1) for line in others]
+    if answers.partition == LOCAL:
+        local = ["launch:", "  local:", *_lines("launch.local", {"procs": answers.per_node}, 4)]
+        # a file without it starts what the degrees need, so that they can be overridden alone
+        lines += ["", *(local if answers.per_node > 1 else [f"# {line}" for line in local])]
+    else:
+        lines += ["\nlaunch:", *_slurm(answers)]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(section: str, keys: dict[str, Any], indent: int = 2) -> Iterator[str]:
+    for key, value in keys.items():
+        comment = KEYS[f"{section}.{key}"].description
+        line = f"{' ' * indent}{write({key: value}).rstrip()}"
+        if len(line) + len(comment or "") > _WIDTH:
+            yield f"{' ' * indent}# {comment}\n{line}"
+        else:
+            yield f"{line}  # {comment}"
+
+
+def _slurm(answers: Answers) -> Iterator[str]:
+    yield "  slurm:  # options of sbatch by their own names, and a few of ours: docs/slurm.md"
+    options = {
+        "partition": answers.partition,
+        "nodes": answers.nodes,
+        "ntasks-per-node": answers.per_node,
+        "gpus-per-node": answers.per_node,
+        "time": "1:00:00",
+    }
+    comments = {"gpus-per-node": "remove on nodes without GPUs", "time": "hours:minutes:seconds"}
+    for key, value in options.items():
+        comment = f"  # {comments[key]}" if key in comments else ""
+        yield f"    {write({key: value}).rstrip()}{comment}"
+
+
+def _model_keys(answers: Answers) -> dict[str, Any]:
+    if answers.is_target:
+        return {"target": answers.model}
+    if answers.is_hf:
+        return {"hf": answers.model}
+    return {"name": GPT, "layers": 4, "dim": 128, "heads": 4}
+
+
+def _data_keys(answers: Answers) -> dict[str, Any]:
+    if _IMPORT_PATH.fullmatch(answers.data):
+        return {"target": answers.data}
+    if answers.data == EXAMPLE:
+        keys: dict[str, Any] = {"name": "python_stdlib"}
+    else:
+        keys = _file_keys(Path(answers.data))
+    if answers.is_hf:
+        keys["tokenizer"] = answers.model
+        longest = read_config(answers.model).get("max_position_embeddings")
+        most = longest if isinstance(longest, int) else _MAX_SEQ_LEN["hf"]
+        return keys | {"seq_len": min(most, _MAX_SEQ_LEN["hf"])}
+    return keys | {"seq_len": _MAX_SEQ_LEN[GPT]}
+
+
+def _file_keys(path: Path) -> dict[str, Any]:
+    """Return name, path and field of files whose kind their suffix tells; the rest is text."""
+    files = sorted(x for x in path.rglob("*") if x.is_file()) if path.is_dir() else [path]
+    kinds = {x: KIND_OF_SUFFIX[x.suffix] for x in files if x.suffix in KIND_OF_SUFFIX}
+    first = next(iter(kinds), None)
+    if first is None:
+        return {"name": "text", "path": str(path)}
+    keys = {"name": kinds[first], "path": str(path)}
+    if first.suffix == SUFFIX_OF_KIND["jsonl"]:
+        fields = _fields(first)
+        if fields.issuperset(_PAIRS):
+            return keys | {"name": PREFERENCE}
+        keys["field"] = _field(first, fields)
+    return keys
+
+
+def _fields(file: Path) -> set[str]:
+    with file.open("rb") as lines:
+        line = lines.readline(_MOST_OF_A_LINE)
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        raise ConfigError(f"data: the first line of {file} is no JSON object")
+    return {key for key, value in row.items() if isinstance(value, str | list)}
+
+
+def _field(file: Path, fields: set[str]) -> str:
+    """Return the field with the text, a chat, or a prompt and its completion."""
+    known = [key for key in (*CHAT_FIELDS, "text") if key in fields]
+    if not known and fields.issuperset(_PROMPTS):
+        return "+".join(_PROMPTS)
+    if not known and len(fields) == 1:
+        return next(iter(fields))
+    if not known:
+        raise ConfigError(
+            f"data: {file} has the fields {', '.join(sorted(fields))}, and none is called text, "
+            f"messages, or prompt and completion; rename the one with the text"
+        )
+    return known[0]
