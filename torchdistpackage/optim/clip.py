@@ -99,8 +99,20 @@ def clip_grad_norm_(
             f"the {norm_type:g}-norm of the gradients of all stages is {norm.item()}; look for "
             f"the first step with a large loss, or clip with error_if_nonfinite=False"
         )
-    scale_gradients(tensors, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    scale_gradients(tensors, clip_factor(norm, max_norm))
     return norm
+
+
+def clip_factor(norm: Tensor, max_norm: float, count: Tensor | None = None) -> Tensor:
+    """The factor that clips gradients of this norm to `max_norm`, as torch clips them.
+
+    count: how many terms the gradients are sums of; the factor makes them those of the mean, whose
+        norm is clipped.
+    """
+    if count is None:
+        return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    # 1 / count * min(1, max_norm / (norm / count + 1e-6)), in as few operations as there are
+    return torch.maximum(count, torch.add(norm, count, alpha=1e-6) / max_norm).reciprocal()
 
 
 def _shards_of(
@@ -179,20 +191,41 @@ def grad_sq_norm(mine: Iterable[Tensor], norm_type: float, device: torch.device)
     0-dim on `device`, float64 on the CPU and float32 elsewhere, alike on ranks with and without
     gradients. Parameters without gradient do not count.
     """
-    wide = torch.float64 if device.type == "cpu" else torch.float32
-    norms: list[Tensor] = []
-    for (dtype, _), grads in _alike(p.grad for p in mine if p.grad is not None and p.grad.numel()):
-        # in the bits of a half a norm would be rounded, or too large
-        own = torch.float32 if dtype in _HALVES else None
-        found = torch._foreach_norm(grads, norm_type, dtype=own)
-        norms += [norm.to(device, wide) for norm in found]
-    if not norms:
-        return torch.zeros((), dtype=wide, device=device)
-    every = torch.stack(norms)
+    grads = [p.grad for p in mine if p.grad is not None and p.grad.numel()]
+    every = grad_norms(grads, norm_type, device)
+    if not grads:
+        return every.sum()
     if norm_type == INF:
         # not every backend's maximum keeps a NaN; all of them keep infinity
         return every.nan_to_num(nan=INF, posinf=INF).max()
     return (every**norm_type).sum()
+
+
+def grad_norms(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The norm of each gradient, in their order, on `device`, float64 on the CPU, else float32.
+
+    A NaN or an infinity in a gradient makes its norm so.
+    """
+    wide = torch.float64 if device.type == "cpu" else torch.float32
+    if not grads:
+        return torch.zeros(0, dtype=wide, device=device)
+    kinds = {(grad.dtype, grad.device) for grad in grads}
+    if len(kinds) == 1:
+        return torch.stack(_norms_of(grads, norm_type)).to(device, wide)
+    norms: list[Tensor] = [grads[0]] * len(grads)
+    for kind in kinds:
+        places = [i for i, grad in enumerate(grads) if (grad.dtype, grad.device) == kind]
+        found = _norms_of([grads[i] for i in places], norm_type)
+        for i, norm in zip(places, found, strict=True):
+            norms[i] = norm.to(device, wide)
+    return torch.stack(norms)
+
+
+def _norms_of(grads: Sequence[Tensor], norm_type: float) -> tuple[Tensor, ...]:
+    """The norms of gradients of one dtype on one device."""
+    # in the bits of a half a norm would be rounded, or too large
+    dtype = torch.float32 if grads[0].dtype in _HALVES else None
+    return torch._foreach_norm(grads, norm_type, dtype=dtype)
 
 
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
@@ -234,7 +267,7 @@ def counted(
             and layout is not None
             and (layouts is not None or follows(layout, parameter))
         ):
-            if _counts_here(layout, among):
+            if counts_here(layout, among):
                 mine.tensors.append(_counted_part(parameter))
         elif (over := _cut_over(layout, parameter)) is not None:
             first = min({*ranks_of(over)} & (among or {*ranks_of(over)}))
@@ -245,7 +278,7 @@ def counted(
         else:
             unsharded.append(parameter)
     if all(part.counts for part in cut.values()) and (
-        not tpc.is_set or _counts_here(REPLICATED, among)
+        not tpc.is_set or counts_here(REPLICATED, among)
     ):
         mine.tensors += unsharded
     return [mine, *(cut[ranks] for ranks in sorted(cut))]
@@ -315,7 +348,7 @@ def _share(shard: ParamShard, among: frozenset[int]) -> float:
     layout = shard.layout or layout_of(shard.parameter)
     is_known = layout is None or shard.layout is not None or follows(layout, shard.parameter)
     if tpc.is_set and is_known:
-        return float(_counting(layout or REPLICATED, among) in ranks_of(shard.group))
+        return float(counts_here(layout or REPLICATED, among, shard.group))
     over = _cut_over(layout, shard.parameter)
     parts = 1 if over is None else over.size() / len(_holders_over(layout, over))
     if tpc.is_set:
@@ -337,8 +370,17 @@ def _me(group: Group) -> int:
     return ranks_of(group)[group.rank()]
 
 
-def _counts_here(layout: Layout, among: frozenset[int] | None) -> bool:
-    return among is None or _counting(layout, among) == tpc.rank
+def counts_here(
+    layout: Layout, among: frozenset[int] | None, shared_by: Group | None = None
+) -> bool:
+    """Whether this rank counts what it holds of a parameter, or its shard of that.
+
+    among: the ranks that add up; None: this rank alone. shared_by: the ranks that have the shards.
+    """
+    if among is None:
+        return True
+    counting = _counting(layout, among)
+    return counting == tpc.rank if shared_by is None else counting in ranks_of(shared_by)
 
 
 def _counting(layout: Layout, among: frozenset[int]) -> int:

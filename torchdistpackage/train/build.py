@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from torchdistpackage.checkpoint.local_copies import LocalCopies
-from torchdistpackage.checkpoint.parts import TopologyRank
 from torchdistpackage.checkpoint.retention import Retention
 from torchdistpackage.checkpoint.save import fail_together
 from torchdistpackage.comm.flight_recorder import recorder
@@ -111,7 +110,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         replicas=replicas,
         optimizer=optimizer,
         update=Update(
-            reduced_grads(stage, layouts, TopologyRank(plan.topology, tpc.rank), optimizer),
+            reduced_grads(stage, layouts, optimizer),
             optimizer,
             inner,
             device,

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from torchdistpackage.checkpoint.parts import TopologyRank
+from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.sharded import ShardedOptimizer
-from torchdistpackage.layout.derive import owns
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.optim.clip import scale_gradients
+from torchdistpackage.optim.clip import clip_factor, counts_here, grad_norms, scale_gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +31,20 @@ class ReducedGrad:
 def reduced_grads(
     stage: nn.Module,
     layouts: Mapping[str, Layout],
-    topology_rank: TopologyRank,
     optimizer: torch.optim.Optimizer | None,
 ) -> tuple[ReducedGrad, ...]:
     """Every gradient that this rank holds after the sum, in the order of its parameters."""
     trained = [(layouts[n], p) for n, p in stage.named_parameters() if p.requires_grad]
+    among = frozenset(range(tpc.topology.dense.size))
     if isinstance(optimizer, ShardedOptimizer):
         layout_of = {parameter: layout for layout, parameter in trained}
         order = {parameter: i for i, (_, parameter) in enumerate(trained)}
         shards = sorted(optimizer.shards, key=lambda shard: order[shard.parameter])
         pairs = [(layout_of[shard.parameter], shard) for shard in shards]
-        return tuple(ReducedGrad(x.name, s.tensor, topology_rank.is_owner(x, s)) for x, s in pairs)
-    view, rank = topology_rank.topology.view, topology_rank.rank
-    return tuple(ReducedGrad(x.name, p, owns(x, view(x.view), rank)) for x, p in trained)
+        return tuple(
+            ReducedGrad(x.name, s.tensor, counts_here(x, among, s.group)) for x, s in pairs
+        )
+    return tuple(ReducedGrad(x.name, p, counts_here(x, among)) for x, p in trained)
 
 
 class Update:
@@ -70,10 +70,9 @@ class Update:
         self._learning_rate, self._clip, self._halts = learning_rate, clip, halts
         self._holders = [g.grad_tensor for g in gradients]
         self._sharded = isinstance(optimizer, ShardedOptimizer)
-        self._wide = torch.float64 if device.type == "cpu" else torch.float32
-        self._none = torch.zeros(0, dtype=self._wide, device=device)
+        self._device, self._none = device, grad_norms([], 2.0, device)
         counted = [float(g.counts_in_norm) for g in gradients]
-        self._counts = torch.tensor(counted, dtype=self._wide, device=device)
+        self._counts = torch.tensor(counted, dtype=self._none.dtype, device=device)
         self._names = [g.name for g in gradients]
         self.names: list[str] = []
         self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
@@ -97,7 +96,7 @@ class Update:
         if not grads:
             self.names = []
             return self._none.sum(), self._none
-        norms = torch.stack(torch._foreach_norm(grads, 2.0)).to(self._wide)
+        norms = grad_norms(grads, 2.0, self._device)
         self.names, counts = self._names, self._counts
         if len(grads) < len(counts):
             there = [i for i, x in enumerate(self._holders) if x.grad is not None]
@@ -128,12 +127,6 @@ class Update:
         return lr
 
     def _factor(self, tokens: Tensor, power: Tensor) -> Tensor:
-        """From gradients of sums to those of the mean, clipped as torch does.
-
-        1 / tokens * min(1, clip / (norm / tokens + 1e-6)), in as few operations as there are.
-        """
+        """From gradients of sums to those of the mean, clipped."""
         tokens = tokens.clamp(min=1)
-        if self._clip:
-            clipped = torch.add(power.sqrt(), tokens, alpha=1e-6) / self._clip
-            tokens = torch.maximum(tokens, clipped)
-        return tokens.reciprocal()
+        return clip_factor(power.sqrt(), self._clip, tokens) if self._clip else tokens.reciprocal()
