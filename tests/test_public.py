@@ -86,7 +86,7 @@ import torchdistpackage
 print(*sorted(set(sys.modules) - before))
 """
     loaded = python(code).split()
-    below = ("compat", "compat.paths", "errors")
+    below = ("compat", "compat.paths", "errors", "lazy")
     ours = ["torchdistpackage", *(f"torchdistpackage.{name}" for name in below)]
     assert [name for name in loaded if name.startswith("torchdistpackage")] == ours
     assert not {"torch", "numpy", "pydantic", "yaml", "rich"} & set(loaded)

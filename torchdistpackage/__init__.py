@@ -67,6 +67,7 @@ NAMES: dict[str, str] = {
     "partition_balanced": "parallel.pipeline.partition.policies:partition_balanced",
     "partition_by_time": "parallel.pipeline.partition.policies:partition_by_time",
     "flatten_model": "parallel.pipeline.partition.sequential:flatten_model",
+    "tensor_parallel": "models.tensor_parallel:tensor_parallel",
     "save_tensor_parallel": "parallel.auto.saving:save_tensor_parallel",
     "clip_grad_norm_": "optim.clip:clip_grad_norm_",
     "GradScaler": "optim.scaler:GradScaler",

@@ -45,3 +45,12 @@ def resolve(path: str) -> Any:
     """What "module:attribute" names; the module is imported first."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+EXTENSIONS: dict[str, str] = {}
+"""What is there beside the core, by name -> "module:attribute": `compat` enters what it has."""
+
+
+def extension(name: str) -> Any:
+    """Return the extension `name`; None if nothing has entered one."""
+    return resolve(EXTENSIONS[name]) if name in EXTENSIONS else None

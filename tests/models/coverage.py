@@ -6,7 +6,8 @@
     scripts/coverage olmo2 mixtral        a few, printed alone
 
 Each class is made small, trained for three AdamW steps in float64 on two ranks, and compared with
-transformers in one process: losses, gradients and weights.
+transformers in one process: losses, gradients and weights. The layouts of `tensor_parallel(model)`
+are compared with those of the run.
 """
 
 import argparse
@@ -141,6 +142,13 @@ def rows(pool: RankPool, wanted: list[str], axes: Mapping[str, list[str]] = AXES
                     truths[2] = pool(1).run(alone, at, 2, steps, 1.0, mode)[0]
                 run = [f"model.hf={at}", *overrides]
                 row[axis] = tried(pool, run, truths.get(2 if apart else 1), _size(overrides), mode)
+            if isinstance(row.get("tensor 2"), float):
+                try:
+                    why = pool(1).run(coverage_ranks.other_layouts, at)[0]
+                except Exception as error:
+                    why = _last_line(error)
+                if why is not None:
+                    row["tensor 2"] = STOPPED + why
             if any(isinstance(row[axis], float) and row[axis] > ROUNDED for axis in axes):
                 scaled = pool(1).run(alone, at, 1, steps, SCALE, mode)
                 row["spread"] = coverage_ranks.largest_difference(scaled, truths[1])

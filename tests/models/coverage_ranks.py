@@ -17,7 +17,9 @@ from torchdistpackage.checkpoint.parts import TopologyRank
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.models.find_split import find_split, shape_of
 from torchdistpackage.models.shrunk_config import VOCAB
+from torchdistpackage.models.transformers_layout import layouts, shape_of_section
 from torchdistpackage.models.transformers_meta import build_options, known_settings
 from torchdistpackage.tools.undisturbed import keep_random_states
 from torchdistpackage.train.decay import decaying
@@ -75,6 +77,19 @@ def make_folder(settings: dict[str, Any], folder: str) -> str:
     # what save_pretrained leaves out of a config.json, as it is the default of the class
     (Path(folder) / "config.json").write_text(json.dumps({**made.to_dict(), **settings}))
     return type(model).__name__
+
+
+def other_layouts(folder: str, tensor: int = 2) -> str | None:
+    """Return how layouts of `tensor_parallel(model)` and of `model.hf` differ; None: nowhere."""
+    from transformers import AutoModelForCausalLM
+
+    of_run = shape_of_section({"hf": folder}, SEQ_LEN, False, tensor)
+    model = AutoModelForCausalLM.from_config(known_settings(of_run.given))
+    split = find_split(shape_of(model, tensor), model)
+    trained, mine = layouts(of_run), {x.name: x for x in split.layouts.values()}
+    names = {n for n in {**trained, **mine} if trained.get(n) != mine.get(n)}
+    where = ", ".join(sorted(names)[:3])
+    return f"tensor_parallel and model.hf split {where} differently" if names else None
 
 
 @contextmanager

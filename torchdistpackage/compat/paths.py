@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import NoReturn, Union
 
 from torchdistpackage.errors import NotAvailableError
+from torchdistpackage.lazy import EXTENSIONS
 
 PACKAGE = __name__.partition(".")[0]
 
@@ -146,7 +147,6 @@ PUBLIC = {
     "moe_dp_iter_step": f"{_EXPERT_GRADS}:moe_dp_iter_step",
     "forward_backward": f"{_FORWARD_BACKWARD}:forward_backward",
     "forward_eval": f"{_FORWARD_BACKWARD}:forward_eval",
-    "tensor_parallel": "compat.tensor_parallel.call:tensor_parallel",
 }
 """Public names of the package that are defined here -> "module:attribute" inside the package."""
 
@@ -308,7 +308,11 @@ FINDER = OldPaths()
 
 
 def install() -> None:
-    """Let old paths be imported from now on. Safe to call twice."""
+    """Let old paths be imported from now on, and the core know what is here beside it.
+
+    Safe to call twice.
+    """
+    EXTENSIONS["tensor_parallel"] = f"{PACKAGE}.compat.tensor_parallel.call:tensor_parallel"
     if FINDER not in sys.meta_path:
         sys.meta_path.insert(0, FINDER)
 

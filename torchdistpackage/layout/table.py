@@ -116,6 +116,38 @@ class SplitTable:
                 found[entrance] = is_sequence
         return found
 
+    def inside(self, path: str) -> "SplitTable":
+        """Return the table of the module at `path`, by paths in it."""
+        if not path:
+            return self
+
+        def below(name: str) -> str:
+            return name.removeprefix(f"{path}.")
+
+        def is_there(name: str) -> bool:
+            return name.startswith(f"{path}.")
+
+        return SplitTable(
+            {
+                below(name): replace(cut, entrance=below(cut.entrance))
+                for name, cut in self.layers.items()
+                if is_there(name)
+            },
+            {below(name): cut for name, cut in self.attention.items() if is_there(name)},
+            {below(name): layout for name, layout in self.partial.items() if is_there(name)},
+            {below(name): cuts for name, cuts in self.experts.items() if is_there(name)},
+            frozenset(below(name) for name in self.dropouts if is_there(name)),
+        )
+
+    def with_outputs_joined(self, paths: Iterable[str]) -> "SplitTable":
+        """Return the table in which every rank has all outputs of the column layers at `paths`."""
+        joined = {
+            path: replace(cut, kind="joined")
+            for path in paths
+            if (cut := self.layers.get(path)) is not None and cut.kind == "column"
+        }
+        return replace(self, layers=self.layers | joined)
+
     def also_called(self, path: str, other: str) -> None:
         """Let the layer at `path` be found at `other` too, where some releases have it."""
         if (cut := self.layers.get(path)) is not None:

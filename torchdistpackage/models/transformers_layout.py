@@ -108,12 +108,12 @@ def shape_of_section(
         shape.kind  # noqa: B018  read now, as it may be none
     except ConfigError as error:
         raise ConfigError(f"model.hf={where}: {error}") from error
-    if problems := _setting_problems(shape):
+    if problems := setting_problems(shape):
         raise ConfigError(f"model.hf={where}: {'; '.join(problems)}")
     return shape
 
 
-def _setting_problems(shape: TransformersShape) -> list[str]:
+def setting_problems(shape: TransformersShape) -> list[str]:
     """What is no model in the settings, whatever the layout."""
     problems: list[str] = []
     for key, default in shape.kind.defaults.items():

@@ -9,7 +9,6 @@ them nothing changes: the first block takes its part of the embedded sequence, a
 result is joined for the norm and the head.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.errors import DataError
-from torchdistpackage.layout.table import SplitTable
 from torchdistpackage.models import transformers_meta
 from torchdistpackage.models.hugging_face_folder import read_weights
 from torchdistpackage.models.hugging_face_layout import Source
@@ -61,9 +59,8 @@ from torchdistpackage.models.transformers_weights import fill, open_found
 from torchdistpackage.parallel.auto.draws import (
     ShardDraws,
     default_draw,
+    draw_apart,
     draws_as,
-    mark_alike,
-    mark_split,
     may_draw,
 )
 from torchdistpackage.parallel.context.hugging_face import attend_over, inputs_of
@@ -306,7 +303,7 @@ def stage(
     if group is not None and num > 1:
         table = split_table(shape, axis)
         parallelize(decoder, table, group, axis=axis, tp_comm_overlap=tp_comm_overlap)
-        _draw_apart(decoder, shape, table)
+        draw_apart(decoder, table, shape.kind.blocks if shape.sequence_parallel else "")
         if shape.sequence_parallel:
             decoder.share_sequences(group)
     if isinstance(sequence, ContextSequence):
@@ -343,20 +340,6 @@ def on_meta(shape: TransformersShape, dtype: torch.dtype | None = None) -> Any:
                 return with_adapters(model, shape, shape.lora, dtype)
         except (ValueError, KeyError, TypeError, AssertionError, ImportError) as error:
             raise refused(error) from error
-
-
-def _draw_apart(decoder: nn.Module, shape: TransformersShape, table: SplitTable) -> None:
-    """Let dropout differ between ranks where each has a part: of heads, of what row layers with
-    adapters are given, and under sequence parallelism everywhere in the blocks."""
-    blocks = re.compile(rf"{re.escape(shape.kind.blocks)}\.\d+")
-    for name, module in decoder.named_modules():
-        adapted = table.layers.get(name.rpartition(".lora_dropout.")[0])
-        if name in table.attention or (adapted is not None and adapted.kind == "row"):
-            mark_split(module)
-        elif adapted is not None:
-            mark_alike(module)
-        elif shape.sequence_parallel and blocks.fullmatch(name):
-            mark_split(module, everything=True)
 
 
 def load_weights(made: TransformersStage, folder: str | Path) -> None:

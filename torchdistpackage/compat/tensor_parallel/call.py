@@ -13,9 +13,9 @@ from torchdistpackage.compat.tensor_parallel.model import TensorParallel
 from torchdistpackage.compat.tensor_parallel.pretrained import tensor_parallel_pretrained
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto.factory import Example, own_device, split_module
-from torchdistpackage.parallel.auto.hugging_face import is_pretrained, remove_hooks
-from torchdistpackage.parallel.auto.model import check_is_unsplit
+from torchdistpackage.parallel.auto.pretrained_calls import is_pretrained, remove_hooks
 from torchdistpackage.parallel.auto.rules import Config
+from torchdistpackage.parallel.auto.split_root import check_is_unsplit
 
 
 def tensor_parallel(

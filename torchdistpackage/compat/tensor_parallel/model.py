@@ -27,9 +27,10 @@ from torchdistpackage.compat.tensor_parallel.threads import run_threads
 from torchdistpackage.compat.tensor_parallel.zero3 import ShardingManager
 from torchdistpackage.errors import CommError, LayoutError
 from torchdistpackage.parallel.auto.draws import ShardDraws, default_draw, stream
-from torchdistpackage.parallel.auto.model import ParallelModule, check_is_unsplit
+from torchdistpackage.parallel.auto.model import ParallelModule
 from torchdistpackage.parallel.auto.reporting import LOG
 from torchdistpackage.parallel.auto.rules import Config
+from torchdistpackage.parallel.auto.split_root import check_is_unsplit
 
 MUCH = 0.1
 """Share of extra parameters a device from which on it is worth a warning."""

@@ -64,7 +64,7 @@ def split_inputs(
     Shards get copies of their own of tensors that they might write to. config: the plan, by
     which caches are cut; where each shard has full gradients the first one alone passes them back.
     """
-    heads = CacheHeads() if config is None else CacheHeads.of(config)
+    heads = CacheHeads() if config is None else config.cache_heads()
     return [
         map_leaves(partial(_for_shard, rank, devices, heads), (args, kwargs))
         for rank in range(len(devices))

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.auto.rules import Config
 
 HEAD_DIM = 1
 """Of keys and values (batch, heads, tokens, width)."""
@@ -20,17 +19,12 @@ class CacheHeads:
     """What each shard has of the keys and values of the model that was split.
 
     key_heads: its heads by rank, in its order; None: all of them. is_known: whether the plan says
-    so. full_gradients: see `Config`.
+    so. full_gradients: whether what shards have alike carries its whole gradient on each of them.
     """
 
     key_heads: tuple[tuple[int, ...], ...] | None = None
     is_known: bool = True
     full_gradients: bool = False
-
-    @classmethod
-    def of(cls, config: Config) -> "CacheHeads":
-        is_known = config.key_heads is not None or not config.has_heads_apart
-        return cls(config.key_heads, is_known, config.full_gradients)
 
     @property
     def are_apart(self) -> bool:

@@ -11,7 +11,6 @@ from typing import Any
 from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.parallel.auto.cache_heads import CacheHeads, filled_places
-from torchdistpackage.parallel.auto.rules import Config
 
 PART = "_tdp_is_part"
 
@@ -21,13 +20,13 @@ def is_cache(value: Any) -> bool:
     return module is not None and isinstance(value, (module.Cache, module.EncoderDecoderCache))
 
 
-def enter_caches(values: Sequence[Any], config: Config, group: Group) -> None:
+def enter_caches(values: Sequence[Any], heads: CacheHeads, group: Group) -> None:
     """Leave in each cache that comes to a rank its part, unless the shard filled it itself.
 
     Raises:
         LayoutError: it is filled, but not by these shards or the model that was split.
     """
-    heads, rank = CacheHeads.of(config), group.rank()
+    rank = group.rank()
     for value in values:
         if not is_cache(value) or getattr(value, PART, False):
             continue

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchdistpackage.parallel.auto.actions import StateAction
 from torchdistpackage.parallel.auto.saving import PartsOf, tensors_by_any_name
+from torchdistpackage.parallel.auto.split_root import PartOfTensor
 
 
 def changed_weight(
@@ -25,7 +25,7 @@ def changed_weight(
         for at, shard in enumerate(parts.shards):
             rank = at if split._group is None else split._group.rank()
             held = shard.get(entry.in_shard) if full is None else full
-            action: StateAction | None = entry.action if full is None else None
+            action: PartOfTensor | None = entry.action if full is None else None
             part = source if action is None else action(source, rank=rank)
             if held is None or held.is_floating_point() != part.is_floating_point():
                 return str(entry.name)

@@ -10,6 +10,7 @@ a dropout layer for all it is given, in any other module for tensors of four dim
 attention scores are.
 """
 
+import re
 import threading
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
@@ -26,6 +27,7 @@ from torchdistpackage.comm import collectives
 from torchdistpackage.comm.nested import map_tensors
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.random import seed_from, seeded
+from torchdistpackage.layout.table import SplitTable
 from torchdistpackage.parallel.tensor.weight_reads import whole
 
 RANDOM = frozenset(
@@ -127,6 +129,22 @@ def mark_split(module: nn.Module, everything: bool = False) -> None:
 def mark_alike(module: nn.Module) -> None:
     """Note that `module` works on what all shards have alike, inside of one that does not."""
     _mark(module, None)
+
+
+def draw_apart(model: nn.Module, table: SplitTable, sequence_blocks: str = "") -> None:
+    """Let dropout differ between ranks where each has a part: of heads, of what row layers with
+    adapters are given, between a column and a row layer, and in the blocks at the path
+    `sequence_blocks`, between which each has its part of the sequence, everywhere."""
+    blocks = re.compile(rf"{re.escape(sequence_blocks)}\.\d+")
+    for name, module in model.named_modules():
+        adapted = table.layers.get(name.rpartition(".lora_dropout.")[0])
+        is_row = adapted is not None and adapted.kind == "row"
+        if name in table.attention or name in table.dropouts or is_row:
+            mark_split(module)
+        elif adapted is not None:
+            mark_alike(module)
+        elif sequence_blocks and blocks.fullmatch(name):
+            mark_split(module, everything=True)
 
 
 def _mark(module: nn.Module, everything: bool | None) -> None:

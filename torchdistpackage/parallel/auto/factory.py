@@ -11,16 +11,13 @@ from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.parallel.auto.explain import explain as tabulate
 from torchdistpackage.parallel.auto.family_plan import plan_for
-from torchdistpackage.parallel.auto.hugging_face import (
-    ShardedModelCalls,
-    is_pretrained,
-    pretrained_class,
-    remove_hooks,
-)
+from torchdistpackage.parallel.auto.hugging_face import ShardedModelCalls, pretrained_class
 from torchdistpackage.parallel.auto.layerwise import default_rules
-from torchdistpackage.parallel.auto.model import ParallelModule, check_is_unsplit
+from torchdistpackage.parallel.auto.model import ParallelModule
+from torchdistpackage.parallel.auto.pretrained_calls import is_pretrained, remove_hooks
 from torchdistpackage.parallel.auto.reporting import LOG
 from torchdistpackage.parallel.auto.rules import Config
+from torchdistpackage.parallel.auto.split_root import check_is_unsplit
 from torchdistpackage.parallel.auto.verify import FirstForward, described, why_not_compared
 
 Example = Tensor | tuple[Any, ...] | dict[str, Any]

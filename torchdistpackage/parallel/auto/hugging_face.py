@@ -6,39 +6,26 @@ transformers, of the extra `hf`, is imported on first use.
 """
 
 import inspect
-import sys
 from collections.abc import Sequence
 from functools import cache, wraps
 from typing import Any
 
 from torch import nn
 
-from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.errors import LayoutError, NotAvailableError
+from torchdistpackage.errors import NotAvailableError
 from torchdistpackage.layout.mark import Layouts
 from torchdistpackage.parallel.auto.adapters import TakesNoAdapters
-from torchdistpackage.parallel.auto.draws import may_draw, use_draws_of_first
+from torchdistpackage.parallel.auto.draws import may_draw
 from torchdistpackage.parallel.auto.family_plan import plan_for
-from torchdistpackage.parallel.auto.model import ParallelModule, check_is_unsplit
+from torchdistpackage.parallel.auto.model import ParallelModule
+from torchdistpackage.parallel.auto.pretrained_calls import (
+    PretrainedCalls,
+    remove_hooks,
+    without_adapters,
+)
 from torchdistpackage.parallel.auto.rules import Config
-
-
-def is_pretrained(module: nn.Module) -> bool:
-    """Whether it is a PreTrainedModel, also with adapters of peft around it.
-
-    It can only be one if transformers was imported.
-    """
-    library = sys.modules.get("transformers.modeling_utils")
-    return library is not None and isinstance(without_adapters(module), library.PreTrainedModel)
-
-
-def without_adapters(module: nn.Module) -> nn.Module:
-    """The model that a PeftModel was made around; any other is itself."""
-    library = sys.modules.get("peft.peft_model")
-    if library is not None and isinstance(module, library.PeftModel):
-        return module.get_base_model()
-    return module
+from torchdistpackage.parallel.auto.split_root import check_is_unsplit
 
 
 @cache
@@ -102,7 +89,7 @@ def empty_model(calls: type["ShardedModelCalls"], family: type) -> Any:
     return kind.__new__(kind)
 
 
-class ShardedModelCalls(TakesNoAdapters):
+class ShardedModelCalls(PretrainedCalls, TakesNoAdapters):
     """What a sharded model does itself, and not as its family does.
 
     Arguments are those of `ParallelModule`.
@@ -150,6 +137,10 @@ class ShardedModelCalls(TakesNoAdapters):
             return getattr(self.wrapped_model.module_shards[0], name)
 
     @property
+    def split_root(self) -> ParallelModule:
+        return self.wrapped_model
+
+    @property
     def devices(self) -> tuple[Any, ...]:
         return self.wrapped_model.devices
 
@@ -171,59 +162,6 @@ class ShardedModelCalls(TakesNoAdapters):
             return nn.Module.state_dict(self, *args, **kwargs)
         return self.wrapped_model.state_dict(*args, **kwargs)
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Write the model. Of the ranks of a group, which all call it, the first one writes.
-
-        Outside `save_tensor_parallel`, with a `state_dict`, each rank that calls it writes that.
-        """
-        group, model = self.wrapped_model._group, self.wrapped_model
-        given = kwargs.get("state_dict") is not None
-        if group is None or (given and model.preserve_shards_when_saving):
-            return super().save_pretrained(save_directory, *args, **kwargs)
-        if not given:
-            kwargs["state_dict"] = self.state_dict()
-        result = None
-        if group.rank() == 0:
-            result = super().save_pretrained(save_directory, *args, **kwargs)
-        collectives.barrier(group)
-        return result
-
-    def check_attentions(self, wanted: bool | None) -> None:
-        """Raises LayoutError where scores of attention are wanted and shards have heads apart."""
-        if wanted is None:
-            wanted = getattr(self.config, "output_attentions", False)
-        if wanted and self.tensor_parallel_config.has_heads_apart:
-            raise LayoutError(
-                "output_attentions=True: each shard has the scores of its own heads alone, which "
-                "are not joined; leave it out, or ask the model that was split"
-            )
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The family's `generate`. Ranks of a group draw alike: from where the first one is."""
-        group = self.wrapped_model._group
-        if group is not None and self._may_draw_tokens(args, kwargs):
-            use_draws_of_first(group)
-        return super().generate(*args, **kwargs)
-
-    def _may_draw_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """False where tokens are searched for, and no function of the caller's has a part in it."""
-        if len(args) > 1 or any(kwargs.get(name) is not None for name in FUNCTIONS):
-            return True
-        if (sampled := kwargs.get("do_sample")) is not None:
-            return bool(sampled)
-        configs = kwargs.get("generation_config"), self.generation_config
-        return any(getattr(config, "do_sample", None) for config in configs)
-
-    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: what the model that was split has tied is one tensor in each shard."""
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises LayoutError, as the tables are cut."""
-        raise LayoutError(
-            "resize_token_embeddings needs whole tables, which the shards do not have; resize the "
-            "model first, then split it"
-        )
-
     def get_submodule(self, target: str) -> nn.Module:
         """A part by its name. The table of tokens is that of all shards, to be called alone.
 
@@ -244,15 +182,6 @@ class ShardedModelCalls(TakesNoAdapters):
         return PartOfShards(self.wrapped_model, shards)
 
 
-FUNCTIONS = (
-    "logits_processor",
-    "stopping_criteria",
-    "prefix_allowed_tokens_fn",
-    "assistant_model",
-    "streamer",
-    "custom_generate",
-)
-"""Arguments of `generate` that are the caller's own code, or a model that draws."""
 KEPT_APART = frozenset(vars(nn.Module()))
 """Attributes that every module has for itself."""
 
@@ -275,11 +204,3 @@ class PartOfShards(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_parts"][0], name)
-
-
-def remove_hooks(module: nn.Module) -> None:
-    """Those of accelerate, which move weights and inputs between devices."""
-    if hasattr(module, "_hf_hook"):
-        from accelerate.hooks import remove_hook_from_module
-
-        remove_hook_from_module(module, recurse=True)

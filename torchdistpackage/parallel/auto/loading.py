@@ -15,9 +15,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.auto.model import ParallelModule
 from torchdistpackage.parallel.auto.nested import find_tied_weight_aliases
 from torchdistpackage.parallel.auto.saving import OriginalEntry
+from torchdistpackage.parallel.auto.split_root import SplitRoot
 
 AnyPath = str | PathLike[str]
 
@@ -34,7 +34,7 @@ def load_tensor_parallel(model: nn.Module, files: AnyPath | Sequence[AnyPath]) -
             that are in no file are still on the meta device.
     """
     root: Any = getattr(model, "wrapped_model", model)
-    if not isinstance(root, ParallelModule) or not hasattr(root, "_original"):
+    if not isinstance(root, SplitRoot) or not hasattr(root, "_original"):
         raise LayoutError(
             f"a {type(model).__name__} was given, which has no shards; pass what tensor_parallel "
             f"made of a module for several devices or ranks"
@@ -79,7 +79,7 @@ class Shard:
         made = torch.empty(part.shape, dtype=held.dtype, device=self.device).copy_(part)
         if isinstance(held, nn.Parameter):
             made = nn.Parameter(made, held.requires_grad)
-            self.root.mark_cut(f"module_shards.{self.at}.{name}", made)
+            self.root.mark_cut(f"{self.root.shard_prefix(self.at)}{name}", made)
         for alias in self.names[name]:
             path, _, attribute = alias.rpartition(".")
             setattr(self.module.get_submodule(path), attribute, made)

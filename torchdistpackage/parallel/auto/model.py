@@ -41,7 +41,7 @@ from torchdistpackage.parallel.auto.layerwise import get_default_config
 from torchdistpackage.parallel.auto.layouts import layout_of_cut
 from torchdistpackage.parallel.auto.nested import once_each
 from torchdistpackage.parallel.auto.ops import RankCollectives, rank_calls
-from torchdistpackage.parallel.auto.rules import Config
+from torchdistpackage.parallel.auto.rules import Config, state_action
 from torchdistpackage.parallel.auto.shard import (
     check_is_container,
     check_plan,
@@ -49,9 +49,10 @@ from torchdistpackage.parallel.auto.shard import (
     parameter_actions,
     shard_names,
 )
+from torchdistpackage.parallel.auto.split_root import SplitRoot, check_is_unsplit
 
 
-class ParallelModule(TakesNoAdapters):
+class ParallelModule(SplitRoot, TakesNoAdapters):
     """`module`, of which each rank of `group` computes a part of every layer.
 
     group: ranks that hold one shard each; of one rank, or None: the module itself.
@@ -77,7 +78,6 @@ class ParallelModule(TakesNoAdapters):
         check_is_unsplit(module)
         self.devices = tuple(devices)
         self.need_delayed_init = delay_init
-        self.preserve_shards_when_saving = True
         self.module_shards = nn.ModuleList()
         self.modified_parameters_names: set[str] = set()
         self.param_fractions: tuple[float, ...] = (1.0,)
@@ -130,8 +130,10 @@ class ParallelModule(TakesNoAdapters):
 
     def _note_parameters(self, module: nn.Module, config: Config) -> None:
         """What saving and gradients need to know of the module that was split."""
-        self._original = saving.Original.of(module, config)
         actions, shard_name = parameter_actions(module, config), shard_names(config, module)
+        self._original = saving.Original.of(
+            module, lambda names: state_action(config, names), shard_name
+        )
         self._joins: dict[str, StateAction] = {
             shard_name(name): action
             for name, action in actions.items()
@@ -158,6 +160,9 @@ class ParallelModule(TakesNoAdapters):
         if layout is not None and not layout.is_whole:
             mark_parameter(parameter, layout, self._group, name.count("."))
 
+    def shard_prefix(self, at: int) -> str:
+        return f"module_shards.{at}."
+
     def _note_places(self, module: nn.Module, config: Config) -> None:
         """Note on the parameters of all shards, if all are in this process, which each has."""
         sources, shard_name = dict(module.named_parameters()), shard_names(config, module)
@@ -175,6 +180,11 @@ class ParallelModule(TakesNoAdapters):
         """Note on parameters what other objects in their places do not know."""
         for name, parameter in self.named_parameters():
             self.mark_cut(name, parameter)
+
+    @property
+    def has_heads_apart(self) -> bool:
+        """Whether its plan deals attention heads."""
+        return self.tensor_parallel_config.has_heads_apart
 
     def layouts(self) -> Layouts:
         """How the parameters of the shard of this rank are cut, by names of what was split."""
@@ -200,7 +210,7 @@ class ParallelModule(TakesNoAdapters):
     def _call_rank(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         group = self._group
         assert group is not None
-        enter_caches([*args, *kwargs.values()], self.tensor_parallel_config, group)
+        enter_caches([*args, *kwargs.values()], self.tensor_parallel_config.cache_heads(), group)
         with self._draws_of_rank(group), rank_calls():
             return with_caches_marked(self._call_on_rank(group, module, args, kwargs))
 
@@ -250,17 +260,6 @@ class ParallelModule(TakesNoAdapters):
 
     # -- state ---------------------------------------------------------------------------
 
-    def full_tensors(self) -> dict[str, Tensor]:
-        """Parameters that no shard holds by itself, whole, by their names in a shard."""
-        return {}
-
-    def begin_loading(self) -> None:
-        """Called before `load_tensor_parallel` gives the shards weights."""
-
-    def set_preserve_shards_when_saving(self, value: bool) -> None:
-        """False: `state_dict()` is that of the module that was split, see `saving`."""
-        self.preserve_shards_when_saving = value
-
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Of the shards; inside `save_tensor_parallel` of the module that was split.
 
@@ -284,15 +283,3 @@ class ParallelModule(TakesNoAdapters):
         twin.__dict__.update(deepcopy(self.__dict__, memo))
         twin._mark_again()
         return twin
-
-
-def check_is_unsplit(module: nn.Module) -> None:
-    """Raises LayoutError where it is no module, or `tensor_parallel` has split a part of it."""
-    if not isinstance(module, nn.Module):
-        raise LayoutError(f"a {type(module).__name__} was given; pass a torch.nn.Module")
-    for name, part in module.named_modules():
-        if isinstance(part, ParallelModule):
-            raise LayoutError(
-                f"{name or 'the module'} is a {type(part).__name__} of {len(part.module_shards)} "
-                f"shards in this process, split already; pass the module as it was before"
-            )

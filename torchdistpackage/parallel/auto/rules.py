@@ -20,6 +20,7 @@ from torchdistpackage.parallel.auto.actions import (
     as_state_action,
     on_dim,
 )
+from torchdistpackage.parallel.auto.cache_heads import CacheHeads
 from torchdistpackage.parallel.auto.ops import TEXTS, Collectives, bind
 from torchdistpackage.parallel.auto.read_weights import Join, joins
 from torchdistpackage.parallel.auto.reporting import LOG
@@ -129,6 +130,11 @@ class Config:
         """Whether it deals attention heads: it then changes how many a module has."""
         changed = chain.from_iterable(self.attr_rules.values())
         return any("head" in str(attribute) for attribute in changed)
+
+    def cache_heads(self) -> CacheHeads:
+        """Return which heads of a key-value cache each shard has."""
+        is_known = self.key_heads is not None or not self.has_heads_apart
+        return CacheHeads(self.key_heads, is_known, self.full_gradients)
 
     def bound(self, num: int, collectives: Collectives) -> Self:
         """A copy for `num` shards, in which the texts of collectives are functions (value, rank)

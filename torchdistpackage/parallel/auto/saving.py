@@ -5,7 +5,7 @@ and shards by their numbers. Names, their order and every bit are the original's
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +17,8 @@ from torchdistpackage.comm import collectives
 from torchdistpackage.comm.attendance import expect_all
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.auto.actions import StateAction
-from torchdistpackage.parallel.auto.rules import Config, state_action
-from torchdistpackage.parallel.auto.shard import named_aliases, shard_names
+from torchdistpackage.parallel.auto.nested import find_tied_weight_aliases
+from torchdistpackage.parallel.auto.split_root import PartOfTensor
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class OriginalEntry:
     name: str
     first: str
     in_shard: str
-    action: StateAction | None
+    action: PartOfTensor | None
 
 
 @dataclass(frozen=True)
@@ -40,14 +39,22 @@ class Original:
     metadata: Any
 
     @classmethod
-    def of(cls, module: nn.Module, config: Config) -> "Original":
-        aliases = {name: names for _, names in named_aliases(module) for name in names}
+    def of(
+        cls,
+        module: nn.Module,
+        action_of: Callable[[Sequence[str]], PartOfTensor | None],
+        shard_name: Callable[[str], str] = str,
+    ) -> "Original":
+        """action_of: how a tensor with these names is shared out; None: all shards hold it.
+        shard_name: its name in a shard."""
+        aliases = {
+            name: names for names in find_tied_weight_aliases(module).values() for name in names
+        }
         state = module.state_dict(keep_vars=True)
-        entries, shard_name = [], shard_names(config, module)
+        entries = []
         for name in state:
             names = aliases.get(name, [name])
-            action = state_action(config, names)
-            entries.append(OriginalEntry(name, names[0], shard_name(names[0]), action))
+            entries.append(OriginalEntry(name, names[0], shard_name(names[0]), action_of(names)))
         return cls(tuple(entries), getattr(state, "_metadata", None))
 
 

@@ -17,7 +17,7 @@ from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.errors import CheckpointError, LayoutError
 from torchdistpackage.optim.clip import clip_grad_norm_
-from torchdistpackage.parallel.auto.hugging_face import ShardedModelCalls
+from torchdistpackage.parallel.auto.pretrained_calls import PretrainedCalls
 from torchdistpackage.parallel.auto.saving import save_tensor_parallel
 
 
@@ -35,7 +35,7 @@ def prepare_trainer(trainer: Any) -> Any:
     model, args = trainer.model, trainer.args
     if problems := problems_of(trainer):
         raise LayoutError("this Trainer cannot be prepared: " + "; ".join(problems))
-    group: Group = model.wrapped_model._group
+    group: Group = model.split_root._group
     accelerator = trainer.accelerator
     kind = type(accelerator)
     accelerator.__class__ = type(kind.__name__, (ShardedAcceleration, kind), {})
@@ -65,7 +65,7 @@ def prepare_trainer(trainer: Any) -> Any:
 
 def problems_of(trainer: Any) -> list[str]:
     model, args = trainer.model, trainer.args
-    group = model.wrapped_model._group if isinstance(model, ShardedModelCalls) else None
+    group = model.split_root._group if isinstance(model, PretrainedCalls) else None
     if group is None:
         return [
             f"its model is a {type(model).__name__} in one process; split a Hugging Face model by "

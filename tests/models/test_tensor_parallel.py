@@ -1,0 +1,103 @@
+"""`tensor_parallel(model)` by the table that trains it, beside `model.hf` and one process."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from tests.models import coverage, coverage_ranks
+from tests.parallel.auto.models import (
+    language_model,
+    prompt,
+    randomised,
+    same_tokens,
+    same_training,
+    twin,
+)
+from tests.parallel.auto.test_families import FAMILIES, FULLY_MASKED
+from tests.parallel.auto.test_families import IN_FLOAT32 as ROUNDED
+from tests.train.transformers_ranks import everywhere_float64
+from torchdistpackage import LayoutError, tensor_parallel
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.families import registry
+from torchdistpackage.models.find_split import shape_of
+from torchdistpackage.models.transformers_model import stage
+from torchdistpackage.parallel.auto.split_model import SplitModel
+
+SIZE = 2
+BY_TABLE = ["mistral", "qwen2", "qwen3", "gemma2", "opt", "bloom", "gpt_neox"]
+BY_TABLE += ["falcon", "falcon with alibi"]
+FOUND = ["gemma", "mixtral", "codegen", "bert as a decoder"]
+
+
+def as_one_process(family: str, num: int) -> None:
+    """Layouts, outputs, weights after steps, tokens and saved state of the unsplit model."""
+    tpc.setup_process_groups([("tensor", num)])
+    torch.manual_seed(0)
+    model = randomised(FAMILIES[family]())
+    split = tensor_parallel(twin(model).train())
+    assert isinstance(split, SplitModel) and isinstance(split, type(model))
+    of_stage = stage(shape_of(model, num), group=tpc.get_group("tensor")).layouts()
+    assert {x.name: x for x in split.layouts().values()} == {x.name: x for x in of_stage.values()}
+    inputs = prompt()
+    if family in FULLY_MASKED:
+        inputs["attention_mask"].fill_(1)
+    with everywhere_float64() if family in ROUNDED else nullcontext():
+        same_training(split, model.train(), inputs)
+        same_tokens(split, model, inputs)
+
+
+def some(names: list[str], small: tuple[str, ...]) -> list:
+    return [x if x in small else pytest.param(x, marks=pytest.mark.full) for x in names]
+
+
+@pytest.mark.parametrize("family", some([*BY_TABLE, *FOUND], ("qwen3", "gemma2")))
+def test_a_split_model_is_the_one_that_trains(ranks, family):
+    ranks(SIZE).run(as_one_process, family, SIZE)
+
+
+def with_sequence_parallelism(family: str) -> None:
+    """Steps at 1e-9 with parts of a sequence between the blocks, and products in chunks."""
+    tpc.setup_process_groups([("tensor", SIZE)])
+    torch.manual_seed(0)
+    model = randomised(language_models(family)).train()
+    split = tensor_parallel(twin(model), sequence_parallel=True, tp_comm_overlap=True)
+    partial = [x for x in split.layouts().values() if x.unreduced]
+    assert partial
+    seen: list[tuple[int, ...]] = []
+    block = split.get_submodule(f"{split._split.blocks}.0")
+    handle = block.register_forward_hook(
+        lambda _, __, output: seen.append(
+            (output[0] if isinstance(output, tuple) else output).shape
+        )
+    )
+    inputs = {name: x[:, :6] for name, x in prompt().items()}
+    inputs["attention_mask"].fill_(1)
+    same_training(split, model, inputs, atol=1e-9)
+    handle.remove()
+    assert {shape[1] for shape in seen} == {6 // SIZE}
+    with pytest.raises(LayoutError, match="7"):
+        split(**prompt())
+
+
+def language_models(family: str):
+    return FAMILIES[family]() if family in FAMILIES else language_model(family)
+
+
+@pytest.mark.parametrize("family", some(["llama", "gpt2", "opt", "bloom", "gpt_neox"], ("llama",)))
+def test_sequence_parallelism_and_overlap_train_as_one_process(ranks, family):
+    ranks(SIZE).run(with_sequence_parallelism, family)
+
+
+TWELVE = [*sorted(registry.FAMILIES), "gemma", "mixtral"]
+
+
+@pytest.mark.parametrize("name", TWELVE)
+def test_layouts_are_those_of_a_run(tmp_path, name):
+    """`scripts/coverage` looks at all classes."""
+    small = coverage.settings(name, **({"multi_query": False} if name == "falcon" else {}))
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    assert coverage_ranks.other_layouts(str(tmp_path)) is None

@@ -1,0 +1,134 @@
+"""How tensor ranks share a model of transformers that a user has: by the table that trains it.
+
+The table and the layouts are those of `model.hf`, for the model's own settings. Only the head
+differs: the ranks join its outputs, since the model's forward returns all logits.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from torchdistpackage.errors import ConfigError, LayoutError, NotAvailableError
+from torchdistpackage.families.registry import FAMILIES
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.mark import Layouts
+from torchdistpackage.models.transformers_layout import (
+    TransformersShape,
+    can_share,
+    global_name,
+    layouts,
+    setting_problems,
+    split_table,
+)
+from torchdistpackage.parallel.auto.split_model import ModelSplit
+
+
+def shape_of(model: Any, num_ranks: int, sequence_parallel: bool = False) -> TransformersShape:
+    """Return a model of transformers as numbers.
+
+    Raises:
+        LayoutError: so many ranks cannot share it by a table, and why.
+    """
+    given = model.config.to_diff_dict()  # what its config.json holds
+    family = str(given.get("model_type"))
+    if family not in FAMILIES and not _is_causal(model):
+        raise LayoutError(
+            f"a {type(model).__name__} is no causal language model of transformers, and {family} "
+            f"has no table; families with one are {', '.join(FAMILIES)}"
+        )
+    shape = TransformersShape(family, given, 1, sequence_parallel, None, num_ranks)
+    try:
+        found = shape.kind.found
+    except (ConfigError, NotAvailableError) as error:
+        raise LayoutError(str(error)) from error
+    if problems := setting_problems(shape):
+        raise LayoutError(f"{family}: {'; '.join(problems)}")
+    if found is None:
+        if not can_share(shape, num_ranks):
+            n = shape.sizes
+            raise LayoutError(
+                f"{family} with {n.heads} heads, {n.kv_heads} key-value heads and an MLP of "
+                f"{n.hidden} cannot be shared evenly by {num_ranks} ranks"
+            )
+        return shape
+    if num_ranks > 1 and (found.refused or found.uncut):
+        raise LayoutError(
+            f"{num_ranks} ranks cannot share {found.class_name}: {found.refused or found.uncut}"
+        )
+    if sequence_parallel:
+        raise LayoutError(
+            f"sequence_parallel=True needs a family with a table, which are {', '.join(FAMILIES)}; "
+            f"{family} has none"
+        )
+    return shape
+
+
+def _is_causal(model: Any) -> bool:
+    """Whether it is of the class that transformers makes of its settings for text."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None) is type(model)
+
+
+def find_split(shape: TransformersShape, model: Any, axis: str = "tensor") -> ModelSplit:
+    """Return how the ranks share `model`, which has the settings of `shape`.
+
+    model: the family's causal language model, its base model, or one with another head.
+
+    Raises:
+        LayoutError: it has other parameters than the table lists.
+    """
+    known, base = layouts(shape, axis=axis), _base_path(shape, model)
+    mine = Layouts()
+    for name, parameter in model.named_parameters():
+        full = global_name(shape, f"{base}.{name}" if base else name)
+        layout = known.get(full) or Layout(name, tuple(parameter.shape))
+        if layout.shape != tuple(parameter.shape):
+            raise LayoutError(
+                f"{name} of this {type(model).__name__} has the shape {tuple(parameter.shape)}, "
+                f"and the table of {shape.family} says {layout.shape}"
+            )
+        if not parameter.is_floating_point():
+            raise LayoutError(
+                f"{name} is of type {parameter.dtype}, as quantised weights are, whose packed "
+                f"numbers cannot be cut; split the model first and quantise the shards"
+            )
+        mine[name] = layout.named(name) if base else layout
+    if shape.kind.found is not None and (missing := known.keys() - {x.name for x in mine.values()}):
+        raise LayoutError(f"this {type(model).__name__} has no {', '.join(sorted(missing)[:3])}")
+    if shape.kind.found is None and shape.sizes.tied != _is_tied(model, shape.sizes.tied):
+        raise LayoutError(
+            f"tie_word_embeddings of this {type(model).__name__} is {shape.sizes.tied}, which its "
+            f"embedding and its head contradict"
+        )
+    blocks = shape.kind.blocks
+    path = blocks.removeprefix(f"{base}.") if base else blocks
+    if path and not any(name.startswith(f"{path}.") for name in mine):
+        raise LayoutError(
+            f"this {type(model).__name__} has no blocks at {path}, where the table of "
+            f"{shape.family} has them"
+        )
+    table = split_table(shape, axis).inside(base).with_outputs_joined(_heads(model))
+    return ModelSplit(table, mine, axis, path if shape.sequence_parallel else "", is_known=True)
+
+
+def _base_path(shape: TransformersShape, model: Any) -> str:
+    """Return the path in the whole model at which the table has `model`; "" if it is all of it."""
+    prefix = model.base_model_prefix
+    is_base = prefix and shape.kind.blocks.startswith(f"{prefix}.") and not hasattr(model, prefix)
+    return prefix if is_base else ""
+
+
+def _heads(model: nn.Module) -> list[str]:
+    """Return the paths of the layer that makes logits."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    named = model.named_modules(remove_duplicate=False)
+    return [path for path, module in named if head is not None and module is head]
+
+
+def _is_tied(model: Any, default: bool) -> bool:
+    """Whether embedding and head have one matrix; without both of them `default`."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if table is None or head is None:
+        return default
+    return head.weight is table.weight

@@ -1,0 +1,125 @@
+"""What a split Hugging Face model does by itself, and not as its family does.
+
+transformers, of the extra `hf`, is imported by its user.
+"""
+
+import sys
+from typing import Any
+
+from torch import nn
+
+from torchdistpackage.comm import collectives
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.parallel.auto.draws import use_draws_of_first
+from torchdistpackage.parallel.auto.split_model import SplitModel
+
+
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether it is a PreTrainedModel, also with adapters of peft around it.
+
+    It can only be one if transformers was imported.
+    """
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(without_adapters(module), library.PreTrainedModel)
+
+
+def without_adapters(module: nn.Module) -> nn.Module:
+    """The model that a PeftModel was made around; any other is itself."""
+    library = sys.modules.get("peft.peft_model")
+    if library is not None and isinstance(module, library.PeftModel):
+        return module.get_base_model()
+    return module
+
+
+def remove_hooks(module: nn.Module) -> None:
+    """Those of accelerate, which move weights and inputs between devices."""
+    if hasattr(module, "_hf_hook"):
+        from accelerate.hooks import remove_hook_from_module
+
+        remove_hook_from_module(module, recurse=True)
+
+
+FUNCTIONS = (
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "assistant_model",
+    "streamer",
+    "custom_generate",
+)
+"""Arguments of `generate` that are the caller's own code, or a model that draws."""
+
+
+class PretrainedCalls:
+    """Generation and saving of a split model, as a base before the class of its family."""
+
+    @property
+    def split_root(self) -> Any:
+        """The `SplitRoot` that is called."""
+        raise NotImplementedError
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Write the model. Of the ranks of a group, which all call it, the first one writes.
+
+        Outside `save_tensor_parallel`, with a `state_dict`, each rank that calls it writes that.
+        """
+        root = self.split_root
+        group = root._group
+        given = kwargs.get("state_dict") is not None
+        if group is None or (given and root.preserve_shards_when_saving):
+            return super().save_pretrained(save_directory, *args, **kwargs)
+        if not given:
+            kwargs["state_dict"] = self.state_dict()
+        result = None
+        if group.rank() == 0:
+            result = super().save_pretrained(save_directory, *args, **kwargs)
+        collectives.barrier(group)
+        return result
+
+    def check_attentions(self, wanted: bool | None) -> None:
+        """Raises LayoutError where scores of attention are wanted and shards have heads apart."""
+        if wanted is None:
+            wanted = getattr(self.config, "output_attentions", False)
+        if wanted and self.split_root.has_heads_apart:
+            raise LayoutError(
+                "output_attentions=True: each shard has the scores of its own heads alone, which "
+                "are not joined; leave it out, or ask the model that was split"
+            )
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The family's `generate`. Ranks of a group draw alike: from where the first one is."""
+        group = self.split_root._group
+        if group is not None and self._may_draw_tokens(args, kwargs):
+            use_draws_of_first(group)
+        return super().generate(*args, **kwargs)
+
+    def _may_draw_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """False where tokens are searched for, and no function of the caller's has a part in it."""
+        if len(args) > 1 or any(kwargs.get(name) is not None for name in FUNCTIONS):
+            return True
+        if (sampled := kwargs.get("do_sample")) is not None:
+            return bool(sampled)
+        configs = kwargs.get("generation_config"), self.generation_config
+        return any(getattr(config, "do_sample", None) for config in configs)
+
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: what the model that was split has tied is one tensor in each shard."""
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises LayoutError, as the tables are cut."""
+        raise LayoutError(
+            "resize_token_embeddings needs whole tables, which the shards do not have; resize the "
+            "model first, then split it"
+        )
+
+
+class SplitPretrained(PretrainedCalls, SplitModel):
+    """A split model of transformers: its own class, with these calls before its own."""
+
+    @property
+    def split_root(self) -> SplitModel:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.check_attentions(kwargs.get("output_attentions"))
+        return super().__call__(*args, **kwargs)
