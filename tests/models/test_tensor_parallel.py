@@ -101,3 +101,21 @@ def test_layouts_are_those_of_a_run(tmp_path, name):
     small = coverage.settings(name, **({"multi_query": False} if name == "falcon" else {}))
     (tmp_path / "config.json").write_text(json.dumps(small))
     assert coverage_ranks.other_layouts(str(tmp_path)) is None
+
+
+def with_prompts() -> None:
+    peft = pytest.importorskip("peft")
+    tpc.setup_process_groups([("tensor", SIZE)])
+    model = language_model("gpt2")  # whose embedding is split by rows, as its head is
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    losses = []
+    for each in (tensor_parallel(model), model):
+        torch.manual_seed(0)
+        made = peft.get_peft_model(each, prompts)
+        losses.append(made(**prompt(), labels=prompt()["input_ids"]).loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+@pytest.mark.full
+def test_peft_finds_the_split_table_of_tokens(ranks):
+    ranks(SIZE).run(with_prompts)

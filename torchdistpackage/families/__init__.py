@@ -7,5 +7,5 @@ cuts         how layers of a model without a table are cut, as data
 found        such a model as a `Family`, from what transformers' modules show
 
 `model.hf` takes layouts, split layers, checkpoints and exports from a table
-(models/transformers_layout.py), `tensor_parallel(model)` its plan (parallel/auto/family_plan.py).
+(models/transformers_layout.py), and so does `tensor_parallel(model)` (models/find_split.py).
 """

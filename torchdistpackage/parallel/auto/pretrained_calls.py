@@ -6,12 +6,14 @@ transformers, of the extra `hf`, is imported by its user.
 import sys
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchdistpackage.comm import collectives
+from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto.draws import use_draws_of_first
-from torchdistpackage.parallel.auto.split_model import SplitModel
+from torchdistpackage.parallel.auto.split_model import ModelSplit, SplitModel
 
 
 def is_pretrained(module: nn.Module) -> bool:
@@ -119,6 +121,14 @@ class SplitPretrained(PretrainedCalls, SplitModel):
     @property
     def split_root(self) -> SplitModel:
         return self
+
+    def _begin(self, split: ModelSplit, group: Group | None, module: nn.Module) -> None:
+        super()._begin(split, group, module)
+        # peft finds the table of tokens by its number of rows, or by this name of DeepSpeed's
+        table: Any = getattr(self.get_input_embeddings(), "weight", None)
+        for name, parameter in self.named_parameters():
+            if parameter is table:
+                table.ds_shape = torch.Size(split.layouts[name].shape)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.check_attentions(kwargs.get("output_attentions"))
