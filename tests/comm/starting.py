@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import socketserver
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.runtime import leave, setup_distributed
@@ -104,6 +106,23 @@ def bound(port: int):
         silent.bind(("127.0.0.1", port))
         silent.listen()
         yield silent
+
+
+@contextlib.contextmanager
+def answering(words: bytes) -> Iterator[int]:
+    """Yield the port of a server of another kind, which says these words to each visitor."""
+
+    class Words(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.sendall(words)
+            self.request.recv(1 << 16)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Words) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
 
 
 def meet(*args, **kwargs) -> tuple[int, int, int | None, str, list[object]]:

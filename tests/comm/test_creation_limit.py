@@ -1,8 +1,10 @@
 """Who waits for a group in vain says for whom, and is ended if it is ours."""
 
 import os
+import signal
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,7 @@ def nobody_returns(which: str) -> None:
     creation.MARGIN_S = 0.1
     here = detect(os.environ)
     if which == "the default group":
+        creation.CONNECT_S = 5.0
         dist.init_process_group = stuck
         join(here, init_timeout_s=3)
     join(here, init_timeout_s=30)
@@ -119,3 +122,88 @@ def test_a_default_group_that_is_not_there_in_time_ends_too(forks):
     with pytest.raises(RankError) as caught:
         run_local(nobody_returns, ("the default group",), num_procs=2)
     assert "the default group: its 2 ranks came, but are not connected" in str(caught.value)
+
+
+def connected_slowly() -> tuple[bool, str]:
+    """All members come, and the back end takes several times the limit."""
+    creation.MARGIN_S, creation.WARN_S = 0.1, 0.5
+    read, write = os.pipe()
+    saved = os.dup(2)
+    os.dup2(write, 2)
+    try:
+        with creation.creation_limit("a group", (0, 1), lambda *_: True, dist.HashStore(), 0.5):
+            time.sleep(2.5)
+    finally:
+        os.dup2(saved, 2)
+        os.close(write)
+    with os.fdopen(read) as told:
+        return True, told.read()
+
+
+def test_members_that_have_come_may_connect_slowly_and_that_is_said(ranks):
+    for rank, (went_on, told) in enumerate(ranks(2).run(connected_slowly)):
+        assert went_on
+        # the first speaks for all
+        said = told.count("its 2 ranks came, but are not connected after")
+        assert said >= 2 if rank == 0 else said == 0
+
+
+def keeper_gone() -> list[str]:
+    """What is said of a member that never came, first with and then without the store's keeper."""
+    creation.MARGIN_S, creation._TELL_WAIT_S = 0.1, 1.0
+    port, serving = os.pipe()
+    if not (keeper := os.fork()):
+        store = dist.TCPStore("127.0.0.1", 0, 4, True, wait_for_workers=False)
+        os.write(serving, str(store.port).encode())
+        time.sleep(60)
+        os._exit(0)
+    limit = timedelta(seconds=2)
+    port = int(os.read(port, 16))
+    store = dist.TCPStore("127.0.0.1", port, 4, False, limit, wait_for_workers=False)
+    for rank in (0, 1, 3):
+        store.set(f"joins/{rank}", "")
+    told: list[str] = []
+
+    def came(store: dist.Store, rank: int) -> bool:
+        return store.check([f"joins/{rank}"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(creation, "_give_up", lambda rank, text, *_: told.append(text))
+        for name in "ab":
+            with creation.creation_limit("a group", range(4), came, store, 0.3, name=name):
+                end = time.monotonic() + 20
+                while not told and time.monotonic() < end:
+                    time.sleep(0.05)
+            if name == "a":
+                os.kill(keeper, signal.SIGKILL)
+                os.waitpid(keeper, 0)
+                (first,) = told
+                told.clear()
+    return [first, *told]
+
+
+def test_who_cannot_ask_the_store_does_not_say_that_all_came(ranks):
+    ((named, unknown),) = ranks(1).run(keeper_gone)
+    assert "1 of 4 ranks did not come" in named and "(rank 2)" in named
+    assert "does not answer" in unknown and "came, but" not in unknown
+
+
+def requests_at_the_limit() -> int:
+    """How often this rank asks whether another one has come, when all wait for one in vain."""
+    creation.MARGIN_S = 0.1
+    asked: list[int] = []
+
+    def came(store: dist.Store, rank: int) -> bool:
+        asked.append(rank)
+        return rank != 3
+
+    store, told = creation.default_store(), threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(creation, "_give_up", lambda *_: told.set())
+        with creation.creation_limit("a group", range(4), came, store, 0.3, name="vain"):
+            assert told.wait(30)
+    return len(asked)
+
+
+def test_one_member_looks_for_all(ranks):
+    assert sorted(ranks(3).run(requests_at_the_limit)) == [0, 0, 4]

@@ -265,8 +265,8 @@ def limits_after_joining() -> list[float]:
     return seen
 
 
-def test_nccl_has_torchs_limit_once_it_is_there(start):
-    assert start(limits_after_joining, [{}]) == [[7.0, 600.0]]
+def test_nccl_has_ten_minutes_to_connect_and_torchs_limit_then(start):
+    assert start(limits_after_joining, [{}]) == [[600.0, 600.0]]
 
 
 def set_limit_late() -> float:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.comm.starting import bound, by_hand, in_step, meet, meet_within, two_nodes
-from torchdistpackage.comm import primitives
+from tests.comm.starting import answering, bound, by_hand, in_step, meet, meet_within, two_nodes
+from torchdistpackage.comm import primitives, rendezvous_store
 from torchdistpackage.comm.runtime import find_free_port, join, leave
 from torchdistpackage.environment.rendezvous import Rendezvous, detect
 
@@ -66,15 +68,15 @@ def test_two_jobs_on_the_same_candidates_never_mix(start, tmp_path):
         assert said == [(token, 0), (token, 1)] and port == at[token]
 
 
-def test_a_users_busy_port_is_refused_by_number_within_ten_seconds_by_all(start):
-    """A stranger who says nothing, and another job's store; nobody waits for the time limit."""
+def test_a_users_busy_port_is_refused_by_number_before_the_limit_by_all(start):
+    """A server of another kind, and another job's store; nobody waits for the time limit."""
     theirs = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
     theirs.set("token", "another")
     begin = time.monotonic()
-    with bound(0) as silent:
-        ports = (silent.getsockname()[1], theirs.port)
-        told = start(meet, [by_hand(r, 2, port) for port in ports for r in range(2)])
-    assert time.monotonic() - begin < 10
+    with answering(b"SSH-2.0-OpenSSH_9.2\r\n") as port:
+        ports = (port, theirs.port)
+        told = start(meet_within, [by_hand(r, 2, port) for port in ports for r in range(2)], 20)
+    assert time.monotonic() - begin < 15
     for i, answer in enumerate(told):
         assert f"port {ports[i // 2]}" in answer.error and "taken" in answer.error
         assert "MASTER_PORT" in answer.error
@@ -127,4 +129,35 @@ def test_a_silent_server_at_the_users_port_is_no_rank_0(start):
     with bound(0) as silent:
         port = silent.getsockname()[1]
         (told,) = start(meet_within, [by_hand(1, 2, port)], 2.0)
-    assert f"port {port} accepted but said nothing" in told.error
+    assert f"port {port} has not answered" in told.error
+
+
+def paused_store() -> tuple[float, str]:
+    """A process listens as rank 0 and is stopped for longer than a stranger may be silent."""
+    port = int(find_free_port())
+    places = [Rendezvous(r, 2, r, 2, 0, "127.0.0.1", (port,), "a", "test") for r in range(2)]
+    ready, serving = os.pipe()
+    if not (keeper := os.fork()):
+        store, _ = rendezvous_store.serve(places[0], (port,), timeout_s=30)
+        os.write(serving, b".")
+        time.sleep(60)
+        os._exit(0)
+    os.read(ready, 1)
+    os.kill(keeper, signal.SIGSTOP)
+    wakes = threading.Timer(PAUSE_S, os.kill, (keeper, signal.SIGCONT))
+    wakes.start()
+    begin = time.monotonic()
+    try:
+        store, _ = rendezvous_store.find(places[1], (port,), timeout_s=30)
+        return time.monotonic() - begin, store.get("token").decode()
+    finally:
+        os.kill(keeper, signal.SIGKILL)
+        os.waitpid(keeper, 0)
+
+
+PAUSE_S = rendezvous_store.BUSY_S + 1.5
+
+
+def test_a_rank_0_that_is_stopped_for_a_moment_is_no_stranger(start):
+    ((waited_s, token),) = start(paused_store, [{}])
+    assert token == "a" and waited_s > PAUSE_S - 1

@@ -93,7 +93,7 @@ def create(
         return store.add(f"made/{members}/{rank}", 0) >= times
 
     with (
-        creation_limit(what, key, came, store, longest_s),
+        creation_limit(what, key, came, store, longest_s, name=called),
         _named(called),
         _unbound(whole) as bound,
     ):
@@ -290,6 +290,12 @@ HasCome = Callable[[dist.Store, int], bool]
 
 MARGIN_S = 5.0
 """Seconds by which ours is longer: back ends with a limit of their own (gloo) come first."""
+CONNECT_S = 600.0
+"""How long members that have all come may take to connect: thousands take minutes (nccl#1156)."""
+WARN_S = 60.0
+"""Between two warnings that they still do."""
+_TELL_WAIT_S = 10.0
+"""How long the one that looks may take, and stays until the others have read what it found."""
 _NAMED = 20
 _ends = False
 
@@ -300,83 +306,224 @@ def end_processes() -> None:
     _ends = True
 
 
+class _Roll:
+    """Which members of a group that is being made have come, as far as the store knows.
+
+    what: is being made, for the text. name: of this time that it is made; the same on all members.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        has_come: HasCome,
+        store: dist.Store,
+    ):
+        self._what, self._name, self._rank, self._ranks = what, name, rank, ranks
+        self._has_come, self._store = has_come, store
+        self._since_s = time.monotonic()
+        self._stays_for = 0
+        """Members that this rank waits for before it ends, as it looked or may keep the store."""
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._since_s
+
+    def all_came(self) -> bool:
+        """Return whether the store says so; False where it does not answer."""
+
+        def look() -> bool:
+            store = self._store.clone()  # the thread that waits may hold the connection
+            return all(self._has_come(store, rank) for rank in self._ranks)
+
+        return bool(_answer(look))
+
+    def absent(self, limit_s: float) -> str:
+        """Return a text that names those that have not come, or says that the store does not know;
+        "" if all have.
+
+        At the limit one member looks for all: thousands that each ask for each would keep the store
+        busy for minutes.
+        """
+        elapsed_s = self.elapsed_s
+        shared = elapsed_s >= limit_s  # else it is only this rank that failed
+        text = _answer(lambda: self._shared(limit_s) if shared else self._look(limit_s)[0])
+        if text is not None:
+            return text
+        return (
+            f"{self._what}: not there in {elapsed_s:.1f} s, with a time limit of {limit_s:g} s; "
+            f"the store that knows which ranks came does not answer; the rank that keeps it has "
+            f"gone: see its message"
+        )
+
+    def stay(self) -> None:
+        """Wait until the others have read what `absent` found, if this rank looked or may keep the
+        store."""
+
+        def wait() -> None:
+            store, end = self._store.clone(), time.monotonic() + _TELL_WAIT_S
+            while store.add(f"read/{self._name}", 0) < self._stays_for and time.monotonic() < end:
+                time.sleep(0.05)
+
+        if self._stays_for:
+            _answer(wait)
+
+    def _shared(self, limit_s: float) -> str:
+        store, found = self._store.clone(), f"absent/{self._name}"
+        looks = store.add(f"looks/{self._name}", 1) == 1
+        if looks:
+            text, num_came = self._look(limit_s)
+            store.set(found, f"{num_came} {text}")
+        store.wait([found], timedelta(seconds=_TELL_WAIT_S))
+        num_came, _, text = store.get(found).decode().partition(" ")
+        store.add(f"read/{self._name}", 1)
+        if text and (looks or self._rank == 0):
+            self._stays_for = int(num_came)
+        return text
+
+    def _look(self, limit_s: float) -> tuple[str, int]:
+        """The text, and how many have come."""
+        store = self._store.clone()
+        missing = [rank for rank in self._ranks if not self._has_come(store, rank)]
+        num_came = len(self._ranks) - len(missing)
+        if not missing:
+            return "", num_came
+        hosts = [_with_host(store, rank) for rank in missing[:_NAMED]]
+        return (
+            f"{self._what}: {len(missing)} of {len(self._ranks)} ranks did not come in "
+            f"{self.elapsed_s:.1f} s, with a time limit of {limit_s:g} s "
+            f"(rank{'s' * (len(missing) > 1)} {', '.join(hosts)}"
+            f"{', ...' * (len(missing) > _NAMED)}); see what they do instead, and whether all "
+            f"ranks ask for their groups in one order"
+        ), num_came
+
+
+def _answer(ask: Callable[[], V]) -> V | None:
+    """Return what the store answers; None if it does not, as its keeper has gone.
+
+    In a thread, since a new connection to a host that has gone is tried for as long as the store's
+    own limit.
+    """
+    answers: list[V] = []
+
+    def run() -> None:
+        with suppress(RuntimeError):
+            answers.append(ask())
+
+    thread = threading.Thread(target=run, name="roll", daemon=True)
+    thread.start()
+    thread.join(2 * _TELL_WAIT_S)
+    return answers[0] if answers else None
+
+
 @contextmanager
 def creation_limit(
-    what: str, ranks: Sequence[int], has_come: HasCome, store: dist.Store, limit_s: float
+    what: str,
+    ranks: Sequence[int],
+    has_come: HasCome,
+    store: dist.Store,
+    limit_s: float,
+    *,
+    name: str | None = None,
+    rank: int | None = None,
 ) -> Iterator[None]:
     """Inside, a wait of more than `limit_s` names those of `ranks` that have not come.
 
-    what: is being made, for the text.
+    Once all have come the back end may take `CONNECT_S` in all: a slow network is no missing rank.
+    The first of them warns every `WARN_S` that it still connects.
+
+    what: is being made, for the text. name: the same on all members, and of this time alone; None:
+    `what`. rank: this one's; None: that in the default group.
 
     Raises:
         CommError: the back end gave up, and some had not come; names them.
     """
-    since_s = time.monotonic()
+    if rank is None:
+        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    roll, ended = _Roll(what, name or what, rank, ranks, has_come, store), threading.Event()
 
-    def absent() -> str:
-        """The ranks that have not come, as far as the store says; "" where none is known."""
-        with suppress(RuntimeError):  # gone with its keeper
-            other = store.clone()  # the thread that waits may hold the connection
-            missing = [_with_host(other, rank) for rank in ranks if not has_come(other, rank)]
-            if missing:
-                return (
-                    f"{what}: {len(missing)} of {len(ranks)} ranks did not come in "
-                    f"{time.monotonic() - since_s:.1f} s, with a time limit of {limit_s:g} s "
-                    f"(rank{'s' * (len(missing) > 1)} {', '.join(missing[:_NAMED])}"
-                    f"{', ...' * (len(missing) > _NAMED)}); see what they do instead, and whether "
-                    f"all ranks ask for their groups in one order"
-                )
-        return ""
-
-    def over() -> None:
-        text = absent() or (
-            f"{what}: its {len(ranks)} ranks came, but are not connected after the time limit of "
-            f"{limit_s:g} s; see whether they reach each other (NCCL_SOCKET_IFNAME, a firewall; "
-            f"NCCL_DEBUG=INFO says more)"
+    def slow() -> str:
+        return (
+            f"{what}: its {len(ranks)} ranks came, but are not connected after "
+            f"{roll.elapsed_s:.0f} s: a slow start of the network, or they do not reach each other "
+            f"(NCCL_SOCKET_IFNAME, a firewall; NCCL_DEBUG=INFO says more)"
         )
-        if not ended.is_set():
-            _give_up(text)
 
-    ended, timer = threading.Event(), threading.Timer(limit_s + MARGIN_S, over)
-    timer.daemon = True
-    timer.start()
+    def watch() -> None:
+        limit, came, warns = limit_s + MARGIN_S, False, rank == ranks[0]
+        while not ended.wait(max(min(limit - roll.elapsed_s, WARN_S), 0.0)):
+            if roll.elapsed_s >= limit and not came:
+                if text := roll.absent(limit_s):
+                    if not ended.is_set():
+                        _give_up(rank, text, roll.stay)
+                    return
+                came, limit = True, max(limit, CONNECT_S)
+            came = came or (warns and roll.all_came())
+            if came:
+                limit = max(limit, CONNECT_S)
+            if ended.is_set():
+                return
+            if roll.elapsed_s >= limit:
+                _give_up(rank, slow())
+                return
+            if came and warns:
+                _say(rank, f"still waits: {slow()}; it gives up after {limit:.0f} s")
+
+    threading.Thread(target=watch, name="creation limit", daemon=True).start()
     try:
         yield
     except CommError:  # it says what is wrong
         raise
     except RuntimeError as error:
-        if text := absent():
+        if text := roll.absent(limit_s):
+            roll.stay()
             raise CommError(text) from error
         raise
     finally:
         ended.set()
-        timer.cancel()
 
 
 @contextmanager
 def joins_within(store: dist.Store, rank: int, world_size: int, limit_s: float) -> Iterator[None]:
-    """`creation_limit` of the default group, at the store where its ranks meet."""
+    """`creation_limit` of the default group, at the store where its ranks meet.
+
+    All have come when it is entered, so what is inside needs no limit for them.
+
+    Raises:
+        CommError: some did not come.
+    """
     store.set(f"joins/{rank}", "")
 
     def joined(store: dist.Store, rank: int) -> bool:
         return store.check([f"joins/{rank}"])
 
-    with creation_limit("the default group", range(world_size), joined, store, limit_s):
+    what, ranks = "the default group", range(world_size)
+    with creation_limit(what, ranks, joined, store, limit_s, rank=rank):
+        if store.add("joined", 1) == world_size:
+            store.set("joins/all", "")
+        store.wait(["joins/all"], timedelta(seconds=limit_s))
         yield
 
 
-def _give_up(text: str) -> None:
+def _say(rank: int, text: str) -> None:
+    """Write a line to stderr, at once: the interpreter may not return from a call into NCCL."""
+    with suppress(OSError, ValueError):
+        sys.stderr.flush()
+    os.write(2, f"rank {rank} on {socket.gethostname()} {text}\n".encode())
+
+
+def _give_up(rank: int, text: str, before_end: Callable[[], None] = lambda: None) -> None:
     """Say so, and end the process if it is ours."""
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    host = socket.gethostname()
-    message = f"rank {rank} on {host} waits in vain: {text}"
     if path := os.environ.get("TDP_FAILURE"):
+        host = socket.gethostname()
+        message = f"rank {rank} on {host} waits in vain: {text}"
         failure = Failure(rank, host, os.getpid(), time.time(), FailureKind.ERROR, 1, text, message)
         with suppress(OSError):
             atomic_write(Path(path), to_json(failure))
-    with suppress(OSError, ValueError):
-        sys.stderr.flush()
-    os.write(2, f"{message}\n".encode())
+    _say(rank, f"waits in vain: {text}")
+    before_end()
     if path or _ends:
         os._exit(1)
 

@@ -233,7 +233,8 @@ def connect(group: Group, *, neighbours: bool = False, limit_s: float | None = N
         return store.check([f"{key}/{rank}"])
 
     limit_s = limit_s or default_timeout_s(transport_of(group).name)
-    with creation_limit(f"connecting ranks {ranks}", ranks, came, store, limit_s):
+    name = f"{key}/{neighbours}"
+    with creation_limit(f"connecting ranks {ranks}", ranks, came, store, limit_s, name=name):
         if known is None:
             _sum(group)
         if neighbours:

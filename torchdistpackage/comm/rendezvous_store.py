@@ -5,6 +5,7 @@ the first candidate port that is free; the others know its store by the token.
 """
 
 import contextlib
+import random
 import socket
 import threading
 import time
@@ -16,13 +17,15 @@ import torch.distributed as dist
 from torchdistpackage.environment.rendezvous import Rendezvous
 from torchdistpackage.errors import AbsentError, LaunchError
 
-TOKEN_WAIT_S = 2.0
-"""How long a candidate port may take to show its token before the next one is tried."""
+PORT_WAIT_S = 2.0
+"""How long a candidate port may keep silent before the next one is tried beside it."""
 
 BUSY_S = 6.0
-"""How long a stranger may sit on the only candidate port before a rank gives up."""
+"""How long a stranger may sit on the only candidate port, at least, before a rank gives up."""
 
-_HEARD_WAIT_S = 2.0
+_TELL_WAIT_S = 10.0
+"""How long one rank may look who is missing, and the others wait for what it finds."""
+_HEARD_WAIT_S = 5.0
 _LONGEST_PAUSE_S = 0.5
 _NAMED = 20
 _REFUSED = "refused: "
@@ -61,7 +64,10 @@ def serve(
 def find(
     rendezvous: Rendezvous, ports: Sequence[int], *, timeout_s: float
 ) -> tuple[dist.Store, int]:
-    """The others try the candidates in turn until one shows the token: the store and its port.
+    """The others try the candidates until one shows the token: the store and its port.
+
+    A port that keeps silent may be rank 0's, which is busy, or stopped for a moment: it is left to
+    answer while others are tried. Only a wrong answer shows a stranger.
 
     Raises:
         LaunchError: none did within `timeout_s`, or a stranger keeps the only port.
@@ -70,37 +76,51 @@ def find(
     end = time.monotonic() + timeout_s
     stranger_since: float | None = None
     seen, pause_s = "no process listened", 0.05
-    while time.monotonic() < end:
+    # its own numbers: the user may have seeded those of `random`
+    draw = random.Random(rank)
+    silent: dict[int, _Visit] = {}
+    while (left_s := end - time.monotonic()) > 0:
         for port in ports:
-            if time.monotonic() > end:
-                break
+            visit = silent.pop(port, None)
+            if visit is None:
+                # Of one port torch waits until it listens. A look before would double the
+                # connections that rank 0 has to accept, one after another.
+                if len(ports) > 1:
+                    try:
+                        wait_s = min(PORT_WAIT_S, left_s)
+                        socket.create_connection((address, port), wait_s).close()
+                    except OSError as error:
+                        seen, stranger_since = f"port {port}: {error}", None
+                        continue
+                visit = _Visit(address, port, rendezvous.world_size, left_s)
             try:
-                socket.create_connection((address, port), TOKEN_WAIT_S).close()
-            except OSError as error:
-                seen, stranger_since = f"port {port}: {error}", None
-                continue
-            tried = time.monotonic()
-            try:
-                store = connect(
-                    address, port, world_size=rendezvous.world_size, timeout_s=TOKEN_WAIT_S
-                )
-                shown = store.get("token").decode()
-            except (OSError, RuntimeError) as error:
-                seen = f"port {port}: {error}"
+                store = visit.store(min(PORT_WAIT_S, max(end - time.monotonic(), 0.0)))
+            except TimeoutError as error:
+                seen, silent[port] = str(error), visit
+                # torch asks a server of another kind again and again, for as long as it may; one
+                # rank looks for all, as each look is a connection more
+                looks = len(ports) == 1 and rank == 1 and visit.silent_s > BUSY_S
+                if not (looks and _speaks(address, port)):
+                    stranger_since = None
+                    continue
+            except RuntimeError as error:
+                seen = f"port {port}: {str(error).splitlines()[0]}"
             else:
-                if shown == rendezvous.token:
+                if visit.token == rendezvous.token:
                     store.set_timeout(timedelta(seconds=timeout_s))
                     return store, port
                 seen = f"port {port} belongs to another job"
-            stranger_since = stranger_since or tried
+            stranger_since = stranger_since or visit.since
         if len(ports) == 1 and stranger_since and time.monotonic() - stranger_since > BUSY_S:
             raise LaunchError(
                 f"rank {rank}: port {ports[0]} of {address} is taken by something that is not rank "
                 f"0 of this job ({seen}); set MASTER_PORT to a free port, or unset it to let the "
                 f"job choose"
             )
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)  # thousands may ask rank 0's host
+        if len(silent) < len(ports):
+            # thousands may ask rank 0's host, and not all at the same moment
+            time.sleep(pause_s * draw.uniform(0.5, 1.5))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     raise LaunchError(
         f"rank {rank} found no rank 0 of its job at {address}, ports {_listed(ports)}, within "
         f"{timeout_s:g} s (last: {seen}); see whether rank 0 runs, and whether {address} can be "
@@ -111,18 +131,49 @@ def find(
 def connect(address: str, port: int, *, world_size: int, timeout_s: float) -> dist.TCPStore:
     """The store that another process serves at this port.
 
-    In a thread: a server of another kind may accept and then stay silent, for which torch has no
-    time limit; the thread is then left to its wait.
-
     Raises:
-        OSError, RuntimeError: nothing listens, or not a store.
+        OSError, RuntimeError: nothing listens, or not a store, or it does not answer.
     """
-    found: list[dist.TCPStore | RuntimeError] = []
+    return _Visit(address, port, world_size, timeout_s, reads_token=False).store(timeout_s)
 
-    def attempt() -> None:
-        try:
-            found.append(
-                dist.TCPStore(
+
+def _speaks(address: str, port: int) -> bool:
+    """Return whether the server speaks first or hangs up, which no store does."""
+    try:
+        with socket.create_connection((address, port), PORT_WAIT_S) as connection:
+            try:
+                connection.recv(1)
+            except TimeoutError:
+                return False
+            except OSError:  # it hung up
+                pass
+            return True
+    except OSError:
+        return False
+
+
+class _Visit:
+    """A client of the store at a port, and the token that it shows.
+
+    In a thread: a server may accept and then stay silent, for which torch has no time limit; the
+    thread of a server that never answers is left to its wait.
+
+    timeout_s: to connect, and of the store that is found. since: when the visit began, as
+    time.monotonic() says.
+    """
+
+    def __init__(
+        self, address: str, port: int, world_size: int, timeout_s: float, reads_token: bool = True
+    ):
+        self.since = time.monotonic()
+        self.token = ""
+        self._port = port
+        self._is_store = False
+        self._found: list[dist.TCPStore | RuntimeError] = []
+
+        def attempt() -> None:
+            try:
+                store = dist.TCPStore(
                     address,
                     port,
                     world_size,
@@ -130,18 +181,36 @@ def connect(address: str, port: int, *, world_size: int, timeout_s: float) -> di
                     timedelta(seconds=timeout_s),
                     wait_for_workers=False,  # or a visit would count as an arrival over there
                 )
-            )
-        except RuntimeError as error:
-            found.append(error)
+                self._is_store = True
+                if reads_token:
+                    # rank 0 sets it some time after it listens, so a store without one may be its
+                    self.token = store.get("token").decode()
+                self._found.append(store)
+            except RuntimeError as error:
+                self._found.append(error)
 
-    thread = threading.Thread(target=attempt, name="store", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not found:
-        raise TimeoutError(f"port {port} accepted but said nothing for {timeout_s:g} s")
-    if isinstance(found[0], RuntimeError):
-        raise found[0]
-    return found[0]
+        self._thread = threading.Thread(target=attempt, name="store", daemon=True)
+        self._thread.start()
+
+    @property
+    def silent_s(self) -> float:
+        """How long ago the visit began."""
+        return time.monotonic() - self.since
+
+    def store(self, wait_s: float) -> dist.TCPStore:
+        """Return the store, waiting this long for it; may be called again.
+
+        Raises:
+            TimeoutError: no answer yet.
+            RuntimeError: nothing listens, or not a store.
+        """
+        self._thread.join(wait_s)
+        if not self._found:
+            how = "is a store without a token" if self._is_store else "has not answered"
+            raise TimeoutError(f"port {self._port} {how} for {self.silent_s:.0f} s")
+        if isinstance(self._found[0], RuntimeError):
+            raise self._found[0]
+        return self._found[0]
 
 
 def await_all(
@@ -180,7 +249,8 @@ def await_all(
         return
     speaker = rank
     with contextlib.suppress(RuntimeError):  # gone with its keeper
-        speaker = next((r for r in range(rank) if store.check([f"here/{r}"])), rank)
+        if store.check(["speaker"]):
+            speaker = int(store.get("speaker"))
     _hear(store, rendezvous.keeps_store)
     if said.startswith(_REFUSED):
         raise LaunchError(said.removeprefix(_REFUSED)) from cause
@@ -198,17 +268,30 @@ def _give_up(store: dist.Store, rendezvous: Rendezvous) -> str:
     world_size, hosts = rendezvous.world_size, rendezvous.hosts
     try:
         if store.add("decided", 1) == 1:
-            missing = [r for r in range(world_size) if not store.check([f"here/{r}"])]
+            missing = _missing(store, range(world_size))
             shown = [f"{r} on {hosts[r]}" if hosts else f"{r}" for r in missing]
             many = "s" * (len(missing) > 1)
+            away = {*missing}
+            first = next(r for r in range(world_size) if r not in away)
+            store.set("speaker", str(first))
             store.set(
                 "complete",
                 f"{len(missing)} of {world_size} ranks did not come (rank{many} {_listed(shown)})",
             )
-        store.wait(["complete"], timedelta(seconds=TOKEN_WAIT_S))
+        store.wait(["complete"], timedelta(seconds=_TELL_WAIT_S))
         return store.get("complete").decode()
     except RuntimeError:
         return f"rank 0, which keeps the list of the {world_size} ranks, left: not all had come"
+
+
+def _missing(store: dist.Store, ranks: Sequence[int]) -> list[int]:
+    """Return which ranks have not signed in: a request for each, and few where most have."""
+    if not ranks or store.check([f"here/{r}" for r in ranks]):
+        return []
+    if len(ranks) == 1:
+        return [*ranks]
+    half = len(ranks) // 2
+    return _missing(store, ranks[:half]) + _missing(store, ranks[half:])
 
 
 def _hear(store: dist.Store, keeper: bool) -> None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm.creation import (
+    CONNECT_S,
     await_members,
     default_timeout_s,
     joins_within,
@@ -155,7 +156,8 @@ def join(
             store=dist.PrefixStore("default", store),
             rank=rendezvous.rank,
             world_size=rendezvous.world_size,
-            timeout=timedelta(seconds=init_timeout_s),
+            # all have come: now they only connect
+            timeout=timedelta(seconds=max(init_timeout_s, CONNECT_S)),
             device_id=device if chosen == "nccl" else None,
         )
         mark_made(world(), store, "default")
