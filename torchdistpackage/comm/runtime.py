@@ -12,8 +12,10 @@ itself and publishes its choice in the store; the last one judges all of them
 import itertools
 import logging
 import os
+import resource
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -148,6 +150,7 @@ def join(
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if torch.cuda.device_count():
         os.environ.update(device_variables(os.environ, dump_folder))
+    _prepare_for_many()
     store, at, network = _meet(rendezvous, port, init_timeout_s)
     device, chosen, notes = _agree_on_device(store, rendezvous, backend, init_timeout_s)
     with joins_within(store, rendezvous.rank, rendezvous.world_size, init_timeout_s):
@@ -163,6 +166,24 @@ def join(
         mark_made(world(), store, "default")
     set_timeout(world(), timeout_s or default_timeout_s(chosen))
     return JoinResult(rendezvous, device, chosen, at, notes + ((network,) if network else ()))
+
+
+_DESCRIPTORS = 1 << 16
+
+
+def _prepare_for_many() -> None:
+    """Let gloo connect thousands of ranks.
+
+    Each of its groups holds a descriptor for each member, and ends the process where there are no
+    more. By default a rank also publishes an address for each member, which all read: 552 GB for
+    4,096 ranks (gloo#419); with this variable it is one address for all.
+    """
+    os.environ.setdefault("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", "1")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(OSError, ValueError):  # what is allowed now has to do
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def leave() -> None:
