@@ -28,6 +28,7 @@ PURE_FOLDERS = (
     "bounded",
     "bounded_yaml",
     "files",
+    "run_files",
     "environment",
     "topology",
     "layout",

@@ -45,6 +45,7 @@ NAMES: dict[str, str] = {
     "Timeline": "schedule.engine:Timeline",
     "build_schedule": "schedule.generators:build",
     "simulate": "schedule.engine:simulate",
+    "Run": "report.run:Run",
     "RunConfig": "config.schema:RunConfig",
     "load_config": "config.load:load",
     # a training step

@@ -14,7 +14,8 @@ from torchdistpackage.cli.main import main
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench.profile import read
 from torchdistpackage.harness.bench.report import BenchReport
-from torchdistpackage.launch.slurm.run_dir import RunDir, read_records
+from torchdistpackage.launch.slurm.run_dir import read_records
+from torchdistpackage.run_files import RunDir
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "configs" / "gpt_tiny.yaml")

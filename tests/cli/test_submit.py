@@ -13,7 +13,8 @@ from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import load
 from torchdistpackage.launch.lock import hold
 from torchdistpackage.launch.slurm.node_blocklist import NodeIncident, record
-from torchdistpackage.launch.slurm.run_dir import RunDir, read_records
+from torchdistpackage.launch.slurm.run_dir import read_records
+from torchdistpackage.run_files import RunDir
 
 RUN = """
 run: {name: one}

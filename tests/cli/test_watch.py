@@ -19,7 +19,7 @@ from tests.launch.slurm.scripted import Programs, row
 from tests.report.folders import metrics_row, write_run
 from torchdistpackage.cli.main import main
 from torchdistpackage.cli.watch import RunView
-from torchdistpackage.report.run_data import read_run_data
+from torchdistpackage.report.run import Run
 from torchdistpackage.report.status import curve, duration, status_of
 
 
@@ -90,13 +90,13 @@ def half_written(folder: Path) -> None:
 def test_times_that_are_left_follow_from_steps_and_the_job(tmp_path: Path, monkeypatch):
     folder = write_run(tmp_path / "half")
     half_written(folder)
-    monkeypatch.setattr("torchdistpackage.report.run_data.holder_of", lambda path: "me")
-    status = status_of(read_run_data(folder), time.time())
+    monkeypatch.setattr("torchdistpackage.launch.slurm.runs.holder_of", lambda path: "me")
+    status = status_of(Run(folder), time.time())
     assert not status.ended and status.facts["state"] == "running"
     assert status.facts["last step in"] == "2 min 40 s"
     assert status.facts["next checkpoint in"] == "20 s"
     assert status.facts["job ends in"] == "2 h 00 min"
-    assert "quiet" in status_of(read_run_data(folder), time.time() + 600).facts["state"]
+    assert "quiet" in status_of(Run(folder), time.time() + 600).facts["state"]
 
 
 def test_lines_follow_a_run_to_its_end(tmp_path: Path, monkeypatch, capsys):
@@ -104,7 +104,7 @@ def test_lines_follow_a_run_to_its_end(tmp_path: Path, monkeypatch, capsys):
     end = (folder / "events.jsonl").read_text().splitlines()[-1]
     half_written(folder)
     holder = ["me"]
-    monkeypatch.setattr("torchdistpackage.report.run_data.holder_of", lambda path: holder[0])
+    monkeypatch.setattr("torchdistpackage.launch.slurm.runs.holder_of", lambda path: holder[0])
 
     def go_on() -> None:
         time.sleep(0.5)

@@ -15,17 +15,17 @@ from torchdistpackage.launch.run_rows import RowReader
 from torchdistpackage.report.charts import busy_excess, charts, thin
 from torchdistpackage.report.page import html
 from torchdistpackage.report.peaks import peak_flops_of
-from torchdistpackage.report.run_data import RunData, read_run_data
+from torchdistpackage.report.run import Run
 from torchdistpackage.report.story import life, tables
 
 
-def chart(runs: list[RunData], key: str) -> Any:
+def chart(runs: list[Run], key: str) -> Any:
     found = {x.key: x for x in charts(runs, 1e15)}
     return found[key] if key in found else found[f"{key}-{runs[0].name}"]
 
 
 def test_a_run_is_read_with_its_starts_places_and_warnings(tmp_path: Path):
-    data = read_run_data(write_run(tmp_path / "a"))
+    data = Run(write_run(tmp_path / "a"))
     assert data.notes == [] and len(data.rows) == 200 and len(data.ranks) == 20
     assert [(s.attempt, s.step, s.end_step, s.word) for s in data.starts] == [
         ("7.0", 0, 100, "requeue"),
@@ -46,7 +46,7 @@ def test_a_run_is_read_with_its_starts_places_and_warnings(tmp_path: Path):
 
 
 def test_what_a_step_is_spent_on_adds_up_to_its_time(tmp_path: Path):
-    data = read_run_data(write_run(tmp_path / "a"))
+    data = Run(write_run(tmp_path / "a"))
     parts = {x["name"]: x["y"][0] for x in chart([data], "spent").traces}
     assert sum(parts.values()) == pytest.approx(0.2)
     assert parts["compute"] == pytest.approx(0.09 * 4.5 / 4)
@@ -55,7 +55,7 @@ def test_what_a_step_is_spent_on_adds_up_to_its_time(tmp_path: Path):
 
 
 def test_a_rank_is_compared_with_the_peers_of_its_stage(tmp_path: Path):
-    data = read_run_data(write_run(tmp_path / "a"))
+    data = Run(write_run(tmp_path / "a"))
     excess = busy_excess(data.ranks[0], data.mesh)
     assert excess == pytest.approx([0, -20, 0, 20])
     heat = chart([data], "slow").traces[0]
@@ -67,7 +67,7 @@ def test_the_load_of_experts_has_a_line_for_each_layer(tmp_path: Path):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     loads = [row | {"experts": {"blocks.0": 1.5, "blocks.1": row["step"]}} for row in rows]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in loads))
-    traces = chart([read_run_data(folder)], "experts").traces
+    traces = chart([Run(folder)], "experts").traces
     assert [x["name"] for x in traces] == ["blocks.0", "blocks.1"]
     assert set(traces[0]["y"]) == {1.5} and traces[1]["y"] == traces[1]["x"]
 
@@ -77,13 +77,13 @@ def test_ranks_are_listed_with_their_coordinates(tmp_path: Path):
     path = folder / "ranks.jsonl"
     path.write_text(path.read_text().replace('"pipe", 2', '"pipe", 1').replace(
         '"context", 1', '"context", 2'))  # fmt: skip
-    (held,) = [table for table in tables([read_run_data(folder)]) if table.key == "ranks"]
+    (held,) = [table for table in tables([Run(folder)]) if table.key == "ranks"]
     assert [(row[0], row[1], row[2]) for row in held.rows] == [
         ("0", "data 0 context 0", "n1"), ("1", "data 0 context 1", "n1"),
         ("2", "data 1 context 0", "n2"), ("3", "data 1 context 1", "n2"),
     ]  # fmt: skip
     assert held.rows[3][3:] == ["+50.0 % of its peers", "2.00 GiB"]
-    names = [x["name"] for x in chart([read_run_data(folder)], "memory-a").traces]
+    names = [x["name"] for x in chart([Run(folder)], "memory-a").traces]
     assert names[3] == "rank 3 (data 1 context 1)"
 
 
@@ -97,21 +97,21 @@ def test_spikes_survive_thinning():
 
 
 def test_utilization_is_of_all_devices(tmp_path: Path):
-    data = read_run_data(write_run(tmp_path / "a"))
+    data = Run(write_run(tmp_path / "a"))
     assert chart([data], "mfu").traces[0]["y"][0] == pytest.approx(2e12 / 4e15)
     assert peak_flops_of("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops_of("NVIDIA H100 PCIe") == 756e12 and peak_flops_of("cpu") is None
 
 
 def test_starts_lie_on_one_axis_of_time(tmp_path: Path):
-    data = read_run_data(write_run(tmp_path / "a"))
+    data = Run(write_run(tmp_path / "a"))
     bars = [x for x in life([data], BEGAN_S).traces if x["mode"] == "lines"]
     assert [bar["name"] for bar in bars] == ["requeue", "finished"]
     assert bars[0]["x"][0] < bars[0]["x"][1] < bars[1]["x"][0] < bars[1]["x"][1]
 
 
 def test_several_runs_are_overlaid_and_their_keys_compared(tmp_path: Path):
-    runs = [read_run_data(write_run(tmp_path / n, lr=lr)) for n, lr in (("a", 0.01), ("b", 0.02))]
+    runs = [Run(write_run(tmp_path / n, lr=lr)) for n, lr in (("a", 0.01), ("b", 0.02))]
     assert {x["name"] for x in chart(runs, "loss").traces} >= {"a training", "b training"}
     held = {table.key: table for table in tables(runs)}
     assert held["differs"].rows == [["run.name", "a", "b"], ["optim.lr", "0.01", "0.02"]]
@@ -249,6 +249,6 @@ def test_rows_are_read_once_also_when_a_run_replaces_its_file(tmp_path: Path):
 
 def test_a_page_escapes_what_a_run_wrote(tmp_path: Path):
     folder = write_run(tmp_path / "<script>x\u202ey\x1b[31m")
-    text = html([read_run_data(folder)], BEGAN_S)
+    text = html([Run(folder)], BEGAN_S)
     assert "<script>x" not in text
     assert not {"\u202e", "\x1b"} & set(text) and "\\\\u202ey" in text, "also in the data of charts"

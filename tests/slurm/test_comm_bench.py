@@ -11,7 +11,7 @@ import pytest
 
 from tests.slurm.cluster import ROOT, Cluster
 from torchdistpackage.harness.bench.profile import read
-from torchdistpackage.launch.slurm.run_dir import RunDir
+from torchdistpackage.run_files import RunDir
 
 pytestmark = pytest.mark.full
 

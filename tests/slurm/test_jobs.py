@@ -23,8 +23,9 @@ from torchdistpackage.launch.slurm.query import (
     query_jobs,
     run_command,
 )
-from torchdistpackage.launch.slurm.run_dir import RunDir, Submission, append_record
+from torchdistpackage.launch.slurm.run_dir import Submission, append_record
 from torchdistpackage.launch.slurm.runs import SubmittedRun, read_run
+from torchdistpackage.run_files import RunDir
 
 Done = subprocess.CompletedProcess[str]
 

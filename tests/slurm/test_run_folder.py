@@ -19,7 +19,7 @@ from tests.slurm.lives import CONFIG, ONE_NODE, RUN, Lived, ending, send
 from torchdistpackage.launch.lock import STALE_S, from_json, holder_of, to_json
 from torchdistpackage.launch.slurm.failure_report import CANNOT_WRITE
 from torchdistpackage.launch.slurm.query import run_command
-from torchdistpackage.launch.slurm.run_dir import RunDir
+from torchdistpackage.run_files import RunDir
 
 LAYOUT = ["parallel.data=2", "parallel.pipe=1", "launch.local.procs=2", "train.steps=2000"]
 LAYOUT += ["data.name=null", "data.target=tests.train.sources:Paced"]

@@ -20,8 +20,9 @@ import pytest
 from tests.slurm.cluster import ROOT, Cluster
 from torchdistpackage.config.load import loads
 from torchdistpackage.launch.slurm.query import CompletedCommand, run_command
-from torchdistpackage.launch.slurm.run_dir import RunDir, read_records
+from torchdistpackage.launch.slurm.run_dir import read_records
 from torchdistpackage.launch.slurm.submit import prepare, submit_prepared
+from torchdistpackage.run_files import RunDir
 
 PROBE = Path(__file__).parent / "jobs" / "submit_probe.py"
 LIMIT_S = 240

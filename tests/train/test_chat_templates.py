@@ -12,10 +12,10 @@ from torchdistpackage.config.load import load
 from torchdistpackage.config.text_ends import end_of_text
 from torchdistpackage.errors import DataError
 from torchdistpackage.models.hugging_face_folder import copy_companions
+from torchdistpackage.run_files import RESOLVED
 from torchdistpackage.train.chat import ChatTemplate
 from torchdistpackage.train.documents import TextSource
 from torchdistpackage.train.preference_pairs import PairReader
-from torchdistpackage.train.run_folder import RESOLVED
 from torchdistpackage.train.template_date import with_template_date
 from torchdistpackage.train.texts import text_source
 from torchdistpackage.train.token_cache import tokenized

@@ -17,7 +17,7 @@ from tests.train.forked import ForkedRanks, until
 from torchdistpackage.config.load import load
 from torchdistpackage.harness.pool import RankPool
 from torchdistpackage.report.charts import charts
-from torchdistpackage.report.run_data import read_run_data
+from torchdistpackage.report.run import Run
 from torchdistpackage.report.status import status_of
 from torchdistpackage.schedule.costs import read_costs
 
@@ -255,7 +255,7 @@ def test_a_classifier_is_reported_in_samples(tmp_path, pool):
     said = ranks.ended()
     assert ranks.returncodes == [0], said
     assert said.count(" samples/s") == 4 and "token" not in said, said
-    data = read_run_data(tmp_path / "own")
+    data = Run(tmp_path / "own")
     assert "samples/s" in status_of(data, 0.0).facts["throughput"]
     (speed,) = (chart for chart in charts([data]) if chart.key == "tokens_per_s")
     assert speed.note.startswith("Samples of a step") and "samples/s" in str(speed.layout)

@@ -12,7 +12,8 @@ from tests.train import parity
 from torchdistpackage.config.schema import RequeueSection
 from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.slurm.requeue import RequeueDecision
-from torchdistpackage.launch.slurm.run_dir import RunDir, append_start, this_start
+from torchdistpackage.launch.slurm.run_dir import append_start, this_start
+from torchdistpackage.run_files import RunDir
 from torchdistpackage.train.build import make_loop
 from torchdistpackage.train.job import _resume
 from torchdistpackage.train.metric_rows import read_metrics

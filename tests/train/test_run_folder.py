@@ -20,7 +20,8 @@ from torchdistpackage.harness.pool import RankPool
 from torchdistpackage.launch.fork_server_client import ForkServer
 from torchdistpackage.launch.lock import holder_of, take
 from torchdistpackage.launch.slurm.requeue import EXIT_TEMPFAIL
-from torchdistpackage.launch.slurm.run_dir import RunDir, Start, read_starts
+from torchdistpackage.launch.slurm.run_dir import Start, read_starts
+from torchdistpackage.run_files import RunDir
 from torchdistpackage.train.job import WORKER_MAIN
 from torchdistpackage.train.run_folder import prepare_folder
 

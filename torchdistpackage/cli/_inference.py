@@ -33,6 +33,7 @@ from torchdistpackage.launch.workers import run_local
 from torchdistpackage.lazy import resolve
 from torchdistpackage.models.model_spec import ModelUse
 from torchdistpackage.models.registry import TRANSFORMERS, model_of, spec_of
+from torchdistpackage.run_files import CHECKPOINTS, RESOLVED
 from torchdistpackage.topology.mesh import DEFAULT_ORDER
 from torchdistpackage.train.inference_request import (
     EvalRequest,
@@ -41,7 +42,6 @@ from torchdistpackage.train.inference_request import (
     TrainedWeights,
 )
 from torchdistpackage.train.plan import local_procs, make_plan
-from torchdistpackage.train.run_folder import CHECKPOINTS, RESOLVED
 from torchdistpackage.train.template_date import dated, needs_date, today
 
 RANK_MAIN = "torchdistpackage.train.inference:rank_main"

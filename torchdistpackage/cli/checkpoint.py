@@ -32,7 +32,8 @@ from torchdistpackage.cli._common import refusal, text_table
 from torchdistpackage.config.load import load
 from torchdistpackage.errors import CheckpointError, ConfigError
 from torchdistpackage.lazy import resolve
-from torchdistpackage.train.run_folder import CHECKPOINTS, RESOLVED, only_writer
+from torchdistpackage.run_files import CHECKPOINTS, RESOLVED
+from torchdistpackage.train.run_folder import only_writer
 
 FORMATS = ("torch", "safetensors", "dcp", "hf")
 SOURCES = ("torch", "safetensors", "dcp", "suffix")

@@ -52,9 +52,10 @@ from torchdistpackage.harness.pool import INIT_TIMEOUT_S
 from torchdistpackage.launch.lock import hold
 from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.slurm.job import absolute, interpreter_of, job_shape
-from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id
+from torchdistpackage.launch.slurm.run_dir import attempt_id
 from torchdistpackage.launch.slurm.submit import ensure_not_running, prepare, submit_prepared
 from torchdistpackage.launch.supervisor import WatchedRank, supervise
+from torchdistpackage.run_files import RunDir
 from torchdistpackage.topology.mesh import describe, topology
 
 _RANK = "torchdistpackage.harness.measure:bench"

@@ -14,7 +14,7 @@ from torchdistpackage.config.yaml_loader import read
 from torchdistpackage.lazy import resolve
 from torchdistpackage.models.hugging_face_layout import folder_dtype
 from torchdistpackage.models.registry import model_of, spec_of
-from torchdistpackage.train.run_folder import CHECKPOINTS, RESOLVED
+from torchdistpackage.run_files import CHECKPOINTS, RESOLVED
 
 EXPORT = "torchdistpackage.train.export:export_checkpoint"
 MERGE = "torchdistpackage.train.export:export_merged"

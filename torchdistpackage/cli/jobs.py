@@ -23,7 +23,6 @@ from torchdistpackage.launch.slurm import node_blocklist
 from torchdistpackage.launch.slurm.monitor import ResubmitLimits, RunTarget, ScriptTarget
 from torchdistpackage.launch.slurm.monitor import monitor as watch
 from torchdistpackage.launch.slurm.query import JobInfo, Outcome
-from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.runs import (
     AttemptResult,
     LogTail,
@@ -39,13 +38,14 @@ from torchdistpackage.launch.slurm.runs import (
     status,
 )
 from torchdistpackage.lazy import resolve
+from torchdistpackage.run_files import RESOLVED, RunDir
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a run, run folder or job id.")]
 Dir = Annotated[
     Path, typer.Option("--dir", metavar="DIR", help="Folder that contains the run folders.")
 ]
-RUNS, RESOLVED = Path("runs"), "resolved.yaml"
-READ_RUN_DATA = "torchdistpackage.report.run_data:read_run_data"
+RUNS = Path("runs")
+RUN = "torchdistpackage.report.run:Run"
 STATUS_OF = "torchdistpackage.report.status:status_of"
 """Read local runs, and load yaml, which submitted runs need not."""
 DEFAULTS = ResubmitLimits()
@@ -91,13 +91,13 @@ def _local_runs(folder: Path) -> list[Sequence[str]]:
     paths = [path for path in paths if not RunDir(path).records.exists()]
     rows: list[Sequence[str]] = []
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
-        data = resolve(READ_RUN_DATA)(path)
+        data = resolve(RUN)(path)
         now = resolve(STATUS_OF)(data, time.time())
         loss = "" if now.loss is None else f"{now.loss:.4f}"
         restarts = str(max(len(data.starts) - 1, 0))
         steps = _steps(now.step, now.num_steps)
         rows.append(
-            (path.name, "local", now.facts.get("state", "unknown"), restarts, steps, loss, "", "")
+            (path.name, "local", data.state.word, restarts, steps, loss, "", data.state.reason)
         )
     return rows
 

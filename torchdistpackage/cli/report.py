@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from torchdistpackage.cli._common import ListedIn, refusal
-from torchdistpackage.report.page import REPORT, plotly_script, write_report
-from torchdistpackage.report.run_data import read_run_data
+from torchdistpackage.report.page import plotly_script, write_report
+from torchdistpackage.report.run import Run
+from torchdistpackage.run_files import REPORT
 
 
 def report(
@@ -41,7 +42,7 @@ def report(
     problems: list[str] = []
     for folder in runs:
         with ListedIn(problems):
-            read_run_data(folder)
+            Run(folder)
     with ListedIn(problems):
         plotly_script()
     path = out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))

@@ -24,7 +24,6 @@ from torchdistpackage.launch.slurm.by_submitit import check as check_submitit
 from torchdistpackage.launch.slurm.by_submitit import submit as submitit_submit
 from torchdistpackage.launch.slurm.job import SweepRun, job_shape, points
 from torchdistpackage.launch.slurm.query import Outcome, query_jobs
-from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.runs import LogTail, SubmittedRun, read_run
 from torchdistpackage.launch.slurm.runs import follow as follow_log
 from torchdistpackage.launch.slurm.submit import (
@@ -35,6 +34,7 @@ from torchdistpackage.launch.slurm.submit import (
     prepare,
     submit_prepared,
 )
+from torchdistpackage.run_files import RunDir
 from torchdistpackage.train.elastic import check_nodes
 from torchdistpackage.train.refusals import check_checkpoint, job_problems
 from torchdistpackage.train.run_folder import prepare_folder

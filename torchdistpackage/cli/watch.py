@@ -19,11 +19,10 @@ import typer
 from torchdistpackage.cli._common import wrap
 from torchdistpackage.cli.jobs import RUNS
 from torchdistpackage.errors import ConfigError, LaunchError
-from torchdistpackage.launch.run_rows import METRICS, RANKS, RowReader
 from torchdistpackage.launch.slurm.query import query_jobs
 from torchdistpackage.launch.slurm.runs import find, read_run, single
 from torchdistpackage.report.charts import series
-from torchdistpackage.report.run_data import RunData, read_run_data
+from torchdistpackage.report.run import Run
 from torchdistpackage.report.status import RunStatus, curve, status_of
 
 _ASK_S = 10.0
@@ -71,7 +70,7 @@ def _folder_of(run: str, folder: Path) -> Path:
     """
     for path in (Path(run), folder / run):
         try:
-            read_run_data(path)
+            Run(path)
             return path
         except ConfigError as error:
             refused = error
@@ -88,14 +87,15 @@ class RunView:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._readers = RowReader(folder / METRICS), RowReader(folder / RANKS)
+        self._run = Run(folder)
         self._asked_s, self._queue, self._queue_ended = float("-inf"), "", False
 
-    def look(self) -> tuple[RunData, RunStatus]:
+    def look(self) -> tuple[Run, RunStatus]:
         """Read what is new."""
-        data = read_run_data(self.folder, readers=self._readers)
+        self._run.read()
         queue = self._queue_state()
-        return data, status_of(data, time.time(), queue, queue_ended=self._queue_ended)
+        now = status_of(self._run, time.time(), queue, queue_ended=self._queue_ended)
+        return self._run, now
 
     def _queue_state(self) -> str:
         """What Slurm says of the latest job; "" without a job, or without an answer."""
@@ -113,7 +113,7 @@ class RunView:
                 self._queue = f"Slurm does not answer: {error}".partition("\n")[0]
         return self._queue
 
-    def text(self, data: RunData, status: RunStatus, columns: int = 78) -> str:
+    def text(self, data: Run, status: RunStatus, columns: int = 78) -> str:
         """The whole page as plain text."""
         done = f"{status.step}/{status.num_steps or '?'}"
         lines = [f"{data.name}  step {done}  {_bar(status, columns - len(data.name) - 24)}"]

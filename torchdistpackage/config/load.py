@@ -37,6 +37,7 @@ from torchdistpackage.config.types import expected_of
 from torchdistpackage.config.written_text import restore
 from torchdistpackage.config.yaml_loader import MAX_BYTES, MAX_KEY, Keys, YamlDocument, dotted, read
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.run_files import RESOLVED
 
 _OVERRIDE = "command line: "
 SECTION_NAMES = tuple(RunConfig.model_fields)
@@ -69,7 +70,7 @@ def load(
         close = nearest(Path(path).name, files)
         why = "no such file" + (f"; did you mean {folder / close}?" if close else "")
     except OSError as error:
-        run = Path(path) / "resolved.yaml"
+        run = Path(path) / RESOLVED
         why = f"cannot be read: {error.strerror}"
         if Path(path).is_dir():
             why = "is a folder, not a file" + (f"; did you mean {run}?" if run.is_file() else "")

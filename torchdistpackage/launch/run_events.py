@@ -10,11 +10,13 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.files import append_json, read_json_lines
-from torchdistpackage.launch.run_rows import EVENTS
+from torchdistpackage.run_files import EVENTS
+
+if TYPE_CHECKING:  # `tdp jobs` reads events, and need not load a parser of YAML
+    from torchdistpackage.config.schema import RunConfig
 
 SUBMIT, START, SAVE, END = "submit", "start", "save", "end"
 _LAST_S = 2.0**37
@@ -40,7 +42,7 @@ def note_event(folder: Path, event: str, step: int, **values: object) -> None:
 
 def note_start(
     folder: Path,
-    config: RunConfig,
+    config: "RunConfig",
     step: int,
     *,
     attempt: str,
@@ -58,7 +60,7 @@ def note_start(
     note_event(folder, START, step, **more, job_end_s=job_end_s, keys=written_keys(config))
 
 
-def written_keys(config: RunConfig) -> dict[str, list[Any]]:
+def written_keys(config: "RunConfig") -> dict[str, list[Any]]:
     """By dotted key its value and where that was written: file and line, or the command line."""
     found: dict[str, list[Any]] = {}
     for key, value in flat(config.model_dump(mode="json")):

@@ -5,7 +5,7 @@ counted and passed over, and a file that is not there has no rows.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -13,12 +13,6 @@ from typing import Any, cast
 from torchdistpackage.bounded import check_regular, parse_json
 from torchdistpackage.errors import DataError
 
-METRICS = "metrics.jsonl"
-"""A row for each step: what was measured of it, over all ranks."""
-RANKS = "ranks.jsonl"
-"""A row every few steps: what each rank spent its time on, and its memory."""
-EVENTS = "events.jsonl"
-"""A row for each start, save and end of the run, with its time."""
 _TAIL_BYTES = 1 << 16
 
 Row = dict[str, Any]
@@ -45,6 +39,18 @@ def number(value: Any) -> float | None:
     except OverflowError:
         return None
     return value if math.isfinite(value) else None
+
+
+def numbers(value: Any) -> list[float]:
+    """Return the finite numbers of a list; [] for what is no list."""
+    items = cast(list[Any], value) if isinstance(value, list) else []
+    return [x for x in map(number, items) if x is not None]
+
+
+def mapping(row: Row, key: str) -> Mapping[str, Any]:
+    """Return the mapping that a row has under `key`, else an empty one."""
+    value = row.get(key)
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 
 @dataclass(slots=True)

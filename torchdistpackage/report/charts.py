@@ -6,14 +6,12 @@ visible however many steps a run has.
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, TypeVar
 
-from torchdistpackage.launch.run_rows import Row, number
-from torchdistpackage.report.run_data import RunData
-from torchdistpackage.topology.mesh import Mesh
+from torchdistpackage.launch.run_rows import Row, mapping, number, numbers
+from torchdistpackage.report.run import Run, busy_excess
 
 _MOST_POINTS = 4000
 """Of a series of one run; of several runs they share this number."""
@@ -38,7 +36,7 @@ class Chart:
     layout: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
-def charts(runs: Sequence[RunData], peak_flops: float | None = None) -> list[Chart]:
+def charts(runs: Sequence[Run], peak_flops: float | None = None) -> list[Chart]:
     """All charts for which the runs have numbers.
 
     peak_flops: FLOP/s of one device, for the model FLOPs utilization.
@@ -92,11 +90,11 @@ def _line(points: Sequence[Point], name: str, most: int, **more: Any) -> dict[st
     return {"type": "scatter", "mode": "lines", "name": name, "x": x, "y": y, **more}
 
 
-def _share(runs: Sequence[RunData]) -> int:
+def _share(runs: Sequence[Run]) -> int:
     return max(_MOST_POINTS // len(runs), 200)
 
 
-def _loss(runs: Sequence[RunData]) -> Chart:
+def _loss(runs: Sequence[Run]) -> Chart:
     traces: list[dict[str, Any]] = []
     for index, run in enumerate(runs):
         before = f"{run.name} " if len(runs) > 1 else ""
@@ -120,7 +118,7 @@ def _loss(runs: Sequence[RunData]) -> Chart:
 
 
 def _line_chart(
-    runs: Sequence[RunData], key: str, title: str, note: str, unit: str, *, log: bool = False
+    runs: Sequence[Run], key: str, title: str, note: str, unit: str, *, log: bool = False
 ) -> Chart:
     traces = [
         _line(points, run.name, _share(runs), colour=index)
@@ -133,7 +131,7 @@ def _line_chart(
     return Chart(key, title, note, traces, layout)
 
 
-def _utilization(runs: Sequence[RunData], peak_flops: float | None) -> Chart:
+def _utilization(runs: Sequence[Run], peak_flops: float | None) -> Chart:
     """The share of the devices' peak that the model's FLOPs are, or these alone."""
     traces: list[dict[str, Any]] = []
     known = peak_flops is not None
@@ -149,12 +147,12 @@ def _utilization(runs: Sequence[RunData], peak_flops: float | None) -> Chart:
     return Chart("flops", "Model FLOP/s", note, traces, _steps("FLOP/s"))
 
 
-def _spent(run: RunData, of: str) -> Chart:
+def _spent(run: Run, of: str) -> Chart:
     """Mean over ranks of what a step was spent on, one above another."""
     parts: dict[str, list[Point]] = {}
     for row in _columns(run.ranks):
         step, whole = row["step"], _mean(row.get("time_s"))
-        phases, waits = _mapping(row, "phases"), _mapping(row, "waits")
+        phases, waits = mapping(row, "phases"), mapping(row, "waits")
         if whole is None or not phases:
             continue
         cost = {"compute": sum(_mean(phases.get(name)) or 0.0 for name in _COMPUTE)}
@@ -176,10 +174,10 @@ def _spent(run: RunData, of: str) -> Chart:
     return Chart(f"spent-{run.name}", f"What a step is spent on{of}", note, traces, _steps("s"))
 
 
-def _memory(run: RunData, of: str) -> Chart:
-    rows = [row for row in _columns(run.ranks) if _numbers(row.get("peak_bytes"))]
+def _memory(run: Run, of: str) -> Chart:
+    rows = [row for row in _columns(run.ranks) if numbers(row.get("peak_bytes"))]
     num = max((len(row["peak_bytes"]) for row in rows), default=0)
-    gib = [(row["step"], [x / 2**30 for x in _numbers(row["peak_bytes"])]) for row in rows]
+    gib = [(row["step"], [x / 2**30 for x in numbers(row["peak_bytes"])]) for row in rows]
     if num <= _MOST_LINES:
         lines: dict[str, Callable[[list[float]], float | None]] = {
             run.rank_text(rank): lambda held, rank=rank: _at(held, rank) for rank in range(num)
@@ -194,9 +192,9 @@ def _memory(run: RunData, of: str) -> Chart:
     return Chart(f"memory-{run.name}", f"Peak memory by rank{of}", note, traces, _steps("GiB"))
 
 
-def _slow(run: RunData, of: str) -> Chart:
+def _slow(run: Run, of: str) -> Chart:
     """How much longer than its peers each rank was busy."""
-    rows = [row for row in _columns(run.ranks) if _mapping(row, "phases")]
+    rows = [row for row in _columns(run.ranks) if mapping(row, "phases")]
     mesh = run.mesh
     table = [busy_excess(row, mesh) for row in rows]
     num = max(map(len, table), default=0)
@@ -219,31 +217,7 @@ def _slow(run: RunData, of: str) -> Chart:
     return Chart(f"slow-{run.name}", f"Ranks against each other{of}", note, [trace], layout)
 
 
-def busy_excess(row: Row, mesh: Mesh) -> list[float]:
-    """By rank how many percent longer than the median of its peers it was busy.
-
-    Peers are the ranks of one pipe index; without axes all ranks.
-    """
-    phases = [_numbers(held) for held in _mapping(row, "phases").values()]
-    busy = [sum(x) for x in zip(*phases, strict=False)]
-    stage = _stages(mesh, len(busy))
-    middle = {
-        s: statistics.median(b for b, own in zip(busy, stage, strict=True) if own == s)
-        for s in set(stage)
-    }
-    return [
-        100 * (b / middle[s] - 1) if middle[s] > 0 else 0.0
-        for b, s in zip(busy, stage, strict=True)
-    ]
-
-
-@lru_cache
-def _stages(mesh: Mesh, num_ranks: int) -> list[int]:
-    known = mesh.size >= num_ranks
-    return [mesh.index(rank, "pipe") if known else 0 for rank in range(num_ranks)]
-
-
-def _keys_of_parts(run: RunData) -> list[str]:
+def _keys_of_parts(run: Run) -> list[str]:
     """Keys of metrics.jsonl whose values are lists of numbers, or mappings to numbers."""
     return sorted({k for row in run.rows[-1000:] for k, v in row.items() if _parts(v)})
 
@@ -256,7 +230,7 @@ def _parts(value: Any) -> dict[str, float]:
     return {name: x for name, one in pairs if (x := number(one)) is not None}
 
 
-def _by_part(run: RunData, key: str, of: str) -> Chart:
+def _by_part(run: Run, key: str, of: str) -> Chart:
     """A line for each part of a key, as the load of experts by layer; a heat map of many parts."""
     found = [(row["step"], parts) for row in run.rows if (parts := _parts(row.get(key)))]
     held = _columns(found)
@@ -288,7 +262,7 @@ _MAPPED = {
 }
 
 
-def _others(runs: Sequence[RunData]) -> list[Chart]:
+def _others(runs: Sequence[Run]) -> list[Chart]:
     """A chart of each further number that a run logs."""
     keys = {
         k for run in runs for row in run.rows[-1000:] for k in row if number(row[k]) is not None
@@ -307,19 +281,8 @@ def _steps(unit: str) -> dict[str, Any]:
     return {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": unit}}}
 
 
-def _mapping(row: Row, key: str) -> Mapping[str, Any]:
-    value = row.get(key)
-    return value if isinstance(value, dict) else {}
-
-
-def _numbers(value: Any) -> list[float]:
-    if not isinstance(value, list):
-        return []
-    return [x for x in map(number, value) if x is not None]
-
-
 def _mean(value: Any) -> float | None:
-    found = _numbers(value)
+    found = numbers(value)
     return sum(found) / len(found) if found else None
 
 

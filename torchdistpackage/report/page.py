@@ -16,11 +16,10 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.files import atomic_write
 from torchdistpackage.report.charts import Chart, charts, series
 from torchdistpackage.report.peaks import peak_flops_of
-from torchdistpackage.report.run_data import RunData, read_run_data, when
+from torchdistpackage.report.run import Run, when
 from torchdistpackage.report.story import Table, life, tables
 from torchdistpackage.report.svg import escape
 
-REPORT = "report.html"
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 )
@@ -29,7 +28,7 @@ _WIDE = ("life", "loss")
 
 def write_report(
     folders: Sequence[Path], out: Path, now_s: float, peak_flops: float | None = None
-) -> list[RunData]:
+) -> list[Run]:
     """Write the report of the run folders to `out`; returns what was read of them.
 
     now_s: seconds since 1970. peak_flops: FLOP/s of one device; None: as its name says.
@@ -37,7 +36,7 @@ def write_report(
     Raises:
         ConfigError: a folder is no run folder, plotly is not installed, or `out` cannot be written.
     """
-    runs = [read_run_data(folder) for folder in folders]
+    runs = [Run(folder) for folder in folders]
     text = html(runs, now_s, peak_flops)
     try:
         atomic_write(out, text)
@@ -61,7 +60,7 @@ def plotly_script() -> str:
         ) from error
 
 
-def html(runs: Sequence[RunData], now_s: float, peak_flops: float | None = None) -> str:
+def html(runs: Sequence[Run], now_s: float, peak_flops: float | None = None) -> str:
     """The page. Raises ConfigError: plotly is not installed."""
     if peak_flops is None:
         devices = (start.device for run in runs for start in reversed(run.starts))
@@ -108,7 +107,7 @@ def _shown(value: Any) -> Any:
             return value
 
 
-def _facts(run: RunData) -> str:
+def _facts(run: Run) -> str:
     last = run.rows[-1] if run.rows else {}
     facts = {"run": run.name, "step": f"{last.get('step', 0)} of {run.num_steps or '?'}"}
     for key, name in (("loss", "loss"), ("val_loss", "validation loss")):
@@ -117,7 +116,7 @@ def _facts(run: RunData) -> str:
     if axes := run.mesh.axes:
         facts["ranks"] = " x ".join(f"{name} {size}" for name, size in axes)
     if run.starts:
-        facts["state"] = f"{run.starts[-1].word} {run.starts[-1].cause}".strip()
+        facts["state"] = str(run.state)
         facts["starts"] = str(len(run.starts))
     words = (f"<span>{escape(key)} <b>{escape(text)}</b></span>" for key, text in facts.items())
     return f'<p class="facts">{"".join(words)}</p>'
@@ -151,7 +150,7 @@ def _table(table: Table) -> str:
     )
 
 
-def _pictures(runs: Sequence[RunData]) -> list[str]:
+def _pictures(runs: Sequence[Run]) -> list[str]:
     """The pipeline as predicted, and below it as measured."""
     found = []
     for run in runs:
@@ -169,7 +168,7 @@ def _pictures(runs: Sequence[RunData]) -> list[str]:
     return found
 
 
-def _notes(runs: Sequence[RunData]) -> str:
+def _notes(runs: Sequence[Run]) -> str:
     lines = [
         f"<li>{escape(f'{run.name}: {note}' if len(runs) > 1 else note)}</li>"
         for run in runs

@@ -1,14 +1,14 @@
 """How a run is just now, in facts and one curve of characters: what `tdp watch` shows."""
 
-import contextlib
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchdistpackage.launch.run_rows import METRICS, Row, number
-from torchdistpackage.report.charts import busy_excess, series
-from torchdistpackage.report.run_data import RUNNING, RunData
+from torchdistpackage.launch.run_rows import Row, number
+from torchdistpackage.launch.slurm.runs import RUNNING
+from torchdistpackage.report.charts import series
+from torchdistpackage.report.run import Run, busy_excess, last_sign_s
 
 _RECENT = 20
 """Steps that a rate is the median of."""
@@ -37,9 +37,7 @@ class RunStatus:
         return "  ".join([f"step {self.step}/{self.num_steps or '?'}", *words])
 
 
-def status_of(
-    data: RunData, now_s: float, queue: str = "", *, queue_ended: bool = False
-) -> RunStatus:
+def status_of(data: Run, now_s: float, queue: str = "", *, queue_ended: bool = False) -> RunStatus:
     """The status of a run. now_s: seconds since 1970. queue: what Slurm says of its job;
     queue_ended: that the job is over for good, which a job that never began writes nowhere else."""
     last = data.rows[-1] if data.rows else {}
@@ -47,12 +45,12 @@ def status_of(
     start = data.starts[-1] if data.starts else None
     step_s = _median(data.rows, "time_s")
     facts: dict[str, str] = {}
-    word = start.word if start else ("no start noted" if not data.rows else "")
+    word = data.state.word
     ended = start is not None and word != RUNNING and start.end_s is not None
     ended = ended or (queue_ended and word != RUNNING)
     if step_s and word == RUNNING and (quiet := _quiet_s(data, step_s, now_s)):
         word += f", quiet for {duration(quiet)}"
-    facts["state"] = " ".join(filter(None, (word, start.cause if start else "")))
+    facts["state"] = str(replace(data.state, word=word))
     facts["queue"] = queue
     if len(data.starts) > 1:
         facts["restarts"] = f"{len(data.starts) - 1}, the last from step {data.starts[-1].step}"
@@ -74,7 +72,7 @@ def status_of(
     return RunStatus(step, data.num_steps, loss[0][1] if loss else None, facts, ended)
 
 
-def _of_ranks(data: RunData) -> dict[str, str]:
+def _of_ranks(data: Run) -> dict[str, str]:
     """Shares of a step, memory and ranks that lag, of the last row of ranks.jsonl."""
     facts: dict[str, str] = {}
     row = data.ranks[-1]
@@ -95,9 +93,7 @@ def _of_ranks(data: RunData) -> dict[str, str]:
     return facts
 
 
-def _times(
-    data: RunData, step: int, step_s: float | None, now_s: float, ended: bool
-) -> dict[str, str]:
+def _times(data: Run, step: int, step_s: float | None, now_s: float, ended: bool) -> dict[str, str]:
     """How long until the last step, the next checkpoint and the end of the job."""
     facts: dict[str, str] = {}
     if ended or not step_s:
@@ -123,12 +119,10 @@ def _times(
     return facts
 
 
-def _quiet_s(data: RunData, step_s: float, now_s: float) -> float | None:
+def _quiet_s(data: Run, step_s: float, now_s: float) -> float | None:
     """For how long a running run has written nothing, if that is unusual."""
-    signs = [x for row in data.ranks[-1:] if (x := number(row.get("at_s"))) is not None]
-    with contextlib.suppress(OSError):
-        signs.append((data.folder / METRICS).stat().st_mtime)
-    since = now_s - max(signs, default=now_s)
+    sign_s = last_sign_s(data)
+    since = 0.0 if sign_s is None else now_s - sign_s
     return since if since > max(_QUIET_STEPS * step_s, 30.0) else None
 
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchdistpackage.launch.run_rows import number
-from torchdistpackage.report.charts import Chart, busy_excess
-from torchdistpackage.report.run_data import RunData, RunStart, when
+from torchdistpackage.launch.slurm.runs import RunStart
+from torchdistpackage.report.charts import Chart
+from torchdistpackage.report.run import Run, busy_excess, when
 
 COLOURS = {"finished": 2, "requeue": 0, "chain": 0, "again": 5, "running": 4, "failed": 3}
 """Word of an end -> place in the palette of the page; the others have 1."""
@@ -25,7 +26,7 @@ class Table:
     rows: Sequence[Sequence[str]]
 
 
-def life(runs: Sequence[RunData], now_s: float) -> Chart:
+def life(runs: Sequence[Run], now_s: float) -> Chart:
     """Every start as a bar from its begin to its end, and the checkpoints as marks."""
     traces: list[dict[str, Any]] = []
     shown: set[str] = set()
@@ -64,12 +65,12 @@ def life(runs: Sequence[RunData], now_s: float) -> Chart:
     return Chart("life", "Starts and checkpoints", note, traces, layout)
 
 
-def tables(runs: Sequence[RunData]) -> list[Table]:
+def tables(runs: Sequence[Run]) -> list[Table]:
     """Starts, warnings, what was not there, and the configuration or what differs in it."""
     several = len(runs) > 1
     own = [run.name for run in runs]
 
-    def named(run: RunData, row: Sequence[str]) -> list[str]:
+    def named(run: Run, row: Sequence[str]) -> list[str]:
         return [run.name, *row] if several else list(row)
 
     head = ["run"] if several else []
@@ -111,7 +112,7 @@ def tables(runs: Sequence[RunData]) -> list[Table]:
     return [table for table in found if table.rows]
 
 
-def _start_rows(run: RunData) -> list[list[str]]:
+def _start_rows(run: Run) -> list[list[str]]:
     rows = []
     for start in run.starts:
         last = "" if start.end_step is None else str(start.end_step)
@@ -122,7 +123,7 @@ def _start_rows(run: RunData) -> list[list[str]]:
     return rows
 
 
-def _rank_rows(run: RunData) -> list[list[str]]:
+def _rank_rows(run: Run) -> list[list[str]]:
     """Of each rank its place and, of the last row with numbers, how busy it was and its memory."""
     if not run.ranks:
         return []
@@ -143,7 +144,7 @@ def _item(values: Any, index: int) -> Any:
     return values[index] if isinstance(values, list) and index < len(values) else None
 
 
-def _changes(run: RunData) -> list[list[str]]:
+def _changes(run: Run) -> list[list[str]]:
     """Keys that a later start set to another value than the one before it."""
     rows: list[list[str]] = []
     for before, now in zip(run.starts, run.starts[1:], strict=False):
@@ -163,7 +164,7 @@ def _set(start: RunStart, key: str) -> tuple[str, str]:
     return _text(held[0]), str(held[1])
 
 
-def _differences(runs: Sequence[RunData]) -> list[list[str]]:
+def _differences(runs: Sequence[Run]) -> list[list[str]]:
     keys = list(dict.fromkeys(key for run in runs for key in run.config))
     table = [[key, *(_text(run.config.get(key, "(no such key)")) for run in runs)] for key in keys]
     return [row for row in table if len(set(row[1:])) > 1]

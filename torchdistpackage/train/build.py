@@ -33,6 +33,7 @@ from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cos
 from torchdistpackage.parallel.tensor.attention import SequenceAttention
 from torchdistpackage.parallel.tensor.float8 import use_float8
 from torchdistpackage.parallel.tensor.init import collect_initials, initialize
+from torchdistpackage.run_files import CHECKPOINTS
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.generators import evaluation
 from torchdistpackage.train.callbacks import (
@@ -68,7 +69,7 @@ from torchdistpackage.train.staged_model import (
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.stop import StopController
 from torchdistpackage.train.trace import StepTrace
-from torchdistpackage.train.train_state import FOLDER, TrainState
+from torchdistpackage.train.train_state import TrainState
 from torchdistpackage.train.update import Update, reduced_grads
 from torchdistpackage.train.user_code import user_object
 
@@ -269,7 +270,7 @@ def retention_of(config: RunConfig) -> Retention:
 def make_local_copies(plan: Plan, folder: Path) -> LocalCopies | None:
     """Those of the run with this folder, made by all ranks together; None: it has none."""
     where = plan.config.checkpoint.local_dir
-    return None if where is None else LocalCopies(where, folder / FOLDER, plan.config.run.name)
+    return None if where is None else LocalCopies(where, folder / CHECKPOINTS, plan.config.run.name)
 
 
 def _stage(

@@ -26,7 +26,7 @@ from torchdistpackage.models.hugging_face_folder import (
     write_folder,
 )
 from torchdistpackage.models.model_spec import ModelSpec
-from torchdistpackage.train.run_folder import CHECKPOINTS
+from torchdistpackage.run_files import CHECKPOINTS
 
 _ROUND = "torchdistpackage.models.transformers_4bit:round_weights"
 EXPORTED = "hf"

@@ -3,6 +3,7 @@
 import shutil
 import textwrap
 
+from torchdistpackage.run_files import CHECKPOINTS, METRICS, PLOT, RESOLVED
 from torchdistpackage.train.data import table_entropies
 from torchdistpackage.train.generate import generate
 from torchdistpackage.train.inference_request import Sampling
@@ -30,9 +31,9 @@ def finish(loop: Loop, loss: float, *, text: str | None, plot: bool) -> None:
         for line in text.splitlines():
             for part in textwrap.wrap(line, width, drop_whitespace=False) or [""]:
                 print_line(f"  | {part}")
-    picture = plot_loss(loop.folder / "metrics.jsonl", unit=loop.log.unit) if plot else None
-    kept = ["resolved.yaml", "metrics.jsonl", "checkpoints/", "logs/", *loop.artifacts]
-    kept += ["loss.png"] if picture else []
+    picture = plot_loss(loop.folder / METRICS, unit=loop.log.unit) if plot else None
+    kept = [RESOLVED, METRICS, f"{CHECKPOINTS}/", "logs/", *loop.artifacts]
+    kept += [PLOT] if picture else []
     print_line(f"run folder {loop.folder}")
     print_line(textwrap.indent(textwrap.fill(", ".join(kept), width), "  "))
     print_line(f"next: tdp report {loop.folder}")

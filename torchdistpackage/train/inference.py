@@ -18,6 +18,7 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.environment.failure import only_returns
 from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import CheckpointError, DataError, NonFiniteError
+from torchdistpackage.run_files import CHECKPOINTS
 from torchdistpackage.train.build import build_model, start_timeout_s
 from torchdistpackage.train.data import DataBatch
 from torchdistpackage.train.data_build import agreed_date, build_data, read_windows
@@ -37,7 +38,6 @@ from torchdistpackage.train.inference_request import (
 )
 from torchdistpackage.train.plan import Plan, make_plan
 from torchdistpackage.train.prompts import ByteCodec, GrowingText, TokenizerCodec
-from torchdistpackage.train.run_folder import CHECKPOINTS
 from torchdistpackage.train.staged_model import StagedModel
 from torchdistpackage.train.user_code import add_user_code
 

@@ -20,7 +20,7 @@ from torchdistpackage.files import atomic_write
 from torchdistpackage.launch.lock import Lock
 from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.run_events import END, note_event
-from torchdistpackage.launch.run_rows import METRICS, last_rows
+from torchdistpackage.launch.run_rows import last_rows
 from torchdistpackage.launch.slurm.node_blocklist import record_failed_nodes
 from torchdistpackage.launch.slurm.query import limited
 from torchdistpackage.launch.slurm.requeue import (
@@ -33,7 +33,6 @@ from torchdistpackage.launch.slurm.requeue import (
     why_not,
 )
 from torchdistpackage.launch.slurm.run_dir import (
-    RunDir,
     Start,
     append_start,
     attempt_id,
@@ -44,17 +43,12 @@ from torchdistpackage.launch.slurm.run_dir import (
 from torchdistpackage.launch.supervisor import WatchedRank, supervise
 from torchdistpackage.launch.workers import run_local
 from torchdistpackage.lazy import resolve
+from torchdistpackage.run_files import CHECKPOINTS, METRICS, RunDir
 from torchdistpackage.train.elastic import fitted
 from torchdistpackage.train.plan import local_procs, make_plan
 from torchdistpackage.train.refusals import check_checkpoint, refuse_checkpoint, refuse_here
 from torchdistpackage.train.resume_check import named_folder
-from torchdistpackage.train.run_folder import (
-    CHECKPOINTS,
-    cannot_write,
-    only_writer,
-    prepare_folder,
-    run_folder,
-)
+from torchdistpackage.train.run_folder import cannot_write, only_writer, prepare_folder, run_folder
 from torchdistpackage.train.template_date import with_template_date
 from torchdistpackage.train.user_code import code_folder
 

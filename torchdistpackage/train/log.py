@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from torchdistpackage.run_files import PLOT
 from torchdistpackage.train.metric_rows import MetricsLog, read_metrics
 from torchdistpackage.train.step_stats import StepResult
 
 log = logging.getLogger(__name__)
 
-PLOT = "loss.png"
 SHARES = "sources"
 """The key of a row under which each of several sources has its part of the step's samples."""
 _COLUMNS = 80

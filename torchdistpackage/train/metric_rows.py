@@ -13,7 +13,8 @@ from typing import Any
 
 from torchdistpackage.errors import DataError
 from torchdistpackage.files import append_text, atomic_write
-from torchdistpackage.launch.run_rows import METRICS, read_rows
+from torchdistpackage.launch.run_rows import read_rows
+from torchdistpackage.run_files import METRICS
 
 _LOOK_S = 1.0
 """How often it is looked whether the folder is still there, which is free but for old NFS."""

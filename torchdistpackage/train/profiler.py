@@ -15,6 +15,7 @@ from torchdistpackage.comm.primitives import ranks_of
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.files import atomic_write
 from torchdistpackage.parallel.pipeline.executor import Recording
+from torchdistpackage.run_files import COSTS, PICTURE
 from torchdistpackage.schedule.costs import PieceCosts, StageCosts, costs_text
 from torchdistpackage.schedule.draw import svg
 from torchdistpackage.schedule.engine import Span
@@ -27,8 +28,6 @@ from torchdistpackage.train.step_stats import PendingStep, StepResult
 
 Weights = Mapping[int, Mapping[str, float]]
 """By stage, in order, of each piece what the stage's time is shared out by."""
-
-PICTURE, COSTS = "pipeline.svg", "costs.yaml"
 
 
 class StepProfiler(Callback):

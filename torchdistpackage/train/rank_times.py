@@ -23,7 +23,7 @@ from torchdistpackage.comm.moments import OnHost
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.comm.work import Work
 from torchdistpackage.harness.stragglers.find import PHASES
-from torchdistpackage.launch.run_rows import RANKS
+from torchdistpackage.run_files import RANKS
 from torchdistpackage.topology.mesh import Topology
 from torchdistpackage.train.loop import Callback, Loop
 from torchdistpackage.train.metric_rows import MetricsLog

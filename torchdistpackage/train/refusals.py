@@ -14,6 +14,7 @@ from torchdistpackage.config.errors import ConfigErrors, Problem
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import extra_of
 from torchdistpackage.errors import CheckpointError
+from torchdistpackage.run_files import CHECKPOINTS
 from torchdistpackage.train.elastic import fitted
 from torchdistpackage.train.plan import Plan, make_plan
 from torchdistpackage.train.resume_check import (
@@ -21,7 +22,7 @@ from torchdistpackage.train.resume_check import (
     refuse_other_optimizer,
     resumed_from,
 )
-from torchdistpackage.train.run_folder import CHECKPOINTS, run_folder
+from torchdistpackage.train.run_folder import run_folder
 from torchdistpackage.train.texts import wrong_texts
 from torchdistpackage.train.user_code import unknown_modules
 

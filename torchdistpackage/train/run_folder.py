@@ -13,10 +13,7 @@ from pathlib import Path
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.lock import Lock, take
-from torchdistpackage.launch.slurm.run_dir import RunDir
-
-RESOLVED, CHECKPOINTS = "resolved.yaml", "checkpoints"
-"""In a run folder, the configuration with all its keys, and the folder of checkpoints."""
+from torchdistpackage.run_files import RunDir
 
 
 def run_folder(config: RunConfig) -> Path:

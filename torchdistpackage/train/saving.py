@@ -22,9 +22,10 @@ from torchdistpackage.checkpoint.save import PendingSave, SharedFolder
 from torchdistpackage.checkpoint.snapshot import HostCopies
 from torchdistpackage.comm import primitives
 from torchdistpackage.errors import CheckpointError
+from torchdistpackage.run_files import CHECKPOINTS
 from torchdistpackage.train.host_memory import available_bytes
 from torchdistpackage.train.step import Trainer
-from torchdistpackage.train.train_state import FOLDER, TrainState, begin_save, saved_bytes
+from torchdistpackage.train.train_state import TrainState, begin_save, saved_bytes
 from torchdistpackage.train.votes import Votes
 
 _SHARE = 0.5
@@ -120,7 +121,7 @@ class RunSaver:
         local: LocalCopies | None = None,
     ):
         self._trainer, self._goes_on, self._mode = trainer, goes_on, mode
-        self._folder, self._keep = folder / FOLDER, keep or Retention(1)
+        self._folder, self._keep = folder / CHECKPOINTS, keep or Retention(1)
         self.local = local
         self.note: Callable[[str], None] = lambda line: None
         self.on_saved: Callable[[int, float], None] = lambda step, took_s: None

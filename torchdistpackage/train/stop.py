@@ -22,7 +22,8 @@ from torchdistpackage.launch.slurm.requeue import (
     decide,
     time_is_up,
 )
-from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id, in_job, series_of, this_start
+from torchdistpackage.launch.slurm.run_dir import attempt_id, in_job, series_of, this_start
+from torchdistpackage.run_files import RunDir
 
 _KEPT = 100
 _TIMES = "save_s.json"

@@ -18,7 +18,7 @@ from torchdistpackage.config.load import load
 from torchdistpackage.errors import RankError
 from torchdistpackage.launch.slurm.requeue import RequeueDecision, may_requeue, read_decision
 from torchdistpackage.launch.slurm.restart_script import IGNORE_SIGNALS_UNTIL_READY
-from torchdistpackage.launch.slurm.run_dir import RunDir
+from torchdistpackage.run_files import RunDir
 from torchdistpackage.train.run_folder import run_folder
 
 _KILLED_WITHIN_S = 300.0

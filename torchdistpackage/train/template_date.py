@@ -11,7 +11,8 @@ from torchdistpackage.config.chat_templates import folder_writes_date
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.train.run_folder import RESOLVED, run_folder
+from torchdistpackage.run_files import RESOLVED
+from torchdistpackage.train.run_folder import run_folder
 
 
 def today() -> str:

@@ -24,13 +24,13 @@ from torchdistpackage.checkpoint.snapshot import HostCopies, take_snapshot
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.schema import VAL_LOSS
 from torchdistpackage.errors import CheckpointError
+from torchdistpackage.run_files import CHECKPOINTS
 from torchdistpackage.topology.mesh import describe
 from torchdistpackage.train.data_fingerprint import DataFingerprints
 from torchdistpackage.train.step import Trainer
 
 log = logging.getLogger(__name__)
 
-FOLDER = "checkpoints"
 OWES = "owes_validation"
 SKIPPED = "skipped_steps"
 DATA, EVAL_DATA = "data_fingerprint", "eval_data_fingerprint"
@@ -62,7 +62,7 @@ def save_state(trainer: Trainer, state: TrainState, run_folder: Path, keep_last:
     Raises:
         CheckpointError: on all ranks if any could not write.
     """
-    target = SharedFolder(run_folder / FOLDER, Retention(keep_last))
+    target = SharedFolder(run_folder / CHECKPOINTS, Retention(keep_last))
     return begin_save(trainer, state, target).finish()
 
 
@@ -118,7 +118,7 @@ def resume(
     Raises:
         CheckpointError: the named one is missing or damaged, or of another model.
     """
-    state = _resume(trainer, run_folder / FOLDER, how, local, keep)
+    state = _resume(trainer, run_folder / CHECKPOINTS, how, local, keep)
     if local is not None:
         local.begin()
     return state

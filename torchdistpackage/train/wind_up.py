@@ -13,7 +13,8 @@ from torchdistpackage.errors import TorchDistError
 from torchdistpackage.harness.watchdog import HangWatchdog, Heartbeat, agree_on_start
 from torchdistpackage.launch.process import Interrupted, SignalFlag
 from torchdistpackage.launch.slurm.requeue import RequeueDecision
-from torchdistpackage.report.page import REPORT, write_report
+from torchdistpackage.report.page import write_report
+from torchdistpackage.run_files import REPORT
 from torchdistpackage.train.log import print_line
 from torchdistpackage.train.trackers.feed import Trackers
 

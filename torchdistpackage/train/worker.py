@@ -21,13 +21,8 @@ from torchdistpackage.harness.watchdog import HangWatchdog, agree_on_start
 from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.run_events import END, flat, note_event, note_start
 from torchdistpackage.launch.slurm.requeue import EXIT_TEMPFAIL, Decision, RequeueDecision
-from torchdistpackage.launch.slurm.run_dir import (
-    RunDir,
-    amend_start,
-    append_start,
-    attempt_id,
-    this_start,
-)
+from torchdistpackage.launch.slurm.run_dir import amend_start, append_start, attempt_id, this_start
+from torchdistpackage.run_files import RESOLVED, RunDir
 from torchdistpackage.train.build import build, make_local_copies, make_loop, retention_of
 from torchdistpackage.train.compiled import end_compile_workers, use_cache, warm_up
 from torchdistpackage.train.data_build import agreed_date, notes_of, with_steps
@@ -39,7 +34,7 @@ from torchdistpackage.train.log import print_line
 from torchdistpackage.train.model_notes import model_notes
 from torchdistpackage.train.plan import Plan, make_plan, too_long
 from torchdistpackage.train.resume_check import changed_keys
-from torchdistpackage.train.run_folder import RESOLVED, only_writer, prepare_folder, run_folder
+from torchdistpackage.train.run_folder import only_writer, prepare_folder, run_folder
 from torchdistpackage.train.stop import begin, end, write_decision
 from torchdistpackage.train.template_date import with_template_date
 from torchdistpackage.train.trackers.feed import Trackers

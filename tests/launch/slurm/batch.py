@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torchdistpackage.config.load import loads
 from torchdistpackage.launch.slurm.job import BatchJob, CodePaths, batch_job
-from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.script import render
+from torchdistpackage.run_files import RunDir
 
 ODD = '/shared/my run\'s "x" $HOME 100%/runs'
 STUB = """#!/bin/bash

@@ -5,8 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from torchdistpackage.environment.failure import Failure, to_json
-from torchdistpackage.launch.slurm.run_dir import RunDir, Start, Submission, append_record
+from torchdistpackage.launch.slurm.run_dir import Start, Submission, append_record
 from torchdistpackage.launch.slurm.runs import SubmittedRun, read_run
+from torchdistpackage.run_files import RunDir
 
 SCRIPT = "#!/bin/bash\n#SBATCH --nodes=2\nexit 0\n"
 

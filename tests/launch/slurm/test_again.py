@@ -14,7 +14,7 @@ from torchdistpackage.launch.slurm.requeue import (
     requeue_self,
     why_not,
 )
-from torchdistpackage.launch.slurm.run_dir import RunDir
+from torchdistpackage.run_files import RunDir
 
 JOB = {"SLURM_JOB_ID": "12"}
 TASK = {"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}

@@ -13,8 +13,8 @@ from torchdistpackage.launch.slurm.requeue import (
     EXIT_TEMPFAIL,
     NODE_SILENT,
 )
-from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.script import directive
+from torchdistpackage.run_files import RunDir
 
 
 @pytest.mark.parametrize(

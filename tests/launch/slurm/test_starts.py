@@ -3,7 +3,6 @@
 from torchdistpackage.config.schema import RequeueSection
 from torchdistpackage.launch.slurm.requeue import restart_denied
 from torchdistpackage.launch.slurm.run_dir import (
-    RunDir,
     amend_start,
     append_start,
     attempt_id,
@@ -11,6 +10,7 @@ from torchdistpackage.launch.slurm.run_dir import (
     series_of,
     this_start,
 )
+from torchdistpackage.run_files import RunDir
 
 
 def job(number: int, restart: int = 0, **more: str) -> dict[str, str]:

@@ -10,7 +10,8 @@ import pytest
 from torchdistpackage.environment.failure import Failure, FailureKind, to_json
 from torchdistpackage.launch.slurm.failure_report import CANNOT_WRITE, keep, verdict
 from torchdistpackage.launch.slurm.node_blocklist import read
-from torchdistpackage.launch.slurm.run_dir import RunDir, append_start, this_start
+from torchdistpackage.launch.slurm.run_dir import append_start, this_start
+from torchdistpackage.run_files import RunDir
 
 START = "7.1"
 NOW = time.time()

@@ -16,7 +16,8 @@ from pathlib import Path
 import helper
 
 import torchdistpackage
-from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id
+from torchdistpackage.launch.slurm.run_dir import attempt_id
+from torchdistpackage.run_files import RunDir
 
 
 def main() -> int:

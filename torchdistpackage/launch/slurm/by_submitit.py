@@ -14,8 +14,8 @@ from torchdistpackage.config.schema import RequeueSection
 from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.slurm.job import BatchJob
 from torchdistpackage.launch.slurm.restart_script import IGNORE_SIGNALS_UNTIL_READY
-from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.script import setup_lines, verdict_lines
+from torchdistpackage.run_files import RunDir
 
 # What submitit states itself: by its own parameters, or because its protocol rests on it.
 _ITS_OWN = ("job-name", "output", "error", "open-mode", "array", "signal")

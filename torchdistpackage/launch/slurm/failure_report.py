@@ -29,7 +29,7 @@ from torchdistpackage.environment.failure import (
 )
 from torchdistpackage.environment.slurm_env import expand
 from torchdistpackage.files import atomic_write, beside
-from torchdistpackage.launch.run_rows import METRICS, last_rows
+from torchdistpackage.launch.run_rows import last_rows
 from torchdistpackage.launch.slurm.node_blocklist import incident_of, record
 from torchdistpackage.launch.slurm.requeue import (
     Decision,
@@ -37,8 +37,9 @@ from torchdistpackage.launch.slurm.requeue import (
     decide_in_job,
     time_is_up,
 )
-from torchdistpackage.launch.slurm.run_dir import RunDir, read_starts
+from torchdistpackage.launch.slurm.run_dir import read_starts
 from torchdistpackage.launch.slurm.runs import decision, progress
+from torchdistpackage.run_files import METRICS, RunDir
 
 CANNOT_WRITE = 73
 """Exit code of a job whose run folder takes nothing (EX_CANTCREAT)."""

@@ -22,8 +22,9 @@ from torchdistpackage.config.job_geometry import LAYOUT, JobGeometry, job_geomet
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import extra_of, header
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.launch.slurm.run_dir import RunDir, Submission
+from torchdistpackage.launch.slurm.run_dir import Submission
 from torchdistpackage.launch.slurm.snapshot import PACKAGE, CodeSnapshot
+from torchdistpackage.run_files import RunDir
 
 _SIGNAL_S = 30
 """How long before the end Slurm's own signal comes at the latest; Slurm may be a minute early."""

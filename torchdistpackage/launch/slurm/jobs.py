@@ -33,8 +33,9 @@ from torchdistpackage.launch.slurm.query import (
     query_jobs,
     run_command,
 )
-from torchdistpackage.launch.slurm.run_dir import RunDir, Submission, append_record, read_records
+from torchdistpackage.launch.slurm.run_dir import Submission, append_record, read_records
 from torchdistpackage.launch.slurm.runs import SubmittedRun
+from torchdistpackage.run_files import RunDir
 
 log = logging.getLogger(__name__)
 _LOST = re.compile(r"timed? ?out|contact|connect|communicat|send|recv|message", re.IGNORECASE)

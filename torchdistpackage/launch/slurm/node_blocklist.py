@@ -20,8 +20,9 @@ from torchdistpackage.errors import LaunchError
 from torchdistpackage.files import append_json, read_json_lines
 from torchdistpackage.launch.slurm.query import Runner, run_command, slurm_time
 from torchdistpackage.launch.slurm.requeue import NODE_SILENT
-from torchdistpackage.launch.slurm.run_dir import RunDir, Start, attempt_id, read_starts
+from torchdistpackage.launch.slurm.run_dir import Start, attempt_id, read_starts
 from torchdistpackage.launch.slurm.runs import decision
+from torchdistpackage.run_files import RunDir
 
 log = logging.getLogger(__name__)
 

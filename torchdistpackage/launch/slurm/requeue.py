@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.slurm.query import Runner, run_command
-from torchdistpackage.launch.slurm.run_dir import RunDir, Start, attempt_id, in_job, series_of
+from torchdistpackage.launch.slurm.run_dir import Start, attempt_id, in_job, series_of
+from torchdistpackage.run_files import RunDir
 
 if TYPE_CHECKING:
     from torchdistpackage.config.schema import RequeueSection

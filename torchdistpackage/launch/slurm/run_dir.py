@@ -1,4 +1,4 @@
-"""A run folder: where a job's files lie in it, its submissions and its starts, a line each.
+"""The submissions and the starts of a run, a line each in its folder.
 
 What one start of a job leaves behind carries that start's id, so nothing that an earlier start
 wrote counts for this one. Lines are only appended: submissions by what called sbatch, `tdp submit`
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchdistpackage.files import append_json, read_json_lines
+from torchdistpackage.run_files import RunDir
 
 
 def attempt_id(env: Mapping[str, str]) -> str:
@@ -25,36 +26,6 @@ def attempt_id(env: Mapping[str, str]) -> str:
     job, attempt = env.get("SLURM_JOB_ID"), env.get("TDP_ATTEMPT", "0")
     start = f"{job}.{env.get('SLURM_RESTART_COUNT') or 0}" if job else "local"
     return f"{start}.{attempt}" if job and attempt != "0" else start
-
-
-class RunDir:
-    """Paths of one run folder; nothing is made or read here."""
-
-    def __init__(self, run: Path) -> None:
-        self.run = run
-        self.job = job = run / "job"
-        self.config = job / "config.yaml"  # as submitted, every key filled in; what the job reads
-        self.script = job / "job.sbatch"
-        self.records = job / "submissions.jsonl"  # a `Submission` a line
-        self.intent = job / "intent.json"  # one that sbatch was called for, until its job is noted
-        self.starts = job / "starts.jsonl"  # a `Start` a line
-        self.logs = run / "logs"
-        self.main_log = self.logs / "main.log"  # rank 0's, every rank's errors; sbatch's --output
-        self.suspects = run.parent / "suspects.jsonl"  # nodes that failed, of all runs there
-        # next to the folder, which may be moved while its lock is held
-        self.lock = run.parent / f".{run.name}.lock"  # held by a process that submits this run
-        self.run_lock = run.parent / f".{run.name}.running"  # by one that trains it, to its end
-
-    def decision(self, start: str) -> Path:
-        """What the ranks agreed on before they ended: `<word> <reason>` in one line."""
-        return self.job / f"decision.{start}"
-
-    def failures(self, start: str) -> Path:
-        """Folder with one JSON file per rank that failed in this start."""
-        return self.job / f"failures.{start}"
-
-    def rank_log(self, rank: int, restart: int) -> Path:
-        return self.logs / f"rank{rank}.restart{restart}.log"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,26 @@ own comes after the one before, so what was passed on once is never passed on ag
 """
 
 import codecs
+import contextlib
 import difflib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torchdistpackage.bounded import check_regular, read_regular
-from torchdistpackage.environment.failure import Failure, read_failure_reports
+from torchdistpackage.environment.failure import (
+    Failure,
+    read_failure_reports,
+    root_cause,
+    summary,
+)
 from torchdistpackage.errors import ConfigError, LaunchError
-from torchdistpackage.launch.run_rows import METRICS, last_rows
+from torchdistpackage.launch.lock import holder_of
+from torchdistpackage.launch.run_events import END, START, RunEvent, read_events
+from torchdistpackage.launch.run_rows import last_rows, mapping, number
 from torchdistpackage.launch.slurm.query import (
     GRACE_S,
     JobInfo,
@@ -27,15 +36,10 @@ from torchdistpackage.launch.slurm.query import (
     run_command,
 )
 from torchdistpackage.launch.slurm.requeue import Decision, RequeueDecision
-from torchdistpackage.launch.slurm.run_dir import (
-    RunDir,
-    Start,
-    Submission,
-    read_records,
-    read_starts,
-)
+from torchdistpackage.launch.slurm.run_dir import Start, Submission, read_records, read_starts
+from torchdistpackage.run_files import RunDir
 
-_TAIL_BYTES = 1 << 16
+_TAIL_BYTES, _MOST_CONFIG = 1 << 16, 1 << 24
 _STEPS = re.compile(r"^train:\n(?:[ #].*\n|\n)*? +steps: *(\d+)", re.MULTILINE)
 _RECORDS = RunDir(Path()).records.as_posix()
 _CLOCKS_DIFFER_S = 5.0
@@ -43,6 +47,15 @@ _CLOCKS_DIFFER_S = 5.0
 _POLL_S = 0.5
 _ASK_S = 5.0
 """Slurm is asked seldom: every question costs its controller something."""
+RUNNING, UNKNOWN = "running", "unknown"
+_STATES = {"requeue": "requeued", "chain": "chained", "again": "restarted", "stop": "stopped"}
+"""What became of a run by the word of the decision that ended its last start."""
+_OUTCOMES = {
+    RUNNING: Outcome.ALIVE,
+    "finished": Outcome.SUCCEEDED,
+    "stopped": Outcome.FAILED,
+    "failed": Outcome.FAILED,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +108,39 @@ class Status:
     def suffix(self) -> str:
         """The reason as the end of a line."""
         return f": {self.reason}" if self.reason else ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStart:
+    """One start of the run: where it began and, as far as that is known, how it ended.
+
+    attempt: the job and its number, or "local". end_s: None while it runs, or where nothing said
+    when it ended. word, cause: of its end. keys: what was set, each a value and its place.
+    """
+
+    attempt: str
+    begin_s: float
+    step: int
+    end_s: float | None = None
+    end_step: int | None = None
+    word: str = UNKNOWN
+    cause: str = ""
+    place: str = ""
+    num_ranks: int | None = None
+    device: str = ""
+    job_end_s: float | None = None
+    keys: Mapping[str, Sequence[Any]] = field(default_factory=dict[str, Sequence[Any]])
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """How a run is, as its folder says. reason: why it ended so, "" if that is not known."""
+
+    word: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.word}: {self.reason}" if self.reason else self.word
 
 
 def read_run(folder: Path) -> SubmittedRun | None:
@@ -150,14 +196,16 @@ def single(runs: Sequence[SubmittedRun]) -> SubmittedRun:
 def progress(files: RunDir) -> RunProgress:
     """How far the run is, whatever its job does."""
     step = loss = None
-    for row in last_rows(files.run / METRICS):
+    for row in last_rows(files.metrics):
         step = int(row["step"]) if step is None else step
         if isinstance(found := row.get("loss"), float | int) and abs(found) < 1e300:
             loss = float(found)
             break
-    for path in (files.run / "resolved.yaml", files.config):
-        if path.is_file() and (match := _STEPS.search(path.read_text(encoding="utf-8"))):
-            return RunProgress(step, int(match[1]), loss)
+    for path in (files.resolved, files.config):
+        with contextlib.suppress(OSError):
+            text = read_regular(path, _MOST_CONFIG).decode(errors="replace")
+            if match := _STEPS.search(text):
+                return RunProgress(step, int(match[1]), loss)
     return RunProgress(step, None, loss)
 
 
@@ -208,15 +256,22 @@ def status(run: SubmittedRun, info: JobInfo, now_s: float) -> Status:
         return Status(info.state, info.outcome, reason or info.reason)
     if now_s - run.latest.time_s < GRACE_S:
         return Status("submitted", Outcome.ALIVE, "Slurm does not show it yet")
-    word, forgotten = last_decision(run), f"Slurm knows nothing of job {run.latest.job} any more"
-    if word is not None and word.word is RequeueDecision.FINISHED:
-        return Status("finished", Outcome.SUCCEEDED, word.reason)
-    if word is not None and word.word is RequeueDecision.STOP:
-        return Status("stopped", Outcome.FAILED, word.reason)
-    latest = starts(run, run.latest)
-    if latest and read_failure_reports(run.files.failures(latest[-1].start)):
-        return Status("failed", Outcome.FAILED, forgotten)
-    return Status("unknown", Outcome.UNKNOWN, info.reason or forgotten)
+    forgotten = f"Slurm knows nothing of job {run.latest.job} any more"
+    now = _own_state(run)
+    if now.word == UNKNOWN:
+        return Status(UNKNOWN, Outcome.UNKNOWN, info.reason or forgotten)
+    return Status(now.word, _OUTCOMES.get(now.word, Outcome.UNKNOWN), now.reason)
+
+
+def _own_state(run: SubmittedRun) -> RunState:
+    """Return what the starts of the latest submission say."""
+    try:
+        events = read_events(run.folder)[0]
+    except LaunchError:
+        events = []
+    own = {start.start for start in starts(run, run.latest)}
+    found = [start for start in run_starts(run.files, events) if start.attempt in own]
+    return state_of(found, has_rows=True)
 
 
 def rank_logs(run: SubmittedRun, rank: int, restart: int | None = None) -> list[Path]:
@@ -313,3 +368,86 @@ def _ended(folder: Path, runner: Runner, now_s: float) -> Status | None:
     found = status(run, info, now_s)
     chained = read_run(folder) != run  # just before it ended
     return None if chained or found.outcome is Outcome.ALIVE else found
+
+
+def run_starts(
+    files: RunDir, events: Sequence[RunEvent], last_sign_s: float | None = None
+) -> list[RunStart]:
+    """Return the starts by time; an event and a line of job/starts.jsonl of one start are joined.
+
+    events: of the run. last_sign_s: when it last wrote a row, the end of a start that noted none.
+
+    Raises:
+        LaunchError: job/starts.jsonl is no file that can be read.
+    """
+    attempts = {x.start.start: x for x in attempt_results(SubmittedRun(files.run, ()))}
+    begun = [event for event in events if event.kind == START]
+    ends = [event for event in events if event.kind == END]
+    known = {str(event.values.get("attempt")) for event in begun}
+    older = [
+        RunEvent(START, x.start.step, x.start.time_s, {"attempt": name, "host": x.start.host})
+        for name, x in attempts.items()
+        if name not in known
+    ]
+    begun = sorted([*begun, *older], key=lambda event: event.at_s)
+    found: list[RunStart] = []
+    for place, event in enumerate(begun):
+        until_s = begun[place + 1].at_s if place + 1 < len(begun) else None
+        own = [e for e in ends if e.at_s >= event.at_s and (until_s is None or e.at_s < until_s)]
+        attempt = attempts.get(str(event.values.get("attempt", "")))
+        end = own[-1] if own else None
+        found.append(_start(files, event, end, attempt, until_s, last_sign_s))
+    return found
+
+
+def _start(
+    files: RunDir,
+    event: RunEvent,
+    end: RunEvent | None,
+    attempt: AttemptResult | None,
+    until_s: float | None,
+    last_s: float | None,
+) -> RunStart:
+    values = event.values
+    word, cause, end_s, end_step = UNKNOWN, "", None, None
+    if end is not None:
+        word, cause = str(end.values.get("word", "")), str(end.values.get("reason", ""))
+        end_s, end_step = end.at_s, end.step
+    elif attempt is not None and attempt.decision is not None:
+        word, cause = attempt.decision.word.value, attempt.decision.reason
+    # what the ranks agreed on at the end of a start outlives a rank that fails on its way out
+    agreed = word in (RequeueDecision.FINISHED, RequeueDecision.STOP)
+    if attempt is not None and attempt.failures and not agreed:
+        first = root_cause(attempt.failures)
+        word, cause = "failed", f"rank {first.rank} on {first.host}: {summary(first)}"
+        end_s = first.time_s
+    if word == UNKNOWN and until_s is None and holder_of(files.run_lock):
+        word = RUNNING
+    if end_s is None and word != RUNNING:
+        signs = [x for x in (last_s, until_s) if x is not None and x >= event.at_s]
+        end_s = min(signs, default=None)
+    nodes = attempt.start.nodes if attempt is not None else ""
+    num_ranks = values.get("num_ranks")
+    return RunStart(
+        attempt=str(values.get("attempt", "")) or "?",
+        begin_s=event.at_s,
+        step=event.step,
+        end_s=end_s,
+        end_step=end_step,
+        word=word,
+        cause=cause,
+        place=nodes or str(values.get("host", "")),
+        num_ranks=num_ranks if type(num_ranks) is int and number(num_ranks) else None,
+        device=str(values.get("device", "")),
+        job_end_s=number(values.get("job_end_s")),
+        keys=mapping({**values}, "keys"),
+    )
+
+
+def state_of(starts: Sequence[RunStart], *, has_rows: bool) -> RunState:
+    """Return the state of a run with these starts: every command that prints one asks here."""
+    if not starts:
+        return RunState(UNKNOWN if has_rows else "no start noted")
+    last = starts[-1]
+    reason = "no end noted" if last.word == UNKNOWN else last.cause
+    return RunState(_STATES.get(last.word, last.word), reason)

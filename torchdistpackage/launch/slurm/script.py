@@ -24,7 +24,7 @@ from torchdistpackage.launch.slurm.requeue import (
     RequeueDecision,
 )
 from torchdistpackage.launch.slurm.restart_script import again, srun, verdict
-from torchdistpackage.launch.slurm.run_dir import RunDir
+from torchdistpackage.run_files import RunDir
 
 _BARE = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)
 # Left by an outer job, a site or a newer Slurm; the options of our srun line say it all.

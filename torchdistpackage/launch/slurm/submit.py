@@ -42,7 +42,7 @@ from torchdistpackage.launch.slurm.jobs import (
     submit_with_intent,
 )
 from torchdistpackage.launch.slurm.query import Runner, run_command
-from torchdistpackage.launch.slurm.run_dir import RunDir, Submission, append_record, read_records
+from torchdistpackage.launch.slurm.run_dir import Submission, append_record, read_records
 from torchdistpackage.launch.slurm.runs import SubmittedRun
 from torchdistpackage.launch.slurm.script import render
 from torchdistpackage.launch.slurm.snapshot import (
@@ -52,6 +52,7 @@ from torchdistpackage.launch.slurm.snapshot import (
     prune,
     tree_of,
 )
+from torchdistpackage.run_files import RunDir
 
 _ADVICE = (
     ("partition", "`sinfo -s` lists the partitions; set launch.slurm.partition"),

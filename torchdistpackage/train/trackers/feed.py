@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchdistpackage.launch.run_rows import METRICS, Row, RowReader
+from torchdistpackage.launch.run_rows import Row, RowReader
 from torchdistpackage.lazy import resolve
+from torchdistpackage.run_files import METRICS, PICTURE, PLOT
 from torchdistpackage.train.loop import Callback, Loop
 from torchdistpackage.train.step_stats import PendingStep, StepResult
 from torchdistpackage.train.trackers.tracker import TrackedRun, Tracker
@@ -26,7 +27,7 @@ TRACKERS = {
 """By name in strings, so that a library is loaded by the run that uses it alone."""
 FOLDERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlruns"}
 """What each makes in the run folder."""
-PICTURES = ("loss.png", "pipeline.svg")
+PICTURES = (PLOT, PICTURE)
 _LOOK_S, _AGAIN_S = 1.0, 30.0
 _END_S, _FAILED_END_S = 20.0, 5.0
 """How long the end of a start waits for trackers: a job may have little time left."""
