@@ -303,7 +303,7 @@ Box = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class FlatSlice:
     """The elements from `start` on of a flattened tensor are its box [offset, offset + lengths)."""
 
     start: int
@@ -323,11 +323,11 @@ class Part:
     """
 
     where: Box
-    run: Run
+    run: FlatSlice
     inside: Box
 
 
-def runs(shape: Shape, start: int, stop: int) -> tuple[Run, ...]:
+def runs(shape: Shape, start: int, stop: int) -> tuple[FlatSlice, ...]:
     """Boxes that tile elements [start, stop) of a tensor of `shape`, in their order.
 
     Of (4, 6), [4, 16) is [0, 4:6], [1:2, 0:6] and [2, 0:4].
@@ -335,7 +335,7 @@ def runs(shape: Shape, start: int, stop: int) -> tuple[Run, ...]:
     if stop <= start:
         return ()
     if not shape:
-        return (Run(start, (), ()),)
+        return (FlatSlice(start, (), ()),)
     row = math.prod(shape[1:])
     first, head = divmod(start, row)
     last, tail = divmod(stop, row)
@@ -345,14 +345,14 @@ def runs(shape: Shape, start: int, stop: int) -> tuple[Run, ...]:
     first += head > 0
     if first < last:
         others = (0,) * (len(shape) - 1)
-        found += (Run(first * row, (first, *others), (last - first, *shape[1:])),)
+        found += (FlatSlice(first * row, (first, *others), (last - first, *shape[1:])),)
     return found + _in_row(shape, last, 0, tail)
 
 
-def _in_row(shape: Shape, row: int, start: int, stop: int) -> tuple[Run, ...]:
+def _in_row(shape: Shape, row: int, start: int, stop: int) -> tuple[FlatSlice, ...]:
     base = row * math.prod(shape[1:])
     return tuple(
-        Run(base + run.start, (row, *run.offset), (1, *run.lengths))
+        FlatSlice(base + run.start, (row, *run.offset), (1, *run.lengths))
         for run in runs(shape[1:], start, stop)
     )
 

@@ -4,7 +4,7 @@ The job             job (a configuration as a batch job; sweeps), snapshot (its 
                     text).
 Submission          submit, or by_submitit; jobs (look, cancel, submit again).
 Slurm               query (commands, states of jobs).
-Run folder          run_dir (paths, submissions, starts), runs (progress, end, logs).
+Run folder          run_dir (submissions, starts), runs (starts, state, progress, logs).
 The end of a job    failure_report (which rank failed first), node_blocklist, requeue (whether it
                     comes back), monitor (whether it is submitted again).
 """
