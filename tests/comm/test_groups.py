@@ -15,7 +15,6 @@ from torchdistpackage.comm.backends import Transport
 from torchdistpackage.comm.groups import Groups, connect, on_cpu
 from torchdistpackage.comm.p2p import Post
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.compat.tplib import create_group_and_assign
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.bench.request import Request
 from torchdistpackage.harness.measure import measure
@@ -192,7 +191,7 @@ def connects_later(folder: str) -> None:
         model, alone = tuple(tpc.get_ranks_in_group("model")), (dist.get_rank(),)
         assert ("new_group", model) in log and ("all_reduce", model) not in log
         tpc.groups.of(alone)
-        create_group_and_assign(model, "gloo", "ON_THE_HOST")
+        on_cpu(tpc.groups.of(model, name="ON_THE_HOST", connects=False))
         assert log[-2:] == [("new_group", alone), ("companion", model)]
         assert not {("all_reduce", alone), ("all_reduce", model)} & {*log}
 

@@ -25,7 +25,6 @@ from torchdistpackage.comm.runtime import (
     setup_distributed_slurm,
 )
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.compat.tplib import init_dist_env
 from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import CommError, LaunchError
 from torchdistpackage.launch.workers import run_local
@@ -163,7 +162,6 @@ def ask_for_nccl(call: str) -> tuple[str, list[str]]:
     setups = {
         "setup_distributed": lambda: setup_distributed("nccl"),
         "setup_distributed_slurm": lambda: setup_distributed_slurm("nccl"),
-        "init_dist_env": lambda: init_dist_env(backend="nccl"),
     }
     setups[call]()
     backend = dist.get_backend()
@@ -175,10 +173,10 @@ def ask_for_nccl(call: str) -> tuple[str, list[str]]:
 def test_nccl_means_gloo_where_no_rank_has_a_gpu_whoever_is_asked(start):
     """Programs of the time when it was the default name it; `test_devices.py` has the refusals."""
     port = find_free_port()
-    for call in ("setup_distributed", "setup_distributed_slurm", "init_dist_env"):
+    for call in ("setup_distributed", "setup_distributed_slurm"):
         told = start(ask_for_nccl, [by_hand(r, 2, port) for r in range(2)], call)
         assert [backend for backend, _ in told] == ["gloo", "gloo"]
-        assert [len(said) for _, said in told] == [int(call != "init_dist_env"), 0]
+        assert [len(said) for _, said in told] == [1, 0]
 
 
 def one_gpu_in_sight() -> tuple[str, str]:

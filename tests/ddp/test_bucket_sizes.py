@@ -10,7 +10,6 @@ from torch import nn
 
 from tests.train import parity
 from torchdistpackage.comm.backends import GLOO, Transport, register_transport
-from torchdistpackage.compat.torchdistpackage.mixed_precision import Bf16ZeroOptimizer
 from torchdistpackage.ddp.bucket_plan import MIB, bucket_sizes
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
@@ -45,15 +44,13 @@ def counts() -> dict[str, int]:
 
     ddp, module = NaiveDDP(net(), keep_order=True), net()
     zero = ZeroOptimizer(torch.optim.SGD(module.parameters(), lr=1.0), module)
-    alone = Bf16ZeroOptimizer(torch.optim.SGD(net().parameters(), lr=1.0))
-    found = {"ddp": ddp.reducer, "zero": zero.reducer, "bf16": alone.reducer}
+    found = {"ddp": ddp.reducer, "zero": zero.reducer}
     large = ["parallel.data=2", "data.global_batch=8", "model.vocab=12000", "model.dim=128"]
     for stage in (0, 1):
         run = parity.trainer([*large, f"parallel.zero={stage}", "data.name=python_stdlib"])
         found[f"train {stage}"] = run.reducer
     sizes = {name: len(reducer.grad_buckets.buckets) for name, reducer in found.items()}
-    for each in (zero, alone):
-        each.remove()
+    zero.remove()
     dist.barrier()
     return sizes
 
@@ -67,7 +64,7 @@ def both() -> tuple[dict[str, int], dict[str, int]]:
 @pytest.mark.own_transport("sets the transport itself")
 def test_everybody_packs_by_the_transport(ranks):
     for host, queued in ranks(2).run(both):
-        assert {host[name] for name in ("ddp", "zero", "bf16")} == {LAYERS}
-        assert {queued[name] for name in ("ddp", "zero", "bf16")} == {2}
+        assert {host[name] for name in ("ddp", "zero")} == {LAYERS}
+        assert {queued[name] for name in ("ddp", "zero")} == {2}
         assert host["train 0"] > queued["train 0"] == 1
         assert host["train 1"] > queued["train 1"] == 1

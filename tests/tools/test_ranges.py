@@ -10,7 +10,8 @@ import time
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torchdistpackage.dist.utils import NVTXContext, cu_prof_start, cu_prof_stop, nvtx_decorator
+
+from torchdistpackage.tools.ranges import NVTXContext, cu_prof_start, cu_prof_stop, nvtx_decorator
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.compat.torchdistpackage.tensor_blocks import Block
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.partition import layer_costs
 from torchdistpackage.parallel.pipeline.partition.layer_costs import measure, measure_link
@@ -128,10 +127,23 @@ def test_the_link_is_measured_and_weighs_on_the_cut(ranks):
     ranks(2).run(a_link_of_each_kind)
 
 
+class Block(nn.Module):
+    """A pre-norm block; its "attention" is a layer like any other here."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(dim), nn.Linear(dim, dim)
+        self.ln_2, self.mlp = nn.LayerNorm(dim), nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
 def test_a_block_opens_into_attention_and_mlp():
     """Three blocks over two stages: whole ones cannot be balanced, halves can."""
     torch.manual_seed(0)
-    blocks = [Block(8, num_heads=2) for _ in range(3)]
+    blocks = [Block(8) for _ in range(3)]
     pieces = [half for b in blocks for half in halves(b, ("ln_1", "attn"), ("ln_2", "mlp"))]
     names = [name for piece in pieces[:2] for name, _ in piece.named_parameters()]
     assert names == [name for name, _ in blocks[0].named_parameters()]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
+from tests.parallel.tensor.split_block import SplitBlock
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.compat.torchdistpackage.tensor_blocks import ParallelBlock
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.param_spec import group_of
 from torchdistpackage.layout.layout import Layout
@@ -30,7 +30,7 @@ def models() -> list[nn.Module]:
     gpt = GPT(SHAPE, stage_of=[0] * 5 + [1])
     layers = nn.Sequential(ColumnLinear(4, 6), RowLinear(6, 4, sequence_parallel=True))
     layers.append(RMSNorm(4, sequence_parallel=True))
-    return [gpt, layers, ParallelBlock(8, num_heads=2, sequence_parallel=True)]
+    return [gpt, layers, SplitBlock(sequence_parallel=True)]
 
 
 def pickled(net: nn.Module) -> nn.Module:
@@ -85,7 +85,7 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def survive(data: int) -> None:
+def survive(data: int, models: Callable[[], list[nn.Module]] = models) -> None:
     tpc.setup_process_groups([("data", data), ("tensor", 2)])
     group = tpc.get_group("tensor")
     for name, way in WAYS.items():

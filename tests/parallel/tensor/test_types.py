@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from spmd_types import I, P, R, SpmdTypeError, V
+from spmd_types import I, SpmdTypeError, V
 
+from tests.parallel.tensor.split_block import SplitBlock
 from tests.parallel.tensor.typed import (
     DUAL,
     MAPS,
@@ -22,10 +23,6 @@ from tests.parallel.tensor.typed import (
     types_of,
 )
 from torchdistpackage.comm import autograd, collectives
-from torchdistpackage.compat import tplib
-from torchdistpackage.compat.torchdistpackage import tensor_layers
-from torchdistpackage.compat.torchdistpackage.tensor_blocks import ParallelBlock
-from torchdistpackage.compat.torchshard import distributed as torchshard
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.layout.mark import collect
 from torchdistpackage.models.gpt import GPT
@@ -67,8 +64,7 @@ LAYERS = {
     "column": lambda cut: ColumnLinear(8, 16, sequence_parallel=cut),
     "layer norm": lambda cut: LayerNorm(8, sequence_parallel=cut),
     "rms norm": lambda cut: RMSNorm(8, sequence_parallel=cut),
-    "classic column": lambda cut: tensor_layers.ColParallelLinear(8, 16, sequence_parallel=cut),
-    "classic block": lambda cut: ParallelBlock(8, 2, 2, cut),
+    "block": SplitBlock,
 }
 
 
@@ -82,7 +78,7 @@ def test_each_gradient_of_a_layer_is_summed_once(world, name, sequence_parallel)
 
 
 @SEQUENCE
-@pytest.mark.parametrize("row", [RowLinear, tensor_layers.RowParallelLinear])
+@pytest.mark.parametrize("row", [RowLinear])
 def test_a_row_product_sums_before_its_bias(world, row, sequence_parallel):
     module = row(16, 8, sequence_parallel=sequence_parallel)
     x = give_type(torch.randn(4, 2, 8, requires_grad=True), tensor=V)
@@ -119,7 +115,7 @@ def test_a_gpt_from_ids_to_its_loss(world, options, sequence_parallel):
 
 
 UNWRAPPED = {
-    "block": lambda cut: ParallelBlock(8, 2, 2, cut),
+    "block": SplitBlock,
     "rms norm": lambda cut: RMSNorm(8, sequence_parallel=cut),
     "gpt": lambda cut: WithLoss(sequence_parallel=cut, position="learned"),
 }
@@ -152,32 +148,6 @@ def test_every_map_and_its_transpose_have_dual_types():
     for kind, linear_map in made.items():
         src, dst = MAPS[kind]
         assert MAPS[type(linear_map.transposed())] == (DUAL[dst], DUAL[src]), kind
-
-
-CLASSIC = [
-    (tensor_layers.gather_from_sequence_parallel_region, V, R),
-    (lambda x: tensor_layers.gather_from_sequence_parallel_region(x, False), V, I),
-    (tensor_layers.reduce_scatter_to_sequence_parallel_region, P, V),
-    (tensor_layers.maybe_split_into_sequence_parallel, I, V),
-    (torchshard.copy, I, R),
-    (torchshard.reduce, P, I),
-    (torchshard.scatter, I, V),
-    (torchshard.gather, V, I),
-    (tplib.tp_all_reduce, P, I),
-    (tplib.tp_all_gather, V, I),
-]
-
-
-@pytest.mark.parametrize(("call", "src", "dst"), CLASSIC, ids=range(len(CLASSIC)))
-def test_the_earlier_names_have_the_types_of_our_collectives(world, call, src, dst):
-    for held in (I, R, V, P):
-        x = give_type(torch.randn(4, 8, requires_grad=True), tensor=held)
-        with checked():
-            if held is src or (held, src) == (V, P):
-                assert types_of(call(x)) == {"data": V, "tensor": dst}
-            else:
-                with pytest.raises(SpmdTypeError):
-                    call(x)
 
 
 # -- planted errors ------------------------------------------------------------------------
@@ -240,7 +210,7 @@ def test_an_input_that_is_not_copied_is_an_error(world, monkeypatch):
 @pytest.mark.parametrize("wrapped", [True, False], ids=["wrapped", "plain optimizer"])
 def test_norms_whose_partial_gradients_nobody_sums_are_an_error(wrapped):
     with typed_world(data=2 if wrapped else 1):
-        block = ParallelBlock(8, 2, 2, True)
+        block = SplitBlock(True)
         block.ln_1 = LayerNorm(8)  # believes that it sees all rows
         wrap = {"layouts": collect(block)} if wrapped else None
         with pytest.raises(SpmdTypeError, match="layer_norm"):
@@ -255,7 +225,7 @@ def test_a_sum_of_what_is_no_partial_gradient_is_an_error(world):
 
 def test_replicas_without_a_wrapper_are_an_error(world):
     with pytest.raises(SpmdTypeError, match="Invariant"):
-        train(ParallelBlock(8, 2, 2), activations(False))
+        train(SplitBlock(), activations(False))
 
 
 def test_a_backward_whose_gradients_nobody_sends_is_an_error(world):

@@ -13,9 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import torchdistpackage.compat.torchshard as ts
-from torchdistpackage.comm.tpc import resolve_group
-from torchdistpackage.errors import LayoutError
+from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import mark_parameter
 from torchdistpackage.parallel.tensor.embedding import (
@@ -30,14 +28,26 @@ def close(ours: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
-def column_and_row(layer: nn.Module, kind: str) -> None:
-    first, second = layer.linear1, layer.linear2
-    if kind == "torchshard":
-        layer.linear1 = ts.nn.ParallelLinear.convert_parallel_linear(first, dim=1)
-        layer.linear2 = ts.nn.ParallelLinear.convert_parallel_linear(second, dim=0)
-    else:
-        layer.linear1 = ColumnLinear(first.in_features, first.out_features).from_full(first)
-        layer.linear2 = RowLinear(second.in_features, second.out_features).from_full(second)
+class Ours:
+    """How plain layers become split ones; a subclass splits them as another library does."""
+
+    def column(self, layer: nn.Linear) -> nn.Module:
+        return ColumnLinear(layer.in_features, layer.out_features).from_full(layer)
+
+    def row(self, layer: nn.Linear) -> nn.Module:
+        return RowLinear(layer.in_features, layer.out_features).from_full(layer)
+
+    def attention_out(self, layer: nn.Linear) -> nn.Module:
+        return self.row(layer)
+
+    def each(self, table: nn.Embedding, linear: nn.Linear) -> list[Any]:
+        """Both, split each way."""
+        split: list[Any] = [VocabParallelEmbedding(10, 6), FeatureParallelEmbedding(10, 6)]
+        return [*split, ColumnLinear(6, 8), RowLinear(6, 8)]
+
+
+def column_and_row(layer: nn.Module, kind: Ours) -> None:
+    layer.linear1, layer.linear2 = kind.column(layer.linear1), kind.row(layer.linear2)
 
 
 MODES = {
@@ -49,7 +59,7 @@ MODES = {
 }
 
 
-def encoders(kind: str) -> None:
+def encoders(kind: Ours) -> None:
     plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2)
     split = deepcopy(plain)
     for layer in split.layers:
@@ -64,14 +74,11 @@ def encoders(kind: str) -> None:
                 close(split(x, **how)[~padding], plain(x, **how)[~padding])
 
 
-def attentions(kind: str) -> None:
+def attentions(kind: Ours) -> None:
     plain = nn.MultiheadAttention(8, 2, batch_first=True)
     nn.init.normal_(plain.out_proj.weight)
     split, x = deepcopy(plain), torch.randn(3, 5, 8)
-    out: Any = RowLinear(8, 8).from_full(plain.out_proj)
-    if kind == "torchshard":
-        out = ts.nn.ParallelLinear.convert_parallel_linear(plain.out_proj, dim=1)
-    split.out_proj = out
+    split.out_proj = kind.attention_out(plain.out_proj)
     for context in (nullcontext, torch.no_grad):
         for training in (True, False):
             plain.train(training), split.train(training)
@@ -90,15 +97,8 @@ class Reader(nn.Module):
         return self.layer.weight
 
 
-def parts(kind: str) -> None:
-    table, linear = nn.Embedding(10, 6), nn.Linear(6, 8)
-    split: list[Any] = [VocabParallelEmbedding(10, 6), FeatureParallelEmbedding(10, 6)]
-    split += [ColumnLinear(6, 8), RowLinear(6, 8)]
-    if kind == "torchshard":
-        embedding, layer = ts.nn.ParallelEmbedding, ts.nn.ParallelLinear
-        split = [embedding.convert_parallel_embedding(deepcopy(table), dim) for dim in (0, 1)]
-        split += [layer.convert_parallel_linear(deepcopy(linear), dim) for dim in (0, 1)]
-    for each in split:
+def parts(kind: Ours) -> None:
+    for each in kind.each(nn.Embedding(10, 6), nn.Linear(6, 8)):
         assert Reader(each)() is each._parameters["weight"]
 
 
@@ -140,57 +140,34 @@ def tables() -> None:
             close(grad, plain.weight.grad.chunk(2, 0 if by_rows else 1)[group.rank()])
 
 
-class Arc(ts.nn.ParallelLinear):
-    """A layer of the user's, which computes with its own part."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.weight is self._parameters["weight"]
-        part = ts.nn.functional.parallel_linear(x, F.normalize(self.weight), None, 1)
-        return ts.distributed.gather(part)
-
-
-def readers() -> None:
-    x = torch.randn(4, 6)
-    torch.manual_seed(3)
-    layer = Arc(6, 8, bias=False, dim=1)
-    torch.manual_seed(3)
-    close(layer(x), F.linear(x, F.normalize(nn.Linear(6, 8, bias=False).weight)))
-    torch.optim.SGD([layer.weight])  # outside of a forward it is the parameter
-
-    half = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
-    column_and_row(half.layers[1], "torchshard")
-    x, padding = torch.randn(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-    with torch.no_grad(), pytest.raises(LayoutError, match="use_nested_tensor = False"):
-        half(x, src_key_padding_mask=padding)
-
-
-def everything(kind: str) -> None:
+def everything(kind: Ours) -> None:
     warnings.filterwarnings("ignore", "The PyTorch API of nested tensors")  # of the plain encoder
-    ts.distributed.init_process_group()
+    tpc.setup_process_groups([("tensor", 2)])
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(7)
     assert resolve_group(None, "tensor").size() == 2
     encoders(kind)
     attentions(kind)
     parts(kind)
-    if kind == "ours":
-        tables()
-        readers()
 
 
-@pytest.mark.parametrize("kind", ["ours", "torchshard"])
-def test_torch_reads_the_whole_weight_and_a_users_forward_its_part(ranks, kind):
-    ranks(2).run(everything, kind)
+def ours() -> None:
+    everything(Ours())
+    tables()
+
+
+def test_torch_reads_the_whole_weight_and_a_users_forward_its_part(ranks):
+    ranks(2).run(ours)
 
 
 def under_compile() -> None:
     warnings.filterwarnings("ignore", "Dynamo does not know how to trace the builtin `sys._get")
-    ts.distributed.init_process_group()
+    tpc.setup_process_groups([("tensor", 2)])
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(7)
     plain = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).eval()
     split, x = deepcopy(plain), torch.randn(3, 5, 8)
-    column_and_row(split, "ours")
+    column_and_row(split, Ours())
     context: AbstractContextManager[None] = torch.no_grad()
     with context:
         close(torch.compile(split, backend="aot_eager")(x), plain(x))

@@ -1,10 +1,15 @@
 """Bf16ZeroOptimizer: built over an optimizer alone, on whatever group of ranks."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
+from tests.ddp import test_bucket_sizes
+from tests.ddp.zero import test_safety
 from tests.each import each
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.creation import world
@@ -253,3 +258,39 @@ def test_checkpoints_inside_a_backward(ranks):
 def test_stage_3_needs_the_module():
     with pytest.raises(ValueError, match="ZeroOptimizer with the module for stage 3"):
         Bf16ZeroOptimizer(adamw(build()), stage=3)
+
+
+def all_freed() -> None:
+    model = test_safety.net()
+    bf16 = Bf16ZeroOptimizer(test_safety.adamw(model))
+    test_safety.backward(model, test_safety.some(1)[0])
+    bf16.step()
+    bf16.finish()
+    ended = weakref.ref(model), weakref.ref(bf16)
+    del model, bf16
+    gc.collect()
+    assert [ref() for ref in ended] == [None, None]
+
+
+def test_what_is_dropped_is_freed(ranks):
+    ranks(2).run(all_freed)
+
+
+def num_buckets() -> int:
+    layers = (nn.Linear(1024, 1024, bias=False) for _ in range(test_bucket_sizes.LAYERS))
+    net = nn.Sequential(*layers)
+    alone = Bf16ZeroOptimizer(torch.optim.SGD(net.parameters(), lr=1.0))
+    found = len(alone.reducer.grad_buckets.buckets)
+    alone.remove()
+    return found
+
+
+def by_transport() -> tuple[int, int]:
+    with test_bucket_sizes.queued_gloo():
+        queued = num_buckets()
+    return num_buckets(), queued
+
+
+@pytest.mark.own_transport("sets the transport itself")
+def test_buckets_have_the_sizes_of_the_transport(ranks):
+    assert ranks(2).run(by_transport) == [(test_bucket_sizes.LAYERS, 2)] * 2

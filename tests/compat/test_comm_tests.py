@@ -1,0 +1,77 @@
+"""The earlier package's bandwidth tests: what they return and refuse, on real ranks."""
+
+import time
+
+import pytest
+
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.compat.torchdistpackage import dist as classic_tests
+from torchdistpackage.compat.torchdistpackage.dist import (
+    test_all2all_balanced,
+    test_collection,
+)
+from torchdistpackage.errors import CommError
+
+
+def late(delay_s: float) -> float:
+    tpc.setup_process_groups([("data", 2)])
+    right = classic_tests.tdp_call
+
+    def ours(name, x, place):
+        call = right(name, x, place)
+
+        def slow():
+            out = call()
+            time.sleep(delay_s if tpc.rank == 1 else 0)
+            return out
+
+        return slow
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(classic_tests, "tdp_call", ours)
+        return test_collection(8)[1]
+
+
+def test_the_slowest_rank_of_an_iteration_counts(ranks):
+    """Rank 1 is busy after its part is done, of which rank 0 sees nothing."""
+    assert all(time_s > 0.05 for time_s in ranks(2).run(late, 0.05))
+
+
+def classic() -> list[tuple[float, float]]:
+    tpc.setup_process_groups([("data", 2), ("tensor", 2)])
+    group = tpc.get_group("tensor")
+    modes = ("all_reduce", "all_gather", "reduce_scatter")
+    found = [test_collection(4096, mode, group) for mode in modes]
+    return [*found, test_all2all_balanced(4096, group), test_collection(4096)]
+
+
+def test_the_earlier_tests_return_bus_bandwidth_and_seconds_equal_on_all_ranks(ranks):
+    results = ranks(4).run(classic)
+    assert results[0] == results[1] and results[2] == results[3]
+    for found in results:
+        assert all(time_s > 0 for _, time_s in found)
+        counted, factors = 4096 * 4 / 1e9, (1, 0.5, 0.5, 0.5, 1.5)
+        wanted = [counted / time_s * f for (_, time_s), f in zip(found, factors, strict=True)]
+        assert [bus for bus, _ in found] == pytest.approx(wanted)
+
+
+def refused() -> list[str]:
+    texts = []
+    for call in (
+        lambda: test_collection(7, "all_gather"),
+        lambda: test_collection(0),
+        lambda: test_collection(8, "gather"),
+        lambda: test_all2all_balanced(9),
+    ):
+        with pytest.raises(CommError) as caught:
+            call()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_the_earlier_tests_refuse_what_cannot_be_shared(ranks):
+    texts = ranks(2).run(refused)[0]
+    assert "all_gather of 7 elements over 2 ranks: use 1 or more, in 2 equal parts" in texts[0]
+    assert "all_reduce of 0 elements" in texts[1] and "no mode 'gather'" in texts[2]
+    assert "all_to_all of 9 elements" in texts[3]
+    assert test_collection.__test__ is test_all2all_balanced.__test__ is False
