@@ -16,6 +16,9 @@ from torchdistpackage.errors import LayoutError
 
 
 class Torchshard(Ours):
+    def set_up(self) -> None:
+        ts.distributed.init_process_group()
+
     def column(self, layer: nn.Linear) -> nn.Module:
         return ts.nn.ParallelLinear.convert_parallel_linear(layer, dim=1)
 
@@ -57,7 +60,6 @@ def readers() -> None:
 
 def torchshard() -> None:
     everything(Torchshard())
-    ts.distributed.init_process_group()
     readers()
 
 

@@ -16,7 +16,6 @@ from torch._inductor import config as inductor
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.models.gpt import GPT, GPTBlock
 from torchdistpackage.models.gpt_layout import GPTShape
 from torchdistpackage.parallel.tensor.attention import ParallelAttention, rotary_tables
@@ -199,49 +198,6 @@ def _uneven(kind: type) -> Make:
     return make
 
 
-class Block(nn.Module):
-    """A block of a model of transformers that is split, with what its model gives it."""
-
-    def __init__(self, block: nn.Module, rotary: nn.Module | None):
-        super().__init__()
-        self.block, self.rotary = block, rotary
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "Block":
-        return self  # its hooks hold the group; eager and compiled calls may share the weights
-
-    def forward(self, x: Tensor) -> Tensor:
-        given = {}
-        if self.rotary is not None:
-            positions = torch.arange(x.shape[1]).unsqueeze(0)
-            given["position_embeddings"] = self.rotary(x, positions)
-        return self.block(x, **given)
-
-
-def _transformers(name: str, dropout: float = 0.0) -> Make:
-    def make(group, _: bool) -> Case:
-        # loaded here: thousands of modules, which the other cases do without
-        from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
-
-        sizes = {"vocab_size": VOCAB, "num_hidden_layers": 1, "num_attention_heads": HEADS}
-        ids = {"bos_token_id": 0, "eos_token_id": 0}
-        if name == "gpt2":
-            rates = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), dropout)
-            config = GPT2Config(**sizes, hidden_size=DIM, **rates, **ids)
-        else:
-            kind = LlamaConfig if name == "llama" else Qwen3Config
-            sizes |= {"hidden_size": DIM, "intermediate_size": HIDDEN, "num_key_value_heads": 2}
-            config = kind(**sizes, head_dim=DIM // HEADS, **ids)
-        model = AutoModelForCausalLM.from_config(config).double()
-        shard = tensor_parallel(model, group=group).wrapped_model.module_shards[0]
-        rotary = None if name == "gpt2" else shard.model.rotary_emb
-        layers = shard.transformer.h if name == "gpt2" else shard.model.layers
-        return Block(layers[0], rotary), [
-            (x.transpose(0, 1).contiguous(),) for (x,) in activations(group, False)
-        ]
-
-    return make
-
-
 BOTH: dict[str, Make] = {
     "ColumnLinear": _simple(ColumnLinear),
     "ColumnLinear, transposed": _simple(ColumnLinear, transposed=True),
@@ -281,9 +237,6 @@ ONCE: dict[str, Make] = {
     "linear_cross_entropy, options": lambda group, _: loss(
         group, True, chunk_tokens=5, label_smoothing=0.1, z_loss=0.01, reduction="sum"
     ),
-    "tensor_parallel, block of a Llama": _transformers("llama"),
-    "tensor_parallel, block of a GPT-2": _transformers("gpt2"),
-    "tensor_parallel, block of a Qwen 3": _transformers("qwen3"),
 }
 
 CASES: dict[str, tuple[Make, bool]] = {
@@ -294,15 +247,13 @@ CASES: dict[str, tuple[Make, bool]] = {
 """Name -> what makes it of a group, and whether under sequence parallelism."""
 
 
-BREAKS: dict[str, tuple[Make, bool]] = {
-    "tensor_parallel, block of a GPT-2, dropout": (_transformers("gpt2", dropout=0.2), False)
-}
-"""What is no one graph."""
+ADDED: dict[str, tuple[Make, bool]] = {}
+"""Cases of other files, which `made` finds too."""
 
 
 def made(name: str, group=None) -> Case:
     """The case, with parameters of this rank's own seed, as each holds its part."""
-    make, sequence_parallel = {**CASES, **BREAKS}[name]
+    make, sequence_parallel = {**CASES, **ADDED}[name]
     group = primitives.world() if group is None else group
     torch.manual_seed(11)
     module, inputs = make(group, sequence_parallel)

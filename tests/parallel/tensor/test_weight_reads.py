@@ -31,6 +31,9 @@ def close(ours: Tensor, expected: Tensor) -> None:
 class Ours:
     """How plain layers become split ones; a subclass splits them as another library does."""
 
+    def set_up(self) -> None:
+        tpc.setup_process_groups([("tensor", 2)])
+
     def column(self, layer: nn.Linear) -> nn.Module:
         return ColumnLinear(layer.in_features, layer.out_features).from_full(layer)
 
@@ -142,7 +145,7 @@ def tables() -> None:
 
 def everything(kind: Ours) -> None:
     warnings.filterwarnings("ignore", "The PyTorch API of nested tensors")  # of the plain encoder
-    tpc.setup_process_groups([("tensor", 2)])
+    kind.set_up()
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(7)
     assert resolve_group(None, "tensor").size() == 2
