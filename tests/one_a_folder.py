@@ -1,9 +1,9 @@
 """Pytest plugin (`-p tests.one_a_folder`): every test file is imported, and one case a folder runs.
 
-Collecting 15,000 cases takes twice as long as importing their files and finds no more: parameters
-are evaluated at import. Modules of ours that ranks import before they run a test are imported as well.
-The case that runs is the first of its folder that starts no ranks, which would take longer than all
-the rest.
+Collecting 15,000 cases takes twice as long as importing their files and finds no more, since
+parameters are evaluated at import. Modules of ours that ranks import before they run a test are
+imported as well. The case that runs is the first of its folder that starts no ranks, which would
+take longer than all the rest.
 """
 
 import importlib
