@@ -10,20 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.parallel.tensor.split_block import SplitBlock
 from torchdistpackage.checkpoint.load import load
 from torchdistpackage.checkpoint.save import save
+from torchdistpackage.comm import collectives
+from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.compat.torchdistpackage.forward_backward import forward_backward
-from torchdistpackage.compat.torchdistpackage.tensor_blocks import Transformer
 from torchdistpackage.ddp.ema import ShardedEMA
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.layout.derive import blocks
 from torchdistpackage.layout.mark import collect
 from torchdistpackage.optim.clip import clip_grad_norm_
+from torchdistpackage.parallel.pipeline.pipeline import Pipeline
 
-RANKS_IMPORT = ("torchdistpackage.compat.torchdistpackage.tensor_blocks",)
-DIM, HEADS, DEPTH, BATCH = 8, 2, 2, 8
+DIM, DEPTH, BATCH, LENGTH = 8, 2, 8, 4
 CLIP, DECAY = 0.05, 0.7
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 WORLDS = [(("tensor", 2),), (("data", 2), ("tensor", 2)), (("pipe", 2), ("tensor", 2))]
@@ -32,12 +33,33 @@ WORLDS = [(("tensor", 2),), (("data", 2), ("tensor", 2)), (("pipe", 2), ("tensor
 def batches() -> Iterator[Tensor]:
     for step in range(3):
         draw = torch.Generator().manual_seed(step)
-        yield torch.randn(BATCH, 3, DIM, dtype=torch.float64, generator=draw)
+        yield torch.randn(BATCH, LENGTH, DIM, dtype=torch.float64, generator=draw)
+
+
+class Transformer(nn.Module):
+    """Blocks of split layers: x (B, S, D), whole and equal on all ranks of `group`, to the same."""
+
+    def __init__(self, sequence_parallel: bool, group: Group):
+        super().__init__()
+        self.group, self.sequence_parallel = group, sequence_parallel
+        blocks = (SplitBlock(sequence_parallel, group) for _ in range(DEPTH))
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        if self.sequence_parallel:
+            x = collectives.scatter(x.contiguous(), 0, self.group)
+        for block in self.blocks:
+            x = block(x)
+        if self.sequence_parallel:
+            x = collectives.gather(x, 0, self.group)
+        return x.transpose(0, 1)
 
 
 def serial() -> Transformer:
+    """Return the same blocks over a group of this rank alone."""
     torch.manual_seed(0)
-    net = Transformer(DIM, num_heads=HEADS, depth=DEPTH, tensor_parallel=False).double()
+    net = Transformer(False, tpc.groups.of((tpc.rank,))).double()
     for p in net.parameters():
         nn.init.normal_(p, std=0.5)
     return net
@@ -64,16 +86,18 @@ def train_serial(clips: bool) -> tuple[Transformer, dict[str, Tensor], list[floa
 
 
 def parallel(sequence: bool, group=None) -> Transformer:
-    options = {"depth": DEPTH, "sequence_parallel": sequence, "tp_group": group}
-    net = Transformer(DIM, num_heads=HEADS, **options).double()
-    for mine, whole in zip(net.blocks, serial().blocks, strict=True):
-        mine.init_from_full(whole)
+    net = Transformer(sequence, tpc.get_group("tensor") if group is None else group).double()
+    whole, mine = dict(serial().named_parameters()), dict(net.named_parameters())
+    with torch.no_grad():
+        for name, layout in collect(net).items():
+            for at, local in blocks(layout, tpc.topology.dense, tpc.rank):
+                mine[name][local] = whole[name][at]
     return net
 
 
 def expect(net: nn.Module, whole: dict[str, Tensor], mine: dict[str, Tensor]) -> None:
     for name, layout in collect(net).items():
-        wanted = whole[name.replace(".linear.", ".")]
+        wanted = whole[name]
         for at, local in blocks(layout, tpc.topology.dense, tpc.rank):
             where = functools.partial("{}: {}".format, name)
             torch.testing.assert_close(mine[name][local], wanted[at], **CLOSE, msg=where)
@@ -178,12 +202,12 @@ def pipelined(ways: Sequence[str], sequence: bool) -> None:
             optimizer = ZeroOptimizer(optimizer, net, stage=int(way[-1]))
             reducer = optimizer.reducer
 
-        def forward(given: Tensor, net: nn.Module = net) -> Tensor:
-            return loss_of(net, given) if stage else net(given)
-
+        pipe = Pipeline(
+            net, loss=lambda y: y.square().mean(), num_microbatches=2, reducer=reducer
+        )  # fmt: skip
         for step, x in enumerate(batches()):
-            own = None if stage else x
-            forward_backward(optimizer, forward, None, own, 2, reducer=reducer)
+            optimizer.zero_grad()
+            pipe.step(x)
             norm = clip_grad_norm_(net.parameters(), CLIP)
             assert float(norm) == pytest.approx(norms[step], rel=1e-9), way
             optimizer.step()
