@@ -158,3 +158,27 @@ def test_a_rank_that_a_signal_killed_is_reported_with_its_line(tmp_path: Path) -
     text = report([found, other], 2)
     assert text.startswith(f"rank 1 of 2 failed: killed by signal 6 (SIGABRT), {place}\n")
     assert '\n  at "/home/me/other.py", line 7, in step\n' in text
+
+
+def test_of_three_ranks_the_one_in_another_call_is_named_and_not_the_one_that_gloo_aborted():
+    """Rank 1 alone calls a collective; gloo aborts rank 0, which is sent too much."""
+
+    def at(line: int) -> str:
+        return f'  File "/home/me/net.py", line {line}, in step\n    call()'
+
+    def lost(rank: int, line: int) -> Failure:
+        return replace(error(rank, 2.0, GLOO), detail=f"Traceback\n{at(line)}\n{GLOO}")
+
+    aborted = killed(0, 1.0, signal.SIGABRT, at(12))
+    failures = [aborted, lost(1, 9), lost(2, 12)]
+    assert root_cause(failures).rank == 1
+    text = report(failures, 3)
+    assert text.startswith("rank 1 of 3 failed: exit code 1: RuntimeError: ")
+    assert 'it alone was at "/home/me/net.py", line 9, in step' in text
+    assert 'at "/home/me/net.py", line 12, in step' in text
+    # two ranks do not say which of them is in the wrong call, and an error of one's own comes first
+    assert root_cause(failures[:2]) is aborted
+    assert "compare the lines" in report(failures[:2], 2)
+    assert root_cause([*failures, error(3, 3.0, "KeyError: y")]).rank in (0, 3)
+    assert root_cause([aborted, lost(1, 12), lost(2, 12)]) is aborted
+    assert root_cause([*failures, killed(3, 4.0, signal.SIGKILL)]).rank == 3

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -42,18 +43,22 @@ sys.exit(supervise(body, place, noted))
 """
 
 
-def start(folder: Path, body: str, rank: int = 1) -> subprocess.Popen[str]:
+def start(
+    folder: Path, body: str, rank: int = 1, most_bytes: int = resource.RLIM_INFINITY
+) -> subprocess.Popen[str]:
+    """most_bytes: of any file that it writes."""
     code = PROGRAM.format(body=textwrap.indent(textwrap.dedent(body), "    "), rank=rank)
     return subprocess.Popen(
         [sys.executable, "-u", "-c", code, str(folder)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes)),
     )
 
 
-def run(folder: Path, body: str, rank: int = 1) -> tuple[int, str, str]:
-    process = start(folder, body, rank)
+def run(folder: Path, body: str, rank: int = 1, **limits: int) -> tuple[int, str, str]:
+    process = start(folder, body, rank, **limits)
     out, err = process.communicate(timeout=60)
     return process.returncode, out, err
 
@@ -155,10 +160,20 @@ def test_a_rank_that_cannot_return_leaves_its_last_words_in_a_file(tmp_path, ran
 
 
 def test_a_full_disk_under_the_log_does_not_end_the_rank(tmp_path):
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank.log").symlink_to("/dev/full")
-    code, out, _ = run(tmp_path, "print('x' * 100_000); return 0", rank=0)
+    code, out, _ = run(tmp_path, "print('x' * 100_000); return 0", rank=0, most_bytes=1000)
     assert code == 0 and len(out) == 100_001
+    assert len(log(tmp_path)) == 1000
+
+
+@pytest.mark.parametrize("planted", ["link", "pipe"])
+def test_a_log_that_somebody_else_has_planted_is_not_written(tmp_path, planted):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "mine").write_text("dear")
+    place = tmp_path / "logs" / "rank.log"
+    place.symlink_to(tmp_path / "mine") if planted == "link" else os.mkfifo(place)
+    code, _, err = run(tmp_path, "print('x'); return 0")
+    assert code == 1 and f"rank 1 cannot write its log {place}" in err
+    assert (tmp_path / "mine").read_text() == "dear"
 
 
 def test_where_no_report_can_be_written_the_code_is_right_all_the_same(tmp_path):

@@ -223,7 +223,8 @@ def _is_abort(failure: Failure) -> bool:
 def root_cause(failures: Sequence[Failure]) -> Failure:
     """The failure to blame: killed, then stopped, then the earliest that is no consequence.
 
-    What comes after the alarm of a hang is how that ends.
+    What comes after the alarm of a hang is how that ends. Of ranks that gloo aborted or cut off,
+    the one that is to blame is the only one in another call than the others, if there is one.
     """
     alarm_s = min((f.time_s for f in failures if f.kind is FailureKind.HUNG), default=float("inf"))
 
@@ -236,7 +237,24 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
             return 0, failure.time_s
         return (1 if failure.kind is FailureKind.STOPPED else 2), failure.time_s
 
-    return min(failures, key=order)
+    first = min(failures, key=order)
+    if _is_abort(first) or is_secondary(first):
+        return _in_another_call(failures) or first
+    return first
+
+
+def _in_another_call(failures: Sequence[Failure]) -> Failure | None:
+    """Return the one of several ranks whose line in the user's code is not that of all others, if
+    these lost the connection or were aborted: gloo aborts the rank that is sent too much, by one
+    that makes another call."""
+    if not all(_is_abort(failure) or is_secondary(failure) for failure in failures):
+        return None
+    at = [(user_line(f.detail, innermost_first=_is_abort(f)), f) for f in failures]
+    for line, failure in at:
+        others = {other for other, each in at if each is not failure}
+        if len(at) > 2 and line and len(others) == 1 and "" not in others and line not in others:
+            return failure
+    return None
 
 
 def summary(failure: Failure) -> str:
@@ -264,13 +282,18 @@ def report(failures: Sequence[Failure], num_ranks: int) -> str:
     """
     first = root_cause(failures)
     lines = [f"rank {first.rank} of {num_ranks} failed: {summary(first)}"]
+    if first is _in_another_call(failures):
+        lines.append(f"  it alone was at {user_line(first.detail, innermost_first=_is_abort(first))}")
+    elif _is_abort(first) and len(failures) > 1:
+        lines.append("  which gloo does to a rank that another one sends too much: compare the lines")
     for failure in sorted(failures, key=lambda f: f.time_s):
         if failure is not first and failure.kind is not FailureKind.ENDED:
             then = "then" if failure.time_s >= first.time_s else "also"
             said = failure.error if failure.kind is not FailureKind.SIGNAL else ""
             lines.append(f"rank {failure.rank} {then} failed: {said or summary(failure)}")
             # gloo aborts the rank that is sent too much, and the call too many is another's
-            if _is_abort(first) and (line := user_line(failure.detail)):
+            line = user_line(failure.detail, innermost_first=_is_abort(failure))
+            if (_is_abort(first) or is_secondary(first)) and line:
                 lines.append(f"  at {line}")
     lines.append(
         f"--- rank {first.rank} on host {first.host} (pid {first.pid}): {summary(first)} ---"

@@ -41,7 +41,7 @@ from torchdistpackage.environment.failure import (
     with_crash,
 )
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.files import atomic_write, tail
+from torchdistpackage.files import atomic_write, open_regular, tail
 from torchdistpackage.launch.process import (
     STOPPED,
     SignalFlag,
@@ -102,24 +102,40 @@ def supervise(body: Callable[[], int], rank: WatchedRank, signals: SignalFlag) -
     rank.log.parent.mkdir(parents=True, exist_ok=True)
     for stream in (sys.stdout, sys.stderr):  # or both processes would write it
         stream.flush()
-    rank.log.touch()
+    log = _open_log(rank)
     watch = _RankSupervisor(rank, signals)  # before the fork: what comes later is for the rank too
     parent, has_returned = os.getpid(), mmap.mmap(-1, 1)  # shared with the fork
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(read)
+        os.close(log)
         _be_the_rank(body, rank, write, has_returned, parent)
     os.close(write)
-    with rank.log.open("ab", buffering=0) as log, os.fdopen(read, "rb", 0) as output:
+    with os.fdopen(log, "ab", 0), os.fdopen(read, "rb", 0) as output:
         os.set_blocking(output.fileno(), False)
-        status = watch.until_gone(pid, output.fileno(), log.fileno())
+        status = watch.until_gone(pid, output.fileno(), log)
     if status == 0 and has_returned[0]:
         return 0
     failure = watch.last_words(status)
     if rank.num_ranks and is_secondary(failure):
         wait_for_word(rank.failures, rank.rank, rank.num_ranks, signals, rank.has_ended)
     return 128 - status if status < 0 else status or 1
+
+
+def _open_log(rank: WatchedRank) -> int:
+    """Open the rank's log to append to, made where it is missing; follow no link to it.
+
+    Raises:
+        LaunchError: it cannot be written.
+    """
+    try:
+        return open_regular(rank.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    except OSError as error:
+        raise LaunchError(
+            f"rank {rank.rank} cannot write its log {rank.log}: {error.strerror or error}; remove "
+            f"what is there, or set run.dir to a folder that the ranks can write to"
+        ) from error
 
 
 def _reports(rank: WatchedRank) -> dict[Path, int]:

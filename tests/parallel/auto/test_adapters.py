@@ -225,8 +225,17 @@ def test_adapters_behind_the_split_are_refused():
     with pytest.raises(LayoutError, match=r"adapters \{'default': 'IA3'\} were put into .* Llama"):
         wrapped(split, IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
     split = tensor_parallel(language_model("llama"), ["cpu"] * 2)
-    with pytest.raises(ValueError, match="shard 0 of 2, which takes adapters before the split"):
+    with pytest.raises(LayoutError, match=r"adapters \{'default': 'LORA'\} were put into"):
         wrapped(split, LoraConfig(target_modules=["o_proj"]))
+    outer = nn.Sequential(OrderedDict(inside=split))
+    for model in (split, outer):  # as it was: nothing replaced, nothing frozen
+        before = [(name, type(module)) for name, module in split.named_modules()]
+        needs = [p.requires_grad for p in split.parameters()]
+        with pytest.raises(LayoutError, match="call get_peft_model on the model as it was"):
+            wrapped(model, LoraConfig(target_modules=["q_proj", "o_proj", "lm_head"]))
+        assert [(name, type(module)) for name, module in split.named_modules()] == before
+        assert [p.requires_grad for p in split.parameters()] == needs
+        assert not hasattr(split, "peft_config")
     for devices in (["cpu"] * 2, ["cpu"]):
         net = nn.Sequential(OrderedDict(norm=nn.LayerNorm(4), one=nn.Linear(4, 1)))
         split, config = tensor_parallel(net, devices), LoraConfig(target_modules=["one"])
