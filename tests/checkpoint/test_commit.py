@@ -159,3 +159,15 @@ def test_later_ones_step_aside_when_a_run_goes_another_way(tmp_path):
     write(tmp_path, 8, keep_last=1)
     assert latest(tmp_path) == tmp_path / "step_000008"
     assert len(names(tmp_path)) == 3 and names(tmp_path)[0] == "step_000008"
+
+
+def test_a_replaced_one_stays_while_its_successor_has_wrong_checksums(tmp_path):
+    """A run that resumes reads the checksums, and goes on from the one that was replaced."""
+    aside = write(tmp_path, 1, b"old").rename(tmp_path / "step_000001.old-abcd")
+    path = write(tmp_path / "other", 1, b"new").rename(tmp_path / "step_000001")
+    (path / "a").write_bytes(b"nex")
+    assert latest(tmp_path, checksums=True) == aside
+    commits.remove_leftovers(tmp_path)
+    assert latest(tmp_path, checksums=True) == aside
+    write(tmp_path, 1, b"own")
+    assert [x for x in names(tmp_path) if x != "other"] == ["step_000001"]

@@ -13,6 +13,7 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.models import transformers_found
 from torchdistpackage.models.shrunk_config import VOCAB, shrunk
 from torchdistpackage.models.transformers_init import ModuleDraws
+from torchdistpackage.models.transformers_layout import shape_of_section
 from torchdistpackage.train.expert_plan import expert_plan
 from torchdistpackage.train.plan import make_plan, num_parameters, stage_loads
 
@@ -198,3 +199,10 @@ def test_the_vocabulary_of_a_model_that_reads_more_may_be_left_to_transformers(t
     given = {"model_type": "gemma3", "text_config": {"hidden_size": 16}}
     (tmp_path / "config.json").write_text(json.dumps(given))
     assert loads("", overrides=[f"model.hf={tmp_path}/config.json"]).model.vocab == 262208
+
+
+def test_positions_behind_the_row_of_padding_are_fewer_than_rows(tmp_path):
+    """RoBERTa's first token has position pad_token_id + 1."""
+    roberta = {**settings("roberta"), "max_position_embeddings": 64, "pad_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps(roberta))
+    assert shape_of_section({"hf": str(tmp_path)}, 8, False).num_positions == 62

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.models.coverage import settings
 from tests.train import parity
@@ -21,8 +21,9 @@ from tests.train.lora_ranks import (
 from tests.train.test_transformers import asked
 from tests.train.transformers_ranks import VOCAB, save_model
 from torchdistpackage.cli.main import main
-from torchdistpackage.models.lora_layout import Lora
-from torchdistpackage.models.transformers_layout import shape_of_section
+from torchdistpackage.config.model_section import is_adapter
+from torchdistpackage.models.lora_layout import Lora, peft_name
+from torchdistpackage.models.transformers_layout import shape_of_section, weights
 from torchdistpackage.models.transformers_spec import TransformersSpec
 
 RANKS_IMPORT = ("peft", "tests.models.coverage_ranks")
@@ -137,6 +138,37 @@ def test_peft_finds_the_adapters_that_were_trained_and_no_others(ranks, tmp_path
     assert names == load_file(f"{out}/adapter_model.safetensors").keys()
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
     assert "all-linear" not in (tmp_path / "out" / "adapter_config.json").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "target"),
+    [
+        ("deepseek_v3", "all-linear"),
+        ("deepseek_v3", "shared_experts.gate_proj, down_proj"),
+        ("deepseek_v2", "all-linear"),
+        ("glm4_moe", "all-linear"),
+    ],
+)
+def test_peft_finds_adapters_on_dense_and_shared_mlps_of_mixtures(tmp_path, family, target):
+    """Whose layers peft takes for experts, by their names."""
+    small = settings(family, vocab_size=VOCAB, pad_token_id=None)
+    save_model(small, str(tmp_path))
+    lora = Lora(r=2, alpha=4.0, dropout=0.0, target=tuple(target.split(", ")))
+    shape = replace(shape_of_section({"hf": str(tmp_path)}, 8, False), lora=lora)
+    parameters, draw = weights(shape), torch.Generator().manual_seed(0)
+    adapters = {
+        peft_name(name): torch.randn(weight.layout.shape, generator=draw)
+        for name, weight in parameters.items()
+        if is_adapter(name)
+    }
+    config = lora.adapter_config(str(tmp_path), parameters)
+    (out := tmp_path / "out").mkdir()
+    (out / "adapter_config.json").write_text(json.dumps(config))
+    save_file(adapters, out / "adapter_model.safetensors")
+    expected, found, names = exported_logits(str(tmp_path), str(out))
+    assert names == adapters.keys() and any(".mlp." in name for name in names)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_plan_says_what_all_linear_leaves_out(tmp_path):

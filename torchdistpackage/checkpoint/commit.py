@@ -146,11 +146,15 @@ def remove_checkpoint(path: Path) -> bool:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed writers left. A replaced checkpoint goes only once its successor is in."""
+    """Remove what killed writers left. A replaced checkpoint goes only once its successor is in.
+
+    The successor is read for that, which few folders ask for: a run may have resumed from the
+    replaced one because the checksums of the other were wrong.
+    """
     for path in folder.iterdir():
         if match := _LEFTOVER.fullmatch(path.name):
             successor = folder / path.name.split(".")[0]
-            if match[1] == "tmp" or not damage(successor):
+            if match[1] == "tmp" or not damage(successor, checksums=True):
                 _remove(path)
 
 

@@ -78,7 +78,12 @@ def _found(model: Any, config: Any, tried: "_Tried") -> FoundModel:
     heads = _number(text, "num_attention_heads", 1)
     dim = embedding.weight.shape[-1] if isinstance(embedding, nn.Embedding) else 1
     positions = next((p for x in _POSITIONS if type(p := settings.get(x)) is int), None)
-    is_learned = any(_LEARNED.search(name) for name in own)
+    learned = [name for name in own if _LEARNED.search(name)]
+    tables = [model.get_submodule(name.rpartition(".")[0]) for name in learned]
+    for table in (x for x in tables if isinstance(x, nn.Embedding) and x.padding_idx is not None):
+        # RoBERTa counts from behind the row of padding on
+        rows = table.num_embeddings - table.padding_idx - 1
+        positions = rows if positions is None else min(positions, rows)
     sizes = Sizes(
         vocab=_number(text, "vocab_size", 1),
         dim=dim,
@@ -89,7 +94,7 @@ def _found(model: Any, config: Any, tried: "_Tried") -> FoundModel:
         hidden=_number(text, "intermediate_size", dim),
         tied=False,
         std=0.02,
-        positions=positions if is_learned else None,
+        positions=positions if learned else None,
     )
     parameters = tuple(_parameters(model, own))
     stacked = {p.shape[0] for p in parameters if is_stacked(p.name, p.shape)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def arguments(folder: Path, **changes: Any) -> transformers.TrainingArguments:
         "use_cpu": True,
         "disable_tqdm": True,
     }
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # or accelerate sets it, with a warning
     return transformers.TrainingArguments(**{**options, **changes})
 
 
