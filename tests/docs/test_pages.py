@@ -12,8 +12,9 @@ import torchdistpackage
 from torchdistpackage.config.schema import RunConfig
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("", "docs", "benchmarks", "benchmarks/gpu", "benchmarks/results")
+FOLDERS = ("", "docs", "benchmarks", "benchmarks/gpu", "benchmarks/results", "examples")
 PAGES = sorted(page for folder in FOLDERS for page in (ROOT / folder).glob("*.md"))
+PAGES.append(ROOT / "llms.txt")
 
 
 def test_the_tables_of_the_yaml_follow_the_schema():

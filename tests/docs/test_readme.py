@@ -1,5 +1,5 @@
-"""Every block of README.md runs: the Python ones one after another on two ranks, commands as they
-are written, but short."""
+"""Every block of README.md, AGENTS.md and llms.txt runs: the Python ones of a page one after
+another on two ranks, commands as they are written, but short."""
 
 import json
 import os
@@ -22,8 +22,14 @@ TEXT = (ROOT / "README.md").read_text("utf-8")
 SHORT = ("train.steps=2", "optim.warmup_steps=1", "train.eval_batches=1", "log.every=1")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+def blocks(language: str, page: str = "README.md") -> list[str]:
+    text = (ROOT / page).read_text("utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def commands(page: str) -> list[list[str]]:
+    lines = "".join(blocks("sh", page)).splitlines()
+    return [shlex.split(line, comments=True) for line in lines]
 
 
 def numbers_after(script: str) -> list[int]:
@@ -40,11 +46,8 @@ def test_the_python_blocks_run_on_two_ranks(forks: None, tmp_path: Path):
     assert run_local(numbers_after, (str(script),), num_procs=2) == [[2, 128, 6]] * 2
 
 
-COMMANDS = [
-    shlex.split(line, comments=True)
-    for block in blocks("sh")
-    for line in block.splitlines()
-]  # fmt: skip
+COMMANDS = commands("README.md")
+GUIDES = ("AGENTS.md", "llms.txt")
 
 
 def test_each_command_is_here():
@@ -91,6 +94,42 @@ def test_the_first_command_trains(tmp_path: Path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "step 2/2  loss" in done.stdout and "validation loss" in done.stdout
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_the_commands_of_a_guide_run(page: str, tmp_path: Path, monkeypatch, capfd):
+    text = (ROOT / page).read_text("utf-8")
+    assert len(text.splitlines()) < 60
+    for words in commands(page):
+        if words[0] != "tdp":
+            assert (ROOT / words[0]).is_file()
+            if len(words) == 4:  # ./scripts/test FILE -k NAME
+                assert re.search(rf"def test_\w*{words[3]}", (ROOT / words[1]).read_text("utf-8"))
+            continue
+        monkeypatch.chdir(tmp_path if page == "llms.txt" else ROOT)
+        assert main(words[1:]) == 0, capfd.readouterr().err
+
+
+def test_the_python_block_of_llms_txt_runs_on_two_ranks(forks: None, tmp_path: Path):
+    (text,) = blocks("python", "llms.txt")
+    script = tmp_path / "block.py"
+    script.write_text(f"import torch\n{text}", "utf-8")
+    assert run_local(ranks_after, (str(script),), num_procs=2) == [2, 2]
+
+
+def ranks_after(script: str) -> int:
+    return runpy.run_path(script)["tpc"].get_group_size("data")
+
+
+def test_what_the_guide_names_is_there():
+    """Each file and folder of AGENTS.md, and each example on the page of examples."""
+    named = re.findall(r"`([\w./]+/[\w./]*|tests)`", (ROOT / "AGENTS.md").read_text("utf-8"))
+    assert len(named) > 12
+    homes = (ROOT, ROOT / "torchdistpackage")
+    assert [x for x in named if not any((home / x).exists() for home in homes)] == []
+    page = (ROOT / "examples" / "README.md").read_text("utf-8")
+    listed = set(re.findall(r"\]\((\w+\.\w+)\)", page))
+    assert listed == {x.name for x in (ROOT / "examples").glob("*.*")} - {"README.md"}
 
 
 def test_the_numbers_are_those_measured():
