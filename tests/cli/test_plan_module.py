@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,9 +12,11 @@ import transformers
 
 from tests.parallel.auto.models import SMALL, language_model, randomised
 from torchdistpackage.cli.main import main
-from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
+from torchdistpackage.comm.flight_recorder import OPERATION, SHAPE, recorder
+from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.packages import is_before
-from torchdistpackage.parallel.auto import count_traffic
+from torchdistpackage.models.transformers_layout import shape_of_section
+from torchdistpackage.models.transformers_model import stage
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +35,41 @@ def mixtral() -> transformers.PreTrainedModel:
     return randomised(transformers.MixtralForCausalLM(config))
 
 
+def forward_of_a_run(folder: str, dtype: str) -> tuple[int, int, int, int]:
+    """(sums, their bytes, gathers, bytes of parameters) of this rank in a forward of 5 tokens."""
+    tpc.setup_process_groups([("tensor", 2)])
+    shape = shape_of_section({"hf": folder}, 5, False, 2)
+    made = stage(shape, group=tpc.get_group("tensor"), dtype=getattr(torch, dtype))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_()
+        with patch.object(recorder, "_ring", []):
+            made(torch.zeros(1, 5, dtype=torch.int64))
+            ring = recorder._ring
+    sums = [call for call in ring if call[OPERATION] == "all_reduce"]
+    width = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
+    num_bytes = sum(math.prod(call[SHAPE]) * width for call in sums)
+    gathers = sum(call[OPERATION] == "all_gather" for call in ring)
+    return len(sums), num_bytes, gathers, sum(p.nbytes for p in made.parameters())
+
+
+def lines_of(text: str) -> list[str]:
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def expect_forward(text: str, of_ranks: list[tuple[int, int, int, int]]) -> None:
+    """What a plan shows is what ranks of a run hold and send."""
+    calls, num_bytes, gathers, _ = of_ranks[0]
+    held = [held for *_, held in of_ranks]
+    lines = lines_of(text)
+    assert f"all sum {calls} {num_bytes:,}" in lines
+    assert sum(int(line.split()[-2]) for line in lines if line.startswith("all gather")) == gathers
+    low, high = min(held), max(held)
+    assert (f"all {low:,}" if low == high else f"all {low:,} to {high:,}") in lines
+
+
 @pytest.mark.parametrize("dtype", ["float64", pytest.param("bfloat16", marks=pytest.mark.full)])
-def test_the_forward_of_experts_is_counted_in_every_type(tmp_path, capsys, dtype):
+def test_the_forward_of_experts_is_counted_in_every_type(tmp_path, capsys, ranks, dtype):
     model = mixtral().to(getattr(torch, dtype))
     model.config.dtype = dtype
     model.config.save_pretrained(tmp_path)
@@ -43,30 +80,39 @@ def test_the_forward_of_experts_is_counted_in_every_type(tmp_path, capsys, dtype
         assert text.startswith(f"{title} what a forward sends is not known without weights: ")
         return
     assert text.startswith(f"{title} a forward of 1 x 5 t")
-    expect_sent(text, tensor_parallel(model, ["cpu"] * 2))
+    expect_forward(text, ranks(2).run(forward_of_a_run, str(tmp_path), dtype))
 
 
-def expect_sent(text, split) -> None:
-    """The plan's sums are those of a forward of 5 tokens."""
-    with torch.no_grad(), count_traffic() as counted:
-        split(torch.zeros(1, 5, dtype=torch.int64))
-    assert counted.calls
-    lines = [" ".join(line.split()) for line in text.splitlines()]
-    for kind, calls in counted.calls.items():
-        assert f"all {kind} {calls} {counted.num_bytes[kind]:,}" in lines
-
-
-def test_what_it_shows_is_held_and_sent(folder, capsys):
-    assert main(["plan", str(folder), "--tensor", "2", "--seq-len", "5"]) == 0
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_it_shows_what_a_run_holds_and_sends(tmp_path, capsys, ranks, tied):
+    model = language_model("llama", tie_word_embeddings=tied)
+    model.config.architectures, model.config.dtype = ["LlamaForCausalLM"], "float64"
+    model.config.save_pretrained(tmp_path)
+    assert main(["plan", str(tmp_path), "--tensor", "2", "--seq-len", "5"]) == 0
     text = capsys.readouterr().out
-    split = tensor_parallel(language_model("llama"), ["cpu"] * 2)
-    expect_sent(text, split)
-    held = [sum(p.nbytes for p in s.parameters()) for s in split.wrapped_model.module_shards]
-    lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert f"all {min(held):,} to {max(held):,}" in lines  # of 61 tokens one has one more
+    expect_forward(text, ranks(2).run(forward_of_a_run, str(tmp_path), "float64"))
+    assert "as tdp train splits llama" in text
     assert "2 x model.layers.*.self_attn.q_proj.weight" in text
-    assert main(["plan", str(folder / "config.json"), "--tensor", "2", "--all"]) == 0
+    assert any(
+        line.startswith(f"model.embed_tokens.weight 61 x 24 dim {0 if tied else 1} ")
+        for line in lines_of(text)
+    )
+    assert main(["plan", str(tmp_path / "config.json"), "--tensor", "2", "--all"]) == 0
     assert "model.layers.1.self_attn.q_proj.weight" in capsys.readouterr().out
+
+
+def test_a_model_without_a_table_is_shown_by_rules(tmp_path, capsys):
+    config = transformers.BertConfig(
+        vocab_size=61,
+        hidden_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=36,
+        architectures=["BertForMaskedLM"],
+    )
+    config.save_pretrained(tmp_path)
+    assert main(["plan", str(tmp_path), "--tensor", "2"]) == 0
+    assert "by rules, as it has no table: a BertForMaskedLM" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

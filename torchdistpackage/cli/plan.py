@@ -28,7 +28,7 @@ from torchdistpackage.train.plan import (
     too_long,
 )
 
-SPLIT = "torchdistpackage.parallel.auto.plan_text:split_table"
+SPLIT = "torchdistpackage.models.plan_text:split_table"
 JOB_SHAPE, PREVIEW = (f"torchdistpackage.launch.slurm.job:{x}" for x in ("job_shape", "preview"))
 RENDER = "torchdistpackage.launch.slurm.script:render"
 WRITE = "torchdistpackage.files:atomic_write"

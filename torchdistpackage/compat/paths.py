@@ -312,6 +312,7 @@ def install() -> None:
 
     Safe to call twice.
     """
+    EXTENSIONS["explained_rules"] = f"{PACKAGE}.parallel.auto.explain:explained_rules"
     EXTENSIONS["tensor_parallel"] = f"{PACKAGE}.compat.tensor_parallel.call:tensor_parallel"
     if FINDER not in sys.meta_path:
         sys.meta_path.insert(0, FINDER)

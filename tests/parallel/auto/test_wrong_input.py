@@ -17,9 +17,9 @@ from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.compat.tensor_parallel.model import TensorParallel
 from torchdistpackage.compat.tensor_parallel.pretrained import tensor_parallel_pretrained
 from torchdistpackage.errors import CommError, LayoutError, NotAvailableError
+from torchdistpackage.models.plan_text import split_table
 from torchdistpackage.parallel.auto import Config, FirstOnly, Scale, Split, TakeChunks, make_shard
 from torchdistpackage.parallel.auto.hugging_face import ShardedModelCalls, pretrained_class
-from torchdistpackage.parallel.auto.plan_text import split_table
 
 TWO = ["cpu"] * 2
 

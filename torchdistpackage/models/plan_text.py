@@ -1,4 +1,7 @@
-"""`tdp plan FOLDER --tensor N`: how `tensor_parallel` would split a Hugging Face model."""
+"""`tdp plan FOLDER --tensor N`: how a run with `parallel.tensor` would split a Hugging Face model.
+
+A model without a table is shown as `tensor_parallel(model)` splits it, by a plan of rules.
+"""
 
 import re
 from contextlib import nullcontext
@@ -10,9 +13,16 @@ from unittest.mock import patch
 
 import torch
 
-from torchdistpackage.errors import ConfigError, NotAvailableError
-from torchdistpackage.parallel.auto.explain import ParameterRow, PlanTable, explain
+from torchdistpackage.errors import ConfigError, LayoutError, NotAvailableError
+from torchdistpackage.layout.derive import local_shape
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.table import LayerKind
+from torchdistpackage.lazy import extension
+from torchdistpackage.models.find_split import find_split, shape_of
+from torchdistpackage.models.transformers_layout import split_table as trained_table
+from torchdistpackage.parallel.auto.plan_table import ParameterRow, PlanTable, forward_traffic
 from torchdistpackage.parallel.auto.traffic import Traffic
+from torchdistpackage.topology.mesh import Mesh
 
 Key = tuple[object, ...]
 _OF_TORCH = torch.autocast
@@ -29,7 +39,14 @@ def split_table(path: Path, num_shards: int, seq_len: int, lists_all: bool) -> s
         NotAvailableError: transformers is not installed.
     """
     model = model_of(path)
-    table = explain(model, num_shards)
+    try:
+        table, outputs = table_of(model, num_shards)
+        how = f"as tdp train splits {model.config.model_type}"
+    except LayoutError as error:
+        if (by_rules := extension("explained_rules")) is None:
+            raise
+        table, outputs = by_rules(model, num_shards)
+        how = f"by rules, as it has no table: {error}"
     if hasattr(model, "set_experts_implementation"):  # transformers 5
         # The default one has no meta kernel but for bfloat16; what is sent is the same under all.
         model.set_experts_implementation("batched_mm")
@@ -39,12 +56,63 @@ def split_table(path: Path, num_shards: int, seq_len: int, lists_all: bool) -> s
             for name, each in model.dummy_inputs.items()
         }
         with patch.object(torch, "autocast", _autocast):
-            table = replace(table, traffic=explain(model, num_shards, kwargs=ids).traffic)
+            table = replace(table, traffic=forward_traffic(model, outputs, (), ids))
         sent = f"a forward of 1 x {seq_len} tokens"
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         sent = f"what a forward sends is not known without weights: {error}"
     title = f"{type(model).__name__} over {num_shards} shards, {model.dtype}; {sent}"
-    return f"{title}\n\n{table if lists_all else folded(table)}"
+    return f"{title}\n{how}\n\n{table if lists_all else folded(table)}"
+
+
+_SENT: dict[LayerKind, str] = {
+    "row": "sum",
+    "vocab": "sum",
+    "feature": "gather",
+    "joined": "gather",
+}
+"""What the ranks do with the outputs of a layer."""
+
+
+def table_of(model: Any, num_ranks: int) -> tuple[PlanTable, dict[str, dict[int, str]]]:
+    """Return how ranks of a run share a model, and by path what they do with its layers' outputs.
+
+    Raises:
+        LayoutError: no table splits it.
+    """
+    shape = shape_of(model, num_ranks)
+    split = find_split(shape, model)
+    mesh = Mesh((("expert", 1), (split.axis, num_ranks)))
+    rows = [
+        _row(name, parameter, split.layouts[name], mesh)
+        for name, parameter in model.named_parameters()
+    ]
+    if num_ranks == 1:
+        return PlanTable(tuple(rows), {}, {}), {}
+    here = {name for name, _ in model.named_modules()}
+    cuts = trained_table(shape, split.axis)
+    kinds = {path: kind for path, cut in cuts.layers.items() if (kind := _SENT.get(cut.kind))}
+    sums = {
+        *cuts.experts,
+        *(n.rpartition(".")[0] for n, x in split.layouts.items() if "expert" in x.split_axes),
+    }
+    kinds |= dict.fromkeys(sums, "sum")
+    return PlanTable(tuple(rows), {}, {}), {x: {0: kind} for x, kind in kinds.items() if x in here}
+
+
+def _row(name: str, parameter: torch.Tensor, layout: Layout, mesh: Mesh) -> ParameterRow:
+    shapes = tuple(local_shape(layout, mesh, rank) for rank in range(mesh.size))
+    sizes = tuple(torch.Size(shape).numel() * parameter.element_size() for shape in shapes)
+    return ParameterRow(name, tuple(parameter.shape), _cut_of(layout), shapes, sizes)
+
+
+def _cut_of(layout: Layout) -> str:
+    """Return how a parameter is cut, in words."""
+    for dim, axes in enumerate(layout.split):
+        if [axis for axis in axes if axis != "expert"]:
+            parts = len(layout.parts[dim])
+            inside = f" of {parts} parts" if parts else ""
+            return f"dim {dim}{inside}{' by heads' if layout.heads is not None else ''}"
+    return "whole, gradients summed" if layout.unreduced else "whole"
 
 
 def _autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
