@@ -9,6 +9,7 @@ import pytest
 from tests.train.chat_shapes import PLAIN, said, save_chat_tokenizer
 from tests.train.texts import save_lines
 from torchdistpackage.config.load import load
+from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.text_ends import end_of_text
 from torchdistpackage.errors import DataError
 from torchdistpackage.models.hugging_face_folder import copy_companions
@@ -129,6 +130,14 @@ def run_of(folder: Path, template: str, **data: object) -> Path:
     return folder / "run.yaml"
 
 
+def _text_at_a_start(config: RunConfig, folder: Path) -> str:
+    """What a start of the run writes of its chat; it records its configuration, as a run does."""
+    started = with_template_date(config)
+    (folder / "run" / RESOLVED).write_text(started.to_yaml())
+    today = date.fromisoformat(started.data.template_date or "")
+    return ChatTemplate(folder / "tokenizer", today).document(ROW, "here").text
+
+
 def test_a_run_has_one_date_that_its_folder_records(tmp_path):
     plain = load(run_of(tmp_path, PLAIN["chatml"]))
     assert with_template_date(plain) is plain, "no date is asked for"
@@ -141,6 +150,8 @@ def test_a_run_has_one_date_that_its_folder_records(tmp_path):
     assert with_template_date(config).data.template_date == "2023-01-02", "as at the first start"
     fresh = with_template_date(config, "never")
     assert fresh.data.template_date == date.today().isoformat()
+    text = ChatTemplate(tmp_path / "tokenizer", date(2023, 1, 2)).document(ROW, "here").text
+    assert _text_at_a_start(config, tmp_path) == text == _text_at_a_start(config, tmp_path)
     other = load(tmp_path / "run.yaml", ["run.name=other"])
     step = tmp_path / "run" / "checkpoints" / "step_000001"
     assert with_template_date(other, str(step)).data.template_date == "2023-01-02"

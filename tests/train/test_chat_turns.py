@@ -190,3 +190,18 @@ def test_keys_that_nobody_used_are_counted(tmp_path):
     ]
     many = row_notes({f"{i} of rows": 1 for i in range(30)})
     assert len(many) == 1 and many[0].endswith(" and 10 more")
+
+
+def test_a_header_behind_a_tools_reply_is_not_learned(tmp_path):
+    """As DiffusionGemma's template has it: its generation prompt is empty there, the chat's is
+    not."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}<tool>{{ m.content }}</tool>"
+        "{% else %}<turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{{ m.content or 'call' }}</turn>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt and messages[-1].role != 'tool' %}<turn>model\n{% endif %}"
+    )
+    chat = ChatTemplate(save_chat_tokenizer(tmp_path, template), date.today())
+    found = chat.document({"messages": CHATS["tools"]}, "here")
+    learned = [found.text[begin:end] for begin, end in found.spans or ()]
+    assert learned == ["call</turn>", "beta</turn>", "beta</turn>"]

@@ -65,8 +65,19 @@ class TurnFinder:
                 span, rewritten = (begin, end), True
             if spans and span[0] < spans[-1][1]:
                 return i
-            spans.append(span)
+            spans.append((self._behind_own_header(i, span[0]), span[1]))
         return Turns(spans, rewritten)
+
+    def _behind_own_header(self, i: int, begin: int) -> int:
+        """Where a turn begins that the template begins with a header, though its generation prompt
+        is empty there: behind a tool's reply, where the model goes on with its turn."""
+        if not i or self.messages[i - 1]["role"] in ("user", "assistant") or self._prompt(i):
+            return begin
+        content = str(self.messages[i].get("content") or "")
+        for header in self._headers:
+            if self._text.startswith(header, begin) and not content.startswith(header):
+                return begin + len(header)
+        return begin
 
     def _by_prefixes(self, i: int) -> tuple[int, int] | None:
         """The turn of a template that writes each message alike, whatever follows."""
