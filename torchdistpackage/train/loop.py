@@ -1,8 +1,8 @@
 """The run from its first step to its last: train, validate, save.
 
-Every rank runs the same loop. Where the host runs ahead of a device, what is asked of a step (its
-numbers, its time, its recording) is asked when the next one has been issued, so that the device
-always has work.
+Every rank runs the same loop. Three things in it differ from most training loops, and each has a
+comment where it stands: one all-reduce a step carries everything that ranks tell each other, its
+numbers are read a step late, and all ranks stop after the same step.
 """
 
 import time
@@ -140,11 +140,16 @@ class Loop:
         final = self._pending_eval() if self.state.owes_validation else None
         began = time.monotonic()
         for step in range(start + 1, total + 1):
+            # All ranks stop at the same step: the vote to stop came back as one sum, so a signal
+            # to a single rank ends all of them here, with one checkpoint of one step.
             if self._asked_to_stop:
                 break
             self.heartbeat.step()
             for before_step in self._before_step:
                 before_step(self, step)
+            # One all-reduce for everything: it sums loss, tokens, the gradient's norm and the
+            # votes (votes.py) to save, to stop, and on saves under way. Nothing else is
+            # exchanged for the log or for a decision, and no rank decides alone.
             issued = trainer.train_step(
                 step,
                 measure=not trainer.runs_ahead or step % self.log.every == 0,
@@ -153,6 +158,8 @@ class Loop:
             if step == start + 1:
                 # without a watch start-up is over now: a silent peer is a hung one
                 trainer.limit(self._call_timeout_s)
+            # Numbers a step late: where a device works while its host goes on, the step before is
+            # read only now, when this one has been issued, so the device always has work.
             if self._pending is not None:
                 self._pending.period.end_with(issued.period)
                 self._log_step(self._read(self._pending))

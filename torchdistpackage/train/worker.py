@@ -1,14 +1,19 @@
-"""One rank of a run, from its environment to its last word."""
+"""One rank of a run: join, prepare, announce, build, note the start, run, conclude.
+
+`worker_main` is this order; each function below it is one of these words.
+"""
 
 import os
 import re
 import sys
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, NamedTuple, TextIO, cast
 
 import torch
 
+from torchdistpackage.checkpoint.local_copies import LocalCopies
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.creation import end_processes
 from torchdistpackage.comm.runtime import JoinResult, join, leave
@@ -22,7 +27,7 @@ from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.run_events import END, flat, note_event, note_start
 from torchdistpackage.launch.slurm.requeue import EXIT_TEMPFAIL, Decision, RequeueDecision
 from torchdistpackage.launch.slurm.run_dir import amend_start, append_start, attempt_id, this_start
-from torchdistpackage.run_files import RESOLVED, RunDir
+from torchdistpackage.run_files import RunDir
 from torchdistpackage.train.build import build, make_local_copies, make_loop, retention_of
 from torchdistpackage.train.compiled import end_compile_workers, use_cache, warm_up
 from torchdistpackage.train.data_build import agreed_date, notes_of, with_steps
@@ -31,13 +36,16 @@ from torchdistpackage.train.export import export_run
 from torchdistpackage.train.finish import finish, sample_text
 from torchdistpackage.train.learning_rate import warmup_notes
 from torchdistpackage.train.log import print_line
+from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.model_notes import model_notes
 from torchdistpackage.train.plan import Plan, make_plan, too_long
 from torchdistpackage.train.resume_check import changed_keys
 from torchdistpackage.train.run_folder import only_writer, prepare_folder, run_folder
-from torchdistpackage.train.stop import begin, end, write_decision
+from torchdistpackage.train.step import Trainer
+from torchdistpackage.train.stop import StopController, begin, end, write_decision
 from torchdistpackage.train.template_date import with_template_date
 from torchdistpackage.train.trackers.feed import Trackers
+from torchdistpackage.train.train_state import TrainState
 from torchdistpackage.train.train_state import resume as resume_state
 from torchdistpackage.train.user_code import add_user_code
 from torchdistpackage.train.wind_up import Export, wind_up
@@ -52,10 +60,73 @@ def worker_main(config: RunConfig, resume: str, signals: SignalFlag | None = Non
         TorchDistError: what stopped this rank; its launcher reports it and ends the others.
     """
     with only_returns():
-        return _worker_main(config, resume, signals)
+        rank = _join(config, resume, signals)
+        with only_writer(rank.folder) if rank.leads else nullcontext():
+            changed = _prepare(rank)
+            _announce(rank)
+            prepared = _build(rank)
+            stop = _note_start(rank, prepared.state, changed)
+            ended = _run(rank, prepared, stop)
+            return _conclude(rank, ended, stop)
 
 
-def _worker_main(config: RunConfig, resume: str, signals: SignalFlag | None) -> int:
+@dataclass(frozen=True)
+class RunRank:
+    """What a rank of a run is given: its plan, its place among the others, and its signals."""
+
+    plan: Plan
+    rendezvous: Rendezvous
+    joined: JoinResult
+    resume: str
+    signals: SignalFlag
+
+    @property
+    def config(self) -> RunConfig:
+        return self.plan.config
+
+    @property
+    def folder(self) -> Path:
+        return run_folder(self.config)
+
+    @property
+    def files(self) -> RunDir:
+        return RunDir(self.folder)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which alone writes files of the run and speaks for it."""
+        return self.rendezvous.rank == 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank alone changes the run folder: rank 0, if no process of ours watches."""
+        unwatched = self.rendezvous.store is None and self.rendezvous.source != "slurm"
+        return unwatched and self.is_main
+
+    def say(self, *lines: str) -> None:
+        """Print lines, on rank 0 alone."""
+        for line in lines if self.is_main else ():
+            print_line(line)
+
+
+class PreparedRun(NamedTuple):
+    """What a rank trains with, and the state from which it goes on."""
+
+    trainer: Trainer
+    state: TrainState
+    local: LocalCopies | None
+
+
+class EndedRun(NamedTuple):
+    """loss: of the final validation; None if the run was asked to end before."""
+
+    loop: Loop
+    loss: float | None
+    trackers: Trackers
+
+
+def _join(config: RunConfig, resume: str, signals: SignalFlag | None) -> RunRank:
+    """Meet the other ranks, with whom the plan's last open values are agreed on."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # the ranks of a node would otherwise each take all its cores
     add_user_code(os.environ)
@@ -65,110 +136,120 @@ def _worker_main(config: RunConfig, resume: str, signals: SignalFlag | None) -> 
     end_processes()
     rendezvous = detect(os.environ)
     plan = make_plan(config, rendezvous.world_size)
-    folder = run_folder(config)
     joined = join(
         rendezvous,
         init_timeout_s=config.launch.init_timeout_s,
-        dump_folder=RunDir(folder).logs,
+        dump_folder=RunDir(run_folder(config)).logs,
     )
-    found = with_steps(agreed_date(with_template_date(config, resume)))
-    plan = plan if found is config else make_plan(found, rendezvous.world_size)
-    with only_writer(folder) if _leads(rendezvous) else nullcontext():
-        return _train(plan, rendezvous, joined, resume, signals)
+    agreed = with_steps(agreed_date(with_template_date(config, resume)))
+    plan = plan if agreed is config else make_plan(agreed, rendezvous.world_size)
+    return RunRank(plan, rendezvous, joined, resume, signals)
 
 
-def _leads(rendezvous: Rendezvous) -> bool:
-    """Whether this rank alone changes the run folder: rank 0, if no process of ours watches it."""
-    unwatched = rendezvous.store is None and rendezvous.source != "slurm"
-    return unwatched and rendezvous.rank == 0
-
-
-def _train(
-    plan: Plan, rendezvous: Rendezvous, joined: JoinResult, resume: str, signals: SignalFlag
-) -> int:
-    config, folder = plan.config, run_folder(plan.config)
-    files, changed = RunDir(folder), ""
-    if rendezvous.rank == 0:
-        if _leads(rendezvous):
-            prepare_folder(config, resume)
-        changed = changed_keys(folder / RESOLVED, config)
-        atomic_write(folder / RESOLVED, config.to_yaml())
+def _prepare(rank: RunRank) -> str:
+    """Make the run folder and begin the rank's log; which keys changed since the last start."""
+    config, folder, changed = rank.config, rank.folder, ""
+    if rank.is_main:
+        if rank.leads:
+            prepare_folder(config, rank.resume)
+        changed = changed_keys(rank.files.resolved, config)
+        atomic_write(rank.files.resolved, config.to_yaml())
         remove_traces(folder)
     primitives.barrier()
-    if rendezvous.source != "slurm" and (rendezvous.rank == 0 or rendezvous.source != "local"):
+    source = rank.rendezvous.source
+    if source != "slurm" and (rank.is_main or source != "local"):
         # of the others a parent keeps the output; not before rank 0 has made room
-        log = files.rank_log(rendezvous.rank, int(os.environ.get("TDP_RESTART", "0")))
+        log = rank.files.rank_log(rank.rendezvous.rank, int(os.environ.get("TDP_RESTART", "0")))
         sys.stdout, sys.stderr = (cast(TextIO, Tee(x, log)) for x in (sys.stdout, sys.stderr))
-    if rendezvous.rank == 0:
-        for note in joined.notes:
-            print_line(note)
-        if warning := too_long(plan):
-            print_line(f"warning: {warning}")
-        if config.precision.reduce_dtype == "bf16":
-            print_line("gradients travel in bf16 (precision.reduce_dtype)")
+    return changed
+
+
+def _announce(rank: RunRank) -> None:
+    """Say what is known of the run before its objects are made."""
+    config = rank.config
+    rank.say(*rank.joined.notes)
+    if warning := too_long(rank.plan):
+        rank.say(f"warning: {warning}")
+    if config.precision.reduce_dtype == "bf16":
+        rank.say("gradients travel in bf16 (precision.reduce_dtype)")
     if config.train.compile != "off":
-        use_cache(folder, rendezvous.rank)
-        if rendezvous.rank == 0:
-            print_line(f"compiling blocks with {config.train.compile_backend}")
-    trainer = build(plan, rendezvous.rank, joined.device)
+        rank.say(f"compiling blocks with {config.train.compile_backend}")
+
+
+def _build(rank: RunRank) -> PreparedRun:
+    """Make the objects of this rank, and read the state from which the run goes on."""
+    config, folder = rank.config, rank.folder
+    if config.train.compile != "off":
+        use_cache(folder, rank.rendezvous.rank)
+    trainer = build(rank.plan, rank.rendezvous.rank, rank.joined.device)
     notes = (*notes_of(trainer.data), *model_notes(trainer))
     notes += warmup_notes(config.optim, config.train.steps)
-    for note in notes if rendezvous.rank == 0 else ():
-        print_line(f"note: {note}")
-    if rendezvous.rank == 0 and config.train.recompute != "none":
+    rank.say(*(f"note: {note}" for note in notes))
+    if config.train.recompute != "none":
         # a chain of your own may have no blocks, and a limit may be large enough
         names = ", ".join(trainer.recomputed) or "nothing"
-        print_line(f"recomputed in the backward on rank 0: {names}")
-    local = make_local_copies(plan, folder)
-    state = resume_state(trainer, folder, resume, local, retention_of(config))
-    for note in local.notes if local is not None and rendezvous.rank == 0 else ():
-        print_line(f"note: {note}")
+        rank.say(f"recomputed in the backward on rank 0: {names}")
+    local = make_local_copies(rank.plan, folder)
+    state = resume_state(trainer, folder, rank.resume, local, retention_of(config))
+    rank.say(*(f"note: {note}" for note in (() if local is None else local.notes)))
     if config.train.compile != "off":
-        said = warm_up(trainer, min(state.step + 1, trainer.num_steps))
-        if rendezvous.rank == 0:
-            print_line(said)
-    if rendezvous.rank == 0:
+        rank.say(warm_up(trainer, min(state.step + 1, trainer.num_steps)))
+    return PreparedRun(trainer, state, local)
+
+
+def _note_start(rank: RunRank, state: TrainState, changed: str) -> StopController:
+    """Note in the run folder that it goes on now; from here on this rank can be asked to stop."""
+    config, folder = rank.config, rank.folder
+    if rank.is_main:
         now = data_fingerprints(config)
-        for note in edited_data(config, state.step, state.data, now):
-            print_line(f"note: {note}")
+        rank.say(*(f"note: {x}" for x in edited_data(config, state.step, state.data, now)))
         state.data = now
         if state.step and changed:
-            print_line(f"note: changed since the last start: {changed}")
-        if _leads(rendezvous) and attempt_id(os.environ) != "local":
-            append_start(files, this_start(files, os.environ, state.step))
-        amend_start(files, os.environ, state.step)
-    stop = begin(folder, config.launch.requeue, signals, rendezvous.rank, os.environ)
-    if rendezvous.rank == 0:
-        on_gpu = joined.device.type == "cuda"
+            rank.say(f"note: changed since the last start: {changed}")
+        if rank.leads and attempt_id(os.environ) != "local":
+            append_start(rank.files, this_start(rank.files, os.environ, state.step))
+        amend_start(rank.files, os.environ, state.step)
+    stop = begin(folder, config.launch.requeue, rank.signals, rank.rendezvous.rank, os.environ)
+    if rank.is_main:
+        device = rank.joined.device
         note_start(
             folder,
             config,
             state.step,
             attempt=attempt_id(os.environ),
-            world_size=rendezvous.world_size,
-            device=torch.cuda.get_device_name(joined.device) if on_gpu else joined.device.type,
+            world_size=rank.rendezvous.world_size,
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             job_end_s=stop.end_s,
         )
+    return stop
+
+
+def _run(rank: RunRank, prepared: PreparedRun, stop: StopController) -> EndedRun:
+    """Train to the last step, or until a rank asks for the end, under the watch for hangs."""
+    config, folder, plan = rank.config, rank.folder, rank.plan
+    own, world_size = rank.rendezvous.rank, rank.rendezvous.world_size
     watch = HangWatchdog(
         folder,
-        rank=rendezvous.rank,
-        world_size=rendezvous.world_size,
+        rank=own,
+        world_size=world_size,
         topology=plan.topology,
         timeout_s=config.train.step_timeout_s,
         first_timeout_s=max(config.launch.init_timeout_s, config.train.step_timeout_s),
-        start=agree_on_start(folder, rank=rendezvous.rank, world_size=rendezvous.world_size),
+        start=agree_on_start(folder, rank=own, world_size=world_size),
     )
     trackers = Trackers(
         config.log.to,
         folder,
-        rank=rendezvous.rank,
+        rank=own,
         name=config.run.name,
         config=dict(flat(config.model_dump(mode="json"))),
-        step=state.step,
+        step=prepared.state.step,
     )
     with watch, trackers, only_returns():
         more = [trackers] if config.log.to else []
-        loop = make_loop(trainer, state, folder, stop, watch, more, local)
+        loop = make_loop(
+            prepared.trainer, prepared.state, folder, stop, watch, more, prepared.local
+        )
         loss = loop.run()
         num_tokens = 0 if loss is None else _num_tokens(plan)
         text = sample_text(loop, num_tokens) if num_tokens else None
@@ -176,31 +257,41 @@ def _train(
             if loss is not None:
                 finish(loop, loss, text=text, plot=config.log.plot)
             primitives.barrier()
+    return EndedRun(loop, loss, trackers)
+
+
+def _conclude(rank: RunRank, ended: EndedRun, stop: StopController) -> int:
+    """Note how the run ended, leave the others, and write what rank 0 writes alone."""
+    config, folder = rank.config, rank.folder
+    loop, loss, trackers = ended
     word = RequeueDecision.FINISHED
-    if rendezvous.rank == 0:
+    if rank.is_main:
         if loss is None:
             decision = end(stop, folder, loop.state.step, os.environ)
             word = decision.word
             note_event(folder, END, loop.state.step, word=word, reason=decision.reason)
-            print_line(f"saved and ended {decision.reason} [{decision.word}]")
+            rank.say(f"saved and ended {decision.reason} [{decision.word}]")
         else:
             note_event(folder, END, loop.state.step, word=word, reason="")
         if loss is not None and attempt_id(os.environ) != "local":
-            write_decision(files, Decision(RequeueDecision.FINISHED, f"{folder}"), os.environ)
+            write_decision(rank.files, Decision(RequeueDecision.FINISHED, f"{folder}"), os.environ)
     if config.train.compile != "off":
         end_compile_workers()
-    leave()
+    leave()  # before the report and the export, for which no other rank waits
     is_complete = loss is not None
-    if rendezvous.rank == 0 and not wind_up(
-        *(folder, trackers, word, signals),
+    if rank.is_main and not wind_up(
+        folder,
+        trackers,
+        word,
+        rank.signals,
         timeout_s=config.train.step_timeout_s,
         report=config.log.report,
-        export=_export(plan, folder) if is_complete else None,
+        export=_export(rank.plan, folder) if is_complete else None,
     ):
         is_complete = False
         stop.should_stop()  # notes the signal as the reason
         decision = end(stop, folder, loop.state.step, os.environ)
-        print_line(f"ended {decision.reason} [{decision.word}]")
+        rank.say(f"ended {decision.reason} [{decision.word}]")
     return 0 if is_complete else EXIT_TEMPFAIL
 
 
