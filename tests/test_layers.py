@@ -28,6 +28,7 @@ PURE_FOLDERS = (
     "bounded",
     "bounded_yaml",
     "files",
+    "text",
     "run_files",
     "environment",
     "topology",

@@ -64,11 +64,11 @@ def groups(text: str, kind: str) -> list[list[int]]:
 
 
 def stages(text: str) -> list[tuple[int, float]]:
-    """(parameters, MB) of each pipe index."""
+    """(parameters, MiB) of each pipe index."""
     rows = re.findall(r"^ +\d+ +([\d,]+)((?: +[\d,]+\.\d{3}){4})$", text, re.MULTILINE)
     sizes = [[float(x.replace(",", "")) for x in row.split()] for _, row in rows]
     assert all(abs(sum(parts) - total) < 0.003 for *parts, total in sizes)
-    return [(int(p.replace(",", "")), mb[-1]) for (p, _), mb in zip(rows, sizes, strict=True)]
+    return [(int(p.replace(",", "")), mib[-1]) for (p, _), mib in zip(rows, sizes, strict=True)]
 
 
 def eight(order: tuple[str, ...]) -> list[str]:
@@ -101,7 +101,7 @@ def test_stages_hold_the_whole_model_at_sixteen_bytes_a_parameter(plan):
     held = stages(text)
     assert len(held) == 4
     assert sum(count for count, _ in held) == total
-    assert all(abs(mb - 16 * count / 1e6) < 0.001 for count, mb in held)
+    assert all(abs(mib - 16 * count / 2**20) < 0.001 for count, mib in held)
 
 
 @pytest.mark.parametrize(("stage", "words"), [(1, "shards optimizer"), (3, "shards weights")])
@@ -341,10 +341,10 @@ def test_the_summary_has_the_numbers_of_the_tables(brief, plan):
     assert len(text.splitlines()) <= 15
     total = re.search(r"^([\d,]+) parameters;", tables, re.MULTILINE)[1]
     assert f"parameters         {total}\n" in text
-    most = max(mb for _, mb in stages(tables))
-    assert f"memory of a rank   {most:.3g} MB (pipe 1, the largest): weights 1.72 MB" in text
+    most = max(mib for _, mib in stages(tables))
+    assert f"memory of a rank   {most:.4g} MiB (pipe 1, the largest): weights 1.639 MiB" in text
     assert "predicted bubble   21.6%\n" in text
-    assert "bytes of a step    data 1.59 MB, pipe 1.05 MB" in text
+    assert "bytes of a step    data 1.514 MiB, pipe 1 MiB" in text
     for option, head in {"--groups": "rank  pipe  data", "--bytes": "axis        call"}.items():
         assert head not in text and head in brief(TINY, option) and head in tables
     many = brief(TINY, "parallel.zero=1", *(f"launch.slurm.{x}" for x in ("nodes=2", "time=60")))

@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> list[str]:
 
 
 def held(text: str) -> list[str]:
-    """The row of pipe index 0: parameters, then MB of weights, gradients, optimizer and all."""
+    """The row of pipe index 0: parameters, then MiB of weights, gradients, optimizer and all."""
     lines = text.splitlines()
     return lines[next(i for i, x in enumerate(lines) if x.startswith("pipe  param")) + 1].split()
 
@@ -59,8 +59,10 @@ def test_parameters_and_bytes_are_those_of_the_folder(run, capsys):
     assert f"{number:,} parameters" in said
     row = held(said)
     weights, gradients, optimizer = 2 * number, 4 * number, 12 * -(-number // 2)
-    shown_mb = [float(cell) for cell in row[2:5]]
-    assert shown_mb == pytest.approx([x / 1e6 for x in (weights, gradients, optimizer)], abs=6e-4)
+    shown_mib = [float(cell) for cell in row[2:5]]
+    assert shown_mib == pytest.approx(
+        [x / 2**20 for x in (weights, gradients, optimizer)], abs=6e-4
+    )
 
 
 def test_each_of_four_ranks_holds_its_half_of_two_key_value_heads(run, capsys):

@@ -20,7 +20,8 @@ from tests.report.folders import metrics_row, write_run
 from torchdistpackage.cli.main import main
 from torchdistpackage.cli.watch import RunView
 from torchdistpackage.report.run import Run
-from torchdistpackage.report.status import curve, duration, status_of
+from torchdistpackage.report.status import curve, status_of
+from torchdistpackage.text import duration
 
 
 def test_a_finished_run_is_shown_once(tmp_path: Path, capsys):
@@ -28,7 +29,7 @@ def test_a_finished_run_is_shown_once(tmp_path: Path, capsys):
     assert main(["watch", "done", "--dir", str(tmp_path), "--once"]) == 0
     said = capsys.readouterr().out
     for text in ("step 200/200", "state", "finished", "restarts", "1, the last from step 100",
-                 "5.0k tokens/s", "20.0%", "pipe 20.0%", "2.00 GiB at most, on rank 2",
+                 "5.0k tokens/s", "20.0%", "pipe 20.0%", "2 GiB at most, on rank 2",
                  "on rank 2 (data 1 pipe 0)", "rank 3 (data 1 pipe 1) +20 %"):  # fmt: skip
         assert text in said
     assert "last step in" not in said and "█" in said

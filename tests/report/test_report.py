@@ -82,7 +82,7 @@ def test_ranks_are_listed_with_their_coordinates(tmp_path: Path):
         ("0", "data 0 context 0", "n1"), ("1", "data 0 context 1", "n1"),
         ("2", "data 1 context 0", "n2"), ("3", "data 1 context 1", "n2"),
     ]  # fmt: skip
-    assert held.rows[3][3:] == ["+50.0 % of its peers", "2.00 GiB"]
+    assert held.rows[3][3:] == ["+50.0 % of its peers", "2 GiB"]
     names = [x["name"] for x in chart([Run(folder)], "memory-a").traces]
     assert names[3] == "rank 3 (data 1 context 1)"
 

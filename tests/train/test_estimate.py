@@ -107,14 +107,14 @@ def test_beyond_the_sizes_that_were_measured_it_says_so():
     wide = make_plan(loads(RUN, overrides=["model.dim=1024", "parallel.data=4"], world_size=4), 4)
     (far,) = estimates(wide, short, None)
     assert "extrapolated" not in near.what and far.time_s is not None
-    assert far.what.endswith(" MB on the bus, measured up to 1.05 MB)")
+    assert far.what.endswith(" MiB on the bus, measured up to 1 MiB)")
 
 
 def test_beyond_sizes_that_made_no_difference_nothing_is_estimated():
     flat = report(*(row("p2p", n, ranks=(0, 1), p50_s=1e-5) for n in (512, 1024))).profile()
     plan = planned(4, "pipe=4")
     (found,) = estimates(plan, flat, None)
-    assert found.time_s is None and "profile ends at 0.00 MB, up to which" in found.what
+    assert found.time_s is None and "profile ends at 1 KiB, up to which" in found.what
     assert timeline_with_messages(plan, flat, None, 1.0) is None
 
 

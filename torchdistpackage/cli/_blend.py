@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from torchdistpackage.cli._common import text_table
 from torchdistpackage.config.check import absent_files, bytes_there
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import ConfigError, DataError
 from torchdistpackage.lazy import resolve
+from torchdistpackage.text import text_table
 from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.template_date import with_template_date
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import typer
 
-from torchdistpackage.cli._common import text_table
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.launch.slurm.job import job_shape
+from torchdistpackage.text import text_table
 from torchdistpackage.train.elastic import elastic_plan
 
 AXES = ("pipe", "data", "context", "expert", "tensor")

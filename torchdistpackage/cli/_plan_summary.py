@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torchdistpackage.cli._common import wrap
 from torchdistpackage.config.job_geometry import JobGeometry
+from torchdistpackage.text import size_text
 from torchdistpackage.train.expert_plan import expert_plan
 from torchdistpackage.train.plan import Plan, num_parameters, num_trained, stage_loads
 from torchdistpackage.train.traffic import busiest, uncounted
@@ -42,15 +43,6 @@ def summary(
     options = "--groups, --bytes, --sbatch, or --all for everything"
     lines.append(("details", options))
     return "\n".join(wrap(f"{label:<{_WIDTH}}{text}", indent=" " * _WIDTH) for label, text in lines)
-
-
-def size_text(num_bytes: float) -> str:
-    """Return `num_bytes` with three digits and a decimal unit, such as 12.5 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 999.5:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:,.4g} TB"
 
 
 def _memory(plan: Plan) -> list[tuple[str, str]]:

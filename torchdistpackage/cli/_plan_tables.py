@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from itertools import islice
 
 from torchdistpackage.cli._blend import sources_text
-from torchdistpackage.cli._common import text_table, wrap
+from torchdistpackage.cli._common import wrap
 from torchdistpackage.cli._traffic import traffic_table
 from torchdistpackage.schedule.actions import ActionKind, flatten
+from torchdistpackage.text import size_text, text_table
 from torchdistpackage.topology.mesh import Mesh, advice
 from torchdistpackage.train.context_plan import context_text
 from torchdistpackage.train.expert_plan import expert_plan
@@ -98,7 +99,9 @@ def _stages(plan: Plan) -> str:
     if plan.shape is None:
         return f"stages: their parameters are known once {plan.config.model.target} has built them"
     loads = stage_loads(plan)
-    scale, unit = (1e9, "GB") if any(x.memory.state_bytes >= 1e9 for x in loads) else (1e6, "MB")
+    scale, unit = (
+        (2**30, "GiB") if any(x.memory.state_bytes >= 2**30 for x in loads) else (2**20, "MiB")
+    )
     memory: list[Sequence[object]] = [("pipe", "parameters", *_BYTES)]
     held: list[Sequence[object]] = [("pipe", "compute", "stage", "modules")]
     for rank in loads:
@@ -138,12 +141,12 @@ def _experts(plan: Plan, ranks_per_node: int | None) -> list[str]:
     here = f"{most}" if least == most else f"{least} or {most}"
     crossing = ""
     if ranks_per_node is not None:
-        crossing = f"; {found.crossing_bytes(plan, ranks_per_node) / 1e6:.3g} MB cross nodes"
+        crossing = f"; {size_text(found.crossing_bytes(plan, ranks_per_node))} cross nodes"
     lines = [
         f"experts            {sum(found.on_rank)} in {found.num_blocks} blocks, {here} on each of "
         f"{len(found.on_rank)} ranks; {found.active_parameters:,} parameters meet a token",
-        f"dispatch           {found.mean_bytes / 1e6:.3g} MB leave a rank each way in a block and "
-        f"microbatch, at most {found.most_bytes / 1e6:.3g} MB{crossing}",
+        f"dispatch           {size_text(found.mean_bytes)} leave a rank each way in a block and "
+        f"microbatch, at most {size_text(found.most_bytes)}{crossing}",
         f"load               {found.mean_rows:,.0f} tokens for a rank's experts, at most "
         f"{found.most_rows:,}",
     ]
@@ -183,14 +186,14 @@ def _checkpoints(plan: Plan) -> list[str]:
     how = "between steps"
     if section.async_mode != "disabled":
         most = max((x.memory.weights_bytes + x.memory.optimizer_bytes for x in loads), default=0)
-        copy = f", at most {most / 1e9:,.3f} GB a rank" if most else ""
+        copy = f", at most {size_text(most)} a rank" if most else ""
         where = ", where the host has room for it" if section.async_mode == "auto" else ""
         how = f"while training goes on, from a copy in host memory{copy}{where}"
     lines = [f"checkpoints        every {' and '.join(times)}, written {how}"]
     if section.local_dir is not None:
         size = sum(x.memory.weights_bytes + x.memory.optimizer_bytes for x in loads) / len(loads)
         # of its own ranks and of the next node's, twice, and once more while they are written
-        room = f"; up to {6 * size / 1e9:,.3f} GB there for each rank of a node" if size else ""
+        room = f"; up to {size_text(6 * size)} there for each rank of a node" if size else ""
         lines.append(
             f"local copies       every {section.local_every} steps in {section.local_dir}, of a "
             f"node's ranks and the next node's{room}"

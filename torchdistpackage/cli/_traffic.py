@@ -1,6 +1,7 @@
 """What `tdp plan` says of the bytes of a step."""
 
-from torchdistpackage.cli._common import text_table, wrap
+from torchdistpackage.cli._common import wrap
+from torchdistpackage.text import text_table
 from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.traffic import busiest, uncounted
 

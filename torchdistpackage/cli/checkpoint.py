@@ -28,11 +28,12 @@ from torchdistpackage.checkpoint.catalog import (
 from torchdistpackage.checkpoint.commit import candidates, damage, latest, remove_checkpoint
 from torchdistpackage.checkpoint.manifest import NAME, read_manifest
 from torchdistpackage.checkpoint.retention import Retention
-from torchdistpackage.cli._common import refusal, text_table
+from torchdistpackage.cli._common import refusal
 from torchdistpackage.config.load import load
 from torchdistpackage.errors import CheckpointError, ConfigError
 from torchdistpackage.lazy import resolve
 from torchdistpackage.run_files import CHECKPOINTS, RESOLVED
+from torchdistpackage.text import size_text, text_table
 from torchdistpackage.train.run_folder import only_writer
 
 FORMATS = ("torch", "safetensors", "dcp", "hf")
@@ -104,7 +105,7 @@ def show(
     path = _one(path)
     manifest, rows = read_manifest(path), tensor_rows(path)
     total = sum(row[3] for row in rows)
-    typer.echo(f"{path}: step {manifest.step}, {manifest.tokens:,} tokens, {_size(total)}")
+    typer.echo(f"{path}: step {manifest.step}, {manifest.tokens:,} tokens, {size_text(total)}")
     if manifest.degrees:
         typer.echo("written under " + " ".join(f"{a}={n}" for a, n in manifest.degrees))
     for name, value in manifest.facts.items():
@@ -113,7 +114,13 @@ def show(
     table: list[Sequence[object]] = [head + ["MEAN", "STD", "MIN", "MAX", "NONFINITE"] * stats]
     source = resolve(_SOURCE)(path) if stats else None
     for name, dtype, shape, num_bytes, cut in rows:
-        row: list[object] = [name, dtype, "x".join(map(str, shape)) or "-", _size(num_bytes), cut]
+        row: list[object] = [
+            name,
+            dtype,
+            "x".join(map(str, shape)) or "-",
+            size_text(num_bytes),
+            cut,
+        ]
         if source is not None:
             found = resolve(f"{_COMPARE}:stats_of")(source.read(name))
             numbers = (found.mean, found.std, found.smallest, found.largest)
@@ -272,17 +279,17 @@ def prune(
     if not yes:
         going = doomed()
         for info in going:
-            typer.echo(f"{info.path.name}  {_size(info.size_bytes)}")
+            typer.echo(f"{info.path.name}  {size_text(info.size_bytes)}")
         total = sum(info.size_bytes for info in going)
         typer.echo(
-            f"{len(going)} would go ({_size(total)}); --yes removes them" if going else "none"
+            f"{len(going)} would go ({size_text(total)}); --yes removes them" if going else "none"
         )
         return
     run = folder.parent if folder.name == CHECKPOINTS else folder
     with only_writer(run.absolute()):  # a run that saves meanwhile would prune too
         going = [info for info in doomed() if remove_checkpoint(info.path)]
     total = sum(info.size_bytes for info in going)
-    typer.echo(f"removed {len(going)} ({_size(total)})")
+    typer.echo(f"removed {len(going)} ({size_text(total)})")
 
 
 def _folder(where: Path) -> Path:
@@ -319,20 +326,13 @@ def _row(info: CheckpointInfo) -> tuple[str, ...]:
     age = str(timedelta(seconds=int(max(time.time() - info.saved_s, 0))))
     if info.problem is not None:
         name = info.path.name.removeprefix("step_")
-        return name, age, _size(info.size_bytes), "", "", "", "", f"damaged: {info.problem}"
+        return name, age, size_text(info.size_bytes), "", "", "", "", f"damaged: {info.problem}"
     losses = [info.facts.get(name) for name in ("loss", "val_loss")]
     shown = [f"{x:.4f}" if isinstance(x, float) else "" for x in losses]
     state = ("latest, " if info.is_latest else "") + (", ".join(info.kept_by) or "goes next")
     state = state.replace(f"keep_last={_ALL.last}", "kept")
-    size = _size(info.size_bytes)
+    size = size_text(info.size_bytes)
     return str(info.step), age, size, f"{info.tokens:,}", *shown, info.layout, state
-
-
-def _size(num_bytes: int) -> str:
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.1f} {name}"
-    return f"{num_bytes} B"
 
 
 def _readable_bytes(path: Path) -> int:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from torchdistpackage.cli._common import Config, Overrides, World, text_table, wrap_on_terminal
+from torchdistpackage.cli._common import Config, Overrides, World, wrap_on_terminal
 from torchdistpackage.cli.comm_bench import bench
 from torchdistpackage.cli.comm_ranks import Axes, Procs, Words, parse_target, run_ranks
 from torchdistpackage.config.load import load
@@ -17,6 +17,7 @@ from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import AbsentError, ConfigError, LaunchError
 from torchdistpackage.harness.lint.report import LintReport
 from torchdistpackage.lazy import resolve
+from torchdistpackage.text import text_table
 from torchdistpackage.topology.mesh import describe
 from torchdistpackage.train.plan import Plan, local_procs, make_plan
 from torchdistpackage.train.shrink import MOST_PARAMETERS, is_small, shrunk

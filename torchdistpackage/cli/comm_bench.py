@@ -13,7 +13,7 @@ from typing import Annotated, cast
 
 import typer
 
-from torchdistpackage.cli._common import text_table, wrap
+from torchdistpackage.cli._common import wrap
 from torchdistpackage.cli.comm_ranks import (
     Axes,
     CommTarget,
@@ -37,7 +37,6 @@ from torchdistpackage.harness.bench.report import (
     find_suspects,
     parse_limits,
     rate,
-    size_text,
     violations,
 )
 from torchdistpackage.harness.bench.request import (
@@ -56,6 +55,7 @@ from torchdistpackage.launch.slurm.run_dir import attempt_id
 from torchdistpackage.launch.slurm.submit import ensure_not_running, prepare, submit_prepared
 from torchdistpackage.launch.supervisor import WatchedRank, supervise
 from torchdistpackage.run_files import RunDir
+from torchdistpackage.text import short_time, size_text, text_table
 from torchdistpackage.topology.mesh import describe, topology
 
 _RANK = "torchdistpackage.harness.measure:bench"
@@ -278,14 +278,6 @@ def pairs_text(pairs: Pairs, suspects: SlowLinks, hosts: Sequence[str]) -> str:
     return "\n".join([*parts, wrap("\n".join(lines))])
 
 
-def duration(seconds: float) -> str:
-    """Three or more digits, in us, ms or s."""
-    for factor, unit in ((1e6, "us"), (1e3, "ms")):
-        if seconds * factor < 1000:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds:.3g} s"
-
-
 def _title(rows: Sequence[Row]) -> str:
     row = rows[0]
     link = "on one host" if row.link == "node" else "between hosts"
@@ -304,12 +296,12 @@ def _cells(rows: Sequence[Row]) -> list[Sequence[str]]:
                 row.operation,
                 row.dtype,
                 size_text(row.size_bytes),
-                duration(row.p50_s),
-                duration(row.bare_p50_s),
+                short_time(row.p50_s),
+                short_time(row.bare_p50_s),
                 f"{row.p50_s / row.bare_p50_s:.2f} x",
                 *map(rate, (row.algbw_bytes_per_s, row.busbw_bytes_per_s)),
-                *map(duration, (row.p95_s, row.max_s)),
-                *[duration(row.host_p50_s or 0.0)] * queues,
+                *map(short_time, (row.p95_s, row.max_s)),
+                *[short_time(row.host_p50_s or 0.0)] * queues,
                 f"{ranks} (of {row.num_units})" if row.num_units > 1 else ranks,
             )
         )
@@ -320,7 +312,7 @@ def _fits(lines: Sequence[CostModel]) -> str:
     if not lines:
         return ""
     shown = [
-        f"  {x.operation} {x.dtype}: {duration(x.fit.latency_s)}"
+        f"  {x.operation} {x.dtype}: {short_time(x.fit.latency_s)}"
         + (
             f" + bytes x bus factor / {rate(x.fit.bytes_per_s)} GB/s, "
             if x.fit.bytes_per_s

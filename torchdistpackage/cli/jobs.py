@@ -15,7 +15,6 @@ from typing import Annotated
 
 import typer
 
-from torchdistpackage.cli._common import text_table
 from torchdistpackage.environment.failure import root_cause, summary
 from torchdistpackage.launch.lock import holder_of
 from torchdistpackage.launch.slurm import jobs as submitted
@@ -39,6 +38,7 @@ from torchdistpackage.launch.slurm.runs import (
 )
 from torchdistpackage.lazy import resolve
 from torchdistpackage.run_files import RESOLVED, RunDir
+from torchdistpackage.text import text_table
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a run, run folder or job id.")]
 Dir = Annotated[

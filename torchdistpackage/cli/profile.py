@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
-from torchdistpackage.cli._common import ListedIn, refusal, text_table
+from torchdistpackage.cli._common import ListedIn, refusal
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.text import text_table
 from torchdistpackage.train.trace_file import TRACE, png, read_trace, summary
 
 

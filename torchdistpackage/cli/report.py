@@ -10,6 +10,7 @@ from torchdistpackage.cli._common import ListedIn, refusal
 from torchdistpackage.report.page import plotly_script, write_report
 from torchdistpackage.report.run import Run
 from torchdistpackage.run_files import REPORT
+from torchdistpackage.text import size_text
 
 
 def report(
@@ -55,4 +56,4 @@ def report(
     for data in read:
         for note in data.notes:
             typer.echo(f"note: {data.name}: {note}", err=True)
-    typer.echo(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB)")
+    typer.echo(f"wrote {path} ({size_text(path.stat().st_size)})")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from torchdistpackage.cli._common import terminal_width, wrap
+from torchdistpackage.cli._common import wrap
 from torchdistpackage.errors import ConfigError, ScheduleError
 from torchdistpackage.schedule import draw
 from torchdistpackage.schedule.actions import ActionKind, Schedule
@@ -17,6 +17,7 @@ from torchdistpackage.schedule.draw import trace
 from torchdistpackage.schedule.engine import DEFAULT_COSTS, Timeline, simulate
 from torchdistpackage.schedule.generators import GENERATORS, MAX_CELLS, build, canonical, num_chunks
 from torchdistpackage.schedule.resolve import csv_text, from_csv, to_csv
+from torchdistpackage.text import terminal_width
 
 WIDEST_CELLS = 200
 

@@ -35,6 +35,7 @@ from torchdistpackage.launch.slurm.submit import (
     submit_prepared,
 )
 from torchdistpackage.run_files import RunDir
+from torchdistpackage.text import size_text
 from torchdistpackage.train.elastic import check_nodes
 from torchdistpackage.train.refusals import check_checkpoint, job_problems
 from torchdistpackage.train.run_folder import prepare_folder
@@ -175,7 +176,7 @@ def _summary(prepared: Prepared, submitted: Submitted) -> str:
     git = dict(prepared.snapshot.tree.git)
     commit = f"commit {str(git['commit'])[:12]}" if git.get("commit") else "no commit"
     changed = ", with changes" if git.get("dirty") else ""
-    size = f"{len(prepared.snapshot.items)} files, {prepared.snapshot.num_bytes / 1e6:.1f} MB"
+    size = f"{len(prepared.snapshot.items)} files, {size_text(prepared.snapshot.num_bytes)}"
     pairs = zip(submitted.records, prepared.runs, strict=True)
     lines = [f"job {record.job}  {folder}" for record, (folder, _) in pairs]
     lines.append(f"on {job.shape}; code: {commit}{changed}; {size}")

@@ -31,8 +31,8 @@ from torchdistpackage.harness.hang import flights
 from torchdistpackage.harness.hang.dump import Dump, Folder, Nearby, Process, State
 from torchdistpackage.harness.hang.shutdown import END_S, Shutdown
 from torchdistpackage.harness.hang.stacks import FOREIGN, CStacks
-from torchdistpackage.harness.hang.waits import SHOWN
 from torchdistpackage.launch.slurm.run_dir import attempt_id
+from torchdistpackage.text import SHOWN_RANKS
 from torchdistpackage.topology.mesh import Topology
 
 LOOK_S = 1.0
@@ -114,10 +114,11 @@ def agree_on_start(folder: str | Path, *, rank: int, world_size: int) -> str:
     if blind:  # each would report, in the first hang, that the others have never come
         if rank == 0:
             shutil.rmtree(files.path, ignore_errors=True)
-        many = f", ... ({len(blind)} ranks)" if len(blind) > SHOWN else ""
+        many = f", ... ({len(blind)} ranks)" if len(blind) > SHOWN_RANKS else ""
         raise ConfigError(
-            f"watch: what rank 0 on {seen[0][1]} makes is not seen by {', '.join(blind[:SHOWN])}"
-            f"{many}; name one folder, on a file system that all hosts share"
+            f"watch: what rank 0 on {seen[0][1]} makes is not seen by "
+            f"{', '.join(blind[:SHOWN_RANKS])}{many}; name one folder, on a file system that all "
+            f"hosts share"
         )
     return start
 

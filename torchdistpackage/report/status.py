@@ -9,6 +9,7 @@ from torchdistpackage.launch.run_rows import Row, number
 from torchdistpackage.launch.slurm.runs import RUNNING
 from torchdistpackage.report.charts import series
 from torchdistpackage.report.run import Run, busy_excess, last_sign_s
+from torchdistpackage.text import duration, size_text
 
 _RECENT = 20
 """Steps that a rate is the median of."""
@@ -85,7 +86,7 @@ def _of_ranks(data: Run) -> dict[str, str]:
     found = [x for x in peaks if number(x) is not None] if isinstance(peaks, list) else []
     if found:
         most = max(found)
-        facts["memory"] = f"{most / 2**30:.2f} GiB at most, on {data.rank_text(peaks.index(most))}"
+        facts["memory"] = f"{size_text(most)} at most, on {data.rank_text(peaks.index(most))}"
     if isinstance(row.get("phases"), dict):
         excess = busy_excess(row, data.mesh)
         late = sorted(((x, r) for r, x in enumerate(excess) if x > _LAGS_PERCENT), reverse=True)
@@ -144,19 +145,6 @@ def curve(values: Sequence[float], columns: int, rows: int) -> list[str]:
         "".join(_BLOCKS[min(max(n - 8 * row, 0), 8)] for n in eighths)
         for row in reversed(range(rows))
     ]
-
-
-def duration(seconds: float) -> str:
-    """Such as 3 d 4 h, 2 h 05 min, 4 min 10 s, 12 s."""
-    whole = max(int(seconds), 0)
-    minutes, s = divmod(whole, 60)
-    hours, m = divmod(minutes, 60)
-    days, h = divmod(hours, 24)
-    if days:
-        return f"{days} d {h} h"
-    if hours:
-        return f"{hours} h {m:02} min"
-    return f"{minutes} min {s:02} s" if minutes else f"{s} s"
 
 
 def _median(rows: Sequence[Row], key: str) -> float | None:

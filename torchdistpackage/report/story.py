@@ -8,6 +8,7 @@ from torchdistpackage.launch.run_rows import number
 from torchdistpackage.launch.slurm.runs import RunStart
 from torchdistpackage.report.charts import Chart
 from torchdistpackage.report.run import Run, busy_excess, when
+from torchdistpackage.text import size_text
 
 COLOURS = {"finished": 2, "requeue": 0, "chain": 0, "again": 5, "running": 4, "failed": 3}
 """Word of an end -> place in the palette of the page; the others have 1."""
@@ -136,7 +137,7 @@ def _rank_rows(run: Run) -> list[list[str]]:
         excess = _item(busy, rank)
         rows.append([str(rank), run.coord_text(rank), "" if host is None else str(host),
                      "" if excess is None else f"{excess:+.1f} % of its peers",
-                     "" if peak is None else f"{peak / 2**30:.2f} GiB"])  # fmt: skip
+                     "" if peak is None else size_text(peak)])  # fmt: skip
     return rows
 
 

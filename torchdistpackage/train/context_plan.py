@@ -10,6 +10,7 @@ from torchdistpackage.parallel.context.choice import (
     default_a2a_size,
     traffic,
 )
+from torchdistpackage.text import size_text
 from torchdistpackage.topology.mesh import crossings
 from torchdistpackage.train.plan import Plan
 
@@ -39,8 +40,8 @@ def context_text(plan: Plan, ranks_per_node: int | None) -> str | None:
             lines.append(f"  {way:<16} heads cannot be shared")
         elif way != "a2a+p2p" or 1 < inner < size:
             sent = traffic(of, size, way, a2a_size=1 if way in ("p2p", "all_gather") else ranks)
-            one, back = (per_step * x / 1e6 for x in (sent.forward, sent.backward))
-            lines.append(f"  {way:<16} {one:,.2f} + {back:,.2f} MB")
+            one, back = (size_text(per_step * x) for x in (sent.forward, sent.backward))
+            lines.append(f"  {way:<16} {one} + {back}")
     if ranks_per_node is not None:
         across = next(
             x for x in crossings(plan.topology.dense, ranks_per_node) if x.axis == "context"

@@ -17,6 +17,7 @@ from torchdistpackage.predict.calls import CallCount
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.engine import Timeline, simulate
+from torchdistpackage.text import size_text
 from torchdistpackage.topology.mesh import crossings
 from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.traffic import busiest, uncounted
@@ -115,22 +116,22 @@ def _of_calls(
     traffic: _CommVolume, profile: Profile, axis: str, link: str
 ) -> tuple[str, float | None]:
     """(what is called, seconds of it all), or why that is unknown and None."""
-    calls = f"{traffic.operation} of {_megabytes(traffic.num_bytes)} {_LINKS[link]}"
+    calls = f"{traffic.operation} of {size_text(traffic.num_bytes)} {_LINKS[link]}"
     line = traffic.line(profile, axis, link)
     if line is None:
         return f"the profile has no {traffic.operation} {_LINKS[link]}", None
     once_s = line.time_s(traffic.bus_bytes)
     if once_s is None:
         why = (
-            f"{calls}: the profile ends at {_megabytes(line.largest_bytes)}, up to which the size "
+            f"{calls}: the profile ends at {size_text(line.largest_bytes)}, up to which the size "
             f"made no difference; measure larger ones"
         )
         return why, None
     what = f"{traffic.number} x {calls}: {traffic.note}"
     if traffic.bus_bytes > line.largest_bytes:
         what += (
-            f" (extrapolated: {_megabytes(traffic.bus_bytes)} on the bus, measured up to "
-            f"{_megabytes(line.largest_bytes)})"
+            f" (extrapolated: {size_text(traffic.bus_bytes)} on the bus, measured up to "
+            f"{size_text(line.largest_bytes)})"
         )
     return what, traffic.number * once_s
 
@@ -153,7 +154,3 @@ def _volume(call: CallCount) -> _CommVolume:
     is_part = COLLECTIVES[call.operation].input_is_part
     num_bytes = call.call_bytes * (size if is_part else 1)
     return _CommVolume(call.operation, call.number, num_bytes, dtype, size, call.what)
-
-
-def _megabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e6:,.2f} MB"

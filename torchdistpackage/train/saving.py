@@ -23,6 +23,7 @@ from torchdistpackage.checkpoint.snapshot import HostCopies
 from torchdistpackage.comm import primitives
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.run_files import CHECKPOINTS
+from torchdistpackage.text import size_text
 from torchdistpackage.train.host_memory import available_bytes
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.train_state import TrainState, begin_save, saved_bytes
@@ -262,5 +263,5 @@ class RunSaver:
             return
         host, _, left = short
         self.note("checkpoints are written between steps (checkpoint.async_mode: auto):")
-        sizes_gb = needed[host] / 1e9, left / 1e9
-        self.note(f"  copies take {sizes_gb[0]:.1f} GB of the {sizes_gb[1]:.1f} GB left on {host}")
+        taken = size_text(needed[host])
+        self.note(f"  copies take {taken} of the {size_text(left)} left on {host}")

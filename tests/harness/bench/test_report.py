@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.harness.bench.reports import LATENCY_S, report, row
-from torchdistpackage.cli.comm_bench import duration, pairs_text, report_text
+from torchdistpackage.cli.comm_bench import pairs_text, report_text
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench.report import (
     Measurement,
@@ -18,9 +18,9 @@ from torchdistpackage.harness.bench.report import (
     percentile,
     rate,
     rows_of,
-    size_text,
     violations,
 )
+from torchdistpackage.text import short_time, size_text
 
 CELL = Measurement(
     axis="data", operation="all_reduce", mode="together", dtype="float32", size_bytes=4096
@@ -131,7 +131,7 @@ def test_the_pairs_name_the_slowest_and_whom_to_exclude():
 
 def test_figures_are_readable():
     assert [size_text(x) for x in (12, 1536, 2**22, 2**31)] == ["12 B", "1.5 KiB", "4 MiB", "2 GiB"]
-    assert [duration(x) for x in (2.5e-6, 1.2345e-3, 12)] == ["2.5 us", "1.23 ms", "12 s"]
+    assert [short_time(x) for x in (2.5e-6, 1.2345e-3, 12)] == ["2.5 us", "1.23 ms", "12 s"]
     assert rate(12.34e9) == "12.3"
 
 

@@ -18,9 +18,10 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.files import atomic_write
 from torchdistpackage.harness.bench.picture import picture
 from torchdistpackage.harness.bench.profile import dumps
-from torchdistpackage.harness.bench.report import BenchReport, Pairs, size_text
+from torchdistpackage.harness.bench.report import BenchReport, Pairs
 from torchdistpackage.harness.bench.request import ISOLATED, Request
 from torchdistpackage.harness.operations import COLLECTIVES
+from torchdistpackage.text import size_text
 
 _MARKERS = "osD^vP*X"
 _TICKS = 16

@@ -7,9 +7,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from torchdistpackage.harness.bench.profile import CostModel
-from torchdistpackage.harness.bench.report import BenchReport, Pairs, Row, size_text
+from torchdistpackage.harness.bench.report import BenchReport, Pairs, Row
 from torchdistpackage.harness.operations import COLLECTIVES
 from torchdistpackage.report.svg import box, colour_between, colour_of, document, ink_on, text
+from torchdistpackage.text import size_text
 
 _MOST_RANKS = 64
 _LEFT, _CELL = 110, 34

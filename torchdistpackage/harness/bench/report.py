@@ -322,15 +322,6 @@ def percentile(ascending: Sequence[float], percent: int) -> float:
     return ascending[max(math.ceil(percent / 100 * len(ascending)), 1) - 1]
 
 
-def size_text(num_bytes: float) -> str:
-    """`4 MiB`, `1.5 KiB`, `12 B`."""
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} GiB"
-
-
 def rate(bytes_per_s: float) -> str:
     """In GB/s (10^9), three digits."""
     return f"{bytes_per_s / 1e9:.3g}"

@@ -14,17 +14,16 @@ from torchdistpackage.harness.hang import flights
 from torchdistpackage.harness.hang.dump import Dump, State, states
 from torchdistpackage.harness.hang.stacks import innermost, is_waiting, loop_of
 from torchdistpackage.harness.hang.waits import (
-    SHOWN,
     RankRecord,
     RankWait,
     aborted,
     blocked_by,
     cycles,
     grouped,
-    ranks_listed,
     versions,
     waits,
 )
+from torchdistpackage.text import SHOWN_RANKS, ranks_listed
 from torchdistpackage.topology.mesh import Topology
 
 _DOING = {
@@ -319,18 +318,18 @@ class Hang:
         blamed = [c for c in culprits if c.cause is not Cause.FOLLOWED] or culprits[:1]
         parts = [
             *self._heads(culprits, blamed),
-            *(f"rank {c.rank}:\n{_indented(c.detail)}" for c in blamed[:SHOWN] if c.detail),
+            *(f"rank {c.rank}:\n{_indented(c.detail)}" for c in blamed[:SHOWN_RANKS] if c.detail),
             *_section("who waits for whom:", self._waiting()),
             *_section("not in it:", self._others()),
-            *_section("on the devices:", flights.lines(self.flights, SHOWN)),
+            *_section("on the devices:", flights.lines(self.flights, SHOWN_RANKS)),
             *_section("stacks:", self._stacks(culprits, blamed)),
         ]
         return "\n".join(parts)
 
     def _heads(self, culprits: Sequence[Suspect], blamed: Sequence[Suspect]) -> list[str]:
-        heads = [f"{self.describe_rank(c.rank)} {c.what}" for c in blamed[:SHOWN]]
-        if len(blamed) > SHOWN:
-            heads.append(f"and {ranks_listed([c.rank for c in blamed[SHOWN:]])} as well")
+        heads = [f"{self.describe_rank(c.rank)} {c.what}" for c in blamed[:SHOWN_RANKS]]
+        if len(blamed) > SHOWN_RANKS:
+            heads.append(f"and {ranks_listed([c.rank for c in blamed[SHOWN_RANKS:]])} as well")
         if after := [c.rank for c in culprits if c not in blamed]:
             heads.append(f"then {ranks_listed(after)} raised what the loss of a peer brings about")
         lines = ["hang: " + "\n      ".join(heads)]
@@ -365,12 +364,12 @@ class Hang:
         issued_by = dict(zip(wait.behind, wait.issued or [-1] * len(wait.behind), strict=True))
         behind = sorted(wait.behind, key=lambda rank: rank in self.waiting)
         said: list[str] = []
-        for rank in behind[:SHOWN]:
+        for rank in behind[:SHOWN_RANKS]:
             issued = issued_by[rank]
             count = f", which has issued {issued}," if issued >= 0 and not role else ""
             said.append(f"{role}{self.who(rank)}{count} {self._doing(rank)}")
-        if len(behind) > SHOWN:
-            said.append(f"and {ranks_listed(behind[SHOWN:])}")
+        if len(behind) > SHOWN_RANKS:
+            said.append(f"and {ranks_listed(behind[SHOWN_RANKS:])}")
         return "; " + "; ".join(said)
 
     def _others(self) -> list[str]:
@@ -381,7 +380,7 @@ class Hang:
 
     def _stacks(self, culprits: Sequence[Suspect], blamed: Sequence[Suspect]) -> list[str]:
         """Of all ranks that answered and are not above."""
-        above = {(c.rank, (c.detail,)) for c in blamed[:SHOWN]}
+        above = {(c.rank, (c.detail,)) for c in blamed[:SHOWN_RANKS]}
         left = [(self.dumps[rank].stacks, rank) for rank in sorted(self.answered)]
         left = [(stacks, rank) for stacks, rank in left if (rank, stacks) not in above]
         left += [((c.detail,), c.rank) for c in culprits if c not in blamed]

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
 
-from torchdistpackage.harness.hang.waits import grouped, ranks_listed
+from torchdistpackage.harness.hang.waits import grouped
+from torchdistpackage.text import ranks_listed
 
 KEPT = 32
 """Calls of a rank: those behind them wait for them."""

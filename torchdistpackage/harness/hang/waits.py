@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import parse_action
+from torchdistpackage.text import ranks_listed
 
 _ONE_SHAPE = ("all_reduce", "broadcast")
 """In other collectives members may hold shapes of their own."""
 _OTHER_END = {"send": "receive", "receive": "send"}
-SHOWN = 8
 """Ranks that are listed one by one, where more of them say the same."""
 
 GroupKey = tuple[tuple[int, ...], int]
@@ -326,10 +326,3 @@ def grouped(pairs: Iterable[tuple[Alike, int]]) -> dict[Alike, list[int]]:
     for said, rank in pairs:
         found.setdefault(said, []).append(rank)
     return found
-
-
-def ranks_listed(ranks: Sequence[int], word: str = "") -> str:
-    """`rank 3`, `ranks 0, 4, 8, ... (32 ranks)`."""
-    shown = ", ".join(map(str, ranks[:SHOWN]))
-    more = "" if len(ranks) <= SHOWN else f", ... ({len(ranks)} ranks)"
-    return f"{word or ('ranks' if len(ranks) > 1 else 'rank')} {shown}{more}"
