@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
+ELSEWHERE = ("slurm", "browser")
+"""Folders whose cases need a cluster or a browser, and are imported alone."""
 RANKS = {"ranks", "pool", "tdp", "forks", "start"}
 """Fixtures that start ranks."""
 
@@ -40,6 +42,8 @@ class OneAFolder:
             except pytest.skip.Exception:  # an optional library is not here
                 continue
             preload += module.get("RANKS_IMPORT", ())
+            if path.relative_to(TESTS).parts[0] in ELSEWHERE:
+                continue
             if any(is_cheap(value) for key, value in module.items() if key.startswith("test_")):
                 self.chosen.setdefault(path.parent, path)
         for name in preload:
