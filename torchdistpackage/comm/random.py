@@ -122,19 +122,6 @@ def fix_rand(rank: int = 0) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-@contextmanager
-def own_draws(number: int, device: torch.device) -> Iterator[None]:
-    """Inside, torch draws from the stream of operation `number` of a placed program; afterwards as
-    if it had not.
-
-    Only the ranks of its place run an operation. If that drew from the program's stream, the
-    streams of the ranks would part. So each operation has one of its own, which depends on the
-    program's seed and on the number of the operation alone.
-    """
-    with seeded(seed_from(torch.default_generator.initial_seed(), number), device):
-        yield
-
-
 def seed_all(seed: int) -> None:
     """Seed torch, on the CPU and on CUDA, NumPy, and Python's `random`."""
     import numpy as np  # late: few programs seed it

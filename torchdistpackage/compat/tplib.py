@@ -26,8 +26,8 @@ from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.runtime import join, leave, setup_distributed
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.compat import paths
+from torchdistpackage.compat.init_method import parse_init_method
 from torchdistpackage.compat.torchshard.model_groups import all_reduce_
-from torchdistpackage.environment.rendezvous import parse_init_method
 from torchdistpackage.errors import LaunchError, TopologyError
 from torchdistpackage.launch.entrypoint import PackedCall, StopLoading, main_is_loading
 from torchdistpackage.launch.workers import run_local, show_line

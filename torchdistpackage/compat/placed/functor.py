@@ -25,7 +25,7 @@ from torch.nn import Module
 from torchdistpackage.comm.creation import Group
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.primitives import gather_objects
-from torchdistpackage.comm.random import own_draws
+from torchdistpackage.compat.placed.draws import own_draws
 from torchdistpackage.compat.placed.managed import (
     AbsentModule,
     ManagedModule,

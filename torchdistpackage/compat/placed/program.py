@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm.creation import Group, PerGroup, is_joined, ranks_of, world
-from torchdistpackage.comm.random import own_draws
+from torchdistpackage.compat.placed.draws import own_draws
 from torchdistpackage.compat.placed.gradients import (
     Content,
     Frontier,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchdistpackage.environment.rendezvous import parse_init_method
+from torchdistpackage.compat.init_method import parse_init_method
 from torchdistpackage.errors import LaunchError
 
 TORCHRUN = {
