@@ -34,18 +34,22 @@ class OneAFolder:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> None:
-        preload = list(importlib.import_module("tests.conftest").PRELOAD)
+        preload, missing = list(importlib.import_module("tests.conftest").PRELOAD), []
         for path in sorted(TESTS.rglob("test_*.py")):
             name = ".".join(path.relative_to(TESTS.parent).with_suffix("").parts)
             try:
                 module = vars(importlib.import_module(name))
             except pytest.skip.Exception:  # an optional library is not here
                 continue
+            except ImportError as error:
+                missing.append(f"{name}: {error}")
+                continue
             preload += module.get("RANKS_IMPORT", ())
             if path.relative_to(TESTS).parts[0] in ELSEWHERE:
                 continue
             if any(is_cheap(value) for key, value in module.items() if key.startswith("test_")):
                 self.chosen.setdefault(path.parent, path)
+        assert not missing, "\n".join(missing)
         for name in preload:
             if name.startswith("torchdistpackage."):
                 importlib.import_module(name)

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from tests.models import coverage, coverage_ranks
+from tests.parallel.auto.families import FAMILIES, FULLY_MASKED
+from tests.parallel.auto.families import IN_FLOAT32 as ROUNDED
 from tests.parallel.auto.models import (
     language_model,
     prompt,
@@ -17,8 +19,6 @@ from tests.parallel.auto.models import (
     same_training,
     twin,
 )
-from tests.parallel.auto.test_families import FAMILIES, FULLY_MASKED
-from tests.parallel.auto.test_families import IN_FLOAT32 as ROUNDED
 from tests.train.transformers_ranks import everywhere_float64
 from torchdistpackage import LayoutError, tensor_parallel
 from torchdistpackage.comm.tpc import tpc

@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
+from tests.parallel.auto.families import FAMILIES
 from tests.parallel.auto.models import cache_name, language_model, prompt, randomised, twin
-from tests.parallel.auto.test_families import FAMILIES
 from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto import Config, get_default_config

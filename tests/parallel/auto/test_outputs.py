@@ -10,8 +10,8 @@ import torch
 import transformers
 from torch import nn
 
+from tests.parallel.auto.families import FAMILIES
 from tests.parallel.auto.models import same_state, twin
-from tests.parallel.auto.test_families import FAMILIES
 from tests.parallel.auto.test_trainer import samples
 from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.parallel.auto import Config, FirstOnly, Split

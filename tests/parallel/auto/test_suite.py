@@ -12,6 +12,7 @@ from torch import nn
 from torchdistpackage.compat.tensor_parallel.state_actions import Scale, Split
 
 import torchdistpackage.compat.tensor_parallel as tp
+from tests.parallel.auto.families import FAMILIES, HALF
 from tests.parallel.auto.models import (
     cache_name,
     language_model,
@@ -20,7 +21,6 @@ from tests.parallel.auto.models import (
     same_state,
     twin,
 )
-from tests.parallel.auto.test_families import FAMILIES, HALF
 
 FULL = pytest.mark.full
 
