@@ -27,6 +27,12 @@ def test_the_index_names_every_page_once():
     )
 
 
+def test_a_link_of_the_index_is_a_page_of_the_menu():
+    """The menu of the site takes no heading of a page."""
+    text = (ROOT / "docs" / "index.md").read_text("utf-8")
+    assert [x for x in re.findall(r"\]\(([^)]+)\)", text) if "#" in x] == []
+
+
 def test_the_index_has_four_parts():
     text = (ROOT / "docs" / "index.md").read_text("utf-8")
     parts = ["Start", "How-to", "Reference", "Explanation"]
