@@ -11,7 +11,7 @@ from tests.streams import stream as stream  # a fixture
 from tests.train import parity
 from tests.train.test_nonfinite import BASE
 from torchdistpackage.comm.moments import OnHost
-from torchdistpackage.train.step import totals_on
+from torchdistpackage.parallel.pipeline.losses import totals_on
 from torchdistpackage.train.step_stats import Period, StepStats
 from torchdistpackage.train.traffic import STEP_NUMBERS
 from torchdistpackage.train.votes import ROOM, Votes

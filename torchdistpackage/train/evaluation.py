@@ -14,13 +14,14 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import DataError
 from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.parallel.pipeline.losses import totals_on
 from torchdistpackage.schedule.generators import evaluation
 from torchdistpackage.train.corpus import Ids
 from torchdistpackage.train.data import DataBatch
 from torchdistpackage.train.losses import IGNORE
 from torchdistpackage.train.packing import PackedDataset
 from torchdistpackage.train.preference_data import PreferenceDataset
-from torchdistpackage.train.staged_model import StagedModel, totals_on
+from torchdistpackage.train.staged_model import StagedModel
 
 _AT_ONCE = 1 << 22
 

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.parallel.pipeline.losses import totals_on
 from torchdistpackage.tools.undisturbed import in_eval
 from torchdistpackage.train.losses import IGNORE
 from torchdistpackage.train.staged_model import (
     LossFn,
     MicrobatchLoss,
     StagedModel,
-    totals_on,
 )
 from torchdistpackage.train.step_stats import PairSums
 

@@ -12,6 +12,7 @@ from torchdistpackage.comm.tensor_meta import Message
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.pipeline.executor import Executor, Forward
+from torchdistpackage.parallel.pipeline.losses import Losses
 from torchdistpackage.parallel.tensor.attention import SequenceAttention
 from torchdistpackage.train.plan import Plan
 
@@ -110,6 +111,12 @@ class StagedModel:
         position_ids: of each microbatch, on every rank, of whole sequences. loss: in place of that
         of the model.
         """
+        # ranks that compute the same loss add it up where nobody reads it
+        losses = Losses(
+            [1] * executor.schedule.num_microbatches,
+            counted=True,
+            totals=totals if self.tells_loss else None,
+        )
 
         def forward(stage: int, m: int, received: Message) -> Message:
             x = inputs[m] if executor.is_first_stage(stage) else received
@@ -118,12 +125,10 @@ class StagedModel:
                 return output
             with self.precision():
                 if loss is None:
-                    total, count = self.loss(output, targets[m])
+                    value = self.loss(output, targets[m])
                 else:
-                    total, count = loss(output, targets[m], m)
-            if self.tells_loss:
-                totals.add_(torch.stack([total.detach().to(totals), count.to(totals)]))
-            return total
+                    value = loss(output, targets[m], m)
+            return losses.put(m, value)
 
         return forward
 
@@ -151,8 +156,3 @@ def check_declared(stage: nn.Module, layouts: Mapping[str, Layout]) -> None:
             f"{len(missing)} parameters have no layout: {', '.join(missing[:5])}; the module that "
             f"makes them declares in layouts() what each is split and replicated over"
         )
-
-
-def totals_on(device: torch.device, number: int = 2) -> Tensor:
-    """Room for sums, as (loss sum, count): 2**24 tokens and one more are one number in float32."""
-    return torch.zeros(number, dtype=torch.float64, device=device)

@@ -6,7 +6,6 @@ small all-reduce a step carries loss, tokens and norm.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -22,7 +21,8 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.harness.stragglers.compare import Phases
 from torchdistpackage.parallel.pipeline.executor import Executor, Recording
-from torchdistpackage.parallel.pipeline.grad_sync import HasReducer
+from torchdistpackage.parallel.pipeline.grad_sync import HasReducer, reducing
+from torchdistpackage.parallel.pipeline.losses import totals_on
 from torchdistpackage.schedule.actions import ActionKind
 from torchdistpackage.tools.undisturbed import keep_random_states
 from torchdistpackage.train.batches import Batches
@@ -35,7 +35,7 @@ from torchdistpackage.train.data import (
 )
 from torchdistpackage.train.experts import ExpertCounts
 from torchdistpackage.train.preference import PreferenceLoss
-from torchdistpackage.train.staged_model import MicrobatchLoss, StagedModel, totals_on
+from torchdistpackage.train.staged_model import MicrobatchLoss, StagedModel
 from torchdistpackage.train.step_stats import (
     PairSums,
     PendingStep,
@@ -101,6 +101,7 @@ class Trainer(StagedModel):
         self.votes = Votes()
         """What the ranks agree on with each step; owners register their functions here."""
         self.reducer: Reducer = self.replicas.reducer
+        self._reducers = (self.reducer,)
         self._checked, self._part = False, 0
         self.val_pairs: Mapping[str, float] = {}
         """Of the last validation on pairs, what `PairSums.means` says."""
@@ -205,12 +206,11 @@ class Trainer(StagedModel):
         self.recordings: list[Recording] = []
         for index in range(self.rounds):
             batch = self._batch(step, index)
-            due = index == self.rounds - 1 or self.sums_each_round
-            reducer = self.reducer if reduce and due else None
-            self._pass(self.executor, batch, totals, reducer, record)
+            reduces = reduce and (index == self.rounds - 1 or self.sums_each_round)
+            self._pass(self.executor, batch, totals, reduces=reduces, record=record)
             if record and self.executor.recording is not None:
                 self.recordings.append(self.executor.recording)
-            if reduce and due:
+            if reduces:
                 with self.phases("reduce"):
                     self.reducer.finish()
         return totals
@@ -298,7 +298,7 @@ class Trainer(StagedModel):
                 for index in range(rounds):
                     with self.phases("data"):
                         found = self._split(batch(number, index))
-                    self._pass(self.evaluator, found, totals, None)
+                    self._pass(self.evaluator, found, totals)
                 if stop is not None and self.agree_to_stop(stop):
                     self.stage.train()
                     return None
@@ -347,19 +347,18 @@ class Trainer(StagedModel):
         executor: Executor,
         batch: Microbatches,
         totals: Tensor,
-        reducer: Reducer | None,
+        *,
+        reduces: bool = False,
         record: bool = False,
     ) -> None:
         """Adds (loss sum, count) of the round to `totals` if this rank reports it."""
         phases, (inputs, targets, positions) = self.phases, batch
         loss = self._beside_reference(inputs, targets)
-        # modules of ZeRO have hooks of their own, which would have every backward sum
-        held = nullcontext() if reducer is not None else self.reducer.no_sync()
-        with phases("messages"), held:
+        with phases("messages"), reducing(self._reducers, reduces) as reducers:
             executor.run(
                 self.forward_and_loss(executor, inputs, targets, totals, positions, loss),
                 parameters=self._trained,
-                reducer=reducer,
+                reducer=reducers,
                 around=lambda kind: phases("forward" if kind is ActionKind.F else "backward"),
                 record=record,
             )

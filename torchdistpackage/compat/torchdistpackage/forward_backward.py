@@ -19,10 +19,9 @@ from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.compat.torchdistpackage import scatter_gather
 from torchdistpackage.compat.torchdistpackage.function_call import BwdFn, FunctionCall, FwdFn
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
+from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline.executor import autograd
-from torchdistpackage.parallel.pipeline.grad_sync import scatters
 from torchdistpackage.parallel.pipeline.losses import LossDivision, Losses, is_counted, mean_of
 from torchdistpackage.parallel.pipeline.microbatches import cut, detached, is_scalar, joined
 from torchdistpackage.schedule.resolve import Order
@@ -223,11 +222,11 @@ def _called(function: FwdFn, stage: int, received: Message, own: Sequence[object
 def _holders(optimizer: torch.optim.Optimizer | None, counted: bool | None) -> list[Tensor]:
     """The tensors that hold the step's gradients.
 
-    Of a ZeroOptimizer they are parameters and shards; the shards are filled by the sums alone.
+    Those of an optimizer that shards are parameters and shards, which the sums alone fill.
     """
-    if isinstance(optimizer, ZeroOptimizer):
+    if isinstance(optimizer, ShardedOptimizer):
         own = [h.spec.parameter for members in optimizer.partitions for h in members]
-        return own if counted else [*own, *optimizer.reduced_shards]
+        return own if counted else [*own, *optimizer.reducer.holders]
     return [] if optimizer is None else [p for g in optimizer.param_groups for p in g["params"]]
 
 
@@ -238,8 +237,8 @@ def _check_divisible(optimizer: torch.optim.Optimizer | None, reducer: Reducer |
             "the loss is (sum, count), and without the optimizer it is not known which gradients "
             "are to be divided by the count; give it, or accumulate with Pipeline"
         )
-    zero = isinstance(optimizer, ZeroOptimizer)
-    if zero if reducer is None else scatters(reducer) and not zero:
+    zero = isinstance(optimizer, ShardedOptimizer)
+    if zero if reducer is None else reducer.holders and not zero:
         raise CommError(
             "the loss is (sum, count), and a ZeroOptimizer holds gradients that are to be "
             "divided by the count; give both it and reducer=optimizer.reducer"

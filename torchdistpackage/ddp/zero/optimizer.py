@@ -168,11 +168,6 @@ class ZeroOptimizer(ShardedOptimizerBase):
         """The pieces of parameters that this rank owns."""
         return [*self._alone, *(shard for bucket in self._buckets for shard in bucket.shards)]
 
-    @property
-    def reduced_shards(self) -> list[Tensor]:
-        """What sums come into, beside the parameters' own gradients."""
-        return self.reducer.holders
-
     def step(self, closure: Callable[[], object] | None = None):
         """Wait for the sums, step what this rank owns, and begin to gather the parameters.
 

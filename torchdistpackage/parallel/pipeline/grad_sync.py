@@ -5,8 +5,8 @@ of which parameters. Before, nothing is final. A parameter of several stages her
 is so in all of them.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -113,6 +113,15 @@ class StageReducers:
                 ddp.follow_buffers()
 
 
-def scatters(reducer: Reducer) -> bool:
-    """Whether reduced gradients are elsewhere than in the parameters."""
-    return bool(reducer.holders)
+@contextmanager
+def reducing(reducers: Sequence[Reducer], now: bool) -> Iterator[Sequence[Reducer]]:
+    """Forwards and backwards stand inside; gives the reducers that reduce in them.
+
+    now: False lets gradients only add up, for a later pass to reduce.
+    """
+    with ExitStack() as stack:
+        if not now:
+            # NaiveDDP and ZeroOptimizer have hooks of their own: every backward would reduce
+            for reducer in reducers:
+                stack.enter_context(reducer.no_sync())
+        yield reducers if now else ()

@@ -8,7 +8,7 @@ mean with the count 1.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -25,6 +25,7 @@ from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError
 from torchdistpackage.layout.derive import BATCH_AXES
 from torchdistpackage.optim.clip import scale_gradients
+from torchdistpackage.parallel.pipeline.grad_sync import reducing
 from torchdistpackage.parallel.pipeline.microbatches import form_of, is_scalar, tensors_in
 from torchdistpackage.parallel.pipeline.stage_runner import Weight
 
@@ -39,6 +40,7 @@ class Losses:
 
     sizes: samples of each microbatch. scale: factor of the gradient. counted: whether they are
     (sum, count), None before the first step. reads: whether a number in host memory may be read.
+    totals: [sum, count] of passes before, in float64, to which these are added.
     """
 
     def __init__(
@@ -48,10 +50,11 @@ class Losses:
         counted: bool | None = None,
         *,
         reads: bool = False,
+        totals: Tensor | None = None,
     ):
         self._sizes, self._scale, self._reads = sizes, scale, reads
         self.counted, self._num = counted, 0
-        self.totals: Tensor | None = None
+        self.totals = totals
         """[sum, count]; of means [their mean, 1]. In one tensor from the first microbatch on: a
         number allocated among the large tensors of each would break up the memory they leave."""
         self.dtype = torch.float32
@@ -92,10 +95,11 @@ class Losses:
         if not counted and self._reads and total.device.type == "cpu":
             _refuse_nothing(m, total, targets, loss)
         if self.totals is None:
-            self.totals = torch.zeros(2, dtype=torch.float64, device=total.device)
-            self._sum, self._count = self.totals.unbind()
+            self.totals = totals_on(total.device)
             if not counted:
-                self._count.fill_(1)
+                self.totals[1].fill_(1)
+        if self._num == 1:
+            self._sum, self._count = self.totals.unbind()
         if total.dtype is not self.dtype:
             self.dtype = torch.promote_types(total.dtype, self.dtype)
         share = (1 if counted else self._sizes[m]) / sum(self._sizes)
@@ -104,6 +108,11 @@ class Losses:
             self._count.add_(count)
         self.weights[m] = share * self._scale
         return total
+
+
+def totals_on(device: torch.device, number: int = 2) -> Tensor:
+    """Room for sums, as (loss sum, count): 2**24 tokens and one more are one number in float32."""
+    return torch.zeros(number, dtype=torch.float64, device=device)
 
 
 def is_counted(value: object) -> bool:
@@ -154,11 +163,8 @@ class LossDivision:
     @contextmanager
     def run(self) -> Iterator[Sequence[Reducer]]:
         """The forwards and backwards stand inside; gives the reducers that may reduce in them."""
-        with ExitStack() as stack:
-            if not self._early:
-                for reducer in self._reducers:
-                    stack.enter_context(reducer.no_sync())
-            yield self._early
+        with reducing(self._reducers, bool(self._early)) as early:
+            yield early
         for reducer in self._early:
             reducer.finish()
 
@@ -254,7 +260,7 @@ class LossBroadcast:
         return self.dtype is not None and self._channel.is_direct and not recorder.checks
 
     def _buffer(self) -> Tensor:
-        return torch.zeros(2, dtype=torch.float64, device=self._device)
+        return totals_on(self._device)
 
 
 def _divisor(totals: Tensor) -> Tensor:
