@@ -55,6 +55,6 @@ BLOOM = Family(
     last_norm("transformer.ln_f"),
     "transformer.word_embeddings",
     uncut=_bloom_uncut,
-    documents="not",
+    documents="distances",
     own_attention="its distances (ALiBi) are of the whole sequence",
 )

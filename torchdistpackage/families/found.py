@@ -26,6 +26,8 @@ from torchdistpackage.layout.table import LayerCut, SplitTable
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 SHARED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 """Families whose experts ranks can share: all of a block are stacked in two matrices."""
+UNSEEN = "it has no table here, and nobody has seen how it attends"
+"""Why a sequence is not shared."""
 WIDE_WEIGHTS = ("mixtral",)
 """Of these, whose routers leave the weights of a token's experts in float32 under autocast."""
 SAMPLED = {
@@ -76,7 +78,24 @@ def family(found: FoundModel) -> Family:
         lambda _: [] if found.refused is None else [found.refused],
         output="",
         documents="not",
-        found=found,
+        own_attention=found.own_attention,
+        class_name=found.class_name,
+        aliases=found.aliases,
+        buffers=found.buffers,
+        unreached=found.unreached,
+        sides=found.around,
+        folder="torchdistpackage.models.transformers_weights:ConvertedFolder",
+        auxiliary=found.auxiliary,
+        shared_experts=found.shared_experts,
+        top_k=found.top_k,
+        uses_is_causal=False,
+        deals_heads=False,
+        unshared=found.uncut,
+        unstaged=found.unstaged,
+        splits_head=found.cuts.head,
+        splits_sequence=False,
+        counts_gradients=False,
+        tries_cache=True,
     )
 
 

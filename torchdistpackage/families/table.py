@@ -248,7 +248,7 @@ class StageSides:
 
 @dataclass(frozen=True)
 class FoundModel:
-    """One model of transformers as its modules show it.
+    """One model of transformers as its modules show it, of which `found.family` makes a table.
 
     class_name: of the module. sizes: what plans ask for. blocks: path of the list of blocks; "" if
     there is none, so that the model is one piece. aliases: other names of a parameter -> its own.
@@ -257,9 +257,10 @@ class FoundModel:
     train it; None: they can. unstaged: why its blocks cannot stand on several stages; None: they
     can. around: what its stages run beside their blocks. auxiliary: the factor of its routers' loss
     in the loss, 0 without one. positions: its longest sequence, if its settings say so. active: the
-    part of its experts that works on a token. shared_experts: of each block, if ranks can share
-    them; 0: they cannot. top_k: of them, those that a token goes to. cuts: what tensor ranks share;
-    of a model that is not to be cut nothing. uncut: why they cannot; None: they can.
+    part of its experts that works on a token. own_attention: see `Family`. shared_experts: of each
+    block, if ranks can share them; 0: they cannot. top_k: of them, those that a token goes to.
+    cuts: what tensor ranks share; of a model that is not to be cut nothing. uncut: why they cannot;
+    None: they can.
     """
 
     class_name: str
@@ -275,6 +276,7 @@ class FoundModel:
     auxiliary: float
     positions: int | None
     active: float
+    own_attention: str = ""
     shared_experts: int = 0
     top_k: int = 0
     cuts: FoundCuts = field(default_factory=FoundCuts)
@@ -288,24 +290,27 @@ class FoundModel:
             found.setdefault(self.block_of(p.name), []).append(p)
         return found
 
+    def block_of(self, name: str) -> str:
+        """The path, with a dot, of the block that has the parameter or buffer; "" if none has."""
+        return block_of(self.blocks, name)
+
     def is_before(self, name: str) -> bool:
         """Whether a parameter, of no block, belongs to what runs before the blocks."""
         return name.startswith(tuple(f"{path}." for path in self.around.before))
 
-    def stages_of(self, name: str, block_stages: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The pipe indices that hold a parameter or buffer. block_stages: of each block."""
-        if block := self.block_of(name):
-            return block_stages[int(block.removesuffix(".").rpartition(".")[2])]
-        return block_stages[0] if self.is_before(name) else block_stages[-1]
 
-    def block_of(self, name: str) -> str:
-        """The path, with a dot, of the block that has the parameter or buffer; "" if none has."""
-        path = f"{self.blocks}."
-        if not self.blocks or not name.startswith(path):
-            return ""
-        return path + name.removeprefix(path).partition(".")[0] + "."
+def block_of(blocks: str, name: str) -> str:
+    """The path, with a dot, of the block that has the parameter or buffer; "" if none has.
+
+    blocks: path of the list of blocks.
+    """
+    path = f"{blocks}."
+    if not blocks or not name.startswith(path):
+        return ""
+    return path + name.removeprefix(path).partition(".")[0] + "."
 
 
+Documents = Literal["positions", "mask", "distances", "not"]
 Part = Callable[[Weights, Settings, Sizes], None]
 
 
@@ -318,15 +323,34 @@ class Family:
     saved_names: of parameters in the files, and in modules of releases before they were renamed ->
     today's. earlier_settings: of settings their names in earlier configs.
     shares_keys: several ranks may hold one key-value head, which is then a parameter's part alone.
-    documents: how those of one sample are kept apart: transformers makes a mask of position_ids, or
-    has to be given one, or it cannot be done.
-    found: what the modules showed, of a family that has no table of its own.
+    documents: how those of one sample are kept apart: transformers makes a mask of position_ids
+    ("positions"), or has to be given one ("mask"); it counts distances across a sample
+    ("distances"), or cannot be told where one ends ("not").
     own_attention: why its attention cannot be over parts of a sequence; "": it can.
     ends_in_norm: whether the last sum of a block goes into a norm, which needs it again where the
     block is computed again.
     is_parallel: whether attention and MLP of a block read the same.
     nullable: settings that are null in a config.json that transformers takes, whatever their
     default: a switch is off then, key-value heads are as many as heads.
+
+    What a class has beside its parameters, or what a trial of it has shown:
+
+    class_name: of the module whose parameters it lists, all of them; "": of any with these blocks.
+    aliases: other names of a parameter -> its own. buffers: those that a folder holds beside the
+    parameters. unreached: paths of parts that token ids do not reach, which are not trained.
+    sides: what its stages run beside their blocks; None: what the modules show by themselves.
+    folder: how files hold it, a class with the methods of `NamedFolder` (transformers_folder.py).
+    auxiliary: the factor of its routers' loss in the loss. shared_experts: of each block, if ranks
+    can share them. top_k: of its experts, those that a token goes to.
+    uses_is_causal: whether its forward asks the setting is_causal.
+    deals_heads: whether tensor ranks have whole heads of every block, so that not any number of
+    ranks can share it. unshared: why tensor ranks cannot share it; None: they can.
+    unstaged: why its blocks cannot stand on several stages; None: they can.
+    splits_head: whether each tensor rank has logits of its part of the vocabulary alone.
+    splits_sequence: whether tensor ranks can have parts of the sequence between its layers.
+    counts_gradients: whether it is known which gradients are needed of what is frozen or computed
+    again. tries_cache: whether a small copy has to show that transformers' cache of keys and values
+    serves it.
     """
 
     defaults: Settings
@@ -342,9 +366,33 @@ class Family:
     saved_names: Mapping[str, str] = field(default_factory=dict[str, str])
     earlier_settings: Mapping[str, str] = field(default_factory=dict[str, str])
     shares_keys: bool = True
-    documents: Literal["positions", "mask", "not"] = "positions"
-    found: FoundModel | None = None
+    documents: Documents = "positions"
     own_attention: str = ""
     ends_in_norm: Callable[[Settings], bool] = lambda _: False
     is_parallel: Callable[[Settings], bool] = lambda _: False
     nullable: frozenset[str] = frozenset()
+    class_name: str = ""
+    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
+    buffers: tuple[FoundParameter, ...] = ()
+    unreached: tuple[str, ...] = ()
+    sides: StageSides | None = None
+    folder: str = "torchdistpackage.models.transformers_folder:NamedFolder"
+    auxiliary: float = 0.0
+    shared_experts: int = 0
+    top_k: int = 0
+    uses_is_causal: bool = True
+    deals_heads: bool = True
+    unshared: str | None = None
+    unstaged: str | None = None
+    splits_head: bool = True
+    splits_sequence: bool = True
+    counts_gradients: bool = True
+    tries_cache: bool = False
+
+    def stages_of(self, name: str, block_stages: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """The pipe indices that hold a parameter or buffer. block_stages: of each block."""
+        if block := block_of(self.blocks, name):
+            return block_stages[int(block.removesuffix(".").rpartition(".")[2])]
+        before = () if self.sides is None else self.sides.before
+        is_before = name.startswith(tuple(f"{path}." for path in before))
+        return block_stages[0] if is_before else block_stages[-1]

@@ -38,24 +38,20 @@ def shape_of(model: Any, num_ranks: int, sequence_parallel: bool = False) -> Tra
         )
     shape = TransformersShape(family, given, 1, sequence_parallel, None, num_ranks)
     try:
-        found = shape.kind.found
+        kind = shape.kind
     except (ConfigError, NotAvailableError) as error:
         raise LayoutError(str(error)) from error
     if problems := setting_problems(shape):
         raise LayoutError(f"{family}: {'; '.join(problems)}")
-    if found is None:
-        if not can_share(shape, num_ranks):
-            n = shape.sizes
-            raise LayoutError(
-                f"{family} with {n.heads} heads, {n.kv_heads} key-value heads and an MLP of "
-                f"{n.hidden} cannot be shared evenly by {num_ranks} ranks"
-            )
-        return shape
-    if num_ranks > 1 and (found.refused or found.uncut):
+    if not can_share(shape, num_ranks):
+        n = shape.sizes
         raise LayoutError(
-            f"{num_ranks} ranks cannot share {found.class_name}: {found.refused or found.uncut}"
+            f"{num_ranks} ranks cannot share {shape.class_name}: {kind.unshared}"
+            if kind.unshared is not None
+            else f"{family} with {n.heads} heads, {n.kv_heads} key-value heads and an MLP of "
+            f"{n.hidden} cannot be shared evenly by {num_ranks} ranks"
         )
-    if sequence_parallel:
+    if sequence_parallel and not kind.splits_sequence:
         raise LayoutError(
             f"sequence_parallel=True needs a family with a table, which are {', '.join(FAMILIES)}; "
             f"{family} has none"
@@ -94,14 +90,15 @@ def find_split(shape: TransformersShape, model: Any, axis: str = "tensor") -> Mo
                 f"numbers cannot be cut; split the model first and quantise the shards"
             )
         mine[name] = layout.named(name) if base else layout
-    if shape.kind.found is not None and (missing := known.keys() - {x.name for x in mine.values()}):
+    kind, missing = shape.kind, known.keys() - {x.name for x in mine.values()}
+    if kind.class_name and missing:
         raise LayoutError(f"this {type(model).__name__} has no {', '.join(sorted(missing)[:3])}")
-    if shape.kind.found is None and shape.sizes.tied != _is_tied(model, shape.sizes.tied):
+    if kind.output and shape.sizes.tied != _is_tied(model, shape.sizes.tied):
         raise LayoutError(
             f"tie_word_embeddings of this {type(model).__name__} is {shape.sizes.tied}, which its "
             f"embedding and its head contradict"
         )
-    blocks = shape.kind.blocks
+    blocks = kind.blocks
     path = blocks.removeprefix(f"{base}.") if base else blocks
     if path and not any(name.startswith(f"{path}.") for name in mine):
         raise LayoutError(

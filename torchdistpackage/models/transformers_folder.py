@@ -15,22 +15,44 @@ from torchdistpackage.models.hugging_face_layout import (
 from torchdistpackage.models.lora_layout import ADAPTER_FILES, peft_name
 from torchdistpackage.models.transformers_layout import TransformersShape, layouts, weights
 
-_STORED = "torchdistpackage.models.transformers_weights:Stored"
-_OPEN = "torchdistpackage.models.transformers_weights:open_found"
-"""Imported for a family without a table alone: they run transformers' conversions, on torch."""
+
+class NamedFolder:
+    """A folder whose tensors have the names of the modules, but for those that `saved_names` has.
+
+    `ConvertedFolder` (transformers_weights.py) has the same methods for classes of which
+    transformers converts what it stores.
+    """
+
+    def __init__(self, shape: TransformersShape):
+        self._shape = shape
+
+    def sources(self) -> dict[str, tuple[Source, ...]]:
+        """For each parameter, by global name in order, the tensors of a folder that it is."""
+        saved = {name: as_saved for as_saved, name in self._shape.kind.saved_names.items()}
+        return {
+            name: (Source(saved.get(name, name), layout.shape),)
+            for name, layout in layouts(self._shape).items()
+        }
+
+    def files(self) -> FolderFiles:
+        """How a folder that has these sources names them."""
+        return FolderFiles()
+
+    def open(self, folder: str | Path) -> WeightFolder:
+        """Open a folder that has exactly the weights of this model; see `open_folder`."""
+        return open_folder(folder, self._shape)
+
+
+def folder_of(shape: TransformersShape) -> Any:
+    """Return how files hold this model, its adapters left aside."""
+    return resolve(shape.kind.folder)(shape)
 
 
 def sources(shape: TransformersShape) -> dict[str, tuple[Source, ...]]:
     """For each parameter that is trained, by global name in order, the tensor of a folder that it
     is."""
-    if shape.lora is None and shape.kind.found is not None:
-        return stored_of(shape).sources
     if shape.lora is None:
-        saved = {name: as_saved for as_saved, name in shape.kind.saved_names.items()}
-        return {
-            name: (Source(saved.get(name, name), layout.shape),)
-            for name, layout in layouts(shape).items()
-        }
+        return folder_of(shape).sources()
     return {
         name: (Source(peft_name(name), layout.shape),)
         for name, layout in layouts(shape).items()
@@ -40,14 +62,7 @@ def sources(shape: TransformersShape) -> dict[str, tuple[Source, ...]]:
 
 def files(shape: TransformersShape) -> FolderFiles:
     """Of a folder that has these sources."""
-    if shape.lora is not None:
-        return ADAPTER_FILES
-    return FolderFiles() if shape.kind.found is None else FolderFiles(stored=stored_of(shape).parts)
-
-
-def stored_of(shape: TransformersShape) -> Any:
-    """How a model without a table is stored, which transformers says."""
-    return resolve(_STORED)(shape)
+    return folder_of(shape).files() if shape.lora is None else ADAPTER_FILES
 
 
 def config_json(
@@ -62,11 +77,8 @@ def config_json(
 
 
 def check_folder(folder: str | Path, shape: TransformersShape) -> None:
-    """Raises CheckpointError as `open_folder` does, for a family without a table too."""
-    if shape.kind.found is None:
-        open_folder(folder, shape)
-    else:
-        resolve(_OPEN)(folder, shape)
+    """Raises CheckpointError as `open_folder` does."""
+    folder_of(shape).open(folder)
 
 
 def open_folder(folder: str | Path, shape: TransformersShape) -> WeightFolder:

@@ -19,6 +19,7 @@ from torchdistpackage.families.found import (
     BESIDE,
     SHARED,
     TRAINED,
+    UNSEEN,
     active_share,
     chosen_experts,
     family,
@@ -54,19 +55,23 @@ def found_family(given: Mapping[str, Any], tensor: int = 1) -> Family:
         NotAvailableError: transformers is not there.
         ConfigError: it has no such causal language model, or refuses the settings.
     """
+    return family(found_model(given, tensor))
+
+
+def found_model(given: Mapping[str, Any], tensor: int = 1) -> FoundModel:
+    """What `found_family` makes its table of."""
     return _read(json.dumps(dict(given), sort_keys=True, default=str), tensor)
 
 
 @lru_cache(maxsize=8)
-def _read(text: str, tensor: int) -> Family:
+def _read(text: str, tensor: int) -> FoundModel:
     given = json.loads(text)
     if tensor > 1:
-        whole = _read(text, 1).found
-        assert whole is not None
-        return family(whole if whole.refused else _cut(given, whole, tensor))
+        whole = _read(text, 1)
+        return whole if whole.refused else _cut(given, whole, tensor)
     with ALONE:
         config = known_settings(given)
-        return family(_found(on_meta(given, torch.float32), config, _tried(given)))
+        return _found(on_meta(given, torch.float32), config, _tried(given))
 
 
 def _found(model: Any, config: Any, tried: "_Tried") -> FoundModel:
@@ -113,6 +118,7 @@ def _found(model: Any, config: Any, tried: "_Tried") -> FoundModel:
         auxiliary=tried.auxiliary,
         positions=positions,
         active=active_share(settings),
+        own_attention="" if config.model_type in SHARED else UNSEEN,
         shared_experts=stacked.pop() if is_shared else 0,
         top_k=chosen_experts(settings),
     )

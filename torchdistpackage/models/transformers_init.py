@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm.random import seed_from
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.families.table import FoundModel
+from torchdistpackage.families.table import Family, block_of
 from torchdistpackage.models.transformers_meta import ALONE, Constructed, on_meta
 from torchdistpackage.tools.undisturbed import keep_random_states
 
@@ -22,11 +22,11 @@ from torchdistpackage.tools.undisturbed import keep_random_states
 class ModuleDraws:
     """The parameters of one config.json, drawn block by block from a run's seed.
 
-    given: the config.json; found: what its modules showed.
+    given: the config.json; family: of it.
     """
 
-    def __init__(self, given: Mapping[str, Any], found: FoundModel):
-        self._found = found
+    def __init__(self, given: Mapping[str, Any], family: Family):
+        self._family = family
         self._constructed = Constructed()
         self._model = on_meta(given, torch.float32, self._constructed)
         self._paths = dict(self._model.named_modules())
@@ -38,7 +38,7 @@ class ModuleDraws:
         Raises:
             ConfigError: neither the module's constructor nor transformers gives it a value.
         """
-        block = self._found.block_of(name).removesuffix(".")
+        block = block_of(self._family.blocks, name).removesuffix(".")
         path = block or name.rpartition(".")[0]
         if self._now[:2] != (path, seed):
             with ALONE, keep_random_states(), torch.no_grad():
@@ -49,7 +49,7 @@ class ModuleDraws:
             kept = self._constructed.values.get(name)
             if kept is None:
                 raise ConfigError(
-                    f"{self._found.class_name} gives {name} no initial value; name a folder with "
+                    f"{self._family.class_name} gives {name} no initial value; name a folder with "
                     f"weights as model.hf"
                 )
             value = kept

@@ -13,9 +13,8 @@ from typing import Any
 from torchdistpackage.config.hugging_face import ORIGINAL, read_config, rope_parameters
 from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.families.found import SHARED
 from torchdistpackage.families.registry import FAMILIES
-from torchdistpackage.families.table import Family, Sizes, Weight, Weights
+from torchdistpackage.families.table import Documents, Family, Sizes, Weight, Weights
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.rope import scaled_length
 from torchdistpackage.layout.table import LayerCut, SplitTable
@@ -65,6 +64,11 @@ class TransformersShape:
         return self.lora.packed(weights(self), self.kind.output)
 
     @property
+    def class_name(self) -> str:
+        """What texts call the model."""
+        return self.kind.class_name or self.family
+
+    @property
     def vocab(self) -> int:
         return self.sizes.vocab
 
@@ -82,9 +86,10 @@ class TransformersShape:
     def longest_seq_len(self) -> int:
         """Tokens that its positions are made for, as they are scaled; seq_len if for any number."""
         positions, rope = self.settings.get("max_position_embeddings"), rope_parameters(self.given)
-        if self.kind.found is None and self.sizes.positions is None and documents_by(self) == "not":
+        by = documents_by(self)
+        if by == "distances" and self.sizes.positions is None:
             return self.seq_len  # ALiBi, whatever the family's default says
-        if self.sizes.positions is not None or positions is None or documents_by(self) == "not":
+        if self.sizes.positions is not None or positions is None or by in ("distances", "not"):
             return self.num_positions
         read = rope.get("factor"), rope.get(ORIGINAL, self.given.get(ORIGINAL))
         factor, original = (x if type(x) in (int, float) and 0 < x <= _MOST else None for x in read)
@@ -127,7 +132,7 @@ def setting_problems(shape: TransformersShape) -> list[str]:
             problems.append(f"{key} is {_as_json(value)}; use true or false")
         elif type(default) is float and type(value) not in (int, float):
             problems.append(f"{key} is {_as_json(value)}, which is no number")
-    if shape.kind.found is None and shape.given.get("is_causal") is False:
+    if shape.kind.uses_is_causal and shape.given.get("is_causal") is False:
         problems.append(
             "is_causal is false, so that tokens see those that they are to predict; set it to true"
         )
@@ -161,14 +166,13 @@ def context_problem(shape: TransformersShape) -> str:
     kind = rope.get("rope_type", rope.get("type"))
     if kind in ("dynamic", "longrope"):
         return f"its positions (rope type {kind}) depend on the length of what is seen"
-    if shape.kind.found is not None and shape.family not in SHARED:
-        return "it has no table here, and nobody has seen how it attends"
     return shape.kind.own_attention
 
 
-def documents_by(shape: TransformersShape) -> str:
+def documents_by(shape: TransformersShape) -> Documents:
     """How documents of one sample are kept apart, see `Family`."""
-    return "not" if shape.given.get("alibi") else shape.kind.documents
+    by = shape.kind.documents
+    return "distances" if by != "not" and shape.given.get("alibi") else by
 
 
 def can_share(shape: TransformersShape, tensor: int) -> bool:
@@ -178,6 +182,8 @@ def can_share(shape: TransformersShape, tensor: int) -> bool:
     as the plans of parallel/auto deal them.
     """
     n = shape.sizes
+    if not shape.kind.deals_heads:
+        return tensor == 1 or shape.kind.unshared is None
     if tensor > n.heads or tensor > n.hidden:
         return False
     if n.kv_heads == n.heads or tensor == 1:
@@ -220,7 +226,7 @@ def _head(shape: TransformersShape, axis: str) -> Weights:
     shape.kind.head(w, shape.settings, n)
     if n.tied:
         w.tied_head(shape.kind.output, n.vocab, n.dim)
-    elif shape.kind.found is None:
+    elif shape.kind.output:
         w.column(shape.kind.output, n.vocab, n.dim, is_table=True)
     return w if shape.lora is None else _adapted(w, shape.lora, is_head=True)
 
@@ -268,11 +274,10 @@ def weights(
         for parameters, stages in parts
         for name, w in parameters.items()
     }
-    if (read := shape.kind.found) is not None:
-        for alias, name in read.aliases.items():
-            w = found[name]
-            both = w.layout.on(*sorted({*w.layout.stages, *read.stages_of(alias, block_stages)}))
-            found[name] = replace(w, layout=both)
+    for alias, name in shape.kind.aliases.items():
+        w = found[name]
+        on = shape.kind.stages_of(alias, block_stages)
+        found[name] = replace(w, layout=w.layout.on(*sorted({*w.layout.stages, *on})))
     if shape.sizes.tied:
         name = f"{shape.kind.table}.weight"
         w = found[name]
@@ -284,12 +289,10 @@ def weights(
 def buffers(shape: TransformersShape, stage_of: Sequence[int] | None = None) -> dict[str, Layout]:
     """By global name the buffers that a folder holds beside the parameters, never cut; stage_of as
     for `layouts`."""
-    if (read := shape.kind.found) is None:
-        return {}
     block_stages = [() if stage_of is None else (stage_of[i],) for i in range(shape.sizes.layers)]
     return {
-        b.name: Layout(b.name, b.shape).on(*read.stages_of(b.name, block_stages))
-        for b in read.buffers
+        b.name: Layout(b.name, b.shape).on(*shape.kind.stages_of(b.name, block_stages))
+        for b in shape.kind.buffers
     }
 
 
@@ -306,8 +309,7 @@ def layouts(
 def global_name(shape: TransformersShape, name: str) -> str:
     """Of a parameter that transformers' module calls `name`, with peft's layers in it or not."""
     n, name = shape.kind, name.replace(".base_layer.", ".").replace(".default.", ".")
-    if n.found is not None:
-        return n.found.aliases.get(name, name)
+    name = n.aliases.get(name, name)
     name = n.saved_names.get(name, name)
     is_tied = shape.sizes.tied and name == f"{n.output}.weight"
     return f"{n.table}.weight" if is_tied else name

@@ -20,11 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.errors import DataError
 from torchdistpackage.models import transformers_meta
-from torchdistpackage.models.hugging_face_folder import read_weights
-from torchdistpackage.models.hugging_face_layout import Source
 from torchdistpackage.models.transformers_4bit import read_packed, weights_to_pack
 from torchdistpackage.models.transformers_adapters import with_adapters
 from torchdistpackage.models.transformers_cache import TransformersCache, tried_cache
@@ -35,7 +32,7 @@ from torchdistpackage.models.transformers_experts import (
     router_loss_sum,
     share_experts,
 )
-from torchdistpackage.models.transformers_folder import open_folder
+from torchdistpackage.models.transformers_folder import folder_of
 from torchdistpackage.models.transformers_init import ModuleDraws
 from torchdistpackage.models.transformers_layout import (
     TransformersShape,
@@ -55,7 +52,7 @@ from torchdistpackage.models.transformers_meta import (
 from torchdistpackage.models.transformers_parameters import check_shapes, materialize
 from torchdistpackage.models.transformers_staged import neighbours
 from torchdistpackage.models.transformers_vocab import SplitVocab
-from torchdistpackage.models.transformers_weights import fill, open_found
+from torchdistpackage.models.transformers_weights import fill
 from torchdistpackage.parallel.auto.draws import (
     ShardDraws,
     default_draw,
@@ -96,12 +93,11 @@ class TransformersStage(nn.Module):
         self._sequence = sequence if isinstance(sequence, ContextSequence) else None
         self.decoder, self.shape, self.axis = decoder, shape, axis
         self._group, self._stage_of = group, stage_of
-        read = shape.kind.found
-        is_whole = group is None or (read is not None and not read.cuts.head)
+        is_whole = group is None or not shape.kind.splits_head
         self._vocab = None if is_whole else SplitVocab(group, shape.vocab)
-        self._auxiliary = 0.0 if read is None else read.auxiliary
+        self._auxiliary = shape.kind.auxiliary
         self._routers = {"output_router_logits": True} if self._auxiliary else {}
-        self._top_k = 0 if read is None or not read.shared_experts else read.top_k
+        self._top_k = shape.kind.top_k if shape.kind.shared_experts else 0
         self._cached: dict[str, Any] = {}
         self.to_pack: dict[str, str] = {}
         """Local name -> global name of weights in 4 bits, on meta until a folder is read."""
@@ -131,14 +127,16 @@ class TransformersStage(nn.Module):
         """What parameters start as, as transformers has it."""
         whole = weights(self.shape, self._stage_of, self.axis)
         pairs = [(name, key, whole[key]) for name, key in self.global_names().items()]
-        read = self.shape.kind.found
-        draws = None if read is None else ModuleDraws(self.shape.given, read)
-        return {
-            name: Initial("made", make=partial(draws.parameter, key))
-            if draws is not None and w.kind == "made"
-            else Initial(w.kind, w.std or 0.02, w.zero_row)
-            for name, key, w in pairs
+        drawn = [(name, key) for name, key, w in pairs if w.kind == "made"]
+        found = {
+            name: Initial(w.kind, w.std or 0.02, w.zero_row)
+            for name, _, w in pairs
+            if w.kind != "made"
         }
+        if drawn:
+            draws = ModuleDraws(self.shape.given, self.shape.kind)
+            found |= {n: Initial("made", make=partial(draws.parameter, key)) for n, key in drawn}
+        return {name: found[name] for name, _, _ in pairs}
 
     def block_names(self) -> tuple[str, ...]:
         """Of the blocks, for recomputation; none where there is no list of them."""
@@ -164,7 +162,7 @@ class TransformersStage(nn.Module):
         """
         mask = None
         by = None if position_ids is None else documents_by(self.shape)
-        if by == "not":
+        if by in ("distances", "not"):
             raise DataError(
                 f"the data has position_ids, but {self.shape.family} counts distances (ALiBi) "
                 f"across a sample; return ids and targets alone"
@@ -224,10 +222,10 @@ class TransformersStage(nn.Module):
         """Of keys and values, for one batch; None where transformers' cache does not serve it."""
         if self.shape.sequence_parallel or self._sequence is not None:
             return None
-        read, num, takes_padding = self.shape.kind.found, self.shape.sizes.layers, True
-        if read is not None:
+        num, takes_padding = self.shape.sizes.layers, True
+        if self.shape.kind.tries_cache:
             is_staged = isinstance(self.decoder, DecoderStage) and len(self.block_names()) < num
-            around = read.around if is_staged else None
+            around = self.shape.kind.sides if is_staged else None
             can, takes_padding = tried_cache(self.shape.given, around)
             if not can:
                 return None
@@ -293,13 +291,14 @@ def stage(
     model, num = on_meta(shape, dtype), 1 if group is None else group.size()
     all_blocks = range(shape.sizes.layers)
     pieces = all_blocks if pieces is None else pieces
-    read = shape.kind.found
-    for path in () if read is None else read.unreached:  # a tower of images, where texts are read
+    for path in shape.kind.unreached:  # a tower of images, where texts are read
         model.get_submodule(path).requires_grad_(False)
-    if read is not None and pieces == all_blocks:
+    sides = shape.kind.sides
+    # the model itself need not be able to go on from activations, but documents need a stage
+    if pieces == all_blocks and shape.kind.documents == "not":
         decoder = model
     else:
-        decoder = decoder_stage(model, pieces, read and neighbours(model, read.around))
+        decoder = decoder_stage(model, pieces, sides and neighbours(model, sides))
     if group is not None and num > 1:
         table = split_table(shape, axis)
         parallelize(decoder, table, group, axis=axis, tp_comm_overlap=tp_comm_overlap)
@@ -309,7 +308,7 @@ def stage(
     if isinstance(sequence, ContextSequence):
         attend_over(decoder, sequence)
     experts = expert_group()
-    if read is not None and read.shared_experts and experts is not None:
+    if shape.kind.shared_experts and experts is not None:
         known = layouts(shape, axis=axis)
         share_experts(decoder, known, experts, group if num > 1 else None)
     made = TransformersStage(decoder, shape, group if num > 1 else None, axis, stage_of, sequence)
@@ -353,31 +352,17 @@ def load_weights(made: TransformersStage, folder: str | Path) -> None:
     """
     mesh, index = mesh_index_of(made._group, made.axis)
     device = next(p.device for p in made.parameters() if not p.is_meta)
-    if made.shape.kind.found is not None:
-        layouts = made.layouts() | made.buffer_layouts()
-        tensors = dict(made.named_parameters()) | dict(made.named_buffers())
-        files = open_found(folder, made.shape)
-        left = fill(files, tensors, layouts, mesh, index)
-        read_packed(
-            made,
-            mesh,
-            index,
-            device,
-            lambda name, x, wide: fill(files, {name: wide}, {name: x}, mesh, index),
-        )
-        drawn = {name: x for name, x in made.initials().items() if name in left} if left else {}
-        initialize(made, layouts, mesh, index, 0, drawn)
-        return
-    found, layouts = open_folder(folder, made.shape), made.layouts()
-    read = [(layouts[name], parameter) for name, parameter in made.named_parameters()]
-    read = [(layout, parameter) for layout, parameter in read if not is_adapter(layout.name)]
-    made_of = {layout.name: (Source(layout.name, layout.shape),) for layout, _ in read}
-    whole = [(layout, parameter) for layout, parameter in read if not parameter.is_meta]
-    read_weights(found, made_of, whole, mesh, index)
+    layouts = made.layouts() | made.buffer_layouts()
+    tensors = dict(made.named_parameters()) | dict(made.named_buffers())
+    opened = folder_of(made.shape).open(folder)
+    left = fill(opened, tensors, layouts, mesh, index)
     read_packed(
         made,
         mesh,
         index,
         device,
-        lambda _, x, wide: read_weights(found, made_of, [(x, wide)], mesh, index),
+        lambda name, x, wide: fill(opened, {name: wide}, {name: x}, mesh, index),
     )
+    if left:
+        drawn = {name: x for name, x in made.initials().items() if name in left}
+        initialize(made, layouts, mesh, index, 0, drawn)

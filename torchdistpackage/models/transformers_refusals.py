@@ -4,7 +4,6 @@ from math import prod
 
 from torchdistpackage.families.found import SAMPLED, SHARED
 from torchdistpackage.families.registry import FAMILIES
-from torchdistpackage.families.table import FoundModel
 from torchdistpackage.layout.partition import either, nearest
 from torchdistpackage.models.lora_layout import cut_problem, linear_layers, target_problems
 from torchdistpackage.models.model_spec import ModelUse
@@ -19,7 +18,7 @@ from torchdistpackage.models.transformers_layout import (
 
 def refusals(shape: TransformersShape, use: ModelUse) -> list[tuple[str, str]]:
     """(key, text) of what this model cannot do among what a run asks of it."""
-    n, tensor, found = shape.sizes, use.tensor, list[tuple[str, str]]()
+    name, tensor, found = shape.class_name, use.tensor, list[tuple[str, str]]()
     if use.expert > 1:
         found += _unshared(shape, use.expert)
     if use.context > 1 and (why := context_problem(shape)):
@@ -29,67 +28,108 @@ def refusals(shape: TransformersShape, use: ModelUse) -> list[tuple[str, str]]:
                 f"{shape.family} cannot attend over parts of a sequence, as {why}; set it to 1",
             )
         )
-    if (read := shape.kind.found) is not None:
-        return found + _refusals_of_found(shape, read, use)
-    if use.document_masks and documents_by(shape) == "not":
-        found.append(
-            (
-                "data.document_masks",
-                f"{shape.family} counts distances (ALiBi) across a whole sample; set it to false",
-            )
+    if use.document_masks and (text := _mixes_documents(shape)) is not None:
+        found.append(("data.document_masks", text))
+    if shape.sequence_parallel and not shape.kind.splits_sequence:
+        found.append(("parallel.sequence_parallel", _needs_table(shape)))
+    if use.compares_pairs and shape.kind.auxiliary:
+        text = (
+            f"{name} adds the loss of its routers to that of tokens, which pairs of answers do not "
+            f"have; set output_router_logits to false in config.json"
         )
-    if not can_share(shape, tensor):
-        fits = nearest(tensor, lambda size: can_share(shape, size), at_most=tensor)
-        heads = f"{n.heads} heads"
-        if n.kv_heads != n.heads:
-            heads += f" of {n.kv_heads} key-value heads"
-        found.append(
-            (
-                "parallel.tensor",
-                f"{shape.family} with {heads} and an MLP of {n.hidden} cannot be shared by "
-                f"parallel.tensor={tensor} ranks, each of which needs whole heads and those that "
-                f"they read; set tensor to {either(fits)}",
-            )
+        found.append(("data.name", text))
+    if (why := SAMPLED.get(shape.family)) is not None:
+        cut = {"tensor": tensor, "pipe": use.num_stages}
+        text = f"{name}: {why}; set {{}} to 1, and use data and zero"
+        found += [(f"parallel.{x}", text.format(x)) for x, n in cut.items() if n > 1]
+        return found + _too_long(shape) + _lora_problems(shape, 1)
+    shares = can_share(shape, tensor)
+    if not shares:
+        found.append(("parallel.tensor", _uncut(shape, tensor)))
+    if use.num_stages > 1 and (problem := _unstaged(shape, use.num_stages)) is not None:
+        found.append(("parallel.pipe", problem))
+    return found + _too_long(shape) + _lora_problems(shape, tensor if shares else 1)
+
+
+def _mixes_documents(shape: TransformersShape) -> str | None:
+    """Why documents of one sample cannot be kept apart; None: they can."""
+    by = documents_by(shape)
+    if by == "not":
+        return _needs_table(shape)
+    if by != "distances":
+        return None
+    return f"{shape.family} counts distances (ALiBi) across a whole sample; set it to false"
+
+
+def _needs_table(shape: TransformersShape) -> str:
+    return (
+        f"{shape.class_name} cannot do it: only families with a table can, which are "
+        f"{', '.join(FAMILIES)}; set it to false"
+    )
+
+
+def _uncut(shape: TransformersShape, tensor: int) -> str:
+    """Why so many tensor ranks cannot share it."""
+    n = shape.sizes
+    if shape.kind.unshared is not None:
+        return (
+            f"{tensor} ranks that share {shape.class_name} by rules do not compute what a small "
+            f"copy of it does: {shape.kind.unshared}; set tensor to 1, and use data and zero"
         )
-    if use.num_stages > n.layers:
-        found.append(
-            (
-                "parallel.pipe",
-                f"{use.num_stages} stages for the {n.layers} blocks of {shape.family}, of which "
-                f"every stage needs one; set parallel.pipe to {n.layers} or less",
-            )
+    fits = nearest(tensor, lambda size: can_share(shape, size), at_most=tensor)
+    heads = f"{n.heads} heads"
+    if n.kv_heads != n.heads:
+        heads += f" of {n.kv_heads} key-value heads"
+    return (
+        f"{shape.family} with {heads} and an MLP of {n.hidden} cannot be shared by "
+        f"parallel.tensor={tensor} ranks, each of which needs whole heads and those that they "
+        f"read; set tensor to {either(fits)}"
+    )
+
+
+def _unstaged(shape: TransformersShape, num_stages: int) -> str | None:
+    """Why its blocks cannot stand on so many stages; None: they can."""
+    kind, layers = shape.kind, shape.sizes.layers
+    if kind.unstaged is not None:
+        return f"{kind.unstaged}; set pipe to at most 1"
+    if kind.auxiliary:
+        return (
+            f"the auxiliary loss of {shape.class_name}'s routers (output_router_logits) is of all "
+            f"blocks together, which no stage has; set pipe to at most 1"
         )
-    num = tensor if can_share(shape, tensor) else 1
-    return found + _too_long(shape) + _lora_problems(shape, num)
+    if num_stages <= layers:
+        return None
+    return (
+        f"{num_stages} stages for the {layers} blocks of {shape.class_name}, of which every stage "
+        f"needs one; set pipe to at most {layers}"
+    )
 
 
 def _unshared(shape: TransformersShape, expert: int) -> list[tuple[str, str]]:
     """Why so many ranks cannot share the experts."""
-    read = shape.kind.found
-    if read is None or not read.shared_experts:
-        name = shape.family if read is None else read.class_name
+    name, most = shape.class_name, shape.kind.shared_experts
+    if not most:
         text = (
             f"parallel.expert={expert} shares experts of {', '.join(SHARED)} over ranks, and those "
             f"of no other model, such as {name}; set expert to 1"
         )
-        if read is not None and shape.family in SHARED:
+        if shape.family in SHARED:
             text = (
                 f"parallel.expert={expert}, but this release of transformers does not stack the "
                 f"experts of {name}; use transformers 5, or set expert to 1"
             )
         return [("parallel.expert", text)]
     found: list[tuple[str, str]] = []
-    if expert > read.shared_experts:
+    if expert > most:
         text = (
-            f"parallel.expert={expert} ranks for the {read.shared_experts} experts of "
-            f"{read.class_name}, of which each needs one; set expert to {read.shared_experts} or "
-            f"less"
+            f"parallel.expert={expert} ranks for the {most} experts of {name}, of which each needs "
+            f"one; set expert to {most} or less"
         )
         found.append(("parallel.expert", text))
     if shape.lora is not None:
         text = (
             f"adapters are trained beside whole models alone, and parallel.expert={expert} shares "
-            f"the experts of {read.class_name}; set expert to 1"
+            f"the experts of {name}; set expert to 1"
         )
         found.append(("model.lora.target", text))
     return found
@@ -123,82 +163,31 @@ def _lora_problems(shape: TransformersShape, tensor: int) -> list[tuple[str, str
     return found
 
 
-def _refusals_of_found(
-    shape: TransformersShape, read: FoundModel, use: ModelUse
-) -> list[tuple[str, str]]:
-    """Of a family that has no table."""
-    tensor, num_stages = use.tensor, use.num_stages
-    asked = {
-        "data.document_masks": use.document_masks,
-        "parallel.sequence_parallel": shape.sequence_parallel,
-    }
-    text = (
-        f"{read.class_name} cannot do it: only families with a table can, which are "
-        f"{', '.join(FAMILIES)}; set it to false"
-    )
-    found = [(key, text) for key, is_asked in asked.items() if is_asked]
-    if use.compares_pairs and read.auxiliary:
-        text = (
-            f"{read.class_name} adds the loss of its routers to that of tokens, which pairs of "
-            f"answers do not have; set output_router_logits to false in config.json"
-        )
-        found.append(("data.name", text))
-    if (why := SAMPLED.get(shape.family)) is not None:
-        cut = {"tensor": tensor, "pipe": num_stages}
-        text = f"{read.class_name}: {why}; set {{}} to 1, and use data and zero"
-        found += [(f"parallel.{x}", text.format(x)) for x, n in cut.items() if n > 1]
-        return found + _too_long(shape) + _lora_problems(shape, 1)
-    if tensor > 1 and read.uncut is not None:
-        text = (
-            f"{tensor} ranks that share {read.class_name} by rules do not compute what a small "
-            f"copy of it does: {read.uncut}; set tensor to 1, and use data and zero"
-        )
-        found.append(("parallel.tensor", text))
-    if num_stages > 1 and (problem := _unstaged(read, num_stages)) is not None:
-        most = 1 if read.unstaged or read.auxiliary else read.sizes.layers
-        found.append(("parallel.pipe", f"{problem}; set pipe to at most {most}"))
-    num = 1 if read.uncut is not None else tensor
-    return found + _too_long(shape) + _lora_problems(shape, num)
-
-
-def _unstaged(read: FoundModel, num_stages: int) -> str | None:
-    if read.unstaged is None and read.auxiliary:
-        return (
-            f"the auxiliary loss of {read.class_name}'s routers (output_router_logits) is of all "
-            f"blocks together, which no stage has"
-        )
-    if read.unstaged is None and num_stages > read.sizes.layers:
-        return f"{num_stages} stages for the {read.sizes.layers} blocks of {read.class_name}"
-    return read.unstaged
-
-
 def goes_with(shape: TransformersShape) -> tuple[tuple[str, str], ...]:
     """What a run of this model may ask for, axis by axis."""
+    n, kind = shape.sizes, shape.kind
+    most, by, why = kind.shared_experts, documents_by(shape), context_problem(shape)
+    rows = {
+        "data": "any number of ranks",
+        "zero": "0 to 3",
+        "expert": f"up to {most} ranks, whose number divides data's" if most else "",
+        "pipe": kind.unstaged or f"up to {n.layers} stages, of whole blocks",
+        "tensor": _tensor_ranks(shape),
+        "context": f"no: {why}" if why else "any number of ranks",
+        "sequence_parallel": "yes" if kind.splits_sequence else "",
+        "recompute": "none, blocks, auto" if kind.blocks else "none, auto",
+        "lora": f"on {', '.join(linear_layers(weights(shape)))}",
+        "document_masks": {"not": "", "distances": "no: ALiBi"}.get(by, "yes"),
+    }
+    return tuple((axis, text) for axis, text in rows.items() if text)
+
+
+def _tensor_ranks(shape: TransformersShape) -> str:
+    """How many tensor ranks can share it."""
     n = shape.sizes
-    if (read := shape.kind.found) is not None:
-        most = read.shared_experts
-        shared = [("expert", f"up to {most} ranks, whose number divides data's")] if most else []
-        return (
-            ("data", "any number of ranks"),
-            ("zero", "0 to 3"),
-            *shared,
-            ("context", f"no: {why}" if (why := context_problem(shape)) else "any number of ranks"),
-            ("tensor", "any number of ranks, by rules that are tried on a small copy"),
-            ("pipe", shape.kind.found.unstaged or f"up to {n.layers} stages, of whole blocks"),
-            ("recompute", "none, blocks, auto" if shape.kind.blocks else "none, auto"),
-            ("lora", f"on {', '.join(linear_layers(weights(shape)))}"),
-        )
+    if not shape.kind.deals_heads:
+        return "any number of ranks, by rules that are tried on a small copy"
     sizes = [str(size) for size in range(1, n.heads + 1) if can_share(shape, size)]
     shown = sizes if len(sizes) <= 12 else [*sizes[:8], "...", sizes[-1]]
     shared = "" if n.kv_heads == n.heads else f" of {n.kv_heads} key-value heads"
-    return (
-        ("data", "any number of ranks"),
-        ("zero", "0 to 3"),
-        ("pipe", f"up to {n.layers} stages, of whole blocks"),
-        ("tensor", f"{', '.join(shown)} ({n.heads} heads{shared})"),
-        ("context", f"no: {why}" if (why := context_problem(shape)) else "any number of ranks"),
-        ("sequence_parallel", "yes"),
-        ("recompute", "none, blocks, auto"),
-        ("lora", f"on {', '.join(linear_layers(weights(shape)))}"),
-        ("document_masks", "no: ALiBi" if documents_by(shape) == "not" else "yes"),
-    )
+    return f"{', '.join(shown)} ({n.heads} heads{shared})"

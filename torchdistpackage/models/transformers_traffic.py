@@ -38,16 +38,17 @@ def layer_calls(
             yield place.joined_sequence(shape.dim, of.stream)
         yield from _layers(head, CallPlace(of, False), has_grad=has_grad)
         yield from _tables(head, of)
-        read = shape.kind.found
-        if read is None or read.cuts.head:
+        if shape.kind.splits_head:
             yield from place.loss()
 
 
 def problem(shape: TransformersShape, of: Microbatch) -> str | None:
     """Why calls are not known, or None."""
-    if of.tensor > 1 and shape.lora is not None and shape.kind.found is not None:
+    if shape.kind.counts_gradients:
+        return None
+    if of.tensor > 1 and shape.lora is not None:
         return "which gradients adapters of a model without a table need is known once it runs"
-    if of.recomputed and shape.kind.found is not None:
+    if of.recomputed:
         return "what is computed again of a model without a table is known once it runs"
     return None
 
@@ -58,24 +59,24 @@ def _block(
     """has_grad: of what comes into the block."""
     forward = 2 if of.recomputed and (has_grad or _adapted(table)) else 1
     place, dim = CallPlace(of, shape.sequence_parallel, forward), shape.dim
+    top_k = shape.kind.top_k
     if of.tensor > 1:
         again = of.drops or shape.kind.ends_in_norm(shape.settings)
         is_parallel = shape.kind.is_parallel(shape.settings)
         yield from _layers(table, place, again, has_grad, is_parallel)
         for _ in table.experts:
-            top_k = 0 if shape.kind.found is None else shape.kind.found.top_k
             yield from place.experts(dim, top_k, (of.stream, of.products, of.products))
-    read = shape.kind.found
-    if read is None or not read.shared_experts:
+    if not shape.kind.shared_experts:
         return
     prefix = f"{shape.kind.blocks}.{index}."
     if any(x.startswith(prefix) and "expert" in y.split_axes for x, y in layouts(shape).items()):
         dtypes = of.stream, of.products
         if of.expert > 1:
-            yield from dispatch(of, read.shared_experts, read.top_k, dim, dtypes, forward)
+            num = shape.kind.shared_experts
+            yield from dispatch(of, num, top_k, dim, dtypes, forward)
         if of.tensor > 1:
             weights = of.losses if shape.family in WIDE_WEIGHTS else of.products
-            yield from place.experts(dim, read.top_k, (*dtypes, weights))
+            yield from place.experts(dim, top_k, (*dtypes, weights))
 
 
 def _layers(

@@ -8,8 +8,8 @@ for one parameter at a time, so that a rank reads and holds what is its own.
 import re
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial, singledispatch
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,16 @@ from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.config.packages import is_before
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.models.hugging_face_folder import read_weights
 from torchdistpackage.models.hugging_face_layout import (
     DTYPES,
     UNREAD,
+    FolderFiles,
     Source,
     WeightFolder,
     headers,
 )
-from torchdistpackage.models.transformers_layout import TransformersShape
+from torchdistpackage.models.transformers_layout import TransformersShape, buffers, layouts
 from torchdistpackage.models.transformers_meta import on_meta
 from torchdistpackage.parallel.tensor.full import copy_part
 from torchdistpackage.topology.mesh import Mesh
@@ -92,12 +94,11 @@ def open_found(folder: str | Path, shape: TransformersShape) -> FoundFolder:
         CheckpointError: it has no weights, or others: lists all that are missing, unexpected, or
             of another shape or type.
     """
-    folder, read = Path(folder), shape.kind.found
-    assert read is not None
+    folder = Path(folder)
     stored = {k: x for k, x in headers(folder) if not UNREAD.search(f".{k}")}
     model = on_meta(shape.given, torch.float32)
-    known = {p.name: p.shape for p in (*read.parameters, *read.buffers)}
-    groups, unexpected = _groups(model, stored, known, read.aliases)
+    known = _shapes(shape)
+    groups, unexpected = _groups(model, stored, known, shape.kind.aliases)
     found, problems = dict[str, StoredGroup](), list[str]()
     for group in groups:
         try:
@@ -110,7 +111,7 @@ def open_found(folder: str | Path, shape: TransformersShape) -> FoundFolder:
             )
             continue
         for name, value in made.items():
-            own = read.aliases.get(name, name)
+            own = shape.kind.aliases.get(name, name)
             if own not in known:
                 unexpected.append(name)
             elif tuple(value.shape) != known[own]:
@@ -121,7 +122,7 @@ def open_found(folder: str | Path, shape: TransformersShape) -> FoundFolder:
                 _check_same(folder, stored, found[own], group, own)
             else:
                 found[own] = group if name == own else _renamed(group, own)
-    optional = {b.name for b in read.buffers} | {
+    optional = {b.name for b in shape.kind.buffers} | {
         name for name, p in model.named_parameters() if not p.requires_grad
     }
     missing = [f"{x} is missing" for x in known if x not in found and x not in optional]
@@ -144,25 +145,54 @@ def open_found(folder: str | Path, shape: TransformersShape) -> FoundFolder:
     return FoundFolder(WeightFolder(folder, places), found, model)
 
 
-@torch.no_grad()
+@singledispatch
 def fill(
-    found: FoundFolder,
+    opened: Any,
     tensors: Mapping[str, Tensor],
     layouts: Mapping[str, Layout],
     mesh: Mesh,
     index: int,
 ) -> set[str]:
-    """Overwrite the parts of parameters and buffers at `index` of `mesh`, by local name, each of
-    which is read and converted whole; adapters and those on meta are left alone.
+    """Overwrite the parts of parameters and buffers at `index` of `mesh`, by local name, with those
+    of an opened folder; adapters and those on meta are left alone.
 
     Returns the names of those that the folder leaves out, as a table of positions that nothing
     trains.
     """
+    raise AssertionError(f"{opened!r} is no opened folder")
+
+
+@fill.register
+def _(
+    opened: WeightFolder,
+    tensors: Mapping[str, Tensor],
+    layouts: Mapping[str, Layout],
+    mesh: Mesh,
+    index: int,
+) -> set[str]:
+    """Each rank reads its own part."""
+    held = [(x, tensors[name]) for name, x in layouts.items() if not is_adapter(x.name)]
+    sources = {x.name: (Source(x.name, x.shape),) for x, _ in held}
+    held = [(x, tensor) for x, tensor in held if not tensor.is_meta]
+    read_weights(opened, sources, held, mesh, index)
+    return set()
+
+
+@fill.register
+@torch.no_grad()
+def _(
+    opened: FoundFolder,
+    tensors: Mapping[str, Tensor],
+    layouts: Mapping[str, Layout],
+    mesh: Mesh,
+    index: int,
+) -> set[str]:
+    """Each parameter is read and converted whole."""
     local = {x.name: name for name, x in layouts.items() if not is_adapter(x.name)}
     local = {key: name for key, name in local.items() if not tensors[name].is_meta}
-    for key, whole in found.tensors(set(local)):
+    for key, whole in opened.tensors(set(local)):
         copy_part(tensors[local[key]], whole, layouts[local[key]], mesh, index)
-    left = {name for key, name in local.items() if key not in found.groups}
+    left = {name for key, name in local.items() if key not in opened.groups}
     return {name for name in left if isinstance(tensors[name], nn.Parameter)}
 
 
@@ -260,7 +290,36 @@ def _check_same(
         )
 
 
+def _shapes(shape: TransformersShape) -> dict[str, tuple[int, ...]]:
+    """Of every parameter but adapters, and of the buffers that a folder holds."""
+    held = layouts(replace(shape, lora=None)) | buffers(shape)
+    return {name: layout.shape for name, layout in held.items()}
+
+
 # -- and back --------------------------------------------------------------------------------------
+
+
+class ConvertedFolder:
+    """A folder that holds a model as transformers converts it; see `NamedFolder`."""
+
+    def __init__(self, shape: TransformersShape):
+        self._shape = shape
+
+    @cached_property
+    def _stored(self) -> "Stored":
+        return Stored(self._shape)
+
+    def sources(self) -> dict[str, tuple[Source, ...]]:
+        """For each parameter, by global name in order, the tensors of a folder that it is."""
+        return self._stored.sources
+
+    def files(self) -> FolderFiles:
+        """How a folder that has these sources names them."""
+        return FolderFiles(stored=self._stored.parts)
+
+    def open(self, folder: str | Path) -> FoundFolder:
+        """Open a folder that has exactly the weights of this model; see `open_found`."""
+        return open_found(folder, self._shape)
 
 
 class Stored:
@@ -270,11 +329,9 @@ class Stored:
     """
 
     def __init__(self, shape: TransformersShape):
-        read = shape.kind.found
-        assert read is not None
         self._model = on_meta(shape.given, torch.float32)
         self._renamings, self._converters = self._reversed()
-        whole = {p.name: p.shape for p in (*read.parameters, *read.buffers)}
+        whole = _shapes(shape)
         self._alone = self._which_alone(whole)
         self.sources = {
             name: tuple(

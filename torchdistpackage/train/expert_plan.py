@@ -71,6 +71,6 @@ def _sizes(plan: Plan) -> tuple[int, int] | None:
     shape = plan.shape
     if isinstance(shape, GPTShape) and shape.moe is not None:
         return shape.moe.num_experts, shape.moe.top_k
-    if isinstance(shape, TransformersShape) and (read := shape.kind.found) is not None:
-        return (read.shared_experts, read.top_k) if read.shared_experts else None
+    if isinstance(shape, TransformersShape) and shape.kind.shared_experts:
+        return shape.kind.shared_experts, shape.kind.top_k
     return None
