@@ -45,8 +45,8 @@ PURE_FOLDERS = (
 )
 ORDER = (
     *PURE_FOLDERS,
-    *("comm", "thread_ranks", "harness", "tools", "ddp", "optim", "parallel", "models"),
-    *("checkpoint", "train"),
+    *("comm", "thread_ranks", "equivalence", "harness", "tools", "ddp", "optim"),
+    *("parallel", "models", "checkpoint", "train"),
     *("cli", "compat"),
 )
 INSIDE_PARALLEL = ("tensor", "context", "expert", "pipeline", "auto")

@@ -49,8 +49,8 @@ def test_a_rule_that_is_wrong_is_refused_with_the_first_module_that_differs(tmp_
         return replace(found(*given), partial=frozenset())
 
     said = {
-        with_other_heads: "the first that differs is model.layers.1.self_attn.o_proj",
-        without_sums: "the gradient of model.layers.0.self_attn.q_norm.weight",
+        with_other_heads: "model.layers.1.self_attn.o_proj: outputs differ by ",
+        without_sums: "model.layers.3.self_attn.k_norm: gradients (model.layers.3.self_attn",
     }
     monkeypatch.setattr(transformers_found, "CHOICES", every[:1])
     for wrong, where in said.items():
@@ -62,7 +62,8 @@ def test_a_rule_that_is_wrong_is_refused_with_the_first_module_that_differs(tmp_
     # where a later choice is right, that one is taken: here no attention by heads
     monkeypatch.setattr(transformers_found, "CHOICES", every)
     transformers_found._read.cache_clear()
-    read = plan_of(tmp_path, "qwen3_moe", "parallel.tensor=2", head_dim=16).shape.kind.found
+    shape = plan_of(tmp_path, "qwen3_moe", "parallel.tensor=2", head_dim=16).shape
+    read = transformers_found.found_model(shape.given, 2)
     assert read.uncut is None and read.cuts.layers and not read.cuts.attention
     transformers_found._read.cache_clear()
 
@@ -179,14 +180,15 @@ def test_encoders_are_told_to_be_decoders(tmp_path, family):
     with pytest.raises(ConfigError) as met:
         plan_of(tmp_path, family, is_decoder=False)
     assert "set is_decoder to true in config.json" in str(met.value)
-    assert plan_of(tmp_path, family).shape.kind.found.refused is None
+    shape = plan_of(tmp_path, family).shape
+    assert transformers_found.found_model(shape.given).refused is None
 
 
 def test_a_module_is_drawn_by_the_rules_of_those_around_it():
     """The head of a tower for images draws its attention, which has no rule of its own."""
     given = settings("gemma3")
     given["vision_config"]["vision_use_head"] = True
-    draws = ModuleDraws(given, transformers_found.found_family(given).found)
+    draws = ModuleDraws(given, transformers_found.found_family(given))
     path = "model.vision_tower.head.attention"
     drawn = draws.parameter(f"{path}.in_proj_weight", 0)
     bound = math.sqrt(6 / sum(drawn.shape))

@@ -6,24 +6,39 @@ has to be what they say of the whole sequence.
 
 import inspect
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchdistpackage.equivalence.compare import ParityFinding, first_difference
+from torchdistpackage.equivalence.match import elementwise_within
+from torchdistpackage.equivalence.record import (
+    ModuleCalls,
+    ParityRecord,
+    parts_of,
+    record_results,
+)
 from torchdistpackage.families.table import StageSides
 from torchdistpackage.models.transformers_found import small_models
 from torchdistpackage.models.transformers_staged import neighbours
-from torchdistpackage.parallel.pipeline.partition.hf_decoder import DecoderStage, decoder_stage
+from torchdistpackage.models.transformers_stops import module_of
+from torchdistpackage.parallel.pipeline.partition.hf_decoder import (
+    DecoderStage,
+    decoder_stage,
+    stage_modules,
+)
 from torchdistpackage.tools.undisturbed import keep_random_states
 
 _PREFILL = 5
 """Tokens of the small copy that are given at once."""
-_TOLERANCE = 1e-4
-"""Of float32, relative to the largest logit."""
+_WITHIN = elementwise_within(1e-4)
+"""Sums over keys in other blocks, in float32."""
+log = logging.getLogger(__name__)
 
 
 class TransformersCache:
@@ -86,21 +101,29 @@ def tried_cache(given: Mapping[str, Any], around: StageSides | None) -> tuple[bo
     Tried on a small copy; any difference or error is a no.
     """
     text = json.dumps(dict(given), sort_keys=True, default=str)
-    can = _tried(text, around, 0)
-    return can, can and _tried(text, around, 2)
+    problem = _problem(text, around, 0)
+    if problem is not None:
+        log.info("%s writes without a cache: %s", given.get("model_type"), problem)
+        return False, False
+    return True, _problem(text, around, 2) is None
 
 
 @lru_cache(maxsize=16)
-def _tried(text: str, around: StageSides | None, padding: int) -> bool:
+def _problem(text: str, around: StageSides | None, padding: int) -> str | None:
+    """Why no cache serves, by the first module that differs; None: it does."""
+    problem = "transformers makes no small copy to try it on"
     with keep_random_states(), torch.no_grad():
         for model in small_models(json.loads(text)):
             model.eval()
             try:
-                return all(_agrees(stages, padding) for stages in _cuts(model, around))
-            except Exception:
+                findings = (_difference(stages, padding) for stages in _cuts(model, around))
+                found = next((x for x in findings if x is not None), None)
+            except Exception as error:
                 # of a class that nobody has seen, whatever its forward raises
+                problem = f"a small copy stops in {module_of(error, model)}"
                 continue
-    return False
+            return None if found is None else found.brief
+    return problem
 
 
 def _cuts(model: Any, around: StageSides | None) -> Iterator[list[tuple[nn.Module, int]]]:
@@ -118,30 +141,51 @@ def _cuts(model: Any, around: StageSides | None) -> Iterator[list[tuple[nn.Modul
         yield stages
 
 
-def _agrees(stages: list[tuple[nn.Module, int]], second: int) -> bool:
-    """second: columns of padding before the second row."""
+def _difference(stages: list[tuple[nn.Module, int]], second: int) -> ParityFinding | None:
+    """The first difference of a token's activations with a cache from those without.
+
+    second: columns of padding before the second row.
+    """
     config: Any = stages[0][0].config
     vocab = config.get_text_config().vocab_size
     draw = torch.Generator().manual_seed(0)
     num, padding = _PREFILL + 3, torch.tensor([0, second])
     ids = torch.randint(min(3, vocab - 1), vocab, (2, num), generator=draw)
     caches = [TransformersCache(stage, first) for stage, first in stages]
+    decoders = [stage for stage, _ in stages if isinstance(stage, DecoderStage)]
+    modules = stage_modules(decoders) if decoders else parts_of(stages[0][0])
 
-    def run(x: Tensor, more: list[dict[str, Any]]) -> Tensor:
+    def run(x: Tensor, more: list[dict[str, Any]]) -> list[Tensor]:
         for (stage, _), given in zip(stages, more, strict=True):
             is_stage = isinstance(stage, DecoderStage)
             output: Any = stage(x, **given) if is_stage else stage(input_ids=x, **given)
             x = output if is_stage else output.logits
-        return x[:, -1]
+        return [x[:, -1:]]
 
     plain = [{} for _ in stages]
     for begin, end in ((0, _PREFILL), *((at, at + 1) for at in range(_PREFILL, num))):
         calls = [cache.call(end - begin, padding if second else None) for cache in caches]
-        found = run(ids[:, begin:end], [call.__enter__() for call in calls])
+        given = [call.__enter__() for call in calls]
+        found = record_results(modules, partial(run, ids[:, begin:end], given))
         for call in calls:
             call.__exit__(None, None, None)
         for row in range(2):
-            alone = run(ids[row : row + 1, int(padding[row]) : end], plain)[0]
-            if (found[row] - alone).abs().max() > _TOLERANCE * alone.abs().max().clamp(min=1e-6):
-                return False
-    return True
+            tokens = ids[row : row + 1, int(padding[row]) : end]
+            alone = record_results(modules, partial(run, tokens, plain))
+            whole, own = _last_token(alone, 0), _last_token(found, row)
+            if (finding := first_difference(whole, [own], {}, _WITHIN)) is not None:
+                return finding
+    return None
+
+
+def _last_token(record: ParityRecord, row: int) -> ParityRecord:
+    """Return what a record has of the last token of one row."""
+
+    def last(tensors: list[Tensor]) -> list[Tensor]:
+        return [x[row : row + 1, -1:] for x in tensors if x.dim() > 2]
+
+    modules = {
+        name: ModuleCalls(last(calls.inputs), last(calls.outputs))
+        for name, calls in record.modules.items()
+    }
+    return ParityRecord({}, modules=modules, results=last(record.results))

@@ -5,11 +5,15 @@ the gradient of every parameter. Of blocks that cannot be cut, `unstaged_because
 is in the way.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchdistpackage.equivalence.compare import first_difference
+from torchdistpackage.equivalence.match import elementwise_within
+from torchdistpackage.equivalence.record import ParityRecord, parts_of, recording
 from torchdistpackage.families.table import StageSides
 from torchdistpackage.models.transformers_blocks import BlockCalls, unstaged_because
 from torchdistpackage.models.transformers_stops import module_of
@@ -17,10 +21,11 @@ from torchdistpackage.parallel.pipeline.partition.hf_decoder import (
     BlockNeighbours,
     base_name,
     decoder_stage,
+    stage_modules,
 )
 
-_TOLERANCE = 1e-5
-"""Of float32, relative to the largest element."""
+_WITHIN = elementwise_within(1e-5, least_noise=1e-11)
+"""The same operations in another order of calls, in float32."""
 _OPTIONS = {"use_cache": False, "return_dict": True}
 
 
@@ -52,8 +57,8 @@ def try_stages(
     base, path = model.get_submodule(prefix), blocks.removeprefix(f"{prefix}.")
     around, calls = BlockNeighbours(base, path), BlockCalls(model, blocks)
     with around.seen(), calls.seen():
-        expected = _logits_and_gradients(
-            model, lambda: model(input_ids=ids, **_OPTIONS).logits, ids
+        expected = _recorded(
+            model, parts_of(model), lambda: model(input_ids=ids, **_OPTIONS).logits, ids
         )
     # what no token reaches stands on the last stage, or its parameters would be on several
     around.behind |= {x.removeprefix(f"{prefix}.") for x in unreached} - around.before
@@ -65,7 +70,7 @@ def try_stages(
 
 
 def _differs(
-    model: Any, ids: Tensor, around: BlockNeighbours, expected: dict[str, Tensor]
+    model: Any, ids: Tensor, around: BlockNeighbours, expected: ParityRecord
 ) -> str | None:
     """Where stages in a row do not compute what the model does."""
     name, path = type(model).__name__, f"{base_name(model)}.{around.path}"
@@ -84,7 +89,7 @@ def _differs(
 
         behind = f"cut behind block {cut} of {num}"
         try:
-            found = _logits_and_gradients(model, run, ids)
+            found = _recorded(model, stage_modules(stages), run, ids)
             if around.writes_input and not stages[1].copies_input:
                 return _differs(model, ids, around, expected)
         except Exception as error:  # of a class that nobody has seen, whatever its forward raises
@@ -93,13 +98,12 @@ def _differs(
                 f"{name} does not go on from activations in place of token ids: a small copy "
                 f"that is {behind} stops in {at}"
             )
-        for what, x in expected.items():
-            if (off := _distance(found.get(what), x)) > _TOLERANCE:
-                return (
-                    f"the stages of {name} {behind} do not compute what it does: {what} of a small "
-                    f"copy is off by {off:.1e}, so its blocks share more than the activations that "
-                    f"they hand on"
-                )
+        if (finding := first_difference(expected, [found], {}, _WITHIN)) is not None:
+            return (
+                f"the stages of {name} {behind} do not compute what a small copy of it does "
+                f"({finding.brief}), so its blocks share more than the activations that they hand "
+                f"on"
+            )
     return None
 
 
@@ -121,22 +125,18 @@ def _shared(
     return None
 
 
-def _logits_and_gradients(model: nn.Module, run: Any, ids: Tensor) -> dict[str, Tensor]:
+def _recorded(
+    model: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[], Tensor], ids: Tensor
+) -> ParityRecord:
+    """Return the logits of `run`, what `modules` got and gave, and the gradients of the model."""
+    record = ParityRecord({})
     model.zero_grad()
-    logits = run()
+    with recording(modules, record, first_call=True):
+        logits = run()
     F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten()).backward()
-    found = {"logits": logits.detach()}
-    found |= {
-        f"the gradient of {name}": p.grad.clone()
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
+    record.results = [logits.detach()]
+    named = model.named_parameters()
+    record.grads = {name: p.grad.clone() for name, p in named if p.grad is not None}
+    record.initial = dict(model.named_parameters())
     model.zero_grad()
-    return found
-
-
-def _distance(found: Tensor | None, expected: Tensor) -> float:
-    if found is None or found.shape != expected.shape:
-        return float("inf")
-    scale = expected.abs().max().clamp(min=1e-6)
-    return ((found - expected).abs().max() / scale).item()
+    return record

@@ -4,11 +4,9 @@ The ranks are threads of this process, which talk in memory (thread_ranks). Each
 it would the model; logits and the gradient of every parameter are compared with the copy's own.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +16,9 @@ from torch import Tensor, nn
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.equivalence.compare import ParityFinding, first_difference
+from torchdistpackage.equivalence.match import elementwise_within
+from torchdistpackage.equivalence.record import ParityRecord, parts_of, recording
 from torchdistpackage.families.found import TRAINED, table_of
 from torchdistpackage.families.table import FoundModel
 from torchdistpackage.layout.derive import local_shape
@@ -32,20 +33,11 @@ from torchdistpackage.tools.undisturbed import keep_random_states
 from torchdistpackage.topology.mesh import Mesh, topology
 
 _TOLERANCE = 1e-3
-"""Of float32, relative to the largest element; what is wrong is off by much more."""
+"""Of float32; what is wrong is off by much more."""
 _SMALLEST = 1e-4
 """A gradient counts as this part of the largest one at least: of some there is but rounding."""
 _LIMIT_S = 120.0
 Gradients = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class _UnsplitRun:
-    """What the copy computes in one process. outputs: of its modules, in the order of calls."""
-
-    logits: Tensor
-    gradients: Gradients
-    outputs: Mapping[str, Tensor]
 
 
 def try_tensor(model: Any, found: FoundModel, ids: Tensor, num_ranks: int) -> str | None:
@@ -61,16 +53,16 @@ def try_tensor(model: Any, found: FoundModel, ids: Tensor, num_ranks: int) -> st
 
     stops: dict[int, str] = {}
 
-    def on_rank(rank: int) -> tuple[Tensor, Gradients, str | None]:
+    def on_rank(rank: int) -> ParityRecord:
         group = tpc.get_group("tensor")
         twin = twins[rank]
+        record = ParityRecord({"tensor": rank})
         try:
             parallelize(twin, table, group)
             if found.shared_experts:
                 share_experts(twin, layouts, tpc.get_group("expert"), group)
             _fill(twin, copied, found, layouts, group)
-            seen = dict[str, Tensor]()
-            with _recorded(twin, seen):
+            with recording(parts_of(twin), record, first_call=True):
                 logits = twin(input_ids=ids, use_cache=False, return_dict=True).logits
             if found.cuts.head:
                 logits = SplitVocab(group, found.sizes.vocab).join(logits)
@@ -78,27 +70,41 @@ def try_tensor(model: Any, found: FoundModel, ids: Tensor, num_ranks: int) -> st
         except Exception as error:  # whatever the forward of a class that nobody has seen raises
             stops[rank] = module_of(error, twin)
             raise
-        gradients = _gradients(twin, found, layouts, group)
-        return logits.detach(), gradients, _first_difference(seen, expected.outputs)
+        record.results = [logits.detach()]
+        record.grads = _gradients(twin, found, layouts, group)
+        return record
 
     layout = topology([("tensor", num_ranks)], num_ranks)
     run = run_ranks(on_rank, layout, limit_s=_LIMIT_S, queued=False)
     if run.finding is not None:
         where = next((stops[x] for x in run.finding.ranks if x in stops), type(model).__name__)
         return f"{num_ranks} ranks stop in {where} ({run.finding.kind})"
-    mesh = Mesh((("tensor", num_ranks),))
-    for rank, (logits, gradients, differs) in enumerate(run.results):  # type: ignore[misc]
-        if (off := _distance(logits, expected.logits)) > _TOLERANCE:
-            where = differs or "its logits"
-            return f"the first that differs is {where}, and the logits are off by {off:.1e}"
-        least = _SMALLEST * max(x.abs().max().item() for x in expected.gradients.values())
-        for name, whole in expected.gradients.items():
-            part = torch.empty(local_shape(layouts[name], mesh, rank))
-            copy_part(part, whole, layouts[name], mesh, rank)
-            if name not in gradients:
-                return f"{name} has no gradient on rank {rank}"
-            if (off := _distance(gradients[name], part, least)) > _TOLERANCE:
-                return f"the gradient of {name} is off by {off:.1e}"
+    records: list[ParityRecord] = list(run.results)  # type: ignore[arg-type]
+    finding = _first_difference(expected, records, layouts)
+    return None if finding is None else finding.brief
+
+
+def _first_difference(
+    whole: ParityRecord, records: Sequence[ParityRecord], layouts: Mapping[str, Layout]
+) -> ParityFinding | None:
+    """Return the first difference of the ranks from the copy, gradients by each rank's own part."""
+    axes = {"tensor": len(records)}
+    outputs = replace(whole, grads={})
+    by = elementwise_within(_TOLERANCE)
+    if (finding := first_difference(outputs, records, axes, by)) is not None:
+        return finding
+    mesh = Mesh((("tensor", len(records)),))
+    largest = max(x.abs().max().item() for x in whole.grads.values())
+    by = elementwise_within(_TOLERANCE, least_noise=_TOLERANCE * _SMALLEST * largest)
+    for rank, record in enumerate(records):
+        parts: Gradients = {}
+        for name, x in whole.grads.items():
+            parts[name] = torch.empty(local_shape(layouts[name], mesh, rank))
+            copy_part(parts[name], x, layouts[name], mesh, rank)
+        own = replace(record, initial=parts, modules={}, results=[])
+        finding = first_difference(ParityRecord({}, grads=parts), [own], axes, by)
+        if finding is not None:
+            return finding
     return None
 
 
@@ -115,34 +121,18 @@ def _loss(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
 
 
-def _alone(model: Any, ids: Tensor, aliases: Mapping[str, str]) -> _UnsplitRun:
-    seen = dict[str, Tensor]()
-    with _recorded(model, seen):
+def _alone(model: Any, ids: Tensor, aliases: Mapping[str, str]) -> ParityRecord:
+    """Return what the copy computes in one process."""
+    record = ParityRecord({})
+    with recording(parts_of(model), record, first_call=True):
         logits = model(input_ids=ids, use_cache=False, return_dict=True).logits
     model.zero_grad()
     _loss(logits, ids).backward()
     named = {aliases.get(name, name): p for name, p in model.named_parameters()}
-    gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+    record.grads = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
     model.zero_grad()
-    return _UnsplitRun(logits.detach(), gradients, seen)
-
-
-@contextmanager
-def _recorded(model: nn.Module, seen: dict[str, Tensor]) -> Iterator[None]:
-    """Inside, the first tensor of each module's first output is put into `seen` by its path."""
-
-    def note(path: str, module: nn.Module, args: object, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(first, Tensor) and path not in seen:
-            seen[path] = first.detach()
-
-    named = model.named_modules()
-    handles = [m.register_forward_hook(partial(note, path)) for path, m in named if path]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    record.results = [logits.detach()]
+    return record
 
 
 @torch.no_grad()
@@ -174,20 +164,3 @@ def _gradients(
             g = parameter.grad
             gradients[own] = primitives.all_reduce(g.clone(), group) if partial else g
     return gradients
-
-
-def _first_difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
-    for path, x in expected.items():
-        y = found.get(path)
-        if y is not None and y.shape == x.shape and _distance(y, x) > _TOLERANCE:
-            return path
-    return None
-
-
-def _distance(found: Tensor, expected: Tensor, least: float = 1e-6) -> float:
-    if found.shape != expected.shape:
-        return float("inf")
-    if not found.is_floating_point() or not expected.numel():
-        return float((found != expected).any())
-    scale = expected.abs().max().clamp(min=least)
-    return ((found - expected).abs().max() / scale).item()

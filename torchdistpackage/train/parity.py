@@ -19,16 +19,16 @@ from torch import Tensor
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.ddp.sharded import ShardedOptimizer
-from torchdistpackage.errors import TorchDistError
-from torchdistpackage.harness.parity.compare import ITS_STEP, ParityFinding, first_difference
-from torchdistpackage.harness.parity.layout_ranks import records_of
-from torchdistpackage.harness.parity.layouts import ParityReport, text_of
-from torchdistpackage.harness.parity.record import (
+from torchdistpackage.equivalence.compare import ITS_STEP, ParityFinding, first_difference
+from torchdistpackage.equivalence.record import (
     ParityRecord,
     recording,
     told_where,
     without_dropout,
 )
+from torchdistpackage.errors import TorchDistError
+from torchdistpackage.harness.parity.layout_ranks import records_of
+from torchdistpackage.harness.parity.layouts import ParityReport, text_of
 from torchdistpackage.harness.pool import RankPool
 from torchdistpackage.layout.derive import blocks
 from torchdistpackage.train.build import build

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.harness.parity import planted
+from torchdistpackage.equivalence.match import difference
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.parity.layouts import layouts_of
-from torchdistpackage.harness.parity.match import difference
 from torchdistpackage.testing import ParityModel, compare_layouts
 
 AXES = {"data": 2, "context": 2, "tensor": 2}

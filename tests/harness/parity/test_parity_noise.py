@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from torchdistpackage.harness.parity.compare import first_difference
-from torchdistpackage.harness.parity.record import ParityRecord
+from torchdistpackage.equivalence.compare import first_difference
+from torchdistpackage.equivalence.record import ParityRecord
 
 AXES = {"data": 2}
 

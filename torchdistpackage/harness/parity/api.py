@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
+from torchdistpackage.equivalence.compare import first_difference
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.harness.parity.compare import first_difference
 from torchdistpackage.harness.parity.layout_ranks import ParityModel, run_layouts
 from torchdistpackage.harness.parity.layouts import Axes, ParityReport, checked
 from torchdistpackage.harness.pool import RankPool

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm.nested import leaves_of
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.errors import ConfigError, RankError
-from torchdistpackage.harness.parity.record import (
+from torchdistpackage.equivalence.record import (
     ParityRecord,
     copies,
     dropout_masks,
@@ -21,6 +20,7 @@ from torchdistpackage.harness.parity.record import (
     told_where,
     without_dropout,
 )
+from torchdistpackage.errors import ConfigError, RankError
 from torchdistpackage.harness.pool import Ranks
 from torchdistpackage.launch.entrypoint import EntryPoint
 

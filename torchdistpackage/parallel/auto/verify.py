@@ -25,6 +25,9 @@ from torch import Tensor, nn
 from torchdistpackage.comm import collectives
 from torchdistpackage.comm.nested import map_tensors
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.equivalence.compare import WHOLE_MODEL, ParityFinding, first_difference
+from torchdistpackage.equivalence.match import elementwise, elementwise_within
+from torchdistpackage.equivalence.record import ParityRecord, parts_of, recording
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto.changed import changed_weight
 from torchdistpackage.parallel.auto.model import ParallelModule
@@ -43,9 +46,6 @@ float64, of which some norms compute in float32.
 LIBRARIES = ("torch", "torchdistpackage", "transformers", "peft")
 """Whose hooks may be called once more."""
 NUM_TRIALS = 3
-
-Recorded = dict[tuple[str, int], list[Tensor]]
-"""(part, how many calls of it came before) -> tensors in its output, in the order of the calls."""
 
 
 def why_not_compared(
@@ -214,28 +214,29 @@ class BothForwards:
 
     def culprit(self, largest: float) -> str:
         """What is wrong, by the first part whose output differs."""
-        expected: Recorded = {}
-        self.call_unsplit(lambda twin: record(twin, expected))
-        twin, found = self.twin(), {}
-        record(twin.module_shards[0], found)
-        self.call(twin)
-        parts = dict(self.check.unsplit.named_modules())
-        what, name, kind = largest, "", self.check.unsplit
-        for key, outputs in expected.items():
-            others = found.get(key, ())
-            worst = max(
-                (difference(*p) for p in zip(others, outputs, strict=False) if alike(*p)),
-                default=0.0,
+        expected, found = ParityRecord({}), ParityRecord({})
+        with ExitStack() as stack:
+            output = self.call_unsplit(
+                lambda twin: stack.enter_context(
+                    recording(parts_of(twin), expected, first_call=True)
+                )
             )
-            if worst > TOLERANCE:
-                what, name, kind = worst, key[0], parts[key[0]]
-                break
+        twin = self.twin()
+        with recording(shard_modules(twin.module_shards[0]), found, first_call=True):
+            outputs = tensors_in(self.call(twin))
+        pairs = [(a, b) for a, b in zip(outputs, tensors_in(output), strict=True) if alike(a, b)]
+        found.results, expected.results = [a for a, _ in pairs], [b for _, b in pairs]
+        finding = first_difference(expected, [found], {}, elementwise_within(TOLERANCE))
+        if finding is None or finding.module == WHOLE_MODEL:
+            finding = ParityFinding(WHOLE_MODEL, "outputs", largest, 0, "")
+            kind = type(self.check.unsplit)
+        else:
+            kind = type(self.check.unsplit.get_submodule(finding.module))
         return (
-            f"the split of a {type(self.check.unsplit).__name__} computes something else than the "
-            f"module did: the first part whose output differs is {name or 'the module itself'}, a "
-            f"{type(kind).__name__}, by {what:.2e} of its largest number, where rounding may be "
-            f"{TOLERANCE:.0e}. Leave it whole, by a tensor_parallel_config without rules for its "
-            f"layers, give all ranks the same input, or pass verify=False to go on all the same"
+            f"the split does not compute what the {type(self.check.unsplit).__name__} does "
+            f"({finding.brief}; it is a {kind.__name__}, and rounding may be {TOLERANCE:.0e}). "
+            f"Leave it whole, by a tensor_parallel_config without rules for its layers, give all "
+            f"ranks the same input, or pass verify=False to go on all the same"
         )
 
 
@@ -337,14 +338,11 @@ def difference(found: Tensor, expected: Tensor) -> float:
     """The largest difference as a share of the largest expected number; infinite for shapes."""
     if found.shape != expected.shape:
         return float("inf")
-    if not alike(found, expected) or expected.numel() == 0:
+    if not alike(found, expected):
         return 0.0
-    found = found.to(expected.device)
-    is_same = (found == expected) | (found.isnan() & expected.isnan())
-    apart = (found - expected).abs().double().masked_fill(is_same, 0.0)
-    largest = expected.abs().double().nan_to_num(0.0, 0.0, 0.0).max().item()
-    worst = apart.nan_to_num(float("inf")).max().item()
-    return worst / largest if largest else worst
+    if not expected.any():
+        return found.abs().nan_to_num(float("inf")).max().item() if found.numel() else 0.0
+    return elementwise(found, expected) or 0.0
 
 
 def why_incomparable(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
@@ -371,14 +369,11 @@ def rounded(tensor: Tensor) -> Tensor:
     return tensor * (1 + 4 * EPS * torch.randn_like(tensor))
 
 
-def record(root: nn.Module, outputs: Recorded) -> None:
-    """Note what the parts of `root` return; of a layer with rules what they make of it."""
-
-    def note(name: str, part: nn.Module, args: Any, output: Any) -> None:
-        nth = sum(key[0] == name for key in outputs)
-        outputs[name, nth] = [tensor.detach().clone() for tensor in tensors_in(output)]
-
-    for name, part in root.named_modules():
-        if not f".{name}".endswith(".tp_wrapped_module"):
-            plain = name.replace("tp_wrapped_module.", "")
-            part.register_forward_hook(partial(note, plain))
+def shard_modules(root: nn.Module) -> dict[str, nn.Module]:
+    """The parts of a shard by their names in the unsplit module; a layer with rules is what they
+    make of it."""
+    return {
+        name.replace("tp_wrapped_module.", ""): part
+        for name, part in root.named_modules()
+        if name and not f".{name}".endswith(".tp_wrapped_module")
+    }

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.equivalence.compare import first_difference
+from torchdistpackage.equivalence.match import elementwise_within
+from torchdistpackage.equivalence.record import ParityRecord, parts_of, record_results, recording
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cost
 from torchdistpackage.parallel.pipeline.partition.gated_blocks import BlockActivations, make_gated
@@ -189,38 +192,56 @@ def _tokens(model: nn.Module) -> Tensor:
     )
 
 
-def _run(model: nn.Module, around: "BlockNeighbours") -> tuple[Tensor, Tensor] | None:
-    """Logits and loss of the model on a few tokens; None on the meta device."""
+def _run(model: nn.Module, around: "BlockNeighbours") -> ParityRecord | None:
+    """Return logits and loss of the model on a few tokens; None on the meta device."""
     ids = _tokens(model)
+
+    def run() -> tuple[Tensor, Tensor]:
+        output = model(input_ids=ids, labels=ids, **_OPTIONS)
+        return output.logits, output.loss
+
     try:
         with torch.no_grad(), in_eval(model), around.seen():
-            output = model(input_ids=ids, labels=ids, **_OPTIONS)
+            record = record_results({} if ids.is_meta else parts_of(model), run)
     except (RuntimeError, NotImplementedError):
         if ids.is_meta:  # where not all can be run
             return None
         raise
-    return None if ids.is_meta else (output.logits, output.loss)
+    return None if ids.is_meta else record
 
 
-def _compare(
-    model: nn.Module, stages: Sequence[DecoderStage], expected: tuple[Tensor, Tensor]
-) -> None:
+def stage_modules(stages: Sequence[DecoderStage]) -> dict[str, nn.Module]:
+    """Return the modules of all stages by their names in the model.
+
+    Several stages run the base; it is that of the last, which ends as the model's does.
+    """
+    return {
+        name: module
+        for stage in stages
+        for name, module in parts_of(stage).items()
+        if not isinstance(module, SkippedModule)
+    }
+
+
+def _compare(model: nn.Module, stages: Sequence[DecoderStage], expected: ParityRecord) -> None:
     """Raises ScheduleError where the stages in a row differ from the model."""
     x = ids = _tokens(model)
+    found = ParityRecord({})
     *rest, last = stages
     with torch.no_grad(), in_eval(*stages):
-        for stage in rest:
-            x = stage(x)
-        found = last(x), last(x, labels=ids)
-    for what, a, b in zip(("logits", "loss"), found, expected, strict=True):
-        if a.shape != b.shape or not torch.equal(a, b):
-            difference = (a - b).abs().max().item() if a.shape == b.shape else "shape"
-            raise ScheduleError(
-                f"the {len(stages)} stages do not compute what {type(model).__name__} does "
-                f"(largest difference of {what}: {difference}): its blocks share more than their "
-                f"activations, masks and positions, or its loss is not of the logits alone (that "
-                f"of routers, output_router_logits); cut it with flatten_model"
-            )
+        with recording(stage_modules(stages), found, first_call=True):
+            for stage in rest:
+                x = stage(x)
+            logits = last(x)
+        found.results = [logits, last(x, labels=ids)]
+    # the same operations in the same order: not a bit may differ
+    if (finding := first_difference(expected, [found], {}, elementwise_within(0.0))) is not None:
+        raise ScheduleError(
+            f"the {len(stages)} stages do not compute what {type(model).__name__} does "
+            f"({finding.brief}): its blocks share more than their activations, masks and "
+            f"positions, or its loss is not of the logits alone (that of routers, "
+            f"output_router_logits); cut it with flatten_model"
+        )
 
 
 # -- the model with fewer of its blocks ----------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Where the steps of a layout part from those of one process: the first module, by how much, why.
+"""Where steps that should be equal part: the first module, by how much, why.
+
+`tdp parity` compares the ranks of a layout with one process, a trial of a split or of stages what
+they compute with what the model alone does.
 
 What is looked at comes in the order in which a step makes it: the first weights, the data, modules
 on the way forward from the outermost inwards, the loss, gradients from the loss backwards, dropout,
@@ -12,14 +15,16 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from torchdistpackage.harness.parity.backward import backward_culprit
-from torchdistpackage.harness.parity.match import (
+from torchdistpackage.equivalence.backward import backward_culprit
+from torchdistpackage.equivalence.match import (
+    PARTS,
     TOLERANCE,
+    Measure,
     difference,
     missing_place,
     rows_found,
 )
-from torchdistpackage.harness.parity.record import DATA, LOSS, ParityRecord
+from torchdistpackage.equivalence.record import DATA, LOSS, ParityRecord
 
 Axes = Mapping[str, int]
 
@@ -27,9 +32,8 @@ SPLITS_BATCH = ("data", "expert_data", "expert")
 """Axes whose ranks have samples of their own."""
 
 
-NOISE = 1e-12
-"""Of float64: rounding of sums of gradients, as a share of the model's largest gradient."""
-
+WHOLE_MODEL = "the model"
+"""Where no module inside is named."""
 ITS_STEP = "its step"
 """What differs where a rank raised an error."""
 
@@ -50,18 +54,26 @@ class ParityFinding:
     def __str__(self) -> str:
         if self.what == ITS_STEP:
             return f"{self.module}: rank {self.rank} ends by {self.cause}"
-        far = "" if self.excess is None else f" by {self.excess:.1e} of its largest number"
         return (
-            f"{self.module}: {self.what} of rank {self.rank} differ{far}; usual cause: {self.cause}"
+            f"{self.module}: {self.what} of rank {self.rank} differ{self._by()}; usual cause: "
+            f"{self.cause}"
         )
+
+    @property
+    def brief(self) -> str:
+        """Module, what differs and by how much: what every refusal of a split says."""
+        return f"{self.module}: {self.what} differ{self._by()}"
+
+    def _by(self) -> str:
+        return "" if self.excess is None else f" by {self.excess:.1e} of its largest number"
 
 
 def first_difference(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes
+    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure = PARTS
 ) -> ParityFinding | None:
-    """The first difference of the records of a layout from that of one process; None: no one.
+    """Return the first difference of the records of a layout from that of one process, or None.
 
-    axes: those with several ranks.
+    axes: those with several ranks. by: how tensors are compared, and when they differ.
     """
     for rank, record in enumerate(ranks):
         if record.error:
@@ -69,7 +81,7 @@ def first_difference(
             line = record.error.removeprefix(f"{module}: ")
             return ParityFinding(module, ITS_STEP, None, rank, line, record.error_detail)
     looks = (_initial, _data, _forward, _loss, _grads, _dropout, _buffers, _norm, _weights)
-    return next((x for look in looks if (x := look(whole, ranks, axes)) is not None), None)
+    return next((x for look in looks if (x := look(whole, ranks, axes, by)) is not None), None)
 
 
 def _module_in(text: str, whole: ParityRecord) -> str:
@@ -77,17 +89,18 @@ def _module_in(text: str, whole: ParityRecord) -> str:
     at = text.partition(": ")[0]
     if at in whole.modules and at:
         return at
-    return next((name for name in whole.modules if name and name in text), "the model")
+    return next((name for name in whole.modules if name and name in text), WHOLE_MODEL)
 
 
 def _owner(name: str) -> str:
-    return name.rpartition(".")[0] or "the model"
+    return name.rpartition(".")[0] or WHOLE_MODEL
 
 
 def _worst(
     whole: Mapping[str, Tensor],
     held: Iterable[Mapping[str, Tensor]],
     name: str,
+    by: Measure,
     noise: float = 0.0,
 ) -> tuple[float | None, int] | None:
     """The largest difference of the ranks' tensors of this name, and the rank; None: all fit.
@@ -99,10 +112,10 @@ def _worst(
     found: list[tuple[float, int]] = []
     for rank, mine in enumerate(held):
         if name in mine:
-            apart = difference(mine[name], whole[name])
+            apart = by.apart(mine[name], whole[name])
             found.append((float("inf") if apart is None else apart, rank))
     worst, rank = max(found, default=(0.0, 0))
-    if worst <= max(TOLERANCE, noise):
+    if worst <= max(by.tolerance, noise):
         return None
     return (None if worst == float("inf") else worst), rank
 
@@ -112,16 +125,18 @@ def _largest(tensors: Mapping[str, Tensor]) -> float:
 
 
 def _initial(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes
+    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
     for name in whole.initial:
-        if (found := _worst(whole.initial, (r.initial for r in ranks), name)) is not None:
+        if (found := _worst(whole.initial, (r.initial for r in ranks), name, by)) is not None:
             cause = "initial weights that a rank draws from a state of its own, or a wrong shard"
             return ParityFinding(_owner(name), f"the first weights ({name})", *found, cause)
     return None
 
 
-def _data(whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes) -> ParityFinding | None:
+def _data(
+    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+) -> ParityFinding | None:
     if not whole.inputs or not any(record.inputs for record in ranks):
         return None
     for number, tensor in enumerate(whole.inputs):
@@ -141,32 +156,53 @@ def _data(whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes) -> Par
 
 
 def _forward(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes
+    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
-    wrong = {name: x for name in whole.modules if (x := _output(whole, ranks, name)) is not None}
+    wrong = {n: x for n in whole.modules if (x := _output(whole, ranks, n, by)) is not None}
+    if whole.results:
+        # where what comes out is known, a module inside counts only if that differs
+        if (off := _results(whole, ranks, by)) is None:
+            return None
+        wrong[""] = off
     # a part of a sum is as it should be; whether somebody adds it up, its parent shows
-    partial = {name for name in wrong if _is_partial(whole, ranks, name)}
+    partial = {name for name in wrong if _is_partial(whole, ranks, name, by)}
     tops = [n for n in wrong if not any(_is_inside(n, x) for x in whole.modules if x != n)]
     if not tops:
         return None
-    at = tops[0]
+    at = "" if "" in wrong else tops[0]
     while inner := [x for x in wrong if x not in partial and x != at and _level(x, at, whole)]:
         # what is wrong because its inputs are, comes of its parent's own lines
-        right = [name for name in inner if _has_right_inputs(whole, ranks, name)]
+        right = [name for name in inner if _has_right_inputs(whole, ranks, name, by)]
         if not right:
             break
         at = right[0]
     excess, rank = wrong[at]
     sums = any(_is_inside(name, at) for name in partial)
-    cause = _forward_cause(whole, ranks, at, axes, sums)
-    return ParityFinding(at or "the model", "outputs", excess, rank, cause)
+    cause = _forward_cause(whole, ranks, at, axes, sums, by)
+    return ParityFinding(at or WHOLE_MODEL, "outputs", excess, rank, cause)
 
 
-def _has_right_inputs(whole: ParityRecord, ranks: Sequence[ParityRecord], name: str) -> bool:
+def _results(
+    whole: ParityRecord, ranks: Sequence[ParityRecord], by: Measure
+) -> tuple[float | None, int] | None:
+    """How far the whole model's outputs are off, and on which rank; None: all are right."""
+    for number, full in enumerate(whole.results):
+        apart = (by.apart(record.results[number], full) for record in ranks)
+        off = [(float("inf") if x is None else x, rank) for rank, x in enumerate(apart)]
+        worst, rank = max(off)
+        if worst > by.tolerance:
+            return (None if worst == float("inf") else worst), rank
+    return None
+
+
+def _has_right_inputs(
+    whole: ParityRecord, ranks: Sequence[ParityRecord], name: str, by: Measure
+) -> bool:
     held, full = [r.modules[name].inputs for r in ranks if name in r.modules], whole.modules[name]
-    apart = (_lists(inputs, full.inputs) for inputs in held)
+    apart = (_lists(inputs, full.inputs, by) for inputs in held)
     firsts = [x[0] for x in held if x]
-    return all(x is None or x <= TOLERANCE for x in apart) and not _is_missing(firsts, full.inputs)
+    is_right = all(x is None or x <= by.tolerance for x in apart)
+    return is_right and not _is_missing(firsts, full.inputs, by)
 
 
 def _is_inside(name: str, other: str) -> bool:
@@ -182,32 +218,34 @@ def _level(name: str, parent: str, whole: ParityRecord) -> bool:
 
 
 def _output(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], name: str
+    whole: ParityRecord, ranks: Sequence[ParityRecord], name: str, by: Measure
 ) -> tuple[float | None, int] | None:
     found: list[tuple[float, int]] = []
     for rank, record in enumerate(ranks):
         # a block that a border between stages cuts is not whole on either
         parts = (x for x in whole.modules if _is_inside(x, name))
         if name in record.modules and all(x in record.modules for x in parts):
-            apart = _lists(record.modules[name].outputs, whole.modules[name].outputs)
+            apart = _lists(record.modules[name].outputs, whole.modules[name].outputs, by)
             if apart is not None:
                 found.append((apart, rank))
     worst, rank = max(found, default=(0.0, 0))
-    if worst > TOLERANCE:
+    if worst > by.tolerance:
         return worst, rank
-    if _is_missing(_first_outputs(ranks, name), whole.modules[name].outputs):
+    if _is_missing(_first_outputs(ranks, name), whole.modules[name].outputs, by):
         return None, found[-1][1]  # each is a part, and another one is on no rank
     return None
 
 
-def _is_missing(held: Sequence[Tensor], full: Sequence[Tensor]) -> bool:
-    parts = [x for x in held if full and difference(x, full[0]) is not None]
+def _is_missing(held: Sequence[Tensor], full: Sequence[Tensor], by: Measure) -> bool:
+    if not by.finds_parts:
+        return False
+    parts = [x for x in held if full and by.apart(x, full[0]) is not None]
     return bool(parts) and len(parts) == len(held) and missing_place(parts, full[0])
 
 
-def _lists(mine: Sequence[Tensor], whole: Sequence[Tensor]) -> float | None:
+def _lists(mine: Sequence[Tensor], whole: Sequence[Tensor], by: Measure) -> float | None:
     """The largest difference of tensors that can be compared."""
-    apart = [difference(a, b) for a, b in zip(mine, whole, strict=False)]
+    apart = [by.apart(a, b) for a, b in zip(mine, whole, strict=False)]
     return max((x for x in apart if x is not None), default=None)
 
 
@@ -216,24 +254,31 @@ def _first_outputs(ranks: Sequence[ParityRecord], name: str) -> list[Tensor]:
     return [outputs[0] for outputs in calls if outputs]
 
 
-def _is_partial(whole: ParityRecord, ranks: Sequence[ParityRecord], name: str) -> bool:
+def _is_partial(whole: ParityRecord, ranks: Sequence[ParityRecord], name: str, by: Measure) -> bool:
     """Whether the ranks' outputs of a module add up to the whole one."""
+    if name not in whole.modules:
+        return False
     held, full = _first_outputs(ranks, name), whole.modules[name].outputs
     if len(held) < 2 or not full or any(x.shape != full[0].shape for x in held):
         return False
     if not full[0].is_floating_point():
         return False
     total = sum((x.double() for x in held), start=0 * full[0].double())
-    return float((total - full[0]).abs().max()) <= TOLERANCE * float(full[0].abs().max())
+    return float((total - full[0]).abs().max()) <= by.tolerance * float(full[0].abs().max())
 
 
 def _forward_cause(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], name: str, axes: Axes, sums: bool
+    whole: ParityRecord,
+    ranks: Sequence[ParityRecord],
+    name: str,
+    axes: Axes,
+    sums: bool,
+    by: Measure,
 ) -> str:
     """sums: a part inside has outputs that add up to the whole one's."""
     held = _first_outputs(ranks, name)
     alike = all(x.shape == held[0].shape and bool((x == held[0]).all()) for x in held)
-    if (sums and not alike) or _is_partial(whole, ranks, name):
+    if (sums and not alike) or _is_partial(whole, ranks, name, by):
         return "parts of a sum that nobody adds up over the ranks"
     if sums:
         return "what belongs to a sum once is added on every rank, as a bias"
@@ -247,13 +292,15 @@ def _forward_cause(
     return "a part of a sum that is missing, or that is added more than once"
 
 
-def _loss(whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes) -> ParityFinding | None:
+def _loss(
+    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+) -> ParityFinding | None:
     held = [record.losses for record in ranks if record.losses]
     if not held or not whole.losses:
         return None
     mean = sum(losses[0] for losses in held) / len(held)
     apart = abs(mean - whole.losses[0]) / max(abs(whole.losses[0]), 1e-30)
-    if apart <= TOLERANCE:
+    if apart <= by.tolerance:
         return None
     ratio = mean / whole.losses[0] if whole.losses[0] else 0.0
     cause = "means of parts with unequal counts, whose mean is not that of the whole"
@@ -272,13 +319,15 @@ def _sizes(axes: Axes) -> list[int]:
     return [*sizes, product]
 
 
-def _grads(whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes) -> ParityFinding | None:
-    unclipped = _without_clipping(whole, ranks)
-    return _first_grad(whole, ranks if unclipped is None else unclipped, axes)
+def _grads(
+    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+) -> ParityFinding | None:
+    unclipped = _without_clipping(whole, ranks, by)
+    return _first_grad(whole, ranks if unclipped is None else unclipped, axes, by)
 
 
 def _without_clipping(
-    whole: ParityRecord, ranks: Sequence[ParityRecord]
+    whole: ParityRecord, ranks: Sequence[ParityRecord], by: Measure
 ) -> Sequence[ParityRecord] | None:
     """The records with gradients as they were before the step clipped them by their norm; None: it
     is not a clipping that makes them differ.
@@ -286,11 +335,11 @@ def _without_clipping(
     One wrong gradient changes the norm, and so all gradients by one factor. If all differ, and some
     fit once that factor is taken out, the others are those that were wrong.
     """
-    noise = NOISE * _largest(whole.grads)
+    noise = max(by.noise * _largest(whole.grads), by.least_noise)
     names = [name for name, x in whole.grads.items() if float(x.abs().max()) > noise]
 
     def wrong(held: Sequence[ParityRecord]) -> list[str]:
-        return [n for n in names if _worst(whole.grads, (r.grads for r in held), n, noise)]
+        return [n for n in names if _worst(whole.grads, (r.grads for r in held), n, by, noise)]
 
     if len(wrong(ranks)) < len(names):
         return None
@@ -313,12 +362,12 @@ def _factor(mine: Tensor, whole: Tensor) -> float:
 
 
 def _first_grad(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes
+    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
     order = {name: place for place, name in enumerate(whole.modules)}
     names = sorted(whole.grads, key=lambda name: order.get(name.rpartition(".")[0], -1))
     # a gradient that is zero by nature, as of a bias of keys, is what rounding leaves of a sum
-    noise = NOISE * _largest(whole.grads)
+    noise = max(by.noise * _largest(whole.grads), by.least_noise)
     for name in reversed(names):  # the backward comes to the last module first
         # ZeRO leaves a rank no whole gradient of any parameter
         held_by = [(i, r) for i, r in enumerate(ranks) if r.grads and name in r.initial]
@@ -326,7 +375,7 @@ def _first_grad(
         if missing:
             cause = "a parameter that no backward reaches on this rank"
             return ParityFinding(_owner(name), f"no gradient ({name})", None, missing[0], cause)
-        if (found := _worst(whole.grads, (r.grads for r in ranks), name, noise)) is not None:
+        if (found := _worst(whole.grads, (r.grads for r in ranks), name, by, noise)) is not None:
             held = [record.grads[name] for record in ranks if name in record.grads]
             cause = _grad_cause(whole.grads[name], held, axes)
             if (before := backward_culprit(whole, ranks, axes)) is not None:
@@ -355,7 +404,7 @@ def _grad_cause(whole: Tensor, held: Sequence[Tensor], axes: Axes) -> str:
 
 
 def _dropout(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes
+    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
     shares = math.prod(size for axis, size in axes.items() if axis != "tensor")
     for name in {n: None for record in ranks for n in record.masks}:
@@ -380,16 +429,18 @@ def _dropout(
 
 
 def _buffers(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes
+    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
     for name in whole.buffers:
-        if (found := _worst(whole.buffers, (r.buffers for r in ranks), name)) is not None:
+        if (found := _worst(whole.buffers, (r.buffers for r in ranks), name, by)) is not None:
             cause = "a buffer that is not reduced over the ranks"
             return ParityFinding(_owner(name), f"a buffer ({name})", *found, cause)
     return None
 
 
-def _norm(whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes) -> ParityFinding | None:
+def _norm(
+    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+) -> ParityFinding | None:
     for rank, record in enumerate(ranks):
         for mine, full in zip(record.norms, whole.norms, strict=False):
             apart = abs(mine - full) / max(abs(full), 1e-30)
@@ -400,14 +451,15 @@ def _norm(whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes) -> Par
 
 
 def _weights(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes
+    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
-    least, largest = NOISE * _largest(whole.grads), _largest(whole.weights)
+    least, largest = by.noise * _largest(whole.grads), _largest(whole.weights)
     for name in whole.weights:
         # an optimizer that divides by the size of a gradient makes steps of its rounding
         is_noise = name in whole.grads and float(whole.grads[name].abs().max()) <= least
-        noise = TOLERANCE * largest if is_noise else 0.0
-        if (found := _worst(whole.weights, (r.weights for r in ranks), name, noise)) is not None:
+        noise = by.tolerance * largest if is_noise else 0.0
+        found = _worst(whole.weights, (r.weights for r in ranks), name, by, noise)
+        if found is not None:
             cause = "an optimizer or a clipping that computes over a part, as by a norm of its own"
             return ParityFinding(_owner(name), f"weights after the steps ({name})", *found, cause)
     later = [(abs(a - b) / max(abs(b), 1e-30)) for r in ranks if len(ranks) == 1

@@ -6,7 +6,8 @@ as the queries, keys and values of a rank are of a fused projection.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -32,6 +33,48 @@ def difference(part: Tensor, whole: Tensor) -> float | None:
     if best is not None and best > TOLERANCE * scale:
         best = min(best, _joined(part, whole, scale))
     return None if best is None else best / scale
+
+
+def elementwise(found: Tensor, expected: Tensor) -> float | None:
+    """Return the largest difference, over the largest expected number.
+
+    None: the shapes differ, or it is of whole numbers, which jump where scores are close.
+    """
+    is_number = expected.is_floating_point() or expected.is_complex()
+    if found.shape != expected.shape or not is_number:
+        return None
+    if not expected.numel():
+        return 0.0
+    a, b = _real(found.to(expected.device)), _real(expected)
+    finite = torch.nan_to_num(expected.detach().abs().double(), 0.0, 0.0, 0.0)
+    return float((a - b).abs().max()) / max(float(finite.max()), 1e-30)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """When two tensors differ.
+
+    tolerance: the difference that is none yet, over the whole tensor's largest number.
+    noise, least_noise: gradients that are zero by nature are what rounding leaves of a sum, so any
+        may differ by this share of the model's largest one, and by this number.
+    apart: the difference of a rank's tensor and the whole one; None: they cannot be compared.
+    finds_parts: whether it looks for a part in the whole one.
+    """
+
+    tolerance: float = TOLERANCE
+    noise: float = 1e-12
+    least_noise: float = 0.0
+    apart: Callable[[Tensor, Tensor], float | None] = difference
+    finds_parts: bool = True
+
+
+PARTS = Measure()
+"""Float64 of ranks, wherever their parts were cut."""
+
+
+def elementwise_within(tolerance: float, least_noise: float = 0.0) -> Measure:
+    """Measure tensors of one shape, element by element."""
+    return Measure(tolerance, 0.0, least_noise, elementwise, False)
 
 
 def _joined(part: Tensor, whole: Tensor, scale: float) -> float:

@@ -6,7 +6,7 @@ draws is looked at apart, since one process and many ranks draw differently for 
 """
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +37,8 @@ class ModuleCalls:
 class ParityRecord:
     """One rank of one layout. coord: its place. modules: by name, in the order in which their first
     calls ended. losses, norms: of each step. grads: after the sum over ranks, of the first step.
-    masks: of each dropout, what a call of it kept. error: of the rank that ended the steps, in one
+    masks: of each dropout, what a call of it kept. results: what the whole model gave, where that
+    is known apart from its modules. error: of the rank that ended the steps, in one
     line; error_detail: its traceback, or where all ranks hung."""
 
     coord: Mapping[str, int]
@@ -50,6 +51,7 @@ class ParityRecord:
     weights: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     masks: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    results: list[Tensor] = field(default_factory=list[Tensor])
     error: str = ""
     error_detail: str = ""
 
@@ -61,18 +63,28 @@ def copies(named: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 @contextmanager
 def recording(
-    modules: Mapping[str, nn.Module], record: ParityRecord, own: Callable[[], bool]
+    modules: Mapping[str, nn.Module],
+    record: ParityRecord,
+    own: Callable[[], bool] = lambda: True,
+    *,
+    first_call: bool = False,
 ) -> Iterator[None]:
-    """Note all calls of `modules` while `own()` is true."""
+    """Note all calls of `modules` while `own()` is true.
+
+    first_call: of each the first call alone, without the gradients of what it got and gave. Stages
+        share modules, as rotary tables are, and each calls them once more.
+    """
     calls: dict[str, list[tuple[list[Tensor], ...]]] = {}
     hooks = []
 
     def note(name: str):
         def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
-            if own():
-                found = _kept((args, kwargs)), _kept(output)
-                grads = _grads_to_come((args, kwargs)), _grads_to_come(output)
-                calls.setdefault(name, []).append((*found, *grads))
+            # a shallow copy, as a stage has of the base, has the hooks of its original
+            if own() and module is modules[name] and not (first_call and name in calls):
+                both = (args, kwargs), output
+                values = [_kept(x) for x in both]
+                values += [[] if first_call else _grads_to_come(x) for x in both]
+                calls.setdefault(name, []).append(tuple(values))
 
         return hook
 
@@ -115,6 +127,22 @@ def _joined(calls: list[list[Tensor]]) -> list[Tensor]:
         alike = len({(x.shape[1:], x.dtype) for x in parts}) == 1 and parts[0].dim() > 0
         found.append(torch.cat(parts) if alike else torch.stack([x.double().mean() for x in parts]))
     return found
+
+
+def record_results(
+    modules: Mapping[str, nn.Module], call: Callable[[], Sequence[Tensor]]
+) -> ParityRecord:
+    """Run `call` and return its results, with what `modules` got and gave in it."""
+    record = ParityRecord({})
+    with recording(modules, record, first_call=True):
+        results = call()
+    record.results = [x.detach() for x in results]
+    return record
+
+
+def parts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules in `model`, without itself, by name."""
+    return {name: module for name, module in model.named_modules() if name}
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from math import prod
 
 from torch import Tensor
 
-from torchdistpackage.harness.parity.match import TOLERANCE, difference
-from torchdistpackage.harness.parity.record import ParityRecord
+from torchdistpackage.equivalence.match import TOLERANCE, difference
+from torchdistpackage.equivalence.record import ParityRecord
 
 Wrong = tuple[float, int]
 """How far, over the largest number, and the rank."""

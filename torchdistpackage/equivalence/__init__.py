@@ -1,0 +1,10 @@
+"""Whether two ways to compute a step are equal, and which module is the first that differs.
+
+record    what a step shows: outputs of modules, results, gradients, weights.
+match     how far a tensor is from the whole one, element by element or as a part of it.
+compare   the first difference of records, with the usual cause.
+backward  where a wrong gradient begins.
+
+`tdp parity`, trials of a split, of stages and of a cache, and the first forward of a split module
+all ask `compare.first_difference`.
+"""
