@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.train.chat_shapes import PLAIN, said, save_chat_tokenizer
+from tests.train.texts import save_lines
 from torchdistpackage.cli.main import main
 from torchdistpackage.topology.mesh import Mesh, topology
 
@@ -333,6 +335,23 @@ def test_a_data_file_that_is_not_here_is_a_warning(plan, refusal, tmp_path):
     (warning,) = [x for x in plan(TINY, source, absent).split("\n\n") if x.startswith("warning")]
     assert f"{tmp_path}/none.txt is not there" in " ".join(warning.split())
     assert "none.txt is not there" in refusal("train", TINY, source, absent)
+
+
+def test_keys_of_chats_that_nobody_uses_are_a_warning(plan, tmp_path):
+    """Of the first rows; a start says it of all."""
+    chat = [said("user", "alpha"), {**said("assistant", "beta"), "scored": 3}]
+    row = {"messages": chat, "chat_template_kwargs": {"think": True}, "source": "web"}
+    data = {"name": "jsonl", "field": "messages", "path": str(tmp_path / "chats.jsonl")}
+    data["tokenizer"] = str(save_chat_tokenizer(tmp_path / "tokenizer", PLAIN["chatml"]))
+    save_lines(tmp_path / "chats.jsonl", [row] * 120)
+    own = [f"data.{key}={value}" for key, value in data.items()]
+    said_of = " ".join(plan(TINY, *own, "model.vocab=400", "data.seq_len=16").split())
+    assert "data.path: its first 100 rows have keys that were not used: " in said_of
+    for key in ("'scored' of messages (100)", "'think' of chat_template_kwargs (100)"):
+        assert key in said_of
+    assert "'source' of rows (100)" in said_of
+    save_lines(tmp_path / "chats.jsonl", [{"messages": [*chat[:1], said("assistant", "b")]}])
+    assert "not used" not in plan(TINY, *own, "model.vocab=400", "data.seq_len=16")
 
 
 def test_the_summary_has_the_numbers_of_the_tables(brief, plan):

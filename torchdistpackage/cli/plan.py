@@ -32,6 +32,7 @@ SPLIT = "torchdistpackage.models.plan_text:split_table"
 JOB_SHAPE, PREVIEW = (f"torchdistpackage.launch.slurm.job:{x}" for x in ("job_shape", "preview"))
 RENDER = "torchdistpackage.launch.slurm.script:render"
 WRITE = "torchdistpackage.files:atomic_write"
+UNUSED_KEYS = "torchdistpackage.train.texts:unused_keys"
 READ_PROFILE = "torchdistpackage.harness.bench.profile:read"
 ESTIMATES = "torchdistpackage.train.estimate:estimates"
 TIMELINE = "torchdistpackage.train.estimate:timeline_with_messages"
@@ -139,6 +140,8 @@ def plan(
     warnings = [x for x in (too_long(planned), *own_model_warnings(planned)) if x is not None]
     # A plan is made on any machine; only those that start or queue a run refuse what is absent.
     warnings += [f"{x}; tdp train and tdp submit refuse it" for x in absent_files(run)]
+    if run.data.tokenizer is not None:
+        warnings += resolve(UNUSED_KEYS)(run)
     warnings += () if planned.model is None else planned.model.notes()
     parts = [f"{run.run.name} on {planned.world_size} ranks\n{mesh}, outermost first"]
     if groups or show_all:

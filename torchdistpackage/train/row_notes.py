@@ -28,7 +28,13 @@ def count_unused(tally: Tally, value: Mapping[str, Any], used: Collection[str], 
 
 def row_notes(counts: Mapping[str, int]) -> list[str]:
     """Return what to say of the rows with these counts."""
-    notes = [f"{counts[way]:,} {way}" for way in _WAYS if way in counts]
+    ways = [f"{counts[way]:,} {way}" for way in _WAYS if way in counts]
+    return [*ways, *unused_notes(counts)]
+
+
+def unused_notes(counts: Mapping[str, int]) -> list[str]:
+    """Return which keys of the rows with these counts nobody used, in a line, or nothing."""
+    notes = list[str]()
     unused = Counter({name: x for name, x in counts.items() if name not in _WAYS}).most_common()
     if unused:
         shown = ", ".join(f"{name} ({number:,})" for name, number in unused[:_SHOWN])

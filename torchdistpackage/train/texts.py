@@ -4,20 +4,34 @@ No torch.
 """
 
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from torchdistpackage.config.chat_templates import folder_writes_date
 from torchdistpackage.config.data_section import DataSection
 from torchdistpackage.config.errors import Problem
+from torchdistpackage.config.hugging_face import tokenizer_file
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import DataError
-from torchdistpackage.train.documents import TextSource
+from torchdistpackage.train.documents import (
+    TextSource,
+    column_names,
+    documents_of,
+    fields_of,
+    files_of,
+    pieces_of,
+)
 from torchdistpackage.train.pair_rows import pair_problems
+from torchdistpackage.train.row_notes import Tally, unused_notes
 from torchdistpackage.train.split import split_documents, split_pairs
 from torchdistpackage.train.template_date import today
 from torchdistpackage.train.token_bar import tokenizing
 from torchdistpackage.train.token_cache import TokenizedText, is_tokenized, tokenized
+from torchdistpackage.train.token_encoder import row_reader
 from torchdistpackage.train.token_workers import Progress
+
+_FIRST_ROWS = 100
+"""Rows of a file that a plan reads."""
 
 
 def text_source(data: DataSection) -> TextSource:
@@ -61,6 +75,32 @@ def _split_problems(found: TokenizedText, data: DataSection) -> list[str]:
         problems = split_pairs(found, data.val_fraction).problems(data.seq_len)
         return [*problems, *pair_problems(found, data.seq_len)]
     return list(split_documents(found, data.val_fraction).problems(data.seq_len))
+
+
+def unused_keys(config: RunConfig) -> list[str]:
+    """Return which keys of the first rows of each part nobody uses, for a plan: it reads no more.
+
+    Of what cannot be read it says nothing: a start reads all of it and refuses.
+    """
+    notes: list[str] = []
+    for key, data in text_parts(config).items():
+        source, tally = text_source(data), Tally()
+        folder = tokenizer_file(Path(source.tokenizer)).parent
+        try:
+            file = files_of(source.kind, Path(source.path))[0]
+            reader = row_reader(source, folder, tally)
+            rows = documents_of(
+                source.kind, next(pieces_of(source.kind, file)), source.field, reader
+            )
+            num = len(list(islice(rows, _FIRST_ROWS)))
+            if source.kind == "parquet":
+                unread = {*column_names(file)} - {*fields_of(source)}
+                tally.update({f"{name!r} of rows": num for name in sorted(unread)})
+        except (DataError, OSError, LookupError):
+            continue
+        where = "its rows" if num < _FIRST_ROWS else f"its first {num} rows"
+        notes += [f"{key}: {where} have {note}" for note in unused_notes(tally)]
+    return notes
 
 
 def wrong_texts(config: RunConfig) -> list[Problem]:

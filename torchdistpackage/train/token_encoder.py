@@ -103,7 +103,7 @@ class DocumentEncoder:
         self._source, self._ends = source, source.ends
         self._tokenizer, self.eos = load_tokenizer(file)
         self._tally = Tally()
-        self._reader = _reader(source, file.parent, self._tally)
+        self._reader = row_reader(source, file.parent, self._tally)
         self.vocab = vocabulary_size(file)
         self.dtype = np.dtype(np.uint16 if self.vocab <= 1 << 16 else np.uint32)
 
@@ -175,8 +175,14 @@ class DocumentEncoder:
             raise DataError(f"{where} cannot be tokenized: {error}") from error
 
 
-def _reader(source: TextSource, folder: Path, tally: Tally) -> Reader:
-    """Of its lines, whose keys it counts. folder: of the tokenizer."""
+def row_reader(source: TextSource, folder: Path, tally: Tally) -> Reader:
+    """Return what makes a document of a line of the source, whose keys it counts in `tally`.
+
+    folder: of the tokenizer.
+
+    Raises:
+        DataError: the folder has no chat template for chats.
+    """
     today = date.fromisoformat(source.today) if source.today else date.today()
     if source.kind == PREFERENCE:
         read: Reader = PairReader(folder, today, tally)
