@@ -17,9 +17,9 @@ from tests.processes import survivors
 from tests.train import parity
 from tests.train.forked import until
 from torchdistpackage.launch.process import SignalFlag
-from torchdistpackage.launch.slurm.requeue import EXIT_TEMPFAIL, RequeueDecision
+from torchdistpackage.launch.slurm.requeue import EXIT_TEMPFAIL, Decision, RequeueDecision
 from torchdistpackage.train.build import make_loop
-from torchdistpackage.train.finish import PROMPT, sample_text
+from torchdistpackage.train.finish import PROMPT, ended_line, sample_text
 from torchdistpackage.train.stop import StopController
 from torchdistpackage.train.train_state import TrainState
 from torchdistpackage.train.wind_up import wind_up
@@ -204,3 +204,12 @@ def test_a_rank_that_alone_calls_a_collective_is_named_with_its_line(tdp, tmp_pa
         r'rank 1 of 2 failed: killed by signal 6 \(SIGABRT\), at ".*sources\.py", line \d+, in b'
     )
     assert re.search(first, out), out
+
+
+def test_a_run_whose_last_save_failed_does_not_say_that_it_saved(tmp_path):
+    """As on a full disk with checkpoint.on_error: continue."""
+    decision = Decision(RequeueDecision.STOP, "after step 25: SIGTERM")
+    said = ended_line(tmp_path, 25, decision)
+    assert said.startswith("ended without a checkpoint of step 25, after step 25: SIGTERM [")
+    (tmp_path / "checkpoints" / "step_000025").mkdir(parents=True)
+    assert ended_line(tmp_path, 25, decision).startswith("saved and ended after step 25: SIGTERM [")

@@ -2,7 +2,10 @@
 
 import shutil
 import textwrap
+from pathlib import Path
 
+from torchdistpackage.checkpoint.commit import folder_name
+from torchdistpackage.launch.slurm.requeue import Decision
 from torchdistpackage.run_files import CHECKPOINTS, METRICS, PLOT, RESOLVED
 from torchdistpackage.train.data import table_entropies
 from torchdistpackage.train.generate import generate
@@ -37,6 +40,15 @@ def finish(loop: Loop, loss: float, *, text: str | None, plot: bool) -> None:
     print_line(f"run folder {loop.folder}")
     print_line(textwrap.indent(textwrap.fill(", ".join(kept), width), "  "))
     print_line(f"next: tdp report {loop.folder}")
+
+
+def ended_line(folder: Path, step: int, decision: Decision) -> str:
+    """Return what rank 0 says of a run that was stopped, whose last save may have failed
+    (`checkpoint.on_error: continue`)."""
+    done = "saved and ended"
+    if not (folder / CHECKPOINTS / folder_name(step)).is_dir():
+        done = f"ended without a checkpoint of step {step},"
+    return f"{done} {decision.reason} [{decision.word}]"
 
 
 def sample_text(loop: Loop, num_tokens: int) -> str:

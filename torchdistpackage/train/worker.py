@@ -33,7 +33,7 @@ from torchdistpackage.train.compiled import end_compile_workers, use_cache, warm
 from torchdistpackage.train.data_build import agreed_date, notes_of, with_steps
 from torchdistpackage.train.data_fingerprint import data_fingerprints, edited_data
 from torchdistpackage.train.export import export_run
-from torchdistpackage.train.finish import finish, sample_text
+from torchdistpackage.train.finish import ended_line, finish, sample_text
 from torchdistpackage.train.learning_rate import warmup_notes
 from torchdistpackage.train.log import print_line
 from torchdistpackage.train.loop import Loop
@@ -270,7 +270,7 @@ def _conclude(rank: RunRank, ended: EndedRun, stop: StopController) -> int:
             decision = end(stop, folder, loop.state.step, os.environ)
             word = decision.word
             note_event(folder, END, loop.state.step, word=word, reason=decision.reason)
-            rank.say(f"saved and ended {decision.reason} [{decision.word}]")
+            rank.say(ended_line(folder, loop.state.step, decision))
         else:
             note_event(folder, END, loop.state.step, word=word, reason="")
         if loss is not None and attempt_id(os.environ) != "local":
