@@ -34,7 +34,7 @@ def rank_main(hosts: Sequence[str], rounds: int) -> dict[tuple[Any, ...], Any]:
     from benchmarks.any_model.models import Case, make, trained_on
     from torchdistpackage import tensor_parallel
     from torchdistpackage.comm.runtime import leave, setup_distributed
-    from torchdistpackage.parallel.auto.family_plan import plan_for
+    from torchdistpackage.compat.tensor_parallel.engine.family_plan import plan_for
 
     def step(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> None:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

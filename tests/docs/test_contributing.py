@@ -130,7 +130,7 @@ from copy import deepcopy
 from transformers import Starcoder2Config, Starcoder2ForCausalLM
 from torchdistpackage.compat.tensor_parallel import tensor_parallel
 from torchdistpackage.models.transformers_layout import layouts, shape_of_section
-from torchdistpackage.parallel.auto.explain import explain
+from torchdistpackage.compat.tensor_parallel.engine.explain import explain
 torch.manual_seed(0)
 torch.set_num_threads(1)
 config = Starcoder2Config(vocab_size=256, hidden_size=24, intermediate_size=37, num_hidden_layers=2,

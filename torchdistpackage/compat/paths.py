@@ -25,6 +25,7 @@ PACKAGE = __name__.partition(".")[0]
 Names = dict[str, tuple[str, ...]]
 """Module of this package, or why not yet (a `UnavailableReason`), -> names."""
 
+_ENGINE = "compat.tensor_parallel.engine"
 _EXPERT_GRADS = "compat.torchdistpackage.expert_grads"
 _FORWARD_BACKWARD = "compat.torchdistpackage.forward_backward"
 _SCHEDULER: Names = {
@@ -156,6 +157,15 @@ MOVED = {
     "parallel.pipeline.functional": _FORWARD_BACKWARD,
     "parallel.pipeline.function_call": "compat.torchdistpackage.function_call",
     "parallel.pipeline.scatter_gather": "compat.torchdistpackage.scatter_gather",
+    "parallel.tensor.entrance": f"{_ENGINE}.entrance",
+    **{
+        f"parallel.auto.{name}": f"{_ENGINE}.{name}"
+        for name in (
+            *("actions", "adapters", "changed", "explain", "factory", "family_plan", "gradients"),
+            *("heads", "hugging_face", "layerwise", "layouts", "model", "ops", "own_forward"),
+            *("pairs", "products", "read_weights", "rules", "shard", "verify", "wrapper"),
+        )
+    },
 }
 """Module or folder that moved into the wing -> where it is now; both paths import one module."""
 
@@ -196,6 +206,16 @@ announce(
         "compat.tensor_parallel.model": ("TensorParallel",),
         "compat.tensor_parallel.shard_states": ("convert_state_dict", "infer_sharded_device_map"),
         "compat.tensor_parallel.plans": ("find_predefined_tensor_parallel_config",),
+        f"{_ENGINE}.factory": ("parallelize_module",),
+        f"{_ENGINE}.model": ("ParallelModule",),
+        f"{_ENGINE}.rules": ("Config", "match_report"),
+        f"{_ENGINE}.layerwise": ("get_default_config",),
+        f"{_ENGINE}.explain": ("explain",),
+        f"{_ENGINE}.shard": ("make_shard", "make_distributed_shard"),
+        f"{_ENGINE}.actions": (
+            *("StateAction", "Split", "SplitInChunks", "SplitInGroupedChunks"),
+            *("TakeChunks", "FirstOnly", "Partial", "Scale"),
+        ),
     },
 )
 
@@ -312,7 +332,7 @@ def install() -> None:
 
     Safe to call twice.
     """
-    EXTENSIONS["explained_rules"] = f"{PACKAGE}.parallel.auto.explain:explained_rules"
+    EXTENSIONS["explained_rules"] = f"{PACKAGE}.{_ENGINE}.explain:explained_rules"
     EXTENSIONS["tensor_parallel"] = f"{PACKAGE}.compat.tensor_parallel.call:tensor_parallel"
     if FINDER not in sys.meta_path:
         sys.meta_path.insert(0, FINDER)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.auto.actions import (
+from torchdistpackage.compat.tensor_parallel.engine.actions import (
     FirstOnly,
     FunctionAction,
     Scale,
@@ -18,13 +17,14 @@ from torchdistpackage.parallel.auto.actions import (
     SplitInGroupedChunks,
     TakeChunks,
 )
-from torchdistpackage.parallel.auto.heads import deal_heads
-from torchdistpackage.parallel.auto.rules import (
+from torchdistpackage.compat.tensor_parallel.engine.heads import deal_heads
+from torchdistpackage.compat.tensor_parallel.engine.rules import (
     Config,
     find_matching_actions,
     get_parameter_name_mapping,
     match_report,
 )
+from torchdistpackage.errors import LayoutError
 
 
 @pytest.mark.parametrize(

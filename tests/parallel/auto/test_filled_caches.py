@@ -13,10 +13,10 @@ import transformers
 from tests.parallel.auto.families import FAMILIES
 from tests.parallel.auto.models import cache_name, language_model, prompt, randomised, twin
 from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
+from torchdistpackage.compat.tensor_parallel.engine.family_plan import find_plan
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto import Config, get_default_config
 from torchdistpackage.parallel.auto.cache_heads import filled_places
-from torchdistpackage.parallel.auto.family_plan import find_plan
 
 FULL = pytest.mark.full
 

@@ -13,8 +13,8 @@ from torch import nn
 from tests.parallel.auto.models import randomised, same_tokens, twin
 from tests.parallel.auto.test_architectures import FULL, IDS, as_one_process
 from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
-from torchdistpackage.parallel.auto.explain import explain
-from torchdistpackage.parallel.auto.pairs import find_pairs
+from torchdistpackage.compat.tensor_parallel.engine.explain import explain
+from torchdistpackage.compat.tensor_parallel.engine.pairs import find_pairs
 
 SIZES = {
     "vocab_size": 61,

@@ -12,9 +12,9 @@ from torch import nn
 
 from tests.parallel.auto.models import language_model, prompt
 from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
+from torchdistpackage.compat.tensor_parallel.engine.explain import explain
+from torchdistpackage.compat.tensor_parallel.engine.pairs import find_pairs
 from torchdistpackage.parallel.auto import count_traffic, save_tensor_parallel
-from torchdistpackage.parallel.auto.explain import explain
-from torchdistpackage.parallel.auto.pairs import find_pairs
 
 
 class Gated(nn.Module):

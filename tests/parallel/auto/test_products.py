@@ -17,14 +17,14 @@ from transformers import BertConfig, BloomConfig, T5Config
 from tests.parallel.auto.models import checkpoint_activations, language_model, prompt, steps, twin
 from torchdistpackage.comm import collectives, primitives
 from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
+from torchdistpackage.compat.tensor_parallel.engine.entrance import ColumnForward
+from torchdistpackage.compat.tensor_parallel.engine.family_plan import plan_for
+from torchdistpackage.compat.tensor_parallel.engine.layerwise import default_rules
+from torchdistpackage.compat.tensor_parallel.engine.wrapper import TensorParallelWrapper
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto import Config, parallelize_module
-from torchdistpackage.parallel.auto.family_plan import plan_for
-from torchdistpackage.parallel.auto.layerwise import default_rules
-from torchdistpackage.parallel.auto.wrapper import TensorParallelWrapper
 from torchdistpackage.parallel.pipeline.split_backward import backward_input, backward_weight
 from torchdistpackage.parallel.tensor import column_product, product_gradients
-from torchdistpackage.parallel.tensor.entrance import ColumnForward
 
 RANKS_IMPORT = ("tests.parallel.auto.test_products",)
 

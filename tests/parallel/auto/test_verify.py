@@ -18,8 +18,9 @@ from tests.parallel.auto.models import language_model, prompt
 from tests.parallel.auto.test_architectures import IDS
 from tests.parallel.auto.test_own_forward import MODELS
 from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
+from torchdistpackage.compat.tensor_parallel.engine import layerwise
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.auto import Config, Split, layerwise
+from torchdistpackage.parallel.auto import Config, Split
 
 TWO = ["cpu"] * 2
 

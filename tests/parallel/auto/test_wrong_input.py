@@ -14,12 +14,15 @@ from torch import nn
 
 from tests.parallel.auto.models import checkpoint_activations, language_model, prompt
 from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
+from torchdistpackage.compat.tensor_parallel.engine.hugging_face import (
+    ShardedModelCalls,
+    pretrained_class,
+)
 from torchdistpackage.compat.tensor_parallel.model import TensorParallel
 from torchdistpackage.compat.tensor_parallel.pretrained import tensor_parallel_pretrained
 from torchdistpackage.errors import CommError, LayoutError, NotAvailableError
 from torchdistpackage.models.plan_text import split_table
 from torchdistpackage.parallel.auto import Config, FirstOnly, Scale, Split, TakeChunks, make_shard
-from torchdistpackage.parallel.auto.hugging_face import ShardedModelCalls, pretrained_class
 
 TWO = ["cpu"] * 2
 

@@ -9,8 +9,9 @@ from types import ModuleType
 from torchdistpackage.compat import paths
 
 _AUTO, _HERE = "parallel.auto", "compat.tensor_parallel"
+_ENGINE = f"{_HERE}.engine"
 _CONFIG = {f"{_HERE}.earlier": ("Config",)}
-_STATE_ACTION = {f"{_AUTO}.actions": ("StateAction",)}
+_STATE_ACTION = {f"{_ENGINE}.actions": ("StateAction",)}
 _SAVING = {
     f"{_AUTO}.saving": ("save_tensor_parallel",),
     f"{_HERE}.shard_states": ("convert_state_dict", "infer_sharded_device_map"),
@@ -40,7 +41,7 @@ for _below, _names in {
     "": {
         **(_CALL | _STATE_ACTION | _SAVING),
         f"{_HERE}.model": ("TensorParallel",),
-        f"{_AUTO}.shard": ("make_distributed_shard",),
+        f"{_ENGINE}.shard": ("make_distributed_shard",),
         f"{_HERE}.earlier": ("Config", "TensorParallelPreTrainedModel", "Sharded"),
     },
     ".autoconfig": {f"{_HERE}.plans": ("get_default_config",)},
@@ -48,11 +49,11 @@ for _below, _names in {
     ".communications": {
         f"{_HERE}.earlier": _OPS,
         f"{_HERE}.rendezvous": ("CollectiveOperation", "ScatterReduce"),
-        f"{_AUTO}.ops": _RANKS,
+        f"{_ENGINE}.ops": _RANKS,
     },
     ".config": {
         **_CONFIG,
-        f"{_AUTO}.rules": ("add_lora_rules", "get_parameter_name_mapping"),
+        f"{_ENGINE}.rules": ("add_lora_rules", "get_parameter_name_mapping"),
         f"{_HERE}.helpers": (
             "logger",
             *_RULES,
@@ -72,8 +73,8 @@ for _below, _names in {
         **_LOGGER,
     },
     ".shard": {
-        f"{_AUTO}.shard": ("make_shard", "make_distributed_shard"),
-        f"{_AUTO}.rules": ("find_matching_actions",),
+        f"{_ENGINE}.shard": ("make_shard", "make_distributed_shard"),
+        f"{_ENGINE}.rules": ("find_matching_actions",),
         f"{_HERE}.helpers": (
             *("logger", "process_state_", "process_attrs_", "fix_general_attributes"),
         ),
@@ -86,7 +87,7 @@ for _below, _names in {
         ),
     },
     ".state_actions": {
-        f"{_AUTO}.actions": ("StateAction", *_ACTIONS),
+        f"{_ENGINE}.actions": ("StateAction", *_ACTIONS),
         f"{_HERE}.earlier": ("LegacyStateAction",),
     },
     ".tensor_parallel": {
@@ -100,8 +101,8 @@ for _below, _names in {
         f"{_HERE}.helpers": ("check_lora",),
     },
     ".wrapper": {
-        f"{_AUTO}.wrapper": ("TensorParallelWrapper",),
-        f"{_AUTO}.ops": ("apply_action",),
+        f"{_ENGINE}.wrapper": ("TensorParallelWrapper",),
+        f"{_ENGINE}.ops": ("apply_action",),
         f"{_HERE}.helpers": ("process_input", "process_output"),
     },
 }.items():

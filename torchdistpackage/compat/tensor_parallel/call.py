@@ -9,12 +9,12 @@ from torchdistpackage.comm.creation import is_joined
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.compat.tensor_parallel.devices import DeviceLike, check_device_ids
+from torchdistpackage.compat.tensor_parallel.engine.factory import Example, own_device, split_module
+from torchdistpackage.compat.tensor_parallel.engine.rules import Config
 from torchdistpackage.compat.tensor_parallel.model import TensorParallel
 from torchdistpackage.compat.tensor_parallel.pretrained import tensor_parallel_pretrained
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.auto.factory import Example, own_device, split_module
 from torchdistpackage.parallel.auto.pretrained_calls import is_pretrained, remove_hooks
-from torchdistpackage.parallel.auto.rules import Config
 from torchdistpackage.parallel.auto.split_root import check_is_unsplit
 
 

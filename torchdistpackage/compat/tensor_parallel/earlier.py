@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchdistpackage.compat.tensor_parallel.engine.actions import FunctionAction, SplitInChunks
+from torchdistpackage.compat.tensor_parallel.engine.ops import CollectiveBase
 from torchdistpackage.compat.tensor_parallel.nested import nested_map
 from torchdistpackage.compat.tensor_parallel.plans import TensorParallelConfig
 from torchdistpackage.compat.tensor_parallel.pretrained import tensor_parallel_pretrained
 from torchdistpackage.compat.tensor_parallel.rendezvous import ThreadGather, ThreadSum
 from torchdistpackage.compat.tensor_parallel.thread_caches import PerDeviceTensors
 from torchdistpackage.layout.partition import even_sizes
-from torchdistpackage.parallel.auto.actions import FunctionAction, SplitInChunks
-from torchdistpackage.parallel.auto.ops import CollectiveBase
 from torchdistpackage.parallel.auto.reporting import LOG
 
 Config = TensorParallelConfig

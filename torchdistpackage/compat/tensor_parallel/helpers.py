@@ -13,20 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.compat.tensor_parallel.plans import collectives_of
-from torchdistpackage.compat.tensor_parallel.threads import run_threads
-from torchdistpackage.parallel.auto.actions import StateAction, as_state_action
-from torchdistpackage.parallel.auto.ops import apply_action, bind
-from torchdistpackage.parallel.auto.reporting import LOG
-from torchdistpackage.parallel.auto.rules import (
+from torchdistpackage.compat.tensor_parallel.engine.actions import StateAction, as_state_action
+from torchdistpackage.compat.tensor_parallel.engine.ops import apply_action, bind
+from torchdistpackage.compat.tensor_parallel.engine.rules import (
     Actions,
     Config,
     Target,
     get_parameter_name_mapping,
     state_action,
 )
-from torchdistpackage.parallel.auto.shard import fill, note_sizes
-from torchdistpackage.parallel.auto.wrapper import TensorParallelWrapper
+from torchdistpackage.compat.tensor_parallel.engine.shard import fill, note_sizes
+from torchdistpackage.compat.tensor_parallel.engine.wrapper import TensorParallelWrapper
+from torchdistpackage.compat.tensor_parallel.plans import collectives_of
+from torchdistpackage.compat.tensor_parallel.threads import run_threads
+from torchdistpackage.parallel.auto.reporting import LOG
 
 logger = LOG
 Arg = Target

@@ -1,6 +1,6 @@
 """Gradients of what several shards in threads hold, joined in the graph.
 
-Of ranks they are joined in hooks (parallel/auto/gradients.py), as each has a graph of its own.
+Of ranks they are joined in hooks (engine/gradients.py), as each has a graph of its own.
 """
 
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchdistpackage.compat.tensor_parallel.engine.actions import StateAction
 from torchdistpackage.compat.tensor_parallel.rendezvous import sums
-from torchdistpackage.parallel.auto.actions import StateAction
 
 
 class JoinedCopies(torch.autograd.Function):

@@ -18,6 +18,8 @@ from torchdistpackage.compat.tensor_parallel.devices import (
     check_device_ids,
     output_index,
 )
+from torchdistpackage.compat.tensor_parallel.engine.model import ParallelModule
+from torchdistpackage.compat.tensor_parallel.engine.rules import Config
 from torchdistpackage.compat.tensor_parallel.joined_copies import JoinedCopies
 from torchdistpackage.compat.tensor_parallel.places import Place, places_of, stand_in, withdraw
 from torchdistpackage.compat.tensor_parallel.plans import TensorParallelConfig
@@ -27,9 +29,7 @@ from torchdistpackage.compat.tensor_parallel.threads import run_threads
 from torchdistpackage.compat.tensor_parallel.zero3 import ShardingManager
 from torchdistpackage.errors import CommError, LayoutError
 from torchdistpackage.parallel.auto.draws import ShardDraws, default_draw, stream
-from torchdistpackage.parallel.auto.model import ParallelModule
 from torchdistpackage.parallel.auto.reporting import LOG
-from torchdistpackage.parallel.auto.rules import Config
 from torchdistpackage.parallel.auto.split_root import check_is_unsplit
 
 MUCH = 0.1

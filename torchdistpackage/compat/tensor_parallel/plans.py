@@ -12,13 +12,13 @@ from torch import nn
 
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.compat.tensor_parallel.devices import check_device_ids
+from torchdistpackage.compat.tensor_parallel.engine import layerwise
+from torchdistpackage.compat.tensor_parallel.engine.family_plan import family_plan, find_plan
+from torchdistpackage.compat.tensor_parallel.engine.ops import Collectives, RankCollectives
+from torchdistpackage.compat.tensor_parallel.engine.rules import Config
 from torchdistpackage.compat.tensor_parallel.thread_maps import ThreadCollectives
 from torchdistpackage.families.registry import FAMILIES, SPLIT_ALONE
-from torchdistpackage.parallel.auto import layerwise
-from torchdistpackage.parallel.auto.family_plan import family_plan, find_plan
-from torchdistpackage.parallel.auto.ops import Collectives, RankCollectives
 from torchdistpackage.parallel.auto.reporting import LOG
-from torchdistpackage.parallel.auto.rules import Config
 
 
 class TensorParallelConfig(Config):

@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchdistpackage.compat.tensor_parallel.devices import DeviceLike, check_device_ids
+from torchdistpackage.compat.tensor_parallel.engine.family_plan import plan_for
+from torchdistpackage.compat.tensor_parallel.engine.hugging_face import (
+    ShardedModelCalls,
+    pretrained_class,
+)
+from torchdistpackage.compat.tensor_parallel.engine.rules import Config
 from torchdistpackage.compat.tensor_parallel.model import TensorParallel
-from torchdistpackage.parallel.auto.family_plan import plan_for
-from torchdistpackage.parallel.auto.hugging_face import ShardedModelCalls, pretrained_class
-from torchdistpackage.parallel.auto.rules import Config
 
 
 class TensorParallelCalls(ShardedModelCalls):

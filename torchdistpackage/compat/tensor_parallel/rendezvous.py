@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchdistpackage.compat.tensor_parallel.engine.ops import CollectiveBase
 from torchdistpackage.errors import CommError
-from torchdistpackage.parallel.auto.ops import CollectiveBase
 
 WAIT_S = 600.0
 """Longest wait for threads that belong to no run, whose failure goes unnoticed."""

@@ -6,8 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchdistpackage.compat.tensor_parallel.engine.rules import (
+    Config,
+    get_parameter_name_mapping,
+    state_action,
+)
 from torchdistpackage.parallel.auto.nested import find_tied_weight_aliases
-from torchdistpackage.parallel.auto.rules import Config, get_parameter_name_mapping, state_action
 
 
 def convert_state_dict(

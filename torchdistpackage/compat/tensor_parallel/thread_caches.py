@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchdistpackage.compat.tensor_parallel.engine.rules import Config
 from torchdistpackage.compat.tensor_parallel.nested import map_leaves
 from torchdistpackage.compat.tensor_parallel.thread_maps import GradientToAll
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto.cache_heads import CacheHeads, Place, filled_places
 from torchdistpackage.parallel.auto.caches import is_cache
 from torchdistpackage.parallel.auto.nested import once_each
-from torchdistpackage.parallel.auto.rules import Config
 
 TWINS = "_tdp_twins"
 MIRRORED = (

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchdistpackage.compat.tensor_parallel.engine.gradients import own_of_caller
+from torchdistpackage.compat.tensor_parallel.engine.ops import CollectiveBase
 from torchdistpackage.compat.tensor_parallel.rendezvous import (
     CollectiveOperation,
     ThreadGather,
@@ -23,8 +25,6 @@ from torchdistpackage.compat.tensor_parallel.rendezvous import (
     sums,
 )
 from torchdistpackage.errors import CommError
-from torchdistpackage.parallel.auto.gradients import own_of_caller
-from torchdistpackage.parallel.auto.ops import CollectiveBase
 
 
 class CopyToShards(torch.autograd.Function):

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchdistpackage.compat.tensor_parallel.engine.actions import StateAction
 from torchdistpackage.compat.tensor_parallel.joined_copies import JoinedCopies
 from torchdistpackage.compat.tensor_parallel.places import Place, places_of, stand_in
 from torchdistpackage.layout.partition import even_sizes
-from torchdistpackage.parallel.auto.actions import StateAction
 from torchdistpackage.parallel.auto.nested import find_tied_weight_aliases
 from torchdistpackage.parallel.auto.reporting import LOG
 

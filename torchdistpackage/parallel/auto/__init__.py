@@ -1,31 +1,21 @@
-"""Tensor parallelism for any module: a plan of rules, and the module's shards made from it.
+"""Tensor parallelism for a module that a user has: its copy split, called, saved and loaded.
 
-A name is loaded on first use.
+split_root      what every split module offers to saving and loading
+split_model     a module split by a table; pretrained_calls: one of transformers
+saving, loading whole state from parts, and back
+draws           dropout that is alike, or apart, on ranks
+caches          key-value caches that come to the ranks, and go
+
+`models/tensor_parallel.py` is the call. A name is loaded on first use.
 """
 
 from torchdistpackage.lazy import homes, load
 
 _NAMES: dict[str, tuple[str, ...]] = {
-    "parallel.auto.factory": ("parallelize_module",),
-    "parallel.auto.model": ("ParallelModule",),
-    "parallel.auto.rules": ("Config", "match_report"),
-    "parallel.auto.layerwise": ("get_default_config",),
-    "parallel.auto.explain": ("explain",),
     "parallel.auto.traffic": ("count_traffic",),
     "parallel.auto.trainer": ("prepare_trainer",),
-    "parallel.auto.shard": ("make_shard", "make_distributed_shard"),
     "parallel.auto.loading": ("load_tensor_parallel",),
     "parallel.auto.saving": ("save_tensor_parallel",),
-    "parallel.auto.actions": (
-        "StateAction",
-        "Split",
-        "SplitInChunks",
-        "SplitInGroupedChunks",
-        "TakeChunks",
-        "FirstOnly",
-        "Partial",
-        "Scale",
-    ),
 }
 
 EXPORTS = homes(_NAMES)

@@ -23,7 +23,6 @@ from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import Layouts, mark_parameter
 from torchdistpackage.layout.table import SplitTable
 from torchdistpackage.parallel.auto import saving
-from torchdistpackage.parallel.auto.adapters import TakesNoAdapters
 from torchdistpackage.parallel.auto.cache_heads import CacheHeads
 from torchdistpackage.parallel.auto.caches import enter_caches, with_caches_marked
 from torchdistpackage.parallel.auto.draws import (
@@ -35,7 +34,7 @@ from torchdistpackage.parallel.auto.draws import (
     use_draws_of_first,
 )
 from torchdistpackage.parallel.auto.equal_weights import equalise
-from torchdistpackage.parallel.auto.split_root import SplitRoot
+from torchdistpackage.parallel.auto.split_root import SplitRoot, TakesNoAdapters
 from torchdistpackage.parallel.pipeline.partition.gated_blocks import BlockActivations, make_gated
 from torchdistpackage.parallel.tensor.full import copy_part
 from torchdistpackage.parallel.tensor.marked import Marked, is_reduced

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from torchdistpackage.parallel.auto.ops import RankMap
-from torchdistpackage.parallel.auto.rules import Target
-from torchdistpackage.parallel.auto.wrapper import TensorParallelWrapper
-from torchdistpackage.parallel.tensor.entrance import SharedEntrance, can_share
+from torchdistpackage.compat.tensor_parallel.engine.entrance import SharedEntrance, can_share
+from torchdistpackage.compat.tensor_parallel.engine.ops import RankMap
+from torchdistpackage.compat.tensor_parallel.engine.rules import Target
+from torchdistpackage.compat.tensor_parallel.engine.wrapper import TensorParallelWrapper
 
 
 def share_products(

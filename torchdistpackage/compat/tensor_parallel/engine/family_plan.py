@@ -13,13 +13,7 @@ from typing import Any
 
 import torch
 
-from torchdistpackage.errors import LayoutError
-from torchdistpackage.families.registry import FAMILIES, SPLIT_ALONE
-from torchdistpackage.families.table import Family, Settings, Sizes, Weights
-from torchdistpackage.layout.layout import Layout
-from torchdistpackage.layout.partition import even_sizes
-from torchdistpackage.layout.table import AttentionCut, LayerCut
-from torchdistpackage.parallel.auto.actions import (
+from torchdistpackage.compat.tensor_parallel.engine.actions import (
     FirstOnly,
     Partial,
     Split,
@@ -28,10 +22,16 @@ from torchdistpackage.parallel.auto.actions import (
     TakeChunks,
     on_dim,
 )
-from torchdistpackage.parallel.auto.heads import deal_heads
-from torchdistpackage.parallel.auto.layerwise import even_part
-from torchdistpackage.parallel.auto.ops import SizedGather
-from torchdistpackage.parallel.auto.rules import Config
+from torchdistpackage.compat.tensor_parallel.engine.heads import deal_heads
+from torchdistpackage.compat.tensor_parallel.engine.layerwise import even_part
+from torchdistpackage.compat.tensor_parallel.engine.ops import SizedGather
+from torchdistpackage.compat.tensor_parallel.engine.rules import Config
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.families.registry import FAMILIES, SPLIT_ALONE
+from torchdistpackage.families.table import Family, Settings, Sizes, Weights
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.partition import even_sizes
+from torchdistpackage.layout.table import AttentionCut, LayerCut
 
 EXPERT_INPUTS = (0, 2)
 """Of transformers' stacked experts: tokens, and the weights that multiply partial products."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.parallel.auto.actions import StateAction, Whole
+from torchdistpackage.compat.tensor_parallel.engine.actions import StateAction, Whole
 
 
 def needs_joining(action: StateAction, full_gradients: bool) -> bool:

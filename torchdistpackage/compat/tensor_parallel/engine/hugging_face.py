@@ -13,19 +13,18 @@ from typing import Any
 from torch import nn
 
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.compat.tensor_parallel.engine.family_plan import plan_for
+from torchdistpackage.compat.tensor_parallel.engine.model import ParallelModule
+from torchdistpackage.compat.tensor_parallel.engine.rules import Config
 from torchdistpackage.errors import NotAvailableError
 from torchdistpackage.layout.mark import Layouts
-from torchdistpackage.parallel.auto.adapters import TakesNoAdapters
 from torchdistpackage.parallel.auto.draws import may_draw
-from torchdistpackage.parallel.auto.family_plan import plan_for
-from torchdistpackage.parallel.auto.model import ParallelModule
 from torchdistpackage.parallel.auto.pretrained_calls import (
     PretrainedCalls,
     remove_hooks,
     without_adapters,
 )
-from torchdistpackage.parallel.auto.rules import Config
-from torchdistpackage.parallel.auto.split_root import check_is_unsplit
+from torchdistpackage.parallel.auto.split_root import TakesNoAdapters, check_is_unsplit
 
 
 @cache

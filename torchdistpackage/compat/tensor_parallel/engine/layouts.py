@@ -13,9 +13,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.layout import Layout, Ranges
-from torchdistpackage.parallel.auto.actions import (
+from torchdistpackage.compat.tensor_parallel.engine.actions import (
     FirstOnly,
     Split,
     SplitInChunks,
@@ -24,6 +22,8 @@ from torchdistpackage.parallel.auto.actions import (
     TakeChunks,
     Whole,
 )
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.layout import Layout, Ranges
 
 AXIS = "tensor"
 DEALING = (Split, SplitInChunks, SplitInGroupedChunks, TakeChunks)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchdistpackage.compat.tensor_parallel.engine.entrance import SharedEntrance
+from torchdistpackage.compat.tensor_parallel.engine.ops import apply_action, is_copy
+from torchdistpackage.compat.tensor_parallel.engine.read_weights import Join
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto import traffic
 from torchdistpackage.parallel.auto.nested import is_namedtuple, rebuilt
-from torchdistpackage.parallel.auto.ops import apply_action, is_copy
-from torchdistpackage.parallel.auto.read_weights import Join
-from torchdistpackage.parallel.tensor.entrance import SharedEntrance
 from torchdistpackage.parallel.tensor.weight_reads import split_weight
 
 

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torchdistpackage.comm import collectives
 from torchdistpackage.comm.nested import map_tensors
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.compat.tensor_parallel.engine.changed import changed_weight
+from torchdistpackage.compat.tensor_parallel.engine.model import ParallelModule
 from torchdistpackage.equivalence.compare import WHOLE_MODEL, ParityFinding, first_difference
 from torchdistpackage.equivalence.match import elementwise, elementwise_within
 from torchdistpackage.equivalence.record import ParityRecord, parts_of, recording
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.auto.changed import changed_weight
-from torchdistpackage.parallel.auto.model import ParallelModule
 from torchdistpackage.parallel.auto.reporting import LOG
 from torchdistpackage.parallel.auto.traffic import size_bytes, uncounted
 

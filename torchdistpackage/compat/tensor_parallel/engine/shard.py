@@ -14,14 +14,11 @@ from torch.nn.modules.conv import _ConvNd
 
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
-from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.auto.actions import StateAction, Whole
-from torchdistpackage.parallel.auto.draws import mark_split
-from torchdistpackage.parallel.auto.layerwise import get_default_config
-from torchdistpackage.parallel.auto.nested import find_tied_weight_aliases
-from torchdistpackage.parallel.auto.ops import RankCollectives
-from torchdistpackage.parallel.auto.products import share_products
-from torchdistpackage.parallel.auto.rules import (
+from torchdistpackage.compat.tensor_parallel.engine.actions import StateAction, Whole
+from torchdistpackage.compat.tensor_parallel.engine.layerwise import get_default_config
+from torchdistpackage.compat.tensor_parallel.engine.ops import RankCollectives
+from torchdistpackage.compat.tensor_parallel.engine.products import share_products
+from torchdistpackage.compat.tensor_parallel.engine.rules import (
     Config,
     find_matching_actions,
     match_report,
@@ -30,7 +27,10 @@ from torchdistpackage.parallel.auto.rules import (
     renamed,
     state_action,
 )
-from torchdistpackage.parallel.auto.wrapper import TensorParallelWrapper
+from torchdistpackage.compat.tensor_parallel.engine.wrapper import TensorParallelWrapper
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.parallel.auto.draws import mark_split
+from torchdistpackage.parallel.auto.nested import find_tied_weight_aliases
 
 WHOLE = Whole()
 SIZES = (

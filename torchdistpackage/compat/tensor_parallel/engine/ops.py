@@ -27,9 +27,9 @@ from torch import Tensor
 
 from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.compat.tensor_parallel.engine.actions import StateAction
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.partition import even_sizes
-from torchdistpackage.parallel.auto.actions import StateAction
 
 TEXTS = ("copy", "sum", "gather", "split", "scale", "scale_int")
 COMMUNICATING = {False: ("sum", "gather"), True: ("copy", "sum", "gather", "split")}

@@ -6,18 +6,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchdistpackage.parallel.auto.actions import StateAction, Whole
-from torchdistpackage.parallel.auto.family_plan import plan_for
-from torchdistpackage.parallel.auto.layerwise import default_rules
-from torchdistpackage.parallel.auto.plan_table import ParameterRow, PlanTable, forward_traffic
-from torchdistpackage.parallel.auto.rules import Config, add_lora_rules, find_matching_actions
-from torchdistpackage.parallel.auto.shard import (
+from torchdistpackage.compat.tensor_parallel.engine.actions import StateAction, Whole
+from torchdistpackage.compat.tensor_parallel.engine.family_plan import plan_for
+from torchdistpackage.compat.tensor_parallel.engine.layerwise import default_rules
+from torchdistpackage.compat.tensor_parallel.engine.rules import (
+    Config,
+    add_lora_rules,
+    find_matching_actions,
+)
+from torchdistpackage.compat.tensor_parallel.engine.shard import (
     WHOLE,
     is_parameter,
     modules_by_names,
     named_aliases,
     state_actions,
 )
+from torchdistpackage.parallel.auto.plan_table import ParameterRow, PlanTable, forward_traffic
 from torchdistpackage.parallel.auto.traffic import size_bytes
 
 

@@ -13,16 +13,16 @@ from typing import Any, Self
 
 from torch import nn
 
-from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.auto.actions import (
+from torchdistpackage.compat.tensor_parallel.engine.actions import (
     Partial,
     StateAction,
     as_state_action,
     on_dim,
 )
+from torchdistpackage.compat.tensor_parallel.engine.ops import TEXTS, Collectives, bind
+from torchdistpackage.compat.tensor_parallel.engine.read_weights import Join, joins
+from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto.cache_heads import CacheHeads
-from torchdistpackage.parallel.auto.ops import TEXTS, Collectives, bind
-from torchdistpackage.parallel.auto.read_weights import Join, joins
 from torchdistpackage.parallel.auto.reporting import LOG
 
 Target = int | str

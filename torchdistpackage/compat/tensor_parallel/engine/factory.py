@@ -9,16 +9,23 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
-from torchdistpackage.parallel.auto.explain import explain as tabulate
-from torchdistpackage.parallel.auto.family_plan import plan_for
-from torchdistpackage.parallel.auto.hugging_face import ShardedModelCalls, pretrained_class
-from torchdistpackage.parallel.auto.layerwise import default_rules
-from torchdistpackage.parallel.auto.model import ParallelModule
+from torchdistpackage.compat.tensor_parallel.engine.explain import explain as tabulate
+from torchdistpackage.compat.tensor_parallel.engine.family_plan import plan_for
+from torchdistpackage.compat.tensor_parallel.engine.hugging_face import (
+    ShardedModelCalls,
+    pretrained_class,
+)
+from torchdistpackage.compat.tensor_parallel.engine.layerwise import default_rules
+from torchdistpackage.compat.tensor_parallel.engine.model import ParallelModule
+from torchdistpackage.compat.tensor_parallel.engine.rules import Config
+from torchdistpackage.compat.tensor_parallel.engine.verify import (
+    FirstForward,
+    described,
+    why_not_compared,
+)
 from torchdistpackage.parallel.auto.pretrained_calls import is_pretrained, remove_hooks
 from torchdistpackage.parallel.auto.reporting import LOG
-from torchdistpackage.parallel.auto.rules import Config
 from torchdistpackage.parallel.auto.split_root import check_is_unsplit
-from torchdistpackage.parallel.auto.verify import FirstForward, described, why_not_compared
 
 Example = Tensor | tuple[Any, ...] | dict[str, Any]
 """A tensor, or arguments of one call, positional or by name."""

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdistpackage.parallel.auto import traffic
-from torchdistpackage.parallel.auto.actions import (
+from torchdistpackage.compat.tensor_parallel.engine.actions import (
     FirstOnly,
     Split,
     SplitInChunks,
@@ -23,7 +22,8 @@ from torchdistpackage.parallel.auto.actions import (
     StateAction,
     on_dim,
 )
-from torchdistpackage.parallel.auto.ops import CollectiveBase, Collectives, bind
+from torchdistpackage.compat.tensor_parallel.engine.ops import CollectiveBase, Collectives, bind
+from torchdistpackage.parallel.auto import traffic
 
 
 @dataclass(frozen=True)

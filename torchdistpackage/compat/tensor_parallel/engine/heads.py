@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
+from torchdistpackage.compat.tensor_parallel.engine.actions import StateAction, TakeChunks
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.partition import even_sizes
-from torchdistpackage.parallel.auto.actions import StateAction, TakeChunks
 
 
 @dataclass(frozen=True)

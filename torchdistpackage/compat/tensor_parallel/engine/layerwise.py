@@ -27,17 +27,17 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from torchdistpackage.layout.partition import even_sizes
-from torchdistpackage.parallel.auto.actions import (
+from torchdistpackage.compat.tensor_parallel.engine.actions import (
     FirstOnly,
     Split,
     SplitInChunks,
     SplitInGroupedChunks,
 )
-from torchdistpackage.parallel.auto.ops import SizedGather
-from torchdistpackage.parallel.auto.own_forward import has_own_forward, only_scales
-from torchdistpackage.parallel.auto.pairs import Pair, find_pairs
-from torchdistpackage.parallel.auto.rules import Config, plain_name
+from torchdistpackage.compat.tensor_parallel.engine.ops import SizedGather
+from torchdistpackage.compat.tensor_parallel.engine.own_forward import has_own_forward, only_scales
+from torchdistpackage.compat.tensor_parallel.engine.pairs import Pair, find_pairs
+from torchdistpackage.compat.tensor_parallel.engine.rules import Config, plain_name
+from torchdistpackage.layout.partition import even_sizes
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 LAYERS = (*EMBEDDINGS, nn.Linear, _ConvNd)

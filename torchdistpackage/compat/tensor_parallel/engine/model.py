@@ -15,6 +15,24 @@ from torch import Tensor, nn
 from torchdistpackage.comm import collectives
 from torchdistpackage.comm.nested import map_tensors
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.compat.tensor_parallel.engine.actions import StateAction
+from torchdistpackage.compat.tensor_parallel.engine.adapters import add_adapter_rules
+from torchdistpackage.compat.tensor_parallel.engine.gradients import (
+    FromFirst,
+    GradientHooks,
+    needs_joining,
+)
+from torchdistpackage.compat.tensor_parallel.engine.layerwise import get_default_config
+from torchdistpackage.compat.tensor_parallel.engine.layouts import layout_of_cut
+from torchdistpackage.compat.tensor_parallel.engine.ops import RankCollectives, rank_calls
+from torchdistpackage.compat.tensor_parallel.engine.rules import Config, state_action
+from torchdistpackage.compat.tensor_parallel.engine.shard import (
+    check_is_container,
+    check_plan,
+    make_shard,
+    parameter_actions,
+    shard_names,
+)
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import (
@@ -26,8 +44,6 @@ from torchdistpackage.layout.mark import (
 )
 from torchdistpackage.optim.torch_calls import watch
 from torchdistpackage.parallel.auto import saving
-from torchdistpackage.parallel.auto.actions import StateAction
-from torchdistpackage.parallel.auto.adapters import TakesNoAdapters, add_adapter_rules
 from torchdistpackage.parallel.auto.caches import enter_caches, with_caches_marked
 from torchdistpackage.parallel.auto.draws import (
     ShardDraws,
@@ -36,20 +52,8 @@ from torchdistpackage.parallel.auto.draws import (
     use_draws_of_first,
 )
 from torchdistpackage.parallel.auto.equal_weights import equalise
-from torchdistpackage.parallel.auto.gradients import FromFirst, GradientHooks, needs_joining
-from torchdistpackage.parallel.auto.layerwise import get_default_config
-from torchdistpackage.parallel.auto.layouts import layout_of_cut
 from torchdistpackage.parallel.auto.nested import once_each
-from torchdistpackage.parallel.auto.ops import RankCollectives, rank_calls
-from torchdistpackage.parallel.auto.rules import Config, state_action
-from torchdistpackage.parallel.auto.shard import (
-    check_is_container,
-    check_plan,
-    make_shard,
-    parameter_actions,
-    shard_names,
-)
-from torchdistpackage.parallel.auto.split_root import SplitRoot, check_is_unsplit
+from torchdistpackage.parallel.auto.split_root import SplitRoot, TakesNoAdapters, check_is_unsplit
 
 
 class ParallelModule(SplitRoot, TakesNoAdapters):

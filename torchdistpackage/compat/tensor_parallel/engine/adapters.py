@@ -11,14 +11,17 @@
 import dataclasses
 import re
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
+from torchdistpackage.compat.tensor_parallel.engine.actions import Partial, StateAction, on_dim
+from torchdistpackage.compat.tensor_parallel.engine.rules import (
+    Config,
+    add_lora_rules,
+    state_action,
+)
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.auto.actions import Partial, StateAction, on_dim
-from torchdistpackage.parallel.auto.rules import Config, add_lora_rules, state_action
 
 
 def add_adapter_rules(model: nn.Module, config: Config) -> Config:
@@ -80,51 +83,3 @@ def check_prompts(model: nn.Module) -> None:
                 f"{config.peft_type.value}, whose parameters belong to no layer; split the model "
                 f"first, then call get_peft_model(split, config)"
             )
-
-
-class TakesNoAdapters(nn.Module):
-    """A split module, whose shards would get adapters of their own each."""
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        if (adapters := _being_put_into()) is not None:
-            check_is_alone(self, adapters)
-        return super().named_modules(*args, **kwargs)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "peft_config":  # by which peft marks a model that it has put adapters into
-            check_is_alone(self, value)
-        super().__setattr__(name, value)
-
-
-_PEFT_TUNERS = "peft.tuners.tuners_utils"
-
-
-def _being_put_into() -> dict[str, Any] | None:
-    """Return the adapters that peft is about to put into the layers of a model, whose modules it
-    lists before it replaces the first.
-
-    It calls nothing else of the model by then, and a refusal later on would leave layers replaced
-    and parameters frozen. torch lists the modules of a model around this one.
-    """
-    if _PEFT_TUNERS not in sys.modules:
-        return None
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") == "torch.nn.modules.module":
-        frame = frame.f_back
-    if frame is None or frame.f_globals.get("__name__") != _PEFT_TUNERS:
-        return None
-    if frame.f_code.co_name != "inject_adapter":
-        return None
-    return dict(frame.f_locals["self"].peft_config)
-
-
-def check_is_alone(module: Any, adapters: dict[str, Any]) -> None:
-    """Raises LayoutError where a module that got `adapters` has several shards."""
-    inner = getattr(module, "wrapped_model", module)
-    if len(inner.module_shards) > 1 or inner._group is not None:
-        kinds = {adapter: config.peft_type.value for adapter, config in adapters.items()}
-        raise LayoutError(
-            f"adapters {kinds} were put into the layers of {type(module).__name__}, which is "
-            f"split, so that each shard has others; call get_peft_model on the model as it was, "
-            f"then tensor_parallel"
-        )
