@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.models.coverage import settings
 from tests.models.found_cases import transformers
-from torchdistpackage.errors import LayoutError, ScheduleError
+from torchdistpackage.errors import ScheduleError
 from torchdistpackage.models import (
     transformers_cache,
     transformers_found,
@@ -24,7 +24,6 @@ from torchdistpackage.models import (
     transformers_trial,
 )
 from torchdistpackage.models.transformers_found import small_models
-from torchdistpackage.parallel.auto import verify
 from torchdistpackage.parallel.pipeline.partition import hf_decoder
 
 assert transformers
@@ -142,18 +141,8 @@ def cached(planted: Planted) -> str:
     return transformers_cache._problem(json.dumps(GIVEN), None, 0) or "nothing"
 
 
-def first_forward(planted: Planted) -> str:
-    from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
-
-    planted.inside(verify.BothForwards, "call")
-    split = tensor_parallel(small(), ["cpu"] * 2, verify=True)
-    with pytest.raises(LayoutError) as met:
-        split(input_ids=torch.arange(8).reshape(2, 4))
-    return str(met.value)
-
-
-CALLERS = (on_ranks, staged, decoder, cached, first_forward)
-WITHOUT_GRADIENTS = (decoder, cached, first_forward)
+CALLERS = (on_ranks, staged, decoder, cached)
+WITHOUT_GRADIENTS = (decoder, cached)
 
 
 @pytest.mark.parametrize("wrong", MISTAKES)
