@@ -5,6 +5,8 @@ of the ranks that went on. So the ranks first note in the store that they have c
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
@@ -20,6 +22,18 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.1
 _NAMED = 8
 _calls: PerGroup[dict[str, int]] = PerGroup()
 """Group -> how often each method has been entered."""
+_num_without_peers = 0
+
+
+@contextmanager
+def without_peers() -> Iterator[None]:
+    """Inside, this process stands for all ranks of its groups, so none of them is waited for."""
+    global _num_without_peers
+    _num_without_peers += 1
+    try:
+        yield
+    finally:
+        _num_without_peers -= 1
 
 
 def expect_all_once(what: str, group: Group) -> None:
@@ -41,7 +55,7 @@ def expect_all(what: str, group: Group, limit_s: float | None = None) -> None:
     Raises:
         CommError: others have not come within `limit_s`, by default LIMIT_S; names them.
     """
-    if group.size() == 1 or not is_joined() or not is_alive(group):
+    if group.size() == 1 or _num_without_peers or not is_joined() or not is_alive(group):
         return  # threads and rehearsals have no store
     numbers = _calls.setdefault(group, {})
     numbers[what] = number = numbers.get(what, 0) + 1

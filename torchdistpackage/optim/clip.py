@@ -192,9 +192,10 @@ def grad_sq_norm(mine: Iterable[Tensor], norm_type: float, device: torch.device)
     gradients. Parameters without gradient do not count.
     """
     grads = [p.grad for p in mine if p.grad is not None and p.grad.numel()]
-    every = grad_norms(grads, norm_type, device)
     if not grads:
-        return every.sum()
+        wide = _wide_dtype(device)
+        return torch.zeros((), dtype=wide, device=device)
+    every = grad_norms(grads, norm_type, device)
     if norm_type == INF:
         # not every backend's maximum keeps a NaN; all of them keep infinity
         return every.nan_to_num(nan=INF, posinf=INF).max()
@@ -206,7 +207,7 @@ def grad_norms(grads: Sequence[Tensor], norm_type: float, device: torch.device) 
 
     A NaN or an infinity in a gradient makes its norm so.
     """
-    wide = torch.float64 if device.type == "cpu" else torch.float32
+    wide = _wide_dtype(device)
     if not grads:
         return torch.zeros(0, dtype=wide, device=device)
     kinds = {(grad.dtype, grad.device) for grad in grads}
@@ -219,6 +220,11 @@ def grad_norms(grads: Sequence[Tensor], norm_type: float, device: torch.device) 
         for i, norm in zip(places, found, strict=True):
             norms[i] = norm.to(device, wide)
     return torch.stack(norms)
+
+
+def _wide_dtype(device: torch.device) -> torch.dtype:
+    """Return the type in which norms are added there."""
+    return torch.float64 if device.type == "cpu" else torch.float32
 
 
 def _norms_of(grads: Sequence[Tensor], norm_type: float) -> tuple[Tensor, ...]:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchdistpackage.comm.attendance import without_peers
 from torchdistpackage.comm.backends import Transport, deprioritize, register_transport
 from torchdistpackage.comm.runtime import leave
 from torchdistpackage.errors import RaceError
@@ -224,7 +225,7 @@ def mirror(world_size: int, rank: int = 0, transport: str = LATE) -> Iterator[No
     _mirrored.append(rank)
     try:
         dist.init_process_group(LATE, store=dist.HashStore(), rank=rank, world_size=world_size)
-        with world.job(transport, rank), strictness(transport):
+        with world.job(transport, rank), strictness(transport), without_peers():
             yield
     except BaseException as error:
         error.add_note(f"transport: {transport}")
