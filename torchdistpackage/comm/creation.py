@@ -341,8 +341,7 @@ class _Roll:
         return bool(_answer(look))
 
     def absent(self, limit_s: float) -> str:
-        """Return a text that names those that have not come, or says that the store does not know;
-        "" if all have.
+        """Return what to say of those that have not come; "" if all have.
 
         At the limit one member looks for all: thousands that each ask for each would keep the store
         busy for minutes.
@@ -353,14 +352,13 @@ class _Roll:
         if text is not None:
             return text
         return (
-            f"{self._what}: not there in {elapsed_s:.1f} s, with a time limit of {limit_s:g} s; "
-            f"the store that knows which ranks came does not answer; the rank that keeps it has "
-            f"gone: see its message"
+            f"{self._what}: not there in {elapsed_s:.1f} s, with a time limit of {limit_s:g} s, "
+            f"and it is not known which ranks came: the store that knows does not answer; look at "
+            f"the log of rank 0, which keeps it"
         )
 
     def stay(self) -> None:
-        """Wait until the others have read what `absent` found, if this rank looked or may keep the
-        store."""
+        """Wait until the others have read what `absent` found, if they need this rank for it."""
 
         def wait() -> None:
             store, end = self._store.clone(), time.monotonic() + _TELL_WAIT_S
@@ -384,7 +382,7 @@ class _Roll:
         return text
 
     def _look(self, limit_s: float) -> tuple[str, int]:
-        """The text, and how many have come."""
+        """Return what to say of those that have not come, and how many have."""
         store = self._store.clone()
         missing = [rank for rank in self._ranks if not self._has_come(store, rank)]
         num_came = len(self._ranks) - len(missing)

@@ -64,7 +64,7 @@ def serve(
 def find(
     rendezvous: Rendezvous, ports: Sequence[int], *, timeout_s: float
 ) -> tuple[dist.Store, int]:
-    """The others try the candidates until one shows the token: the store and its port.
+    """Try the candidates until one shows the token; return the store and its port.
 
     A port that keeps silent may be rank 0's, which is busy, or stopped for a moment: it is left to
     answer while others are tried. Only a wrong answer shows a stranger.
@@ -129,7 +129,7 @@ def find(
 
 
 def connect(address: str, port: int, *, world_size: int, timeout_s: float) -> dist.TCPStore:
-    """The store that another process serves at this port.
+    """Return the store that another process serves at this port.
 
     Raises:
         OSError, RuntimeError: nothing listens, or not a store, or it does not answer.
@@ -194,7 +194,7 @@ class _Visit:
 
     @property
     def silent_s(self) -> float:
-        """How long ago the visit began."""
+        """Return how long ago the visit began."""
         return time.monotonic() - self.since
 
     def store(self, wait_s: float) -> dist.TCPStore:
