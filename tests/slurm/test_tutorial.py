@@ -13,7 +13,8 @@ from pathlib import Path
 from tests.docs import tutorials
 from tests.slurm.cluster import Cluster
 
-LIMIT_S = 240
+LIMIT_S = 480
+"""Slurm holds a requeued job for two minutes, and then it may wait for nodes of other tests."""
 
 
 def submit(cluster: Cluster, folder: Path) -> Future[list[tuple[str, str]]]:
