@@ -7,6 +7,7 @@ is written, so this module knows no rule of its own.
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ _MAX_SEQ_LEN = {GPT: 128, "hf": 512}
 _MOST_OF_A_LINE = 1 << 24
 """Bytes of the first row that are read to learn its fields."""
 _WIDTH = 96
-"""Columns of a line with its comment; a longer comment stands above its key."""
+"""Columns of a line with its comment; a longer comment is wrapped above its key."""
 _PROMPTS = ("prompt", "completion")
 _PAIRS = ("chosen", "rejected")
 
@@ -189,7 +190,7 @@ def _text(answers: Answers, path: Path) -> str:
         lines += [f"\n{section}:", *_lines(section, keys)]
         if section == "parallel":  # docs/which_layout.md
             others = _lines(section, {"pipe": 1, "tensor": 1, "zero": 0})
-            lines += [line.replace("  ", "  # ", 1) for line in others]
+            lines += [x if x.lstrip()[0] == "#" else x.replace("  ", "  # ", 1) for x in others]
     if answers.partition == LOCAL:
         local = ["launch:", "  local:", *_lines("launch.local", {"procs": answers.per_node}, 4)]
         # a file without it starts what the degrees need, so that they can be overridden alone
@@ -200,13 +201,17 @@ def _text(answers: Answers, path: Path) -> str:
 
 
 def _lines(section: str, keys: dict[str, Any], indent: int = 2) -> Iterator[str]:
+    """Yield each key with its text in the schema as a comment, behind it or above it."""
+    margin = " " * indent
     for key, value in keys.items():
-        comment = KEYS[f"{section}.{key}"].description
-        line = f"{' ' * indent}{write({key: value}).rstrip()}"
-        if len(line) + len(comment or "") > _WIDTH:
-            yield f"{' ' * indent}# {comment}\n{line}"
-        else:
+        comment = KEYS[f"{section}.{key}"].description or ""
+        line = f"{margin}{write({key: value}).rstrip()}"
+        if len(line) + len("  # ") + len(comment) <= _WIDTH:
             yield f"{line}  # {comment}"
+        else:
+            start = f"{margin}# "
+            yield from textwrap.wrap(comment, _WIDTH, initial_indent=start, subsequent_indent=start)
+            yield line
 
 
 def _slurm(answers: Answers) -> Iterator[str]:

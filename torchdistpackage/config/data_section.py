@@ -1,4 +1,4 @@
-"""The data section of the YAML file: what is read for training and validation, and how."""
+"""The data section of the YAML file: the data for training and validation, and their format."""
 
 from pathlib import PurePath
 from typing import Annotated, NamedTuple, Self
@@ -9,34 +9,44 @@ from torchdistpackage.config import types as k
 from torchdistpackage.config.types import Expected, NamedSection, Section
 
 KINDS = ("text", "jsonl", "parquet", "tokens")
-"""What files hold, as data.name calls it."""
+"""Kinds of files that hold documents or token ids: values of data.name."""
 ROWS = ("jsonl", "parquet")
-"""Those whose files hold rows with fields, of which `data.field` names one."""
+"""Kinds whose files hold rows with fields; `data.field` names the field with the text."""
 KIND_OF_SUFFIX = {".jsonl": "jsonl", ".parquet": "parquet", ".bin": "tokens"}
 
 PREFERENCE = "preference"
-"""Pairs of answers, of which one is preferred, as JSON lines."""
+"""The value of data.name for JSON lines with a preferred and a rejected answer each."""
 
 CHAT_FIELDS = ("messages", "conversations")
-"""Values of data.field by which rows are chats, whichever of the known kinds each is."""
+"""Values of data.field that mean chats, in any of the known formats of a chat."""
 
 SUFFIX_OF_KIND = {"jsonl": ".jsonl", "parquet": ".parquet", PREFERENCE: ".jsonl"}
-"""Of the files of a folder that are read."""
+"""Suffix of the files that are read from a folder, by kind; text has none."""
 
 
 class SourceSection(Section):
     """One of several sources of training data."""
 
-    path: k.PathOrNull = Field(default=None, description="File or folder, as data.path.")
+    path: k.PathOrNull = Field(
+        default=None, description="File or folder of this source, as in data.path."
+    )
     weight: k.NotNegative = Field(
-        default=1.0, description="Its part of all samples is weight over the sum of all weights."
+        default=1.0,
+        description="Weight of this source. Its share of the samples is its weight divided by the "
+        "sum of all weights.",
     )
     name: k.FileKind = Field(
-        default=None, description="What it holds; null: by its suffix, else data.name."
+        default=None,
+        description="Format of this source's files; null: by their suffix, else data.name.",
     )
-    field: k.TextFieldOrNull = Field(default=None, description="As data.field; null: that one.")
+    field: k.TextFieldOrNull = Field(
+        default=None,
+        description="Field or column of this source that holds the text; null: data.field.",
+    )
     label: k.LabelOrNull = Field(
-        default=None, description="Its name in log and metrics; null: that of the file."
+        default=None,
+        description="Name of this source in the log and in metrics.jsonl; null: the file's name "
+        "without its suffix.",
     )
 
 
@@ -46,11 +56,11 @@ Sources = Annotated[
     Expected(f"a list of mappings with {', '.join(SourceSection.model_fields)}"),
 ]
 ITEMS: dict[str, type[Section]] = {"data.sources": SourceSection}
-"""Keys that are lists of sections -> what each is."""
+"""Keys that hold a list of sections -> the class of its members."""
 
 
 class WeightedSource(NamedTuple):
-    """A source of several. section: as if it were the only one."""
+    """One source of a blend. section: the data section as if this source were the only one."""
 
     label: str
     weight: float
@@ -58,99 +68,131 @@ class WeightedSource(NamedTuple):
 
 
 class DataSection(NamedSection):
-    """The training data: one of our sources, or your own by import path."""
+    """The data for training and validation: from files, or your own by import path."""
 
-    name: k.DataName = Field(default="python_stdlib", description="Our source; not with target.")
+    name: k.DataName = Field(
+        default="python_stdlib",
+        description="Kind of data: the sources of Python's standard library, files of text, jsonl "
+        "or parquet, binary token ids (tokens), or pairs of answers (preference). Leave it out "
+        "with target.",
+    )
     path: k.PathOrNull = Field(
         default=None,
-        description="File or folder of text, JSON lines, parquet or pairs; file of token ids.",
+        description="File or folder to read; for tokens a file. python_stdlib needs none.",
     )
     sources: Sources = Field(
         default=(),
-        description="Several sources in place of path: {path, weight, name, field, label} each.",
+        description="List of several sources instead of path, each a mapping with path, weight, "
+        "name, field and label. Samples are drawn from them in the proportion of their weights.",
     )
     tokenizer: k.PathOrNull = Field(
-        default=None, description="Folder with tokenizer.json; null: the tokens of text are bytes."
+        default=None,
+        description="Folder with a tokenizer.json, as transformers saves it; null: each byte of a "
+        "text is a token.",
     )
     field: k.TextField = Field(
         default="text",
-        description="Field or column; with prompt+completion or messages prompts are masked.",
+        description="Field or column that holds the text. With prompt+completion or messages only "
+        "the answers count in the loss.",
     )
     bos: k.TextEnd = Field(
         default="auto",
-        description="Begin-of-text token before each document; auto: as the tokenizer adds it.",
+        description="Whether each document starts with a begin-of-text token; auto: as the "
+        "tokenizer's template does it.",
     )
     eos: k.TextEnd = Field(
         default="auto",
-        description="End-of-text token behind each document; auto: if the tokenizer has one.",
+        description="Whether each document ends with an end-of-text token; auto: if the tokenizer "
+        "has one.",
     )
     template_date: k.DateOrNull = Field(
         default=None,
-        description="The date that a chat template writes as today's; null: the day of the run's "
-        "first start, which resolved.yaml records if the template asks for it.",
+        description="Date that a chat template writes as today's, if it asks for one. null: the "
+        "day of the run's first start, which resolved.yaml records.",
     )
     cache: k.PathOrNull = Field(
-        default=None, description="Folder of tokenized texts; null: tokens in run.dir."
+        default=None,
+        description="Folder in which tokenized texts are kept for later runs; null: the folder "
+        "tokens in run.dir.",
     )
     document_masks: bool = Field(
-        default=False, description="No token attends to another document; needs tokenizer."
+        default=False,
+        description="Let each token attend to tokens of its own document only. Needs "
+        "data.tokenizer.",
     )
     packing: k.Packing = Field(
         default="auto",
-        description="wrapped: a document goes on in the next sample; whole: it is not cut if it "
-        "fits; auto: whole where prompts are masked.",
+        description="How documents fill samples: wrapped cuts at every seq_len tokens, and the "
+        "rest of a document starts the next sample; whole cuts no document that fits in a sample; "
+        "auto: whole if prompts are masked, else wrapped.",
     )
-    dtype: k.TokenDtype = Field(default="uint16", description="Type of the ids of tokens.")
+    dtype: k.TokenDtype = Field(
+        default="uint16", description="Type of the token ids in the file of name: tokens."
+    )
     target: k.ImportPath = Field(
-        default=None, description="Your data, pkg.module:build; not with name."
+        default=None,
+        description="Import path of your function that makes the data, such as pkg.module:build; "
+        "replaces name.",
     )
-    args: k.FreeForm = Field(default_factory=dict, description="Keyword arguments of target.")
-    seq_len: k.Count = Field(default=128, le=k.MAX_LENGTH, description="Tokens in one sample.")
+    args: k.FreeForm = Field(
+        default_factory=dict, description="Keyword arguments for the function of target."
+    )
+    seq_len: k.Count = Field(
+        default=128, le=k.MAX_LENGTH, description="Number of tokens in one sample."
+    )
     global_batch: k.Count = Field(
-        default=32, le=1 << 24, description="Samples in a step, over all ranks."
+        default=32,
+        le=1 << 24,
+        description="Number of samples in one step, over all ranks together. With preference "
+        "pairs it counts pairs.",
     )
     val_fraction: k.UpToHalf = Field(
-        default=0.05, description="Part kept for validation, unless val_path has it."
+        default=0.05,
+        description="Share of the data that is kept for validation; not used if val_path is set.",
     )
     val_path: k.PathOrNull = Field(
         default=None, description="File or folder to validate on; null: val_fraction of the data."
     )
     eval: k.EvalSets = Field(
         default_factory=dict,
-        description="Further files or folders to evaluate on at each validation, by name.",
+        description="Further files or folders to evaluate at each validation, by name, such as "
+        "{code: code.jsonl}.",
     )
 
     @property
     def has_bytes(self) -> bool:
-        """Whether a token is a byte of a text."""
+        """Return whether the tokens are the bytes of texts."""
         names = [x.section.name for x in self.blend] if self.sources else [self.name]
         return self.tokenizer is None and {*names} <= {"python_stdlib", "text"}
 
     @property
     def is_preference(self) -> bool:
-        """Whether samples are pairs of answers."""
+        """Return whether samples are preference pairs."""
         return self.name == PREFERENCE
 
     @property
     def rows_per_sample(self) -> int:
-        """Sequences that one sample is: of a pair the chosen one and the rejected one."""
+        """Return the number of sequences in a sample: 2 for a preference pair, else 1."""
         return 2 if self.is_preference else 1
 
     @property
     def blend(self) -> tuple[WeightedSource, ...]:
-        """The sources, with a label each."""
-        found: list[WeightedSource] = []
+        """Return the sources, each with its label."""
+        blend: list[WeightedSource] = []
         for index, source in enumerate(self.sources):
             label = source.label or PurePath(source.path or "").stem
-            if source.label is None and label in (x.label for x in found):
+            if source.label is None and label in (x.label for x in blend):
                 label = f"{label}-{index}"
             section = self.reading(source.path or "", source.name, source.field)
-            found.append(WeightedSource(label, source.weight, section))
-        return tuple(found)
+            blend.append(WeightedSource(label, source.weight, section))
+        return tuple(blend)
 
     @property
     def parts(self) -> "dict[str, DataSection]":
-        """By the key of its path, the section of each file or folder, as if there were no other."""
+        """Return the section of each source of training data, by the key of its path.
+
+        Each section is as if its source were the only one.
+        """
         if self.target is not None:
             return {}
         parts = {f"data.sources[{i}].path": x.section for i, x in enumerate(self.blend)}
@@ -160,17 +202,17 @@ class DataSection(NamedSection):
 
     @property
     def val_part(self) -> "DataSection | None":
-        """The section of val_path, all of which is for validation."""
+        """Return a section that reads val_path, all of which is for validation."""
         return None if self.val_path is None else self._evaluated(self.val_path)
 
     @property
     def eval_parts(self) -> "dict[str, DataSection]":
-        """The sections of eval, by the names there."""
+        """Return a section for each set of `eval`, by its name."""
         return {name: self._evaluated(path) for name, path in self.eval.items()}
 
     @property
     def all_parts(self) -> "dict[str, DataSection]":
-        """`parts`, and those that only validations read, by the keys of their paths."""
+        """Return `parts` and the sections that only validations read, by the key of the path."""
         val = {} if self.val_part is None else {"data.val_path": self.val_part}
         return self.parts | val | {f"data.eval.{n}": x for n, x in self.eval_parts.items()}
 
@@ -178,7 +220,7 @@ class DataSection(NamedSection):
         return self.reading(path).model_copy(update={"val_fraction": 1.0})
 
     def reading(self, path: str, name: str | None = None, field: str | None = None) -> Self:
-        """The section that reads this file or folder alone, with what the keys say of all."""
+        """Return the section that reads this file or folder alone, with the same other keys."""
         kind = name or (PREFERENCE if self.is_preference else None)
         kind = kind or KIND_OF_SUFFIX.get(PurePath(path).suffix)
         kind = kind or (self.name if self.name in KINDS else "text")

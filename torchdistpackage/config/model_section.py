@@ -1,4 +1,4 @@
-"""The model section of the YAML file: one of our models, or the user's own by import path."""
+"""The model section of the YAML file: a built-in model, or the user's own by import path."""
 
 from pydantic import Field, field_validator
 
@@ -7,46 +7,71 @@ from torchdistpackage.config.types import NamedSection, Section, default
 
 
 class RopeSection(Section):
-    """Frequencies of rotary positions and their scaling, as transformers' rope_parameters."""
+    """Frequencies of rotary positions and their scaling, as in transformers' rope_parameters."""
 
-    theta: k.Positive = Field(default=10000.0, description="Base of the frequencies.")
+    theta: k.Positive = Field(
+        default=10000.0,
+        description="Base of the rotary frequencies. Larger values make positions far apart "
+        "easier to tell apart.",
+    )
     type: k.RopeScaling = Field(
-        default="default", description="How they are scaled for longer sequences."
+        default="default",
+        description="How the frequencies are scaled for sequences longer than the original "
+        "length; default: not at all.",
     )
     factor: k.PositiveOrNull = Field(
-        default=None, description="Of all but default: how many times longer sequences may be."
+        default=None,
+        description="How many times longer than the original length sequences may be. Every type "
+        "except default needs it.",
     )
     low_freq_factor: k.PositiveOrNull = Field(
-        default=None, description="Of llama3: the original length over the first scaled wavelength."
+        default=None,
+        description="Only for llama3: frequencies whose wavelength is at least the original "
+        "length / low_freq_factor are scaled in full.",
     )
     high_freq_factor: k.PositiveOrNull = Field(
-        default=None, description="Of llama3: the original length over the last one left alone."
+        default=None,
+        description="Only for llama3: frequencies whose wavelength is at most the original length "
+        "/ high_freq_factor are not scaled.",
     )
     original_max_position_embeddings: k.LengthOrNull = Field(
-        default=None, description="Of llama3 and yarn: tokens of the original length."
+        default=None,
+        description="Only for llama3 and yarn: the original length, in tokens, for which the "
+        "model was first trained.",
     )
     attention_factor: k.PositiveOrNull = Field(
-        default=None, description="Of yarn: factor of the tables; null: 0.1 ln(factor) + 1."
+        default=None,
+        description="Only for yarn: factor on the cosine and sine tables; null: 0.1 ln(factor) + "
+        "1, or what mscale and mscale_all_dim give.",
     )
     beta_fast: k.PositiveOrNull = Field(
-        default=None, description="Of yarn: rotations from which nothing is scaled; null: 32."
+        default=None,
+        description="Only for yarn: frequencies that turn at least this often within the original "
+        "length are not scaled; null: 32.",
     )
     beta_slow: k.PositiveOrNull = Field(
-        default=None, description="Of yarn: rotations up to which all is scaled; null: 1."
+        default=None,
+        description="Only for yarn: frequencies that turn at most this often within the original "
+        "length are scaled in full; null: 1.",
     )
     mscale: k.PositiveOrNull = Field(
-        default=None, description="Of yarn: with mscale_all_dim, another attention factor."
+        default=None,
+        description="Only for yarn: with mscale_all_dim, the attention factor is (0.1 mscale "
+        "ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).",
     )
     mscale_all_dim: k.PositiveOrNull = Field(
-        default=None, description="Of yarn: what the factor of mscale is divided by."
+        default=None,
+        description="Only for yarn: the coefficient in the denominator of the formula of mscale.",
     )
     truncate: k.BoolOrNull = Field(
-        default=None, description="Of yarn: whole channels as edges of the ramp; null: true."
+        default=None,
+        description="Only for yarn: round the first and last frequency between not scaled and "
+        "scaled in full to whole channels; null: true.",
     )
 
 
 def is_adapter(parameter: str) -> bool:
-    """Whether the parameter of this global name is part of a low-rank adapter."""
+    """Return whether the parameter of this global name belongs to a low-rank adapter."""
     return ".lora_" in parameter
 
 
@@ -54,140 +79,247 @@ NO_LAYERS = "names no layers; set target, e.g. [q_proj, v_proj] or [all-linear],
 
 
 class LoraSection(Section):
-    """Low-rank adapters on the weights of model.hf, as peft has them; only they train."""
+    """Low-rank adapters on the weights of model.hf, as in peft; only the adapters train."""
 
     target: k.NamesOrNull = Field(
         default=None,
-        description="Layers with adapters, by the ends of their names; [all-linear]; null: none.",
+        description="Linear layers that get adapters, by the ends of their names, such as "
+        "[q_proj, v_proj]; [all-linear]: all of the blocks. null: no adapters, the whole model "
+        "trains.",
     )
-    r: k.Count = Field(default=8, le=1 << 16, description="Rank of an adapter.")
+    r: k.Count = Field(
+        default=8,
+        le=1 << 16,
+        description="Rank of an adapter. A higher rank trains more parameters and needs more "
+        "memory.",
+    )
     alpha: k.Positive = Field(
-        default=8.0, description="peft's lora_alpha: adapters count alpha / r times."
+        default=8.0,
+        description="peft's lora_alpha: the output of an adapter is multiplied by alpha / r.",
     )
     dropout: k.BelowOne = Field(
-        default=0.0, description="peft's lora_dropout: part of an adapter's input dropped."
+        default=0.0,
+        description="peft's lora_dropout: share of an adapter's input that is dropped in training.",
     )
     load_in_4bit: bool = Field(
         default=False,
-        description="QLoRA: linear layers but the head keep their frozen weights in 4 bits.",
+        description="QLoRA: keep the frozen weights of all linear layers except the output head "
+        "in 4 bits, to save memory. Needs bitsandbytes.",
     )
     bnb_4bit_quant_type: k.QuantType = Field(
-        default="nf4", description="The 16 values of 4 bits, by bitsandbytes' names."
+        default="nf4",
+        description="4-bit type of load_in_4bit, by the names of bitsandbytes: nf4 for values "
+        "that are normally distributed, fp4 for a 4-bit float.",
     )
 
 
 class MoESection(Section):
-    """Mixtures of experts in place of MLPs; docs/expert_parallel.md."""
+    """Mixtures of experts in place of MLPs; see docs/expert_parallel.md."""
 
     num_experts: k.ExpertsOrNull = Field(
-        default=None, description="Experts of a block; null: no mixtures."
+        default=None,
+        description="Number of experts in each mixture; null: plain MLPs in all blocks.",
     )
-    top_k: k.Count = Field(default=2, le=1 << 14, description="Experts of each token.")
+    top_k: k.Count = Field(
+        default=2, le=1 << 14, description="Number of experts to which the router sends each token."
+    )
     hidden: k.WidthOrNull = Field(
-        default=None, description="Width of an expert; null: that of the MLP."
+        default=None, description="Hidden width of an expert; null: that of the MLP."
     )
-    score: k.RouterScore = Field(default="softmax", description="What scores experts.")
-    normalize: bool = Field(default=True, description="Weights of a token's experts sum to 1.")
-    route_scale: k.Positive = Field(default=1.0, description="Factor on these weights.")
-    num_groups: k.Count = Field(default=1, le=1 << 14, description="Groups of experts.")
+    score: k.RouterScore = Field(
+        default="softmax",
+        description="Function that turns the router's outputs into the scores of experts.",
+    )
+    normalize: bool = Field(
+        default=True,
+        description="Divide the weights of a token's experts by their sum, so that they sum to 1.",
+    )
+    route_scale: k.Positive = Field(
+        default=1.0,
+        description="Factor on the weights of a token's experts, applied after normalize.",
+    )
+    num_groups: k.Count = Field(
+        default=1,
+        le=1 << 14,
+        description="Number of equal groups of experts, of which a token chooses top_groups.",
+    )
     top_groups: k.Count = Field(
-        default=1, le=1 << 14, description="Groups that a token's experts may be in."
+        default=1,
+        le=1 << 14,
+        description="Number of groups in which a token may choose its experts, those with the "
+        "best scores.",
     )
     balance: k.ExpertBalance = Field(
-        default="aux_loss", description="What keeps experts equally busy."
+        default="aux_loss",
+        description="How experts are kept equally busy: aux_loss adds a loss for each sequence, "
+        "global_aux_loss one for the global batch, bias adds no loss and shifts the scores of "
+        "idle experts, none does nothing.",
     )
     aux_loss: k.NotNegative = Field(
-        default=0.01, description="Factor of aux_loss and of global_aux_loss."
+        default=0.01, description="Coefficient of the balance loss of aux_loss and global_aux_loss."
     )
-    z_loss: k.NotNegative = Field(default=0.0, description="Factor of the router's z-loss.")
+    z_loss: k.NotNegative = Field(
+        default=0.0,
+        description="Coefficient of the router's z-loss, which keeps its outputs small; 0 is off.",
+    )
     bias_rate: k.NotNegative = Field(
-        default=0.001, description="What balance=bias moves a bias by in a step."
+        default=0.001,
+        description="How much balance: bias moves the bias of an expert's score in one step.",
     )
     capacity_factor: k.PositiveOrNull = Field(
         default=None,
-        description="Places of an expert in a sequence over the mean; null: none is dropped.",
+        description="Most tokens that an expert takes from one sequence, as a multiple of the "
+        "mean; further tokens skip the expert. null: no limit.",
     )
     shared_hidden: k.WidthOrNull = Field(
-        default=None, description="Width of an MLP besides that takes all tokens; null: none."
+        default=None,
+        description="Hidden width of an extra MLP through which all tokens go; null: none.",
     )
-    jitter: k.BelowOne = Field(default=0.0, description="Noise on the router's input.")
-    every: k.Count = Field(default=1, le=2048, description="Every so many blocks have experts.")
-    first: k.CountOrZero = Field(default=0, le=2048, description="The first one that has.")
+    jitter: k.BelowOne = Field(
+        default=0.0,
+        description="Multiply the router's input by random factors from 1 - jitter to 1 + jitter "
+        "in training; 0 is off.",
+    )
+    every: k.Count = Field(
+        default=1,
+        le=2048,
+        description="Number of blocks from one block with experts to the next: 1 puts experts in "
+        "every block, 2 in every second one.",
+    )
+    first: k.CountOrZero = Field(
+        default=0, le=2048, description="Index of the first block that has experts, counted from 0."
+    )
 
 
 class ModelSection(NamedSection):
-    """What is trained: one of our models, or your own by import path."""
+    """The model to train: a built-in one, one of transformers, or your own by import path."""
 
-    name: k.ModelName = Field(default="gpt", description="Our model; not with target.")
-    layers: k.Count = Field(default=4, le=2048, description="Transformer blocks.")
-    dim: k.Count = Field(default=128, le=1 << 20, description="Width of the residual stream.")
-    heads: k.Count = Field(default=4, le=k.MAX_HEADS, description="Attention heads, of queries.")
-    kv_heads: k.HeadsOrNull = Field(
-        default=None, description="Heads of keys and values, shared by queries; null: heads."
+    name: k.ModelName = Field(
+        default="gpt",
+        description="Built-in model to train. Leave it out when target or hf names another model.",
     )
-    head_dim: k.WidthOrNull = Field(default=None, description="Width of a head; null: dim / heads.")
+    layers: k.Count = Field(default=4, le=2048, description="Number of transformer blocks.")
+    dim: k.Count = Field(
+        default=128,
+        le=1 << 20,
+        description="Width of the residual stream: the length of the vector of each token.",
+    )
+    heads: k.Count = Field(
+        default=4,
+        le=k.MAX_HEADS,
+        description="Number of attention heads (of queries). dim must be a multiple of it unless "
+        "head_dim is set.",
+    )
+    kv_heads: k.HeadsOrNull = Field(
+        default=None,
+        description="Number of heads of keys and values, each shared by several query heads; "
+        "null: as many as heads.",
+    )
+    head_dim: k.WidthOrNull = Field(
+        default=None, description="Width of an attention head; null: dim / heads."
+    )
     mlp_ratio: k.Positive = Field(
-        default=4.0, le=k.MAX_MLP_RATIO, description="Width of the MLP over dim."
+        default=4.0,
+        le=k.MAX_MLP_RATIO,
+        description="Hidden width of the MLP divided by dim; not used if mlp_hidden is set.",
     )
     mlp_hidden: k.WidthOrNull = Field(
-        default=None, description="Width of the MLP; null: dim x mlp_ratio."
+        default=None, description="Hidden width of the MLP; null: dim x mlp_ratio."
     )
-    mlp: k.Mlp = Field(default="gelu", description="Activation of the MLP; swiglu also has a gate.")
-    mlp_bias: bool = Field(default=True, description="Biases in the MLP.")
-    attention_bias: bool = Field(default=True, description="Biases in attention.")
+    mlp: k.Mlp = Field(
+        default="gelu", description="Activation of the MLP; swiglu also adds a gate."
+    )
+    mlp_bias: bool = Field(
+        default=True, description="Whether the linear layers of the MLP have biases."
+    )
+    attention_bias: bool = Field(
+        default=True, description="Whether the linear layers of attention have biases."
+    )
     moe: MoESection = default(MoESection)
-    vocab: k.Count = Field(default=256, le=1 << 24, description="Number of token ids.")
-    dropout: k.BelowOne = Field(default=0.0, description="Part of activations dropped.")
-    tied: bool = Field(default=True, description="Embedding and output head share one weight.")
-    position: k.Position = Field(default="rotary", description="How blocks know positions.")
+    vocab: k.Count = Field(
+        default=256,
+        le=1 << 24,
+        description="Size of the vocabulary: the number of different token ids. At least 256 for "
+        "text without a tokenizer.",
+    )
+    dropout: k.BelowOne = Field(
+        default=0.0, description="Share of activations that are dropped in training."
+    )
+    tied: bool = Field(
+        default=True, description="Whether the embedding and the output head share one weight."
+    )
+    position: k.Position = Field(
+        default="rotary",
+        description="How the model knows positions: rotary rotates queries and keys, learned adds "
+        "a trained vector for each position.",
+    )
     rope: RopeSection = default(RopeSection)
     max_seq_len: k.LengthOrNull = Field(
-        default=None, description="Positions that are learned; null: data.seq_len."
+        default=None,
+        description="Number of positions that position: learned has vectors for; null: "
+        "data.seq_len.",
     )
-    norm: k.Norm = Field(default="layer", description="LayerNorm, or RMSNorm.")
-    norm_eps: k.Positive = Field(default=1e-5, description="Added to the variance in every norm.")
+    norm: k.Norm = Field(
+        default="layer", description="Kind of normalization: LayerNorm (layer) or RMSNorm (rms)."
+    )
+    norm_eps: k.Positive = Field(
+        default=1e-5,
+        description="Small number that every norm adds to the variance, against division by zero.",
+    )
     weights: k.PathOrNull = Field(
         default=None,
-        description="Folder of a transformers model (GPT-2, Llama): sizes and initial weights.",
+        description="Folder of a GPT-2 or Llama model of transformers. The built-in model takes "
+        "its sizes and initial weights from there; null: sizes from these keys, weights drawn "
+        "with run.seed.",
     )
     hf: k.PathOrNull = Field(
         default=None,
-        description="Folder of a transformers model, whose own modules are trained from its "
-        "weights; or a config.json, and they begin with weights of run.seed.",
+        description="Folder of a transformers model, which is trained with transformers' own "
+        "modules from its weights. With a config.json instead of a folder the weights are drawn "
+        "with run.seed.",
     )
     lora: LoraSection = default(LoraSection)
     target: k.ImportPath = Field(
-        default=None, description="Your model, pkg.module:build; not with name."
+        default=None,
+        description="Import path of your function that builds the model, such as "
+        "pkg.module:build; replaces name.",
     )
-    args: k.FreeForm = Field(default_factory=dict, description="Keyword arguments of target.")
+    args: k.FreeForm = Field(
+        default_factory=dict, description="Keyword arguments for the function of target."
+    )
     loss: k.ImportPath = Field(
-        default=None, description="Your loss, pkg.module:fn; null: token cross entropy."
+        default=None,
+        description="Import path of your loss function, such as pkg.module:fn; null: cross "
+        "entropy of the next token.",
     )
 
     @field_validator("lora", mode="before")
     @classmethod
     def _lora_has_keys(cls, value: object) -> object:
-        """Nothing under `lora:` is none; who writes `lora: {}` expects adapters."""
+        """Refuse `lora: {}`: who writes it expects adapters, and it names no layers.
+
+        `lora:` with nothing under it means no adapters.
+        """
         if value == {}:
             raise ValueError(NO_LAYERS)
         return value
 
     @property
     def initial_folder(self) -> str | None:
-        """The folder whose weights the run begins with; None: those of run.seed."""
+        """Return the folder of the initial weights, or None if run.seed draws them."""
         is_folder = self.hf is not None and not self.hf.endswith(".json")
         return self.hf if is_folder else self.weights
 
     def is_trained(self, parameter: str) -> bool:
-        """Whether the parameter of this global name gets gradients."""
+        """Return whether the parameter of this global name is trained."""
         return self.lora.target is None or is_adapter(parameter)
 
     @property
     def expert_hidden(self) -> int:
-        """Width of an expert."""
+        """Return the hidden width of an expert."""
         return self.moe.hidden or self.hidden
 
     @property
     def hidden(self) -> int:
-        """Width of the MLP."""
+        """Return the hidden width of the MLP."""
         return self.mlp_hidden or max(round(self.dim * self.mlp_ratio), 1)

@@ -1,4 +1,4 @@
-"""The optim section of the YAML file: the optimizer, and the learning rate over time."""
+"""The optim section of the YAML file: the optimizer, and the learning rate over the run."""
 
 from collections.abc import Mapping
 
@@ -22,65 +22,79 @@ SCHEDULE_ARGS: Mapping[str, tuple[str, ...]] = {
         *("min_lr_ratio", "num_cycles"),
     ),
 }
-"""What optim.schedule_args may name, for each optim.schedule: arguments of transformers."""
+"""Arguments that optim.schedule_args may hold, by optim.schedule; their names in transformers."""
 NEEDS_WHOLE: Mapping[str, str] = {
     "muon": "makes the update of a whole matrix orthogonal",
     "adafactor": "follows means over whole rows and columns",
     "adamw8bit": "scales its statistics by blocks of a whole parameter",
 }
-"""Optimizers whose update of an element reads others of its parameter: optim.name, and how."""
+"""Optimizers that update an element from other elements of its parameter, and why they do."""
 STATE_KEYS: Mapping[str, tuple[str, ...]] = {
     "adamw": ("exp_avg",),
     "adamw8bit": ("state1",),
     "adafactor": ("row_var", "variance"),
 }
-"""What optimizers that cannot begin on the state of another one keep, one of these at least."""
+"""Keys of an optimizer's state, at least one of which a checkpoint must have.
+
+An optimizer listed here cannot go on from the state of another one.
+"""
 MIN_8BIT_SIZE, BLOCK_SIZE = 4096, 256
-"""Of adamw8bit: elements from which a parameter's statistics have 8 bits, and of a block of them
-with one scale."""
+"""adamw8bit: the least number of elements for 8-bit state, and of elements that share a scale."""
 SCHEDULE_SHAPES = ("linear", "cosine", "1-sqrt")
-"""warmup_type and decay_type of warmup_stable_decay."""
+"""Values of warmup_type and decay_type of warmup_stable_decay."""
 
 
 class OptimSection(Section):
-    """How weights follow gradients, and the learning rate over time."""
+    """The optimizer, and the learning rate over the run."""
 
     name: k.OptimizerName = Field(
         default="adamw",
-        description="Optimizer; muon: of matrices but for embeddings and the head, AdamW of the "
-        "rest; adamw8bit: of bitsandbytes, AdamW of embeddings and the head.",
+        description="Optimizer. muon updates matrices, and leaves embeddings, the head and all "
+        "else to AdamW. adamw8bit keeps its state in 8 bits (bitsandbytes), except for embeddings "
+        "and the head.",
     )
-    lr: k.Positive = Field(default=1e-3, description="Learning rate after warm-up.")
+    lr: k.Positive = Field(
+        default=1e-3, description="Highest learning rate, reached at the end of warm-up."
+    )
     weight_decay: k.NotNegative = Field(
         default=0.1,
-        description="Decoupled weight decay (of sgd added to the gradient), of parameters of two "
-        "dims or more: none of biases and norms, also where these have two dims, as those of heads "
-        "or experts.",
+        description="Weight decay of parameters with two or more dims; biases and norms have "
+        "none. It is decoupled from the gradient, except for sgd.",
     )
     betas: k.Betas = Field(
-        default=(0.9, 0.95), description="Of adamw: decay of the two running means."
+        default=(0.9, 0.95),
+        description="Decay rates of AdamW's running means of the gradient and of its square.",
     )
-    momentum: k.Fraction = Field(default=0.95, description="Of sgd and muon.")
+    momentum: k.Fraction = Field(default=0.95, description="Momentum of sgd and muon.")
     eps: k.Positive = Field(
-        default=1e-8, description="Added to the denominator of the update; not of adafactor."
+        default=1e-8,
+        description="Small number that AdamW adds to the denominator of an update, against "
+        "division by zero.",
     )
-    clip: k.NotNegative = Field(default=1.0, description="Largest global gradient norm; 0 is off.")
+    clip: k.NotNegative = Field(
+        default=1.0,
+        description="Largest norm of the gradient over all parameters. A larger gradient is "
+        "scaled down to it; 0 is off.",
+    )
     schedule: k.LrSchedule = Field(
         default="warmup_cosine",
-        description="Learning rate over the steps: ours, or one by its name in transformers.",
+        description="How the learning rate changes over the run: warmup_cosine of this package, "
+        "or a schedule of transformers by its name.",
     )
     schedule_args: k.FreeForm = Field(
-        default_factory=dict, description="Arguments of a schedule of transformers."
+        default_factory=dict,
+        description="Arguments of a schedule of transformers, such as {num_cycles: 2}.",
     )
     warmup_steps: k.StepsOrNull = Field(
         default=None,
-        description="Steps of linear warm-up from 0; null: 20, but at most a tenth of train.steps. "
-        "A shorter run ends within it.",
+        description="Number of steps in which the learning rate rises from 0 to lr; null: 20, but "
+        "at most a tenth of train.steps.",
     )
     min_lr_ratio: k.Fraction = Field(
-        default=0.1, description="Of warmup_cosine: learning rate at the end, over lr."
+        default=0.1,
+        description="Only for warmup_cosine: learning rate at the end of the run, divided by lr.",
     )
 
     def warmup(self, num_steps: int) -> int:
-        """Steps of warm-up in a run of so many steps."""
+        """Return the number of warm-up steps in a run of `num_steps`."""
         return min(20, num_steps // 10) if self.warmup_steps is None else self.warmup_steps

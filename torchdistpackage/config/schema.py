@@ -1,7 +1,7 @@
-"""The run as a value: sections and keys of the YAML file, in its order, each with its default.
+"""The sections and keys of the YAML file, in its order, each with its default.
 
-A key is one line here (kind, default, description); help, JSON schema, error texts
-and the resolved file follow from it. Rules that join keys stand in rules.py.
+A key is one field here: its type, default and description. Help, JSON schema, error messages and
+resolved.yaml follow from it. Rules about several keys are in rules.py.
 """
 
 from typing import Any, Self
@@ -20,51 +20,96 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.topology.mesh import DEFAULT_ORDER
 
 VAL_LOSS = "val_loss"
-"""A fact of a checkpoint: its validation loss; of a set of data.eval val_loss/NAME."""
+"""Name under which a checkpoint records its validation loss; a set of data.eval adds /NAME."""
 
 
 class RunSection(Section):
-    """Who this run is and where its outputs go."""
+    """Name of the run, its random seed, and where its outputs go."""
 
-    name: k.FolderName = Field(default="run", description="Name of the run and of its folder.")
-    dir: k.Path = Field(default="runs", description="Folder that holds the run folders.")
-    seed: k.Seed = Field(default=1234, description="Seed of weights, data order and dropout.")
+    name: k.FolderName = Field(
+        default="run",
+        description="Name of the run and of its folder in run.dir. If that folder already has a "
+        "checkpoint, the run resumes from it.",
+    )
+    dir: k.Path = Field(
+        default="runs",
+        description="Folder in which each run gets a folder of its own for checkpoints, logs and "
+        "metrics.",
+    )
+    seed: k.Seed = Field(
+        default=1234,
+        description="Seed of the initial weights, the order of the data and dropout. Change it to "
+        "repeat a run with other random numbers.",
+    )
 
 
 class ParallelSection(Section):
-    """Degrees: how many ranks lie along each axis of the mesh."""
+    """Parallel degrees: how many ranks share the data, the model and each sequence."""
 
     order: k.Order = Field(
-        default=DEFAULT_ORDER, description="Axes, outermost first; those left out have size 1."
+        default=DEFAULT_ORDER,
+        description="Order of the axes, outermost first. Ranks along the last axis have "
+        "consecutive numbers and usually share a node; an axis left out has size 1.",
     )
-    data: k.Degree = Field(default="auto", description="Model replicas; auto: as many as fit.")
-    pipe: k.Count = Field(default=1, le=1024, description="Ranks that share the layers, in stages.")
-    context: k.Count = Field(default=1, le=1024, description="Ranks that share one sequence.")
+    data: k.Degree = Field(
+        default="auto",
+        description="Number of model replicas, which share each global batch; auto: the number of "
+        "ranks divided by pipe x context x tensor.",
+    )
+    pipe: k.Count = Field(
+        default=1,
+        le=1024,
+        description="Number of ranks over which the layers are split into pipeline stages. Raise "
+        "it when the model does not fit in the memory of fewer ranks.",
+    )
+    context: k.Count = Field(
+        default=1,
+        le=1024,
+        description="Number of ranks that share each sequence (context parallelism). Raise it "
+        "when the activations of one sequence do not fit on one rank.",
+    )
     cp_comm_type: k.CpCommType = Field(
         default="auto",
-        description="How context ranks exchange: a ring, a gather, heads for sequence, or both.",
+        description="How context ranks exchange keys and values: p2p passes them around a ring, "
+        "all_gather collects them, a2a trades parts of the sequence for attention heads, a2a+p2p "
+        "does both a2a and p2p. auto takes the one with the least estimated time.",
     )
-    tensor: k.Count = Field(default=1, le=1024, description="Ranks that share each weight matrix.")
-    expert: k.Count = Field(default=1, le=1024, description="Ranks that share the experts.")
+    tensor: k.Count = Field(
+        default=1,
+        le=1024,
+        description="Number of ranks over which each weight matrix is split (tensor parallelism). "
+        "Keep these ranks on one node, because they communicate in every layer.",
+    )
+    expert: k.Count = Field(
+        default=1,
+        le=1024,
+        description="Number of data ranks that divide the experts of each mixture among them; "
+        "must divide parallel.data. Raise it when all experts do not fit on one rank.",
+    )
     sequence_parallel: bool = Field(
-        default=False, description="Split norms and residuals along the sequence."
+        default=False,
+        description="Split norms and residuals along the sequence over the tensor ranks too. It "
+        "saves activation memory when parallel.tensor is 2 or more.",
     )
     tp_comm_overlap: bool = Field(
         default=False,
-        description="Overlap gathers and scatters of the sequence with the products.",
+        description="Gather and scatter the sequence in chunks while the matmuls compute, to hide "
+        "communication. Needs sequence_parallel: true.",
     )
     zero: k.ZeroStage = Field(
         default=0,
-        description="ZeRO stage: 1 splits optimizer state, 2 gradients too, 3 weights too.",
+        description="ZeRO stage: which training state is sharded over ranks that otherwise hold "
+        "the same. 0: none, 1: optimizer state, 2: also gradients, 3: also weights. Raise it to "
+        "save memory.",
     )
 
     @property
     def model_size(self) -> int:
-        """Ranks that hold one replica of the model."""
+        """Return the number of ranks that hold one replica of the model."""
         return self.pipe * self.context * self.tensor
 
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """(name, size) of all four axes, outermost first.
+        """Return (name, size) of all four axes, outermost first.
 
         Raises:
             ConfigError: data is still auto.
@@ -75,7 +120,7 @@ class ParallelSection(Section):
         return tuple((name, getattr(self, name)) for name in names)
 
     def resolve(self, world_size: int) -> Self:
-        """Fill in data from the number of ranks, or say why it cannot be done.
+        """Return a copy with `data` computed from the number of ranks.
 
         Raises:
             ConfigError: the degrees do not use exactly `world_size` ranks.
@@ -99,170 +144,241 @@ class ParallelSection(Section):
 
 
 class PipelineSection(Section):
-    """Where the model is split into stages, and their schedule."""
+    """How the model is split into pipeline stages, and in which order they work."""
 
     schedule: k.ScheduleName = Field(
-        default="1f1b", description="Pipeline schedule; auto: found from costs; custom: from file."
+        default="1f1b",
+        description="Order in which each pipe rank runs the forwards and backwards of "
+        "microbatches. auto searches for the shortest order by costs; custom reads the order from "
+        "pipeline.file.",
     )
     microbatches: k.Count = Field(
-        default=4, le=1 << 15, description="Number of microbatches in a round."
+        default=4,
+        le=1 << 15,
+        description="Number of equal parts into which a data rank cuts its samples of one "
+        "accumulation round. More microbatches make the pipeline bubble smaller.",
     )
     chunks: k.ChunksOrNull = Field(
-        default=None, description="Stages on each pipe rank; null: as the schedule has it."
+        default=None,
+        description="Number of stages on each pipe rank, for schedules that can have several; "
+        "null: the schedule's default.",
     )
     file: k.PathOrNull = Field(
-        default=None, description="CSV of a custom schedule, in torch's format."
+        default=None,
+        description="CSV file with the order for schedule: custom, in the format of "
+        "torch.distributed.pipelining: one row for each pipe rank.",
     )
     costs: k.PathOrNull = Field(
-        default=None, description="YAML of measured seconds, such as a run's costs.yaml."
+        default=None,
+        description="YAML file with measured seconds of stages or pieces, such as the costs.yaml "
+        "that a pipeline run writes; null: costs are estimated from the model's operations.",
     )
     partition: k.Partition = Field(
         default="cost",
-        description="What stages share evenly: computation, parameters, number of pieces, or time.",
+        description="What the stages share evenly: cost (estimated computation), parameters, "
+        "uniform (number of pieces) or time (the seconds in pipeline.costs).",
     )
 
 
 class PrecisionSection(Section):
-    """Number formats."""
+    """Number formats of weights, activations and gradients."""
 
     dtype: k.Dtype = Field(
-        default="float32", description="Type of activations, and of weights unless it is bf16."
+        default="float32",
+        description="Type in which the model computes. Weights have the same type, except with "
+        "bf16, where precision.weights decides.",
     )
     weights: k.Float32OrBf16 = Field(
-        default="float32", description="Type of weights if dtype is bf16; bf16 needs ZeRO."
+        default="float32",
+        description="Type of the weights when dtype is bf16. bf16 halves their memory and needs "
+        "parallel.zero, whose optimizer keeps float32 master copies.",
     )
     reduce_dtype: k.Float32OrBf16 = Field(
         default="float32",
-        description="Type in which gradients travel; each rank adds up its own in float32.",
+        description="Type in which gradients are sent between ranks. bf16 halves the bytes but "
+        "rounds what is sent; each rank still accumulates its own gradients in float32.",
     )
     matmul: k.Matmul = Field(
         default="highest",
-        description="How exact products of float32 are; `high` is TF32 on a GPU.",
+        description="Precision of float32 matmuls, as in torch.set_float32_matmul_precision: "
+        "highest is float32, high allows TF32 on a GPU, medium allows bf16. Lower it for speed.",
     )
     fp8: k.Float8 = Field(
-        default="off", description="Float8 products of linear layers, scaled by rows; needs bf16."
+        default="off",
+        description="linear: compute the matmuls of attention and MLP layers in float8, with one "
+        "scale for each row. Needs dtype: bf16, and a GPU of compute capability 8.9 to be fast.",
     )
 
 
 class ProfileSection(Section):
-    """Steps of which every rank records what it does, for one trace in the run folder."""
+    """The steps to trace, from all ranks into one file of the run folder."""
 
     steps: k.StepRangeOrNull = Field(
-        default=None, description="First and last step, such as 10..12; null is off."
+        default=None,
+        description="First and last step to trace, such as 10..12, at most 100 steps. Every rank "
+        "records what it does in them, and the run writes one trace.json. null is off.",
     )
 
     @property
     def range(self) -> range:
-        """The steps; empty if off."""
+        """Return the steps to trace; empty if off."""
         first, _, last = (self.steps or "1..0").partition("..")
         return range(int(first), int(last) + 1)
 
 
 class DpoSection(Section):
-    """The loss on preference pairs (Rafailov et al., arXiv:2305.18290)."""
+    """The loss for preference pairs, as in DPO (Rafailov et al., arXiv:2305.18290)."""
 
     beta: k.Positive = Field(
-        default=0.1, description="How strongly the model is held to its reference; trl's beta."
+        default=0.1,
+        description="Strength of the pull towards the reference model (trl's beta). Raise it to "
+        "keep the trained model closer to the reference.",
     )
     label_smoothing: k.BelowHalf = Field(
-        default=0.0, description="Part of the pairs that are taken to be labelled wrongly."
+        default=0.0,
+        description="Assumed share of pairs whose chosen and rejected answers are swapped. Raise "
+        "it for noisy labels.",
     )
 
 
 class TrainSection(Section):
-    """Length of the run and what happens on the way."""
+    """Length of the run, and what happens during it."""
 
-    steps: k.Steps = Field(default=400, description="Optimizer steps.")
+    steps: k.Steps = Field(default=400, description="Number of optimizer steps in the run.")
     epochs: k.PositiveOrNull = Field(
         default=None,
-        description="Passes over the training data, from which steps then follow; null: steps.",
+        description="Number of passes over the training data; the run then computes train.steps "
+        "from it. null: train.steps decides.",
     )
     accumulate: k.Count = Field(
-        default=1, le=1 << 16, description="Rounds of gradient accumulation."
+        default=1,
+        le=1 << 16,
+        description="Number of gradient accumulation rounds in a step. Raise it when a rank's "
+        "samples of one step do not fit in memory at once.",
     )
     eval_every: k.StepsOrZero = Field(
-        default=100, description="Steps between validations; 0: only at the end."
+        default=100,
+        description="Number of steps between validations; 0: validate only after the last step.",
     )
     eval_batches: k.Count = Field(
-        default=8, le=1 << 20, description="Global batches in one validation."
+        default=8,
+        le=1 << 20,
+        description="Number of batches of data.global_batch samples in one validation.",
     )
     step_timeout_s: k.Seconds = Field(
-        default=120.0, description="Seconds after which a step counts as hung."
+        default=120.0,
+        description="Seconds after which a step counts as hung, and the run ends with a report on "
+        "the rank that caused it. Set it well above the time of the slowest step.",
     )
-    check_calls: bool = Field(default=False, description="Compare calls between ranks; slow.")
+    check_calls: bool = Field(
+        default=False,
+        description="Compare every communication call between ranks before making it, and end the "
+        "run at the first that differs. It is slow; switch it on to find the cause of a hang.",
+    )
     on_nonfinite: k.OnNonfinite = Field(
         default="stop",
-        description="What to do when a loss or gradient is NaN or infinite on any rank.",
+        description="What happens when a loss or gradient is NaN or infinite on any rank: stop "
+        "ends the run, skip leaves out the update of that step and goes on.",
     )
     check_replicas_every: k.StepsOrZero = Field(
-        default=0, description="Steps between comparisons of replicas bit by bit; 0 is off."
+        default=0,
+        description="Number of steps between checks that ranks with the same weights hold the "
+        "same bits; 0 is off. Switch it on to look for faulty hardware or code that is not "
+        "deterministic.",
     )
     straggler_every: k.StepsOrZero = Field(
-        default=10, description="Steps between searches for a slow rank; 0 is off."
+        default=10,
+        description="Number of steps between searches for a rank that slows down the others, "
+        "which the log then names; 0 is off.",
     )
     dpo: DpoSection = default(DpoSection)
     recompute: k.Recompute = Field(
         default="none",
-        description="Activations recomputed in the backward; auto: as memory_gb requires.",
+        description="Which activations the backward recomputes instead of keeping them: none, "
+        "blocks (those of every block), or auto (as few as make a rank fit in train.memory_gb). "
+        "It saves memory and costs time.",
     )
     compile: k.Compile = Field(
         default="off",
-        description="torch.compile of each block; auto: what cannot be compiled stays as it is.",
+        description="Compile the model's blocks with torch.compile. blocks ends the run when a "
+        "block cannot be compiled; auto runs such a block uncompiled.",
     )
     compile_backend: k.CompileBackend = Field(
-        default="inductor", description="What compiles; the others show where a difference begins."
+        default="inductor",
+        description="Backend of torch.compile. aot_eager and eager generate no kernels; use them "
+        "to find where a numerical difference begins.",
     )
     memory_gb: k.GigabytesOrNull = Field(
-        default=None, description="GB (1e9 bytes) a rank has for recompute=auto, weights included."
+        default=None,
+        description="Memory of a rank in GB (1e9 bytes) for weights, gradients, optimizer state "
+        "and activations together. train.recompute: auto needs it.",
     )
     profile: ProfileSection = default(ProfileSection)
     generate_tokens: k.CountOrZero = Field(
-        default=200, le=1 << 17, description="Tokens written at the end; 0 is off."
+        default=200,
+        le=1 << 17,
+        description="Number of tokens of sample text to write after the last step; 0 is off. Only "
+        "a model whose tokens are bytes writes text.",
     )
 
 
 class CheckpointSection(Section):
-    """When the state is saved and how much of it is kept."""
+    """When the training state is saved, and which checkpoints are kept."""
 
-    save_every: k.StepsOrZero = Field(default=200, description="Steps between saves; 0 is off.")
+    save_every: k.StepsOrZero = Field(
+        default=200,
+        description="Number of steps between checkpoints; 0 is off. A crash loses at most the "
+        "steps since the last checkpoint.",
+    )
     save_every_min: k.MinutesOrNull = Field(
-        default=None, description="Minutes between saves; null is off."
+        default=None,
+        description="Minutes between checkpoints, in addition to save_every; null is off.",
     )
     keep_last: k.Count = Field(
-        default=2, le=1 << 20, description="Checkpoints kept; older ones are deleted."
+        default=2,
+        le=1 << 20,
+        description="Number of newest checkpoints to keep; older ones are deleted.",
     )
     keep_every: k.StepsOrZero = Field(
-        default=0, description="Checkpoints of multiples of so many steps are kept too; 0 is off."
+        default=0,
+        description="Also keep checkpoints whose step is a multiple of this number; 0 is off.",
     )
     keep_best: k.KeepBest = Field(
         default=None,
-        description="The one with the lowest validation loss, or loss of this set, is kept too.",
+        description="Also keep the checkpoint with the lowest validation loss: val_loss, or the "
+        "name of a set in data.eval; null is off.",
     )
     local_dir: NodePathOrNull = Field(
         default=None,
-        description="A folder that each node has for itself, such as one in /dev/shm, for copies "
-        "of its state and the next node's; $NAME is expanded on the node.",
+        description="Folder that each node has for itself, such as one in /dev/shm. There a node "
+        "keeps copies of its own state and of the next node's, so that a lost node costs few "
+        "steps. $NAME is a variable of the node.",
     )
     local_every: k.StepsOrZero = Field(
-        default=0, description="Steps between two copies in local_dir; 0 is off."
+        default=0,
+        description="Number of steps between copies in local_dir; 0 is off. Set it together with "
+        "local_dir, and below save_every.",
     )
     async_mode: k.AsyncMode = Field(
         default="auto",
-        description="async: copy the state and write it while training goes on; auto: where host "
-        "memory has room for the copy.",
+        description="When checkpoints are written: async copies the state and writes the copy "
+        "while training goes on; disabled writes between steps; auto is async if host memory has "
+        "room for the copy.",
     )
     on_error: k.OnSaveError = Field(
-        default="stop", description="What to do when a checkpoint cannot be written."
+        default="stop",
+        description="What happens when a checkpoint cannot be written: stop ends the run, "
+        "continue logs the error and goes on training.",
     )
     export: k.ExportFormat = Field(
         default=None,
-        description="hf: the last checkpoint also becomes a folder hf/ that transformers loads, or "
-        "with model.lora peft.",
+        description="hf: after the last step also write the weights to the folder hf/ of the run, "
+        "which transformers can load (with model.lora, peft). null is off.",
     )
 
     @property
     def best_fact(self) -> str | None:
-        """The fact of a checkpoint whose least value `keep_best` names."""
+        """Return the name of the recorded loss whose lowest value `keep_best` keeps."""
         best = self.keep_best
         return best if best in (None, VAL_LOSS) else f"{VAL_LOSS}/{best}"
 
@@ -271,39 +387,50 @@ class LocalSection(Section):
     """Processes on this machine."""
 
     procs: k.ProcsOrNull = Field(
-        default=None, description="Processes to start; null: the product of the degrees."
+        default=None,
+        description="Number of processes to start on this machine; null: as many as the degrees "
+        "of parallel need.",
     )
 
 
 class RequeueSection(Section):
-    """How a job stops before its time limit, and is requeued."""
+    """How a Slurm job saves before it is stopped, and how the run then goes on."""
 
     mode: k.RequeueMode = Field(
         default="requeue",
-        description="requeue: this job; chain: submit a dependent job; never: do not restart.",
+        description="How the run goes on after its job was stopped, by the time limit for one: "
+        "requeue puts the same job back in the queue, chain submits a new job that depends on it, "
+        "never does neither.",
     )
     max_requeues: k.CountOrZero = Field(
-        default=20, le=1 << 20, description="Maximum number of requeues; then the run stops."
+        default=20,
+        le=1 << 20,
+        description="Largest number of requeues; then the job stops with exit code 75.",
     )
     in_job_restarts: k.Restarts = Field(
-        default=0, description="Maximum number of restarts of the ranks within a job."
+        default=0,
+        description="Largest number of times that one job starts its ranks again after a failure, "
+        "which saves the wait in the queue.",
     )
     signals: k.Signals = Field(
         default=("USR1", "USR2", "TERM", "HUP"),
-        description="Signals on which all ranks save and exit.",
+        description="Signals that make all ranks save a checkpoint after the same step and exit.",
     )
     margin_s: k.SecondsOrZero = Field(
-        default=30.0, description="Seconds to keep between the last save and the job's end."
+        default=30.0,
+        description="Seconds to keep free between the last save and the job's time limit. Raise "
+        "it if saves sometimes take much longer than usual.",
     )
 
 
 class ElasticSection(Section):
-    """A job that goes on with more or fewer nodes."""
+    """A Slurm job that can run on more or fewer nodes."""
 
     nodes: NodeSpanOrNull = Field(
         default=None,
-        description="Fewest and most nodes of the job; the degrees are planned anew for those that "
-        "it gets, with the same batches, samples and learning rates. null: as launch.slurm says.",
+        description="Fewest and most nodes of the job, such as [1, 4]. The degrees are planned "
+        "anew for the number of nodes that the job gets, with the same batches, samples and "
+        "learning rates. null: as launch.slurm says.",
     )
 
 
@@ -311,32 +438,46 @@ class LaunchSection(Section):
     """How the processes are started."""
 
     local: LocalSection = default(LocalSection)
-    slurm: k.SlurmOptions = Field(default_factory=dict, description="Options of the Slurm job.")
+    slurm: k.SlurmOptions = Field(
+        default_factory=dict,
+        description="Options of sbatch by their own names, such as nodes, ntasks-per-node, time "
+        "and partition, and a few of this package (docs/slurm.md).",
+    )
     requeue: RequeueSection = default(RequeueSection)
     elastic: ElasticSection = default(ElasticSection)
     init_timeout_s: k.Seconds = Field(
-        default=60.0, description="Seconds to wait for all ranks at the start."
+        default=60.0,
+        description="Seconds to wait at the start for all ranks to join. Raise it for large jobs "
+        "or slow file systems.",
     )
 
 
 class LogSection(Section):
-    """What is reported."""
+    """What the run logs and draws."""
 
-    every: k.Steps = Field(default=10, description="Steps between lines of the log.")
+    every: k.Steps = Field(default=10, description="Number of steps between lines of the log.")
     verbose: bool = Field(
-        default=False, description="Show with each line what the pipeline waited for."
+        default=False,
+        description="With a pipeline, add a second line to each log line that says where the "
+        "bubble came from: unequal stages, waiting for messages, or the host.",
     )
-    plot: bool = Field(default=True, description="Draw the loss curve.")
+    plot: bool = Field(
+        default=True, description="Draw the loss curve to loss.png in the run folder."
+    )
     report: bool = Field(
-        default=False, description="Write report.html at the end; needs the extra report."
+        default=False,
+        description="Write report.html to the run folder at the end. Needs pip install "
+        "torchdistpackage[report].",
     )
     to: k.TrackerNames = Field(
-        default=(), description="Services that get the rows too; each needs the extra of its name."
+        default=(),
+        description="Services that receive the rows of metrics.jsonl too. Each needs the extra of "
+        "its name, such as pip install torchdistpackage[wandb].",
     )
 
 
 class RunConfig(Section):
-    """One training run, everything the YAML file says."""
+    """One training run: everything that the YAML file says."""
 
     run: RunSection = default(RunSection)
     parallel: ParallelSection = default(ParallelSection)
@@ -353,12 +494,15 @@ class RunConfig(Section):
 
     @property
     def has_reference_copy(self) -> bool:
-        """Whether ranks hold the model a second time, frozen: without adapters that can be switched
-        off the reference of preference pairs is such a copy."""
+        """Return whether ranks hold a second, frozen copy of the model.
+
+        It is the reference of preference pairs; with LoRA the model with its adapters switched off
+        serves instead.
+        """
         return self.data.is_preference and self.model.lora.target is None
 
     def resolve(self, world_size: int) -> Self:
-        """The same run with `parallel.data` filled in for `world_size` ranks.
+        """Return the same run with `parallel.data` computed for `world_size` ranks.
 
         Raises:
             ConfigError: the degrees do not use exactly `world_size` ranks.
@@ -366,17 +510,17 @@ class RunConfig(Section):
         return self.model_copy(update={"parallel": self.parallel.resolve(world_size)})
 
     def written_at(self, locations: KeyLocations) -> Self:
-        """The same run, whose problems have these locations."""
+        """Return the same run, whose problems are reported at these locations."""
         copy = self.model_copy()
         copy._locations = locations
         return copy
 
     def problem(self, key: str, text: str) -> Problem:
-        """What is wrong with the value of a dotted key, where it was written."""
+        """Return a problem of a dotted key, with the place where the key was written."""
         return Problem(*self._locations.of(keys_of(key)), key, text)
 
     def location(self, key: str) -> SourceLocation | None:
-        """Where the value of a dotted key was written; None: nowhere, it is the default."""
+        """Return where a dotted key was written, or None if it has its default."""
         path = tuple(key.split("."))
         around = (path[:end] for end in range(len(path), 1, -1))
         return next(
@@ -384,11 +528,11 @@ class RunConfig(Section):
         )
 
     def to_yaml(self) -> str:
-        """Every key with its value, sections in order; loads back to an equal object."""
+        """Return YAML with every key, sections in order; it loads back to an equal object."""
         return write(self.model_dump(mode="python"))
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
-        """JSON schema of the YAML file, with descriptions, so that editors complete it."""
+        """Return the JSON schema of the YAML file, with which editors complete and check keys."""
         dialect = "https://json-schema.org/draft/2020-12/schema"
         return {"$schema": dialect, **cls.model_json_schema()}
