@@ -1,17 +1,17 @@
-"""What follows from layouts for one rank: slices, owner, sums, placements, groups to make.
+"""Functions that derive from layouts what one rank does: slices, owner, gradient sums, groups.
 
 No torch.
 
 A dim with extent n over axes of sizes a, b is cut into a chunks, each into b, so the
 first named axis is the outer one. All functions are arithmetic on (layout, mesh, rank).
 
-A range [start, stop) of a flattened shard, what a slice of ZeRO holds, is a few boxes of the global
-tensor, at most two for each dim, every one of them contiguous.
+A range [start, stop) of a flattened shard, which is what a ZeRO slice holds, is a few contiguous
+boxes of the global tensor, at most two for each dim.
 
-A group is made by its members alone, and each of them waits until all have come. So the order
-must be the same for all: everybody, the axes in the order of the mesh, then lists of ranks in their
-own order. A rank that waits for a member waits for one that is still at an earlier group, and
-no one is earlier than the first, so no one waits in a circle, whatever else each rank is in.
+Only its members create a group, and each member waits until all have come. So all ranks create
+groups in one order: the world, the axes in mesh order, then lists of ranks in ascending order. A
+rank that waits for a member waits for one that is still at an earlier group. Nothing is earlier
+than the first group, so ranks cannot wait in a circle, whatever other groups each rank is in.
 """
 
 import itertools
@@ -28,18 +28,18 @@ BATCH_AXES = ("data", "context", "expert_data")
 """Axes whose ranks see different tokens, so that gradients of what they share are summed."""
 
 Block = tuple[tuple[slice, ...], tuple[slice, ...]]
-"""(slices of the global tensor, slices of the local one): the same elements."""
+"""(slices of the global tensor, slices of the local one) that hold the same elements."""
 
 
 def local_slices(layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[slice, ...], ...]:
-    """For each dim, the global ranges that `rank` holds, joined in this order.
+    """Return, for each dim, the global ranges that `rank` holds, which it joins in this order.
 
-    One range a dim, or one a part where the dim is fused. For shape (Dout, Din) and split
+    A dim has one range, or one for each part if it is fused. For shape (Dout, Din) and split
     (("tensor",), ()) on tensor=4, rank 1 gets ((Dout/4 : Dout/2,), (0 : Din,)).
 
     Raises:
         LayoutError: a dim or part is not a multiple of the ranks that share it, and the
-            layout is not `uneven`; or its ranges are of another number of ranks.
+            layout is not `uneven`; or its `ranges` are for another number of ranks.
     """
     coord = mesh.coord(rank)
     result: list[tuple[slice, ...]] = []
@@ -68,7 +68,7 @@ def local_slices(layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[slice, ..
 
 
 def chunk(extent: int, num_chunks: int, index: int) -> tuple[int, int]:
-    """(offset, length) of one chunk: all hold ceil(extent / num_chunks) while they last.
+    """Return (offset, length) of one chunk: all hold ceil(extent / num_chunks) while they last.
 
     The rule of torch.chunk and of DTensor's Shard, so uneven shards are theirs too.
     """
@@ -78,60 +78,65 @@ def chunk(extent: int, num_chunks: int, index: int) -> tuple[int, int]:
 
 
 def even_share(extent: int, num_ranks: int, index: int) -> tuple[int, int]:
-    """(offset, length) of one of `even_sizes(extent, num_ranks)`."""
+    """Return (offset, length) of one of `even_sizes(extent, num_ranks)`."""
     sizes = even_sizes(extent, num_ranks)
     return sum(sizes[:index]), sizes[index]
 
 
 def holders_along(layout: Layout, num_ranks: int, index: int) -> range:
-    """Of the ranks of the axis that splits it, those with the same elements as that at `index`."""
+    """Return the indices along the splitting axis that hold the same elements as `index`."""
     if layout.heads is None or not layout.is_shared:
         return range(index, index + 1)
     return layout.heads.sharing_indices(num_ranks, index)
 
 
 def local_shape(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """Shape of the shard of `rank`."""
+    """Return the shape of the shard of `rank`."""
     return tuple(sum(s.stop - s.start for s in dim) for dim in local_slices(layout, mesh, rank))
 
 
 def blocks(layout: Layout, mesh: Mesh, rank: int, once: bool = False) -> tuple[Block, ...]:
-    """The shard of `rank` as boxes: where each lies in the global and in the local tensor.
+    """Return the shard of `rank` as boxes, each with its place in the global and the local tensor.
 
-    once: of its `ranges` only those for which it speaks, so that over all indices each element is
-    in one box.
+    once: leave out `ranges` that another index owns, so that over all indices each element is in
+        exactly one box.
     """
     dims: list[list[tuple[slice, slice]]] = []
     for dim, ranges in enumerate(local_slices(layout, mesh, rank)):
         starts = itertools.accumulate((r.stop - r.start for r in ranges), initial=0)
-        found = [
+        boxes = [
             (r, slice(start, start + r.stop - r.start))
             for r, start in zip(ranges, starts, strict=False)
         ]
         if once and layout.ranges and layout.split[dim]:
-            found = [found[i] for i in _spoken(layout, _index(layout, mesh, rank))]
-        # what begins behind the dim is padding on this rank alone, in no global tensor
-        dims.append([(r, at) for r, at in found if r.start < min(r.stop, layout.shape[dim])])
+            boxes = [boxes[i] for i in _spoken(layout, _index(layout, mesh, rank))]
+        # a range that begins past the end of the dim is padding, which only this rank has
+        dims.append([(r, at) for r, at in boxes if r.start < min(r.stop, layout.shape[dim])])
     return tuple(
         (tuple(g for g, _ in box), tuple(at for _, at in box)) for box in itertools.product(*dims)
     )
 
 
 def spoken_slices(layout: Layout, index: int) -> tuple[slice, ...]:
-    """Of what `index` holds along the dim that is split, the `ranges` that it speaks for."""
+    """Return the slices of the local dim that hold the `ranges` which `index` owns."""
     lengths = (stop - start for start, stop in layout.ranges[index])
     ends = tuple(itertools.accumulate(lengths, initial=0))
     return tuple(slice(ends[i], ends[i + 1]) for i in _spoken(layout, index))
 
 
 def _spoken(layout: Layout, index: int) -> tuple[int, ...]:
-    """Which of its ranges no earlier index holds, nor it itself before."""
-    known = {each for mine in layout.ranges[:index] for each in mine}
-    held = layout.ranges[index]
-    return tuple(i for i, each in enumerate(held) if each not in known and each not in held[:i])
+    """Return which `ranges` of `index` are the first copy: not on an earlier index, nor
+    repeated.
+    """
+    earlier = {each for ranges in layout.ranges[:index] for each in ranges}
+    own_ranges = layout.ranges[index]
+    return tuple(
+        i for i, each in enumerate(own_ranges) if each not in earlier and each not in own_ranges[:i]
+    )
 
 
 def _index(layout: Layout, mesh: Mesh, rank: int) -> int:
+    """Return the index of `rank` along the one axis that deals out `layout.ranges`."""
     (axis,) = layout.split_axes
     if mesh.axis_size(axis) != len(layout.ranges):
         raise LayoutError(
@@ -142,24 +147,25 @@ def _index(layout: Layout, mesh: Mesh, rank: int) -> int:
 
 
 def replicated_axes(layout: Layout, mesh: Mesh) -> Axes:
-    """Axes along which every rank holds the same elements, in mesh order.
+    """Return the axes along which every rank holds the same elements, in mesh order.
 
-    A parameter of some stages is not replicated along pipe; one of none is.
+    A parameter with `stages` is not replicated along pipe; one without is.
     """
     apart = {*layout.split_axes, *(("pipe",) if layout.stages else ())}
     return tuple(name for name in mesh.names if name not in apart)
 
 
 def owns(layout: Layout, mesh: Mesh, rank: int, among: Axes | None = None) -> bool:
-    """Whether `rank` speaks for its shard: one owner an element, over all ranks and stages.
+    """Return whether `rank` owns its shard: each element has one owner over all ranks and stages.
 
     The owner is first along every replicated axis and on the first stage that holds it.
-    among: only these axes count; each group along them then has an owner of its own.
+    among: consider only these axes; each group along them then has an owner of its own.
     """
     coord = mesh.coord(rank)
     if layout.stages and coord.get("pipe", 0) != layout.stages[0]:
         return False
-    # the axis that splits a shared head is not replicated, yet some of its ranks hold the same
+    # `replicated_axes` leaves out the axis that splits a shared head, yet some of its ranks hold
+    # the same elements
     if layout.is_shared and (among is None or layout.split_axes[0] in among):
         axis = layout.split_axes[0]
         if coord.get(axis, 0) != _holders_in(layout, mesh, coord).start:
@@ -169,7 +175,7 @@ def owns(layout: Layout, mesh: Mesh, rank: int, among: Axes | None = None) -> bo
 
 
 def owner(layout: Layout, mesh: Mesh, rank: int) -> int:
-    """The rank that speaks for the shard of `rank`: of those that hold it, the one that `owns`."""
+    """Return the rank that owns the shard of `rank`: the one holder for which `owns` is true."""
     coord = mesh.coord(rank) | dict.fromkeys(replicated_axes(layout, mesh), 0)
     if layout.is_shared:
         coord[layout.split_axes[0]] = _holders_in(layout, mesh, coord).start
@@ -177,7 +183,7 @@ def owner(layout: Layout, mesh: Mesh, rank: int) -> int:
 
 
 def gradient_axes(layout: Layout, mesh: Mesh) -> Axes:
-    """Axes to sum the gradient over: where tokens differ and where it is a partial sum."""
+    """Return the axes to sum the gradient over: where tokens differ or it is a partial sum."""
     replicated = replicated_axes(layout, mesh)
     return tuple(
         name
@@ -187,14 +193,17 @@ def gradient_axes(layout: Layout, mesh: Mesh) -> Axes:
 
 
 def num_replicas(layout: Layout, mesh: Mesh) -> int:
-    """Over how many batches a mean gradient is taken: the ranks along its batch axes, and those
-    whose tokens came to a part that is cut over them, as they do to experts."""
+    """Return the number of batches that a mean gradient is taken over.
+
+    It counts the ranks along the batch axes, and for experts also the ranks of the expert axis,
+    whose tokens this rank's experts computed.
+    """
     axes = [a for a in gradient_axes(layout, mesh) if a in BATCH_AXES]
     return mesh.axis_size(*axes, *(a for a in layout.split_axes if a == "expert"))
 
 
 def placements(layout: Layout, axes: Iterable[str]) -> tuple[int | None, ...]:
-    """For each axis in mesh order the dim it shards, or None where it replicates.
+    """Return, for each axis in mesh order, the dim it shards, or None where it replicates.
 
     This is DTensor's placement list: Shard(dim) or Replicate().
     """
@@ -203,11 +212,12 @@ def placements(layout: Layout, axes: Iterable[str]) -> tuple[int | None, ...]:
 
 
 def num_elements(layout: Layout, mesh: Mesh, rank: int) -> int:
-    """Elements in the shard of `rank`."""
+    """Return the number of elements in the shard of `rank`."""
     return math.prod(local_shape(layout, mesh, rank))
 
 
 def _check_even(layout: Layout, mesh: Mesh, dim: int, length: int) -> None:
+    """Refuse a dim that its ranks cannot share evenly, unless the layout allows it."""
     sharing = mesh.axis_size(*layout.split[dim])
     if length % sharing and not layout.uneven and layout.split_rule != "even":
         raise LayoutError(
@@ -217,20 +227,24 @@ def _check_even(layout: Layout, mesh: Mesh, dim: int, length: int) -> None:
 
 
 def gradient_ranks(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """Ranks whose gradients for the shard of `rank` are summed, ascending, `rank` included.
+    """Return the ranks whose gradients are summed for the shard of `rank`, ascending, `rank`
+    included.
 
-    Along the gradient axes, and for a tied parameter the same ranks of every stage that holds it.
+    They lie along the gradient axes. For a tied parameter they include the same ranks of every
+    stage that holds it.
     """
     return _holders(layout, mesh, rank, gradient_axes(layout, mesh))
 
 
 def replica_ranks(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """Ranks that hold the same elements as `rank`, ascending, `rank` included."""
+    """Return the ranks that hold the same elements as `rank`, ascending, `rank` included."""
     return _holders(layout, mesh, rank, replicated_axes(layout, mesh))
 
 
 def _holders(layout: Layout, mesh: Mesh, rank: int, axes: Axes) -> tuple[int, ...]:
-    """Ranks along `axes`, in every stage that holds it, and those that share its heads."""
+    """Return the ranks along `axes`, in every stage that holds it, and those that share
+    its heads.
+    """
     coord = mesh.coord(rank)
     coords = [coord]
     if layout.is_shared:
@@ -242,6 +256,7 @@ def _holders(layout: Layout, mesh: Mesh, rank: int, axes: Axes) -> tuple[int, ..
 
 
 def _holders_in(layout: Layout, mesh: Mesh, coord: dict[str, int]) -> range:
+    """Return the indices along the splitting axis that share heads with the rank at `coord`."""
     axis = layout.split_axes[0]
     return holders_along(layout, mesh.axis_size(axis), coord.get(axis, 0))
 
@@ -249,15 +264,15 @@ def _holders_in(layout: Layout, mesh: Mesh, coord: dict[str, int]) -> range:
 PIPE = "pipe"
 """The axis whose neighbours send each other messages."""
 MODEL = "model"
-"""The mode that few calls use: it connects in its first call, a collective of all its ranks."""
+"""A group that few calls use, so it connects only in its first call, a collective of its ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Creation:
-    """A group to make.
+    """A group to create.
 
-    connects: at once, not in its first call. neighbours: those in the ring of its ranks connect
-        for messages too.
+    connects: its ranks connect now, not in its first call.
+    neighbours: adjacent ranks of its ring also connect for point-to-point messages.
     """
 
     ranks: tuple[int, ...]
@@ -272,12 +287,13 @@ def creations(
     sums: Iterable[Layout] = (),
     copies: Iterable[Layout] = (),
 ) -> tuple[Creation, ...]:
-    """All groups of `rank`, in the order in which it makes them; each list of ranks once.
+    """Return all groups of `rank` in the order of their creation, each list of ranks once.
 
-    sums: layouts of parameters that this rank holds and whose gradients are summed; ranks that see
-        different tokens get a group too. copies: whose replicas are compared.
+    sums: layouts of parameters of this rank whose gradients are summed. With any of them, the
+        ranks that see different tokens get a group too.
+    copies: layouts of parameters whose replicas are compared.
 
-    Without layouts these are the groups of the axes, and they are the first ones of the others.
+    The groups of the axes come first, and are the only ones without layouts.
     """
     wanted = [Creation(tuple(range(topology.world_size)))]
     moe = topology.expert.axis_size("expert") > 1
@@ -289,13 +305,15 @@ def creations(
         summed.add(tuple(topology.dense.group(rank, BATCH_AXES)))
     same = {replica_ranks(x, topology.view(x.view), rank) for x in copies}
     wanted += (Creation(ranks) for part in (summed, same) for ranks in sorted(part))
-    found: dict[tuple[int, ...], Creation] = {}
-    for one in wanted:
-        before = found.get(one.ranks, Creation(one.ranks, connects=False))
-        found[one.ranks] = Creation(
-            one.ranks, before.connects or one.connects, before.neighbours or one.neighbours
+    merged: dict[tuple[int, ...], Creation] = {}
+    for creation in wanted:
+        previous = merged.get(creation.ranks, Creation(creation.ranks, connects=False))
+        merged[creation.ranks] = Creation(
+            creation.ranks,
+            previous.connects or creation.connects,
+            previous.neighbours or creation.neighbours,
         )
-    return tuple(found.values())
+    return tuple(merged.values())
 
 
 Shape = tuple[int, ...]
@@ -304,7 +322,9 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class FlatSlice:
-    """The elements from `start` on of a flattened tensor are its box [offset, offset + lengths)."""
+    """A box [offset, offset + lengths) of a tensor, contiguous from `start` once it is
+    flattened.
+    """
 
     start: int
     offset: Shape
@@ -317,9 +337,9 @@ class FlatSlice:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`where` in the global tensor are the elements `inside` a run, seen in the run's own shape.
+    """The same elements in the global tensor (`where`) and in a run of memory (`inside`).
 
-    The dims of the run are those of memory, which `where` has in the tensor's own order.
+    `run` and `inside` have their dims in memory order, `where` in the tensor's own order.
     """
 
     where: Box
@@ -328,9 +348,9 @@ class Part:
 
 
 def runs(shape: Shape, start: int, stop: int) -> tuple[FlatSlice, ...]:
-    """Boxes that tile elements [start, stop) of a tensor of `shape`, in their order.
+    """Return boxes that tile elements [start, stop) of a tensor of `shape`, in ascending order.
 
-    Of (4, 6), [4, 16) is [0, 4:6], [1:2, 0:6] and [2, 0:4].
+    For shape (4, 6), [4, 16) is [0, 4:6], [1:2, 0:6] and [2, 0:4].
     """
     if stop <= start:
         return ()
@@ -341,12 +361,12 @@ def runs(shape: Shape, start: int, stop: int) -> tuple[FlatSlice, ...]:
     last, tail = divmod(stop, row)
     if first == last:
         return _in_row(shape, first, head, tail)
-    found = _in_row(shape, first, head, row) if head else ()
+    boxes = _in_row(shape, first, head, row) if head else ()
     first += head > 0
     if first < last:
         others = (0,) * (len(shape) - 1)
-        found += (FlatSlice(first * row, (first, *others), (last - first, *shape[1:])),)
-    return found + _in_row(shape, last, 0, tail)
+        boxes += (FlatSlice(first * row, (first, *others), (last - first, *shape[1:])),)
+    return boxes + _in_row(shape, last, 0, tail)
 
 
 def _in_row(shape: Shape, row: int, start: int, stop: int) -> tuple[FlatSlice, ...]:
@@ -366,30 +386,33 @@ def parts(
     order: Sequence[int] | None = None,
     once: bool = False,
 ) -> tuple[Part, ...]:
-    """Where elements [start, stop) of the flattened shard of `rank` lie in the global tensor.
+    """Return where elements [start, stop) of the flattened shard of `rank` lie in the global
+    tensor.
 
-    order: its dims from the slowest varying in memory to the fastest; default their own. Several
-    parts a run where a dim is fused, because its ranges lie apart. once: as of `blocks`.
+    A run has several parts if a dim is fused, because its ranges lie apart.
+
+    order: dims of the shard from slowest to fastest varying in memory; default: ascending.
+    once: as in `blocks`.
     """
     shape = local_shape(layout, mesh, rank)
     order = range(len(shape)) if order is None else order
-    found: list[Part] = []
+    result: list[Part] = []
     boxes = blocks(layout, mesh, rank, once)
     for run in runs(tuple(shape[dim] for dim in order), start, stop):
-        held = tuple(slice(o, o + n) for o, n in zip(run.offset, run.lengths, strict=True))
+        run_box = tuple(slice(o, o + n) for o, n in zip(run.offset, run.lengths, strict=True))
         for where, local in boxes:
-            common = overlap(held, tuple(local[dim] for dim in order))
+            common = overlap(run_box, tuple(local[dim] for dim in order))
             if common is not None:
                 at = list(where)
                 for dim, c in zip(order, common, strict=True):
                     at[dim] = shifted(c, where[dim].start - local[dim].start)
                 inside = tuple(shifted(c, -o) for c, o in zip(common, run.offset, strict=True))
-                found.append(Part(tuple(at), run, inside))
-    return tuple(found)
+                result.append(Part(tuple(at), run, inside))
+    return tuple(result)
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The box that two boxes of one tensor have in common; None without any element."""
+    """Return the box that two boxes of one tensor have in common; None if it is empty."""
     common = tuple(
         slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True)
     )
@@ -397,4 +420,5 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def shifted(range_: slice, by: int) -> slice:
+    """Return the slice moved by `by` elements."""
     return slice(range_.start + by, range_.stop + by)

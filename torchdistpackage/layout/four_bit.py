@@ -1,4 +1,7 @@
-"""Weights of linear layers in 4 bits as numbers: how many bytes, which cuts. No torch.
+"""Sizes and valid cuts of 4-bit weights of linear layers, as numbers. No torch.
+
+bitsandbytes rounds blocks of 64 elements in memory order, each with its own scale. So a shard of
+the rounded matrix equals the rounded shard only if every cut lies between blocks.
 
 bitsandbytes rounds blocks of 64 elements in memory order, each with a scale of its own. So a part
 of a matrix is the same part of the rounded one only where a cut goes between blocks.
@@ -12,25 +15,25 @@ BLOCK_SIZE = 64
 
 
 def packed_bytes(count: int) -> int:
-    """Of so many elements, in whole blocks with a float32 scale each."""
+    """Return the bytes of `count` elements, stored as whole blocks with a float32 scale each."""
     return -(-count // BLOCK_SIZE) * (BLOCK_SIZE // 2 + 4)
 
 
 def keeps_blocks(layout: Layout, inputs: int, mesh: Mesh) -> bool:
-    """Whether every rank's part of a matrix has whole blocks of it, at the same places within it.
+    """Return whether every rank's shard of a matrix consists of whole 64-element blocks.
 
-    inputs: the dim of the features that a layer is given, by which rows are rounded.
+    inputs: the dim of the input features, along which the blocks of a row lie.
     """
     outputs = 1 - inputs
     rows, columns = layout.shape[outputs], layout.shape[inputs]
     for index in range(mesh.size):
-        for whole, local in blocks(layout, mesh, index):
-            width = whole[inputs].stop - whole[inputs].start
+        for box, local in blocks(layout, mesh, index):
+            width = box[inputs].stop - box[inputs].start
             if width < columns:
-                edges = columns, width, whole[inputs].start, local[inputs].start
+                edges = columns, width, box[inputs].start, local[inputs].start
                 is_last = False
             else:
-                first, last = whole[outputs].start, whole[outputs].stop
+                first, last = box[outputs].start, box[outputs].stop
                 edges = first * columns, local[outputs].start * columns, last * columns
                 is_last = last == rows
             if any(edge % BLOCK_SIZE for edge in (edges[:2] if is_last else edges)):

@@ -1,9 +1,8 @@
-"""Which part of one parameter lives where, as data next to the model.
+"""How one parameter is split over ranks, as plain data beside the model.
 
-A layout speaks of the global tensor and of mesh axes, never of ranks or groups; slices,
-owners, gradient sums and placements are derived from it (layout/derive.py). Everybody who must
-know how a tensor is cut reads this one value: initial weights, gradient reduction, norms,
-checkpoints.
+A layout names dims of the global tensor and mesh axes, never ranks or groups. `layout/derive.py`
+derives slices, owners, gradient sums and placements from it. Initial weights, gradient reduction,
+norms and checkpoints all read this one value.
 """
 
 from dataclasses import dataclass, replace
@@ -23,10 +22,12 @@ SplitRule = Literal["chunk", "even"]
 class HeadSplit:
     """How a dim made of attention heads is cut between heads, never through one.
 
-    The dim, or each of its parts, is `groups` times `members` heads of equal width: query heads are
-    `members` to a key-value head, keys and values one to a group. Ranks get whole groups, as many
-    each as can be. Where there are more ranks than groups, each group gets ranks of its own, which
-    share out its members; `shared`: each of them holds all of these, and a part of their gradient.
+    The dim, or each of its parts, is `groups` times `members` heads of equal width. A group is one
+    key-value head with its `members` query heads; keys and values have one member. Each rank gets
+    whole groups, as evenly as possible. If there are more ranks than groups, each group gets its
+    own ranks, which divide its members among them.
+
+    shared: the ranks of a group each hold all of its members, and a partial sum of their gradient.
     """
 
     groups: int
@@ -34,7 +35,7 @@ class HeadSplit:
     shared: bool = False
 
     def head_range(self, num_ranks: int, index: int) -> tuple[int, int]:
-        """(first head, number of heads) of the rank at `index` of `num_ranks`."""
+        """Return (first head, number of heads) of the rank at `index` of `num_ranks`."""
         if num_ranks <= self.groups:
             sizes = even_sizes(self.groups, num_ranks)
             return sum(sizes[:index]) * self.members, sizes[index] * self.members
@@ -43,24 +44,27 @@ class HeadSplit:
         if self.shared:
             return first, self.members
         sizes = even_sizes(self.members, len(sharing))
-        place = index - sharing.start
-        return first + sum(sizes[:place]), sizes[place]
+        position = index - sharing.start
+        return first + sum(sizes[:position]), sizes[position]
 
     def sharing_indices(self, num_ranks: int, index: int) -> range:
-        """Of `num_ranks` those that work on the same group of heads as the one at `index`."""
+        """Return the indices of the ranks that work on the same group of heads as `index`."""
         if num_ranks <= self.groups:
             return range(index, index + 1)
         sizes, group = even_sizes(num_ranks, self.groups), self._group_of(num_ranks, index)
         return range(sum(sizes[:group]), sum(sizes[: group + 1]))
 
     def _group_of(self, num_ranks: int, index: int) -> int:
+        """Return the group of heads that the rank at `index` works on, if ranks outnumber
+        groups.
+        """
         ends = accumulate(even_sizes(num_ranks, self.groups))
         return next(group for group, end in enumerate(ends) if index < end)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one parameter is cut.
+    """How one parameter is split over the mesh.
 
     name: global name, the same under every layout; tied parameters share one.
     shape: of the full tensor.
@@ -68,19 +72,20 @@ class Layout:
     unreduced: axes over which each rank's gradient is a partial sum (a norm under
         sequence parallelism sees only its rows).
     view: the mesh that `split` and `unreduced` speak of.
-    stages: indices along `pipe` of the ranks that hold it, ascending; several mean tied,
-        none that it does not belong to a pipeline and every rank holds it.
+    stages: indices along `pipe` of the ranks that hold it, ascending. Several mean that it is
+        tied; none that it is outside the pipeline and every rank holds it.
     parts: for each dim the sizes of fused parts (q, k, v) that are cut one by one, or ().
     uneven: the cut need not be even; the first ranks then hold more, by the `split_rule`.
-    split_rule: of a length that does not divide. "chunk": torch.chunk's, the last ranks may hold
-        less than others, or nothing, and the cut has to be `uneven`; "even": lengths differ by one
-        at most, which needs no permission.
-    heads: of what the dim that is split is made, if of heads; one axis splits it then.
-    ranges: for each index along the one axis that splits it, the (start, stop) that it holds of
-        that dim, in its order, where no rule says them. They are equal or apart, and the first
-        that holds one speaks for it. What begins behind the dim is padding, zeros that stay zero.
-    is_table: its rows stand for token ids, positions or classes: an embedding or the output head,
-        also where both are one. Optimizers of matrices leave it to AdamW.
+    split_rule: how to cut a length that the ranks do not divide. "chunk" is torch.chunk's rule:
+        the last ranks may hold less, or nothing, and it needs `uneven`. "even" gives lengths that
+        differ by at most one, and does not need `uneven`.
+    heads: the heads that the split dim consists of, if any; one axis splits it then.
+    ranges: for each index along the one splitting axis, the (start, stop) ranges of the dim that
+        it holds, in order, for cuts that follow no rule. Two ranges are equal or disjoint; the
+        first index that holds a range owns it. A range past the end is padding: zeros that stay
+        zero.
+    is_table: its rows stand for token ids, positions or classes: an embedding, an output head, or
+        both tied. Matrix optimizers such as Muon leave it to AdamW.
 
     Raises:
         LayoutError: split, parts, heads or ranges do not fit the shape.
@@ -123,6 +128,7 @@ class Layout:
                 self._check_ranges(extent)
 
     def _check_heads(self, dim: int, heads: HeadSplit) -> None:
+        """Refuse a dim whose parts are not whole heads, or that several axes split."""
         num, parts = heads.groups * heads.members, self.parts[dim] or (self.shape[dim],)
         if num < 1 or any(part % num for part in parts):
             raise LayoutError(
@@ -135,8 +141,14 @@ class Layout:
             )
 
     def _check_ranges(self, extent: int) -> None:
-        held = {each for mine in self.ranges for each in mine if each[0] < min(each[1], extent)}
-        starts, stops = zip(*sorted(held), strict=True) if held else ((), ())
+        """Refuse `ranges` that leave elements out, overlap, or follow several axes."""
+        ranges = {
+            each
+            for index_ranges in self.ranges
+            for each in index_ranges
+            if each[0] < min(each[1], extent)
+        }
+        starts, stops = zip(*sorted(ranges), strict=True) if ranges else ((), ())
         if (0, *stops) != (*starts, extent) or len(self.split_axes) != 1 or any(self.parts):
             raise LayoutError(
                 f"{self.name}: the ranges {self.ranges} of a dim of {extent} elements over the "
@@ -151,18 +163,19 @@ class Layout:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several ranks of the axis that splits it may hold the same elements."""
+        """True if several ranks along the splitting axis may hold the same heads."""
         return self.heads is not None and self.heads.shared and bool(self.split_axes)
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds all of it, and no gradient of it is a partial sum."""
+        """True if every rank holds the full tensor and computes its full gradient."""
         cut = self.split_axes or self.unreduced or self.stages
         return not cut and self.view == "dense"
 
     def named(self, name: str) -> "Layout":
+        """Return the same layout under another name."""
         return replace(self, name=name)
 
     def on(self, *stages: int) -> "Layout":
-        """The same cut, held by these indices along `pipe`."""
+        """Return the same layout, held by these indices along `pipe`."""
         return replace(self, stages=tuple(sorted(set(stages))))

@@ -1,12 +1,12 @@
-"""What modules and parameters say of their layouts. No torch.
+"""Layouts that modules declare, and the marks that carry them on parameters. No torch.
 
-A part of a module that has `layouts()` speaks for the parameters it names, the outermost such part
-first; what no part speaks for is replicated on every rank.
+A submodule with a method `layouts()` declares how the parameters it names are cut. An outer module
+overrides an inner one. A parameter that no module declares is replicated on every rank.
 
-A parameter carries its layout, its group and who sums its gradient in a mark: a plain attribute,
-because torch's optimizers leave their fast paths on subclasses of Parameter. Operations and copies
-drop it, and a pickled parameter leaves it behind, so that `torch.load(weights_only=True)` reads
-that; the module that holds the parameter marks it again.
+A mark on a parameter holds its layout, its group and how many reducers sum its gradient. It is a
+plain attribute, because torch's optimizers leave their fast paths on subclasses of Parameter.
+Operations, copies and pickles drop it, so `torch.load(weights_only=True)` can read the pickle; the
+module that holds the parameter marks it again.
 """
 
 import math
@@ -27,7 +27,7 @@ class Parameter(Protocol):
 
 
 class Module(Protocol):
-    """What is used of a torch.nn.Module."""
+    """The methods of a torch.nn.Module that this file calls."""
 
     def named_modules(self) -> Iterable[tuple[str, object]]: ...
 
@@ -37,9 +37,9 @@ class Module(Protocol):
 
 
 def collect(module: Module, prefix: str = "") -> Layouts:
-    """Layouts of `module.named_parameters()`, under their local names.
+    """Return the layouts of `module.named_parameters()`, under their local names.
 
-    prefix: put before every global name, for a module that is a part of a larger model.
+    prefix: put before every global name, for a module inside a larger model.
     A shared parameter is listed once, under its first name.
     """
     declared, result = declared_in(module), Layouts()
@@ -50,7 +50,7 @@ def collect(module: Module, prefix: str = "") -> Layouts:
 
 
 def declared_in(module: Module) -> Layouts:
-    """Those of `collect(module)` that some part of it declares."""
+    """Return those layouts of `collect(module)` that a submodule declares."""
     declared: Layouts = {}
     for path, part in module.named_modules():
         layouts: Callable[[], Layouts] | None = getattr(part, "layouts", None)
@@ -64,7 +64,7 @@ def declared_in(module: Module) -> Layouts:
 
 
 def prefixed(prefix: str, layouts: Layouts) -> Layouts:
-    """The same layouts one level further out: `weight` becomes `prefix.weight`."""
+    """Return the same layouts one level further out: `weight` becomes `prefix.weight`."""
     return {
         join(prefix, name): layout.named(join(prefix, layout.name))
         for name, layout in layouts.items()
@@ -72,7 +72,7 @@ def prefixed(prefix: str, layouts: Layouts) -> Layouts:
 
 
 def join(prefix: str, name: str) -> str:
-    """`prefix.name`, or `name` where there is no prefix."""
+    """Return `prefix.name`, or `name` if there is no prefix."""
     return f"{prefix}.{name}" if prefix else name
 
 
@@ -82,11 +82,11 @@ PLACE = "tdp_place"
 
 
 class Mark:
-    """Of one parameter.
+    """What one parameter carries about its split.
 
-    layout: under its name in the outermost module that has spoken for it, `depth` levels out.
-    group: ranks that cut it, or each of which has a part of its gradient; None: not known.
-    num_reducers: how many sum these parts of its gradient. Without one its layer does.
+    layout: as the outermost declaring module gave it, `depth` levels above the parameter.
+    group: ranks that each hold a shard of it, or a partial sum of its gradient; None: not known.
+    num_reducers: number of reducers that sum these partial gradients; with 0 the layer does it.
     """
 
     __slots__ = ("depth", "group", "layout", "num_reducers")
@@ -97,33 +97,34 @@ class Mark:
 
     @property
     def is_told(self) -> bool:
-        """Whether a user gave the layout, not a module."""
+        """True if a user gave the layout, not a module."""
         return self.depth == math.inf
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
+        # pickles as an empty dict: torch.load(weights_only=True) refuses classes of our own
         return OrderedDict, ()
 
     def remove(self) -> None:
-        """A reducer that summed no longer does."""
+        """Take back one reducer's claim to sum this gradient."""
         self.num_reducers -= 1
 
 
 @dataclass(frozen=True)
 class ShardPlace:
-    """The shard of `num` in one process that has this parameter, and how shards split it."""
+    """Which of `num` shards in one process holds this parameter, and how the shards split it."""
 
     layout: Layout
     index: int
     num: int
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return OrderedDict, ()  # as of a Mark: a pickled parameter leaves it behind
+        return OrderedDict, ()  # dropped in a pickle, as a Mark is
 
 
 def place_of(parameter: object) -> ShardPlace | None:
-    """The shard that a parameter is in, where all shards are in one process."""
-    found = getattr(parameter, PLACE, None)
-    return found if isinstance(found, ShardPlace) else None
+    """Return which shard a parameter is in, if one process holds all shards; else None."""
+    place = getattr(parameter, PLACE, None)
+    return place if isinstance(place, ShardPlace) else None
 
 
 def note_place(parameter: object, place: ShardPlace) -> None:
@@ -132,13 +133,13 @@ def note_place(parameter: object, place: ShardPlace) -> None:
 
 
 def mark_of(parameter: object) -> Mark | None:
-    """The mark of a parameter, if it has one."""
-    found = getattr(parameter, ATTRIBUTE, None)
-    return found if isinstance(found, Mark) else None
+    """Return the mark of a parameter, or None."""
+    mark_ = getattr(parameter, ATTRIBUTE, None)
+    return mark_ if isinstance(mark_, Mark) else None
 
 
 def layout_of(parameter: object) -> Layout | None:
-    """How a parameter is cut, as far as it knows; None: replicated on every rank."""
+    """Return the layout in a parameter's mark; None: it is replicated on every rank."""
     mark = mark_of(parameter)
     return None if mark is None else mark.layout
 
@@ -146,34 +147,34 @@ def layout_of(parameter: object) -> Layout | None:
 def mark_parameter(
     parameter: object, layout: Layout, group: object, depth: float = math.inf
 ) -> None:
-    """Note on `parameter` what a module `depth` levels above its own says, or the user.
+    """Mark `parameter` with the layout from a module `depth` levels above it, or from the user.
 
-    An outer module's word stays where an inner one says the same cut.
+    The mark keeps an outer module's layout if an inner one declares the same cut.
     """
-    known = mark_of(parameter)
-    if known is None:
+    existing = mark_of(parameter)
+    if existing is None:
         setattr(parameter, ATTRIBUTE, Mark(layout, group, depth))
         return
-    if depth >= known.depth or _cut(layout) != _cut(known.layout):
-        known.layout, known.depth = layout, depth
+    if depth >= existing.depth or _cut(layout) != _cut(existing.layout):
+        existing.layout, existing.depth = layout, depth
     if group is not None:
-        known.group = group
+        existing.group = group
 
 
 def mark(module: Module, layouts: Layouts | None = None) -> None:
-    """Note on the parameters of `module` how they are cut: for modules of one's own.
+    """Mark the parameters of a module of your own with how they are cut.
 
-    Layers of this package do it themselves, wrappers do it for the module they are given.
+    Layers of this package mark their own parameters, and wrappers mark those of their module.
     layouts: default what its parts declare. That a parameter is replicated need not be noted.
     """
-    found = declared_in(module) if layouts is None else layouts
+    declared = declared_in(module) if layouts is None else layouts
     for name, parameter in module.named_parameters():
-        if name in found and not found[name].is_whole:
+        if name in declared and not declared[name].is_whole:
             depth = name.count(".") if layouts is None else math.inf
-            mark_parameter(parameter, found[name], None, depth)
+            mark_parameter(parameter, declared[name], None, depth)
 
 
 def _cut(layout: Layout) -> Layout:
-    """What of a layout another one must say too; how uneven parts are cut goes without saying."""
+    """Return the fields of a layout that decide whether two layouts cut alike."""
     heads = layout.heads if layout.is_shared else None
     return replace(layout, name="", stages=(), uneven=False, heads=heads)

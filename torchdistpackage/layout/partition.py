@@ -1,12 +1,11 @@
-"""How ranks share lengths and parameters, and what they cannot share, from sizes alone. No torch.
+"""Rules that divide lengths and parameters among ranks, from sizes alone. No torch.
 
-Unsplit parameters are shared out so that the fullest share is small: the largest comes first, and
-each goes where least is so far (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). The
-fullest share is then at most 4/3 of the smallest possible one, and the same sizes give the same
-shares on every rank.
+`greedy_partition` deals out whole parameters: the largest first, each to the share with the least
+so far (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). The fullest share is then at
+most 4/3 of the smallest possible one, and every rank finds the same shares from the same sizes.
 
-A function of problems returns them as sentences with the numbers and the nearest ones that work, so
-that a layer, a model or a plan refuses all of them in one error.
+A function `*_problems` returns sentences with the numbers and the nearest ones that work, so that a
+layer, a model or a plan can refuse all of them in one error.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +15,7 @@ from torchdistpackage.errors import LayoutError
 
 
 class Sized(Protocol):
-    """A parameter, as far as it matters here."""
+    """A parameter, reduced to the method that this file calls."""
 
     def numel(self) -> int: ...
 
@@ -25,13 +24,13 @@ SomeParameter = TypeVar("SomeParameter", bound=Sized, covariant=True)
 
 
 class HasParameters(Protocol[SomeParameter]):
-    """A module, as far as it matters here."""
+    """A module, reduced to the method that this file calls."""
 
     def named_parameters(self) -> Iterable[tuple[str, SomeParameter]]: ...
 
 
 def even_sizes(length: int, parts: int) -> tuple[int, ...]:
-    """`length` in `parts` as equal as can be, the longer ones first: (3, 2, 2) for 7 in 3.
+    """Return `parts` sizes that differ by at most one, larger ones first: (3, 2, 2) for 7 in 3.
 
     Raises:
         LayoutError: there are no parts, or the length is negative.
@@ -41,16 +40,17 @@ def even_sizes(length: int, parts: int) -> tuple[int, ...]:
             f"a length of {length} cannot be cut into {parts} parts; "
             f"use a length of 0 or more and 1 part or more"
         )
-    # not divmod, which a length that torch.compile keeps open does not have
-    each, longer = length // parts, int(length % parts)
+    # no divmod: the symbolic lengths of torch.compile do not have it
+    each = length // parts
+    longer = int(length % parts)
     return (each + 1,) * longer + (each,) * (parts - longer)
 
 
 def greedy_partition(sizes: Sequence[int], num_shares: int) -> tuple[tuple[int, ...], ...]:
-    """Indices of each share, ascending, so that the sums of sizes differ little.
+    """Return the indices of each share, ascending, so that the sums of sizes differ little.
 
-    Of equal sizes the first comes first, of equal sums the first share gets it. With fewer sizes
-    than shares, some shares are empty.
+    Among equal sizes the first index comes first; among equal sums the first share gets the item.
+    With fewer sizes than shares, some shares are empty.
 
     Raises:
         LayoutError: fewer than one share.
@@ -69,11 +69,11 @@ def greedy_partition(sizes: Sequence[int], num_shares: int) -> tuple[tuple[int, 
 def partition_params(
     model: HasParameters[SomeParameter], num_partitions: int, return_dict: bool = False
 ) -> list[list[SomeParameter]] | list[dict[str, SomeParameter]]:
-    """The model's parameters in `num_partitions` parts with about equally many elements.
+    """Divide the model's parameters into `num_partitions` lists of about equally many elements.
 
     Each part keeps the model's order; a parameter with several names counts once.
 
-    return_dict: parts are dicts name -> parameter instead of lists.
+    return_dict: return dicts name -> parameter instead of lists.
 
     Raises:
         LayoutError: fewer than one part.
@@ -91,14 +91,14 @@ def refuse(where: str, problems: Iterable[str]) -> None:
     Raises:
         LayoutError: `where`, and each problem.
     """
-    found = list(dict.fromkeys(problems))
-    if found:
-        lead = f"{where}: " if len(found) == 1 else f"{where}: {len(found)} problems\n  "
-        raise LayoutError(lead + "\n  ".join(found))
+    unique = list(dict.fromkeys(problems))
+    if unique:
+        lead = f"{where}: " if len(unique) == 1 else f"{where}: {len(unique)} problems\n  "
+        raise LayoutError(lead + "\n  ".join(unique))
 
 
 def feature_problems(name: str, extent: int, num_ranks: int) -> list[str]:
-    """Of `extent` features cut by the chunk rule, of which every rank needs one at least."""
+    """Return why `num_ranks` ranks cannot each get some of `extent` features by the chunk rule."""
     if extent >= 1 and all_have_some(extent, num_ranks):
         return []
     use = nearest(extent, lambda n: all_have_some(n, num_ranks))
@@ -117,7 +117,9 @@ def attention_problems(
     kv_heads: int | None = None,
     head_dim: int | None = None,
 ) -> list[str]:
-    """Of heads dealt to ranks in groups that share a key-value head; see `HeadSplit`."""
+    """Return why ranks cannot share these heads in groups that use one key-value head; see
+    `HeadSplit`.
+    """
     kv = heads if kv_heads is None else kv_heads
     problems: list[str] = []
     if heads < 1 or (head_dim is None and dim % heads):
@@ -154,7 +156,9 @@ def attention_problems(
 
 
 def nearest(value: int, fits: Callable[[int], bool], at_most: int | None = None) -> tuple[int, ...]:
-    """The largest number below `value` and the smallest above it that fit, from 1 to `at_most`."""
+    """Return the largest number below `value` and the smallest above it that fit, from 1 to
+    `at_most`.
+    """
     limit = 2 * max(value, 1) + 1024 if at_most is None else at_most
     below = next((n for n in range(min(value, limit + 1) - 1, 0, -1) if fits(n)), None)
     above = next((n for n in range(max(value, 0) + 1, limit + 1) if fits(n)), None)
@@ -162,17 +166,17 @@ def nearest(value: int, fits: Callable[[int], bool], at_most: int | None = None)
 
 
 def either(numbers: Iterable[int]) -> str:
-    """`3 or 5`."""
+    """Return the numbers as text: `3 or 5`."""
     return " or ".join(map(str, numbers))
 
 
 def all_have_some(extent: int, num_ranks: int) -> bool:
-    """Whether the chunk rule leaves every rank a part."""
+    """Return whether the chunk rule leaves every rank at least one element."""
     return -(-extent // num_ranks) * (num_ranks - 1) < extent
 
 
 def all_have_heads(heads: int, kv_heads: int, num_ranks: int) -> bool:
-    """Ranks that share a head are as many for each: reducers then do the same on all ranks."""
+    """Return whether each head is shared by equally many ranks, so that all reducers work alike."""
     if num_ranks <= kv_heads:
         return True
     return num_ranks % kv_heads == 0 and num_ranks <= heads

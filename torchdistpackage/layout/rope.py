@@ -1,4 +1,4 @@
-"""Rotary positions as numbers: the base of their frequencies and how it is scaled. No torch.
+"""Rotary position settings as numbers: the base of the frequencies and their scaling. No torch.
 
 Names and meanings are those of `rope_parameters` in a transformers configuration. A scaling makes
 a model that was trained on `original_max_position_embeddings` tokens read `factor` times as many:
@@ -23,29 +23,35 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": ("factor", _ORIGINAL),
 }
-"""Of each type the numbers that it cannot do without."""
+"""Fields that each type requires."""
 TAKES = {
     **NEEDS,
     "yarn": (
         *NEEDS["yarn"],
-        *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
     ),
 }
-"""Of each type the numbers that it reads."""
+"""Fields that each type reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """theta: base of the frequencies. What `type` does not read is None.
+    """Settings of rotary positions. Fields that `type` does not read are None.
 
-    low_freq_factor, high_freq_factor: of llama3: a wavelength of
-        original_max_position_embeddings / low_freq_factor or more is scaled in full, one of
-        original_max_position_embeddings / high_freq_factor or less not at all.
-    beta_fast, beta_slow: of yarn: the rotations within the original length from which a channel
-        is not scaled, and up to which it is in full; default 32 and 1.
-    attention_factor: of yarn: both tables are multiplied by it; default 0.1 ln(factor) + 1, or as
-        `mscale` and `mscale_all_dim` say.
-    truncate: of yarn: the ramp begins and ends at whole channels; default true.
+    theta: base of the frequencies.
+    low_freq_factor, high_freq_factor: for llama3. Wavelengths of at least
+        original_max_position_embeddings / low_freq_factor are scaled in full, those of at most
+        original_max_position_embeddings / high_freq_factor not at all.
+    beta_fast, beta_slow: for yarn. Channels with at least beta_fast rotations within the original
+        length are not scaled, those with at most beta_slow in full; default 32 and 1.
+    attention_factor: for yarn. It multiplies both tables; default 0.1 ln(factor) + 1, or the value
+        that follows from `mscale` and `mscale_all_dim`.
+    truncate: for yarn. The ramp begins and ends at whole channels; default true.
 
     Raises:
         LayoutError: lists the numbers that are missing, unread or impossible.
@@ -65,41 +71,44 @@ class Rope:
     truncate: bool | None = None
 
     def __post_init__(self) -> None:
-        if found := self.problems():
-            raise LayoutError(f"rope: {'; '.join(found)}")
+        if problems := self.problems():
+            raise LayoutError(f"rope: {'; '.join(problems)}")
 
     def problems(self) -> list[str]:
-        """What is wrong, each with its numbers and what to change."""
+        """Return one sentence for each problem, with its numbers and what to change."""
         if self.type not in NEEDS:
             return [f"type={self.type!r} is unknown; use {', '.join(get_args(RopeType))}"]
-        given = {x.name for x in fields(self) if getattr(self, x.name) is not None}
-        given -= {"theta", "type"}
-        found: list[str] = []
-        if missing := [name for name in NEEDS[self.type] if name not in given]:
-            found.append(f"type={self.type} needs {', '.join(missing)}")
-        if unread := sorted(given - {*TAKES[self.type]}):
-            found.append(f"{', '.join(unread)} would not be read with type={self.type}; remove it")
+        fields_set = {x.name for x in fields(self) if getattr(self, x.name) is not None}
+        fields_set -= {"theta", "type"}
+        problems: list[str] = []
+        if missing := [name for name in NEEDS[self.type] if name not in fields_set]:
+            problems.append(f"type={self.type} needs {', '.join(missing)}")
+        if unread := sorted(fields_set - {*TAKES[self.type]}):
+            problems.append(
+                f"{', '.join(unread)} would not be read with type={self.type}; remove it"
+            )
         below = self.theta <= 1, self.factor is not None and self.factor < 1
         for name, wrong in zip(("theta", "factor"), below, strict=True):
             if wrong:
                 least = "above 1" if name == "theta" else "1 or more"
-                found.append(f"{name}={getattr(self, name):g}; set it to {least}")
-        low, high = self.low_freq_factor, self.high_freq_factor
-        if low is not None and high is not None and not 0 < low < high:
-            found.append(
-                f"low_freq_factor={low:g} and high_freq_factor={high:g}; the first is above 0 and "
+                problems.append(f"{name}={getattr(self, name):g}; set it to {least}")
+        low_factor, high_factor = self.low_freq_factor, self.high_freq_factor
+        if low_factor is not None and high_factor is not None and not 0 < low_factor < high_factor:
+            problems.append(
+                f"low_freq_factor={low_factor:g} and high_freq_factor={high_factor:g}; the "
+                f"first is above 0 and "
                 f"below the second"
             )
         if (self.beta_fast or 32) <= (self.beta_slow or 1):
-            found.append(
+            problems.append(
                 f"beta_fast={self.beta_fast or 32:g} and beta_slow={self.beta_slow or 1:g}; the "
                 f"first is above the second"
             )
-        return found
+        return problems
 
     @property
     def table_factor(self) -> float:
-        """What cosines and sines are multiplied by: 1 but for yarn."""
+        """Factor that multiplies cosines and sines: 1 for every type but yarn."""
         if self.type != "yarn" or self.factor is None:
             return 1.0
         if self.attention_factor is not None:
@@ -110,7 +119,7 @@ class Rope:
         return _logit_factor(self.factor, 1.0)
 
     def yarn_ramp(self, head_dim: int) -> tuple[float, float]:
-        """Channel pairs between which yarn goes from no scaling to full scaling."""
+        """Return the two channel pairs between which yarn goes from no scaling to full scaling."""
         assert self.original_max_position_embeddings is not None
         original = self.original_max_position_embeddings
         low, high = (
@@ -126,12 +135,14 @@ UNSCALED = Rope()
 
 
 def scaled_length(positions: int, factor: float | None, original: int | None) -> int:
-    """Tokens that `positions` (max_position_embeddings) are made for with a scaling by `factor`.
+    """Return the number of tokens that a model serves with `positions` and a scaling by `factor`.
 
-    The larger of both readings: some configurations count them before the scaling, others after it.
+    It is the larger of two readings of `max_position_embeddings` (`positions`): some configurations
+    count before the scaling, others after it.
     """
     return max(positions, int((original or positions) * (factor or 1.0)))
 
 
 def _logit_factor(factor: float, mscale: float) -> float:
+    """Return yarn's factor of attention logits for a scaling by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,7 +1,7 @@
-"""Which layers of a model are split over tensor ranks, and how, as data. No torch.
+"""Tables that say which layers of a model tensor ranks split, and how. No torch.
 
-A table speaks of layers by their paths in the whole model. Layouts of parameters follow from the
-same statements (families/table.py); `parallel/tensor/parallelize.py` builds the layers.
+A table names layers by their paths in the whole model. `families/table.py` derives the layouts of
+parameters from it, and `parallel/tensor/parallelize.py` builds the layers.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -19,15 +19,16 @@ CachedHeads = Literal["keys", "heads"]
 class LayerCut:
     """How one layer is split.
 
-    kind: "column" and "row" are products split by outputs and by inputs; "vocab" and "feature" are
-        embeddings split by rows and by columns; "joined" is a column layer whose outputs every rank
-        needs whole; "adapter" is a product with a low-rank factor, whose result none needs so.
-    weight: the layout of its matrix; a column layer's bias is split alike, a row layer's is whole.
-    transposed: the matrix is stored as (inputs, outputs), as that of transformers' Conv1D.
-    entrance: path of the module whose input the column layers in it multiply, often an attention
-        or an MLP; the layer itself where there is no such module.
-    sequence_parallel: around the split layers each rank has its part of the sequence.
-    once: an embedding is looked up once for all samples, which have the same positions.
+    kind: "column" and "row" are linear layers split by outputs and by inputs. "vocab" and "feature"
+        are embeddings split by rows and by columns. "joined" is a column layer whose full outputs
+        every rank needs. "adapter" is a low-rank factor, whose full outputs no rank needs.
+    weight: the layout of its matrix. A column layer's bias is split alike; a row layer's is not
+        split.
+    transposed: the matrix is stored as (inputs, outputs), as in transformers' Conv1D.
+    entrance: path of the module whose input its column layers multiply, often an attention or an
+        MLP; the layer's own path if there is no such module.
+    sequence_parallel: outside the split layers each rank has its slice of the sequence.
+    once: the embedding is looked up once for all samples, because they have the same positions.
     """
 
     kind: LayerKind
@@ -40,14 +41,14 @@ class LayerCut:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCut:
-    """How a module that works on heads is split: each rank has heads of its own.
+    """How an attention module is split: each rank computes its own heads.
 
-    queries, keys: how these heads are dealt to the ranks.
-    counts: for each attribute of the module what it holds: the number of query heads, of key-value
-        heads, of query heads to a key-value head, or the width of all query heads.
-    by_head: arguments that hold something for each query head, such as ALiBi's distances.
-    inputs: arguments that its column layers multiply; another sequence's in a cross-attention.
-    cached: whether a cache of keys and values has the key-value heads, or one for each query head.
+    queries, keys: how the query heads and the key-value heads are dealt to the ranks.
+    counts: attributes of the module that hold a number of heads, each with what it counts: query
+        heads, key-value heads, query heads per key-value head, or the width of all query heads.
+    by_head: arguments with one entry for each query head, such as ALiBi's slopes.
+    inputs: arguments that its column layers multiply; a cross-attention has a second sequence.
+    cached: whether the key-value cache has the key-value heads, or one for each query head.
     """
 
     queries: HeadSplit
@@ -59,7 +60,7 @@ class AttentionCut:
     cached: CachedHeads = "keys"
 
     def on_rank(self, num_ranks: int, index: int) -> dict[str, int]:
-        """Attribute -> its value on the rank at `index` of `num_ranks`."""
+        """Return each attribute's value on the rank at `index` of `num_ranks`."""
         heads = self.queries.head_range(num_ranks, index)[1]
         keys = self.keys.head_range(num_ranks, index)[1]
         values: dict[Count, int] = {
@@ -73,13 +74,12 @@ class AttentionCut:
 
 @dataclass
 class SplitTable:
-    """What a model splits over tensor ranks, by path.
+    """The layers that a model splits over tensor ranks, by path.
 
-    partial: by name the layouts of parameters that are whole, and of whose gradients each rank has
-        a part.
-    experts: of modules that hold matrices of many experts by name, and call no layers of their own,
-        the layouts of all of their parameters; those that no axis cuts are added up as biases are.
-    dropouts: those of activations of which each rank has its own part, and draws for it.
+    partial: layouts, by name, of unsplit parameters whose gradient is a partial sum on each rank.
+    experts: for modules that hold the matrices of many experts as parameters, the layouts of all
+        their parameters. Layers sum the gradients of those that no axis cuts, as for biases.
+    dropouts: dropout layers whose activations are split, so each rank draws its own mask.
     """
 
     layers: dict[str, LayerCut] = field(default_factory=dict[str, LayerCut])
@@ -98,26 +98,28 @@ class SplitTable:
         )
 
     def shared_inputs(self, paths: Iterable[str], adapted: Collection[str] = ()) -> dict[str, bool]:
-        """Modules that bring together the input of their column layers; whether of a sequence.
+        """Return the modules that gather the input of their column layers; True if it is a
+        sequence.
 
-        A layer does it by itself where it is the only one, no adapter reads the same, and the
-        module around it does not ask for the length of the sequence, as an attention does.
-        paths: of layers that are there; adapted: of those, layers with adapters.
+        A column layer gathers its own input if it is the only one in its module, no adapter reads
+        the same input, and the module does not need the sequence length, as attention does.
+
+        paths: layers that exist. adapted: those of them that have adapters.
         """
         columns: dict[str, list[str]] = {}
         for path in paths:
             if self.layers[path].kind in ("column", "joined"):
                 columns.setdefault(self.layers[path].entrance, []).append(path)
-        found: dict[str, bool] = {}
-        for entrance, here in columns.items():
-            is_sequence = self.layers[here[0]].sequence_parallel
+        gathered: dict[str, bool] = {}
+        for entrance, layer_paths in columns.items():
+            is_sequence = self.layers[layer_paths[0]].sequence_parallel
             has_length = is_sequence and entrance in self.attention
-            if len(here) > 1 or has_length or here[0] in adapted:
-                found[entrance] = is_sequence
-        return found
+            if len(layer_paths) > 1 or has_length or layer_paths[0] in adapted:
+                gathered[entrance] = is_sequence
+        return gathered
 
     def inside(self, path: str) -> "SplitTable":
-        """Return the table of the module at `path`, by paths in it."""
+        """Return the table of the module at `path`, with paths relative to it."""
         if not path:
             return self
 
@@ -149,6 +151,6 @@ class SplitTable:
         return replace(self, layers=self.layers | joined)
 
     def also_called(self, path: str, other: str) -> None:
-        """Let the layer at `path` be found at `other` too, where some releases have it."""
+        """Add the layer at `path` under `other` too, the path that some releases give it."""
         if (cut := self.layers.get(path)) is not None:
             self.layers[other] = replace(cut, entrance=other if cut.entrance == path else "")

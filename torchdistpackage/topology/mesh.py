@@ -1,16 +1,17 @@
-"""Named grid of ranks, and one world seen two ways: arithmetic only, no processes.
+"""Named grid of ranks, and one world seen two ways. It holds arithmetic only and starts no process.
 
 A mesh lists its axes from slowest to fastest varying, and rank r sits where the
 mixed-radix digits of r say. Who talks to whom follows from that one rule, so a mesh
 of a million ranks answers for any rank without ever listing the others.
 
 Ranks fill nodes in order, so whether a group crosses a node follows from its first and last rank.
-Tensor, context and expert groups exchange activations in every layer: a warning says so of those.
+Tensor and context groups exchange activations in every layer, so `advice` warns when they cross
+nodes.
 
-A `Topology` is the dense mesh (data pipe context tensor) and the expert view, the same with the
-data axis cut in two, `expert_data` outside `expert`, so both number the same ranks alike. Every
-group that anybody asks for is a set of axes in one of the two; the names users say (`model`,
-`moe_ep`, ...) are spelled out here once.
+A `Topology` has two views of the same ranks. The dense mesh has the axes data, pipe, context and
+tensor. The expert view cuts its data axis in two, with `expert_data` outside `expert`. Every group
+is a set of axes in one of the two views; this file alone defines the names that users say
+(`model`, `moe_ep`, ...).
 
 Words: an *axis* belongs to the mesh, a *dim* to a tensor; *rank* is global, *index*
 is the position along an axis.
@@ -54,15 +55,20 @@ class Mesh:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Axis names, slowest first."""
         return tuple(name for name, _ in self.axes)
 
     def axis_size(self, *axes: str) -> int:
-        """Number of ranks along `axes` together; an axis the mesh does not have counts 1."""
+        """Return the number of ranks along `axes` together; an axis the mesh does not have counts
+        1.
+        """
         sizes = dict(self.axes)
         return math.prod(sizes.get(axis, 1) for axis in axes)
 
     def coord(self, rank: int) -> dict[str, int]:
-        """Index of `rank` along each axis: rank 6 of data=2, tensor=4 is data 1, tensor 2."""
+        """Return the index of `rank` along each axis: rank 6 of data=2, tensor=4 is data 1, tensor
+        2.
+        """
         self._check(rank)
         index: dict[str, int] = {}
         for name, size in reversed(self.axes):
@@ -70,40 +76,46 @@ class Mesh:
         return {name: index[name] for name in self.names}
 
     def rank(self, coord: dict[str, int]) -> int:
-        """The rank at `coord`; axes left out are at index 0. Inverse of `coord`."""
+        """Return the rank at `coord`; axes left out are at index 0. Inverse of `coord`."""
         rank = 0
         for name, size in self.axes:
             rank = rank * size + coord.get(name, 0) % size
         return rank
 
     def index(self, rank: int, *axes: str) -> int:
-        """Position of `rank` along `axes` taken together, the first named varying slowest."""
+        """Return the position of `rank` along `axes` taken together, the first named varying
+        slowest.
+        """
         coord, position = self.coord(rank), 0
         for axis in axes:
             position = position * self.axis_size(axis) + coord.get(axis, 0)
         return position
 
     def group(self, rank: int, axes: Iterable[str]) -> Ranks:
-        """Ranks that differ from `rank` only along `axes`, `rank` included, ascending."""
+        """Return the ranks that differ from `rank` only along `axes`, `rank` included,
+        ascending.
+        """
         self._check(rank)
         dims = self._dims(set(axes))
         first = rank - sum((rank // stride % size) * stride for size, stride in dims)
         return _spread(first, dims)
 
     def groups(self, axes: Iterable[str]) -> Iterator[Ranks]:
-        """Every group along `axes`, ordered by its first rank."""
+        """Yield every group along `axes`, ordered by its first rank."""
         inside = set(axes)
         dims = self._dims(inside)
         for first in _spread(0, self._dims(set(self.names) - inside)):
             yield _spread(first, dims)
 
     def neighbour(self, rank: int, axis: str, step: int = 1) -> int:
-        """The rank `step` places further along `axis`, wrapping round."""
+        """Return the rank `step` places further along `axis`, wrapping round."""
         coord = self.coord(rank)
         return self.rank(coord | {axis: (coord.get(axis, 0) + step) % self.axis_size(axis)})
 
     def _dims(self, axes: set[str]) -> list[tuple[int, int]]:
-        """(size, stride) of the listed axes, slowest first, neighbours merged into one."""
+        """Return (size, stride) of the listed axes, slowest first, with adjacent axes merged into
+        one.
+        """
         dims: list[tuple[int, int]] = []
         stride = 1
         for name, size in reversed(self.axes):
@@ -124,12 +136,12 @@ class Mesh:
 
 
 def describe(axes: Iterable[tuple[str, object]]) -> str:
-    """`data=2 x tensor=4`, for messages."""
+    """Return the axes as text for messages, such as `data=2 x tensor=4`."""
     return " x ".join(f"{name}={size}" for name, size in axes) or "no axes"
 
 
 def whole_size(name: str, size: object) -> int:
-    """`size` as a positive int: 4 and 4.0 pass, 3.5, 0 and text do not.
+    """Return `size` as a positive int: 4 and 4.0 pass, 3.5, 0 and text do not.
 
     Raises:
         TopologyError: names the axis and the value.
@@ -143,7 +155,7 @@ def whole_size(name: str, size: object) -> int:
 
 
 def _spread(first: int, dims: list[tuple[int, int]]) -> Ranks:
-    """All of first + sum(i * stride), i < size: in order, as a range where that is one."""
+    """Return all of first + sum(i * stride) with i < size, ascending; a range if they form one."""
     if not dims:
         return range(first, first + 1)
     (size, stride), *rest = dims
@@ -153,12 +165,12 @@ def _spread(first: int, dims: list[tuple[int, int]]) -> Ranks:
 
 
 BUSY = ("tensor", "context")
-"""Axes that talk inside every layer, most talkative first."""
+"""Axes whose ranks communicate inside every layer, busiest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """How many of the groups along `axis` have members on more than one node."""
+    """Number of groups along `axis`, and how many of them span more than one node."""
 
     axis: str
     num_groups: int
@@ -166,7 +178,7 @@ class Crossing:
 
 
 def crossings(mesh: Mesh, ranks_per_node: int) -> tuple[Crossing, ...]:
-    """One `Crossing` for each axis longer than 1, in mesh order."""
+    """Return one `Crossing` for each axis longer than 1, in mesh order."""
     result: list[Crossing] = []
     for name, size in mesh.axes:
         if size > 1:
@@ -179,7 +191,7 @@ def crossings(mesh: Mesh, ranks_per_node: int) -> tuple[Crossing, ...]:
 
 
 def advice(mesh: Mesh, ranks_per_node: int) -> tuple[str, ...]:
-    """Warnings about busy groups that cross nodes, each with what to change."""
+    """Return warnings about busy groups that cross nodes, each with what to change."""
     warnings: list[str] = []
     for crossing in crossings(mesh, ranks_per_node):
         if crossing.axis not in BUSY or not crossing.num_crossing:
@@ -198,18 +210,19 @@ def advice(mesh: Mesh, ranks_per_node: int) -> tuple[str, ...]:
 
 
 def best_order(names: Sequence[str]) -> tuple[str, ...]:
-    """The same axes with the talkative ones innermost."""
+    """Return the same axes with the busiest ones innermost."""
     rank = {axis: -i for i, axis in enumerate(BUSY)}
     quiet = [name for name in names if name not in rank]
     return (*quiet, *sorted((n for n in names if n in rank), key=lambda n: rank[n]))
 
 
-def _largest_divisor(limit: int, of: int) -> int:
-    return max(n for n in range(1, limit + 1) if of % n == 0)
+def _largest_divisor(limit: int, number: int) -> int:
+    """Return the largest divisor of `number` that is at most `limit`."""
+    return max(n for n in range(1, limit + 1) if number % n == 0)
 
 
 DEFAULT_ORDER = ("data", "pipe", "context", "tensor")
-"""Outermost first: tensor ranks are neighbours, because they talk most."""
+"""Outermost first: tensor ranks are neighbours, because they communicate most."""
 
 View = Literal["dense", "expert"]
 Size = float | str | None
@@ -233,22 +246,25 @@ class Topology:
         return self.dense.size
 
     def place(self, rank: int) -> dict[str, int]:
-        """Index of `rank` along each axis that has more than one rank, `expert` included."""
-        found = {
+        """Return the index of `rank` along each axis that has more than one rank, `expert`
+        included.
+        """
+        indices = {
             axis: i for axis, i in self.dense.coord(rank).items() if self.dense.axis_size(axis) > 1
         }
         if self.expert.axis_size("expert") > 1:
-            found["expert"] = self.expert.coord(rank)["expert"]
-        return found
+            indices["expert"] = self.expert.coord(rank)["expert"]
+        return indices
 
     def view(self, name: View) -> Mesh:
+        """Return the dense mesh or the expert view, by name."""
         return self.dense if name == "dense" else self.expert
 
     def named(self, mode: str) -> tuple[Mesh, tuple[str, ...]]:
-        """The mesh and axes behind a group name such as `data`, `model` or `moe_ep`.
+        """Return the mesh and axes behind a group name such as `data`, `model` or `moe_ep`.
 
         Raises:
-            TopologyError: no one by that name; lists the names there are.
+            TopologyError: no group has that name; the message lists the names that exist.
         """
         if mode in self.dense.names:
             return self.dense, (mode,)
@@ -259,24 +275,26 @@ class Topology:
             return self.dense, self.dense.names
         if mode == "model":
             return self.dense, self.model_axes
-        known = [*self.dense.names, "model", "global", *ALIASES]
+        names = [*self.dense.names, "model", "global", *ALIASES]
         raise TopologyError(
             f"there is no group {mode!r} in {describe(self.dense.axes)}; "
-            f"the names are {', '.join(known)}"
+            f"the names are {', '.join(names)}"
         )
 
     @property
     def model_axes(self) -> tuple[str, ...]:
-        """Axes of ranks that work on one and the same batch: everything but data."""
+        """Axes whose ranks work on the same batch: all axes but data."""
         return tuple(name for name in self.dense.names if name != "data")
 
     def group(self, rank: int, mode: str) -> Ranks:
-        """Ranks of the group called `mode` that `rank` is in, ascending."""
+        """Return the ranks of the group called `mode` that `rank` is in, ascending."""
         mesh, axes = self.named(mode)
         return mesh.group(rank, axes)
 
     def describe(self, modes: Iterable[str]) -> str:
-        """A line `group pipe, ranks: [0, 8]` for each group of these modes; many are cut."""
+        """Return a line `group pipe, ranks: [0, 8]` for each group of `modes`, at most 8 for each
+        mode.
+        """
         return "\n".join(line for mode in modes for line in self._groups_of(mode))
 
     def _groups_of(self, mode: str) -> Iterator[str]:
@@ -288,7 +306,7 @@ class Topology:
             yield f"group {mode}: {number - SHOWN_GROUPS} more"
 
     def with_expert(self, expert: int) -> "Topology":
-        """The same world with the data axis cut into expert_data x expert.
+        """Return the same world with the data axis cut into expert_data x expert.
 
         Raises:
             TopologyError: `expert` does not divide the data axis.
@@ -305,7 +323,7 @@ ALIASES: dict[str, tuple[View, tuple[str, ...]]] = {
 
 
 def _pairs(sizes: Axes) -> list[tuple[str, Size]]:
-    """The axes as a list; in this place ("data", 2) is easily written for [("data", 2)]."""
+    """Return the axes as a list of pairs; refuse ("data", 2), an easy slip for [("data", 2)]."""
     pairs: list[Any] = list(sizes.items() if isinstance(sizes, Mapping) else sizes)
     for pair in pairs:
         if not isinstance(pair, Sequence) or len(pair) != 2 or not isinstance(pair[0], str):  # pyright: ignore[reportUnknownArgumentType]
@@ -338,41 +356,45 @@ def topology(sizes: Axes, world_size: int, *, expert: int = 1) -> Topology:
             f"the sizes of {' and '.join(left_open)} are both left open; "
             f"at most one can be inferred"
         )
-    known = [(name, whole_size(name, size)) for name, size in axes if name not in left_open]
-    product = Mesh(tuple(known)).size
+    sized_axes = [(name, whole_size(name, size)) for name, size in axes if name not in left_open]
+    product = Mesh(tuple(sized_axes)).size
     if left_open:
         if world_size % product:
             raise TopologyError(
-                f"{describe(known)} takes {product} ranks for each {left_open[0]} index, which "
+                f"{describe(sized_axes)} takes {product} ranks for each {left_open[0]} index, "
+                f"which "
                 f"does not divide the {world_size} ranks of the world; use a multiple of {product}"
             )
-        inferred = dict(known) | {left_open[0]: world_size // product}
-        known = [(name, inferred[name]) for name, _ in axes]
+        inferred = dict(sized_axes) | {left_open[0]: world_size // product}
+        sized_axes = [(name, inferred[name]) for name, _ in axes]
     elif product != world_size:
         raise TopologyError(
-            f"{describe(known)} is {product} ranks, but the world has {world_size}; "
+            f"{describe(sized_axes)} is {product} ranks, but the world has {world_size}; "
             f"change a size so that the product is {world_size}, or start {product} ranks"
         )
-    dense = Mesh(tuple(known))
+    dense = Mesh(tuple(sized_axes))
     return Topology(dense, _expert_view(dense, expert))
 
 
 def unknown_axes(names: Iterable[str]) -> str:
-    """What to say of axes that nothing in this package uses by itself; "" if there are none."""
-    said: list[str] = []
+    """Return a warning about axes that nothing in this package uses by name; "" if there
+    are none.
+    """
+    unknown: list[str] = []
     for name in names:
         if name not in DEFAULT_ORDER:
             close = difflib.get_close_matches(name.lower(), DEFAULT_ORDER, n=1)
-            said.append(f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name))
-    if not said:
+            unknown.append(f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name))
+    if not unknown:
         return ""
     return (
-        f"not among the known axes {', '.join(DEFAULT_ORDER)}: {', '.join(said)}; such axes get "
+        f"not among the known axes {', '.join(DEFAULT_ORDER)}: {', '.join(unknown)}; such axes get "
         f"groups, but nothing in this package uses them by name"
     )
 
 
 def _expert_view(dense: Mesh, expert: int) -> Mesh:
+    """Return the mesh with the data axis cut into expert_data x expert."""
     data = dense.axis_size("data")
     if expert < 1 or data % expert:
         raise TopologyError(
