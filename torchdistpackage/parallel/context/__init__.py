@@ -1,17 +1,18 @@
-"""Context parallelism: the ranks of a group share one sequence, of which each holds a part.
+"""Context parallelism: the ranks of a group share each sequence, and each holds a part of it.
 
 In reading order:
 
-    order        which positions each rank holds: even work under a causal mask by zig-zag
+    order        which positions each rank holds: zigzag order evens out a causal mask
     visibility   which keys a query sees, and the rectangles of scores that are not empty
-    kernels      torch's kernels that return the log-sum-exp, and one by hand
-    merge        one rectangle after another into one softmax, and back
-    exchange     how keys and values of the others come: ring, all-gather, or not at all
+    kernels      torch's kernels that return the log-sum-exp, and one written by hand
+    merge        merges rectangles into one softmax, and computes the gradient of each
+    exchange     how a rank gets the keys and values of others: ring, all-gather, or not at all
     attention    the public function, its checks, and the exchange of heads for sequence
-    sequence     tensors into parts and back
-    choice       bytes of each way, and which one `auto` takes
+    sequence     splits a tensor along its sequence, and gathers it again
+    choice       bytes of each exchange, and which one `auto` takes
 
-All of it computes `softmax(q k^T) v` of the whole sequence exactly. A rank scores its queries
-against the keys of one part at a time, and merges what it gets by the log-sum-exp, so that no
-rank holds all keys or scores at once (Liu et al., Ring Attention, arXiv:2310.01889).
+Together they compute `softmax(q k^T) v` of the full sequence exactly. A rank scores its queries
+against the keys of one part at a time and merges the results by their log-sum-exp, so no rank holds
+all keys or all scores at once (Liu et al., Ring Attention, arXiv:2310.01889). A picture of the hops
+and a reference implementation are in docs/context_parallel.md.
 """

@@ -1,4 +1,4 @@
-"""What the ranks of a group must agree on before they exchange anything."""
+"""Agreement that the ranks of a group must reach before they exchange tensors."""
 
 import torch
 
@@ -9,18 +9,18 @@ from torchdistpackage.errors import LayoutError
 
 
 def agree(facts: dict[str, int], group: Group) -> tuple[int, ...]:
-    """The first of `facts` on every rank of the group; the others are the same on all.
+    """Return the first of `facts` for every rank; check that the other facts are equal on all.
 
     Raises:
-        LayoutError: they are not; on every rank, with what each has.
+        LayoutError: a fact differs. Every rank raises it, with the value of each rank.
     """
-    mine = torch.tensor([list(map(int, facts.values()))], dtype=torch.int64, device="cpu")
-    rows = primitives.all_gather(mine, on_cpu(group)).tolist()
+    local = torch.tensor([list(map(int, facts.values()))], dtype=torch.int64, device="cpu")
+    rows = primitives.all_gather(local, on_cpu(group)).tolist()
     ranks, problems = ranks_of(group), []
     for name, *column in list(zip(facts, *rows, strict=True))[1:]:
         if len(set(column)) > 1:
-            held = ", ".join(f"rank {r} has {n}" for r, n in zip(ranks, column, strict=True))
-            problems.append(f"{name}: {held}")
+            values = ", ".join(f"rank {r} has {n}" for r, n in zip(ranks, column, strict=True))
+            problems.append(f"{name}: {values}")
     if problems:
         raise LayoutError(
             f"the ranks of a context group must attend alike, but differ in {'; '.join(problems)}"

@@ -1,10 +1,10 @@
-"""Attention over a sequence whose parts the ranks of a group hold.
+"""Attention over a sequence that the ranks of a group hold in parts.
 
-`context_attention` is `F.scaled_dot_product_attention` of the whole sequence, for this rank's
-queries. A `ContextPlan` is what can be known before the numbers: who holds what, what is seen, and
-how it travels. Before an exchange of keys and values, heads may be exchanged for sequence
-(Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509): then each rank, or each block of ranks next to
-each other, has all of the sequence for some of the heads.
+`context_attention` is `F.scaled_dot_product_attention` over the full sequence, for this rank's
+queries. A `ContextPlan` holds all that does not depend on the numbers: which rank holds which
+positions, which scores are visible, and how keys and values travel. Before that exchange, an
+all-to-all may trade heads for sequence (Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509): then
+each rank, or each block of adjacent ranks, has the full sequence for some of the heads.
 """
 
 import logging
@@ -43,10 +43,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class ContextPlan:
-    """How this rank attends over a sequence in `order`; all ranks of `group` make the same one.
+    """How this rank attends over a sequence in `order`; all ranks of `group` make the same plan.
 
-    comm_type: none but `auto`. a2a_size: of a2a+p2p, the ranks next to each other that exchange
-    heads.
+    comm_type: any but `auto`.
+    a2a_size: for a2a+p2p, the number of adjacent ranks that exchange heads.
     """
 
     def __init__(
@@ -59,20 +59,20 @@ class ContextPlan:
     ):
         self.comm_type, self.visibility = comm_type, visibility
         self._swap = None
-        parts, mine = order.parts, group.rank()
+        parts, index = order.parts, group.rank()
         if comm_type in ("a2a", "a2a+p2p"):
             size = group.size() if comm_type == "a2a" else a2a_size
             choice.check_a2a_size(group.size(), size)
             block, group = _blocks(group, size)
             self._swap = ref(block)
-            first = mine - mine % size
+            first = index - index % size
             self._lengths = order.lengths[first : first + size]
             self._group_parts = parts[first : first + size]
             parts = tuple(
                 joined(each for part in parts[i : i + size] for each in part)
                 for i in range(0, len(parts), size)
             )
-            mine //= size
+            index //= size
         self._exchange: KeyExchange
         if len(parts) == 1:
             self._exchange = Alone(parts[0], visibility)
@@ -84,10 +84,11 @@ class ContextPlan:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, dropout: float = 0.0
     ) -> Tensor:
-        """q (B, H, S_local, D), k and v (B, h, S_local, D) -> (B, H, S_local, D).
+        """Attend from q (B, H, S_local, D) to k and v (B, h, S_local, D); return (B, H, S_local,
+        D).
 
         Raises:
-            LayoutError: heads that cannot be exchanged, or no kernel can do it.
+            LayoutError: the ranks cannot exchange these heads, or no kernel supports the inputs.
         """
         q, k, v = _autocast(q, k, v)
         kernel = kernels.choose(q, v, masked=self.visibility.has_masks, dropout=dropout)
@@ -98,29 +99,36 @@ class ContextPlan:
         size = len(self._lengths)
         if problem := choice.a2a_problem(q.shape[1], k.shape[1], size):
             raise LayoutError(problem)
+        # fewer key heads than ranks: repeat them until every rank gets a whole one
         times = math.lcm(k.shape[1], size) // k.shape[1]
         if times > 1:
             k, v = (x.repeat_interleave(times, 1) for x in (k, v))
         q = self._to_heads(q)
         if k.shape == v.shape:
+            # one all-to-all for both: a call costs more than the copy
             k, v = self._to_heads(torch.stack((k, v))).unbind(0)
         else:
             k, v = self._to_heads(k), self._to_heads(v)
         return self._to_sequence(_ContextAttention.apply(q, k, v, self._exchange, scoring))
 
     def _to_heads(self, x: Tensor) -> Tensor:
-        """(..., H, S_local, D) -> (..., H / ranks, S_block, D), positions ascending."""
+        """Exchange sequence for heads: (..., H, S_local, D) -> (..., H / ranks, S_block, D),
+        positions ascending.
+        """
         x = collectives.all_to_all(x, -3, -2, self._swap(), join_sizes=self._lengths)
-        came = in_ranks(self._group_parts)
-        return reordered(x, x.dim() - 2, came, ascending(came))
+        received = in_ranks(self._group_parts)
+        return reordered(x, x.dim() - 2, received, ascending(received))
 
     def _to_sequence(self, x: Tensor) -> Tensor:
-        came = in_ranks(self._group_parts)
-        x = reordered(x, 2, ascending(came), came)
+        """Exchange heads for sequence, the inverse of `_to_heads`."""
+        received = in_ranks(self._group_parts)
+        x = reordered(x, 2, ascending(received), received)
         return collectives.all_to_all(x, -2, -3, self._swap(), split_sizes=self._lengths)
 
 
 class _ContextAttention(torch.autograd.Function):
+    """Autograd of one attention: the backward exchanges keys and values once more."""
+
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, scoring: Scoring):
         q, k, v = _dense(q), _dense(k), _dense(v)
@@ -141,10 +149,11 @@ class _ContextAttention(torch.autograd.Function):
 
 
 def _dense(x: Tensor) -> Tensor:
-    """`x` with the channels of a head next to each other, without which the kernels read past it.
+    """Return `x` with a head's channels contiguous, because the kernels read out of bounds
+    otherwise.
 
-    torch's own attention looks at that before it calls them. A gradient may be one number expanded,
-    and what one sample was joined of may have any strides.
+    torch's own attention checks this before it calls them; these direct calls must. A gradient may
+    be one expanded number, and a batch of one may have any strides.
     """
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -166,24 +175,27 @@ def context_attention(
     seq_len: int | None = None,
     group: Group | None = None,
 ) -> Tensor:
-    """Attention of my queries over the whole sequence, as `F.scaled_dot_product_attention` has it.
+    """Run `F.scaled_dot_product_attention` of this rank's queries over the full sequence.
 
-    q (B, H, S_local, D), k and v (B, h, S_local, D), the parts of this rank as `shard_sequence`
-    cuts them -> (B, H, S_local, D). All ranks of the group call it together, in the backward too.
+    q (B, H, S_local, D), k and v (B, h, S_local, D) are this rank's parts, cut by `shard_sequence`;
+    the result is (B, H, S_local, D). All ranks of the group call it together, and together run its
+    backward.
 
-    scale: of the scores; None: 1 / sqrt(D). enable_gqa: h < H, each for H / h heads next to each
-        other. dropout_p: part of the weights dropped, with draws of each rank's own.
+    scale: factor of the scores; None: 1 / sqrt(D).
+    enable_gqa: allow h < H; each key-value head serves H / h adjacent query heads.
+    dropout_p: share of the weights to drop; each rank draws its own.
     document_ids: (B, S_local) integers; positions of different documents do not see each other.
     window: a query sees keys less than `window` positions away.
-    comm_type: p2p (ring), all_gather, a2a (heads for sequence), a2a+p2p (a2a among `a2a_size` ranks
-        next to each other, a ring of these blocks), or auto, which logs what it takes.
-    seq_len: of the whole sequence. None: the ranks ask each other, once a call, which also finds
-        what they disagree on.
+    comm_type: p2p (ring), all_gather, a2a (heads for sequence), a2a+p2p (a2a in blocks of
+        `a2a_size` adjacent ranks and a ring of these blocks), or auto, which logs its choice.
+    seq_len: length of the full sequence. None: the ranks exchange their lengths and arguments in
+        each call, and so find what they disagree on.
     group: default tpc's `context`.
 
     Raises:
-        LayoutError: the ranks' parts are of no sequence, their arguments differ, heads that cannot
-            be shared, or arguments that are no attention; the same on all ranks without `seq_len`.
+        LayoutError: the ranks' parts do not form a sequence, their arguments differ, the ranks
+            cannot share the heads, or the arguments are invalid. Without `seq_len`, all ranks raise
+            the same error.
     """
     group = resolve_group(group, "context")
     if comm_type not in get_args(CommType):
@@ -222,7 +234,7 @@ def context_attention(
 
 
 _plans: PerGroup[dict[object, Any]] = PerGroup()
-_said: PerGroup[set[object]] = PerGroup()
+_logged: PerGroup[set[object]] = PerGroup()
 
 
 def plan_attention(
@@ -234,38 +246,38 @@ def plan_attention(
     q: Tensor,
     k: Tensor,
 ) -> ContextPlan:
-    """The plan for queries and keys of these shapes; kept where it does not depend on documents."""
+    """Return the plan for these shapes, from a cache of the group or of these documents."""
     heads, kv_heads = q.shape[1], k.shape[1]
-    asked = (order, visibility, comm_type, a2a_size, q.shape, k.shape[1], q.dtype)
+    key = (order, visibility, comm_type, a2a_size, q.shape, k.shape[1], q.dtype)
     documents = visibility.documents
-    known = _plans.setdefault(group, {}) if documents is None else documents.plans
-    if asked in known:
-        return known[asked]
-    near = _ranks_per_node(group)
+    plans = _plans.setdefault(group, {}) if documents is None else documents.plans
+    if key in plans:
+        return plans[key]
+    ranks_per_node = _ranks_per_node(group)
     if comm_type == "auto":
         size = AttentionSize(
             order.seq_len, heads, kv_heads, q.shape[3], q.shape[0], q.itemsize,
             visibility.is_causal, visibility.window,
         )  # fmt: skip
         machine = choice.CPU if q.device.type == "cpu" else choice.GPU
-        found = choice.choose(
-            size, group.size(), ranks_per_node=near, machine=machine, order=order.order
+        best = choice.choose(
+            size, group.size(), ranks_per_node=ranks_per_node, machine=machine, order=order.order
         )
-        comm_type, a2a_size = found.comm_type, found.a2a_size
-        if group.rank() == 0 and asked not in _said.setdefault(group, set()):
-            _said[group].add(asked)
-            _LOG.info("context_attention: %s", found.reason)
+        comm_type, a2a_size = best.comm_type, best.a2a_size
+        if group.rank() == 0 and key not in _logged.setdefault(group, set()):
+            _logged[group].add(key)
+            _LOG.info("context_attention: %s", best.reason)
     if a2a_size is None and comm_type == "a2a+p2p":
-        a2a_size = choice.default_a2a_size(group.size(), heads, kv_heads, near)
-    known[asked] = ContextPlan(group, order, visibility, comm_type, a2a_size or 1)
-    return known[asked]
+        a2a_size = choice.default_a2a_size(group.size(), heads, kv_heads, ranks_per_node)
+    plans[key] = ContextPlan(group, order, visibility, comm_type, a2a_size or 1)
+    return plans[key]
 
 
 _nodes: PerGroup[int | None] = PerGroup()
 
 
 def _ranks_per_node(group: Group) -> int | None:
-    """Ranks next to each other in the group that share a host; None: all do."""
+    """Return the number of adjacent ranks of the group that share a host; None: all do."""
     if group not in _nodes:
         hosts = primitives.gather_objects(socket.gethostname(), group)
         runs = [len(list(same)) for _, same in groupby(hosts)]
@@ -274,26 +286,28 @@ def _ranks_per_node(group: Group) -> int | None:
 
 
 def _blocks(group: Group, size: int) -> tuple[Group, Group]:
-    """My block of `size` ranks next to each other, and the ranks at my place in every block."""
-    ranks, mine = ranks_of(group), group.rank()
+    """Return this rank's block of `size` adjacent ranks, and the ranks at its place in every
+    block.
+    """
+    ranks, index = ranks_of(group), group.rank()
     groups = tpc.groups if tpc.is_set else _own_groups(group)
-    first = mine - mine % size
+    first = index - index % size
     inner = groups.of(ranks[first : first + size])
-    return inner, groups.of(ranks[mine % size :: size])
+    return inner, groups.of(ranks[index % size :: size])
 
 
-_made: PerGroup[Groups] = PerGroup()
+_subgroups: PerGroup[Groups] = PerGroup()
 
 
 def _own_groups(group: Group) -> Groups:
-    """Where tpc is not set up, parts of a group are kept with it."""
-    if group not in _made:
-        _made[group] = Groups(ranks_of(group)[group.rank()])
-    return _made[group]
+    """Return the cache of a group's subgroups, for use when tpc is not set up."""
+    if group not in _subgroups:
+        _subgroups[group] = Groups(ranks_of(group)[group.rank()])
+    return _subgroups[group]
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Of the dtype in which torch's own attention would be computed."""
+    """Cast to the dtype in which torch's own attention would run under autocast."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -302,6 +316,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _check_dims(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None) -> None:
+    """Refuse shapes, dtypes and document ids that do not belong to one attention."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise LayoutError(f"context_attention takes (B, H, S_local, D), not {shapes}")
@@ -318,15 +333,16 @@ def _check_dims(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None) ->
         raise LayoutError(f"q is of {q.dtype}, k of {k.dtype} and v of {v.dtype}; use one dtype")
     if document_ids is None:
         return
-    wanted = (q.shape[0], q.shape[2])
-    if tuple(document_ids.shape) != wanted or document_ids.dtype.is_floating_point:
+    expected_shape = (q.shape[0], q.shape[2])
+    if tuple(document_ids.shape) != expected_shape or document_ids.dtype.is_floating_point:
         raise LayoutError(
             f"document_ids are {document_ids.dtype} of shape {tuple(document_ids.shape)}; pass "
-            f"integers of shape (B, S_local) = {wanted}"
+            f"integers of shape (B, S_local) = {expected_shape}"
         )
 
 
 def _check_arguments(q: Tensor, k: Tensor, v: Tensor, gqa: bool, dropout: float) -> None:
+    """Refuse head counts without `enable_gqa` or that do not divide, and a bad dropout."""
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads != kv_heads and not gqa:
         raise LayoutError(

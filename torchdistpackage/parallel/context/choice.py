@@ -1,8 +1,8 @@
-"""What each way to exchange a sequence costs, and which one `auto` takes. No torch.
+"""Costs of each exchange of a sequence, and the choice that `auto` makes. No torch.
 
-Bytes are counted by the same ranges that the exchanges send. What `auto` compares is the part of
-them that no computation hides: of a ring its last hop, while a hop takes longer to compute than to
-travel; of an all-to-all everything.
+Bytes are counted from the same ranges that the exchanges send. `auto` compares the time that no
+computation hides: the last hop of a ring whose hops take longer to compute than to travel, and all
+of an all-to-all.
 """
 
 import math
@@ -19,7 +19,7 @@ CommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p", "auto"]
 
 @dataclass(frozen=True)
 class AttentionSize:
-    """One attention of the whole sequence. itemsize: bytes of a number."""
+    """Sizes of one attention over the full sequence. itemsize: bytes of one element."""
 
     seq_len: int
     heads: int
@@ -32,19 +32,20 @@ class AttentionSize:
 
     @property
     def kv_bytes(self) -> int:
-        """Of keys and values, or their gradients, of one position."""
+        """Bytes of the keys and values of one position, or of their gradients."""
         return 2 * self.batch * self.kv_heads * self.head_dim * self.itemsize
 
     @property
     def q_bytes(self) -> int:
+        """Bytes of the queries of one position."""
         return self.batch * self.heads * self.head_dim * self.itemsize
 
 
 @dataclass(frozen=True)
 class ExchangeTraffic:
-    """Bytes that the busiest rank sends, of one attention.
+    """Bytes that the busiest rank sends in one attention.
 
-    last: of the backward those after whose departure nothing is left to compute.
+    last: the bytes of the backward that it sends when no computation is left to hide them.
     """
 
     forward: int
@@ -58,7 +59,7 @@ class ExchangeTraffic:
 
 @dataclass(frozen=True)
 class Choice:
-    """A way, the ranks next to each other that exchange heads, and why."""
+    """An exchange, the number of adjacent ranks that exchange heads, and the reason."""
 
     comm_type: CommType
     a2a_size: int
@@ -67,10 +68,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Machine:
-    """Rough numbers by which ways are compared, not what a run is told to take.
+    """Rough speeds by which `auto` compares the exchanges.
 
-    flops: of a rank in attention, a second. node, network: bytes a second of a rank to others on
-    its node, and to other nodes. call_s: of a collective or a batch of messages.
+    flops: operations per second of one rank in attention.
+    node, network: bytes per second from one rank to others on its node, and to other nodes.
+    call_s: seconds to start a collective or a batch of messages.
     """
 
     flops: float
@@ -84,7 +86,7 @@ GPU = Machine(flops=4e14, node=2e11, network=4e10, call_s=2e-5)
 
 
 def a2a_problem(heads: int, kv_heads: int, ranks: int) -> str | None:
-    """Why `ranks` cannot share the heads, or None."""
+    """Return why `ranks` cannot share the heads, or None."""
     shared = math.lcm(kv_heads, ranks)
     if heads % ranks == 0 and heads % shared == 0:
         return None
@@ -97,15 +99,17 @@ def a2a_problem(heads: int, kv_heads: int, ranks: int) -> str | None:
 
 
 def _share(heads: int, kv_heads: int, ranks: int) -> bool:
+    """Return whether `ranks` can divide these query and key-value heads evenly."""
     return heads % ranks == 0 and heads % math.lcm(kv_heads, ranks) == 0
 
 
 def _or(numbers: Sequence[int]) -> str:
+    """Return the numbers as text, such as `1, 2 or 4`."""
     return " or ".join(filter(None, [", ".join(map(str, numbers[:-1])), str(numbers[-1])]))
 
 
 def check_a2a_size(size: int, a2a_size: int) -> None:
-    """Raises LayoutError unless blocks of `a2a_size` ranks fill a group of `size`."""
+    """Raise LayoutError unless blocks of `a2a_size` ranks fill a group of `size`."""
     if a2a_size < 1 or size % a2a_size:
         divisors = [n for n in range(1, size + 1) if size % n == 0]
         raise LayoutError(
@@ -115,37 +119,39 @@ def check_a2a_size(size: int, a2a_size: int) -> None:
 
 
 def default_a2a_size(size: int, heads: int, kv_heads: int, ranks_per_node: int | None) -> int:
-    """Of a2a+p2p: as many neighbours as share a node and the heads, but not all if others do."""
+    """Return for a2a+p2p the largest block that fits a node and the heads, and is not all ranks."""
     fitting = [n for n in range(2, size + 1) if size % n == 0 and _share(heads, kv_heads, n)]
-    near = [n for n in fitting if ranks_per_node is None or ranks_per_node % n == 0]
-    both = [n for n in near if n < size]
-    return max(both or near or [1])
+    on_node = [n for n in fitting if ranks_per_node is None or ranks_per_node % n == 0]
+    proper = [n for n in on_node if n < size]
+    return max(proper or on_node or [1])
 
 
 def traffic(
-    of: AttentionSize,
+    attention: AttentionSize,
     size: int,
     comm_type: CommType,
     *,
     order: OrderName = "zigzag",
     a2a_size: int = 1,
 ) -> ExchangeTraffic:
-    """Bytes of one attention over `size` ranks, forward and backward."""
-    parts = SequenceOrder(of.seq_len, size, order).parts
+    """Return the bytes of one attention over `size` ranks, forward and backward."""
+    parts = SequenceOrder(attention.seq_len, size, order).parts
     longest = max(sum(map(len, part)) for part in parts)
     if comm_type == "all_gather":
-        each = longest * of.kv_bytes * (size - 1)
+        each = longest * attention.kv_bytes * (size - 1)
         return ExchangeTraffic(each, 2 * each, each)
-    swapped = longest * (2 * of.q_bytes + _spread(of, a2a_size)) if a2a_size > 1 else 0
+    swapped = (
+        longest * (2 * attention.q_bytes + _spread(attention, a2a_size)) if a2a_size > 1 else 0
+    )
     swapped = swapped * (a2a_size - 1) // max(a2a_size, 1)
     if comm_type == "a2a":
         return ExchangeTraffic(swapped, swapped, swapped)
-    # of a position each rank then has a part of the heads alone
-    share = _spread(of, a2a_size) / a2a_size if a2a_size > 1 else of.kv_bytes
-    sent, came = _ring(of, parts, a2a_size)
+    # after the all-to-all each rank has only some of the heads of a position
+    share = _spread(attention, a2a_size) / a2a_size if a2a_size > 1 else attention.kv_bytes
+    sent, received = _ring(attention, parts, a2a_size)
     most = max(map(sum, sent), default=0)
-    both = max((sum(a) + sum(b) for a, b in zip(sent, came, strict=True)), default=0)
-    last = max((max(b, default=0) for b in came), default=0)
+    both = max((sum(a) + sum(b) for a, b in zip(sent, received, strict=True)), default=0)
+    last = max((max(b, default=0) for b in received), default=0)
     ring = (round(n * share) for n in (most, both, last))
     forward, backward, end = ring
     return ExchangeTraffic(forward + swapped, backward + swapped, end + swapped)
@@ -153,8 +159,13 @@ def traffic(
 
 @dataclass(frozen=True)
 class ExchangeCall:
-    """One call of an attention. operation: "send", or its name in comm/primitives.py; num_elements:
-    that this rank gives. is_forward: not of the backward. is_wide: sums of at least float32."""
+    """One message or collective of an attention.
+
+    operation: "send", or a function name of comm/primitives.py.
+    num_elements: elements that this rank passes in.
+    is_forward: the forward makes the call, not the backward.
+    is_wide: the elements are sums of at least float32.
+    """
 
     operation: str
     num_elements: int
@@ -163,7 +174,7 @@ class ExchangeCall:
 
 
 def exchange_calls(
-    of: AttentionSize,
+    attention: AttentionSize,
     size: int,
     comm_type: CommType,
     index: int,
@@ -171,104 +182,117 @@ def exchange_calls(
     order: OrderName = "zigzag",
     a2a_size: int = 1,
 ) -> Iterator[ExchangeCall]:
-    """What the rank at `index` of `size` calls in one attention.
+    """Yield the calls of one attention on the rank at `index` of `size`.
 
-    a2a_size: ranks that exchange heads: of a2a all, of p2p and all_gather 1.
+    a2a_size: number of ranks that exchange heads: all for a2a, 1 for p2p and all_gather.
     """
-    parts = SequenceOrder(of.seq_len, size, order).parts
-    mine = sum(map(len, parts[index]))
-    keys = of.kv_bytes // (2 * of.itemsize)  # of one position
+    parts = SequenceOrder(attention.seq_len, size, order).parts
+    positions = sum(map(len, parts[index]))
+    key_elements = attention.kv_bytes // (2 * attention.itemsize)  # of one position
     for is_forward in (True, False):
         if a2a_size > 1:
-            swapped = mine * of.q_bytes // of.itemsize
-            both = mine * _spread(of, a2a_size) // of.itemsize
+            swapped = positions * attention.q_bytes // attention.itemsize
+            both = positions * _spread(attention, a2a_size) // attention.itemsize
             for num in (swapped, both, swapped):
                 yield ExchangeCall("all_to_all", num, is_forward)
         if comm_type == "all_gather":
             for _ in range(2):
-                yield ExchangeCall("all_gather", mine * keys, is_forward)
+                yield ExchangeCall("all_gather", positions * key_elements, is_forward)
                 if not is_forward:
-                    yield ExchangeCall("reduce_scatter", of.seq_len * keys, False, is_wide=True)
+                    yield ExchangeCall(
+                        "reduce_scatter", attention.seq_len * key_elements, False, is_wide=True
+                    )
         elif a2a_size < size:
-            sent, came = (x[index // a2a_size] for x in _ring(of, parts, a2a_size))
-            share = _spread(of, a2a_size) // a2a_size // of.itemsize
-            for num in (*sent, *(() if is_forward else came)):
+            sent, received = (x[index // a2a_size] for x in _ring(attention, parts, a2a_size))
+            share = _spread(attention, a2a_size) // a2a_size // attention.itemsize
+            for num in (*sent, *(() if is_forward else received)):
                 yield ExchangeCall("send", num * share, is_forward)
 
 
 def _ring(
-    of: AttentionSize, parts: Sequence[Ranges], a2a_size: int
+    attention: AttentionSize, parts: Sequence[Ranges], a2a_size: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """For each block of ranks the positions that go to, and come from, each other block."""
+    """Return, for each block of ranks, the positions sent to and received from each other block."""
     blocks = [
         joined(each for part in parts[i : i + a2a_size] for each in part)
         for i in range(0, len(parts), a2a_size)
     ]
-    sent = [[_num_seen(of, to, part) for to in blocks if to is not part] for part in blocks]
-    came = [[_num_seen(of, part, by) for by in blocks if by is not part] for part in blocks]
-    return sent, came
+    sent = [[_num_seen(attention, to, part) for to in blocks if to is not part] for part in blocks]
+    received = [
+        [_num_seen(attention, part, by) for by in blocks if by is not part] for part in blocks
+    ]
+    return sent, received
 
 
-def _spread(of: AttentionSize, ranks: int) -> int:
-    """Bytes of keys and values of a position, with as many heads as `ranks` can share."""
-    return of.kv_bytes * math.lcm(of.kv_heads, ranks) // of.kv_heads
+def _spread(attention: AttentionSize, ranks: int) -> int:
+    """Return the bytes of one position's keys and values after repeating heads for `ranks`."""
+    return attention.kv_bytes * math.lcm(attention.kv_heads, ranks) // attention.kv_heads
 
 
-def _num_seen(of: AttentionSize, rows: Ranges, columns: Ranges) -> int:
-    """Positions of `columns` in ranges of which one of the queries `rows` sees some."""
+def _num_seen(attention: AttentionSize, rows: Ranges, columns: Ranges) -> int:
+    """Count the positions of those `columns` ranges that some query range of `rows` sees."""
     return sum(
         len(column)
         for column in columns
         if any(
-            not (of.is_causal and column.start >= row.stop)
-            and not (of.window is not None and row.start - column.stop + 1 >= of.window)
+            not (attention.is_causal and column.start >= row.stop)
+            and not (
+                attention.window is not None and row.start - column.stop + 1 >= attention.window
+            )
             for row in rows
         )
     )
 
 
 def choose(
-    of: AttentionSize,
+    attention: AttentionSize,
     size: int,
     *,
     ranks_per_node: int | None = None,
     machine: Machine = GPU,
     order: OrderName = "zigzag",
 ) -> Choice:
-    """The way with the least time that no computation hides.
+    """Return the exchange with the least time that no computation hides.
 
-    ranks_per_node: of the group's ranks, those next to each other on one node; None: all.
+    ranks_per_node: number of adjacent ranks of the group on one node; None: all.
     """
     crosses = ranks_per_node is not None and ranks_per_node < size
     link = machine.network if crosses else machine.node
-    scores = of.batch * of.heads * of.seq_len**2 / size / (2 if of.is_causal else 1)
-    seen = min(1.0, (of.window or of.seq_len) / of.seq_len * 2)
-    compute_s = 14 * scores * seen * of.head_dim / machine.flops
-    found: dict[str, tuple[float, int]] = {}
+    scores = (
+        attention.batch
+        * attention.heads
+        * attention.seq_len**2
+        / size
+        / (2 if attention.is_causal else 1)
+    )
+    seen_share = min(1.0, (attention.window or attention.seq_len) / attention.seq_len * 2)
+    compute_s = 14 * scores * seen_share * attention.head_dim / machine.flops
+    costs: dict[str, tuple[float, int]] = {}
 
     def exposed(way: CommType, a2a_size: int, swap_link: float) -> float:
-        cost = traffic(of, size, way, order=order, a2a_size=a2a_size)
-        inner = traffic(of, size, "a2a", order=order, a2a_size=a2a_size).total
+        cost = traffic(attention, size, way, order=order, a2a_size=a2a_size)
+        inner = traffic(attention, size, "a2a", order=order, a2a_size=a2a_size).total
         ring = cost.total - inner
         hops = 3 * (size // a2a_size - 1)
         in_flight_s = max(0.0, ring / link - compute_s)
         end_s = (cost.last - inner // 2) / link
         return inner / swap_link + max(in_flight_s, end_s) + machine.call_s * (hops + 4)
 
-    found["p2p"] = exposed("p2p", 1, link), 1
-    gathered = traffic(of, size, "all_gather", order=order).total / link
-    found["all_gather"] = max(gathered / 3, gathered - compute_s / size) + 4 * machine.call_s, 1
-    if _share(of.heads, of.kv_heads, size):
-        swapped = traffic(of, size, "a2a", order=order, a2a_size=size).total
-        found["a2a"] = swapped / link + 4 * machine.call_s, size
-    inner = default_a2a_size(size, of.heads, of.kv_heads, ranks_per_node)
+    costs["p2p"] = exposed("p2p", 1, link), 1
+    gathered = traffic(attention, size, "all_gather", order=order).total / link
+    costs["all_gather"] = max(gathered / 3, gathered - compute_s / size) + 4 * machine.call_s, 1
+    if _share(attention.heads, attention.kv_heads, size):
+        swapped = traffic(attention, size, "a2a", order=order, a2a_size=size).total
+        costs["a2a"] = swapped / link + 4 * machine.call_s, size
+    inner = default_a2a_size(size, attention.heads, attention.kv_heads, ranks_per_node)
     if 1 < inner < size:
-        found["a2a+p2p"] = exposed("a2a+p2p", inner, machine.node), inner
-    best = min(found, key=lambda way: found[way][0])
-    times = ", ".join(f"{way} {s * 1e3:.3g}" for way, (s, _) in found.items())
+        costs["a2a+p2p"] = exposed("a2a+p2p", inner, machine.node), inner
+    best = min(costs, key=lambda way: costs[way][0])
+    times = ", ".join(f"{way} {s * 1e3:.3g}" for way, (s, _) in costs.items())
     where = f"nodes of {ranks_per_node}" if crosses else "one node"
     reason = (
-        f"{best} for {of.seq_len} positions, {of.heads} heads ({of.kv_heads} of keys) over {size} "
+        f"{best} for {attention.seq_len} positions, {attention.heads} heads "
+        f"({attention.kv_heads} of keys) over {size} "
         f"ranks on {where}; estimated ms an attention not hidden: {times}"
     )
-    return Choice(best, found[best][1], reason)  # type: ignore[arg-type]
+    return Choice(best, costs[best][1], reason)  # type: ignore[arg-type]

@@ -1,13 +1,14 @@
-"""How the keys and values of other ranks come to the queries, and gradients back.
+"""Exchanges that bring the keys and values of other ranks to the queries, and gradients back.
 
-`Ring` is one hop after another: in hop h a rank gets from the rank h places before it, in one batch
-of messages, what its queries see of that rank's part. The next hop travels while this one is
-computed. Each rank sends its own part and no part is passed on, so what a mask hides from a rank is
-not sent to it. In a backward keys and values travel once more, which saves the memory of all of
-them, and the gradients of a hop go back while the next one is computed.
+`Ring` works in hops. In hop h a rank receives, in one batch of messages, the keys and values that
+its queries see of the rank h places before it. The next hop travels while the rank computes this
+one. Each rank sends its own part and passes nothing on, so it does not send what a mask hides. The
+backward sends keys and values again, which saves the memory of keeping them, and returns the
+gradients of a hop while it computes the next one. docs/context_parallel.md draws the hops of four
+ranks.
 
-`GatheredKeys` is one all-gather, under way while a rank's own part is computed, and in the backward
-a reduce-scatter. `Alone` is for a part that is the whole sequence.
+`GatheredKeys` makes one all-gather while a rank computes its own part, and a reduce-scatter in the
+backward. `Alone` serves a rank that holds the full sequence.
 """
 
 import math
@@ -36,14 +37,17 @@ from torchdistpackage.parallel.context.visibility import (
 Pair = tuple[Tensor, Tensor]
 """Keys and values (B, h, T, D), or their gradients."""
 Forward = Callable[[Tasks, Tensor, Tensor], None]
-"""Scores tasks of a part, given its keys and values."""
+"""A function that scores the tasks of a part, given its keys and values."""
 Backward = Callable[[Tasks, Tensor, Tensor], Pair]
-"""The gradients of the keys and values of a part, of at least float32."""
+"""A function that returns the gradients of a part's keys and values, in at least float32."""
 
 
 class KeyExchange(Protocol):
-    """Calls back with every part of which this rank's queries see some, in the same order both
-    ways; `run_backward` returns the gradients of my own keys and values."""
+    """An exchange that calls back with every part that this rank's queries see.
+
+    Forward and backward visit the parts in the same order. `run_backward` returns the gradients of
+    this rank's own keys and values.
+    """
 
     def run_forward(self, k: Tensor, v: Tensor, forward: Forward) -> None: ...
 
@@ -51,7 +55,7 @@ class KeyExchange(Protocol):
 
 
 class Alone:
-    """The whole sequence is here, `ranges` of it in this order."""
+    """No exchange: this rank holds the full sequence, its `ranges` in this order."""
 
     def __init__(self, ranges: Ranges, visibility: Visibility):
         positions = tiled(ranges, visibility)
@@ -66,9 +70,11 @@ class Alone:
 
 @dataclass(frozen=True)
 class Hop:
-    """What goes to global rank `target` of my part, and what comes from `source` of its own.
+    """One hop: this rank sends slices of its part to `target` and receives some of `source`'s.
 
-    sent: slices of my part. num_received: positions that come. tasks: over what comes.
+    target, source: global ranks.
+    sent: slices of this rank's part. num_received: number of positions received.
+    tasks: the work on the received keys and values.
     """
 
     target: int
@@ -80,7 +86,7 @@ class Hop:
 
 @dataclass
 class _HopMessages:
-    """Messages under way: keys and values of one hop, and gradients of an earlier one."""
+    """Messages in flight: keys and values of one hop, and gradients of an earlier one."""
 
     work: Work
     parts: Pair | None = None
@@ -91,71 +97,80 @@ class _HopMessages:
         self.work.wait()
 
     def add_gradients(self, dk: Tensor, dv: Tensor) -> None:
-        """Those that came for the slices of my part that I had sent."""
-        for total, came in zip((dk, dv), self.grads or (), strict=False):
+        """Add the received gradients to the slices of this rank's part that it had sent."""
+        for total, received in zip((dk, dv), self.grads or (), strict=False):
             start = 0
             for span in self.sent:
                 stop = start + span.stop - span.start
-                total[:, :, span] += came[:, :, start:stop]
+                total[:, :, span] += received[:, :, start:stop]
                 start = stop
 
 
 class Ring:
-    """parts: the ranges of every rank of the group."""
+    """An exchange in hops, each rank's part directly from its owner.
+
+    parts: the ranges of every rank of the group.
+    """
 
     def __init__(self, group: Group, parts: tuple[Ranges, ...], visibility: Visibility):
-        self._group = ref(group)  # plans are kept for a group, which they must not keep
-        ranks, mine, size = primitives.ranks_of(group), group.rank(), group.size()
+        self._group = ref(group)  # weak: a cache keyed by the group holds this plan
+        ranks, index, size = primitives.ranks_of(group), group.rank(), group.size()
         positions = [tiled(ranges, visibility) for ranges in parts]
-        where = dict(zip(positions[mine], places(positions[mine]), strict=True))
-        self._own = tasks_of(positions[mine], positions[mine], visibility)
+        slices = dict(zip(positions[index], places(positions[index]), strict=True))
+        self._own = tasks_of(positions[index], positions[index], visibility)
         self.hops: list[Hop] = []
         for step in range(1, size):
-            target, source = (mine + step) % size, (mine - step) % size
-            seen = needed(positions[target], positions[mine], visibility)
-            sent = joined(range(where[each].start, where[each].stop) for each in seen)
-            came = needed(positions[mine], positions[source], visibility)
+            target, source = (index + step) % size, (index - step) % size
+            seen = needed(positions[target], positions[index], visibility)
+            sent = joined(range(slices[each].start, slices[each].stop) for each in seen)
+            received = needed(positions[index], positions[source], visibility)
             self.hops.append(
                 Hop(
                     ranks[target],
                     ranks[source],
                     tuple(slice(each.start, each.stop) for each in sent),
-                    length(came),
-                    tasks_of(positions[mine], came, visibility),
+                    length(received),
+                    tasks_of(positions[index], received, visibility),
                 )
             )
 
     def run_forward(self, k: Tensor, v: Tensor, forward: Forward) -> None:
-        coming = self._post(k, v, 0)
+        messages = self._post(k, v, 0)
         forward(self._own, k, v)
         for number, hop in enumerate(self.hops):
-            coming.wait()
-            here, coming = coming.parts, self._post(k, v, number + 1)
+            messages.wait()
+            # post the next hop before computing this one, so that it travels meanwhile
+            parts, messages = messages.parts, self._post(k, v, number + 1)
             if hop.tasks:
-                forward(hop.tasks, *here)
+                forward(hop.tasks, *parts)
 
     def run_backward(self, k: Tensor, v: Tensor, backward: Backward) -> Pair:
-        coming = self._post(k, v, 0)
+        messages = self._post(k, v, 0)
         dk, dv = backward(self._own, k, v)
         grads: Pair | None = None
         for number, hop in enumerate(self.hops):
-            coming.wait()
-            coming.add_gradients(dk, dv)
-            here, coming = coming.parts, self._post(k, v, number + 1, grads, back=True)
-            grads = backward(hop.tasks, *here) if hop.tasks else None
-        coming.wait()
-        coming.add_gradients(dk, dv)
-        coming = self._post(k, v, len(self.hops) + 1, grads, back=True)
-        coming.wait()
-        coming.add_gradients(dk, dv)
+            messages.wait()
+            messages.add_gradients(dk, dv)
+            # the gradients of the hop before leave together with the next keys and values
+            parts, messages = messages.parts, self._post(k, v, number + 1, grads, back=True)
+            grads = backward(hop.tasks, *parts) if hop.tasks else None
+        # Two batches of gradients are left: those of the last hop but one are in flight, those of
+        # the last hop have just been computed.
+        messages.wait()
+        messages.add_gradients(dk, dv)
+        messages = self._post(k, v, len(self.hops) + 1, grads, back=True)
+        messages.wait()
+        messages.add_gradients(dk, dv)
         return dk, dv
 
     def _post(
         self, k: Tensor, v: Tensor, number: int, grads: Pair | None = None, *, back: bool = False
     ) -> _HopMessages:
-        """Begin hop `number` and, on the way `back`, send the gradients of the hop two before it.
+        """Start hop `number` and, with `back`, return the gradients of hop `number - 2`.
 
-        Between two ranks gradients come first, on both sides: messages of a pair meet in order.
+        When hop `number` starts, hop `number - 1` has arrived but is not computed, so the newest
+        gradients are those of `number - 2`. Both sides post gradients before keys and values,
+        because messages between two ranks match in the order in which they are posted.
         """
         post, batch = Post(self._group()), _HopMessages(Work())
         if back and 0 <= number - 2 < len(self.hops):
@@ -178,68 +193,76 @@ class Ring:
 
 
 class GatheredKeys:
-    """parts: the ranges of every rank of the group."""
+    """An exchange by one all-gather of keys and one of values.
+
+    parts: the ranges of every rank of the group.
+    """
 
     def __init__(self, group: Group, parts: tuple[Ranges, ...], visibility: Visibility):
-        self._group, mine = ref(group), group.rank()
+        self._group = ref(group)  # weak, as in Ring
+        index = group.rank()
         positions = [tiled(ranges, visibility) for ranges in parts]
         self._sizes = tuple(length(ranges) for ranges in parts)
-        self._own = tasks_of(positions[mine], positions[mine], visibility)
-        before, after = (
-            tuple(each for ranges in some for each in ranges)
-            for some in (positions[:mine], positions[mine + 1 :])
+        self._own = tasks_of(positions[index], positions[index], visibility)
+        ranges_before, ranges_after = (
+            tuple(each for ranges in group_positions for each in ranges)
+            for group_positions in (positions[:index], positions[index + 1 :])
         )
-        start, stop = sum(self._sizes[:mine]), sum(self._sizes[: mine + 1])
+        start, stop = sum(self._sizes[:index]), sum(self._sizes[: index + 1])
         self._others = (
-            (slice(0, start), tasks_of(positions[mine], before, visibility)),
-            (slice(stop, sum(self._sizes)), tasks_of(positions[mine], after, visibility)),
+            (slice(0, start), tasks_of(positions[index], ranges_before, visibility)),
+            (slice(stop, sum(self._sizes)), tasks_of(positions[index], ranges_after, visibility)),
         )
 
     def run_forward(self, k: Tensor, v: Tensor, forward: Forward) -> None:
         works = self._begin(k), self._begin(v)
+        # computed between start and wait: both all-gathers travel meanwhile
         forward(self._own, k, v)
-        whole_k, whole_v = (work.wait().movedim(0, 2) for work in works)
+        all_k, all_v = (work.wait().movedim(0, 2) for work in works)
         for span, tasks in self._others:
             if tasks:
-                forward(tasks, whole_k[:, :, span], whole_v[:, :, span])
+                forward(tasks, all_k[:, :, span], all_v[:, :, span])
 
     def run_backward(self, k: Tensor, v: Tensor, backward: Backward) -> Pair:
         works = self._begin(k), self._begin(v)
-        own = backward(self._own, k, v)
-        wholes = [work.wait().movedim(0, 2) for work in works]
-        before, after = (
-            backward(tasks, *(whole[:, :, span] for whole in wholes))
+        own_grads = backward(self._own, k, v)
+        gathered = [work.wait().movedim(0, 2) for work in works]
+        grads_before, grads_after = (
+            backward(tasks, *(keys_or_values[:, :, span] for keys_or_values in gathered))
             for span, tasks in self._others
         )
         return tuple(  # type: ignore[return-value]
             primitives.reduce_scatter(
                 torch.cat(parts, 2).movedim(2, 0).contiguous(), self._group(), self._sizes
             ).movedim(0, 2)
-            for parts in zip(before, own, after, strict=True)
+            for parts in zip(grads_before, own_grads, grads_after, strict=True)
         )
 
     def _begin(self, x: Tensor) -> Work:
-        """(S_local, B, h, D) of each rank -> (S, B, h, D), begun."""
+        """Start the all-gather (B, h, S_local, D) -> (S, B, h, D) along the sequence."""
         rows = x.movedim(2, 0).contiguous()
         return primitives.all_gather(rows, self._group(), self._sizes, async_op=True)
 
 
 def _packed(pair: Pair, sent: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
-    """What goes of both, as one message: each wakes a thread of gloo's on either side."""
+    """Copy the `sent` slices of both tensors into one message.
+
+    One message, because each message wakes a gloo thread on both sides.
+    """
     parts = [[x[:, :, span] for span in sent] for x in pair]
-    flat, rooms = _room(*pair, sum(part.shape[2] for part in parts[0]), dtype)
-    for room, some in zip(rooms, parts, strict=True):
+    flat, buffers = _room(*pair, sum(part.shape[2] for part in parts[0]), dtype)
+    for buffer, slices in zip(buffers, parts, strict=True):
         start = 0
-        for part in some:
-            room[:, :, start : start + part.shape[2]] = part
+        for part in slices:
+            buffer[:, :, start : start + part.shape[2]] = part
             start += part.shape[2]
     return flat
 
 
 def _room(k: Tensor, v: Tensor, num: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Pair]:
-    """Memory for `num` positions of both, and what it is of each."""
+    """Allocate one flat tensor for `num` positions of keys and values, with a view for each."""
     shapes = [(*x.shape[:2], num, x.shape[3]) for x in (k, v)]
     sizes = [math.prod(shape) for shape in shapes]
     flat = k.new_empty(sum(sizes), dtype=dtype)
-    first, second = flat.split(sizes)
-    return flat, (first.view(shapes[0]), second.view(shapes[1]))
+    flat_k, flat_v = flat.split(sizes)
+    return flat, (flat_k.view(shapes[0]), flat_v.view(shapes[1]))

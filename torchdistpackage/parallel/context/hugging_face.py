@@ -1,7 +1,7 @@
-"""Attention over parts of a sequence for transformers' models, by its `AttentionInterface`.
+"""Context-parallel attention for transformers models, through its `AttentionInterface`.
 
-What a model is given as an attention mask goes on to every layer as it is, if it has four dims.
-So documents travel as one: (B, 1, 1, S), the document of each position of the whole sequence.
+transformers hands an attention mask with four dims to every layer unchanged. So document ids travel
+as a mask (B, 1, 1, S): the document of each position of the full sequence.
 """
 
 from typing import Any
@@ -14,14 +14,16 @@ from torchdistpackage.parallel.context.model import ContextSequence
 from torchdistpackage.parallel.context.visibility import Documents
 
 NAME = "tdp_context"
-"""By which transformers knows this attention. It makes no masks for a name that has none."""
+"""Name of this attention in transformers, which makes no masks for a name without a mask
+function.
+"""
 _SEQUENCE, _DOCUMENTS = "_tdp_sequence", "_tdp_documents"
 
 
 def attend_over(model: nn.Module, sequence: ContextSequence) -> None:
-    """Let every attention of `model` see the whole sequence, of which it is given this rank's part.
+    """Let every attention of `model` see the full sequence, of which it gets this rank's part.
 
-    The model has to call transformers' attention functions, and be given `inputs_of`.
+    The model must call transformers' attention functions, and get its inputs from `inputs_of`.
     """
     from transformers import AttentionInterface
 
@@ -35,9 +37,9 @@ def attend_over(model: nn.Module, sequence: ContextSequence) -> None:
 def inputs_of(
     sequence: ContextSequence, num: int, position_ids: Tensor | None, device: torch.device
 ) -> tuple[Tensor | None, Tensor]:
-    """(attention mask, position_ids) for `num` tokens of each sample here.
+    """Return (attention mask, position_ids) for this rank's `num` tokens of each sample.
 
-    position_ids (B, S): of the whole sequence, from 0 in each document.
+    position_ids (B, S): positions of the full sequence, from 0 in each document.
     """
     tokens = sequence.tokens(num, position_ids, device)
     assert tokens.positions is not None
@@ -60,7 +62,7 @@ def _attend(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """q (B, H, S, D), k and v (B, h, S, D) of this rank -> (B, S, H, D)."""
+    """Attend from q (B, H, S, D) to k and v (B, h, S, D) of this rank; return (B, S, H, D)."""
     for name in ("softcap", "s_aux", "position_bias", "head_mask"):
         if others.get(name) is not None:
             raise LayoutError(
@@ -70,7 +72,7 @@ def _attend(
     documents = None
     if attention_mask is not None:
         documents = getattr(attention_mask, _DOCUMENTS, None)
-        if documents is None:  # a checkpoint hands on a tensor like it
+        if documents is None:  # activation checkpointing passes a copy, without the attribute
             documents = Documents(attention_mask[:, 0, 0])
             setattr(attention_mask, _DOCUMENTS, documents)
     if is_causal is None:

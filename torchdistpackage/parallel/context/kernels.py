@@ -1,12 +1,12 @@
-"""Attention of one rectangle of scores, with its log-sum-exp, and its backward.
+"""Kernels for one rectangle of scores: its attention, its log-sum-exp and its backward.
 
-The kernels are torch's own, called below `F.scaled_dot_product_attention`, which does not give the
-log-sum-exp away. A backward gets the output and the log-sum-exp of the whole softmax in place of
-the rectangle's: p = exp(score - lse) is then the true weight of each score (Liu et al., Ring
-Attention, arXiv:2310.01889), and no kernel needs to know that there are other rectangles.
+These are torch's own kernels, called directly because `F.scaled_dot_product_attention` does not
+return the log-sum-exp. A backward gets the output and log-sum-exp of the complete softmax instead
+of the rectangle's. Then p = exp(score - lse) is the true weight of each score (Liu et al., Ring
+Attention, arXiv:2310.01889), and a kernel need not know that other rectangles exist.
 
-All take queries (B, H, S, D), keys and values (B, h, T, D) with H a multiple of h, and an
-additive mask that broadcasts to (B, H, S, T); a log-sum-exp is (B, H, S), of at least float32.
+Every kernel takes queries (B, H, S, D), keys and values (B, h, T, D) with H a multiple of h, and
+an additive mask that broadcasts to (B, H, S, T). A log-sum-exp is (B, H, S), in at least float32.
 """
 
 import math
@@ -23,7 +23,7 @@ _aten = torch.ops.aten
 
 
 class Options(NamedTuple):
-    """Of one call: the factor of scores, part of the weights dropped, and the triangle alone."""
+    """Options of one kernel call: factor of the scores, share of weights dropped, causal mask."""
 
     scale: float
     dropout: float = 0.0
@@ -31,14 +31,16 @@ class Options(NamedTuple):
 
 
 Drawn = Any
-"""What a backward needs to drop the same weights again."""
+"""The random state that a backward needs to drop the same weights again."""
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """forward(q, k, v, mask, options) -> (out, lse, drawn);
-    backward(grad, q, k, v, out, lse, mask, drawn, options) -> gradients of q, k and v.
+    """A named pair of functions that compute attention forward and backward.
+
+    forward(q, k, v, mask, options) -> (out, lse, drawn)
+    backward(grad, q, k, v, out, lse, mask, drawn, options) -> gradients of q, k and v
     """
 
     name: str
@@ -47,10 +49,10 @@ class Kernel:
 
 
 def choose(q: Tensor, v: Tensor, *, masked: bool, dropout: float) -> Kernel:
-    """The fastest kernel that can do it.
+    """Return the fastest kernel that supports these inputs.
 
     Raises:
-        LayoutError: no kernel can.
+        LayoutError: the dtype is not a floating-point one.
     """
     if not q.is_floating_point():
         raise LayoutError(f"attention of {q.dtype}; use a floating-point dtype")
@@ -97,9 +99,9 @@ def _flash_forward(q, k, v, mask, options):
 
 
 def _flash_backward(grad, q, k, v, out, lse, mask, drawn, options):
-    whole_k, whole_v = _repeated(q, k), _repeated(q, v)
+    all_k, all_v = _repeated(q, k), _repeated(q, v)
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-        grad.contiguous(), q, whole_k, whole_v, out, lse.contiguous(), None, None,
+        grad.contiguous(), q, all_k, all_v, out, lse.contiguous(), None, None,
         q.shape[2], k.shape[2], options.dropout, options.is_causal, *drawn, scale=options.scale,
     )  # fmt: skip
     return dq, _summed(dk, k), _summed(dv, v)
@@ -108,7 +110,7 @@ def _flash_backward(grad, q, k, v, out, lse, mask, drawn, options):
 FLASH_CUDA = Kernel("flash", _flash_forward, _flash_backward)
 
 _LSE_ROWS = 32
-"""The memory-efficient kernel reads log-sum-exps in blocks of so many; what is behind is inf."""
+"""The memory-efficient kernel reads log-sum-exps in blocks of 32 rows, padded with inf."""
 
 
 def _efficient_forward(q, k, v, mask, options):
@@ -120,15 +122,15 @@ def _efficient_forward(q, k, v, mask, options):
 
 
 def _efficient_backward(grad, q, k, v, out, lse, mask, drawn, options):
-    whole_k, whole_v = _repeated(q, k), _repeated(q, v)
+    all_k, all_v = _repeated(q, k), _repeated(q, v)
     padding = -q.shape[2] % _LSE_ROWS
     lse = torch.nn.functional.pad(lse, (0, padding), value=math.inf).contiguous()
     bias = _for_heads(mask, q)
-    # In half precision the kernel sums grad * out by itself, and reads rows of `out` as its forward
-    # lays them out, (B, S, H, D) in memory, whatever the strides say: else dq and dk are wrong.
+    # In half precision the kernel sums grad * out itself and ignores the strides of `out`: it
+    # assumes its forward's memory order (B, S, H, D). Any other order gives wrong dq and dk.
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, whole_k, whole_v, bias, out, lse, *drawn, options.dropout,
+        grad, q, all_k, all_v, bias, out, lse, *drawn, options.dropout,
         [True, True, True, False], options.is_causal, scale=options.scale,
     )  # fmt: skip
     return dq, _summed(dk, k), _summed(dv, v)
@@ -138,6 +140,7 @@ EFFICIENT = Kernel("memory-efficient", _efficient_forward, _efficient_backward)
 
 
 def _for_heads(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """Expand a mask to all samples and heads, as the memory-efficient kernel requires."""
     return None if mask is None else mask.expand(q.shape[0], q.shape[1], -1, -1)
 
 
@@ -165,34 +168,36 @@ def _hand_forward(q, k, v, mask, options):
 
 def _hand_backward(grad, q, k, v, out, lse, mask, drawn, options):
     weights = (_hand_scores(q, k, mask, options) - lse[..., None]).exp()
-    kept = 1.0 if drawn is None else _kept(weights, drawn, options.dropout)
-    wide = weights.dtype
-    dv = (weights * kept).mT @ grad.to(wide)
-    towards = (grad @ _repeated(q, v).mT).to(wide) * kept
-    # of a softmax: what its own mean takes back is the same for all rectangles of a row
-    mean = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
-    scores = weights * (towards - mean) * options.scale
-    dq, dk = scores @ _repeated(q, k).to(wide), scores.mT @ q.to(wide)
+    kept_factor = 1.0 if drawn is None else _kept(weights, drawn, options.dropout)
+    sum_dtype = weights.dtype
+    dv = (weights * kept_factor).mT @ grad.to(sum_dtype)
+    grad_weights = (grad @ _repeated(q, v).mT).to(sum_dtype) * kept_factor
+    # The softmax subtracts a row's mean gradient. It comes from the complete output, so it is the
+    # same for all rectangles of a row.
+    row_mean = (grad.to(sum_dtype) * out.to(sum_dtype)).sum(-1, keepdim=True)
+    grad_scores = weights * (grad_weights - row_mean) * options.scale
+    dq, dk = grad_scores @ _repeated(q, k).to(sum_dtype), grad_scores.mT @ q.to(sum_dtype)
     return dq.to(q.dtype), _summed(dk, k).to(k.dtype), _summed(dv, v).to(v.dtype)
 
 
 def _kept(weights: Tensor, seed: int, dropout: float) -> Tensor:
+    """Return the dropout factor of each weight: 0, or 1 / (1 - dropout) if it is kept."""
     generator = torch.Generator(weights.device).manual_seed(seed)
-    drawn = torch.rand(weights.shape, generator=generator, device=weights.device)
-    return (drawn >= dropout).to(weights.dtype) / (1 - dropout)
+    uniform = torch.rand(weights.shape, generator=generator, device=weights.device)
+    return (uniform >= dropout).to(weights.dtype) / (1 - dropout)
 
 
 BY_HAND = Kernel("by hand", _hand_forward, _hand_backward)
 
 
 def _repeated(q: Tensor, x: Tensor) -> Tensor:
-    """Keys or values with as many heads as there are queries' heads, each for those next to it."""
+    """Repeat the heads of keys or values to the number of query heads, copies side by side."""
     times = q.shape[1] // x.shape[1]
     return x if times == 1 else x.repeat_interleave(times, 1)
 
 
 def _summed(grad: Tensor, like: Tensor) -> Tensor:
-    """The transpose of `_repeated`."""
+    """Sum the gradients of repeated heads, the transpose of `_repeated`."""
     if grad.shape[1] == like.shape[1]:
         return grad
     return grad.unflatten(1, (like.shape[1], -1)).sum(2)

@@ -1,7 +1,8 @@
-"""One softmax from rectangles of scores, one after another, and the gradients of each.
+"""Merging of score rectangles into one softmax, one at a time, and the gradients of each.
 
-A merge of two parts of a softmax weighs their outputs by their log-sum-exps (Milakov, Gimelshein,
-arXiv:1805.02867). Sums are of at least float32, whatever queries, keys and values are.
+A merge weights the outputs of two parts of a softmax by their log-sum-exps (Milakov, Gimelshein,
+arXiv:1805.02867). Sums are kept in at least float32, whatever the dtype of queries and keys:
+rounding each merge to half precision would add an error for every rectangle.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ Tasks = Sequence[Task]
 
 @dataclass(frozen=True)
 class Scoring:
-    """How every rectangle is scored."""
+    """The kernel, mask and options that score every rectangle of one attention."""
 
     kernel: Kernel
     visibility: Visibility
@@ -29,7 +30,10 @@ class Scoring:
         return self.kernel.forward(q, k, v, self._mask(task, q), self._options(task))
 
     def backward(self, task: Task, drawn: Drawn, grad: Tensor, *tensors: Tensor) -> Gradients:
-        """tensors: q, k, v, and the merged output and log-sum-exp of these queries."""
+        """Return the gradients of one rectangle.
+
+        tensors: q, k, v, and the merged output and log-sum-exp of these queries.
+        """
         mask = self._mask(task, tensors[0])
         return self.kernel.backward(grad, *tensors, mask, drawn, self._options(task))
 
@@ -41,9 +45,9 @@ class Scoring:
 
 
 class Merged:
-    """The output and the log-sum-exp of queries `q` (B, H, S, D), over all keys added so far.
+    """Output and log-sum-exp of queries `q` (B, H, S, D) over all keys added so far.
 
-    drawn: by task, in order, what each of them drew.
+    drawn: the dropout state of each task, in order.
     """
 
     def __init__(self, q: Tensor, scoring: Scoring):
@@ -53,7 +57,9 @@ class Merged:
         self.drawn: list[Drawn] = []
 
     def add(self, tasks: Tasks, k: Tensor, v: Tensor) -> None:
-        """Keys (B, h, T, D) and values of a part, of which `tasks` are seen."""
+        """Merge in the keys (B, h, T, D) and values of a part, for the visible rectangles
+        `tasks`.
+        """
         q = self._q
         for task in tasks:
             rows, columns = task.rows, task.columns
@@ -68,19 +74,19 @@ class Merged:
                     continue
                 self.out = out.new_zeros((*q.shape[:3], v.shape[3]))
                 self.lse = lse.new_full(q.shape[:3], -torch.inf)
-            before = self.lse[:, :, rows]
-            share = torch.sigmoid(lse - before).unsqueeze(-1)
-            self.out[:, :, rows].lerp_(out, share)
-            self.lse[:, :, rows] = torch.logaddexp(before, lse)
+            lse_so_far = self.lse[:, :, rows]
+            weight = torch.sigmoid(lse - lse_so_far).unsqueeze(-1)
+            self.out[:, :, rows].lerp_(out, weight)
+            self.lse[:, :, rows] = torch.logaddexp(lse_so_far, lse)
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """Output, of the dtype of the queries, and log-sum-exp."""
+        """Return the output, in the dtype of the queries, and the log-sum-exp."""
         assert self.out is not None and self.lse is not None
         return self.out.to(self._q.dtype), self.lse
 
 
 class Backward:
-    """The gradient of queries over all keys so far, and those of each part of keys and values."""
+    """Gradients of one attention: of each part's keys and values in turn, and of the queries."""
 
     def __init__(
         self,
@@ -96,30 +102,34 @@ class Backward:
         self._dq: Tensor | None = None
 
     def part(self, tasks: Tasks, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of the keys and values of a part; `tasks` in the order of the forward."""
-        grad, q, out, lse, wide = self._grad, self._q, self._out, self._lse, self._lse.dtype
+        """Return the gradients of the keys and values of a part; `tasks` in the order of the
+        forward.
+        """
+        grad, q, out, lse = self._grad, self._q, self._out, self._lse
+        wide = lse.dtype  # sum in at least float32: a key gathers gradients from all queries
         dk = dv = None
         for task in tasks:
             rows, columns = task.rows, task.columns
-            got = self._scoring.backward(
+            grads = self._scoring.backward(
                 task, next(self._drawn), grad[:, :, rows],
                 q[:, :, rows], k[:, :, columns], v[:, :, columns], out[:, :, rows], lse[:, :, rows],
             )  # fmt: skip
-            self._dq = _added(self._dq, got[0], rows, q, wide)
-            dk = _added(dk, got[1], columns, k, wide)
-            dv = _added(dv, got[2], columns, v, wide)
+            self._dq = _added(self._dq, grads[0], rows, q, wide)
+            dk = _added(dk, grads[1], columns, k, wide)
+            dv = _added(dv, grads[2], columns, v, wide)
         return (
             torch.zeros_like(k, dtype=wide) if dk is None else dk,
             torch.zeros_like(v, dtype=wide) if dv is None else dv,
         )
 
     def take(self) -> Tensor:
-        """The gradient of the queries."""
+        """Return the gradient of the queries."""
         assert self._dq is not None
         return self._dq.to(self._q.dtype)
 
 
 def _added(total: Tensor | None, x: Tensor, where: slice, like: Tensor, dtype) -> Tensor:
+    """Add `x` at the slice `where` of a running total, which begins as None."""
     x = x.to(dtype)
     if total is None:
         if where == slice(0, like.shape[2]):

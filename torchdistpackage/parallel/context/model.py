@@ -1,6 +1,7 @@
-"""The attention of a model whose ranks along context share its sequences.
+"""The attention of a model whose context ranks share its sequences.
 
-A model is given one when it is built, as it is given a group, and no layer of it knows.
+A model gets it as an argument of its constructor, as it gets a group. Its layers do not know
+whether they see a full sequence.
 """
 
 from typing import Any
@@ -21,10 +22,11 @@ from torchdistpackage.parallel.tensor.attention import SequenceAttention, Tokens
 
 
 class ContextSequence:
-    """A `SequenceAttention` of parts: of each sequence the ranks of `group` hold equally many
-    tokens, those of `shard_sequence`.
+    """A `SequenceAttention` for ranks that each hold equally many tokens of every sequence.
 
-    comm_type, a2a_size: as `context_attention` has them.
+    The tokens of a rank are those that `shard_sequence` gives it.
+
+    comm_type, a2a_size: as in `context_attention`.
     """
 
     def __init__(
@@ -39,28 +41,31 @@ class ContextSequence:
         self.order_name, self.a2a_size = order, a2a_size
 
     def order(self, num: int) -> SequenceOrder:
-        """That of a sequence of which each rank holds `num` tokens.
+        """Return the order of a sequence of which each rank holds `num` tokens.
 
         Raises:
             LayoutError: not all chunks would be equally long.
         """
         size = self.group.size()
-        found = SequenceOrder(num * size, size, self.order_name)
-        if set(found.lengths) != {num} or (num * size) % found.num_chunks:
+        order = SequenceOrder(num * size, size, self.order_name)
+        if set(order.lengths) != {num} or (num * size) % order.num_chunks:
             raise LayoutError(
                 f"{num} tokens on each of {size} context ranks are no equal chunks; use sequences "
-                f"of a multiple of {found.num_chunks} tokens"
+                f"of a multiple of {order.num_chunks} tokens"
             )
-        return found
+        return order
 
     @property
     def multiple(self) -> int:
+        """Number that the length of a sequence must be a multiple of."""
         return SequenceOrder(2 * self.group.size(), self.group.size(), self.order_name).num_chunks
 
     def ranges(self, seq_len: int) -> Ranges:
+        """Return the ranges of positions that this rank holds."""
         return self.order(seq_len // self.group.size()).parts[self.group.rank()]
 
     def part(self, x: Tensor) -> Tensor:
+        """Return this rank's part of the sequences `x` (B, S, ...)."""
         size = self.group.size()
         if x.dim() < 2 or x.shape[1] % self.multiple:
             raise LayoutError(
@@ -70,13 +75,17 @@ class ContextSequence:
         return torch.cat([x[:, each.start : each.stop] for each in self.ranges(x.shape[1])], 1)
 
     def place(self, position: int, seq_len: int) -> tuple[int, int]:
+        """Return (index of the rank, offset in its part) of a position of the sequence."""
         for index, part in enumerate(self.order(seq_len // self.group.size()).parts):
-            for held, where in zip(part, places(part), strict=True):
-                if position in held:
-                    return index, where.start + position - held.start
+            for positions, local in zip(part, places(part), strict=True):
+                if position in positions:
+                    return index, local.start + position - positions.start
         raise LayoutError(f"there is no position {position} in a sequence of {seq_len}")
 
     def tokens(self, num: int, position_ids: Tensor | None, device: torch.device) -> Tokens:
+        """Return the positions of this rank's `num` tokens and, for packed samples, their
+        documents.
+        """
         order = self.order(num)
         if position_ids is None:
             positions = sequence_positions(
@@ -104,6 +113,7 @@ class ContextSequence:
         scale: float | None = None,
         window: int | None = None,
     ) -> Tensor:
+        """Attend from this rank's queries over the full sequence."""
         visibility = Visibility(causal, window, mask)
         plan = plan_attention(
             self.group, self.order(q.shape[2]), visibility, self.comm_type, self.a2a_size, q, k
@@ -114,19 +124,20 @@ class ContextSequence:
             return plan(q, k, v, scale=scale, dropout=dropout)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ContextSequence":
-        return self  # a group is no value to copy
+        return self  # a process group cannot be copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        given = ranks_of(self.group), self.comm_type, self.order_name, self.a2a_size
-        return _again, given
+        # a process group cannot be pickled: name its ranks, and look the group up when unpickling
+        return _again, (ranks_of(self.group), self.comm_type, self.order_name, self.a2a_size)
 
 
 def sequence_over(group: Group, comm_type: CommType) -> SequenceAttention:
-    """How a model attends where the ranks of `group` share its sequences, one of which has all."""
+    """Return the attention of a model whose sequences the ranks of `group` share."""
     return WholeSequence() if group.size() == 1 else ContextSequence(group, comm_type)
 
 
 def _again(
     ranks: tuple[int, ...], comm_type: CommType, order: OrderName, a2a_size: int | None
 ) -> ContextSequence:
+    """Rebuild a pickled `ContextSequence` from the ranks of its group."""
     return ContextSequence(group_again(ranks), comm_type, order=order, a2a_size=a2a_size)

@@ -1,4 +1,4 @@
-"""`context_parallel(module)`: a model of one's own whose attention is torch's own function."""
+"""`context_parallel(module)` for your own model that calls torch's attention function."""
 
 from contextvars import ContextVar
 from copy import deepcopy
@@ -29,29 +29,29 @@ def context_parallel(
     seq_len: int | None = None,
     group: Group | None = None,
 ) -> AnyModule:
-    """Let `F.scaled_dot_product_attention` inside the forwards of `module`, and of the modules in
-    it, be `context_attention`; returns the module. What it is given are parts of sequences.
+    """Replace `F.scaled_dot_product_attention` by `context_attention` inside forwards of `module`.
 
-    Positions stay the module's own affair: give it those of `sequence_positions`.
-    The arguments are those of `context_attention`.
+    It applies to all submodules too, and returns `module`, which then takes parts of sequences.
+    Pass it the positions from `sequence_positions`. The arguments are those of
+    `context_attention`.
 
     Raises:
-        LayoutError: now, of a module in it whose attention is another function. In a forward, of a
-            mask: a part of a sequence has none; or as `context_attention`.
+        LayoutError: a submodule computes attention by another function. Forwards raise it for an
+            attention mask, and as `context_attention` does.
     """
     group = resolve_group(group, "context")
-    given = {"comm_type": comm_type, "order": order, "a2a_size": a2a_size, "window": window}
-    given |= {"seq_len": seq_len, "group": group}
-    other = [name for name, each in module.named_modules() if isinstance(each, _OTHERS)]
-    if other:
+    options = {"comm_type": comm_type, "order": order, "a2a_size": a2a_size, "window": window}
+    options |= {"seq_len": seq_len, "group": group}
+    unsupported = [name for name, each in module.named_modules() if isinstance(each, _OTHERS)]
+    if unsupported:
         raise LayoutError(
-            f"{', '.join(other[:4]) or 'the module'}: attention of "
-            f"{type(module.get_submodule(other[0])).__name__} is no call of "
+            f"{', '.join(unsupported[:4]) or 'the module'}: attention of "
+            f"{type(module.get_submodule(unsupported[0])).__name__} is no call of "
             f"F.scaled_dot_product_attention; write it as one, or call context_attention"
         )
-    # each of them, since a checkpoint runs one again in the backward, outside of the others
+    # wrap every module: activation checkpointing reruns an inner one without its outer ones
     for each in module.modules():
-        each.forward = _Forward(each.forward, given)  # type: ignore[method-assign]
+        each.forward = _Forward(each.forward, options)  # type: ignore[method-assign]
     return module
 
 
@@ -64,38 +64,41 @@ _OTHERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDeco
 
 
 class _Forward:
-    """A forward, with attention over parts."""
+    """A module's forward that runs with attention over parts of sequences."""
 
-    def __init__(self, forward: Any, given: dict[str, Any]):
-        self._forward, self._given = forward, given
+    def __init__(self, forward: Any, options: dict[str, Any]):
+        self._forward, self._options = forward, options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _inside.get():
             return self._forward(*args, **kwargs)
         token = _inside.set(True)
         try:
-            with _ContextMode(self._given):
+            with _ContextMode(self._options):
                 return self._forward(*args, **kwargs)
         finally:
             _inside.reset(token)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Forward":
-        return _Forward(deepcopy(self._forward, memo), self._given)  # a group is not copied
+        # share the options: a process group cannot be copied
+        return _Forward(deepcopy(self._forward, memo), self._options)
 
 
 class _ContextMode(TorchFunctionMode):
-    def __init__(self, given: dict[str, Any]):
+    """A mode that replaces calls of torch's attention function."""
+
+    def __init__(self, options: dict[str, Any]):
         super().__init__()
-        self._given = given
+        self._options = options
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
-            return _attend(self._given, *args, **(kwargs or {}))
+            return _attend(self._options, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 def _attend(
-    given: dict[str, Any],
+    options: dict[str, Any],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -105,6 +108,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    """Run `context_attention` on the arguments of `F.scaled_dot_product_attention`."""
     if attn_mask is not None:
         raise LayoutError(
             f"a mask of shape {tuple(attn_mask.shape)} is neither causal, nor of documents, nor a "
@@ -113,5 +117,5 @@ def _attend(
         )
     return context_attention(
         query, key, value,
-        is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, dropout_p=dropout_p, **given,
+        is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, dropout_p=dropout_p, **options,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which positions of a sequence each rank of a group holds. No torch.
+"""Orders that decide which positions of a sequence each rank of a group holds. No torch.
 
 Under a causal mask a query at the end of a sequence sees many more keys than one at its
 beginning. Zig-zag order cuts the sequence into 2n chunks and gives rank i the chunks i and
@@ -22,11 +22,10 @@ Ranges = tuple[range, ...]
 
 @dataclass(frozen=True)
 class SequenceOrder:
-    """A sequence of `seq_len` positions over `size` ranks; lengths of chunks differ by at most 1.
+    """A sequence of `seq_len` positions over `size` ranks; chunk lengths differ by at most 1.
 
     Raises:
-        LayoutError: the sequence is too short for every rank to hold each of its chunks, or there
-            is no such order.
+        LayoutError: the sequence has fewer positions than chunks, or the order is unknown.
     """
 
     seq_len: int
@@ -47,11 +46,12 @@ class SequenceOrder:
 
     @property
     def num_chunks(self) -> int:
+        """Number of chunks: two for each rank in zigzag order, else one."""
         return 2 * self.size if self.order == "zigzag" and self.size > 1 else self.size
 
     @cached_property
     def parts(self) -> tuple[Ranges, ...]:
-        """The ranges of each rank."""
+        """Ranges of positions of each rank."""
         sizes = even_sizes(self.seq_len, self.num_chunks)
         ends = accumulate(sizes, initial=0)
         chunks = [range(*bounds) for bounds in pairwise(ends)]
@@ -66,33 +66,34 @@ class SequenceOrder:
 
 
 def length(ranges: Iterable[range]) -> int:
-    """Number of positions in all ranges."""
+    """Return the number of positions in all ranges."""
     return sum(map(len, ranges))
 
 
 def joined(ranges: Iterable[range]) -> Ranges:
-    """The same positions in ascending order, with ranges that touch made one."""
-    found: list[range] = []
+    """Return the same positions in ascending order, with adjacent ranges merged."""
+    merged: list[range] = []
     for each in sorted(ranges, key=lambda r: r.start):
-        if found and found[-1].stop == each.start:
-            each = range(found.pop().start, each.stop)
-        found.append(each)
-    return tuple(found)
+        if merged and merged[-1].stop == each.start:
+            each = range(merged.pop().start, each.stop)
+        merged.append(each)
+    return tuple(merged)
 
 
 def order_of(lengths: Sequence[int], order: OrderName, ranks: Sequence[int]) -> SequenceOrder:
-    """The order in which these are the lengths of the ranks' parts.
+    """Return the order in which the ranks' parts have these lengths.
 
     Raises:
-        LayoutError: they are the parts of no sequence; names what each rank holds.
+        LayoutError: no sequence is cut into such parts; the message names what each rank holds.
     """
-    found = SequenceOrder(sum(lengths), len(lengths), order)
-    if found.lengths == tuple(lengths):
-        return found
-    held = ", ".join(f"rank {r} {n}" for r, n in zip(ranks, lengths, strict=True))
-    wanted = ", ".join(f"rank {r} {n}" for r, n in zip(ranks, found.lengths, strict=True))
+    sequence = SequenceOrder(sum(lengths), len(lengths), order)
+    if sequence.lengths == tuple(lengths):
+        return sequence
+    actual = ", ".join(f"rank {r} {n}" for r, n in zip(ranks, lengths, strict=True))
+    expected = ", ".join(f"rank {r} {n}" for r, n in zip(ranks, sequence.lengths, strict=True))
     raise LayoutError(
-        f"the ranks hold parts that no sequence has in {order} order: {held} positions; of the "
-        f"{found.seq_len} together they would hold {wanted}: cut the sequence with shard_sequence, "
+        f"the ranks hold parts that no sequence has in {order} order: {actual} positions; of the "
+        f"{sequence.seq_len} together they would hold {expected}: cut the sequence with "
+        f"shard_sequence, "
         f"or pad it on all ranks alike"
     )

@@ -1,4 +1,4 @@
-"""The order of a tensor along its sequence: by position, or rank after rank; nothing is sent."""
+"""Reordering of a tensor along its sequence, by position or by rank, without communication."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,28 +10,30 @@ from torchdistpackage.parallel.context.visibility import places
 
 
 def by_rank(x: Tensor, dim: int, order: SequenceOrder) -> Tensor:
-    """The whole `x` with the parts of all ranks after one another."""
+    """Return the full sequence `x` with the parts of the ranks one after another."""
     present = in_ranks(order.parts)
     return reordered(x, dim, ascending(present), present)
 
 
 def by_position(x: Tensor, dim: int, order: SequenceOrder) -> Tensor:
-    """The inverse of `by_rank`."""
+    """Return `x` in the order of positions, the inverse of `by_rank`."""
     present = in_ranks(order.parts)
     return reordered(x, dim, present, ascending(present))
 
 
 def in_ranks(parts: Iterable[Ranges]) -> list[range]:
+    """Return the ranges of all parts, rank after rank."""
     return [each for part in parts for each in part]
 
 
 def ascending(ranges: Iterable[range]) -> list[range]:
+    """Return the ranges in the order of positions."""
     return sorted(ranges, key=lambda each: each.start)
 
 
 def reordered(x: Tensor, dim: int, present: Sequence[range], wanted: Sequence[range]) -> Tensor:
-    """`x`, which has the positions `present` along `dim`, in the order of `wanted`."""
+    """Return `x` reordered along `dim` from the ranges `present` to the ranges `wanted`."""
     if list(present) == list(wanted):
         return x
-    where = dict(zip(present, places(tuple(present)), strict=True))
-    return torch.cat([x.narrow(dim, where[each].start, len(each)) for each in wanted], dim)
+    slices = dict(zip(present, places(tuple(present)), strict=True))
+    return torch.cat([x.narrow(dim, slices[each].start, len(each)) for each in wanted], dim)

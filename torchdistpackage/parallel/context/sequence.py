@@ -1,4 +1,4 @@
-"""A tensor of the whole sequence into parts and back, each the transpose of the other."""
+"""Functions that cut a sequence into the ranks' parts and gather it, each the other's transpose."""
 
 import torch
 from torch import Tensor
@@ -15,17 +15,18 @@ from torchdistpackage.parallel.context.parts import by_position, by_rank
 def shard_sequence(
     x: Tensor, dim: int, *, order: OrderName = "zigzag", group: Group | None = None
 ) -> Tensor:
-    """This rank's part of `x` along `dim`, which is equal on all ranks; gradients are gathered.
+    """Return this rank's part of `x` along `dim`; the backward gathers the gradients.
 
-    x (..., S, ...) -> (..., S_local, ...), the chunks i and 2n - 1 - i of 2n in zigzag order; their
-    lengths differ by at most 1. Nothing is sent before the backward.
+    `x` (..., S, ...) is equal on all ranks; the result is (..., S_local, ...). In zigzag order
+    rank i of n gets the chunks i and 2n - 1 - i of 2n, whose lengths differ by at most 1. The
+    forward sends nothing.
 
     Raises:
         LayoutError: S is shorter than the number of chunks.
     """
     group, dim = resolve_group(group, "context"), as_dim(x, dim)
-    held = SequenceOrder(x.shape[dim], group.size(), order)
-    return collectives.scatter(by_rank(x, dim, held), dim, group, held.lengths)
+    sequence = SequenceOrder(x.shape[dim], group.size(), order)
+    return collectives.scatter(by_rank(x, dim, sequence), dim, group, sequence.lengths)
 
 
 def gather_sequence(
@@ -36,24 +37,26 @@ def gather_sequence(
     seq_len: int | None = None,
     group: Group | None = None,
 ) -> Tensor:
-    """The whole, equal on all ranks, of which `x` is this rank's part; the gradient of my part
-    passes back.
+    """Return the full sequence, equal on all ranks, from each rank's part `x`.
 
-    x (..., S_local, ...) -> (..., S, ...), in the order of positions.
-    seq_len: S; None: the ranks ask each other.
+    x (..., S_local, ...) -> (..., S, ...), in the order of positions. The backward returns this
+    rank's part of the gradient.
+
+    seq_len: S; None: the ranks exchange their lengths.
 
     Raises:
-        LayoutError: the ranks' parts are of no sequence; on all of them, with what each holds.
+        LayoutError: the parts do not form a sequence. Without `seq_len` all ranks raise it, with
+            what each holds.
     """
     group, dim = resolve_group(group, "context"), as_dim(x, dim)
     if seq_len is None:
         lengths = agree({"positions": x.shape[dim], "dims": x.dim()}, group)
     else:
-        known = list(SequenceOrder(seq_len, group.size(), order).lengths)
-        known[group.rank()] = x.shape[dim]
-        lengths = tuple(known)
-    held = order_of(lengths, order, ranks_of(group))
-    return by_position(collectives.gather(x, dim, group, lengths), dim, held)
+        expected = list(SequenceOrder(seq_len, group.size(), order).lengths)
+        expected[group.rank()] = x.shape[dim]
+        lengths = tuple(expected)
+    sequence = order_of(lengths, order, ranks_of(group))
+    return by_position(collectives.gather(x, dim, group, lengths), dim, sequence)
 
 
 def sequence_positions(
@@ -63,7 +66,7 @@ def sequence_positions(
     device: torch.device | str | None = None,
     group: Group | None = None,
 ) -> Tensor:
-    """(S_local,) int64: where the positions of this rank's part lie in the whole sequence.
+    """Return the positions (S_local,), int64, of this rank's part in the full sequence.
 
     Raises:
         LayoutError: `seq_len` is shorter than the number of chunks.

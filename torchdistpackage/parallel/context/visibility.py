@@ -1,7 +1,7 @@
-"""Which keys a query sees, and of two parts of a sequence the rectangles of scores that are left.
+"""Visibility of keys to queries, and the rectangles of scores that remain between two parts.
 
-What nobody sees is neither computed nor sent: all ranks derive the same tasks from the same
-numbers, so that a receiver knows what its peer leaves out.
+Ranks neither compute nor send what no query sees. All ranks derive the same tasks from the same
+numbers, so a receiver knows what its peer leaves out.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,7 @@ from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.context.order import Ranges
 
 TILE = 2048
-"""Positions along each side of a rectangle that needs a mask: a mask has at most TILE^2 numbers
-for each sample."""
+"""Longest side of a rectangle that needs a mask, so a mask has at most TILE^2 elements a sample."""
 
 
 class Seen(Enum):
@@ -31,9 +30,9 @@ class Seen(Enum):
 
 @dataclass(frozen=True)
 class Task:
-    """Scores of the queries `rows` and the keys `columns`, places in two parts, for one kernel.
+    """One kernel call: scores of the queries `rows` and the keys `columns` of two parts.
 
-    positions: of both in the sequence, where SOME is seen.
+    positions: positions of both in the sequence, if `seen` is SOME and needs a mask.
     """
 
     rows: slice
@@ -43,21 +42,22 @@ class Task:
 
 
 class Documents:
-    """Which document each position of a sequence belongs to.
+    """The document that each position of a sequence belongs to.
 
-    ids: (B, S) integers of the whole sequence, equal on all ranks.
+    ids: (B, S) integers for the full sequence, equal on all ranks.
     """
 
     def __init__(self, ids: Tensor):
         self.ids = ids
-        # read by the host once a forward: what is empty decides what is sent
+        # One copy to the host for each forward, which waits for the device: the host must know
+        # which rectangles are empty before it can post messages.
         self._host = ids.cpu()
         self._bounds: dict[range, tuple[Tensor, Tensor]] = {}
         self.plans: dict[object, object] = {}
-        """What the layers of one forward have made for these documents."""
+        """Plans that the layers of one forward made for these documents."""
 
     def seen(self, rows: range, columns: range) -> Seen:
-        """By the lowest and the highest document of each: of ids in disorder SOME, if in doubt."""
+        """Return how much is visible, from the lowest and highest ids; SOME if ids are unsorted."""
         (low, high), (first, last) = self._bounds_of(rows), self._bounds_of(columns)
         if bool(((last < low) | (first > high)).all()):
             return Seen.NOTHING
@@ -65,21 +65,22 @@ class Documents:
         return Seen.ALL if bool(is_one.all()) else Seen.SOME
 
     def _bounds_of(self, positions: range) -> tuple[Tensor, Tensor]:
+        """Return the lowest and highest id of each sample within `positions`."""
         if positions not in self._bounds:
-            held = self._host[:, positions.start : positions.stop]
-            self._bounds[positions] = held.amin(1), held.amax(1)
+            ids = self._host[:, positions.start : positions.stop]
+            self._bounds[positions] = ids.amin(1), ids.amax(1)
         return self._bounds[positions]
 
 
 @dataclass(frozen=True)
 class Visibility:
-    """A query sees all keys but those that one of these hides.
+    """The rules that hide keys from queries.
 
-    is_causal: later ones. window: those `window` positions away or more, on both sides.
-    documents: those of another document.
+    is_causal: hide later keys. window: hide keys `window` positions away or more, on both sides.
+    documents: hide keys of another document.
 
     Raises:
-        LayoutError: a window in which a query would not see itself.
+        LayoutError: `window` is below 1, so that a query would not see itself.
     """
 
     is_causal: bool = False
@@ -94,34 +95,35 @@ class Visibility:
 
     @property
     def has_masks(self) -> bool:
-        """Whether SOME may be seen of a rectangle, so that a kernel needs a mask."""
+        """True if a rectangle may be partly visible, so that a kernel needs a mask."""
         return self.window is not None or self.documents is not None
 
     def seen(self, rows: range, columns: range) -> Seen:
-        """How much of the scores of these queries and keys is visible."""
+        """Return how much of the scores of these queries and keys is visible."""
         nearest, farthest = rows.start - columns.stop + 1, rows.stop - 1 - columns.start
-        found: set[Seen] = set()
+        answers: set[Seen] = set()
         if self.is_causal:
             part = _seen(nothing=farthest < 0, everything=nearest >= 0)
-            found.add(Seen.CAUSAL if part is Seen.SOME and rows == columns else part)
+            answers.add(Seen.CAUSAL if part is Seen.SOME and rows == columns else part)
         if (window := self.window) is not None:
-            found.add(
+            answers.add(
                 _seen(
                     nothing=nearest >= window or farthest <= -window,
                     everything=farthest < window and (self.is_causal or nearest > -window),
                 )
             )
         if self.documents is not None:
-            found.add(self.documents.seen(rows, columns))
-        if Seen.NOTHING in found:
+            answers.add(self.documents.seen(rows, columns))
+        if Seen.NOTHING in answers:
             return Seen.NOTHING
-        found.discard(Seen.ALL)
-        return Seen.SOME if len(found) > 1 else found.pop() if found else Seen.ALL
+        answers.discard(Seen.ALL)
+        return Seen.SOME if len(answers) > 1 else answers.pop() if answers else Seen.ALL
 
     def mask(self, task: Task, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """(1 or B, 1, rows, columns) to add to scores: 0 where they are seen, else very low.
+        """Return a bias (1 or B, 1, rows, columns) for the scores: 0 if visible, else very low.
 
-        That is finite: a row that sees nothing here has a log-sum-exp, by which it weighs nothing.
+        It is finite, not -inf: a row that sees nothing then has a very low log-sum-exp, by which
+        the merge gives it no weight, instead of NaN.
         """
         assert task.positions is not None
         rows, columns = task.positions
@@ -133,20 +135,23 @@ class Visibility:
         seen = seen[None, None]
         if self.documents is not None:
             ids = self.documents.ids.to(device)
-            mine, theirs = (ids[:, each.start : each.stop] for each in (rows, columns))
-            seen = seen & (mine[:, None, :, None] == theirs[:, None, None, :])
-        # CUDA's kernels read a row of a bias from a multiple of 16 bytes on
+            row_ids, column_ids = (ids[:, each.start : each.stop] for each in (rows, columns))
+            seen = seen & (row_ids[:, None, :, None] == column_ids[:, None, None, :])
+        # CUDA kernels require that each row of a bias starts at a multiple of 16 bytes
         width = -(-len(columns) // 8) * 8
         bias = torch.zeros((*seen.shape[:-1], width), dtype=dtype, device=device)
         return bias[..., : len(columns)].masked_fill_(~seen, torch.finfo(dtype).min / 2)
 
 
 def _seen(*, nothing: bool, everything: bool) -> Seen:
+    """Return NOTHING, ALL or SOME for one rule."""
     return Seen.NOTHING if nothing else Seen.ALL if everything else Seen.SOME
 
 
 def tiled(ranges: Ranges, visibility: Visibility, tile: int | None = None) -> Ranges:
-    """The same positions, in ranges of at most `tile` (default TILE) where there may be masks."""
+    """Return the same positions, in ranges of at most `tile` (default TILE) if masks may be
+    needed.
+    """
     if not visibility.has_masks:
         return ranges
     step = tile or TILE
@@ -158,37 +163,37 @@ def tiled(ranges: Ranges, visibility: Visibility, tile: int | None = None) -> Ra
 
 
 def tasks_of(rows: Ranges, columns: Ranges, visibility: Visibility) -> tuple[Task, ...]:
-    """What is to be computed of the queries `rows` and the keys `columns`.
+    """Return the kernel calls for the queries `rows` and the keys `columns`.
 
-    A call of a kernel costs time, so neighbours that are seen whole are one task, and the triangle
-    of a part with itself is one.
+    A kernel call costs time, so adjacent rectangles that are fully visible become one task, and so
+    does the triangle of a part with itself.
     """
     grid = [[visibility.seen(row, column) for column in columns] for row in rows]
     if rows == columns and _is_triangle(grid):
-        whole = slice(0, sum(map(len, rows)))
-        return (Task(whole, whole, Seen.CAUSAL),)
+        all_rows = slice(0, sum(map(len, rows)))
+        return (Task(all_rows, all_rows, Seen.CAUSAL),)
     down, across = places(rows), places(columns)
-    found: list[Task] = []
+    tasks: list[Task] = []
 
-    def seen_whole(i: int) -> tuple[int, ...]:
+    def fully_seen(i: int) -> tuple[int, ...]:
         return tuple(j for j, seen in enumerate(grid[i]) if seen is Seen.ALL)
 
-    for numbers, same in groupby(range(len(rows)), seen_whole):
-        lines = list(same)
-        span = slice(down[lines[0]].start, down[lines[-1]].stop)
+    for numbers, same in groupby(range(len(rows)), fully_seen):
+        row_indices = list(same)
+        span = slice(down[row_indices[0]].start, down[row_indices[-1]].stop)
         for run in _runs(numbers):
-            found.append(Task(span, slice(across[run[0]].start, across[run[-1]].stop), Seen.ALL))
-    for i, line in enumerate(grid):
-        for j, seen in enumerate(line):
+            tasks.append(Task(span, slice(across[run[0]].start, across[run[-1]].stop), Seen.ALL))
+    for i, row_of_grid in enumerate(grid):
+        for j, seen in enumerate(row_of_grid):
             if seen is Seen.CAUSAL:
-                found.append(Task(down[i], across[j], seen))
+                tasks.append(Task(down[i], across[j], seen))
             elif seen is Seen.SOME:
-                found.append(Task(down[i], across[j], seen, (rows[i], columns[j])))
-    return tuple(found)
+                tasks.append(Task(down[i], across[j], seen, (rows[i], columns[j])))
+    return tuple(tasks)
 
 
 def needed(rows: Ranges, columns: Ranges, visibility: Visibility) -> Ranges:
-    """Of the keys `columns` those that one of the queries `rows` sees."""
+    """Return those keys of `columns` that some query of `rows` sees."""
     return tuple(
         column
         for column in columns
@@ -197,22 +202,22 @@ def needed(rows: Ranges, columns: Ranges, visibility: Visibility) -> Ranges:
 
 
 def places(ranges: Ranges) -> list[slice]:
-    """Where each range lies in the part that holds all of them."""
+    """Return the slice of each range within the part that holds all of them."""
     return [slice(*ends) for ends in pairwise(accumulate(map(len, ranges), initial=0))]
 
 
 def _is_triangle(grid: Sequence[Sequence[Seen]]) -> bool:
-    """Whether what is seen is what a causal kernel computes of the part as a whole."""
-    return any(Seen.CAUSAL in line for line in grid) and all(
+    """Return whether the visible scores are those of one causal kernel call over the part."""
+    return any(Seen.CAUSAL in row for row in grid) and all(
         seen is (Seen.NOTHING if j > i else Seen.ALL if j < i else grid[i][i])
         and (j != i or seen in (Seen.CAUSAL, Seen.ALL))
-        for i, line in enumerate(grid)
-        for j, seen in enumerate(line)
+        for i, row in enumerate(grid)
+        for j, seen in enumerate(row)
     )
 
 
 def _runs(numbers: Sequence[int]) -> list[list[int]]:
-    """Numbers that follow each other, together."""
+    """Group numbers that follow each other."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:
