@@ -1,6 +1,6 @@
-"""The checkpoints of a folder as a list: what each is, whether it is complete, what keeps it.
+"""A list of the checkpoints in a folder: what each holds, whether it is complete, what keeps it.
 
-Only manifests and sizes of files are read, unless checksums are asked for. No torch.
+Only `verify` reads whole files, for their checksums; the rest reads manifests and sizes. No torch.
 """
 
 import math
@@ -19,10 +19,12 @@ from torchdistpackage.topology.mesh import describe
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """One folder. saved_s: when, in seconds since 1970. problem: why it is not complete, or None.
+    """One checkpoint folder.
 
-    kept_by: rules of retention that name it, of a complete one; none: the next save
-    removes it, or the next resume from a later step.
+    saved_s: time of the save, in seconds since 1970.
+    problem: why it is not complete, or None.
+    kept_by: retention rules that keep it, if it is complete. With none, the next save or the next
+        resume from a later step removes it.
     """
 
     path: Path
@@ -38,20 +40,22 @@ class CheckpointInfo:
 
 
 def checkpoints_of(folder: Path, keep: Retention) -> list[CheckpointInfo]:
-    """What is in a folder of checkpoints, newest first. keep: what its run retains."""
+    """List the checkpoints of a folder, newest first, complete and damaged ones.
+    keep: the retention rules of its run.
+    """
     paths = candidates(folder)
     problems = {path: damage(path) for path in paths}
     complete = [path for path in paths if problems[path] is None]
     kept = reasons(keep, complete)
-    found = list[CheckpointInfo]()
+    infos = list[CheckpointInfo]()
     for path in paths:
         size = sum(x.stat().st_size for x in path.iterdir() if x.is_file()) if path.is_dir() else 0
         saved_s = (path / NAME if problems[path] is None else path).stat().st_mtime
         if (problem := problems[path]) is not None:
-            found.append(CheckpointInfo(path, saved_s, size, problem))
+            infos.append(CheckpointInfo(path, saved_s, size, problem))
             continue
         manifest = read_manifest(path)
-        found.append(
+        infos.append(
             CheckpointInfo(
                 path,
                 saved_s,
@@ -65,13 +69,14 @@ def checkpoints_of(folder: Path, keep: Retention) -> list[CheckpointInfo]:
                 path == complete[0],
             )
         )
-    return found
+    return infos
 
 
 def verify(path: Path, done: Callable[[int], object], num_threads: int) -> list[str]:
-    """What is wrong with a checkpoint: all files against their checksums, several at a time.
+    """Check all files of a checkpoint against their checksums; return one sentence a problem.
 
-    done: called with the bytes of each file that has been read.
+    done: called after each file with its size in bytes.
+    num_threads: number of files to read at a time.
     """
     try:
         manifest = read_manifest(path)
@@ -97,10 +102,10 @@ def verify(path: Path, done: Callable[[int], object], num_threads: int) -> list[
 
 
 def tensor_rows(path: Path) -> list[tuple[str, str, tuple[int, ...], int, str]]:
-    """(name, dtype, shape, bytes, how it is cut) of each tensor of a checkpoint.
+    """Return (name, dtype, shape, bytes, how it is cut) for each tensor of a checkpoint.
 
     Raises:
-        CheckpointError: it has no manifest that is true.
+        CheckpointError: the manifest is missing or invalid.
     """
     rows = list[tuple[str, str, tuple[int, ...], int, str]]()
     for name, entry in read_manifest(path).tensors.items():

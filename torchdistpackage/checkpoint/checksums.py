@@ -1,6 +1,6 @@
-"""Checksums of files: XXH3, which keeps up with memory, and CRC-32 of checkpoints before format 2.
+"""Checksums of files: XXH3, which is as fast as memory, and CRC-32 for checkpoints of format 1.
 
-A checksum finds damage by accident, and is no defence against who wants to deceive. No torch.
+A checksum finds accidental damage. It does not protect against deliberate changes. No torch.
 """
 
 import zlib
@@ -10,11 +10,11 @@ from typing import Protocol
 import xxhash
 
 BLOCK_BYTES = 1 << 20
-"""Bytes that are hashed and written, or read, at a time: few enough to stay in a core's cache."""
+"""Bytes hashed and written, or read, at a time: few enough to stay in a core's cache."""
 
 
 class Checksum(Protocol):
-    """Takes the bytes of a file in order."""
+    """A hash that takes the bytes of a file in order."""
 
     def update(self, data: bytes | memoryview, /) -> None: ...
 
@@ -35,17 +35,18 @@ class Crc32:
 
 
 def new_checksum() -> Checksum:
-    """One of the kind that files are written with: XXH3 of 64 bits (https://xxhash.com)."""
+    """Return a new checksum of the kind written today: 64-bit XXH3 (https://xxhash.com)."""
     return xxhash.xxh3_64()
 
 
 def add_file(checksum: Checksum, path: Path) -> int:
-    """Feed a file into a checksum, block by block; returns its size in bytes.
+    """Feed a file into a checksum, block by block, and return its size in bytes.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
-    block, size_bytes = bytearray(BLOCK_BYTES), 0
+    block = bytearray(BLOCK_BYTES)
+    size_bytes = 0
     view = memoryview(block)
     with path.open("rb", buffering=0) as file:
         while number := file.readinto(block):

@@ -1,9 +1,9 @@
-"""From files to a checkpoint that counts, in one step that cannot be half done.
+"""The commit that makes written files a checkpoint, in one atomic step.
 
-A checkpoint counts if its folder is called `step_000400` and its manifest agrees with
-its files. All is written and flushed under another name, the manifest last, and a rename makes it
-count; what is taken away is renamed first too. So a kill leaves what was there before or the new
-one, and leftovers with names that no reader takes.
+A checkpoint is valid if its folder is called `step_000400` and its manifest agrees with its files.
+Writers write and flush everything under another name, the manifest last, and a rename makes it
+valid. A removal begins with a rename too. So after a kill either the old or the new checkpoint is
+there, and leftovers have names that no reader accepts.
 """
 
 import logging
@@ -30,36 +30,36 @@ from torchdistpackage.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-# `.old-` is a complete one on its way out, until the new one of the same step is in its place.
+# `.old-` marks a complete checkpoint that a new one of the same step is about to replace.
 _STEP = re.compile(r"step_(\d{6,})(\.old-\w+)?")
 _LEFTOVER = re.compile(r"step_\d{6,}\.(tmp|old)-\w+")
 
 
 def folder_name(step: int) -> str:
-    """`step_000400`."""
+    """Return the folder name of a step, such as `step_000400`."""
     return f"step_{step:06d}"
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint's folder."""
+    """Return the step in the name of a checkpoint's folder."""
     match = _STEP.match(path.name)
     assert match is not None
     return int(match[1])
 
 
 def make_temporary(folder: Path, step: int) -> Path:
-    """A fresh private folder (mode 0700) inside `folder` to write a checkpoint of `step` into.
+    """Create a private folder (mode 0700) inside `folder` for writing a checkpoint of `step`.
 
-    Leftovers of writers that were killed are removed: only one run may write to a folder.
+    It removes the leftovers of killed writers first, because only one run may write to a folder.
 
     Raises:
-        CheckpointError: it is a link to a folder that is not there, such as of a lost disk.
-        OSError: the disk is full, or the like.
+        CheckpointError: `folder` is a link to a missing folder, such as one on a lost disk.
+        OSError: the disk is full, or another file error.
     """
     if folder.is_symlink() and not folder.exists():
         raise CheckpointError(
-            f"{folder} is a link to {folder.readlink()}, which is not there; mount its disk, or "
-            f"make that folder"
+            f"{folder} is a link to {folder.readlink()}, which is not there; mount its disk or "
+            f"create that folder"
         )
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
@@ -69,23 +69,24 @@ def make_temporary(folder: Path, step: int) -> Path:
 
 
 def settle(path: Path) -> None:
-    """Flush a file that was just written, and open it as its run's folder is."""
+    """Flush a file that was just written, and give it the permissions of the run's folder."""
     path.chmod(path.parent.parent.stat().st_mode & 0o666)
     with path.open("rb") as file:
+        # wait for the disk here: the rename that follows must not become durable before the data
         os.fsync(file.fileno())
 
 
 def measure(path: Path) -> FileFacts:
-    """Size and checksum of a file, by reading it."""
+    """Return the size and checksum of a file, which it reads to the end."""
     checksum = new_checksum()
     size_bytes = add_file(checksum, path)
     return FileFacts(size_bytes, checksum.hexdigest())
 
 
 def commit(temporary: Path, manifest: Manifest) -> Path:
-    """Write the manifest and give the folder its final name, which is returned.
+    """Write the manifest, rename the folder to its final name, and return that path.
 
-    All files must be there and flushed. A checkpoint of the same step is replaced.
+    All files must be written and flushed. The checkpoint replaces one of the same step.
     """
     folder = temporary.parent
     final = folder / folder_name(manifest.step)
@@ -93,11 +94,13 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
     text = manifest.to_json()
     if len(text) > manifests.MAX_BYTES:
         raise CheckpointError(
-            f"the manifest has {len(text):,} bytes, and no reader takes more than "
+            f"the manifest has {len(text):,} bytes, but readers accept at most "
             f"{manifests.MAX_BYTES:,}; save from fewer ranks"
         )
     path.write_text(text, encoding="utf-8")
     settle(path)
+    # Order matters for a crash at any point: files and their names reach the disk before the
+    # rename, and the old checkpoint keeps a name that readers accept until the new one is in place.
     _flush_folder(temporary)
     temporary.chmod(folder.stat().st_mode & 0o777)
     if final.exists():
@@ -110,22 +113,23 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
 def retain(folder: Path, keep: Retention, newest: Path) -> None:
     """Remove leftovers and all complete checkpoints that `keep` does not name.
 
-    Damaged ones are left alone. `newest` was just written and stays, even where later steps of an
-    earlier attempt are there.
+    It leaves damaged ones alone. `newest` was just written and stays, even if an earlier attempt
+    left later steps.
     """
     remove_leftovers(folder)
     _prune(keep, newest, [path for path in candidates(folder) if path != newest])
 
 
 def retain_before(folder: Path, keep: Retention, resumed: Path) -> None:
-    """Remove complete checkpoints of steps before `resumed` that `keep` does not name; it stays.
+    """Remove complete checkpoints before `resumed` that `keep` does not name; keep `resumed`.
 
-    Later ones, which a start has passed over, and leftovers are the next save's.
+    The next save deals with leftovers and with later checkpoints that this start skipped.
     """
     _prune(keep, resumed, [path for path in candidates(folder) if step_of(path) < step_of(resumed)])
 
 
 def _prune(keep: Retention, newest: Path, others: Sequence[Path]) -> None:
+    """Remove those of `others` that are complete and that no retention rule keeps."""
     complete = [path for path in others if not damage(path)]
     kept = reasons(keep, [newest, *complete])
     for path in complete:
@@ -134,11 +138,11 @@ def _prune(keep: Retention, newest: Path, others: Sequence[Path]) -> None:
 
 
 def remove_checkpoint(path: Path) -> bool:
-    """Remove a checkpoint, which stops to count at once; whether it could be."""
+    """Remove a checkpoint, which becomes invalid at once; return False if it cannot be renamed."""
     doomed = path.with_name(f"{path.name.split('.')[0]}.tmp-{secrets.token_hex(4)}")
     try:
         path.rename(doomed)
-    except OSError as error:  # such as of another user, in a folder that all may write to
+    except OSError as error:  # for example another user's, in a folder that everybody may write to
         log.warning("cannot remove checkpoint %s, so it stays: %s", path, error.strerror)
         return False
     _remove(doomed)
@@ -146,10 +150,10 @@ def remove_checkpoint(path: Path) -> bool:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed writers left. A replaced checkpoint goes only once its successor is in.
+    """Remove what killed writers left, and replaced checkpoints whose successor is complete.
 
-    The successor is read for that, which few folders ask for: a run may have resumed from the
-    replaced one because the checksums of the other were wrong.
+    It reads the successor with checksums, because a run may have resumed from the replaced one
+    when the successor's checksums were wrong. Replaced checkpoints are rare, so this costs little.
     """
     for path in folder.iterdir():
         if match := _LEFTOVER.fullmatch(path.name):
@@ -159,9 +163,9 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def latest(folder: str | Path, *, checksums: bool = False) -> Path | None:
-    """The newest complete checkpoint, or None. Damaged newer ones are named in a warning.
+    """Return the newest complete checkpoint, or None; log a warning for each damaged newer one.
 
-    Sizes of all files are checked, their checksums only on demand: that reads everything.
+    It checks the sizes of all files. With `checksums` it also reads them all.
     """
     path, damaged = newest_complete(Path(folder), checksums=checksums)
     for skipped, problem in damaged:
@@ -172,7 +176,7 @@ def latest(folder: str | Path, *, checksums: bool = False) -> Path | None:
 def newest_complete(
     folder: Path, *, checksums: bool = False
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest complete checkpoint, or None, and the newer ones, each with what is wrong."""
+    """Return the newest complete checkpoint, or None, and each newer one with its damage."""
     damaged: list[tuple[Path, str]] = []
     for path in candidates(folder):
         if (problem := damage(path, checksums=checksums)) is None:
@@ -182,17 +186,17 @@ def newest_complete(
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Folders that may be checkpoints, newest first, unchecked."""
+    """Return folders that may be checkpoints, newest first, without checking them."""
     if not folder.is_dir():
         return []
-    found = [(match, path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
-    # Of one step the replaced one comes second.
-    found.sort(key=lambda pair: (-int(pair[0][1]), pair[0][2] or ""))
-    return [path for _, path in found]
+    matches = [(match, path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
+    # For one step the replaced checkpoint comes second.
+    matches.sort(key=lambda pair: (-int(pair[0][1]), pair[0][2] or ""))
+    return [path for _, path in matches]
 
 
 def set_aside(folder: Path, after_step: int) -> None:
-    """Rename the checkpoints of later steps: the run goes another way from `after_step` on."""
+    """Rename checkpoints after `after_step`, from which the run now continues differently."""
     for path in candidates(folder):
         match = _STEP.fullmatch(path.name)
         if match and int(match[1]) > after_step:
@@ -200,12 +204,15 @@ def set_aside(folder: Path, after_step: int) -> None:
 
 
 def warn_skipped(path: Path, problem: str) -> None:
-    """Say that a damaged checkpoint is passed over."""
+    """Log that a damaged checkpoint is skipped."""
     log.warning("checkpoint %s is damaged and skipped: %s", path, problem)
 
 
 def none_complete(folder: Path, number: int, problem: str) -> CheckpointError:
-    """What to say of a folder with damaged checkpoints alone; problem: of the oldest."""
+    """Return the error for a folder with only damaged checkpoints.
+
+    problem: the damage of the oldest one.
+    """
     return CheckpointError(
         f"{folder} has {number} checkpoints and none is whole ({problem}); mend or move them, "
         f"nothing is begun anew over them"
@@ -219,10 +226,10 @@ def damage(
     share: tuple[int, int] = (0, 1),
     on_file: Callable[[], None] = lambda: None,
 ) -> str | None:
-    """What is wrong with a checkpoint folder, or None.
+    """Return what is wrong with a checkpoint folder, or None.
 
-    checksums: also those of the files, and whether their headers say what the manifest does.
-    share: (i, n) reads only every n-th file, from the i-th on, so that n ranks check together.
+    checksums: also check the files' checksums, and their headers against the manifest.
+    share: (i, n) checks only every n-th file from the i-th on, so that n ranks can share the work.
     on_file: called after each file.
     """
     try:
@@ -234,18 +241,20 @@ def damage(
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except OSError as error:
-        return f"{error.filename or path}: {error.strerror}"  # a failed read has no name
+        return f"{error.filename or path}: {error.strerror}"  # a failed read gives no filename
     except CheckpointError as error:
         return str(error)
     return None
 
 
 def check_file(path: Path, expected: FileFacts, claimed: Collection[Claim] | None) -> None:
-    """Whether a file is what the manifest says; claimed: its pieces, None: look at its size alone.
+    """Check a file against the manifest.
+
+    claimed: the tensors that it must hold; None: check its size only.
 
     Raises:
-        OSError: it is not there, or cannot be read.
-        CheckpointError: it is another.
+        OSError: the file is missing or cannot be read.
+        CheckpointError: the file differs from the manifest.
     """
     check_size(path, expected)
     if claimed is None:
@@ -257,13 +266,15 @@ def check_file(path: Path, expected: FileFacts, claimed: Collection[Claim] | Non
 
 
 def _remove(path: Path) -> None:
-    # what cannot be removed (held open on a network disk, say) is left for the next save
+    # the next save retries what cannot be removed now, such as a file open on a network disk
+    """Remove a folder; log what cannot be removed."""
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
         log.warning("cannot remove %s entirely; it is no longer needed", path)
 
 
 def _flush_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

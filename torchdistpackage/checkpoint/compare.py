@@ -10,12 +10,12 @@ from torch import Tensor
 from torchdistpackage.checkpoint.formats.source import TensorSource
 
 _BLOCK = 1 << 20
-"""Elements that are widened to float64 at a time."""
+"""Number of elements converted to float64 at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorStats:
-    """Of the finite elements of a tensor. num_nonfinite: of the others."""
+    """Statistics of a tensor's finite elements. num_nonfinite: number of the other elements."""
 
     mean: float
     std: float
@@ -25,9 +25,10 @@ class TensorStats:
 
 
 def stats_of(tensor: Tensor) -> TensorStats:
-    """Statistics of all elements; NaN of none."""
-    number, total, squares = 0, 0.0, 0.0
-    smallest, largest, nonfinite = math.inf, -math.inf, 0
+    """Return statistics of all elements; NaN if none is finite."""
+    number = nonfinite = 0
+    total = squares = 0.0
+    smallest, largest = math.inf, -math.inf
     for (block,) in _blocks(tensor):
         finite = block[block.isfinite()]
         nonfinite += block.numel() - finite.numel()
@@ -35,10 +36,8 @@ def stats_of(tensor: Tensor) -> TensorStats:
             number += finite.numel()
             total += finite.sum().item()
             squares += finite.square().sum().item()
-            smallest, largest = (
-                min(smallest, finite.min().item()),
-                max(largest, finite.max().item()),
-            )
+            smallest = min(smallest, finite.min().item())
+            largest = max(largest, finite.max().item())
     if not number:
         return TensorStats(math.nan, math.nan, math.nan, math.nan, nonfinite)
     mean = total / number
@@ -48,7 +47,10 @@ def stats_of(tensor: Tensor) -> TensorStats:
 
 
 def largest_difference(one: Tensor, other: Tensor) -> float:
-    """Of two tensors of one shape; infinite where only one is NaN, or they differ in infinity."""
+    """Return the largest difference of two tensors of one shape.
+
+    It is infinite if only one of two elements is NaN, or infinities differ.
+    """
     largest = 0.0
     for a, b in _blocks(one, other):
         equal = (a == b) | (a.isnan() & b.isnan())
@@ -59,7 +61,7 @@ def largest_difference(one: Tensor, other: Tensor) -> float:
 
 
 def differences(one: TensorSource, other: TensorSource) -> Iterator[tuple[str, str, float]]:
-    """(name, what, how large) for each tensor that is not equal in two checkpoints."""
+    """Yield (name, kind of difference, largest difference) for each tensor that differs."""
     for name in one.tensors.keys() | other.tensors.keys():
         if name not in other.tensors:
             yield name, "only in the first", math.inf
@@ -77,6 +79,7 @@ def differences(one: TensorSource, other: TensorSource) -> Iterator[tuple[str, s
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield blocks of the flattened tensors in float64, so that sums lose nothing."""
     flat = [x.reshape(-1) for x in tensors]
     for start in range(0, flat[0].numel(), _BLOCK):
         yield tuple(x[start : start + _BLOCK].to(torch.float64) for x in flat)

@@ -1,8 +1,8 @@
-"""Files of ranks sent to the ranks that keep a copy, in blocks, by a thread beside the steps.
+"""Exchange of files between ranks, so that other nodes keep copies, in a thread beside the steps.
 
-All ranks go through the blocks alike, and none begins before that before has arrived. So a rank
-that cannot write takes what comes all the same, and fails afterwards; none waits for what never
-comes.
+All ranks go through the same sequence of blocks, and none starts a block before the last one has
+arrived. So a rank that cannot write its disk still receives every block and fails afterwards; no
+rank waits for a block that never comes.
 """
 
 import math
@@ -24,42 +24,42 @@ from torchdistpackage.errors import CheckpointError
 
 _BLOCK_BYTES = 1 << 22
 _HEADER_BYTES = 24
-"""8 of the size, -1 if there is no file, and 16 of its XXH3 in hexadecimal."""
+"""8 bytes for the size, or -1 without a file, and 16 for its XXH3 in hexadecimal."""
 
 
 class FileExchange:
-    """Made, run and closed by all ranks of `group` alike.
+    """A file exchange that all ranks of `group` create, run and close together.
 
-    keeper: the rank that keeps a copy of this one's file; None: none does, anywhere. kept_for:
-    those whose files this one keeps.
+    keeper: the rank that keeps a copy of this rank's file; None: no rank keeps copies.
+    kept_for: the ranks whose files this rank keeps.
     """
 
     def __init__(self, group: Group, keeper: int | None, kept_for: Sequence[int]):
         self._keeper, self._kept_for = keeper, kept_for
         self._channel = None if keeper is None else SideChannel(group, "local copies")
 
-    def run(self, path: Path, own: FileFacts | None) -> None:
-        """Send the file at `path`, and write those that come beside it.
+    def run(self, path: Path, own_facts: FileFacts | None) -> None:
+        """Send the file at `path`, and write the received files into the same folder.
 
-        own: None if there is no file, as this rank could not write it.
+        own: size and checksum of the file; None if this rank could not write it.
 
         Raises:
             CheckpointError: a file did not arrive as it was sent.
             CommError: a peer is gone.
-            OSError: the disk is full, or the like.
+            OSError: the disk is full, or another file error.
         """
         channel, keeper = self._channel, self._keeper
         if channel is None or keeper is None:
             return
-        data, header = _to_send(path, own)
+        data, header = _to_send(path, own_facts)
         incoming = [_KeptFile(path.with_name(file_name(rank)), rank) for rank in self._kept_for]
         channel.exchange([(header, keeper)], [(x.header, x.source) for x in incoming])
         for each in incoming:
             each.begin()
         num_blocks = max(_num_blocks(n) for n in (data.numel(), *(x.size for x in incoming)))
         try:
-            for at in range(num_blocks):
-                begin = at * _BLOCK_BYTES
+            for number in range(num_blocks):
+                begin = number * _BLOCK_BYTES
                 block = data[begin : begin + _BLOCK_BYTES]
                 parts = [(x, buffer) for x in incoming if (buffer := x.buffer(begin)).numel()]
                 channel.exchange(
@@ -81,35 +81,42 @@ class FileExchange:
 
 
 class _KeptFile:
-    """A file on its way from rank `source`. What cannot be written is noted, and received."""
+    """A file in transit from rank `source`. A write error is kept for `check`; receiving
+    goes on.
+    """
 
     def __init__(self, path: Path, source: int):
         self.path, self.source = path, source
         self.header = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
-        self.size, self._is_sent, self._expected = 0, False, ""
+        self.size = 0
+        self._is_sent = False
+        self._expected = ""
         self._block = torch.empty(0, dtype=torch.uint8)
-        self._checksum, self._error = new_checksum(), list[OSError]()
+        self._checksum = new_checksum()
+        self._errors: list[OSError] = []
         self._file: FileIO | None = None
 
     def begin(self) -> None:
-        """The header has come."""
+        """Read the received header, and create the file if one follows."""
         raw = self.header.numpy().tobytes()
         size = int.from_bytes(raw[:8], "little", signed=True)
         self._is_sent, self.size, self._expected = size >= 0, max(size, 0), raw[8:].decode()
         self._block = torch.empty(min(self.size, _BLOCK_BYTES), dtype=torch.uint8)
         if self._is_sent:
-            with self._noted():
+            with self._keeping_error():
                 self._file = FileIO(self.path, "w")
 
     def buffer(self, begin: int) -> Tensor:
+        """Return the memory to receive the block at `begin` into; empty past the file's end."""
         return self._block[: max(self.size - begin, 0)]
 
     def take(self, block: Tensor) -> None:
+        """Hash a received block and write it."""
         data = memoryview(block.numpy())
         self._checksum.update(data)
-        if self._file is not None and not self._error:
-            with self._noted():
-                while data:  # what a full disk has not taken raises
+        if self._file is not None and not self._errors:
+            with self._keeping_error():
+                while data:  # a short write repeats, and then raises if the disk is full
                     data = data[self._file.write(data) :]
 
     def close(self) -> None:
@@ -117,28 +124,28 @@ class _KeptFile:
             self._file.close()
 
     def check(self) -> None:
-        """Raises what went wrong; the file of a source that has none is its own concern."""
-        if self._error:
-            raise self._error[0]
+        """Raise what went wrong; a source without a file reports that itself."""
+        if self._errors:
+            raise self._errors[0]
         if not self._is_sent:
             return
-        if (found := self._checksum.hexdigest()) != self._expected:
+        if (received := self._checksum.hexdigest()) != self._expected:
             raise CheckpointError(
-                f"{self.path.name} came from rank {self.source} with checksum {found} and left "
+                f"{self.path.name} came from rank {self.source} with checksum {received} and left "
                 f"with {self._expected}"
             )
         settle(self.path)
 
     @contextmanager
-    def _noted(self) -> Iterator[None]:
+    def _keeping_error(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            self._error.append(error)
+            self._errors.append(error)
 
 
 def _to_send(path: Path, facts: FileFacts | None) -> tuple[Tensor, Tensor]:
-    """The bytes of a file, mapped, and what is said before; without a file that there is none."""
+    """Return the memory-mapped bytes of a file and its header; without a file, one that says so."""
     nothing = torch.empty(0, dtype=torch.uint8)
     if facts is None or facts.xxh3 is None:
         raw = (-1).to_bytes(8, "little", signed=True).ljust(_HEADER_BYTES, b" ")
@@ -149,4 +156,5 @@ def _to_send(path: Path, facts: FileFacts | None) -> tuple[Tensor, Tensor]:
 
 
 def _num_blocks(size_bytes: int) -> int:
+    """Return the number of blocks of a file."""
     return math.ceil(size_bytes / _BLOCK_BYTES)

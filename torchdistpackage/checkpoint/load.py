@@ -1,9 +1,9 @@
-"""Read a checkpoint into a model and optimizer, on the layout it was written on or another.
+"""Loading of a checkpoint into a model and optimizer, under the layout that wrote it or another.
 
-All ranks succeed or fail. Everything is checked before the first element is changed. A
-rank asks for the boxes of the global tensors that it holds, and each comes together from whatever
-pieces overlap it; nothing is guessed from names or ranks. What only one layout can use, the random
-state of each rank, is read only there.
+All ranks succeed, or all fail. They check everything before they change the first element. A rank
+asks for the boxes of global tensors that it holds, and fills each from all pieces that overlap it;
+it guesses nothing from names or rank numbers. Only a run with the same degrees reads what belongs
+to one rank, such as its random state.
 """
 
 import json
@@ -57,18 +57,18 @@ from torchdistpackage.layout.layout import Layout
 from torchdistpackage.topology.mesh import Topology
 
 STEP = "step"
-"""Key of torch.optim's step counts: a number even for a parameter without dims."""
+"""Key of torch.optim's step count, a scalar also for parameters that have dims."""
 
 Read = tuple[str, Box, Tensor]
-"""(key in the file, box in that piece, where it goes)."""
+"""(key in the file, box in that piece, the view to fill)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """What a checkpoint says besides the tensors.
+    """The contents of a loaded checkpoint other than its tensors.
 
-    degrees: (axis, size) of the run that wrote it. extras: those this rank saved; none where this
-    run has other degrees.
+    degrees: (axis, size) of the run that wrote it.
+    extras: what this rank saved for itself; empty if this run has other degrees.
     """
 
     path: Path
@@ -80,23 +80,25 @@ class Loaded:
 
 
 def latest_together(folder: str | Path, *, rank: int, group: Group | None = None) -> Path | None:
-    """The newest checkpoint whose files all have their checksums, the same on every rank.
+    """Return the newest checkpoint whose checksums are all right, the same path on every rank.
 
-    The ranks share the reading. Damaged newer ones are named in a warning. group: all ranks.
+    The ranks share the reading, and log a warning for each damaged newer checkpoint.
+
+    group: all ranks.
 
     Raises:
-        CheckpointError: on all ranks, if there are some and all are damaged.
+        CheckpointError: on all ranks, if every checkpoint is damaged.
     """
     group = resolve_group(group, "global")
     ranks = primitives.ranks_of(group)
     share = (ranks.index(rank), len(ranks))
-    # The first rank's view of the folder counts: that of a shared disk may lag on others.
+    # All ranks use the first rank's listing: on a shared disk the others may see an older one.
     names = primitives.broadcast_object([str(path) for path in candidates(Path(folder))], group)
     assert isinstance(names, list)
     last = ""
     for path in map(Path, names):
-        found = primitives.gather_objects(damage(path, checksums=True, share=share), group)
-        problems = [problem for problem in found if problem is not None]
+        answers = primitives.gather_objects(damage(path, checksums=True, share=share), group)
+        problems = [problem for problem in answers if problem is not None]
         if not problems:
             return path
         if rank == ranks[0]:
@@ -120,20 +122,21 @@ def load(
 ) -> Loaded:
     """Fill the parameters, and the optimizer's state for them, from a checkpoint folder.
 
-    The run may have other degrees, and more or less ZeRO, than the one that wrote it: every rank
-    reads what it needs of whichever pieces hold it. Under ZeRO parameters are full afterwards.
+    The run may have other degrees and another ZeRO stage than the one that wrote it, because every
+    rank reads what it needs from whichever pieces hold it. Under ZeRO, parameters are full
+    afterwards.
 
     params: as in `save`.
     with_extras: also read what this rank saved for itself, if the degrees are equal.
-    checksums: check those of the files that this rank reads (`latest_together` has done so).
+    checksums: check the files that this rank reads; not needed after `latest_together`.
 
     Raises:
-        CheckpointError: on all ranks if any cannot load: damaged, of another model or precision.
+        CheckpointError: on all ranks, if any rank finds damage, another model or another precision.
     """
     path, group = Path(path), resolve_group(group, "global")
     doing = f"loading {path}"
     if isinstance(optimizer, ShardedOptimizer):
-        optimizer.finish()
+        optimizer.finish()  # a gather in flight would overwrite what is loaded
     with fail_together(group, doing):
         params = params_of(params, topology, rank)
         reading = ShardReader(path, params, TopologyRank(topology, rank), optimizer)
@@ -152,6 +155,7 @@ def load(
 
 
 def _read_extras(file: Path) -> dict[str, int | Tensor]:
+    """Return what a rank saved for itself: integers of the header and tensors."""
     extras: dict[str, int | Tensor] = {}
     with safe_open(file, framework="pt") as shard:
         extras.update(json.loads(shard.metadata()["integers"]))
@@ -163,10 +167,10 @@ def _read_extras(file: Path) -> dict[str, int | Tensor]:
 
 
 class ShardReader:
-    """What one rank reads. Nothing of the run is changed before `read`.
+    """The reads of one rank. It changes nothing of the run before `read`.
 
     Raises:
-        CheckpointError: the checkpoint does not have what the run asks for.
+        CheckpointError: the checkpoint lacks something that the run needs.
     """
 
     def __init__(
@@ -193,21 +197,21 @@ class ShardReader:
         masters = self._ask_states(layouts) if is_sharded else set[Tensor]()
         counted: set[str] = set()
         for param, layout in params.values():
-            mine = here.whole(layout, param)
-            self._ask(mine, layout.name, rounds=param in masters)
-            if mine.owned is not None and layout.name not in counted:
-                self.num_owned += sum(tensor.numel() for _, tensor in mine.owned)
+            saved = here.whole(layout, param)
+            self._ask(saved, layout.name, rounds=param in masters)
+            if saved.owned is not None and layout.name not in counted:
+                self.num_owned += sum(tensor.numel() for _, tensor in saved.owned)
             counted.add(layout.name)
         if optimizer is not None and not is_sharded:
             self._ask_states(layouts)
 
-    def check_files(self, checksums: bool, more: set[str]) -> None:
-        """That the files to read, and `more`, are what the manifest says."""
-        claimed = claims(self.manifest)
-        names = sorted({*self._reads, *more})
+    def check_files(self, checksums: bool, more_files: set[str]) -> None:
+        """Check the files to read, and those in `more_files`, against the manifest."""
+        claims_of = claims(self.manifest)
+        names = sorted({*self._reads, *more_files})
         for name in names:
             try:
-                self._check_file(name, claimed, checksums)
+                self._check_file(name, claims_of, checksums)
             except (FileNotFoundError, ValueError, CheckpointError) as error:
                 raise CheckpointError(
                     f"{self.path / name} is damaged: {error}; use another checkpoint"
@@ -216,6 +220,7 @@ class ShardReader:
     def _check_file(
         self, name: str, claimed: Mapping[str, Sequence[Claim]], checksums: bool
     ) -> None:
+        """Check one file's size, header and checksum, and keep its mapping for `read`."""
         expected, file = self.manifest.files.get(name), self.path / name
         if expected is None:
             raise CheckpointError("the manifest does not list it")
@@ -227,28 +232,32 @@ class ShardReader:
             mapped.verify(expected)
 
     def check_total(self, asked: int) -> None:
-        """Raises CheckpointError if the checkpoint has weights that no rank asked for."""
+        """Raise CheckpointError if the checkpoint has weights that no rank asked for."""
         entries = self.manifest.tensors.items()
         saved = sum(math.prod(entry.shape) for name, entry in entries if "#" not in name)
         if saved != asked:
             raise CheckpointError(
                 f"{self.path} holds {saved} elements of parameters, this run has {asked}: "
-                f"it is of another model; use the model section it was written with"
+                f"it belongs to another model; use the model section that it was written with"
             )
 
     def read(self) -> None:
+        """Copy everything that was asked for into the run's tensors and the optimizer's state."""
         for name, reads in self._reads.items():
             for key, box, target in reads:
                 target.copy_(self._files[name][key][box])
-        for of, state in self._states.items():
+        for tensor, state in self._states.items():
             assert self._optimizer is not None
-            self._optimizer.state[of] = state
+            self._optimizer.state[tensor] = state
 
     # -- the optimizer -----------------------------------------------------------------
 
     def _ask_states(self, layouts: Mapping[Tensor, Layout]) -> set[Tensor]:
-        """State of each parameter, or of each shard, and the shard itself, written down by every
-        gather, whether or not it is a wide copy; the parameters of which it is one."""
+        """Ask for the optimizer state of each parameter or shard, and for the shards themselves.
+
+        A shard is read even if it is no wide copy, because the next gather overwrites the parameter
+        with it. Return the parameters whose shard is a wide copy.
+        """
         assert self._optimizer is not None
         masters: set[Tensor] = set()
         groups = self._optimizer.param_groups
@@ -265,8 +274,10 @@ class ShardReader:
             if shard is not None:
                 is_wide = has_master(shard)
                 masters |= {shard.parameter} if is_wide else set()
-                one = layout.named(f"{layout.name}#{MASTER}")
-                self._ask(self._here.sliced(one, shard, tensor), layout.name, rounds=is_wide)
+                master_layout = layout.named(f"{layout.name}#{MASTER}")
+                self._ask(
+                    self._here.sliced(master_layout, shard, tensor), layout.name, rounds=is_wide
+                )
             self._states[tensor] = {
                 key: self._ask_state(key, tensor, shard, layout, hyper.get(tensor, {}))
                 for key in self._keys[layout.name]
@@ -274,42 +285,47 @@ class ShardReader:
         return masters
 
     def _ask_state(
-        self, key: str, of: Tensor, shard: Any, layout: Layout, hyper: Mapping[str, Any]
+        self, key: str, tensor: Tensor, shard: Any, layout: Layout, hyper: Mapping[str, Any]
     ) -> Tensor:
-        """Memory for one piece of state: in the shape of its tensor, a number, on the device where
-        torch.optim has it, or what there is one of for a whole parameter."""
+        """Allocate memory for one piece of optimizer state, ask for it, and return the memory.
+
+        State is a scalar, has the parameter's shape, or has another shape, which only an optimizer
+        that holds the full parameter can load.
+        """
         name = f"{layout.name}#{key}"
-        one, entry, here = layout.named(name), self.manifest.tensors[name], self._here
+        state_layout, entry, here = layout.named(name), self.manifest.tensors[name], self._here
         dtype = getattr(torch, entry.dtype)
         if key == STEP or (layout.shape and not entry.shape):
+            # torch.optim wants step counts on the device only for capturable and fused steps
             on_device = hyper.get("capturable") or hyper.get("fused")
-            buffer = torch.empty((), dtype=dtype, device=of.device if on_device else "cpu")
-            self._ask(here.kept(one, shard, buffer), layout.name)
+            buffer = torch.empty((), dtype=dtype, device=tensor.device if on_device else "cpu")
+            self._ask(here.kept(state_layout, shard, buffer), layout.name)
         elif entry.shape != layout.shape:
-            if not is_whole(layout, of):
+            if not is_whole(layout, tensor):
                 raise CheckpointError(
                     f"{name} has shape {entry.shape} in {self.path}, its parameter "
-                    f"{layout.shape}, of which ranks hold parts in this run; go on without them, "
-                    f"or with the optimizer that wrote it"
+                    f"{layout.shape}, which is split over ranks in this run; continue with the "
+                    f"layout or the optimizer that wrote it"
                 )
-            buffer = torch.empty(entry.shape, dtype=dtype, device=of.device)
-            self._ask(here.kept(one, shard, buffer), layout.name)
+            buffer = torch.empty(entry.shape, dtype=dtype, device=tensor.device)
+            self._ask(here.kept(state_layout, shard, buffer), layout.name)
         else:
-            # zeros, as padding that a layout has is in no file
-            buffer = torch.zeros_like(of, dtype=dtype, requires_grad=False)
-            self._ask(here.part(one, shard, buffer), layout.name)
+            # zeros, because no file holds the padding that a layout may have
+            buffer = torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
+            self._ask(here.part(state_layout, shard, buffer), layout.name)
         return buffer
 
     # -- boxes -------------------------------------------------------------------------
 
-    def _ask(self, mine: SavedTensor, of: str, rounds: bool = False) -> None:
-        """Note where each part of what I hold for the parameter `of` is to come from.
+    def _ask(self, tensor: SavedTensor, parameter: str, rounds: bool = False) -> None:
+        """Note which pieces fill each part of a tensor that this rank holds for `parameter`.
 
-        A wide copy stands in for weights and the other way round; rounds: what was saved may be
-        of another width, because the optimizer keeps two.
+        A wide copy may stand in for the weights, and the weights for a wide copy.
+
+        rounds: accept another dtype, because the optimizer keeps a narrow and a wide copy.
         """
-        entry = self._found(mine, of, rounds)
-        for where, target in mine.parts:
+        entry = self._entry_for(tensor, parameter, rounds)
+        for where, target in tensor.parts:
             covered = 0
             for piece, of_piece, of_box in entry.covering(where):
                 buffer = target[of_box]
@@ -319,22 +335,25 @@ class ShardReader:
                 box = ", ".join(f"{s.start}:{s.stop}" for s in where)
                 raise CheckpointError(
                     f"{self.path} has {covered} of the {target.numel()} elements of "
-                    f"{mine.name}[{box}], which rank {self._here.rank} holds; use a checkpoint "
-                    f"that is complete"
+                    f"{tensor.name}[{box}], which rank {self._here.rank} holds; use a complete "
+                    f"checkpoint"
                 )
 
-    def _found(self, mine: SavedTensor, of: str, rounds: bool) -> TensorEntry:
-        tensors, dtype = self.manifest.tensors, dtype_name(mine.dtype)
-        wide = f"{of}#{MASTER}"
-        names = {of: (of, wide), wide: (wide, of)}.get(mine.name, (mine.name,))
-        found = [tensors[name] for name in names if name in tensors]
-        for entry in found:
-            if (entry.shape, entry.dtype) == (mine.shape, dtype):
+    def _entry_for(self, tensor: SavedTensor, parameter: str, rounds: bool) -> TensorEntry:
+        """Return the saved tensor to fill `tensor` from; refuse another shape or dtype."""
+        tensors, dtype = self.manifest.tensors, dtype_name(tensor.dtype)
+        wide = f"{parameter}#{MASTER}"
+        names = {parameter: (parameter, wide), wide: (wide, parameter)}.get(
+            tensor.name, (tensor.name,)
+        )
+        entries = [tensors[name] for name in names if name in tensors]
+        for entry in entries:
+            if (entry.shape, entry.dtype) == (tensor.shape, dtype):
                 return entry
-        if found and rounds and found[0].shape == mine.shape:
-            return found[0]
-        has = f"{found[0].dtype} of shape {found[0].shape}" if found else "no such tensor"
+        if entries and rounds and entries[0].shape == tensor.shape:
+            return entries[0]
+        has = f"{entries[0].dtype} of shape {entries[0].shape}" if entries else "no such tensor"
         raise CheckpointError(
-            f"{mine.name} is {dtype} of shape {mine.shape} in this run, but {self.path} "
-            f"has {has}; use the model and precision it was written with"
+            f"{tensor.name} is {dtype} of shape {tensor.shape} in this run, but {self.path} "
+            f"has {has}; use the model and precision that it was written with"
         )

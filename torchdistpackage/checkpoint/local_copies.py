@@ -1,10 +1,11 @@
-"""A run's state on its nodes' own disks: each node has that of its ranks, and of the next node's.
+"""Copies of a run's state on its nodes' own disks: each node keeps its own files and the next
+node's.
 
-A local checkpoint is a checkpoint whose files lie on several nodes: on each the manifest, which
-lists the files of all ranks, and the files of two nodes. So it is complete as long as no two
-neighbours are lost. Nothing is loaded from there. What is newer than the run's own checkpoints is
-first copied to them, each file by a node that has it, and the manifest put together as for any
-save; so other degrees and other nodes load it as they load every checkpoint.
+A local checkpoint is a checkpoint whose files lie on several nodes. Each node has the manifest,
+which lists the files of all ranks, and the files of two nodes. So the checkpoint is complete unless
+two adjacent nodes are lost. No rank loads from it. If it is newer than the run's own checkpoints,
+nodes that have its files first copy them to the run's folder and commit them like any save. A start
+with other degrees or on other nodes then loads it like any checkpoint.
 """
 
 import os
@@ -57,22 +58,21 @@ from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.errors import CheckpointError
 
 _NAMED = 8
-"""Faults of copies that a start names."""
+"""Largest number of unusable copies that a start names."""
 KEPT = 2
-"""Checkpoints on a node: if a crash interrupts a commit, some nodes have the new one and all the
-one before."""
+"""Checkpoints kept on a node. With two, all nodes have the older one if a crash interrupts a commit
+after only some nodes have the newer one."""
 
 
 class LocalCopies:
-    """The folders of this run on all nodes, as the target of a save. All ranks call it alike.
+    """The folders of this run on all nodes, as a target of saves. All ranks call it together.
 
-    where: `checkpoint.local_dir`. checkpoints: those of the run. run: its name.
-
-    notes: what `recover` has found, alike on all ranks: which copies, what is not to be used and
-    why, and which are used.
+    where: `checkpoint.local_dir`. checkpoints: the run's checkpoint folder. run: its name.
+    notes: the findings of `recover`, equal on all ranks: which copies exist, which cannot be used
+        and why, and which are used.
 
     Raises:
-        CheckpointError: on all ranks, if a node has no such folder, or shares it with others.
+        CheckpointError: on all ranks, if a node lacks such a folder or shares it with others.
     """
 
     def __init__(self, where: str, checkpoints: Path, run: str, group: Group | None = None):
@@ -94,13 +94,15 @@ class LocalCopies:
     # -- the beginning of a start ------------------------------------------------------------
 
     def recover(self, newest: Path | None) -> Path | None:
-        """The newest complete checkpoint, local or not, which is then among those of the run.
+        """Return the newest complete checkpoint, after copying it to the run's folder if local.
 
-        newest: the newest complete one of the run. A local one is complete if each of its files,
-        with its checksum, is on a node of this start; others are named in a warning.
+        A local checkpoint is complete if some node of this start has each of its files with the
+        right checksum; the others get a warning.
+
+        newest: the newest complete checkpoint in the run's folder.
 
         Raises:
-            CheckpointError: on all ranks, if the run's folder takes no more.
+            CheckpointError: on all ranks, if the run's folder cannot be written.
         """
         start = str(primitives.broadcast_object(current_id(self._checkpoints), self.group))
         if not start:
@@ -109,22 +111,29 @@ class LocalCopies:
                     f"no local copies: no {ID} of an earlier start is at {newest.parent}"
                 )
             return newest
-        folder, than = folder_of(self._root, self._run, start), newest and step_of(newest)
+        folder = folder_of(self._root, self._run, start)
+        newest_step = newest and step_of(newest)
         unusable: list[str] = []
-        mine = checkpoints_in(folder, unusable.append) if self._commits else []
-        held = cast(list[list[NodeCheckpoint]], primitives.gather_objects(mine, self.group))
+        own_copies = checkpoints_in(folder, unusable.append) if self._commits else []
+        by_rank = cast(
+            list[list[NodeCheckpoint]], primitives.gather_objects(own_copies, self.group)
+        )
         self._note_unusable(unusable)
-        for step in sorted({x.step for node in held for x in node}, reverse=True):
-            num = sum(any(x.step == step for x in node) for node in held)
-            self.notes.append(f"local copies of step {step} on {num} of {len(self._nodes)} nodes")
-        known = {(x.step, x.digest) for node in held for x in node}
-        for step, digest in sorted(known, reverse=True):
-            if than is not None and step <= than:
-                self.notes.append(f"no local copies are used: the run folder has step {than}")
+        for step in sorted({x.step for node in by_rank for x in node}, reverse=True):
+            num_nodes = sum(any(x.step == step for x in node) for node in by_rank)
+            self.notes.append(
+                f"local copies of step {step} on {num_nodes} of {len(self._nodes)} nodes"
+            )
+        versions = {(x.step, x.digest) for node in by_rank for x in node}
+        for step, digest in sorted(versions, reverse=True):
+            if newest_step is not None and step <= newest_step:
+                self.notes.append(
+                    f"no local copies are used: the run folder has step {newest_step}"
+                )
                 return newest
             path = folder / folder_name(step)
-            has = [next((x for x in node if x.digest == digest), None) for node in held]
-            if (problem := self._drain_found(path, has)) is None:
+            matching = [next((x for x in node if x.digest == digest), None) for node in by_rank]
+            if (problem := self._drain_found(path, matching)) is None:
                 self.notes.append(
                     f"local copies of step {step} are used, and in the run folder now"
                 )
@@ -134,20 +143,20 @@ class LocalCopies:
         self.notes.append("no local copies are used: none is whole on the nodes of this start")
         return newest
 
-    def _note_unusable(self, mine: Sequence[str]) -> None:
-        """Note what the ranks name, each with its host."""
-        told = [f"{socket.gethostname()}: {text}" for text in mine]
-        gathered = cast(list[list[str]], primitives.gather_objects(told, self.group))
-        every = [text for texts in gathered for text in texts]
-        self.notes += [f"local copies not usable on {text}" for text in every[:_NAMED]]
-        if len(every) > _NAMED:
-            self.notes.append(f"local copies not usable: {len(every) - _NAMED} more")
+    def _note_unusable(self, problems: Sequence[str]) -> None:
+        """Add to `notes` the unusable copies that all ranks report, each with its host."""
+        named = [f"{socket.gethostname()}: {text}" for text in problems]
+        gathered = cast(list[list[str]], primitives.gather_objects(named, self.group))
+        all_problems = [text for texts in gathered for text in texts]
+        self.notes += [f"local copies not usable on {text}" for text in all_problems[:_NAMED]]
+        if len(all_problems) > _NAMED:
+            self.notes.append(f"local copies not usable: {len(all_problems) - _NAMED} more")
 
     def begin(self) -> None:
-        """Make the folders of this start; those of earlier starts, and other stale ones, go.
+        """Create the folders of this start, and remove stale ones, such as those of earlier starts.
 
         Raises:
-            CheckpointError: on all ranks, if one cannot be made.
+            CheckpointError: on all ranks, if a node cannot create its folder.
         """
         is_first = self._rank == self._ranks[0]
         doing = f"making a folder in {self.name}"
@@ -160,9 +169,9 @@ class LocalCopies:
                 remove_stale(self.path, self._checkpoints)
 
     def _drain_found(self, path: Path, has: Sequence[NodeCheckpoint | None]) -> str | None:
-        """Copy a local checkpoint to those of the run; what is wrong with it, or None.
+        """Copy a local checkpoint to the run's folder; return what is wrong with it, or None.
 
-        has: what the node of each rank that commits has of it.
+        has: what each rank's node has of it; None for ranks that do not commit.
         """
         first = next(i for i, node in enumerate(has) if node is not None)
         is_source = self._rank == self._ranks[first]
@@ -177,19 +186,21 @@ class LocalCopies:
         here = has[self._ranks.index(self.committer)]
         share = () if here is None else here.files[self._node.index(self._rank) :: len(self._node)]
         problems = {name: _problem(path / name, manifest.files[name]) for name in share}
-        sound = [name for name, problem in problems.items() if not problem]
+        intact = [name for name, problem in problems.items() if not problem]
         self._note_unusable([problem for problem in problems.values() if problem])
-        found = cast(list[list[str]], primitives.gather_objects(sound, self.group))
-        lost = sorted(set(manifest.files) - {name for names in found for name in names})
+        by_rank = cast(list[list[str]], primitives.gather_objects(intact, self.group))
+        lost = sorted(set(manifest.files) - {name for names in by_rank for name in names})
         if lost:
             return (
                 f"{len(lost)} of its {len(manifest.files)} files, such as {lost[0]}, are whole on "
                 f"no node of this start"
             )
-        mine = _shared_out(manifest.files, found)[self.group.rank()]
+        own_files = _shared_out(manifest.files, by_rank)[self.group.rank()]
 
         def copy(temporary: Path, cancelled: Callable[[], bool]) -> Files:
-            return {x: _copied(path / x, temporary, manifest.files[x], cancelled) for x in mine}
+            return {
+                x: _copied(path / x, temporary, manifest.files[x], cancelled) for x in own_files
+            }
 
         saved = SaveFacts(manifest.step, manifest.tokens, manifest.degrees, manifest.facts)
         target = SharedFolder(self._checkpoints, None, self.group)
@@ -203,31 +214,31 @@ class LocalCopies:
         return self._rank == self.committer
 
     def make_temporary(self, step: int) -> Path:
-        if not is_own(self.path):  # somebody has tidied up
+        if not is_own(self.path):  # for example a cleanup job of the node removed it
             make_folder(self.path, self._checkpoints, self._start)
         return make_temporary(self.path, step)
 
     def write(self, temporary: Path, snapshot: Snapshot, cancelled: Callable[[], bool]) -> Files:
-        own = LocalWork(lambda: write_snapshot(temporary, snapshot, cancelled), in_thread=False)
-        # also without a file of its own: the others wait for what they are sent
-        facts = None if own.error else own.result()
-        sent = LocalWork(
+        writing = LocalWork(lambda: write_snapshot(temporary, snapshot, cancelled), in_thread=False)
+        # run the exchange even without a file of our own: other ranks wait for our messages
+        facts = None if writing.error else writing.result()
+        sending = LocalWork(
             lambda: self._exchange.run(temporary / snapshot.file, facts), in_thread=False
         )
-        written = {snapshot.file: own.result()}
-        sent.result()
+        written = {snapshot.file: writing.result()}
+        sending.result()
         return written
 
     def commit(self, temporary: Path, saved: SaveFacts, files: Files) -> None:
-        # without tensors: they are put together from all files, of which this node has a part
+        # the manifest lists no tensors: their headers are in files, and this node has only some
         commit(temporary, saved.manifest({}, files))
         for path in candidates(self.path)[KEPT:]:
             remove_checkpoint(path)
 
     def drain(self, done: PendingSave, target: SharedFolder) -> PendingSave:
-        """Begin to copy the local checkpoint that is `done` to the run's own; by threads."""
+        """Start threads that copy the finished local checkpoint `done` to the run's folder."""
         name = file_name(self._rank)
-        # opened now: the copy may take longer than the file has its name
+        # open it now: a later save may remove the file's name before the copy is finished
         path = self.path / folder_name(done.step) / name
         opened = LocalWork(lambda: path.open("rb"), in_thread=False)
 
@@ -242,7 +253,7 @@ class LocalCopies:
         return PendingSave(target, done.saved, copy, in_thread=True, unused=close)
 
     def close(self) -> None:
-        """The run has ended and its state is in its folder: remove the copies on all nodes."""
+        """Remove the copies on all nodes, once the run has ended with its state in its folder."""
         if self._commits:
             shutil.rmtree(self.path, ignore_errors=True)
         if self._rank == self._ranks[0]:
@@ -250,25 +261,27 @@ class LocalCopies:
         self._exchange.close()
 
 
-def _shared_out(files: Files, found: Sequence[Sequence[str]]) -> list[list[str]]:
-    """For each rank the files that it copies, of those that are sound where it is."""
-    mine: list[list[str]] = [[] for _ in found]
-    loads = [0] * len(found)
+def _shared_out(files: Files, intact: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the files that each rank copies, chosen from the intact ones on its node."""
+    shares: list[list[str]] = [[] for _ in intact]
+    loads = [0] * len(intact)
     for name in sorted(files):
-        at = min((i for i, names in enumerate(found) if name in names), key=lambda i: loads[i])
-        mine[at].append(name)
-        loads[at] += files[name].size_bytes
-    return mine
+        rank = min((i for i, names in enumerate(intact) if name in names), key=lambda i: loads[i])
+        shares[rank].append(name)
+        loads[rank] += files[name].size_bytes
+    return shares
 
 
 def _copied(
     path: Path, temporary: Path, expected: FileFacts, cancelled: Callable[[], bool]
 ) -> FileFacts:
+    """Copy one file into the temporary folder, checking its checksum."""
     with path.open("rb") as file:
         return copy_file(file, temporary / path.name, expected, cancelled)
 
 
 def _read(path: Path) -> str:
+    """Return the text of a file; "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -276,7 +289,7 @@ def _read(path: Path) -> str:
 
 
 def _problem(path: Path, expected: FileFacts) -> str:
-    """What is wrong with a file; "" if nothing."""
+    """Return what is wrong with a file; "" if nothing is."""
     try:
         check_file(path, expected, ())
     except (OSError, CheckpointError) as error:

@@ -1,4 +1,4 @@
-"""What one rank does by itself, now or in a thread beside the steps, and how it ended."""
+"""Work of one rank, run at once or in a thread beside the steps, with its result or error."""
 
 import os
 import threading
@@ -7,14 +7,14 @@ from contextlib import suppress
 from typing import Generic, TypeVar, cast
 
 _NICENESS = 19
-"""Of a thread that writes beside the steps: they come first where cores are short. Who waits for it
-(a second save, the end) leaves it a core."""
+"""Niceness of a thread that writes beside the steps, which come first if cores are scarce. A rank
+that waits for the thread, at a second save or at the end, leaves it a core."""
 
 T = TypeVar("T")
 
 
 class LocalWork(Generic[T]):
-    """What one rank does by itself, now or in a thread, and how it ended."""
+    """Work of one rank without collectives, run at once or in a thread, and its result or error."""
 
     def __init__(self, work: Callable[[], T], *, in_thread: bool):
         self._work = work
@@ -22,7 +22,7 @@ class LocalWork(Generic[T]):
         self._result: T | None = None
         self._thread: threading.Thread | None = None
         if in_thread:
-            # a daemon: a rank that ends with an error is not kept by a slow disk
+            # a daemon, so that a slow disk cannot keep a rank alive that ends with an error
             self._thread = threading.Thread(target=self._run_nice, name="checkpoint", daemon=True)
             self._thread.start()
         else:
@@ -30,10 +30,11 @@ class LocalWork(Generic[T]):
 
     @property
     def is_done(self) -> bool:
+        """True if the work has ended, with a result or an error."""
         return self._thread is None or not self._thread.is_alive()
 
     def result(self) -> T:
-        """What the work returned; raises what it raised. Waits for it."""
+        """Wait for the work; return its result or raise its error."""
         if self._thread is not None:
             self._thread.join()
         if self.error is not None:
@@ -41,6 +42,7 @@ class LocalWork(Generic[T]):
         return cast(T, self._result)
 
     def _run_nice(self) -> None:
+        """Run the work in this thread at low priority."""
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         self._run()

@@ -1,10 +1,11 @@
-"""What a checkpoint holds, as one JSON file in global coordinates, and whether it can be true.
+"""The manifest of a checkpoint: one JSON file in global coordinates, and the checks of it.
 
-Nothing here speaks of ranks or local tensors. Each tensor has its global shape and a
-list of boxes that tile it, each with its file, so a reader needs to know its own layout only.
+A manifest names no ranks and no local tensors. It gives each tensor's global shape and a list of
+boxes that tile it, each with its file, so a reader needs to know only its own layout.
 
-Before a tensor is read all of it is checked: names are plain names in the folder, files are
-regular and of their size, pieces tile tensors once, and headers agree with both. No torch.
+A reader checks everything before it reads a tensor: names are plain file names in the folder, files
+are regular and have the right size, pieces tile each tensor exactly once, and file headers agree.
+No torch.
 """
 
 import json
@@ -24,18 +25,18 @@ from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.derive import Box, overlap, shifted
 
 FORMAT = 2
-"""Of what is written. Format 1, which is read too, has CRC-32 checksums of files."""
+"""Version of the manifests that we write. Format 1, with CRC-32 checksums, is still read."""
 NAME = "manifest.json"
 MAX_BYTES = 1 << 28
-"""Of the file; that of a run on ten thousand ranks has about half."""
+"""Largest manifest that is accepted, twice the size that ten thousand ranks need."""
 
 _FOLDER = re.compile(r"step_(\d{6,})(?:\.|\Z)", re.ASCII)
 _MAX_NAME_BYTES = 255
 _SHOWN = 6
-"""Parameters named, where a checkpoint is of another model."""
+"""Largest number of parameters named if a checkpoint belongs to another model."""
 
 Claim = tuple[str, str, tuple[int, ...]]
-"""(key in a file, torch's dtype, shape) of a piece."""
+"""(key in a file, torch's dtype, shape) that the manifest claims for a piece."""
 
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Text = Annotated[str, Field(strict=True)]
@@ -45,7 +46,7 @@ Fact = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """A box of a tensor: `key` in `file` holds [offset, offset + lengths) of the global one."""
+    """A box of a tensor: `key` in `file` holds [offset, offset + lengths) of the global tensor."""
 
     file: Text
     key: Text
@@ -54,6 +55,7 @@ class TensorChunk:
 
     @property
     def box(self) -> Box:
+        """The box as slices of the global tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.lengths, strict=True))
 
 
@@ -66,7 +68,9 @@ class TensorEntry:
     pieces: tuple[TensorChunk, ...]
 
     def covering(self, box: Box) -> Iterator[tuple[TensorChunk, Box, Box]]:
-        """(piece, what of it is in `box`, in its own coordinates, and where that lies in `box`)."""
+        """Yield (piece, overlap in the piece's coordinates, overlap in the coordinates of
+        `box`).
+        """
         for piece in self.pieces:
             common = overlap(piece.box, box)
             if common is not None:
@@ -77,37 +81,37 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """What a file must be, to the byte: `xxh3` of it in hexadecimal or, in format 1, `crc32`."""
+    """Size and checksum of a file: `xxh3` in hexadecimal or, in format 1, `crc32`."""
 
     size_bytes: Count
     xxh3: Text | None = None
     crc32: Count | None = None
 
     def mismatch(self, path: Path) -> str | None:
-        """What is wrong with the bytes of a file, which is read to its end; None: nothing.
+        """Read a file to its end; return how its checksum differs, or None.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         checksum = new_checksum() if self.crc32 is None else Crc32()
         add_file(checksum, path)
         return self.differs(checksum)
 
     def differs(self, checksum: Checksum) -> str | None:
-        """How the checksum of all bytes is another than the manifest's; None: it is that."""
+        """Return how a checksum differs from the manifest's, or None."""
         expected = self.xxh3 if self.crc32 is None else f"{self.crc32:08x}"
-        found = checksum.hexdigest()
-        if found == expected:
+        actual = checksum.hexdigest()
+        if actual == expected:
             return None
-        return f"has checksum {found}, the manifest says {expected}"
+        return f"has checksum {actual}, the manifest says {expected}"
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One checkpoint.
+    """The contents of one checkpoint.
 
     degrees: (axis, size) of the run that wrote it, outermost first, for messages and extras.
-    facts: what else the writer says of its run (seed, name, ...), plain values.
+    facts: other plain values that the writer records about its run (seed, name, ...).
     """
 
     step: Count
@@ -119,37 +123,39 @@ class Manifest:
     format: int = FORMAT
 
     def differences(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """How its parameters differ from those of a model, of these names and shapes; "": not."""
+        """Return how its parameters differ from a model's names and shapes; "" if they agree."""
         has = {name: entry.shape for name, entry in self.tensors.items() if "#" not in name}
-        found = [f"{name} is missing" for name in shapes if name not in has]
-        found += [f"{name} is not expected" for name in has if name not in shapes]
-        found += [
+        problems = [f"{name} is missing" for name in shapes if name not in has]
+        problems += [f"{name} is not expected" for name in has if name not in shapes]
+        problems += [
             f"{name} has shape {has[name]}, where the model has {shape}"
             for name, shape in shapes.items()
             if name in has and has[name] != shape
         ]
-        more = [f"{len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-        return "; ".join([*found[:_SHOWN], *more])
+        more = [f"{len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        return "; ".join([*problems[:_SHOWN], *more])
 
     def to_json(self) -> str:
-        """JSON text with a checksum over itself: a flipped digit would still parse."""
+        """Return JSON text with a checksum over itself, because a flipped digit would still
+        parse.
+        """
         body = asdict(self)
         return json.dumps({"crc32": _checksum(body), "manifest": body})
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
-        """Inverse of `to_json`.
+        """Parse the text of `to_json`; `check_manifest` then checks that the content is consistent.
 
         Raises:
-            CheckpointError: not JSON, altered, of another format, or with something missing or of
-                another type. Whether it can be true `read_manifest` checks.
+            CheckpointError: the text is not JSON, was altered, has another format, or has missing
+                or mistyped fields.
         """
         try:
             document: dict[str, Any] = parse_json(text)
             data: dict[str, Any] = document["manifest"]
             if data["format"] not in (1, FORMAT):
                 raise CheckpointError(
-                    f"it is of format {str(data['format'])[:40]}, this version reads 1 to {FORMAT}"
+                    f"it has format {str(data['format'])[:40]}, this version reads 1 to {FORMAT}"
                 )
             if _checksum(data) != document["crc32"]:
                 raise CheckpointError(
@@ -171,17 +177,18 @@ _MANIFEST = TypeAdapter(Manifest)
 
 
 def _checksum(body: dict[str, Any]) -> int:
+    """Return the checksum of a manifest's body."""
     return zlib.crc32(json.dumps(body).encode())
 
 
-# -- whether it can be true ------------------------------------------------------------------
+# -- consistency -----------------------------------------------------------------------------
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder, checked.
+    """Read and check the manifest of a checkpoint folder.
 
     Raises:
-        CheckpointError: there is none, or it cannot be true.
+        CheckpointError: the manifest is missing, invalid or inconsistent.
     """
     path = folder / NAME
     try:
@@ -189,7 +196,7 @@ def read_manifest(folder: Path) -> Manifest:
         check_manifest(manifest, folder)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{folder} has no {NAME}, so it is no complete checkpoint; name one that has"
+            f"{folder} has no {NAME}, so it is not a complete checkpoint; name one that has it"
         ) from error
     except (OSError, UnicodeDecodeError, CheckpointError) as error:
         why = error.strerror if isinstance(error, OSError) else error
@@ -200,13 +207,13 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_manifest(manifest: Manifest, folder: Path) -> None:
-    """Raises CheckpointError if a manifest that was read from `folder` cannot be true."""
+    """Raise CheckpointError if a manifest that was read from `folder` is inconsistent."""
     named = _FOLDER.match(folder.name)
     if named and int(named[1]) != manifest.step:
-        raise CheckpointError(f"it is of step {manifest.step}, and its folder of {folder.name}")
+        raise CheckpointError(f"it has step {manifest.step}, but its folder is {folder.name}")
     for name, facts in manifest.files.items():
         if not _is_plain(name):
-            raise CheckpointError(f"{name[:80]!r} is no plain name of a file in its folder")
+            raise CheckpointError(f"{name[:80]!r} is not a plain name of a file in its folder")
         checksums = [key for key in ("crc32", "xxh3") if getattr(facts, key) is not None]
         if checksums != [needed := "crc32" if manifest.format == 1 else "xxh3"]:
             has = " and ".join(checksums) or "no checksum"
@@ -223,20 +230,20 @@ def check_manifest(manifest: Manifest, folder: Path) -> None:
 
 
 def claims(manifest: Manifest) -> dict[str, list[Claim]]:
-    """By file what pieces it must hold."""
-    found: dict[str, list[Claim]] = {name: [] for name in manifest.files}
+    """Return, for each file, the pieces that it must hold."""
+    by_file: dict[str, list[Claim]] = {name: [] for name in manifest.files}
     for entry in manifest.tensors.values():
         for piece in entry.pieces:
-            found[piece.file].append((piece.key, entry.dtype, piece.lengths))
-    return found
+            by_file[piece.file].append((piece.key, entry.dtype, piece.lengths))
+    return by_file
 
 
 def check_size(path: Path, expected: FileFacts) -> None:
-    """Check, without opening it, that a file is a regular one of its size.
+    """Check that a file is regular and has the expected size, without opening it.
 
     Raises:
-        FileNotFoundError: there is none.
-        CheckpointError: it is something else.
+        FileNotFoundError: the file is missing.
+        CheckpointError: it is not a regular file, or has another size.
     """
     try:
         size_bytes = check_regular(path)
@@ -251,18 +258,18 @@ def check_size(path: Path, expected: FileFacts) -> None:
 
 
 def check_header(path: Path, claimed: Iterable[Claim]) -> None:
-    """Raises CheckpointError if a safetensors file has not these pieces, or lies about itself."""
+    """Raise CheckpointError if a safetensors file lacks these pieces, or its header is invalid."""
     try:
-        held = read_header(path)
+        stored = read_header(path)
         for key, dtype, shape in claimed:
-            if (held[key].dtype, held[key].shape) != (DTYPES[dtype][0], shape):
-                raise ValueError(f"{key[:80]!r} is no {dtype} of shape {shape}")
+            if (stored[key].dtype, stored[key].shape) != (DTYPES[dtype][0], shape):
+                raise ValueError(f"{key[:80]!r} is not {dtype} of shape {shape}")
     except (ValueError, KeyError) as error:
-        raise CheckpointError(f"{path.name} has a header that is not true: {error}") from error
+        raise CheckpointError(f"{path.name} has a wrong header: {error}") from error
 
 
 def _is_plain(name: str) -> bool:
-    """A name of a file and no way to another: it is joined to the folder's."""
+    """Return whether `name` is a plain file name, which cannot lead outside the folder."""
     try:
         fits = 0 < len(name.encode()) <= _MAX_NAME_BYTES
     except UnicodeEncodeError:
@@ -271,6 +278,7 @@ def _is_plain(name: str) -> bool:
 
 
 def _check_tiles(name: str, entry: TensorEntry) -> None:
+    """Raise CheckpointError if the pieces of a tensor do not tile it exactly once."""
     covered = 0
     for piece in entry.pieces:
         dims = zip(piece.offset, piece.lengths, entry.shape, strict=False)
@@ -292,7 +300,10 @@ def _check_tiles(name: str, entry: TensorEntry) -> None:
 
 
 def _overlaps(pieces: Iterable[TensorChunk]) -> Iterator[tuple[TensorChunk, TensorChunk]]:
-    """Pairs that share elements. Along the first dim only neighbours are compared."""
+    """Yield pairs of pieces that share elements.
+
+    It sweeps along the first dim, so it compares only pieces that overlap there.
+    """
     active: list[TensorChunk] = []
     for piece in sorted((p for p in pieces if math.prod(p.lengths)), key=lambda p: p.offset):
         if not piece.offset:
@@ -306,4 +317,5 @@ def _overlaps(pieces: Iterable[TensorChunk]) -> Iterator[tuple[TensorChunk, Tens
 
 
 def _end(piece: TensorChunk) -> int:
+    """Return where a piece ends along its first dim."""
     return piece.offset[0] + piece.lengths[0]

@@ -1,8 +1,8 @@
-"""The folder of a run on a node's own disk or in its memory: whose it is, and when it is stale.
+"""A run's folder on a node's own disk or in its memory: its owner, and when it is stale.
 
-One start of a run writes to `<local_dir>/tdp-<run>-<id>`, and the id is noted beside the run's
-checkpoints. The next start takes from there what it needs, draws another id, and with that the
-folder of the one before is nobody's. No torch.
+A start of a run writes to `<local_dir>/tdp-<run>-<id>` and stores the id beside the run's
+checkpoints. The next start takes what it needs from there and draws a new id, which makes the old
+folder stale. No torch.
 """
 
 import json
@@ -23,17 +23,20 @@ from torchdistpackage.checkpoint.manifest import NAME, Manifest, check_size, rea
 from torchdistpackage.errors import CheckpointError
 
 ID, OWNER = "local_id.json", "owner.json"
-"""Beside the checkpoints of a run, the id of its last start; in a node's folder, whose it is."""
+"""File names: the id of a run's last start, beside its checkpoints; the owner of a node's
+folder.
+"""
 _NAME = re.compile(r"tdp-(.+)-([0-9a-f]{16})", re.ASCII)
 _VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)\}", re.ASCII)
 _STALE_S = 24 * 3600.0
-"""After which nobody is expected to come back for a folder: it may lie in memory."""
+"""Age after which a folder is removed even if its run may return, because it may occupy memory."""
 _LAG_S = 600.0
+"""Age below which a folder may belong to a start that a slow shared disk does not show yet."""
 _MOST_BYTES = 1 << 16
 
 
 def expanded(path: str, env: Mapping[str, str]) -> Path:
-    """`checkpoint.local_dir` on this node, with $NAME of its environment.
+    """Return `checkpoint.local_dir` with $NAME replaced from this node's environment.
 
     Raises:
         CheckpointError: a variable is not set, or the path is not absolute.
@@ -44,16 +47,18 @@ def expanded(path: str, env: Mapping[str, str]) -> Path:
             f"checkpoint.local_dir={path}: {', '.join(missing)} is not set here; set it on every "
             f"node, or write the folder out"
         )
-    found = Path(_VARIABLE.sub(lambda match: env[match[1] or match[2]], path))
-    if not found.is_absolute():
+    folder = Path(_VARIABLE.sub(lambda match: env[match[1] or match[2]], path))
+    if not folder.is_absolute():
         raise CheckpointError(
-            f"checkpoint.local_dir={path}: it is {found} here, no absolute path; begin with /"
+            f"checkpoint.local_dir={path}: it is {folder} here; use an absolute path, from / on"
         )
-    return found
+    return folder
 
 
 def current_id(checkpoints: Path) -> str:
-    """The id of the last start of the run with these checkpoints; "" if none kept local copies."""
+    """Return the id of the last start of the run with these checkpoints; "" if it kept no local
+    copies.
+    """
     try:
         value = parse_json(read_regular(checkpoints / ID, _MOST_BYTES).decode())["id"]
     except (OSError, ValueError, TypeError, KeyError):
@@ -62,7 +67,7 @@ def current_id(checkpoints: Path) -> str:
 
 
 def renew_id(checkpoints: Path) -> str:
-    """Draw the id of a start and note it; copies under the one before no longer count."""
+    """Draw and store the id of a start, which makes the copies of earlier starts stale."""
     drawn = secrets.token_hex(8)
     checkpoints.mkdir(parents=True, exist_ok=True)
     draft = checkpoints / f".{ID}.{drawn}"
@@ -72,15 +77,15 @@ def renew_id(checkpoints: Path) -> str:
 
 
 def folder_of(root: Path, run: str, start: str) -> Path:
-    """The folder on this node of the start with this id of the run of this name."""
+    """Return the folder on this node for the start with this id of the run with this name."""
     return root / f"tdp-{run}-{start}"
 
 
 def make_folder(folder: Path, checkpoints: Path, start: str) -> None:
-    """Make a folder for this user alone (mode 0700), with a note of whose it is.
+    """Create a folder that only this user can open (mode 0700), with a note of its run.
 
     Raises:
-        OSError: it cannot be made, or is there already.
+        OSError: the folder cannot be created, or exists already.
     """
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.mkdir(mode=0o700)
@@ -89,10 +94,10 @@ def make_folder(folder: Path, checkpoints: Path, start: str) -> None:
 
 
 def remove_stale(keep: Path, checkpoints: Path) -> list[Path]:
-    """Remove this user's folders beside `keep` from which no run resumes any more; returns them.
+    """Remove this user's folders beside `keep` from which no run will resume, and return them.
 
-    Those are of earlier starts of the run with these checkpoints, and of other runs if it was not
-    their last start, the run is gone, or they are a day old.
+    A folder is stale if it is of an earlier start of the run with these checkpoints. A folder of
+    another run is stale if it is not of that run's last start, the run is gone, or it is a day old.
     """
     removed: list[Path] = []
     for folder in sorted(keep.parent.iterdir()):
@@ -104,25 +109,29 @@ def remove_stale(keep: Path, checkpoints: Path) -> list[Path]:
 
 
 def is_own(folder: Path) -> bool:
-    """Whether this is a folder, and no link to one, that belongs to this user alone."""
+    """Return whether this is a real folder, not a link, that only this user can open."""
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return False
-    own = found.st_uid == os.geteuid()
-    return own and stat.S_ISDIR(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o077
+    is_ours = status.st_uid == os.geteuid()
+    return is_ours and stat.S_ISDIR(status.st_mode) and not stat.S_IMODE(status.st_mode) & 0o077
 
 
-def _is_stale(folder: Path, own: Path) -> bool:
+def _is_stale(folder: Path, own_checkpoints: Path) -> bool:
+    """Return whether no run will resume from a folder.
+    own_checkpoints: the folder of this run's checkpoints.
+    """
     age_s = time.time() - folder.lstat().st_mtime
     try:
         owner = parse_json(read_regular(folder / OWNER, _MOST_BYTES, follow=False).decode())
         checkpoints, start = Path(owner["checkpoints"]), str(owner["id"])
     except (OSError, ValueError, TypeError, KeyError):
-        return age_s > _STALE_S  # being made, or begun to be removed
-    if checkpoints == own or age_s > _STALE_S:
+        return age_s > _STALE_S  # another process may be creating or removing it now
+    if checkpoints == own_checkpoints or age_s > _STALE_S:
         return True
-    # a file system that is away says nothing of its runs, and one that lags knows no new start
+    # An unmounted file system tells nothing about its runs, and a slow one may not show a new
+    # start.
     return (
         age_s > _LAG_S and checkpoints.parent.parent.is_dir() and current_id(checkpoints) != start
     )
@@ -130,25 +139,28 @@ def _is_stale(folder: Path, own: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NodeCheckpoint:
-    """What a node has of a checkpoint. digest: of its manifest, which all nodes have alike."""
+    """The part of a checkpoint on one node.
+
+    digest: checksum of the manifest, which is the same on all nodes.
+    """
 
     step: int
     digest: str
     files: tuple[str, ...]
     complete: int
-    """Files that the checkpoint has on all nodes together."""
+    """Number of files of the checkpoint on all nodes together."""
 
 
 def checkpoints_in(folder: Path, unusable: Callable[[str], object]) -> list[NodeCheckpoint]:
-    """What this node has of checkpoints, newest first; of files only their sizes are looked at.
+    """List the checkpoints on this node, newest first, checking only the sizes of files.
 
-    unusable: called with what is not there, or not to be used, and why.
+    unusable: called with a sentence about each folder or file that is missing or wrong.
     """
-    found: list[NodeCheckpoint] = []
+    checkpoints: list[NodeCheckpoint] = []
     if not is_own(folder):
-        there = os.path.lexists(folder)
-        unusable(f"{folder} " + ("is no folder of this user alone" if there else "is not there"))
-        return found
+        exists = os.path.lexists(folder)
+        unusable(f"{folder} " + ("is no folder of this user alone" if exists else "is not there"))
+        return checkpoints
     for path in candidates(folder):
         try:
             manifest, text = read_manifest(path), (path / NAME).read_bytes()
@@ -161,14 +173,15 @@ def checkpoints_in(folder: Path, unusable: Callable[[str], object]) -> list[Node
             name for name in sorted(manifest.files) if _has(path, manifest, name, unusable)
         )
         total = len(manifest.files)
-        found.append(NodeCheckpoint(manifest.step, digest.hexdigest(), files, total))
-    return found
+        checkpoints.append(NodeCheckpoint(manifest.step, digest.hexdigest(), files, total))
+    return checkpoints
 
 
 def _has(path: Path, manifest: Manifest, name: str, unusable: Callable[[str], object]) -> bool:
+    """Return whether this node has a file of a checkpoint, with the right size."""
     try:
         check_size(path / name, manifest.files[name])
-    except FileNotFoundError:  # most are other nodes'
+    except FileNotFoundError:  # most files are on other nodes
         return False
     except (OSError, CheckpointError) as error:
         unusable(f"{path / name}: {error}")

@@ -1,12 +1,13 @@
-"""A save of all ranks: a snapshot, its writing, and the commit, in turn or beside the steps.
+"""A save by all ranks: a snapshot, its writing and the commit, while steps wait or beside them.
 
-Every element of every tensor is written once, by the rank that owns it (layout/derive.py), with its
-place in the global tensor. The manifest is put together from the headers of the files, so ranks
-exchange nothing but how it went: all succeed, or all fail.
+The rank that owns an element (layout/derive.py) writes it once, with its place in the global
+tensor. The committer assembles the manifest from the headers of the files. So ranks exchange only
+whether
+they succeeded: all succeed, or all fail.
 
-What a rank writes or commits it does without collectives (`LocalWork`), so it may run in a thread
-while the steps make theirs. Ranks meet between two steps alone, in `PendingSave.agree`. Which
-folders are written to, and by whom they are committed, is for a `SaveTarget` to say.
+Writing and committing use no collectives (`LocalWork`), so they may run in a thread while the steps
+use theirs. Ranks meet only between two steps, in `PendingSave.agree`. A `SaveTarget` decides which
+folders ranks write to, and which rank commits them.
 """
 
 import math
@@ -55,16 +56,17 @@ def save(
 ) -> Path:
     """Write `folder`/step_NNNNNN, all ranks together, and return its path.
 
-    params: with their layouts, or the module, whose layers say them.
+    It saves optimizer state with each parameter: `name#exp_avg` with the parameter's layout, and
+    scalars as `name#step`. Under ZeRO the ranks that hold the slices write both, and wide copies of
+    narrow parameters as `name#master`. Afterwards only the last `keep_last` complete checkpoints
+    stay.
 
-    Optimizer state is saved with each parameter, as `name#exp_avg` with the parameter's layout
-    or, for scalars, `name#step`. Under ZeRO both are written by the ranks that hold their slices,
-    and wide copies of narrow parameters as `name#master`. Afterwards only the last `keep_last`
-    complete checkpoints stay. group: all ranks (default).
+    params: parameters with their layouts, or a module whose layers declare them.
+    group: all ranks (default).
 
     Raises:
-        CheckpointError: on all ranks if any could not write; then `folder` is as before.
-        CommError: other ranks have not called it in time.
+        CheckpointError: on all ranks, if any could not write; `folder` is then unchanged.
+        CommError: other ranks did not call it in time.
     """
     expect_all("save() of a checkpoint", resolve_group(group, "global"))
     return start_save(
@@ -81,14 +83,15 @@ def save(
 
 
 Files = Mapping[str, FileFacts]
-"""What has been written, by name."""
+"""Size and checksum of each file written, by name."""
 Write = Callable[[Path, Callable[[], bool]], Files]
-"""Writes this rank's files into a temporary folder; the second argument: whether to stop."""
+"""A function that writes this rank's files into a temporary folder. Its second argument tells
+whether to stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveFacts:
-    """What a manifest says besides its tensors and files."""
+    """The fields of a manifest other than its tensors and files."""
 
     step: int
     tokens: int
@@ -96,14 +99,15 @@ class SaveFacts:
     facts: Mapping[str, Fact]
 
     def manifest(self, tensors: Mapping[str, TensorEntry], files: Files) -> Manifest:
+        """Return the manifest with these tensors and files."""
         return Manifest(self.step, self.tokens, self.degrees, tensors, files, self.facts)
 
 
 class SaveTarget(Protocol):
-    """Where the ranks of `group` write to. A committer makes a folder, and commits what is in it.
+    """A place that the ranks of `group` write to. A committer creates a folder and commits it.
 
-    path: where the checkpoint is in the end. name: of that in messages, alike on all ranks.
-    committer: the global rank that commits what this one writes.
+    path: folder of the finished checkpoints. name: its name in messages, the same on all ranks.
+    committer: the global rank that commits the files of this rank.
     """
 
     path: Path
@@ -116,22 +120,22 @@ class SaveTarget(Protocol):
     def committer(self) -> int: ...
 
     def make_temporary(self, step: int) -> Path:
-        """A fresh private folder for a checkpoint of `step`; called on committers."""
+        """Create a private folder for a checkpoint of `step`; only committers call it."""
         ...
 
     def write(self, temporary: Path, snapshot: Snapshot, cancelled: Callable[[], bool]) -> Files:
-        """Write this rank's part; the files of all ranks together are those of the checkpoint."""
+        """Write this rank's files; those of all ranks together form the checkpoint."""
         ...
 
     def commit(self, temporary: Path, saved: SaveFacts, files: Files) -> None:
-        """Make what all have written count, and remove what is not kept; called on committers."""
+        """Make the written files a checkpoint, and remove old ones; only committers call it."""
         ...
 
 
 class SharedFolder:
-    """One folder that all ranks write to, and the first one commits.
+    """One folder that all ranks write to and the first rank commits.
 
-    keep: what stays in it afterwards; None: all. group: all ranks (default).
+    keep: retention rules to apply afterwards; None: keep all. group: all ranks (default).
     """
 
     def __init__(self, path: str | Path, keep: Retention | None = None, group: Group | None = None):
@@ -171,18 +175,20 @@ def start_save(
     facts: Mapping[str, Fact] | None = None,
     copies: HostCopies | None = None,
 ) -> "PendingSave":
-    """Begin a save, all ranks of the target together. Arguments besides these two are as in `save`.
+    """Start a save, all ranks of the target together. Other arguments are those of `save`.
 
-    copies: memory for a copy of the state, made before this returns; threads then make a folder,
-    write and commit. None: all is done in `agree` and `finish`, from the run's own memory.
+    copies: host memory that the state is copied to before this returns; threads then create a
+        folder, write and commit. None: `agree` and `finish` do all the work, from the run's own
+        memory.
     """
     if isinstance(optimizer, ShardedOptimizer):
-        optimizer.arrive()  # a gather in flight has the slices that are written
+        optimizer.arrive()  # wait for a gather in flight, which uses the slices to be written
 
     def snapshot() -> Snapshot:
-        held, place = params_of(params, topology, rank), TopologyRank(topology, rank)
-        taken = take_snapshot(file_name(rank), held, place, optimizer, extras or {})
-        return taken if copies is None else copies.copy(taken)
+        layouts = params_of(params, topology, rank)
+        topology_rank = TopologyRank(topology, rank)
+        views = take_snapshot(file_name(rank), layouts, topology_rank, optimizer, extras or {})
+        return views if copies is None else copies.copy(views)
 
     taken = LocalWork(snapshot, in_thread=False)
     return PendingSave(
@@ -194,13 +200,14 @@ def start_save(
 
 
 class PendingSave:
-    """One save under way. Made, asked to `agree`, `finish` and `cancel` on all ranks alike.
+    """One save in progress. All ranks create it and call `agree`, `finish` and `cancel` together.
 
-    It begins without a word between ranks, and without one to a disk, which may be slow.
+    Creating it neither communicates nor waits for a disk, which may be slow.
 
-    write: what this rank adds to the temporary folder. in_thread: it and all that is done to the
-    disk run in threads; else in `agree`. unused: called if `write` never will be. files: of all
-    ranks, once all have written.
+    write: writes this rank's files into the temporary folder.
+    in_thread: do all work on the disk in threads, not in `agree`.
+    unused: called if `write` will never be called.
+    files: the files of all ranks, once all have written.
     """
 
     def __init__(
@@ -225,19 +232,22 @@ class PendingSave:
         self._work = self._on_committer(lambda: str(target.make_temporary(saved.step)))
 
     def _on_committer(self, work: Callable[[], object]) -> LocalWork[object]:
+        """Start work on the committer; other ranks do nothing."""
         if not self._commits:
             return LocalWork(lambda: None, in_thread=False)
         return LocalWork(work, in_thread=self._in_thread)
 
-    def _begin_files(self, made: list[object]) -> None:
-        temporary = self._temporary = Path(str(made[self._source]))
+    def _begin_files(self, folders: list[object]) -> None:
+        """Start writing this rank's files into the folder that its committer created."""
+        temporary = self._temporary = Path(str(folders[self._source]))
         self._next, self._unused = self._begin_commit, lambda: None
         self._work = LocalWork(
             lambda: self._write(temporary, self._cancelled.is_set), in_thread=self._in_thread
         )
 
-    def _begin_commit(self, written: list[object]) -> None:
-        for files in cast(list[Files], written):
+    def _begin_commit(self, files_by_rank: list[object]) -> None:
+        """Start the commit, now that all ranks have written their files."""
+        for files in cast(list[Files], files_by_rank):
             self.files |= files
         temporary = cast(Path, self._temporary)
         self._next = None
@@ -255,22 +265,22 @@ class PendingSave:
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank waits for the others, in `agree`."""
+        """True if this rank's work has ended, so that `agree` waits only for other ranks."""
         return self._work.is_done
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank could not do its part."""
+        """True if this rank's work has failed."""
         return self._work.is_done and self._work.error is not None
 
     def agree(self) -> bool:
-        """End the phase that is under way, all ranks together; whether the checkpoint counts now.
+        """End the current phase, all ranks together; return True once the checkpoint is complete.
 
-        Of three phases the first ends when there is a folder, the second when all have written and
-        the third when those that commit have done so. Waits for this rank's work.
+        The three phases end when the folder exists, when all ranks have written, and when the
+        committers have committed. Each waits for this rank's work.
 
         Raises:
-            CheckpointError: on all ranks if any failed; then the folder is as before.
+            CheckpointError: on all ranks, if any failed; the folder is then unchanged.
         """
         try:
             outcomes = outcomes_of(self._work.result, self._group, self._doing)
@@ -285,89 +295,106 @@ class PendingSave:
         return False
 
     def finish(self) -> Path:
-        """Wait for all that is left, all ranks together; returns the checkpoint.
+        """Run the remaining phases, all ranks together, and return the checkpoint's path.
 
         Raises:
-            CheckpointError: as `agree`.
+            CheckpointError: as in `agree`.
         """
         while not self.agree():
             pass
         return self._target.path / folder_name(self.step)
 
     def cancel(self) -> None:
-        """Write no more here, as some rank has failed; its error comes from `agree`."""
+        """Stop writing, because some rank has failed; `agree` raises that rank's error."""
         self._cancelled.set()
         self._unused()
 
 
 def collect(temporary: Path, files: Mapping[str, FileFacts]) -> dict[str, TensorEntry]:
-    """All tensors of a checkpoint, from the headers of its files.
+    """Collect all tensors of a checkpoint from the headers of its files.
 
     Raises:
         CheckpointError: ranks disagree about a tensor, or its pieces do not tile it.
     """
-    found: dict[str, TensorEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
     for file in files:
         with safe_open(temporary / file, framework="pt") as shard:
             header = Manifest.from_json(shard.metadata()["pieces"])
         for name, entry in header.tensors.items():
-            have = found.get(name, TensorEntry(entry.shape, entry.dtype, ()))
-            if (have.shape, have.dtype) != (entry.shape, entry.dtype):
+            entry_so_far = tensors.get(name, TensorEntry(entry.shape, entry.dtype, ()))
+            if (entry_so_far.shape, entry_so_far.dtype) != (entry.shape, entry.dtype):
                 raise CheckpointError(
-                    f"{name} is {entry.dtype} of shape {entry.shape} in {file}, but {have.dtype} "
-                    f"of shape {have.shape} in {have.pieces[0].file}; give it one layout"
+                    f"{name} is {entry.dtype} of shape {entry.shape} in {file}, but "
+                    f"{entry_so_far.dtype} "
+                    f"of shape {entry_so_far.shape} in {entry_so_far.pieces[0].file}; give it "
+                    f"one layout"
                 )
-            found[name] = TensorEntry(entry.shape, entry.dtype, have.pieces + entry.pieces)
-    for name, entry in found.items():
+            tensors[name] = TensorEntry(
+                entry.shape, entry.dtype, entry_so_far.pieces + entry.pieces
+            )
+    for name, entry in tensors.items():
         covered = sum(math.prod(piece.lengths) for piece in entry.pieces)
         if covered != math.prod(entry.shape):
             raise CheckpointError(
                 f"{name}: the ranks own {covered} elements of {math.prod(entry.shape)} "
                 f"(shape {entry.shape}); its layouts on the ranks do not belong together"
             )
-    return found
+    return tensors
 
 
 def file_name(rank: int) -> str:
-    """`rank00003.safetensors`."""
+    """Return the name of a rank's file, such as `rank00003.safetensors`."""
     return f"rank{rank:05d}.safetensors"
 
 
 def degrees_of(topology: Topology) -> tuple[tuple[str, int], ...]:
-    """(axis, size) of every axis longer than 1, outermost first, then of the expert axis."""
+    """Return (axis, size) of every axis longer than 1, outermost first, then of the expert axis."""
     expert = topology.expert.axis_size("expert")
     return tuple((a, n) for a, n in (*topology.dense.axes, ("expert", expert)) if n > 1)
 
 
 @contextmanager
 def fail_together(group: Group, doing: str) -> Generator[None]:
-    """Run the block, without collectives, on every rank of the group; doing: what it does.
+    """Run the block on every rank of the group, and fail on all ranks if any fails.
+
+    The block must not use collectives. doing: what it does, for the message.
 
     Raises:
-        CheckpointError: on every rank if the block raised on any; names the first of them.
+        CheckpointError: on every rank, naming the first rank whose block raised.
     """
-    mine: Exception | None = None
+    own_error: Exception | None = None
     try:
         yield
     except Exception as error:
-        mine = error
-    _outcomes(None, mine, group, doing)
+        own_error = error
+    _outcomes(None, own_error, group, doing)
 
 
 def outcomes_of(work: Callable[[], object], group: Group, doing: str) -> list[object]:
-    """What `work`, without collectives, returned on every rank; raises as `fail_together`."""
-    result, mine = None, None
+    """Return the results of `work` on all ranks; fail on all as `fail_together` does.
+
+    `work` must not use collectives.
+    """
+    result = None
+    own_error: Exception | None = None
     try:
         result = work()
     except Exception as error:
-        mine = error
-    return _outcomes(result, mine, group, doing)
+        own_error = error
+    return _outcomes(result, own_error, group, doing)
 
 
-def _outcomes(result: object, mine: Exception | None, group: Group, doing: str) -> list[object]:
-    text = None if mine is None else f"on {socket.gethostname()}: {type(mine).__name__}: {mine}"
-    # who was cancelled is no culprit
-    is_first_hand = not isinstance(mine, CancelledSave)
+def _outcomes(
+    result: object, own_error: Exception | None, group: Group, doing: str
+) -> list[object]:
+    """Gather every rank's result or error; raise the first error on all ranks."""
+    text = (
+        None
+        if own_error is None
+        else f"on {socket.gethostname()}: {type(own_error).__name__}: {own_error}"
+    )
+    # a cancelled rank is not the cause: name a rank whose error is its own
+    is_first_hand = not isinstance(own_error, CancelledSave)
     gathered = primitives.gather_objects((text, is_first_hand, result), group)
     outcomes = cast(list[tuple[str | None, bool, object]], gathered)
     ranks = primitives.ranks_of(group)
@@ -376,5 +403,5 @@ def _outcomes(result: object, mine: Exception | None, group: Group, doing: str) 
     if failed:
         rank, outcome = failed[0]
         others = f" (and {len(failed) - 1} more failed)" if len(failed) > 1 else ""
-        raise CheckpointError(f"{doing} failed on rank {rank} {outcome}{others}") from mine
+        raise CheckpointError(f"{doing} failed on rank {rank} {outcome}{others}") from own_error
     return [o[2] for o in outcomes]

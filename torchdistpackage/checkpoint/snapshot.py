@@ -1,7 +1,7 @@
-"""What one rank writes of a state: its tensors by key, either the run's own memory or host copies.
+"""A snapshot of the tensors that one rank writes, in the run's own memory or in host copies.
 
-A save in turn writes from the run's memory, which nobody changes meanwhile. A save beside the steps
-writes from copies (`HostCopies`), which are made between two steps.
+A save that steps wait for writes from the run's memory, which nothing changes meanwhile. A save
+beside the steps writes from copies (`HostCopies`), made between two steps.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,25 +13,25 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.checkpoint.manifest import TensorChunk, TensorEntry
-from torchdistpackage.checkpoint.parts import Params, TopologyRank, held
+from torchdistpackage.checkpoint.parts import Params, TopologyRank, saved_tensors
 from torchdistpackage.comm.flight_recorder import dtype_name
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.derive import Box
 
 Extras = Mapping[str, int | Tensor]
-"""What belongs to one rank alone: random states, positions."""
+"""State that belongs to one rank alone, such as random states and positions in the data."""
 
 EXTRA = "extra/"
-"""Before the keys of a rank's own tensors in its file."""
+"""Prefix of the keys of a rank's extras in its file."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """The file of one rank, before it is written.
+    """The contents of one rank's file, before it is written.
 
-    tensors: by key; frozen: keys of those that only who sets them by hand changes. entries: the
-    global tensors that they are pieces of. integers: of the extras. arrived: waits until copies
-    that a device makes are there.
+    tensors: by key. frozen: keys of tensors that no optimizer updates.
+    entries: the global tensors that they are pieces of. integers: extras that are numbers.
+    arrived: waits until asynchronous copies from a device have finished.
     """
 
     file: str
@@ -49,31 +49,31 @@ class Snapshot:
 def take_snapshot(
     file: str,
     params: Params,
-    place: TopologyRank,
+    topology_rank: TopologyRank,
     optimizer: torch.optim.Optimizer | None,
     extras: Extras,
 ) -> Snapshot:
-    """What the rank `place` owns, as views of the run's memory, under the name `file`.
+    """Return the tensors that a rank owns, as views of the run's memory, for the file `file`.
 
     Raises:
-        CheckpointError: the optimizer has state of a kind that has no place, or two tensors of
-            different layouts share memory.
+        CheckpointError: the optimizer has state that cannot be placed in the global tensor, or two
+            tensors with different layouts share memory.
     """
     tensors: dict[str, Tensor] = {}
     frozen: set[str] = set()
     entries: dict[str, TensorEntry] = {}
-    for each in held(params, place, optimizer):
+    for each in saved_tensors(params, topology_rank, optimizer):
         if each.owned is None:
             continue
-        known = entries.get(each.name, TensorEntry(each.shape, dtype_name(each.dtype), ()))
-        pieces = list(known.pieces)
+        entry = entries.get(each.name, TensorEntry(each.shape, dtype_name(each.dtype), ()))
+        pieces = list(entry.pieces)
         for where, tensor in each.owned:
             key = f"{each.name}[{len(pieces)}]"
             tensors[key] = tensor
             if each.is_frozen:
                 frozen.add(key)
             pieces.append(TensorChunk(file, key, *box_of(where)))
-        entries[each.name] = replace(known, pieces=tuple(pieces))
+        entries[each.name] = replace(entry, pieces=tuple(pieces))
     _refuse_shared(tensors)
     integers: dict[str, int] = {}
     for name, value in extras.items():
@@ -85,7 +85,7 @@ def take_snapshot(
 
 
 def _refuse_shared(tensors: Mapping[str, Tensor]) -> None:
-    """A load would fill memory that two tensors share twice, from files that may differ."""
+    """Refuse tensors that share memory: a load would fill it twice, from files that may differ."""
     spans = sorted(
         (str(x.device), x.data_ptr(), x.data_ptr() + x.nbytes, key)
         for key, x in tensors.items()
@@ -99,15 +99,15 @@ def _refuse_shared(tensors: Mapping[str, Tensor]) -> None:
 
 
 def box_of(where: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(offset, lengths) of a block."""
+    """Return the (offset, lengths) of a box."""
     return tuple(s.start for s in where), tuple(s.stop - s.start for s in where)
 
 
 class HostCopies:
-    """Host memory that one snapshot after another is copied into.
+    """Host memory that successive snapshots are copied into; the first copy allocates it.
 
-    The first copy allocates it. Pinned, and filled by a stream of its own, where the state is on a
-    CUDA device: the current stream then waits for the copies and the host does not.
+    For state on a CUDA device the memory is pinned and a stream of its own fills it: then only the
+    current stream waits for the copies, and the host does not.
     """
 
     def __init__(self) -> None:
@@ -116,10 +116,10 @@ class HostCopies:
         self._stream: Any = None
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
-        """The same state in host memory, which the next call overwrites.
+        """Copy a snapshot to host memory, which the next call overwrites.
 
-        A frozen parameter is copied anew only when it has changed: autograd's version counter of a
-        tensor tells, which every operation in place on the tensor raises, but none on its `.data`.
+        It copies a frozen parameter again only if autograd's version counter has changed. In-place
+        operations on a tensor raise that counter, but those on its `.data` do not.
         """
         buffers = {key: self._buffer(key, x) for key, x in snapshot.tensors.items()}
         self._buffers = buffers
@@ -132,26 +132,30 @@ class HostCopies:
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         current = torch.cuda.current_stream(device)
+        # the copies must see the results of the step that the current stream is still computing
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             for key, x in due.items():
                 buffers[key].copy_(x, non_blocking=True)
                 if x.is_cuda:
+                    # keep the allocator from reusing x, if it is freed, while the copy reads it
                     x.record_stream(self._stream)
             done = torch.cuda.Event()
             done.record(self._stream)
-        # the next update must not overtake the copy
+        # the next optimizer step must not overwrite the parameters before they are copied
         current.wait_event(done)
         return replace(snapshot, tensors=buffers, arrived=done.synchronize)
 
     def _buffer(self, key: str, x: Tensor) -> Tensor:
-        known = self._buffers.get(key)
-        if known is not None and (known.shape, known.dtype) == (x.shape, x.dtype):
-            return known
+        """Return host memory for a tensor, the one of the last snapshot if it fits."""
+        buffer = self._buffers.get(key)
+        if buffer is not None and (buffer.shape, buffer.dtype) == (x.shape, x.dtype):
+            return buffer
         self._versions.pop(key, None)
         return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
 
     def _has_changed(self, key: str, x: Tensor, snapshot: Snapshot) -> bool:
+        """Return whether a tensor must be copied, and note its version."""
         version = (x.data_ptr(), x._version)
         if key in snapshot.frozen and self._versions.get(key) == version:
             return False

@@ -1,7 +1,7 @@
-"""A safetensors file as the kernel maps it: hashed and copied from without a buffer in between.
+"""A memory-mapped safetensors file, hashed and copied from without an intermediate buffer.
 
-The file is read from the disk once, ahead of the hash, and the second pass, which copies, finds it
-in memory. The mapping is private, so nothing that is done to the views reaches the file.
+The kernel reads the file from the disk once, ahead of the hash; the copy then finds it in memory.
+The mapping is private, so writes to the views do not reach the file.
 """
 
 import os
@@ -24,40 +24,40 @@ class TensorFile:
     """The tensors of a file by key, as views of its mapping.
 
     Raises:
-        OSError: it is no regular file, or cannot be read.
-        ValueError: its header is not true of it.
+        OSError: it is not a regular file, or cannot be read.
+        ValueError: its header is wrong.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self._held: dict[str, StoredTensor] = read_header(path)
+        self._stored: dict[str, StoredTensor] = read_header(path)
         size_bytes = check_regular(path)
         self._bytes = torch.from_file(str(path), shared=False, size=size_bytes, dtype=torch.uint8)
-        ends = (stored.span[1] for stored in self._held.values())
+        ends = (stored.span[1] for stored in self._stored.values())
         self._begin = size_bytes - max(ends, default=0)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
+        return iter(self._stored)
 
     def __getitem__(self, key: str) -> Tensor:
-        stored = self._held[key]
+        stored = self._stored[key]
         first, last = (self._begin + at for at in stored.span)
         dtype = getattr(torch, _TORCH_NAMES[stored.dtype])
         if first == last:
             return torch.empty(stored.shape, dtype=dtype)
-        # a storage of its own: who saves one tensor is not to save the file
+        # give each tensor its own storage: torch.save of one tensor would write the whole file
         flat = torch.frombuffer(self._bytes.numpy()[first:last], dtype=torch.uint8)
-        if first % dtype.itemsize:  # not one of ours, which are aligned
+        if first % dtype.itemsize:  # files of other writers may be unaligned
             flat = flat.clone()
         return flat.view(dtype).view(stored.shape)
 
     def described(self, key: str) -> tuple[str, tuple[int, ...]]:
-        """(torch's dtype, shape) of a tensor."""
-        stored = self._held[key]
+        """Return (torch's dtype, shape) of a tensor."""
+        stored = self._stored[key]
         return _TORCH_NAMES[stored.dtype], stored.shape
 
     def verify(self, expected: FileFacts) -> None:
-        """Raises CheckpointError if the bytes have another checksum than expected."""
+        """Raise CheckpointError if the checksum of the bytes differs from the expected one."""
         checksum = new_checksum() if expected.crc32 is None else Crc32()
         data = memoryview(self._bytes.numpy())
         for start in range(0, len(data), BLOCK_BYTES):
@@ -67,12 +67,12 @@ class TensorFile:
 
 
 def read_ahead(paths: Iterable[Path]) -> None:
-    """Have the kernel begin to read these files; who needs them later waits less."""
+    """Ask the kernel to start reading these files, so that later reads wait less."""
     for path in paths:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
-            continue  # whoever reads it says what is wrong
+            continue  # the reader that opens it later reports the error
         with suppress(OSError):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
         os.close(descriptor)

@@ -1,7 +1,8 @@
-"""Writes the file of one rank in one pass: each block is hashed while it is in the core's cache.
+"""Writer of one rank's file, in one pass: it hashes each block while it is in the core's cache.
 
-The format is safetensors (https://huggingface.co/docs/safetensors): 8 bytes of length, a header of
-JSON, and the tensors one after the other, here the widest types first, so that all are aligned.
+The format is safetensors (https://huggingface.co/docs/safetensors): 8 bytes for the header's
+length, a JSON header, and the tensors one after the other, widest types first so that all are
+aligned.
 """
 
 import json
@@ -25,7 +26,7 @@ _ALIGN_BYTES = 64
 
 
 class CancelledSave(CheckpointError):
-    """The writing ended because another rank has failed."""
+    """The write stopped because another rank failed."""
 
 
 def write_snapshot(
@@ -33,16 +34,16 @@ def write_snapshot(
 ) -> FileFacts:
     """Write and flush the file of a rank into a temporary folder.
 
-    cancelled: asked after every block.
+    cancelled: called before every block; True stops the write.
 
     Raises:
-        CheckpointError: a tensor has a type that files do not have.
-        OSError: the disk is full, or the like.
+        CheckpointError: safetensors has no type for one of the tensors.
+        OSError: the disk is full, or another file error.
     """
     path = folder / snapshot.file
     header = Manifest(0, 0, (), snapshot.entries, {}).to_json()
     metadata = {"pieces": header, "integers": json.dumps(dict(snapshot.integers))}
-    snapshot.arrived()
+    snapshot.arrived()  # wait for copies from the device: the host reads them from here on
     facts = write_safetensors(path, snapshot.tensors, metadata, cancelled)
     settle(path)
     return facts
@@ -54,13 +55,13 @@ def write_safetensors(
     metadata: Mapping[str, str],
     cancelled: Callable[[], bool] = lambda: False,
 ) -> FileFacts:
-    """Write a safetensors file; returns its size and checksum.
+    """Write a safetensors file, and return its size and checksum.
 
-    Held besides the tensors is one that is not contiguous or not on the host, at a time.
+    It makes one host copy at a time, of a tensor that is not contiguous or not on the host.
 
     Raises:
-        CheckpointError: a tensor has a type that files do not have, or there are too many.
-        OSError: the disk is full, or the like.
+        CheckpointError: safetensors has no type for a tensor, or the header would be too long.
+        OSError: the disk is full, or another file error.
     """
     described = {key: (dtype_name(x.dtype), tuple(x.shape)) for key, x in tensors.items()}
     return write_stream(path, described, tensors.__getitem__, metadata, cancelled)
@@ -73,9 +74,9 @@ def write_stream(
     metadata: Mapping[str, str],
     cancelled: Callable[[], bool] = lambda: False,
 ) -> FileFacts:
-    """`write_safetensors` of tensors that are made one at a time.
+    """Write a safetensors file of tensors that `read` returns one at a time.
 
-    described: key -> (torch's dtype, shape) of what `read` returns for it.
+    described: key -> (torch's dtype, shape) of the tensor that `read` returns for it.
     """
     order = sorted(described, key=lambda key: -DTYPES.get(described[key][0], ("", 0))[1])
     head = make_header({key: described[key] for key in order}, metadata)
@@ -96,11 +97,11 @@ def copy_file(
     expected: FileFacts,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> FileFacts:
-    """Copy an open file to its end into a temporary folder, and flush it; returns `expected`.
+    """Copy an open file to its end into a temporary folder, flush it, and return `expected`.
 
     Raises:
-        CheckpointError: the bytes are not those that are expected.
-        OSError: it cannot be read, the disk is full, or the like.
+        CheckpointError: the checksum differs from the expected one.
+        OSError: the file cannot be read, the disk is full, or another file error.
     """
     checksum = new_checksum()
     with target.open("wb", buffering=BLOCK_BYTES) as file:
@@ -118,17 +119,19 @@ def copy_file(
 def make_header(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """The bytes before the first tensor. tensors: key -> (torch's dtype, shape), in file order.
+    """Return the bytes before the first tensor.
+
+    tensors: key -> (torch's dtype, shape), in file order.
 
     Raises:
-        CheckpointError: a type that files do not have, or more than a reader takes.
+        CheckpointError: safetensors has no such type, or the header is longer than readers accept.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for key, (dtype, shape) in tensors.items():
         if dtype not in DTYPES:
             raise CheckpointError(
-                f"{key} is {dtype}, which files of tensors do not have; use {', '.join(DTYPES)}"
+                f"{key} is {dtype}, which safetensors files do not have; use {', '.join(DTYPES)}"
             )
         name, size = DTYPES[dtype]
         begin, end = end, end + size * math.prod(shape)
@@ -137,7 +140,7 @@ def make_header(
     text += b" " * (-(len(text) + 8) % _ALIGN_BYTES)
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"the header of a file has {len(text):,} bytes, and no reader takes more than "
+            f"the header of a file has {len(text):,} bytes, but readers accept at most "
             f"{MAX_HEADER_BYTES:,}; save fewer tensors from a rank"
         )
     return len(text).to_bytes(8, "little") + text
@@ -146,6 +149,7 @@ def make_header(
 def _blocks(
     head: bytes, order: list[str], read: Callable[[str], Tensor]
 ) -> Iterator[bytes | memoryview]:
+    """Yield the header, and then every tensor's bytes in blocks."""
     yield head
     for key in order:
         data = bytes_of(read(key))
@@ -154,6 +158,6 @@ def _blocks(
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The elements of a tensor in order; of its own memory if it is contiguous on the host."""
+    """Return the elements of a tensor in order, as a view if it is contiguous on the host."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")

@@ -1,6 +1,6 @@
-"""Folders of torch.distributed.checkpoint, written and read by itself, in one process.
+"""Folders of torch.distributed.checkpoint (DCP), written and read through DCP in one process.
 
-Its `.metadata` is a pickle, so of one that others wrote only the types that belong there are made.
+The file `.metadata` is a pickle, so the reader creates only the types that belong in it.
 """
 
 import io
@@ -43,11 +43,11 @@ _PLAIN = {
 def write_dcp(source: TensorSource, folder: Path) -> None:
     """Write a folder that `torch.distributed.checkpoint.load` reads, under the names of `source`.
 
-    The whole tensors lie in a file next to it meanwhile.
+    A temporary file beside the folder holds the full tensors meanwhile.
 
     Raises:
         CheckpointError: the folder is not empty.
-        OSError: the disk is full, or the like.
+        OSError: the disk is full, or another file error.
     """
     if folder.exists() and any(folder.iterdir()):
         raise CheckpointError(f"{folder} is not empty; name another folder")
@@ -64,15 +64,16 @@ def write_dcp(source: TensorSource, folder: Path) -> None:
 
 
 def read_dcp(folder: Path) -> TensorSource:
-    """The tensors of a folder that torch.distributed.checkpoint wrote, of any number of ranks.
+    """Return the tensors of a folder that torch.distributed.checkpoint wrote on any number of
+    ranks.
 
     Raises:
-        CheckpointError: it is none, or is damaged.
+        CheckpointError: the folder is not one of DCP, or is damaged.
     """
     reader = _SafeReader(folder)
     entries = reader.read_metadata().state_dict_metadata
-    held = {k: x for k, x in entries.items() if isinstance(x, TensorStorageMetadata)}
-    tensors = {k: (dtype_name(x.properties.dtype), tuple(x.size)) for k, x in held.items()}
+    stored = {k: x for k, x in entries.items() if isinstance(x, TensorStorageMetadata)}
+    tensors = {k: (dtype_name(x.properties.dtype), tuple(x.size)) for k, x in stored.items()}
 
     def read(name: str) -> Tensor:
         dtype, shape = tensors[name]
@@ -80,9 +81,9 @@ def read_dcp(folder: Path) -> TensorSource:
         try:
             with _without_a_group():
                 dcp_load(state, storage_reader=_SafeReader(folder), no_dist=True)
-        except Exception as error:  # it wraps what went wrong in types of its own
+        except Exception as error:  # DCP wraps errors in its own types
             why = str(error).strip().splitlines()[-1:]
-            raise CheckpointError(f"{folder}: {name} is not read: {why}") from error
+            raise CheckpointError(f"{folder}: cannot read {name}: {why}") from error
         return state[name]
 
     return TensorSource(tensors, read)
@@ -90,13 +91,15 @@ def read_dcp(folder: Path) -> TensorSource:
 
 @contextmanager
 def _without_a_group() -> Iterator[None]:
-    """It warns that there is no process group, which is meant."""
+    """Silence DCP's warning that there is no process group, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to")
         yield
 
 
 class _SafeReader(FileSystemReader):
+    """A reader that unpickles the metadata with only the types that belong there."""
+
     def __init__(self, folder: Path):
         super().__init__(str(folder))
         self._folder = folder
@@ -104,23 +107,23 @@ class _SafeReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = self._folder / _METADATA
         try:
-            found = _MetadataUnpickler(io.BytesIO(read_regular(path, _MAX_BYTES))).load()
+            metadata = _MetadataUnpickler(io.BytesIO(read_regular(path, _MAX_BYTES))).load()
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointError(
-                f"{self._folder} has no {_METADATA}, so it is no folder of "
-                f"torch.distributed.checkpoint"
+                f"{self._folder} has no {_METADATA}, so it is not a folder of "
+                f"torch.distributed.checkpoint; name one that it wrote"
             ) from error
         except OSError as error:
-            raise CheckpointError(f"{path} is not read: {error.strerror}") from error
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
         except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
-            raise CheckpointError(f"{path} is not read: {error}") from error
-        if not isinstance(found, Metadata):
-            raise CheckpointError(f"{path} holds a {type(found).__name__}, which is no metadata")
-        return found
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"{path} holds a {type(metadata).__name__}, which is no metadata")
+        return metadata
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes the types of a DCP folder's metadata and no other."""
+    """An unpickler that creates the types of DCP metadata and refuses all others."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)

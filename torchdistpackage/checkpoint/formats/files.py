@@ -1,4 +1,4 @@
-"""Files: safetensors, torch's .pt, and those whose names end as `get_mp_ckpt_suffix` says."""
+"""Tensor files: safetensors, torch's .pt, and files with the suffix of `get_mp_ckpt_suffix`."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -15,43 +15,44 @@ from torchdistpackage.comm.flight_recorder import dtype_name
 from torchdistpackage.errors import CheckpointError
 
 MODEL, OPTIMIZER = "model", "optimizer"
-"""Keys of a .pt file of ours."""
+"""Keys of the .pt files that we write."""
 _NESTED = (MODEL, OPTIMIZER, "state_dict", "model_state_dict", "module")
-"""Keys below which programs commonly put what has the tensors."""
+"""Keys under which programs commonly store their tensors."""
 _SUFFIX = re.compile(r"(?P<stem>.+?)(?:_tp_(?P<tensor>\d+))?(?:_pp_(?P<pipe>\d+))?\.pth")
 
 
 def write_safetensors_file(source: TensorSource, path: Path) -> None:
-    """Write one safetensors file with the whole tensors.
+    """Write one safetensors file with the full tensors.
 
     Raises:
-        OSError: the disk is full, or the like.
+        OSError: the disk is full, or another file error.
     """
     metadata = {"format": "pt", "step": str(source.step), "tokens": str(source.tokens)}
     write_stream(path, source.tensors, source.read, metadata)
 
 
 def read_safetensors(path: Path) -> TensorSource:
-    """A safetensors file, or all of a folder.
+    """Return the tensors of a safetensors file, or of all those in a folder.
 
     Raises:
-        CheckpointError: there is none, or its header is not true.
+        CheckpointError: there is no such file, or its header is invalid.
     """
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
         raise CheckpointError(f"{path} has no safetensors file")
-    held: dict[str, TensorFile] = {}
+    file_of: dict[str, TensorFile] = {}
     for file in files:
         mapped = _mapped(file)
         for key in mapped:
-            if key in held:
-                raise CheckpointError(f"{key} is in {held[key].path.name} and in {file.name}")
-            held[key] = mapped
-    tensors = {key: mapped.described(key) for key, mapped in held.items()}
-    return TensorSource(tensors, lambda key: held[key][key])
+            if key in file_of:
+                raise CheckpointError(f"{key} is in {file_of[key].path.name} and in {file.name}")
+            file_of[key] = mapped
+    tensors = {key: mapped.described(key) for key, mapped in file_of.items()}
+    return TensorSource(tensors, lambda key: file_of[key][key])
 
 
 def _mapped(file: Path) -> TensorFile:
+    """Map a safetensors file; raise CheckpointError if it cannot be read."""
     try:
         return TensorFile(file)
     except (OSError, ValueError) as error:
@@ -59,12 +60,12 @@ def _mapped(file: Path) -> TensorFile:
 
 
 def write_torch(source: TensorSource, path: Path) -> None:
-    """Write a .pt file: {"model": weights, "optimizer": `name#exp_avg` and the like, "step", ...}.
+    """Write a .pt file: {"model": weights, "optimizer": {"name#exp_avg": ...}, "step": ..., ...}.
 
-    The whole tensors lie in a file next to it meanwhile, from which torch.save reads.
+    torch.save reads the full tensors from a temporary file beside it.
 
     Raises:
-        OSError: the disk is full, or the like.
+        OSError: the disk is full, or another file error.
     """
     beside = path.with_name(f".{path.name}.tensors")
     try:
@@ -79,26 +80,26 @@ def write_torch(source: TensorSource, path: Path) -> None:
 
 
 def read_torch(path: Path) -> TensorSource:
-    """A .pt or .pth file, of which only tensors and plain values are read.
+    """Return the tensors of a .pt or .pth file, reading only tensors and plain values.
 
     Raises:
-        CheckpointError: it has none, or needs code of others to be read.
+        CheckpointError: the file has no tensors, or unpickling it would run foreign code.
     """
-    found = _load(path)
-    flat = dict(_flattened(found))
+    content = _load(path)
+    flat = dict(_flattened(content))
     if not flat:
         raise CheckpointError(f"{path} has no tensors by name")
-    step, tokens = (_whole_number(found, key) for key in ("step", "tokens"))
+    step, tokens = (_count(content, key) for key in ("step", "tokens"))
     tensors = {name: (dtype_name(x.dtype), tuple(x.shape)) for name, x in flat.items()}
     return TensorSource(tensors, flat.__getitem__, step, tokens)
 
 
 def read_suffixed(path: Path, split_dims: Mapping[str, int] | None = None) -> TensorSource:
-    """The files of one stem that ranks wrote with `get_mp_ckpt_suffix`: `path` names one of them.
+    """Return the tensors of all files of one stem that ranks wrote with `get_mp_ckpt_suffix`.
 
-    Tensors that differ between tensor ranks are joined along the dim in `split_dims` or, without
-    it, the first one that fits the sizes: 0 for weights that are split by rows of outputs. Stages
-    of a pipeline have names of their own.
+    `path` is any one of these files. Tensors that differ between tensor ranks are joined along the
+    dim in `split_dims`, or else along dim 0, which is right for weights split by output rows. The
+    stages of a pipeline must use different names.
 
     Raises:
         CheckpointError: a file is missing, or two stages hold one name.
@@ -112,8 +113,8 @@ def read_suffixed(path: Path, split_dims: Mapping[str, int] | None = None) -> Te
         if other is not None and other["stem"] == match["stem"]:
             files[int(other["pipe"] or 0), int(other["tensor"] or 0)] = file
     num_pipe, num_tensor = (max(key[i] for key in files) + 1 for i in (0, 1))
-    wanted = {(p, t) for p in range(num_pipe) for t in range(num_tensor)}
-    if missing := sorted(wanted - files.keys()):
+    expected = {(p, t) for p in range(num_pipe) for t in range(num_tensor)}
+    if missing := sorted(expected - files.keys()):
         raise CheckpointError(
             f"{path.parent}: of {match['stem']} the file of pipe {missing[0][0]}, tensor "
             f"{missing[0][1]} is missing"
@@ -125,8 +126,8 @@ def read_suffixed(path: Path, split_dims: Mapping[str, int] | None = None) -> Te
             if name in joined:
                 raise CheckpointError(f"{name} is in two stages; give them names of their own")
             parts = [shard[name] for shard in shards if name in shard]
-            same = all(torch.equal(first, part) for part in parts[1:])
-            joined[name] = (parts[:1], None) if same else (parts, _dim(name, split_dims))
+            equal = all(torch.equal(first, part) for part in parts[1:])
+            joined[name] = (parts[:1], None) if equal else (parts, _dim(name, split_dims))
     tensors = {
         name: (dtype_name(parts[0].dtype), _joined_shape(parts, dim))
         for name, (parts, dim) in joined.items()
@@ -140,10 +141,12 @@ def read_suffixed(path: Path, split_dims: Mapping[str, int] | None = None) -> Te
 
 
 def _dim(name: str, split_dims: Mapping[str, int] | None) -> int:
+    """Return the dim along which to join a tensor."""
     return 0 if split_dims is None else split_dims.get(name, 0)
 
 
 def _joined_shape(parts: list[Tensor], dim: int | None) -> tuple[int, ...]:
+    """Return the shape of the parts joined along `dim`."""
     shape = list(parts[0].shape)
     if dim is not None:
         shape[dim] = sum(part.shape[dim] for part in parts)
@@ -151,15 +154,17 @@ def _joined_shape(parts: list[Tensor], dim: int | None) -> tuple[int, ...]:
 
 
 def _load(path: Path) -> Any:
+    """Load a .pt file memory-mapped, with weights only."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no file {path}") from error
-    except Exception as error:  # torch names many kinds
-        raise CheckpointError(f"{path} is not read: {str(error).splitlines()[0][:200]}") from error
+    except Exception as error:  # torch raises many types
+        raise CheckpointError(f"cannot read {path}: {str(error).splitlines()[0][:200]}") from error
 
 
 def _flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield (dotted name, tensor) for every tensor in nested mappings."""
     if isinstance(value, Tensor):
         yield prefix, value.detach()
     elif isinstance(value, Mapping):
@@ -168,6 +173,7 @@ def _flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _flattened(inner, below)
 
 
-def _whole_number(found: Any, key: str) -> int:
-    value = found.get(key) if isinstance(found, Mapping) else None
+def _count(content: Any, key: str) -> int:
+    """Return the count stored under `key`, or 0 if there is none."""
+    value = content.get(key) if isinstance(content, Mapping) else None
     return value if type(value) is int and value >= 0 else 0

@@ -1,4 +1,4 @@
-"""A source of tensors as a checkpoint of ours: one file, which any layout loads."""
+"""Import of named tensors as a checkpoint of ours, in one file that any layout can load."""
 
 import json
 import shutil
@@ -14,11 +14,12 @@ _FILE = "rank00000.safetensors"
 
 
 def write_checkpoint(source: TensorSource, folder: Path) -> Path:
-    """Write `source` as a checkpoint of its step into `folder`; returns its path.
+    """Write `source` as a checkpoint of its step into `folder`, and return its path.
 
     Raises:
-        CheckpointError: there is one of this step, or a tensor has a type that files do not have.
-        OSError: the disk is full, or the like.
+        CheckpointError: `folder` has a checkpoint of this step, `source` has no tensors, or
+            safetensors has no type for one of them.
+        OSError: the disk is full, or another file error.
     """
     if (folder / folder_name(source.step)).exists():
         raise CheckpointError(

@@ -1,8 +1,8 @@
-"""Names of tensors here and in another library, by a mapping file.
+"""Translation of tensor names between this library and another, by a mapping file.
 
-The file is YAML with a line `ours: theirs` for each kind of name. `*` stands for what lies between
-two dots, in order. `theirs[*]` is a tensor that stacks those of all layers along its first dim, as
-Megatron's torch_dist folders do:
+The file is YAML with a line `ours: theirs` for each kind of name. `*` stands for the text between
+two dots, in order. `theirs[*]` is one tensor that stacks those of all layers along its first dim,
+as in Megatron's torch_dist folders:
 
     blocks.*.attn.qkv.weight: decoder.layers.self_attention.linear_qkv.weight[*]
     blocks.*.mlp.up.weight: layers.*.feed_forward.w1.weight
@@ -38,20 +38,20 @@ class NameRule:
 
 
 def read_names(path: Path) -> tuple[NameRule, ...]:
-    """The rules of a mapping file.
+    """Read the rules of a mapping file.
 
     Raises:
-        CheckpointError: a line is none, or has not as many `*` on both sides.
+        CheckpointError: a line is not `ours: theirs`, or its sides have unequal numbers of `*`.
     """
     try:
-        # a bounded loader of plain values
-        found = yaml.load(read_regular(path, _MAX_BYTES).decode(), BoundedLoader)
+        # BoundedLoader creates plain values only, within limits: the file may be a stranger's
+        lines = yaml.load(read_regular(path, _MAX_BYTES).decode(), BoundedLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{path}: it is not read as YAML: {error}") from error
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"{path}: expected lines `ours: theirs`, got {str(found)[:40]!r}")
+        raise CheckpointError(f"{path}: cannot be read as YAML: {error}") from error
+    if not isinstance(lines, Mapping):
+        raise CheckpointError(f"{path}: expected lines `ours: theirs`, got {str(lines)[:40]!r}")
     rules = list[NameRule]()
-    for ours, theirs in found.items():
+    for ours, theirs in lines.items():
         if not isinstance(ours, str) or not isinstance(theirs, str):
             raise CheckpointError(f"{path}: {ours}: expected a name, got {str(theirs)[:40]!r}")
         if ours.count("*") != theirs.count("*"):
@@ -64,7 +64,7 @@ def read_names(path: Path) -> tuple[NameRule, ...]:
 
 
 def translate(name: str, pattern: str, into: str) -> str | None:
-    """`name` as `into` has it, if it is of the pattern."""
+    """Return `name` rewritten from `pattern` to `into`, or None if it does not match."""
     parts = (re.escape(part) for part in pattern.split("*"))
     match = re.fullmatch("([^.]+)".join(parts), name)
     if match is None:
@@ -74,27 +74,27 @@ def translate(name: str, pattern: str, into: str) -> str | None:
 
 
 def as_theirs(source: TensorSource, rules: Iterable[NameRule]) -> TensorSource:
-    """A source with their names; only what a rule names is left.
+    """Return the tensors that rules name, under the other library's names.
 
     Raises:
-        CheckpointError: a rule stacks layers, which only an import takes apart.
+        CheckpointError: a rule stacks layers, which works only for imports.
     """
     rules = tuple(rules)
     if stacked := next((rule for rule in rules if rule.is_stacked), None):
         raise CheckpointError(f"{stacked.theirs}: stacked layers can be imported, not exported")
     ours: dict[str, str] = {}
     for name in source.tensors:
-        found = (translate(name, rule.ours, rule.theirs) for rule in rules)
-        if (theirs := next(filter(None, found), None)) is not None:
+        translations = (translate(name, rule.ours, rule.theirs) for rule in rules)
+        if (theirs := next(filter(None, translations), None)) is not None:
             ours[_free(theirs, ours)] = name
     return _renamed(source, ours)
 
 
 def as_ours(source: TensorSource, rules: Iterable[NameRule]) -> TensorSource:
-    """A source with our names; only what a rule names is left.
+    """Return the tensors that rules name, under our names.
 
     Raises:
-        CheckpointError: two of their tensors would have one name.
+        CheckpointError: two tensors would get the same name.
     """
     tensors: dict[str, Described] = {}
     reads: dict[str, tuple[str, int | None]] = {}
@@ -121,11 +121,13 @@ def as_ours(source: TensorSource, rules: Iterable[NameRule]) -> TensorSource:
 
 
 def _renamed(source: TensorSource, names: Mapping[str, str]) -> TensorSource:
+    """Return a source with these new names (new -> old)."""
     tensors = {new: source.tensors[old] for new, old in names.items()}
     return replace(source, tensors=tensors, read=lambda name: source.read(names[name]))
 
 
 def _free(name: str, taken: Mapping[str, object]) -> str:
+    """Return `name`; refuse one that another tensor already has."""
     if name in taken:
         raise CheckpointError(f"two tensors would be called {name}; correct the mapping file")
     return name

@@ -1,4 +1,4 @@
-"""Named tensors that are read one at a time: what exports write and imports read."""
+"""Sources of named tensors that are read one at a time: exports write them, imports read them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,11 @@ Described = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSource:
-    """tensors: name -> what it is. read: the tensor of a name. step, tokens, facts: of the run."""
+    """Named tensors that can be read one at a time.
+
+    tensors: dtype and shape of each, by name. read: returns the tensor of a name.
+    step, tokens, facts: as in the manifest of the run's checkpoint.
+    """
 
     tensors: Mapping[str, Described]
     read: Callable[[str], Tensor]
@@ -25,15 +29,15 @@ class TensorSource:
     facts: Mapping[str, Fact] = field(default_factory=dict[str, Fact])
 
     def only(self, wanted: Callable[[str], bool]) -> "TensorSource":
-        """The tensors whose names are wanted."""
+        """Return the source with only those tensors whose names `wanted` accepts."""
         return replace(self, tensors={n: x for n, x in self.tensors.items() if wanted(n)})
 
 
 def checkpoint_source(path: Path) -> TensorSource:
-    """A checkpoint of ours. Its files are mapped; a tensor in several pieces is put together.
+    """Return the tensors of one of our checkpoints, from memory-mapped files.
 
     Raises:
-        CheckpointError: it is no complete checkpoint.
+        CheckpointError: the checkpoint is not complete.
     """
     manifest = read_manifest(path)
     tensors = {name: (x.dtype, x.shape) for name, x in manifest.tensors.items()}
@@ -46,7 +50,10 @@ def checkpoint_source(path: Path) -> TensorSource:
 
 
 def whole_tensor(manifest: Manifest, path: Path, name: str, files: dict[str, TensorFile]) -> Tensor:
-    """A tensor of a checkpoint, from all its pieces. files: those mapped so far, by name."""
+    """Return a tensor of a checkpoint, put together from its pieces.
+
+    files: the files mapped so far, by name; it adds those that it maps.
+    """
     entry = manifest.tensors[name]
     for piece in entry.pieces:
         if piece.file not in files:
