@@ -68,8 +68,8 @@ def prepare(folder: Path, num_bytes: int) -> None:
 
 
 def ours(folder: Path, num_processes: int) -> Callable[[], str]:
-    from torchdistpackage.train import token_cache
-    from torchdistpackage.train.documents import TextSource
+    from torchdistpackage.data.tokens import token_cache
+    from torchdistpackage.data.tokens.documents import TextSource
 
     token_cache.usable_cpus = lambda env: num_processes
     data, tokenizer = str(folder / "data.jsonl"), str(folder / "tokenizer")

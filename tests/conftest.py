@@ -71,8 +71,8 @@ def forks(
 
     For tests that are about what they do, and not how their server begins and ends.
     """
+    from torchdistpackage.data.tokens import token_workers
     from torchdistpackage.launch import workers
-    from torchdistpackage.train import token_workers
 
     pool(1).run("os:getpid")  # or the server would begin in what a test sets in the environment
 

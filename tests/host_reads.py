@@ -29,8 +29,8 @@ HOST = (
     "comm/random.py:differ",
     "parallel/pipeline/agreement.py",
     "parallel/tensor/embedding.py:check_ids",
-    "train/corpus.py",
-    "train/data.py",
+    "data/corpus.py",
+    "data/source.py",
     "train/step_stats.py:PendingStep",
 )
 """Files of the package, or functions in them, that read host memory: of a companion group for it,

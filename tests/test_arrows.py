@@ -57,7 +57,7 @@ MAY_NAME_MODULES = {
     "train/export.py": "what rounds weights to 4 bits, with torch",
     "train/compiled.py": "hooks of our own, told from others by where they are defined",
     "train/job.py": "what runs in ranks, with torch",
-    "train/token_workers.py": "what another process runs",
+    "data/tokens/token_workers.py": "what another process runs",
     "train/trackers/feed.py": "libraries of services, for the runs that log to them",
 }
 """Files with modules of ours in strings; `lazy.py` says when that is right."""

@@ -99,11 +99,11 @@ def _scaled() -> list[bool]:
 
 
 def test_files_of_the_host_do_not_count():
-    from torchdistpackage.train.data import fingerprint
+    from torchdistpackage.data.source import fingerprint
 
     with HostReads() as reads:
         fingerprint(X)
     assert not reads.found
     with HostReads(host=()) as reads:
         fingerprint(X)
-    assert {x.split(":")[0] for x in reads.found} == {"train/data.py"}
+    assert {x.split(":")[0] for x in reads.found} == {"data/source.py"}

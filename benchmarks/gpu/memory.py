@@ -14,8 +14,8 @@ from benchmarks.gpu.here import Here
 from benchmarks.gpu.models import overrides, plan_of, sizes, trainer
 from benchmarks.gpu.rows import Found
 from tests.ddp.allocated import Meter
+from torchdistpackage.plan.run_plan import stage_loads
 from torchdistpackage.train.data_build import build_data
-from torchdistpackage.train.plan import stage_loads
 
 MIB = 2**20
 CLOSE, SPARE_BYTES = 0.02, 64 * MIB

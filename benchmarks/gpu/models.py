@@ -8,12 +8,12 @@ from torch import Tensor
 
 from benchmarks.gpu.here import Here
 from torchdistpackage.config.load import load
+from torchdistpackage.data.source import DataSource
 from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.models.gpt import GPT
 from torchdistpackage.models.gpt_layout import GPTShape
+from torchdistpackage.plan.run_plan import Plan, make_plan
 from torchdistpackage.train.build import build
-from torchdistpackage.train.data import DataSource
-from torchdistpackage.train.plan import Plan, make_plan
 from torchdistpackage.train.step import Trainer
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from benchmarks.common import local
 from torchdistpackage.config.load import load
+from torchdistpackage.launch.run_folder import prepare_folder
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.train.run_folder import prepare_folder
 
 CONFIG = Path(__file__).parents[2] / "configs" / "gpt_tiny.yaml"
 NUM_STEPS, WARM_UP_STEPS, WINDOW = 421, 20, 80

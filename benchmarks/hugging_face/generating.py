@@ -16,10 +16,10 @@ from benchmarks.turns import Turn
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.config.load import loads
 from torchdistpackage.config.yaml_loader import write
+from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.train.build import build_model
 from torchdistpackage.train.generate import generate_batch
 from torchdistpackage.train.inference_request import Sampling
-from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.staged_model import StagedModel
 
 SIDES = (OURS, OURS_HF, TRANSFORMERS)

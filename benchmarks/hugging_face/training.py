@@ -19,8 +19,8 @@ from benchmarks.hugging_face.models import Samples
 from benchmarks.turns import Turn
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.config.load import loads
+from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.train.build import build
-from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.step import Trainer
 
 LEARNING_RATE, DECAY, BETAS, CLIP = 1e-4, 0.1, (0.9, 0.95), 1.0

@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from tests.data.texts import save_lines, save_tokenizer, sentences
 from tests.models import hugging_face_folders as folders
 from tests.models.coverage import settings
 from tests.models.coverage_ranks import make_folder
 from tests.models.hugging_face_ranks import VOCAB, save_run
 from tests.train.inference_ranks import run_in
-from tests.train.texts import save_lines, save_tokenizer, sentences
 from torchdistpackage.cli import _inference
 from torchdistpackage.cli.main import main
+from torchdistpackage.data.tokens.prompts import TokenizerCodec
 from torchdistpackage.models.transformers_meta import build_options
-from torchdistpackage.train.prompts import TokenizerCodec
 
 LAYOUTS = {
     "one": [],

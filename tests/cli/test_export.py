@@ -14,8 +14,8 @@ from tests.models import hugging_face_folders as folders
 from tests.models.hugging_face_ranks import save_run
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import load
+from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.train.export import export_run
-from torchdistpackage.train.plan import make_plan
 
 LAYOUTS = {
     "one": {},

@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import pytest
 
+from tests.data.texts import save_tokenizer
 from tests.models import hugging_face_folders as folders
 from tests.models.hugging_face_ranks import VOCAB, save_run
 from tests.train.inference_ranks import run_in
 from tests.train.test_generate import of_transformers
-from tests.train.texts import save_tokenizer
 from torchdistpackage.checkpoint.manifest import read_manifest
 from torchdistpackage.cli import _inference
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import loads
+from torchdistpackage.data.tokens.prompts import TokenizerCodec
+from torchdistpackage.data.tokens.texts import text_source
+from torchdistpackage.data.tokens.token_cache import tokenized
 from torchdistpackage.train.inference_request import GenerateRequest
-from torchdistpackage.train.prompts import TokenizerCodec
-from torchdistpackage.train.texts import text_source
-from torchdistpackage.train.token_cache import tokenized
 
 FLOAT64 = "precision.dtype=float64"
 

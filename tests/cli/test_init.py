@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.texts import save_lines, save_tokenizer, sentences
 from tests.models import hugging_face_folders as folders
 from tests.models.hugging_face_ranks import VOCAB
-from tests.train.texts import save_lines, save_tokenizer, sentences
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import KEYS, load
 

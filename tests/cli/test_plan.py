@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.chat_shapes import PLAIN, said, save_chat_tokenizer
-from tests.train.texts import save_lines
+from tests.data.chat_shapes import PLAIN, said, save_chat_tokenizer
+from tests.data.texts import save_lines
 from torchdistpackage.cli.main import main
 from torchdistpackage.topology.mesh import Mesh, topology
 

@@ -1,4 +1,4 @@
-"""`tdp plan --profile`: the estimates of train/estimate.py in print, and files that are refused."""
+"""`tdp plan --profile`: the estimates of plan/estimate.py in print, and files that are refused."""
 
 from pathlib import Path
 

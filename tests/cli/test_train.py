@@ -8,13 +8,14 @@ from torchdistpackage.checkpoint.manifest import Manifest, TensorEntry
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import load
 from torchdistpackage.errors import CheckpointError
-from torchdistpackage.train import job, resume_check
-from torchdistpackage.train.plan import make_plan
-from torchdistpackage.train.resume_check import (
+from torchdistpackage.plan import resume_check
+from torchdistpackage.plan.resume_check import (
     changed_keys,
     refuse_other_model,
     refuse_other_optimizer,
 )
+from torchdistpackage.plan.run_plan import make_plan
+from torchdistpackage.train import job
 
 TINY = str(Path(__file__).parents[2] / "configs" / "gpt_tiny.yaml")
 

@@ -17,8 +17,8 @@ from torchdistpackage.config.rules import divisors
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import MAX_NAME_BYTES, expected_of
 from torchdistpackage.config.yaml_loader import MAX_BYTES
+from torchdistpackage.plan.run_plan import local_procs, make_plan
 from torchdistpackage.schedule import costs as costs_file
-from torchdistpackage.train.plan import local_procs, make_plan
 
 OWN = "model: {target: 'a:b', args: {x: %s}}\n"
 

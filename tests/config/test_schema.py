@@ -15,8 +15,8 @@ from torchdistpackage.config.schema import ModelSection, ParallelSection, RunCon
 from torchdistpackage.config.types import SCHEDULES, expected_of
 from torchdistpackage.config.yaml_loader import write
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.plan.run_plan import num_ranks
 from torchdistpackage.schedule.generators import GENERATORS
-from torchdistpackage.train.plan import num_ranks
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.texts import save_lines, save_tokenizer, sentences
 from tests.models import hugging_face_folders as folders
 from tests.models.hugging_face_ranks import VOCAB, save_run
 from tests.train.inference_ranks import run_in
-from tests.train.texts import save_lines, save_tokenizer, sentences
 from torchdistpackage.cli import _inference
 from torchdistpackage.cli.main import main
 

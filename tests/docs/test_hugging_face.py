@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.data.texts import save_tokenizer, sentences
 from tests.models import hugging_face_folders as folders
 from tests.models.hugging_face_ranks import VOCAB
-from tests.train.texts import save_tokenizer, sentences
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import load
+from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.train.build import build
-from torchdistpackage.train.plan import make_plan
 
 PAGE = (Path(__file__).parents[2] / "docs" / "hugging_face.md").read_text(encoding="utf-8")
 YAML = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[1]

@@ -57,7 +57,7 @@ def test_what_is_to_be_touched_for_something_new_is_there():
         *("OPTIONS", "SHARED", "FAMILIES", "_OTHER_KEYS", "SPLIT_ALONE"),
         *of_formats,
         "COMMANDS",
-        "ROOM",
+        "VOTE_ROOM",
         *("TRACKERS", "TRACKERS"),
         *("KINDS", "KIND_OF_SUFFIX", "SUFFIX_OF_KIND", "ROWS"),
         "MISTAKES",
@@ -69,7 +69,7 @@ def test_what_is_to_be_touched_for_something_new_is_there():
         *("tests/harness/parity/test_parity.py", "tests/parallel/expert/one_process.py"),
         *("torchdistpackage/families/found.py", "torchdistpackage/train/trackers/feed.py"),
         *("torchdistpackage/config/optim_section.py", "torchdistpackage/families/registry.py"),
-        *("torchdistpackage/config/data_section.py", "torchdistpackage/train/votes.py"),
+        *("torchdistpackage/config/data_section.py", "torchdistpackage/plan/run_plan.py"),
         "torchdistpackage/config/hugging_face.py",
     )
     code = "\n".join((ROOT / x).read_text("utf-8") for x in homes_of_tables)

@@ -17,7 +17,7 @@ from torchdistpackage.harness.lint.linter import lint
 from torchdistpackage.harness.lint.report import LintReport
 from torchdistpackage.layout import derive as order
 from torchdistpackage.parallel.pipeline.pipeline import Pipeline
-from torchdistpackage.train.plan import Plan, make_plan
+from torchdistpackage.plan.run_plan import Plan, make_plan
 
 GRID = {"data": 2, "pipe": 2, "tensor": 2}
 

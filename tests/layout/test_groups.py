@@ -10,8 +10,8 @@ from torchdistpackage.config.load import load
 from torchdistpackage.layout.derive import Creation, creations, gradient_ranks, replica_ranks
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.gpt_layout import GPTShape, layouts, pieces
+from torchdistpackage.plan.run_plan import Plan, local_procs, make_plan
 from torchdistpackage.topology.mesh import Topology, topology
-from torchdistpackage.train.plan import Plan, local_procs, make_plan
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 AXES = ("data", "pipe", "context", "tensor")

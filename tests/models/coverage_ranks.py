@@ -21,11 +21,11 @@ from torchdistpackage.models.find_split import find_split, shape_of
 from torchdistpackage.models.shrunk_config import VOCAB
 from torchdistpackage.models.transformers_layout import layouts, shape_of_section
 from torchdistpackage.models.transformers_meta import build_options, known_settings
+from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.tools.undisturbed import keep_random_states
 from torchdistpackage.train.decay import decaying
 from torchdistpackage.train.export import export_checkpoint
 from torchdistpackage.train.learning_rate import warmup_cosine
-from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.train_state import TrainState, save_state
 

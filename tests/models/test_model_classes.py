@@ -17,7 +17,7 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.models import transformers_found
 from torchdistpackage.models.shrunk_config import shrunk
 from torchdistpackage.models.transformers_meta import known_settings
-from torchdistpackage.train.plan import make_plan
+from torchdistpackage.plan.run_plan import make_plan
 
 REFUSED = ("gemma3n", "musicgen", "musicgen_melody")
 """Of which transformers makes no model here: a package is missing, or its settings."""

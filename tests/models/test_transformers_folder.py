@@ -10,7 +10,7 @@ from tests.models.test_transformers_layout import LLAMA, folder_of, named, refus
 from torchdistpackage.config.load import loads
 from torchdistpackage.models.transformers_folder import open_folder, sources
 from torchdistpackage.models.transformers_layout import global_name, layouts, shape_of_section
-from torchdistpackage.train.plan import make_plan
+from torchdistpackage.plan.run_plan import make_plan
 
 
 def test_a_folder_is_read_when_it_has_the_weights(tmp_path):

@@ -14,8 +14,8 @@ from torchdistpackage.models import transformers_found
 from torchdistpackage.models.shrunk_config import VOCAB, shrunk
 from torchdistpackage.models.transformers_init import ModuleDraws
 from torchdistpackage.models.transformers_layout import shape_of_section
-from torchdistpackage.train.expert_plan import expert_plan
-from torchdistpackage.train.plan import make_plan, num_parameters, stage_loads
+from torchdistpackage.plan.expert_plan import expert_plan
+from torchdistpackage.plan.run_plan import make_plan, num_parameters, stage_loads
 
 
 def plan_of(tmp_path, family: str, *overrides: str, world: int = 2, **changes: object):

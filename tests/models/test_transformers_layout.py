@@ -14,7 +14,7 @@ from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.models.transformers_layout import layouts, shape_of_section
-from torchdistpackage.train.plan import (
+from torchdistpackage.plan.run_plan import (
     make_plan,
     num_parameters,
     num_trained,

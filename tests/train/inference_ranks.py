@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.train.build import build_model
 from torchdistpackage.train.generate import generate, generate_batch
 from torchdistpackage.train.inference import Answer, load_weights, perform
@@ -19,7 +20,6 @@ from torchdistpackage.train.inference_request import (
     Sampling,
     TrainedWeights,
 )
-from torchdistpackage.train.plan import make_plan
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from torchdistpackage.checkpoint.parts import TopologyRank
 from torchdistpackage.config.load import loads
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.ddp.sharded import ShardedOptimizer
+from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.train.build import build
-from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.step import Trainer
 
 Held = list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]

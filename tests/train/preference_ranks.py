@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.data.texts import WORDS, save_lines, save_tokenizer
 from tests.train import parity
 from tests.train.lora_ranks import peft_model, plain
-from tests.train.texts import WORDS, save_lines, save_tokenizer
 from tests.train.transformers_ranks import Answer, everywhere_float64, steps_of, whole
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.train.build import build_data
 from torchdistpackage.train.learning_rate import warmup_cosine
-from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.train_state import TrainState, resume, save_state
 

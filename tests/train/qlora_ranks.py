@@ -28,7 +28,7 @@ from tests.train.transformers_ranks import (
 )
 from torchdistpackage.parallel.tensor import four_bit
 from torchdistpackage.parallel.tensor.four_bit import PackedProduct
-from torchdistpackage.train.memory import memory
+from torchdistpackage.plan.memory import memory
 
 FLOAT32 = torch.float32
 

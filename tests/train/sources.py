@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchdistpackage.comm.random import seed_from
-from torchdistpackage.train import corpus
-from torchdistpackage.train.data import TokenDataset
+from torchdistpackage.data import corpus
+from torchdistpackage.data.source import TokenDataset
 
 
 class UnevenTokens:

@@ -18,8 +18,8 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.models.gpt import GPTBlock
 from torchdistpackage.parallel.auto.draws import mark_alike, mark_split
 from torchdistpackage.parallel.tensor.linear import ParallelMlp
+from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.train.compiled import compile_blocks, warm_up
-from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.staged_model import TrainStages
 
 COMMON = [

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.data.texts import json_lines, pairs, sentences
 from tests.train import parity
 from tests.train.inference_ranks import answer
 from tests.train.test_transformers import MODELS
-from tests.train.texts import json_lines, pairs, sentences
 from torchdistpackage.config.packages import is_before
+from torchdistpackage.data.packing import PackedDataset
+from torchdistpackage.data.tokens.token_cache import tokenized
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.parallel.tensor.attention import document_mask
+from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.train.inference_request import EvalRequest, EvalResult, TrainedWeights
-from torchdistpackage.train.packing import PackedDataset
-from torchdistpackage.train.plan import make_plan
-from torchdistpackage.train.token_cache import tokenized
 
 RUN = [
     *(

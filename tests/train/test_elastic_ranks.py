@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tests.train import parity
+from torchdistpackage.plan.elastic import elastic_plan
 from torchdistpackage.train.build import build, make_loop
-from torchdistpackage.train.elastic import elastic_plan
 from torchdistpackage.train.metric_rows import read_metrics
 from torchdistpackage.train.stop import StopController
 from torchdistpackage.train.train_state import resume

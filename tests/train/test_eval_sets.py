@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.texts import save_lines, save_tokenizer, sentences
 from tests.train import parity
-from tests.train.texts import save_lines, save_tokenizer, sentences
 from torchdistpackage.checkpoint.commit import candidates
 from torchdistpackage.checkpoint.manifest import read_manifest
 

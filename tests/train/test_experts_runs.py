@@ -16,8 +16,8 @@ from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.moe import MoEShape
 from torchdistpackage.parallel import MoELayer
 from torchdistpackage.parallel.expert.balance import ExpertLoad
+from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.train.callbacks import DeadExperts
-from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.step_stats import StepResult
 from torchdistpackage.train.train_state import TrainState, resume, save_state
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from torchdistpackage.harness.stragglers.compare import Phases
+from torchdistpackage.plan.run_plan import VOTE_ROOM
 from torchdistpackage.train import saving
 from torchdistpackage.train.log import StepLog
 from torchdistpackage.train.loop import Loop
@@ -19,7 +20,7 @@ from torchdistpackage.train.metric_rows import read_metrics
 from torchdistpackage.train.step_stats import Period, StepResult
 from torchdistpackage.train.stop import StopController
 from torchdistpackage.train.train_state import TrainState
-from torchdistpackage.train.votes import ROOM, Votes
+from torchdistpackage.train.votes import Votes
 
 
 @dataclass
@@ -148,9 +149,9 @@ def test_more_time_is_kept_free_where_numbers_come_late(tmp_path: Path):
 
 
 def test_the_votes_of_a_run_fill_the_room_that_the_bytes_of_a_step_count(tmp_path: Path):
-    """A vote more makes a step's message longer than `tdp plan` says: raise `ROOM`."""
+    """A vote more makes a step's message longer than `tdp plan` says: raise `VOTE_ROOM`."""
     trainer = Counting("cpu", 1)
     loop_of(trainer, tmp_path, StopController())
     saves = ("save_done", "save_failed", "local_done", "local_failed")
     assert trainer.votes.names == ("save", "stop", *saves)
-    assert len(trainer.votes.names) == ROOM
+    assert len(trainer.votes.names) == VOTE_ROOM

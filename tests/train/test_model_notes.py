@@ -7,8 +7,8 @@ from torch import nn
 from torchdistpackage.config.load import loads
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.context.module import is_wrapped
+from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.train.model_notes import model_notes
-from torchdistpackage.train.plan import make_plan
 
 
 def notes(layout: Layout, stage: nn.Module, **degrees: int) -> str:

@@ -11,7 +11,7 @@ import torch
 from tests.train import parity
 from tests.train.test_parity import overrides
 from torchdistpackage.config.load import loads
-from torchdistpackage.train.memory import memory
+from torchdistpackage.plan.memory import memory
 from torchdistpackage.train.metric_rows import read_metrics
 from torchdistpackage.train.optimizers import JointOptimizer, make_optimizer
 from torchdistpackage.train.train_state import TrainState, save_state

@@ -12,10 +12,10 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.harness.lint.linter import lint
 from torchdistpackage.harness.lint.report import LintReport
+from torchdistpackage.plan.run_plan import Plan, make_plan
 from torchdistpackage.schedule.actions import Action, ActionKind
 from torchdistpackage.train import build as builder
 from torchdistpackage.train.dry_run import STEPS, trial
-from torchdistpackage.train.plan import Plan, make_plan
 
 CASES = {param.id: param.values[0] for param in cases()}
 THREADS = (

@@ -6,9 +6,9 @@ from torch import nn
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cost
+from torchdistpackage.plan.run_plan import Plan, make_plan
 from torchdistpackage.schedule.costs import PieceCosts, StageCosts, costs_text
 from torchdistpackage.train.build import own_cut
-from torchdistpackage.train.plan import Plan, make_plan
 
 RUN = [
     *("model={target: 'tests.train.sources:build'}", "pipeline.partition=time"),

@@ -8,7 +8,7 @@ from tests.train import parity
 from tests.train.test_order import expect_agreement
 from tests.train.test_parity import expect_same, one_step
 from torchdistpackage.parallel.tensor import chunked
-from torchdistpackage.train.plan import make_plan
+from torchdistpackage.plan.run_plan import make_plan
 
 BASE = [
     *("model.layers=2", "model.heads=4", "model.kv_heads=2", "model.dim=16", "model.mlp=swiglu"),

@@ -7,9 +7,9 @@ from torch import nn
 
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import loads
+from torchdistpackage.plan.parity_plan import parity_run
+from torchdistpackage.plan.run_plan import make_plan, num_ranks
 from torchdistpackage.train.parity import compare_plan, compare_run
-from torchdistpackage.train.parity_plan import parity_run
-from torchdistpackage.train.plan import make_plan, num_ranks
 
 GPT = ["model.layers=4", "model.dim=64", "model.heads=4", "model.dropout=0.1", "data.seq_len=32"]
 OWN = [

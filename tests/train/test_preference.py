@@ -18,7 +18,7 @@ from tests.train.preference_ranks import (
 from tests.train.test_transformers import MODELS
 from tests.train.transformers_ranks import save_model
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.train.plan import make_plan
+from torchdistpackage.plan.run_plan import make_plan
 
 RANKS_IMPORT = ("peft",)
 FULL = (pytest.mark.full,)

@@ -5,10 +5,10 @@ import warnings
 import pytest
 import torch
 
+from tests.data.texts import WORDS, save_lines, save_tokenizer
 from tests.train import parity
 from tests.train.preference_ranks import RUN, lines_of, preferred, whole
 from tests.train.test_transformers import MODELS
-from tests.train.texts import WORDS, save_lines, save_tokenizer
 from tests.train.transformers_ranks import everywhere_float64, save_model
 
 trl = pytest.importorskip("trl", reason="trl is no dependency: its trainer is the peer")

@@ -29,8 +29,8 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.layout.four_bit import keeps_blocks, packed_bytes
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.tensor import four_bit
+from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.topology.mesh import Mesh
-from torchdistpackage.train.plan import make_plan
 
 RANKS_IMPORT = ("peft", "bitsandbytes")
 FULL = (pytest.mark.full,)

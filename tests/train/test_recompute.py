@@ -10,8 +10,8 @@ from torch import nn
 from tests.ddp.allocated import Meter
 from tests.train import parity
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.train.memory import memory
-from torchdistpackage.train.plan import make_plan
+from torchdistpackage.plan.memory import memory
+from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.train.recompute import measured, recompute_blocks
 from torchdistpackage.train.staged_model import TrainStages
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tests.train import parity
 from tests.train.sources import UnevenTokens
+from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.train.build import build
-from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.step import Trainer
 
 SEQ_LEN, BATCH = 8, 16

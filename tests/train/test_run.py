@@ -12,8 +12,8 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ConfigError, DataError
+from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.train.data_build import build_data
-from torchdistpackage.train.plan import make_plan
 
 TINY = [
     "model.layers=2", "model.dim=16", "model.heads=4", "data.seq_len=16", "data.global_batch=24",

@@ -19,11 +19,11 @@ from torchdistpackage.config.load import load
 from torchdistpackage.harness.pool import RankPool
 from torchdistpackage.launch.fork_server_client import ForkServer
 from torchdistpackage.launch.lock import holder_of, take
+from torchdistpackage.launch.run_folder import prepare_folder
 from torchdistpackage.launch.slurm.requeue import EXIT_TEMPFAIL
 from torchdistpackage.launch.slurm.run_dir import Start, read_starts
 from torchdistpackage.run_files import RunDir
 from torchdistpackage.train.job import WORKER_MAIN
-from torchdistpackage.train.run_folder import prepare_folder
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "gpt_tiny.yaml"

@@ -5,10 +5,10 @@ import pytest
 from torchdistpackage.config.load import loads
 from torchdistpackage.config.rules_pipeline import piece_names
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.plan.run_plan import Plan, make_plan, stage_loads
 from torchdistpackage.schedule.costs import PieceCosts, StageCosts, costs_text
 from torchdistpackage.schedule.engine import simulate
 from torchdistpackage.schedule.generators import GENERATORS, build
-from torchdistpackage.train.plan import Plan, make_plan, stage_loads
 
 BASE = "model: {layers: 4, dim: 64, vocab: 512}\npipeline: {microbatches: 8}\n"
 BASE += "data: {global_batch: 64}\nparallel: {pipe: 2, data: 1}"

@@ -12,9 +12,10 @@ from tests.train import parity
 from tests.train.test_nonfinite import BASE
 from torchdistpackage.comm.moments import OnHost
 from torchdistpackage.parallel.pipeline.losses import totals_on
+from torchdistpackage.plan.run_plan import VOTE_ROOM
+from torchdistpackage.plan.traffic import STEP_NUMBERS
 from torchdistpackage.train.step_stats import Period, StepStats
-from torchdistpackage.train.traffic import STEP_NUMBERS
-from torchdistpackage.train.votes import ROOM, Votes
+from torchdistpackage.train.votes import Votes
 
 CUDA = torch.device("cuda")
 
@@ -59,7 +60,7 @@ def test_each_number_of_a_step_comes_back_under_its_name():
 
 def test_more_votes_than_there_is_room_for_make_the_message_longer():
     votes, totals = Votes(), totals_on(torch.device("cpu"))
-    names = [f"vote{number}" for number in range(ROOM + 2)]
+    names = [f"vote{number}" for number in range(VOTE_ROOM + 2)]
     for number, name in enumerate(names):
         votes.register(name, lambda step, number=number: step + number)
     votes.register(names[0], lambda step: -1)  # in the place of the first

@@ -8,6 +8,7 @@ import pytest
 
 from tests.train import parity
 from torchdistpackage.config.load import loads
+from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.schedule.actions import flatten
 from torchdistpackage.schedule.costs import read_costs
 from torchdistpackage.schedule.generators import build
@@ -15,7 +16,6 @@ from torchdistpackage.train.build import make_loop
 from torchdistpackage.train.generate import generate
 from torchdistpackage.train.inference_request import Sampling
 from torchdistpackage.train.metric_rows import read_metrics
-from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.train_state import TrainState
 
 RUN = [

@@ -20,7 +20,7 @@ from tests.train.transformers_ranks import (
     two_steps_and_save,
 )
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.train.plan import make_plan
+from torchdistpackage.plan.run_plan import make_plan
 
 SMALL = {
     "vocab_size": VOCAB,

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from torchdistpackage.config.check import absent_files, bytes_there
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.data.tokens.template_date import with_template_date
 from torchdistpackage.errors import ConfigError, DataError
 from torchdistpackage.lazy import resolve
+from torchdistpackage.plan.run_plan import Plan
 from torchdistpackage.text import text_table
-from torchdistpackage.train.plan import Plan
-from torchdistpackage.train.template_date import with_template_date
 
-ALL_TOKENIZED = "torchdistpackage.train.texts:all_tokenized"
+ALL_TOKENIZED = "torchdistpackage.data.tokens.texts:all_tokenized"
 WITH_STEPS = "torchdistpackage.train.data_build:with_steps"
 """Load numpy and torch, which only a run of train.epochs needs here."""
 

@@ -8,8 +8,8 @@ import typer
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.launch.slurm.job import job_shape
+from torchdistpackage.plan.elastic import elastic_plan
 from torchdistpackage.text import text_table
-from torchdistpackage.train.elastic import elastic_plan
 
 AXES = ("pipe", "data", "context", "expert", "tensor")
 """Columns of coordinates and degrees."""

@@ -27,12 +27,14 @@ from torchdistpackage.config.hugging_face import (
 from torchdistpackage.config.load import load, loads, override_problems
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.yaml_loader import write
+from torchdistpackage.data.tokens.template_date import dated, needs_date, today
 from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import CheckpointError, ConfigError, DataError
 from torchdistpackage.launch.workers import run_local
 from torchdistpackage.lazy import resolve
 from torchdistpackage.models.model_spec import ModelUse
 from torchdistpackage.models.registry import TRANSFORMERS, model_of, spec_of
+from torchdistpackage.plan.run_plan import local_procs, make_plan
 from torchdistpackage.run_files import CHECKPOINTS, RESOLVED
 from torchdistpackage.topology.mesh import DEFAULT_ORDER
 from torchdistpackage.train.inference_request import (
@@ -41,8 +43,6 @@ from torchdistpackage.train.inference_request import (
     RankRefusal,
     TrainedWeights,
 )
-from torchdistpackage.train.plan import local_procs, make_plan
-from torchdistpackage.train.template_date import dated, needs_date, today
 
 RANK_MAIN = "torchdistpackage.train.inference:rank_main"
 PRELOAD = ("torch", "torch.distributed", "numpy", "safetensors.torch", RANK_MAIN.partition(":")[0])

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from torchdistpackage.cli._common import wrap
 from torchdistpackage.config.job_geometry import JobGeometry
+from torchdistpackage.plan.expert_plan import expert_plan
+from torchdistpackage.plan.run_plan import Plan, num_parameters, num_trained, stage_loads
+from torchdistpackage.plan.traffic import busiest, uncounted
 from torchdistpackage.text import size_text
-from torchdistpackage.train.expert_plan import expert_plan
-from torchdistpackage.train.plan import Plan, num_parameters, num_trained, stage_loads
-from torchdistpackage.train.traffic import busiest, uncounted
 
 _SHOWN = 4
 """Most items of one kind, such as warnings or data sources."""

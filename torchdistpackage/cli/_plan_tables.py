@@ -7,13 +7,13 @@ from itertools import islice
 from torchdistpackage.cli._blend import sources_text
 from torchdistpackage.cli._common import wrap
 from torchdistpackage.cli._traffic import traffic_table
+from torchdistpackage.plan.context_plan import context_text
+from torchdistpackage.plan.expert_plan import expert_plan
+from torchdistpackage.plan.memory import activation_budget_gb
+from torchdistpackage.plan.run_plan import Plan, num_parameters, num_trained, stage_loads
 from torchdistpackage.schedule.actions import ActionKind, flatten
 from torchdistpackage.text import size_text, text_table
 from torchdistpackage.topology.mesh import Mesh, advice
-from torchdistpackage.train.context_plan import context_text
-from torchdistpackage.train.expert_plan import expert_plan
-from torchdistpackage.train.memory import activation_budget_gb
-from torchdistpackage.train.plan import Plan, num_parameters, num_trained, stage_loads
 
 AXES = ("pipe", "data", "context", "expert", "tensor")
 """Columns of the coordinates."""

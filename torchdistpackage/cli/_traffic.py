@@ -1,9 +1,9 @@
 """What `tdp plan` says of the bytes of a step."""
 
 from torchdistpackage.cli._common import wrap
+from torchdistpackage.plan.run_plan import Plan
+from torchdistpackage.plan.traffic import busiest, uncounted
 from torchdistpackage.text import text_table
-from torchdistpackage.train.plan import Plan
-from torchdistpackage.train.traffic import busiest, uncounted
 
 
 def traffic_table(plan: Plan) -> list[str]:

@@ -31,10 +31,10 @@ from torchdistpackage.checkpoint.retention import Retention
 from torchdistpackage.cli._common import refusal
 from torchdistpackage.config.load import load
 from torchdistpackage.errors import CheckpointError, ConfigError
+from torchdistpackage.launch.run_folder import only_writer
 from torchdistpackage.lazy import resolve
 from torchdistpackage.run_files import CHECKPOINTS, RESOLVED
 from torchdistpackage.text import size_text, text_table
-from torchdistpackage.train.run_folder import only_writer
 
 FORMATS = ("torch", "safetensors", "dcp", "hf")
 SOURCES = ("torch", "safetensors", "dcp", "suffix")

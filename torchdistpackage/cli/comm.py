@@ -17,10 +17,10 @@ from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import AbsentError, ConfigError, LaunchError
 from torchdistpackage.harness.lint.report import LintReport
 from torchdistpackage.lazy import resolve
+from torchdistpackage.plan.run_plan import Plan, local_procs, make_plan
+from torchdistpackage.plan.shrink import MOST_PARAMETERS, is_small, shrunk
 from torchdistpackage.text import text_table
 from torchdistpackage.topology.mesh import describe
-from torchdistpackage.train.plan import Plan, local_procs, make_plan
-from torchdistpackage.train.shrink import MOST_PARAMETERS, is_small, shrunk
 
 _TEST = "torchdistpackage.harness.comm_test:run_comm_test"
 TRIAL = "torchdistpackage.train.dry_run:trial"

@@ -19,8 +19,8 @@ from torchdistpackage.environment.rendezvous import Rendezvous, detect
 from torchdistpackage.errors import CommError, RankError, TopologyError
 from torchdistpackage.harness.comm_test_report import CommTestError
 from torchdistpackage.harness.pool import num_ranks, run_on_topology
+from torchdistpackage.plan.run_plan import local_procs, make_plan
 from torchdistpackage.topology.mesh import DEFAULT_ORDER, topology
-from torchdistpackage.train.plan import local_procs, make_plan
 
 _LINE = "command line"
 _IN_FILE = " or remove procs from the file"

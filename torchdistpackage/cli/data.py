@@ -6,13 +6,13 @@ from torchdistpackage.cli._common import Config, Overrides
 from torchdistpackage.config.data_section import DataSection
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.data.tokens.row_notes import row_notes
+from torchdistpackage.data.tokens.split import split_documents
+from torchdistpackage.data.tokens.template_date import with_template_date
+from torchdistpackage.data.tokens.texts import text_parts, tokenized_part
+from torchdistpackage.data.tokens.token_bar import tokenizing
+from torchdistpackage.data.tokens.token_cache import TokenizedText, cut_documents
 from torchdistpackage.errors import ConfigError, DataError
-from torchdistpackage.train.row_notes import row_notes
-from torchdistpackage.train.split import split_documents
-from torchdistpackage.train.template_date import with_template_date
-from torchdistpackage.train.texts import text_parts, tokenized_part
-from torchdistpackage.train.token_bar import tokenizing
-from torchdistpackage.train.token_cache import TokenizedText, cut_documents
 
 data = typer.Typer(no_args_is_help=True)
 

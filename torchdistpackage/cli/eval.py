@@ -23,10 +23,10 @@ from torchdistpackage.cli._inference import (
 from torchdistpackage.config.check import absent_files
 from torchdistpackage.config.data_section import KIND_OF_SUFFIX, ROWS, DataSection
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.data.tokens.texts import text_parts, tokenized_part
 from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import DataError
 from torchdistpackage.train.inference_request import EvalRequest, EvalResult
-from torchdistpackage.train.texts import text_parts, tokenized_part
 
 _COMMAND = "tdp eval"
 _MICROBATCHES = 4

@@ -14,13 +14,13 @@ from torchdistpackage.cli import _inference as inference
 from torchdistpackage.cli._common import ListedIn, refusal
 from torchdistpackage.cli._inference import Changes, Checkpoint, Pipe, Target, Tensor, Tokenizer
 from torchdistpackage.config.data_section import DataSection
+from torchdistpackage.data.tokens.chat import ChatTemplate
+from torchdistpackage.data.tokens.documents import TextSource
+from torchdistpackage.data.tokens.prompts import ByteCodec, TokenCodec, TokenizerCodec
+from torchdistpackage.data.tokens.template_date import today
 from torchdistpackage.errors import DataError
 from torchdistpackage.models.registry import model_of
-from torchdistpackage.train.chat import ChatTemplate
-from torchdistpackage.train.documents import TextSource
 from torchdistpackage.train.inference_request import GenerateRequest, Sampling
-from torchdistpackage.train.prompts import ByteCodec, TokenCodec, TokenizerCodec
-from torchdistpackage.train.template_date import today
 
 _COMMAND = "tdp generate"
 _STOPS_IN = ("generation_config.json", "config.json")

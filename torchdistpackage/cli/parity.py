@@ -8,13 +8,13 @@ import typer
 
 from torchdistpackage.cli._common import Config, Overrides, wrap_on_terminal
 from torchdistpackage.config.load import load
+from torchdistpackage.data.tokens.template_date import with_template_date
 from torchdistpackage.lazy import resolve
-from torchdistpackage.train.parity_model import is_model, model_plan, with_small_copy
-from torchdistpackage.train.parity_plan import parity_run
-from torchdistpackage.train.plan import local_procs, make_plan
-from torchdistpackage.train.refusals import refuse_here
-from torchdistpackage.train.template_date import with_template_date
-from torchdistpackage.train.user_code import code_folder
+from torchdistpackage.plan.parity_model import is_model, model_plan, with_small_copy
+from torchdistpackage.plan.parity_plan import parity_run
+from torchdistpackage.plan.refusals import refuse_here
+from torchdistpackage.plan.run_plan import local_procs, make_plan
+from torchdistpackage.plan.user_code import code_folder
 
 COMPARE = "torchdistpackage.train.parity:compare_plan"
 

@@ -18,25 +18,25 @@ from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.lazy import resolve
-from torchdistpackage.report.placement import placement_svg
-from torchdistpackage.topology.mesh import advice, describe
-from torchdistpackage.train.plan import (
+from torchdistpackage.plan.run_plan import (
     Plan,
     local_procs,
     make_plan,
     own_model_warnings,
     too_long,
 )
+from torchdistpackage.report.placement import placement_svg
+from torchdistpackage.topology.mesh import advice, describe
 
 SPLIT = "torchdistpackage.models.plan_text:split_table"
 JOB_SHAPE, PREVIEW = (f"torchdistpackage.launch.slurm.job:{x}" for x in ("job_shape", "preview"))
 RENDER = "torchdistpackage.launch.slurm.script:render"
 WRITE = "torchdistpackage.files:atomic_write"
-UNUSED_KEYS = "torchdistpackage.train.texts:unused_keys"
+UNUSED_KEYS = "torchdistpackage.data.tokens.texts:unused_keys"
 READ_PROFILE = "torchdistpackage.harness.bench.profile:read"
-ESTIMATES = "torchdistpackage.train.estimate:estimates"
-TIMELINE = "torchdistpackage.train.estimate:timeline_with_messages"
-ELASTIC, CHECK_NODES = (f"torchdistpackage.train.elastic:{x}" for x in ("fitted", "check_nodes"))
+ESTIMATES = "torchdistpackage.plan.estimate:estimates"
+TIMELINE = "torchdistpackage.plan.estimate:timeline_with_messages"
+ELASTIC, CHECK_NODES = (f"torchdistpackage.plan.elastic:{x}" for x in ("fitted", "check_nodes"))
 TABLE = "torchdistpackage.cli._elastic:elastic_table"
 """What few plans show is loaded for these alone."""
 LIMIT = 64

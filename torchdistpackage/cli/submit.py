@@ -20,6 +20,7 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import MAX_NAME_BYTES
 from torchdistpackage.environment.slurm_env import scrub_slurm_env
 from torchdistpackage.launch.lock import hold
+from torchdistpackage.launch.run_folder import prepare_folder
 from torchdistpackage.launch.slurm.by_submitit import check as check_submitit
 from torchdistpackage.launch.slurm.by_submitit import submit as submitit_submit
 from torchdistpackage.launch.slurm.job import SweepRun, job_shape, points
@@ -34,11 +35,10 @@ from torchdistpackage.launch.slurm.submit import (
     prepare,
     submit_prepared,
 )
+from torchdistpackage.plan.elastic import check_nodes
+from torchdistpackage.plan.refusals import check_checkpoint, job_problems
 from torchdistpackage.run_files import RunDir
 from torchdistpackage.text import size_text
-from torchdistpackage.train.elastic import check_nodes
-from torchdistpackage.train.refusals import check_checkpoint, job_problems
-from torchdistpackage.train.run_folder import prepare_folder
 from torchdistpackage.train.submitit_task import TrainingTask
 
 

@@ -151,6 +151,22 @@ PUBLIC = {
 }
 """Public names of the package that are defined here -> "module:attribute" inside the package."""
 
+_ROOMS = {
+    "data": ("batches", "bins", "blend", "corpus", "packing", "preference_data"),
+    "data.tokens": (
+        *("chat", "chat_jinja", "chat_rows", "chat_turns", "data_fingerprint", "documents"),
+        *("mapped", "pair_rows", "parquet_rows", "preference_pairs", "prompts", "row_notes"),
+        *("split", "template_date", "texts", "token_bar", "token_cache", "token_checks"),
+        *("token_encoder", "token_workers"),
+    ),
+    "plan": (
+        *("context_plan", "elastic", "estimate", "expert_plan", "memory", "parity_model"),
+        *("parity_plan", "refusals", "resume_check", "shrink", "smaller_arguments"),
+        *("stage_partition", "traffic", "user_code"),
+    ),
+}
+"""Room that was made of a part of `train` -> its modules that kept their names."""
+
 MOVED = {
     "parallel.placed": "compat.placed",
     "ddp.expert_grads": _EXPERT_GRADS,
@@ -166,8 +182,12 @@ MOVED = {
             *("pairs", "products", "read_weights", "rules", "shard", "verify", "wrapper"),
         )
     },
+    "train.data": "data.source",
+    "train.plan": "plan.run_plan",
+    "train.run_folder": "launch.run_folder",
+    **{f"train.{name}": f"{room}.{name}" for room, names in _ROOMS.items() for name in names},
 }
-"""Module or folder that moved into the wing -> where it is now; both paths import one module."""
+"""Module or folder that moved -> where it is now; both paths import one module."""
 
 PROGRAMS = {
     "dist.py_comm_test": "compat/torchdistpackage/dist.py",

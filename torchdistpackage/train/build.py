@@ -19,6 +19,7 @@ from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.data.source import DataSource, SequenceSource
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.param_spec import batch_group, sum_group
 from torchdistpackage.ddp.param_sync import ReplicatedTensor, sync_module_states
@@ -33,6 +34,9 @@ from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cos
 from torchdistpackage.parallel.tensor.attention import SequenceAttention
 from torchdistpackage.parallel.tensor.float8 import use_float8
 from torchdistpackage.parallel.tensor.init import collect_initials, initialize
+from torchdistpackage.plan.memory import activation_budget_gb, memory
+from torchdistpackage.plan.run_plan import Plan
+from torchdistpackage.plan.user_code import user_object
 from torchdistpackage.run_files import CHECKPOINTS
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.generators import evaluation
@@ -45,16 +49,13 @@ from torchdistpackage.train.callbacks import (
     StragglerCheck,
 )
 from torchdistpackage.train.compiled import compile_blocks
-from torchdistpackage.train.data import DataSource, SequenceSource
 from torchdistpackage.train.data_build import blend_of, build_data, build_eval_sets
 from torchdistpackage.train.learning_rate import learning_rate
 from torchdistpackage.train.log import StepLog
 from torchdistpackage.train.loop import Callback, Loop
 from torchdistpackage.train.losses import from_user, token_cross_entropy
-from torchdistpackage.train.memory import activation_budget_gb, memory
 from torchdistpackage.train.optimizers import make_optimizer
 from torchdistpackage.train.own_model import own_stages
-from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.preference import PreferenceLoss
 from torchdistpackage.train.profiler import StepProfiler
 from torchdistpackage.train.rank_times import RankTimes
@@ -71,7 +72,6 @@ from torchdistpackage.train.stop import StopController
 from torchdistpackage.train.trace import StepTrace
 from torchdistpackage.train.train_state import TrainState
 from torchdistpackage.train.update import Update, reduced_grads
-from torchdistpackage.train.user_code import user_object
 
 
 def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None = None) -> Trainer:

@@ -7,17 +7,17 @@ one stage.
 """
 
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.data.blend import BlendedDataset
 from torchdistpackage.ddp.param_sync import ReplicatedTensor, check_replicas
 from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.errors import NonFiniteError
 from torchdistpackage.harness.stragglers.compare import Comparison
 from torchdistpackage.launch.run_events import SAVE, note_event
 from torchdistpackage.layout.derive import replica_ranks
-from torchdistpackage.train.blend import BlendedDataset
+from torchdistpackage.plan.run_plan import Plan, stage_loads
 from torchdistpackage.train.log import SHARES
 from torchdistpackage.train.loop import Callback, Loop
 from torchdistpackage.train.nonfinite import explain
-from torchdistpackage.train.plan import Plan, stage_loads
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.step_stats import PendingStep, StepResult
 

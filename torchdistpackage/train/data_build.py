@@ -8,32 +8,32 @@ from torch import Tensor
 from torchdistpackage.comm import primitives
 from torchdistpackage.config.data_section import DataSection
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.errors import DataError
-from torchdistpackage.train import corpus
-from torchdistpackage.train.blend import BlendedDataset, BlendPart
-from torchdistpackage.train.data import (
+from torchdistpackage.data import corpus
+from torchdistpackage.data.blend import BlendedDataset, BlendPart
+from torchdistpackage.data.packing import PackedDataset
+from torchdistpackage.data.preference_data import PreferenceDataset
+from torchdistpackage.data.source import (
     DataSource,
     SequenceSource,
     Split,
     TokenDataset,
     check_place,
 )
+from torchdistpackage.data.tokens.pair_rows import cut_pairs
+from torchdistpackage.data.tokens.row_notes import row_notes
+from torchdistpackage.data.tokens.template_date import dated
+from torchdistpackage.data.tokens.texts import tokenized_part
+from torchdistpackage.data.tokens.token_cache import cut_documents
+from torchdistpackage.errors import DataError
+from torchdistpackage.plan.run_plan import Plan
+from torchdistpackage.plan.user_code import user_object
 from torchdistpackage.train.evaluation import (
     DocumentWindows,
     TokenWindows,
     Windows,
     batches_of,
 )
-from torchdistpackage.train.packing import PackedDataset
-from torchdistpackage.train.pair_rows import cut_pairs
-from torchdistpackage.train.plan import Plan
-from torchdistpackage.train.preference_data import PreferenceDataset
-from torchdistpackage.train.row_notes import row_notes
 from torchdistpackage.train.step import EvalSet
-from torchdistpackage.train.template_date import dated
-from torchdistpackage.train.texts import tokenized_part
-from torchdistpackage.train.token_cache import cut_documents
-from torchdistpackage.train.user_code import user_object
 
 
 def build_data(plan: Plan) -> DataSource:

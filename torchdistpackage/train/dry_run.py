@@ -1,6 +1,6 @@
 """Training steps of a plan with threads as ranks, under the order linter.
 
-They are the steps of the run, on the plan that `train/shrink.py` makes of it.
+They are the steps of the run, on the plan that `plan/shrink.py` makes of it.
 """
 
 import os
@@ -10,15 +10,15 @@ from dataclasses import replace
 import torch
 
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.data.source import DataSource
 from torchdistpackage.errors import ConfigError, TorchDistError
 from torchdistpackage.harness.lint.linter import lint
 from torchdistpackage.harness.lint.report import LintReport
+from torchdistpackage.plan.run_plan import Plan
+from torchdistpackage.plan.shrink import shrunk
+from torchdistpackage.plan.user_code import add_user_code, user_object
 from torchdistpackage.train.build import build
-from torchdistpackage.train.data import DataSource
 from torchdistpackage.train.data_build import build_data
-from torchdistpackage.train.plan import Plan
-from torchdistpackage.train.shrink import shrunk
-from torchdistpackage.train.user_code import add_user_code, user_object
 
 STEPS = 2
 """The first announces shapes and learns what a backward does; the second is as all later ones."""

@@ -12,15 +12,14 @@ import torch
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.data.corpus import Ids
+from torchdistpackage.data.packing import PackedDataset
+from torchdistpackage.data.preference_data import PreferenceDataset
+from torchdistpackage.data.source import IGNORE, DataBatch
 from torchdistpackage.errors import DataError
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.losses import totals_on
 from torchdistpackage.schedule.generators import evaluation
-from torchdistpackage.train.corpus import Ids
-from torchdistpackage.train.data import DataBatch
-from torchdistpackage.train.losses import IGNORE
-from torchdistpackage.train.packing import PackedDataset
-from torchdistpackage.train.preference_data import PreferenceDataset
 from torchdistpackage.train.staged_model import StagedModel
 
 _AT_ONCE = 1 << 22

@@ -5,14 +5,14 @@ import textwrap
 from pathlib import Path
 
 from torchdistpackage.checkpoint.commit import folder_name
+from torchdistpackage.data.source import table_entropies
+from torchdistpackage.data.tokens.prompts import ByteCodec
 from torchdistpackage.launch.slurm.requeue import Decision
 from torchdistpackage.run_files import CHECKPOINTS, METRICS, PLOT, RESOLVED
-from torchdistpackage.train.data import table_entropies
 from torchdistpackage.train.generate import generate
 from torchdistpackage.train.inference_request import Sampling
 from torchdistpackage.train.log import evaluation_lines, plot_loss, print_line
 from torchdistpackage.train.loop import Loop
-from torchdistpackage.train.prompts import ByteCodec
 
 PROMPT = b"import "
 

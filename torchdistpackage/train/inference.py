@@ -15,12 +15,15 @@ from torchdistpackage.comm.creation import end_processes
 from torchdistpackage.comm.runtime import join, leave
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.data.source import DataBatch
+from torchdistpackage.data.tokens.prompts import ByteCodec, GrowingText, TokenizerCodec
 from torchdistpackage.environment.failure import only_returns
 from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import CheckpointError, DataError, NonFiniteError
+from torchdistpackage.plan.run_plan import Plan, make_plan
+from torchdistpackage.plan.user_code import add_user_code
 from torchdistpackage.run_files import CHECKPOINTS
 from torchdistpackage.train.build import build_model, start_timeout_s
-from torchdistpackage.train.data import DataBatch
 from torchdistpackage.train.data_build import agreed_date, build_data, read_windows
 from torchdistpackage.train.evaluation import (
     JoinedWindows,
@@ -36,10 +39,7 @@ from torchdistpackage.train.inference_request import (
     RankRefusal,
     TrainedWeights,
 )
-from torchdistpackage.train.plan import Plan, make_plan
-from torchdistpackage.train.prompts import ByteCodec, GrowingText, TokenizerCodec
 from torchdistpackage.train.staged_model import StagedModel
-from torchdistpackage.train.user_code import add_user_code
 
 Answer = EvalResult | RankRefusal | None
 """None of texts, which have been written."""

@@ -14,12 +14,14 @@ from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import MAX_PROCS
+from torchdistpackage.data.tokens.template_date import with_template_date
 from torchdistpackage.environment.rendezvous import Rendezvous, detect
 from torchdistpackage.errors import LaunchError, RankError
 from torchdistpackage.files import atomic_write
 from torchdistpackage.launch.lock import Lock
 from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.run_events import END, note_event
+from torchdistpackage.launch.run_folder import cannot_write, only_writer, prepare_folder, run_folder
 from torchdistpackage.launch.run_rows import last_rows
 from torchdistpackage.launch.slurm.node_blocklist import record_failed_nodes
 from torchdistpackage.launch.slurm.query import limited
@@ -43,14 +45,12 @@ from torchdistpackage.launch.slurm.run_dir import (
 from torchdistpackage.launch.supervisor import WatchedRank, supervise
 from torchdistpackage.launch.workers import run_local
 from torchdistpackage.lazy import resolve
+from torchdistpackage.plan.elastic import fitted
+from torchdistpackage.plan.refusals import check_checkpoint, refuse_checkpoint, refuse_here
+from torchdistpackage.plan.resume_check import named_folder
+from torchdistpackage.plan.run_plan import local_procs, make_plan
+from torchdistpackage.plan.user_code import code_folder
 from torchdistpackage.run_files import CHECKPOINTS, METRICS, RunDir
-from torchdistpackage.train.elastic import fitted
-from torchdistpackage.train.plan import local_procs, make_plan
-from torchdistpackage.train.refusals import check_checkpoint, refuse_checkpoint, refuse_here
-from torchdistpackage.train.resume_check import named_folder
-from torchdistpackage.train.run_folder import cannot_write, only_writer, prepare_folder, run_folder
-from torchdistpackage.train.template_date import with_template_date
-from torchdistpackage.train.user_code import code_folder
 
 WORKER = "torchdistpackage.train.worker"
 WORKER_MAIN = f"{WORKER}:worker_main"

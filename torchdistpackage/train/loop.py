@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchdistpackage.data.source import table_entropies
 from torchdistpackage.harness.watchdog import HangWatchdog, Heartbeat
-from torchdistpackage.train.data import table_entropies
 from torchdistpackage.train.log import StepLog, evaluation_lines, pair_text, perplexity
 from torchdistpackage.train.saving import RunSaver
 from torchdistpackage.train.step import Trainer

@@ -6,11 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchdistpackage.data.source import IGNORE
 from torchdistpackage.errors import DataError
 from torchdistpackage.train.staged_model import LossFn
-
-IGNORE = -100
-"""A target that does not count."""
 
 
 def token_cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

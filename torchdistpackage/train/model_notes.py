@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torchdistpackage.parallel.context.module import is_wrapped
 from torchdistpackage.parallel.tensor.four_bit import kernel_notes
-from torchdistpackage.train.plan import attends_to_parts
+from torchdistpackage.plan.run_plan import attends_to_parts
 from torchdistpackage.train.step import Trainer
 
 

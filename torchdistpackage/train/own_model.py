@@ -10,7 +10,7 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.tables import table_parameters
 from torchdistpackage.parallel.pipeline.partition.sequential import chunks_of
-from torchdistpackage.train.user_code import user_object
+from torchdistpackage.plan.user_code import user_object
 
 
 def own_stages(

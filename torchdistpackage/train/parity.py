@@ -31,12 +31,12 @@ from torchdistpackage.harness.parity.layout_ranks import records_of
 from torchdistpackage.harness.parity.layouts import ParityReport, text_of
 from torchdistpackage.harness.pool import RankPool
 from torchdistpackage.layout.derive import blocks
+from torchdistpackage.plan.parity_plan import NUM_STEPS, ParityRun, parity_run
+from torchdistpackage.plan.run_plan import Plan, make_plan
+from torchdistpackage.plan.smaller_arguments import with_smaller_arguments
+from torchdistpackage.plan.user_code import add_user_code, user_object
 from torchdistpackage.train.build import build
-from torchdistpackage.train.parity_plan import NUM_STEPS, ParityRun, parity_run
-from torchdistpackage.train.plan import Plan, make_plan
-from torchdistpackage.train.smaller_arguments import with_smaller_arguments
 from torchdistpackage.train.step import Trainer
-from torchdistpackage.train.user_code import add_user_code, user_object
 
 _LIMIT_S = 600.0
 """For the steps of one layout; ranks may be more than cores."""

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchdistpackage.data.source import IGNORE
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.losses import totals_on
 from torchdistpackage.tools.undisturbed import in_eval
-from torchdistpackage.train.losses import IGNORE
 from torchdistpackage.train.staged_model import (
     LossFn,
     MicrobatchLoss,

@@ -15,13 +15,13 @@ from torchdistpackage.comm.primitives import ranks_of
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.files import atomic_write
 from torchdistpackage.parallel.pipeline.executor import Recording
+from torchdistpackage.plan.run_plan import Plan
 from torchdistpackage.run_files import COSTS, PICTURE
 from torchdistpackage.schedule.costs import PieceCosts, StageCosts, costs_text
 from torchdistpackage.schedule.draw import svg
 from torchdistpackage.schedule.engine import Span
 from torchdistpackage.schedule.trace_costs import BubbleAttribution, attribute_bubble, costs_of
 from torchdistpackage.train.loop import Callback, Loop
-from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.staged_model import TrainStages
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.step_stats import PendingStep, StepResult

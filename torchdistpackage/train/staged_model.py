@@ -14,7 +14,7 @@ from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.pipeline.executor import Executor, Forward
 from torchdistpackage.parallel.pipeline.losses import Losses
 from torchdistpackage.parallel.tensor.attention import SequenceAttention
-from torchdistpackage.train.plan import Plan
+from torchdistpackage.plan.run_plan import Plan
 
 LossFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(outputs of the last stage, targets) -> (sum of losses, how many were summed)."""

@@ -18,6 +18,14 @@ from torchdistpackage.comm.backends import is_queued
 from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.moments import OnHost
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.data.batches import Batches
+from torchdistpackage.data.source import (
+    DataBatch,
+    DataSource,
+    SequenceSource,
+    check_fingerprints,
+    fingerprint,
+)
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.harness.stragglers.compare import Phases
 from torchdistpackage.parallel.pipeline.executor import Executor, Recording
@@ -25,14 +33,6 @@ from torchdistpackage.parallel.pipeline.grad_sync import HasReducer, reducing
 from torchdistpackage.parallel.pipeline.losses import totals_on
 from torchdistpackage.schedule.actions import ActionKind
 from torchdistpackage.tools.undisturbed import keep_random_states
-from torchdistpackage.train.batches import Batches
-from torchdistpackage.train.data import (
-    DataBatch,
-    DataSource,
-    SequenceSource,
-    check_fingerprints,
-    fingerprint,
-)
 from torchdistpackage.train.experts import ExpertCounts
 from torchdistpackage.train.preference import PreferenceLoss
 from torchdistpackage.train.staged_model import MicrobatchLoss, StagedModel

@@ -15,7 +15,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.moments import Moment, OnHost, Timing, clock_of, seconds
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.parallel.expert.balance import ExpertLoad
-from torchdistpackage.train.votes import ROOM
+from torchdistpackage.plan.run_plan import VOTE_ROOM
 
 
 class PairSums(NamedTuple):
@@ -79,7 +79,7 @@ class StepStats(NamedTuple):
     @staticmethod
     def length(names: Sequence[str]) -> int:
         """Return how many numbers `to_tensor` makes with votes of these names."""
-        return 4 + max(len(names), ROOM) + len(PairSums._fields)
+        return 4 + max(len(names), VOTE_ROOM) + len(PairSums._fields)
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[float], names: Sequence[str]) -> "StepStats":

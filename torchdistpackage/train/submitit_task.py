@@ -16,10 +16,10 @@ from typing import cast
 
 from torchdistpackage.config.load import load
 from torchdistpackage.errors import RankError
+from torchdistpackage.launch.run_folder import run_folder
 from torchdistpackage.launch.slurm.requeue import RequeueDecision, may_requeue, read_decision
 from torchdistpackage.launch.slurm.restart_script import IGNORE_SIGNALS_UNTIL_READY
 from torchdistpackage.run_files import RunDir
-from torchdistpackage.train.run_folder import run_folder
 
 _KILLED_WITHIN_S = 300.0
 """Slurm ends the other ranks of a job that was requeued; if it does not, they end by themselves."""

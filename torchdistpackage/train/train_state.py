@@ -23,10 +23,10 @@ from torchdistpackage.checkpoint.save import (
 from torchdistpackage.checkpoint.snapshot import HostCopies, take_snapshot
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.schema import VAL_LOSS
+from torchdistpackage.data.tokens.data_fingerprint import DataFingerprints
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.run_files import CHECKPOINTS
 from torchdistpackage.topology.mesh import describe
-from torchdistpackage.train.data_fingerprint import DataFingerprints
 from torchdistpackage.train.step import Trainer
 
 log = logging.getLogger(__name__)

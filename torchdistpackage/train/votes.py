@@ -7,9 +7,7 @@ numbers of the step. So agreeing costs no message of its own.
 
 from collections.abc import Callable
 
-ROOM = 6
-"""Numbers that a step keeps for votes, used or not: its message has one length, which
-train/traffic.py counts. It grows if more are registered."""
+from torchdistpackage.plan.run_plan import VOTE_ROOM
 
 
 class Votes:
@@ -30,4 +28,4 @@ class Votes:
     def cast(self, step: int) -> list[float]:
         """Return this rank's answers for `step`, and zeros up to the room that is kept."""
         answers = [float(ask(step)) for ask in self._ask.values()]
-        return answers + [0.0] * (ROOM - len(answers))
+        return answers + [0.0] * (VOTE_ROOM - len(answers))

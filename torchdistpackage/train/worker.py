@@ -18,6 +18,8 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.creation import end_processes
 from torchdistpackage.comm.runtime import JoinResult, join, leave
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.data.tokens.data_fingerprint import data_fingerprints, edited_data
+from torchdistpackage.data.tokens.template_date import with_template_date
 from torchdistpackage.environment.failure import only_returns
 from torchdistpackage.environment.rendezvous import Rendezvous, detect
 from torchdistpackage.files import append_text, atomic_write
@@ -25,29 +27,27 @@ from torchdistpackage.harness.hang.dump import remove_traces
 from torchdistpackage.harness.watchdog import HangWatchdog, agree_on_start
 from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.run_events import END, flat, note_event, note_start
+from torchdistpackage.launch.run_folder import only_writer, prepare_folder, run_folder
 from torchdistpackage.launch.slurm.requeue import EXIT_TEMPFAIL, Decision, RequeueDecision
 from torchdistpackage.launch.slurm.run_dir import amend_start, append_start, attempt_id, this_start
+from torchdistpackage.plan.resume_check import changed_keys
+from torchdistpackage.plan.run_plan import Plan, make_plan, too_long
+from torchdistpackage.plan.user_code import add_user_code
 from torchdistpackage.run_files import RunDir
 from torchdistpackage.train.build import build, make_local_copies, make_loop, retention_of
 from torchdistpackage.train.compiled import end_compile_workers, use_cache, warm_up
 from torchdistpackage.train.data_build import agreed_date, notes_of, with_steps
-from torchdistpackage.train.data_fingerprint import data_fingerprints, edited_data
 from torchdistpackage.train.export import export_run
 from torchdistpackage.train.finish import ended_line, finish, sample_text
 from torchdistpackage.train.learning_rate import warmup_notes
 from torchdistpackage.train.log import print_line
 from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.model_notes import model_notes
-from torchdistpackage.train.plan import Plan, make_plan, too_long
-from torchdistpackage.train.resume_check import changed_keys
-from torchdistpackage.train.run_folder import only_writer, prepare_folder, run_folder
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.stop import StopController, begin, end, write_decision
-from torchdistpackage.train.template_date import with_template_date
 from torchdistpackage.train.trackers.feed import Trackers
 from torchdistpackage.train.train_state import TrainState
 from torchdistpackage.train.train_state import resume as resume_state
-from torchdistpackage.train.user_code import add_user_code
 from torchdistpackage.train.wind_up import Export, wind_up
 
 

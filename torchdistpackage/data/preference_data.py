@@ -1,0 +1,119 @@
+"""Preference pairs as samples, each of two rows: the chosen answer, and the rejected one.
+
+An epoch is a permutation of all pairs, drawn from the seed and the epoch's number. Pair i of step s
+is number s x global batch + i of all epochs, so nothing but the step is needed to go on. A row is
+the prompt and one answer, cut or filled up to one length; what is filled up stands behind, where no
+token of the answer sees it, and does not count, nor do prompts.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm.random import seed_from
+from torchdistpackage.data.packing import shuffled
+from torchdistpackage.data.source import IGNORE, Split, check_place
+from torchdistpackage.data.tokens.pair_rows import pair_problems
+from torchdistpackage.data.tokens.split import split_pairs
+from torchdistpackage.data.tokens.token_cache import TokenizedText
+from torchdistpackage.errors import DataError
+
+
+class PreferenceDataset:
+    """Rows of `seq_len` tokens, row 2 i chosen and row 2 i + 1 rejected; see `DataSource`.
+
+    global_batch: pairs in a step, or in a batch of a validation. val_fraction: part of the pairs
+    that only validation sees. 1: all, with no training; 0: none.
+
+    Raises:
+        DataError: an id is outside `vocab`, a pair is none in such rows, or one side has none; all
+            at once.
+    """
+
+    def __init__(
+        self,
+        text: TokenizedText,
+        *,
+        vocab: int,
+        seq_len: int,
+        global_batch: int,
+        val_fraction: float,
+    ):
+        self.text, self.seq_len, self._num_rows = text, seq_len, 2 * global_batch
+        split = split_pairs(text, val_fraction)
+        self._pairs = {name: part.documents for name, part in split.parts.items()}
+        self._epochs: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
+        problems = [*split.problems(seq_len), *pair_problems(text, seq_len)]
+        if text.vocab > vocab:
+            problems.append(
+                f"the tokenizer has {text.vocab} ids, but model.vocab is {vocab}; set "
+                f"model.vocab to {text.vocab} or more"
+            )
+        if problems:
+            raise DataError("\n".join(problems))
+
+    def part(self, ranges: Sequence[range]) -> "PreferenceDataset":
+        """See `SequenceSource`: of rows that ranks do not share, all."""
+        assert [*ranges] == [range(self.seq_len)]
+        return self
+
+    @property
+    def num_samples(self) -> dict[str, int]:
+        """Rows in an epoch, of each split."""
+        return {name: 2 * len(pairs) for name, pairs in self._pairs.items()}
+
+    def batch(
+        self,
+        split: Split,
+        seed: int,
+        step: int,
+        data_index: int,
+        num_data: int,
+        per_rank: int,
+        *,
+        first: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """(ids, targets), int64 (per_rank, seq_len) each, on the CPU; targets of -100 do not count.
+
+        per_rank, first: in rows, of which a pair has two.
+
+        Raises:
+            DataError: no such split or data index, or a file became shorter.
+        """
+        check_place(split, data_index, num_data)
+        self.text.check()
+        # training steps are counted from 1, batches of a validation from 0
+        before = (step - 1 if split == "train" else step) * self._num_rows
+        begin = before + first + data_index * per_rank
+        ids = np.zeros((per_rank, self.seq_len), np.int64)
+        targets = np.full((per_rank, self.seq_len), IGNORE, np.int64)
+        for row, number in enumerate(range(begin, begin + per_rank)):
+            pair, side = divmod(number, 2)
+            epoch, sample = divmod(pair, len(self._pairs[split]))
+            document = 2 * int(self._epoch(split, seed, epoch)[sample]) + side
+            self._fill(document, ids[row], targets[row])
+        return torch.from_numpy(ids), torch.from_numpy(targets)
+
+    def _fill(
+        self, document: int, ids: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]
+    ) -> None:
+        text, begin = self.text, int(self.text.ends[document - 1]) if document else 0
+        where = slice(begin, min(int(text.ends[document]), begin + self.seq_len + 1))
+        assert text.counted is not None
+        tokens, counts = text.tokens[where].astype(np.int64), text.counted[where] != 0
+        ids[: len(tokens)] = tokens[: self.seq_len]
+        targets[: len(tokens) - 1] = np.where(counts[1:], tokens[1:], IGNORE)
+
+    def _epoch(self, split: Split, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+        """The pairs of a pass in their order; of a validation always the same."""
+        if split == "val":
+            return self._pairs[split]
+        if (seed, epoch) not in self._epochs:
+            # two at most: a step may reach into the next one
+            kept = list(self._epochs.items())[-1:]
+            drawn = shuffled(self._pairs[split], seed_from("documents", seed, epoch))
+            self._epochs = {**dict(kept), (seed, epoch): drawn}
+        return self._epochs[seed, epoch]

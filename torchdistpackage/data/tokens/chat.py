@@ -1,0 +1,351 @@
+"""Chats written as one text by a tokenizer's chat template, with what the assistant says in it.
+
+A turn of the assistant is what the template marks with `{% generation %}`; of a template without
+these marks `chat_turns` finds it. No torch.
+"""
+
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from datetime import date
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, cast
+
+from torchdistpackage.bounded import parse_json
+from torchdistpackage.config.chat_templates import (
+    DEFAULT,
+    chat_templates,
+    no_chat_template,
+    template_name,
+)
+from torchdistpackage.config.hugging_face import read_tokenizer, special_tokens
+from torchdistpackage.data.tokens.chat_jinja import chat_environment
+from torchdistpackage.data.tokens.chat_turns import Message, TurnFinder
+from torchdistpackage.data.tokens.documents import (
+    CHAT,
+    RETRIEVED,
+    TEMPLATE_OPTIONS,
+    TOOLS,
+    Document,
+    is_unicode,
+)
+from torchdistpackage.data.tokens.row_notes import MARKED, PREFIXED, REWRITTEN, Tally, count_unused
+from torchdistpackage.errors import DataError
+
+ASSISTANT = "assistant"
+ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function")
+
+Render = Callable[..., str]
+"""Called with messages and add_generation_prompt."""
+
+
+class ChatTemplate:
+    """The chat templates of a tokenizer's folder, run in Jinja's sandbox.
+
+    today: the date that templates write as today's. tally: counts what is to be said of the chats
+    that are read.
+
+    Raises:
+        DataError: the folder has none, or `default` is no Jinja template.
+    """
+
+    def __init__(self, folder: Path, today: date, tally: Tally | None = None):
+        self._folder, self._sources = folder, chat_templates(folder)
+        if not self._sources:
+            raise DataError(no_chat_template(folder))
+        # no message can contain what is drawn here
+        self._begin, self._end = (f"\0{word}{secrets.token_hex(8)}\0" for word in "<>")
+        self._compile, self._errors = chat_environment(self._begin, self._end, today)
+        self._tokens = special_tokens(folder)
+        self._renders: dict[str, Render] = {}
+        self._tally = Tally() if tally is None else tally
+        if DEFAULT in self._sources:
+            self._template(DEFAULT)
+
+    def _template(self, name: str) -> Render:
+        """Return the template of this name, compiled at its first use."""
+        if name not in self._renders:
+            try:
+                self._renders[name] = self._compile(self._sources[name]).render
+            except self._errors as error:
+                text = "" if name == DEFAULT else f" {name}"
+                raise DataError(
+                    f"the chat template{text} of {self._folder} is no Jinja template: {error}"
+                ) from error
+        return self._renders[name]
+
+    def _writer(self, variables: dict[str, Any], where: str) -> Render:
+        """Return what writes messages of a row: its template with the row's variables."""
+        name = self._name(variables)
+        if name is None:
+            raise DataError(
+                f"{where}: of the chat templates {', '.join(self._sources)} of {self._folder} none "
+                f"is for a chat without tools; add one named {DEFAULT}"
+            )
+        return partial(self._text, self._template(name), self._tokens | variables, where)
+
+    def _name(self, variables: dict[str, Any]) -> str | None:
+        return template_name(self._sources, has_tools=variables[TOOLS] is not None)
+
+    def _count(self, messages: list[Message], variables: dict[str, Any]) -> None:
+        """Count the keys of messages and the options of a row that its template does not have."""
+        source = self._sources[self._name(variables) or DEFAULT]
+        seen = (*_KNOWN, *(_REASONING if any(key in source for key in _REASONING) else ()))
+        for message in messages:
+            used = {key for key in message if key in seen or key in source}
+            count_unused(self._tally, message, used, "messages")
+        used = {TOOLS, RETRIEVED, *(key for key in variables if key in source)}
+        count_unused(self._tally, variables, used, TEMPLATE_OPTIONS)
+
+    def document(self, value: dict[str, Any], where: str, first: int = 0) -> Document:
+        """The chat of one line, as text with the spans of the assistant. where: of errors. first:
+        of the messages that are learned; those before it are a prompt.
+
+        Raises:
+            DataError: it is no chat, says nothing that would be learned, or the template does not
+                take it or does not show what the assistant says.
+        """
+        messages = _messages(value, where)
+        learned = [i for i in _learned(messages, where) if i >= first]
+        variables = _variables(value, where)
+        write = self._writer(variables, where)
+        text = write(messages)
+        self._count(messages, variables)
+        if self._begin in text:
+            self._tally[MARKED] += 1
+            return self._marked(text, where, self._finder(write, messages, text), learned)
+        found = self._finder(write, messages, text).turns(learned)
+        if isinstance(found, int):
+            raise DataError(
+                f"{where}: the chat template does not write message {found + 1} such that what the "
+                f"assistant says can be told from the rest; mark replies in the template with "
+                f"{{% generation %}}"
+            )
+        self._tally[REWRITTEN if found.rewritten else PREFIXED] += 1
+        return Document(text, spans=_joined(found.spans, where))
+
+    def prompt(self, text: str, where: str) -> str:
+        """What stands before a reply to a user who says `text`.
+
+        Raises:
+            DataError: the template does not take it.
+        """
+        said: list[Message] = [{"role": "user", "content": text}]
+        return self._writer(_variables({}, where), where)(said, add_generation_prompt=True)
+
+    def behind_reply(self) -> str:
+        """What the template writes behind a reply, by which a turn ends.
+
+        Raises:
+            DataError: the template does not take a chat of one reply.
+        """
+        reply = secrets.token_hex(8)
+        said: list[Message] = [{"role": "user", "content": "-"}]
+        said.append({"role": ASSISTANT, "content": reply})
+        text = self._writer(_variables({}, ""), "a chat of one reply")(said)
+        return self._unmarked(text.partition(reply)[2])
+
+    def _text(
+        self,
+        template: Render,
+        variables: dict[str, Any],
+        where: str,
+        messages: list[Message],
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        names = {**variables, "add_generation_prompt": add_generation_prompt}
+        try:
+            text = template(messages=[_with_reasoning(x) for x in messages], **names)
+        except Exception as error:  # a template may do anything, such as adding a text to a number
+            raise DataError(
+                f"{where}: the chat template does not take its first {len(messages)} messages: "
+                f"{str(error) or type(error).__name__}"
+            ) from error
+        return is_unicode(text, f"{where}: the chat")
+
+    def _unmarked(self, text: str) -> str:
+        return text.replace(self._begin, "").replace(self._end, "")
+
+    def _finder(self, write: Render, messages: list[Message], text: str) -> TurnFinder:
+        def plain(some: list[Message], *, add_generation_prompt: bool = False) -> str:
+            return self._unmarked(write(some, add_generation_prompt=add_generation_prompt))
+
+        return TurnFinder(plain, messages, self._unmarked(text), lambda: self._added_tokens)
+
+    @cached_property
+    def _added_tokens(self) -> list[str]:
+        file = self._folder / "tokenizer.json"
+        added = read_tokenizer(file).get("added_tokens") if file.is_file() else None
+        entries = [x for x in cast(list[Any], added or []) if isinstance(x, dict)]
+        return [*self._tokens.values(), *(str(x.get("content") or "") for x in entries)]
+
+    def _marked(
+        self, text: str, where: str, finder: TurnFinder, learned: Sequence[int]
+    ) -> Document:
+        """The marked parts that are of the messages `learned`."""
+        plain, spans = "", list[tuple[int, int]]()
+        for number, part in enumerate(text.split(self._begin)):
+            inside, _, after = part.partition(self._end) if number else ("", "", part)
+            spans.append((len(plain), len(plain) + len(inside)))
+            plain += inside + after
+        spans = [x for x in spans[1:] if x[0] < x[1]]
+        replies = [i for i, x in enumerate(finder.messages) if x["role"] == ASSISTANT]
+        left_out = [i for i in replies if i not in learned]
+        if left_out and len(spans) == len(replies):
+            spans = [x for i, x in zip(replies, spans, strict=True) if i in learned]
+        elif left_out:
+            found = finder.turns(left_out)
+            if isinstance(found, int):
+                raise DataError(
+                    f"{where}: message {found + 1} is not learned, and the chat template marks "
+                    f"{len(spans)} parts of {len(replies)} replies, so which are its is not known; "
+                    f"mark each reply once with {{% generation %}}"
+                )
+            spans = [x for x in spans if not any(x[0] < b and a < x[1] for a, b in found.spans)]
+        return Document(plain, spans=_joined(spans, where))
+
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning. Templates read the first, those of gpt-oss the second."""
+
+
+def _with_reasoning(message: Message) -> Message:
+    """Return a message whose reasoning has the names that templates read, as in transformers."""
+    found = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    if found is None:
+        return message
+    return {_REASONING[1]: found, **message, _REASONING[0]: found}
+
+
+def _variables(value: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return what a template is given of a row besides its messages."""
+    tools = value.get(TOOLS)
+    if isinstance(tools, str):
+        tools = _from_json(tools, f"{where}: {TOOLS}")
+    if not (tools is None or isinstance(tools, list)):
+        raise DataError(f"{where}: {TOOLS} is a {type(tools).__name__}; it has to be a list")
+    for number, tool in enumerate(cast(list[Any], tools or []), 1):
+        if not isinstance(tool, dict):
+            kind = type(tool).__name__
+            raise DataError(f"{where}: tool {number} is a {kind}; it has to be a JSON schema")
+    retrieved = value.get(RETRIEVED)
+    is_list = isinstance(retrieved, list)
+    if not is_list or not all(isinstance(x, dict) for x in cast(list[Any], retrieved)):
+        retrieved = None  # a key of another meaning
+    return {TOOLS: tools, RETRIEVED: retrieved, **_options(value, where)}
+
+
+def _options(value: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the variables of the template that the row sets, such as enable_thinking."""
+    found = value.get(TEMPLATE_OPTIONS)
+    if isinstance(found, str):
+        found = _from_json(found, f"{where}: {TEMPLATE_OPTIONS}")
+    if not (found is None or isinstance(found, dict)):
+        kind = type(found).__name__
+        raise DataError(f"{where}: {TEMPLATE_OPTIONS} is a {kind}; it has to be a mapping")
+    options = {key: x for key, x in cast(dict[str, Any], found or {}).items() if x is not None}
+    if wrong := [key for key in options if key in _NOT_OPTIONS]:
+        raise DataError(
+            f"{where}: {TEMPLATE_OPTIONS} has {wrong[0]}, which is no variable of a template "
+            f"that a row may set; remove it"
+        )
+    return options
+
+
+def _from_json(text: str, what: str) -> Any:
+    """Return the value of a text: schemas differ, so a table may hold them as JSON."""
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise DataError(f"{what} is a text that is not JSON: {error}") from error
+
+
+_NOT_OPTIONS = (
+    *("messages", TOOLS, RETRIEVED, "add_generation_prompt", "conversation", "chat_template"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
+"""Arguments of apply_chat_template that are not for the template, or that others set."""
+
+
+_COUNTS: dict[str, tuple[object, ...]] = {
+    "weight": (0, 1),
+    "train": (False, True),
+    "training": (False, True),
+}
+"""Keys of a message by which files say whether it is learned, as OpenAI and axolotl read them."""
+_KNOWN = ("role", "content", *_COUNTS)
+
+
+def _learned(messages: list[Message], where: str) -> list[int]:
+    """Return the numbers of the assistant's messages that count in the loss."""
+    found: list[int] = []
+    for i, message in enumerate(messages):
+        given = {key: message[key] for key in _COUNTS if message.get(key) is not None}
+        for key, value in given.items():
+            if not isinstance(value, int | float) or value not in _COUNTS[key]:
+                raise DataError(
+                    f"{where}: {key} of message {i + 1} is {value!r}; a message counts or does "
+                    f"not: {' or '.join(map(json.dumps, _COUNTS[key]))}"
+                )
+        counts = all(given.values())
+        if counts and message["role"] == ASSISTANT:
+            found.append(i)
+        elif counts and any(key in given for key in ("train", "training")):
+            raise DataError(
+                f"{where}: message {i + 1}, of the role {message['role']}, is to be learned "
+                f"({', '.join(given)}); only the {ASSISTANT}'s are: leave it out"
+            )
+    if not found:
+        raise DataError(
+            f"{where}: no message of the {ASSISTANT} counts ({', '.join(_COUNTS)}), so nothing "
+            f"would be learned; remove it"
+        )
+    return found
+
+
+def _joined(spans: list[tuple[int, int]], where: str) -> tuple[tuple[int, int], ...]:
+    if not any(begin < end for begin, end in spans):
+        raise DataError(f"{where}: the chat template writes nothing of what the assistant says")
+    return tuple(spans)
+
+
+def _messages(value: dict[str, Any], where: str) -> list[Message]:
+    """The messages of a line, without keys that are null."""
+    if CHAT not in value:
+        names = ", ".join(value) or "none"
+        raise DataError(f"{where}: no field {CHAT!r}; there are {names} (data.field)")
+    found = value[CHAT]
+    if not isinstance(found, list):
+        raise DataError(
+            f"{where}: {CHAT} is a {type(found).__name__}; it has to be a list of {{role, content}}"
+        )
+    if not found:
+        raise DataError(f"{where}: {CHAT} is empty; remove this document")
+    problems = [text for i, x in enumerate(found, 1) if (text := _problem(x, f"message {i}"))]
+    if not problems and all(x["role"] != ASSISTANT for x in found):
+        problems = [f"no message is of the {ASSISTANT}, so nothing would be learned; remove it"]
+    if problems:
+        raise DataError(f"{where}: {'; '.join(problems)}")
+    return [{key: x for key, x in message.items() if x is not None} for message in found]
+
+
+def _problem(message: object, name: str) -> str | None:
+    if not isinstance(message, dict):
+        return f"{name} is a {type(message).__name__}; it has to be {{role, content}}"
+    if missing := [key for key in ("role", "content") if key not in message]:
+        if missing == ["content"] and message.get("tool_calls"):
+            return None
+        return f"{name} has no {' and no '.join(missing)}; there are {', '.join(message) or 'none'}"
+    role, content = message["role"], message["content"]
+    if role not in ROLES:
+        return f"{name} has the role {role!r}; the roles are {', '.join(ROLES)}"
+    if content is None and message.get("tool_calls"):
+        return None
+    if not isinstance(content, str):
+        return f"content of {name} is a {type(content).__name__}; it has to be a text"
+    if role == ASSISTANT and not content and not message.get("tool_calls"):
+        return f"{name}, of the {ASSISTANT}, is empty"
+    return None

@@ -1,0 +1,56 @@
+"""The date that chat templates write as today's: one for a run. No torch.
+
+It is that of the run's first start, which is in its resolved.yaml, so that a resume a day later
+trains on the same ids.
+"""
+
+from datetime import date
+from pathlib import Path
+
+from torchdistpackage.config.chat_templates import folder_writes_date
+from torchdistpackage.config.load import load
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.launch.run_folder import run_folder
+from torchdistpackage.run_files import RESOLVED
+
+
+def today() -> str:
+    """Return the date of now, as data.template_date has it."""
+    return date.today().isoformat()
+
+
+def with_template_date(config: RunConfig, resume: str = "auto") -> RunConfig:
+    """Return the run with data.template_date, if its chat templates write a date.
+
+    It is the one of the configuration, else of the run's earlier start, else of the run that
+    `resume` names a checkpoint of, else today's.
+    """
+    if not needs_date(config):
+        return config
+    places = [] if resume == "never" else [run_folder(config)]
+    if resume not in ("auto", "never"):
+        places.append(Path(resume).parent.parent)
+    found = (recorded for place in places if (recorded := _recorded(place)) is not None)
+    return dated(config, next(found, today()))
+
+
+def needs_date(config: RunConfig) -> bool:
+    """Return whether chat templates of the run write a date that its configuration leaves open."""
+    data = config.data
+    open_ = data.template_date is None and data.tokenizer is not None
+    return open_ and folder_writes_date(data.tokenizer or "")
+
+
+def dated(config: RunConfig, day: str) -> RunConfig:
+    """Return the run with this date."""
+    data = config.data.model_copy(update={"template_date": day})
+    return config.model_copy(update={"data": data})
+
+
+def _recorded(run: Path) -> str | None:
+    file = run / RESOLVED
+    try:
+        return load(file, ["model.weights=null"]).data.template_date if file.is_file() else None
+    except (ConfigError, OSError):  # of a version whose keys are no longer known
+        return None

@@ -1,0 +1,381 @@
+"""Texts turned into token ids once, and kept by the content of what they were made from. No torch.
+
+A cache entry is a folder named by a hash of the tokenizer, of every file, and of what is read from
+them. It is written beside and renamed when it is complete, under a lock: of many ranks the first
+tokenizes and the others wait. It holds
+
+tokens.bin     ids of all documents, one after another, uint16 or uint32
+ends.bin       int64: where each document ends in it
+lines.bin      int64: the line or row of each document in its file
+places.bin     float64 in [0, 1): a hash of each document's text, by which splits are made
+counted.bin    uint8, where prompts do not count: 1 for a token that counts in the loss
+prompts.bin    int64, with counted.bin: of each document the tokens before the first that counts
+meta.json      numbers, names of the files, which documents came from which, and checksums
+
+Whatever is long is written as it is made and mapped, so memory does not grow with the files.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torchdistpackage.bounded import read_regular
+from torchdistpackage.checkpoint.checksums import new_checksum
+from torchdistpackage.config.chat_templates import template_files
+from torchdistpackage.config.hugging_face import settings_files, tokenizer_file
+from torchdistpackage.data.tokens.documents import TextSource, files_of, pieces_of
+from torchdistpackage.data.tokens.mapped import MappedTensors
+from torchdistpackage.data.tokens.row_notes import Tally
+from torchdistpackage.data.tokens.token_checks import META, SETTLED_S, checked_meta, meta_text
+from torchdistpackage.data.tokens.token_encoder import DocumentEncoder, EncodedBatch
+from torchdistpackage.data.tokens.token_workers import Progress, TokenWorkers
+from torchdistpackage.errors import DataError
+from torchdistpackage.files import atomic_write, open_regular
+from torchdistpackage.launch.process import undone_by_signals, usable_cpus
+
+_FORMAT = 9
+MOST_PROBLEMS = 20
+"""Lines named in one error."""
+_MOST_NAME = 64
+WORKER_BYTES = 4 << 20
+"""Of texts for each process that tokenizes them: with less its start costs more than it gains."""
+_QUICK_BYTES = 1 << 26
+"""Of files that a plan reads to see whether their ids are known."""
+_STALE_S = 3600.0
+"""Without a write, after which another host's draft is nobody's."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenizedText:
+    """A cache entry, mapped. counted, prompts: None where every token counts. eos: its id, or None.
+    lines: of each document, its line or row in its file.
+
+    prompts: by document the tokens before the first that counts. documents_per_line: two where a
+    line is a pair, whose chosen answer comes first. tally: see `row_notes`.
+    """
+
+    folder: Path
+    tokens: npt.NDArray[np.unsignedinteger]
+    ends: npt.NDArray[np.int64]
+    places: npt.NDArray[np.float64]
+    counted: npt.NDArray[np.uint8] | None
+    prompts: npt.NDArray[np.int64] | None
+    vocab: int
+    eos: int | None
+    files: list[tuple[str, int]]
+    lines: npt.NDArray[np.int64]
+    mapped: tuple[MappedTensors, ...]
+    documents_per_line: int = 1
+    tally: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def check(self) -> None:
+        """Before a read of tokens or counted: raises DataError if their file became shorter."""
+        for file in self.mapped:
+            file.check()
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        return np.concatenate([np.zeros(1, np.int64), self.ends[:-1]])
+
+    def origin(self, document: int) -> str:
+        """File and number of a document in it, from 1: of jsonl, its line."""
+        name, _ = max((f for f in self.files if f[1] <= document), key=lambda f: f[1])
+        return f"{name}:{self.lines[document]}"
+
+
+def cut_documents(text: TokenizedText, seq_len: int) -> str | None:
+    """What to say of documents with a prompt that no sample of `seq_len` tokens can hold whole."""
+    # a sample has one more token, as its last target
+    lengths = np.diff(text.ends, prepend=0)
+    num_long = int((lengths > seq_len + 1).sum())
+    if text.prompts is None or not num_long:
+        return None
+    return (
+        f"{num_long:,} of {len(lengths):,} documents are longer than a sample (data.seq_len="
+        f"{seq_len}; the longest has {lengths.max():,} tokens): they are cut, and what follows a "
+        f"cut is learned without the prompt"
+    )
+
+
+def tokenized(source: TextSource, cache: Path, progress: Progress | None = None) -> TokenizedText:
+    """The cache entry of `source` in `cache`, made now if it is not there.
+
+    Raises:
+        DataError: a file or the tokenizer is missing or wrong, by file and line; of many wrong
+            lines the first ones.
+    """
+    read = _read_for(source)
+    stamp = _stamp(source, read)
+    known = cache / f"{stamp.name}.known"
+    if (folder := _known(known, cache)) is not None:
+        return _read(folder)
+    folder = cache / _digest(source, read)
+    if not folder.exists():
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            with _locked(cache / f"{folder.name}.lock"):
+                if not folder.exists():
+                    _make(source, read.texts, folder, progress)
+        except OSError as error:
+            raise DataError(f"cannot write the cache {folder}: {error.strerror}") from error
+    # a change within the last moments could leave the times as they are
+    if _stamp(source, read) == stamp and stamp.changed_s < time.time() - SETTLED_S:
+        with suppress(OSError):  # a cache that is only read
+            atomic_write(known, folder.name)
+    return _read(folder)
+
+
+def is_tokenized(source: TextSource, cache: Path) -> bool:
+    """Whether `tokenized` would find an entry; no for files that would take long to read.
+
+    Raises:
+        DataError: a file or the tokenizer is missing.
+    """
+    read = _read_for(source)
+    stamp = _stamp(source, read)
+    if _known(cache / f"{stamp.name}.known", cache) is not None:
+        return True
+    return stamp.num_bytes <= _QUICK_BYTES and (cache / _digest(source, read)).is_dir()
+
+
+class _Files(NamedTuple):
+    """What is read for an entry: of the tokenizer, and the texts."""
+
+    tokenizer: list[Path]
+    texts: list[Path]
+
+
+def _read_for(source: TextSource) -> _Files:
+    vocabulary = tokenizer_file(Path(source.tokenizer))
+    beside = settings_files(vocabulary.parent)
+    beside += template_files(vocabulary.parent) if source.may_be_chat else []
+    return _Files([vocabulary, *beside], files_of(source.kind, Path(source.path)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Stamp:
+    """Files as the file system describes them. name: of that, and of what is read from them.
+    changed_s: the time of the last change.
+    """
+
+    name: str
+    changed_s: float
+    num_bytes: int
+
+
+def _stamp(source: TextSource, files: _Files) -> _Stamp:
+    """Of size, times and inode of each: ctime is of any change, and no program can set it back."""
+    digest = hashlib.blake2b(f"{_FORMAT} {source}".encode(), digest_size=16)
+    changed_ns = num_bytes = 0
+    for path in (*files.tokenizer, *files.texts):
+        try:
+            now = path.stat()
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror}") from error
+        facts = now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino
+        digest.update(f"{path.absolute()} {facts}\n".encode(errors="surrogateescape"))
+        changed_ns = max(changed_ns, now.st_mtime_ns, now.st_ctime_ns)
+        num_bytes += now.st_size
+    return _Stamp(digest.hexdigest(), changed_ns / 1e9, num_bytes)
+
+
+def _known(path: Path, cache: Path) -> Path | None:
+    """The entry that was found by the contents of files when they had this stamp."""
+    try:
+        name = read_regular(path, _MOST_NAME, follow=False).decode()
+    except (OSError, UnicodeDecodeError):
+        return None
+    folder = cache / name
+    return folder if len(name) == 32 and name.isalnum() and folder.is_dir() else None
+
+
+def _digest(source: TextSource, files: _Files) -> str:
+    """Of contents, not of times: a copy elsewhere finds the same entry."""
+    digest, ends = hashlib.blake2b(digest_size=16), source.ends
+    digest.update(f"{_FORMAT} {source.kind} {source.field} {len(files.texts)}".encode())
+    if ends.bos or source.eos == "off":  # else as in entries that are older than the choice
+        digest.update(f" {ends.bos} {ends.eos}".encode())
+    if source.today is not None:
+        digest.update(f" {source.today}".encode())
+    with ThreadPoolExecutor(usable_cpus(os.environ)) as threads:
+        for content in threads.map(_content_digest, (*files.tokenizer, *files.texts)):
+            digest.update(content)
+    return digest.hexdigest()
+
+
+def _content_digest(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Wait until no other process, on a file system that knows locks, holds it."""
+    handle = open_regular(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _make(source: TextSource, files: list[Path], folder: Path, progress: Progress | None) -> None:
+    """Under the lock of the entry."""
+    encoder = DocumentEncoder(source)
+    host = f"{socket.gethostname()}.draft"
+    for old in folder.parent.glob(f"{folder.name}.*.draft"):
+        # of a process that was killed, unless the lock does not reach to its host
+        if old.name.endswith(f".{host}") or time.time() - _written_s(old) > _STALE_S:
+            shutil.rmtree(old, ignore_errors=True)
+    draft = folder.with_name(f"{folder.name}.{os.getpid()}.{host}")
+    with undone_by_signals():
+        draft.mkdir()
+        try:
+            with ExitStack() as stack:
+                writer = _Writer(draft, encoder.dtype, stack, masks=source.has_prompts)
+                origins = _write(source, encoder, files, writer, progress)
+            if not writer.num_tokens:
+                raise DataError(f"{source.path} holds no token; put texts there")
+            meta = {
+                "source": asdict(source),
+                "documents_per_line": source.documents_per_line,
+                "dtype": encoder.dtype.name,
+                "vocab": encoder.vocab,
+                "eos": encoder.eos,
+                "files": origins,
+                "tally": writer.tally,
+                "entry": folder.name,
+                "checksums": writer.checksums,
+            }
+            (draft / META).write_text(meta_text(meta))
+            draft.rename(folder)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+
+
+def _written_s(draft: Path) -> float:
+    """When it was last written to."""
+    with suppress(OSError):
+        return max(x.stat().st_mtime for x in (draft, *draft.iterdir()))
+    return 0.0
+
+
+class _Writer:
+    """The long files of an entry in `folder`, which `stack` closes. masks: tokens may not count."""
+
+    def __init__(self, folder: Path, dtype: np.dtype, stack: ExitStack, *, masks: bool):
+        self.num_tokens = self.num_documents = 0
+        self.tally = Tally()
+        names = ("tokens", "ends", "places", "lines", *(("counted", "prompts") if masks else ()))
+        self._files = {n: stack.enter_context((folder / f"{n}.bin").open("xb")) for n in names}
+        self._checksums = {name: new_checksum() for name in names}
+        self._sizes = dict.fromkeys(names, 0)
+
+    @property
+    def checksums(self) -> dict[str, tuple[int, str]]:
+        """By file its bytes and their checksum."""
+        return {name: (self._sizes[name], x.hexdigest()) for name, x in self._checksums.items()}
+
+    def add(self, batch: EncodedBatch, number: int) -> None:
+        """number: lines of the file before it."""
+        ends = self.num_tokens + np.cumsum(batch.lengths)
+        parts = {"tokens": batch.ids, "ends": ends, "places": batch.places}
+        parts["lines"] = number + 1 + batch.lines
+        parts |= {"counted": batch.counted, "prompts": batch.prompts}
+        for name, file in self._files.items():
+            data = np.ascontiguousarray(parts[name]).view(np.uint8).data
+            file.write(data)
+            self._checksums[name].update(data)
+            self._sizes[name] += len(data)
+        self.tally.update(batch.tally)
+        self.num_tokens += len(batch.ids)
+        self.num_documents += len(ends)
+
+
+def _write(
+    source: TextSource,
+    encoder: DocumentEncoder,
+    files: list[Path],
+    writer: _Writer,
+    progress: Progress | None,
+) -> list[tuple[str, int]]:
+    """For each file its name and how many documents were before it."""
+    origins: list[tuple[str, int]] = []
+    problems: list[str] = []
+    sizes = [path.stat().st_size for path in files]
+    total, done, number = sum(sizes), 0, 0
+    num_workers = min(usable_cpus(os.environ), total // WORKER_BYTES)
+    pieces = (piece for path in files for piece in pieces_of(source.kind, path))
+    with TokenWorkers(source, num_workers) as workers:
+        for piece, found in workers.results(pieces):
+            if piece.first == 0:  # the next file
+                done, number = sum(sizes[: len(origins)]), 0
+                origins.append((str(piece.path), writer.num_documents))
+            read = 0
+            # here numbers of lines are known, so what is wrong is found once more, to be named
+            here = encoder.batches(piece, number, encode=not problems)
+            for batch in here if found is None else found:
+                problems += batch.problems
+                if not problems:
+                    writer.add(batch, number)
+                number += batch.num_lines
+                read = min(read + batch.num_letters, piece.num_bytes)
+                if progress is not None:
+                    progress(done + read, total)
+            done += piece.num_bytes
+            if progress is not None:
+                progress(done, total)
+            workers.encode = not problems
+            if len(problems) >= MOST_PROBLEMS:
+                break
+    if problems:
+        more = ["and maybe more"] * (len(problems) >= MOST_PROBLEMS)
+        raise DataError("\n".join([*problems[:MOST_PROBLEMS], *more]))
+    return origins
+
+
+def _read(folder: Path) -> TokenizedText:
+    try:
+        meta = checked_meta(folder)
+        types = {"tokens": meta["dtype"], "ends": "int64", "places": "float64", "lines": "int64"}
+        if (folder / "counted.bin").exists():
+            types |= {"counted": "uint8", "prompts": "int64"}
+        paths = {name: folder / f"{name}.bin" for name in types}
+        # only these are read again and again
+        mapped = tuple(MappedTensors.of(paths[n]) for n in ("tokens", "counted") if n in paths)
+        found = {
+            name: np.asarray(np.memmap(paths[name], dtype, mode="r"))
+            for name, dtype in types.items()
+        }
+        files = [(str(name), int(first)) for name, first in meta["files"]]
+        tokens, ends, places = found["tokens"], found["ends"], found["places"]
+        counted, prompts = found.get("counted", tokens), found.get("prompts", ends)
+        if not len(tokens) == len(counted) == ends[-1]:
+            raise ValueError(f"{len(tokens)} tokens, where the documents end at {ends[-1]}")
+        if not len(ends) == len(places) == len(found["lines"]) == len(prompts):
+            raise ValueError(f"{len(ends)} documents, of which {len(places)} have a place")
+        vocab, eos = int(meta["vocab"]), meta["eos"]
+        tally = {str(name): int(number) for name, number in meta.get("tally", {}).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"the cache entry {folder} is damaged ({error}); remove it") from error
+    masks = found.get("counted"), found.get("prompts")
+    each = int(meta.get("documents_per_line", 1))
+    return TokenizedText(
+        folder, tokens, ends, places, *masks, vocab, eos, files, found["lines"], mapped, each, tally
+    )

@@ -1,0 +1,255 @@
+"""Documents of a piece of a file as token ids, in the arrays that a cache entry keeps. No torch.
+
+Ids of a document depend on nothing but its text and the tokenizer, so pieces can be tokenized in
+any process and in any order.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from datetime import date
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torchdistpackage.config.data_section import PREFERENCE
+from torchdistpackage.config.hugging_face import special_tokens, tokenizer_file, vocabulary_size
+from torchdistpackage.config.text_ends import TextEnds, end_of_text
+from torchdistpackage.data.tokens.chat import ChatTemplate
+from torchdistpackage.data.tokens.chat_rows import chat_row
+from torchdistpackage.data.tokens.documents import (
+    AnswerPair,
+    Document,
+    Piece,
+    Reader,
+    TextSource,
+    column_names,
+    documents_of,
+    fields_of,
+    fields_of_row,
+    text_document,
+)
+from torchdistpackage.data.tokens.preference_pairs import PairReader
+from torchdistpackage.data.tokens.row_notes import Tally, count_unused
+from torchdistpackage.errors import DataError
+
+_MOST_LINES, _MOST_LETTERS = 512, 1 << 20
+"""That are tokenized at once: a token takes some 100 bytes until its id is copied."""
+
+
+class EncodedBatch(NamedTuple):
+    """Documents one after another, as a cache entry has them, and what is wrong with their lines:
+    then there are no documents.
+
+    num_letters: of all their texts. lines: of each document, how many lines are before its own.
+    lengths: tokens of each. counted, prompts: None where every
+    token counts. tally: see `row_notes`.
+    """
+
+    num_lines: int
+    num_letters: int
+    problems: list[str]
+    lines: npt.NDArray[np.int64]
+    ids: npt.NDArray[np.unsignedinteger]
+    lengths: npt.NDArray[np.int64]
+    places: npt.NDArray[np.float64]
+    counted: npt.NDArray[np.uint8] | None
+    prompts: npt.NDArray[np.int64] | None
+    tally: dict[str, int]
+
+
+def load_tokenizer(path: Path) -> tuple[Any, int | None]:
+    """(tokenizer, id of its end-of-text token or None), from a folder or a file.
+
+    Raises:
+        DataError: the tokenizers library is missing, or the file is none of its.
+    """
+    try:
+        from tokenizers import AddedToken, Tokenizer
+    except ImportError as error:
+        raise DataError(
+            f"data.tokenizer needs the tokenizers library ({error}); pip install tokenizers"
+        ) from error
+    file = tokenizer_file(path)
+    try:
+        found = Tokenizer.from_str(file.read_text(encoding="utf-8-sig"))
+    except Exception as error:  # the library raises plain Exceptions
+        raise DataError(f"{file} is no tokenizer of the tokenizers library: {error}") from error
+    found.no_padding()
+    found.no_truncation()
+    # Ids are asked for without what it adds; all that it would do is cut spaces off offsets.
+    found.post_processor = None
+    # transformers adds the tokens that the settings name too; else their text would be several.
+    added = {x.content for x in found.get_added_tokens_decoder().values()}
+    names = {*special_tokens(file.parent).values()} - added
+    found.add_special_tokens(
+        [AddedToken(x, normalized=False) for x in sorted(names) if found.token_to_id(x) is not None]
+    )
+    return found, end_of_text(file)
+
+
+class DocumentEncoder:
+    """Makes ids of the documents of a source, in the smallest of uint16 and uint32 that holds them.
+
+    Raises:
+        DataError: the tokenizer is missing or wrong, or lacks what the source asks of it.
+    """
+
+    def __init__(self, source: TextSource):
+        file = tokenizer_file(Path(source.tokenizer))
+        self._source, self._ends = source, source.ends
+        self._tokenizer, self.eos = load_tokenizer(file)
+        self._tally = Tally()
+        self._reader = row_reader(source, file.parent, self._tally)
+        self.vocab = vocabulary_size(file)
+        self.dtype = np.dtype(np.uint16 if self.vocab <= 1 << 16 else np.uint32)
+
+    def batches(
+        self, piece: Piece, number: int = 0, *, encode: bool = True
+    ) -> Iterator[EncodedBatch]:
+        """The documents of a piece, some at a time. number: lines of the file before it.
+
+        encode: else lines are only looked through, as they are after one with a problem.
+
+        Raises:
+            DataError: the piece cannot be read or tokenized.
+        """
+        source, unread = self._source, list[str]()
+        if source.kind == "parquet":  # of the others no value is read
+            fields = fields_of(source)
+            unread = [f"{x!r} of rows" for x in column_names(piece.path) if x not in fields]
+        documents = documents_of(source.kind, piece, source.field, self._reader, number)
+        for lines in _some_at_a_time(documents):
+            problems = [str(x) for x in lines if isinstance(x, DataError)]
+            encode = encode and not problems
+            held = [
+                (i, y)
+                for i, x in enumerate(lines)
+                if not (x is None or isinstance(x, DataError))
+                for y in (x if isinstance(x, AnswerPair) else (x,))
+            ]
+            found = [document for _, document in held]
+            where = f"{piece.path}: documents {number + 1} to {number + len(lines)}"
+            arrays = self._encoded(found if encode else [], where)
+            tally = {**self._tally, **dict.fromkeys(unread, len(lines))}
+            self._tally.clear()
+            at = np.asarray([i for i, _ in held if encode], np.int64)
+            yield EncodedBatch(len(lines), sum(map(_letters, found)), problems, at, *arrays, tally)
+            number += len(lines)
+
+    def _encoded(self, documents: list[Document], where: str):
+        """The arrays of an `EncodedBatch`, with what stands around each document."""
+        spans = [x.learned for x in documents]
+        has_spans = any(x is not None for x in spans)
+        texts = self._tokens([x.prompt + x.text for x in documents], where, offsets=has_spans)
+        ids: list[list[int]] = []
+        counted: list[npt.NDArray[np.uint8]] = []
+        for document, span, text in zip(documents, spans, texts, strict=True):
+            # what a template has written has its special tokens already
+            ends = self._ends.lacking(text.ids) if document.spans is None else TextEnds()
+            ids.append([*ends.bos, *text.ids, *ends.eos])
+            if self._source.has_prompts:
+                counted.append(_counted(text, span, ends))
+        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+        flat = np.fromiter(chain.from_iterable(ids), self.dtype, int(lengths.sum()))
+        each = self._source.documents_per_line
+        # the answers of a pair are on one side of a split
+        places = [_place(documents[i - i % each]) for i in range(len(documents))]
+        known = flat, lengths, np.asarray(places, np.float64)
+        if not self._source.has_prompts:
+            return *known, None, None
+        firsts = [int(x.argmax()) if x.any() else len(x) for x in counted]
+        every = np.concatenate([np.zeros(0, np.uint8), *counted])
+        return *known, every, np.asarray(firsts, np.int64)
+
+    def _tokens(self, texts: list[str], where: str, *, offsets: bool) -> Sequence[Any]:
+        """What the library makes of each; without offsets it takes a tenth less."""
+        tokenizer = self._tokenizer
+        encode = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
+        try:
+            return encode(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises plain Exceptions
+            raise DataError(f"{where} cannot be tokenized: {error}") from error
+
+
+def row_reader(source: TextSource, folder: Path, tally: Tally) -> Reader:
+    """Return what makes a document of a line of the source, whose keys it counts in `tally`.
+
+    folder: of the tokenizer.
+
+    Raises:
+        DataError: the folder has no chat template for chats.
+    """
+    today = date.fromisoformat(source.today) if source.today else date.today()
+    if source.kind == PREFERENCE:
+        read: Reader = PairReader(folder, today, tally)
+    elif source.may_be_chat:
+        template = ChatTemplate(folder, today, tally)
+
+        def read(value: dict[str, Any], where: str) -> Document:
+            return template.document(chat_row(value, where), where)
+    else:
+        read = partial(text_document, field=source.field)
+
+    def counted(value: dict[str, Any], where: str) -> Document | AnswerPair:
+        found = read(value, where)
+        count_unused(tally, value, fields_of_row(source, value), "rows")
+        return found
+
+    return counted
+
+
+_Line = Document | AnswerPair | DataError | None
+
+
+def _some_at_a_time(documents: Iterator[_Line]) -> Iterator[list[_Line]]:
+    """All of them, as many together as may be tokenized at once."""
+    some, letters = list[_Line](), 0
+    for document in documents:
+        some.append(document)
+        letters += _letters(document)
+        if len(some) >= _MOST_LINES or letters >= _MOST_LETTERS:
+            yield some
+            some, letters = [], 0
+    if some:
+        yield some
+
+
+def _letters(line: _Line) -> int:
+    if line is None or isinstance(line, DataError):
+        return 0
+    documents = line if isinstance(line, AnswerPair) else (line,)
+    return sum(len(x.prompt) + len(x.text) for x in documents)
+
+
+def _counted(
+    text: Any, spans: tuple[tuple[int, int], ...] | None, ends: TextEnds
+) -> npt.NDArray[np.uint8]:
+    """1 for each token of a document that counts; spans: None where all do."""
+    if spans is None:
+        return np.ones(len(ends.bos) + len(text.ids) + len(ends.eos), np.uint8)
+    inner = _within(text.offsets, spans).astype(np.uint8)
+    return np.concatenate(
+        [np.zeros(len(ends.bos), np.uint8), inner, np.ones(len(ends.eos), np.uint8)]
+    )
+
+
+def _within(
+    offsets: list[tuple[int, int]], spans: tuple[tuple[int, int], ...]
+) -> npt.NDArray[np.bool_]:
+    """Which tokens, each from one character to another, have a character of a span."""
+    begin, end = np.asarray(offsets, np.int64).reshape(-1, 2).T
+    found = np.zeros(len(begin), bool)
+    for first, last in spans:
+        found |= (begin < last) & (np.maximum(end, begin + 1) > first)
+    return found
+
+
+def _place(document: Document) -> float:
+    """Equal texts have equal places, so no text is on both sides of a split."""
+    digest = hashlib.blake2b(document.prompt.encode(), digest_size=7)
+    digest.update(b"\0" + document.text.encode())
+    return int.from_bytes(digest.digest(), "big") / 2**56

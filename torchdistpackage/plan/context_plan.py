@@ -1,0 +1,92 @@
+"""What a run sends along context, by every way to exchange a sequence. No torch."""
+
+from typing import Any
+
+from torchdistpackage.parallel.context.choice import (
+    AttentionSize,
+    CommType,
+    a2a_problem,
+    choose,
+    default_a2a_size,
+    traffic,
+)
+from torchdistpackage.plan.run_plan import Plan
+from torchdistpackage.text import size_text
+from torchdistpackage.topology.mesh import crossings
+
+WAYS: tuple[CommType, ...] = ("p2p", "all_gather", "a2a", "a2a+p2p")
+
+
+def context_text(plan: Plan, ranks_per_node: int | None) -> str | None:
+    """Lines of `tdp plan`: bytes of a step by way, and which one is taken; None without context.
+
+    Bytes are those that the busiest rank sends, of all attentions of the model.
+    """
+    size, model = plan.topology.dense.axis_size("context"), plan.model
+    if size == 1 or model is None:
+        return None
+    of, layers = _attention(plan), _heads(model.shape)[3]
+    near = _near(plan, ranks_per_node)
+    asked = plan.cp_comm_type
+    choice = choose(of, size, ranks_per_node=near)
+    taken = choice.comm_type if asked == "auto" else asked
+    per_step = layers * plan.rounds * plan.schedule.num_microbatches
+    lines = [f"context            {taken}{' (auto)' if asked == 'auto' else ''}, {size} ranks"]
+    lines.append("                   sent by the busiest rank, forward + backward, in a step:")
+    inner = default_a2a_size(size, of.heads, of.kv_heads, near)
+    for way in WAYS:
+        ranks = size if way == "a2a" else inner
+        if way == "a2a" and a2a_problem(of.heads, of.kv_heads, size):
+            lines.append(f"  {way:<16} heads cannot be shared")
+        elif way != "a2a+p2p" or 1 < inner < size:
+            sent = traffic(of, size, way, a2a_size=1 if way in ("p2p", "all_gather") else ranks)
+            one, back = (size_text(per_step * x) for x in (sent.forward, sent.backward))
+            lines.append(f"  {way:<16} {one} + {back}")
+    if ranks_per_node is not None:
+        across = next(
+            x for x in crossings(plan.topology.dense, ranks_per_node) if x.axis == "context"
+        )
+        lines.append(
+            f"                   {across.num_crossing} of {across.num_groups} groups cross nodes"
+        )
+    return "\n".join(lines)
+
+
+def attention_of_rank(plan: Plan) -> tuple[CommType, AttentionSize, int]:
+    """(way, one attention of a rank, ranks that exchange heads)."""
+    size, of = plan.topology.dense.axis_size("context"), _attention(plan)
+    way: CommType = plan.cp_comm_type  # type: ignore[assignment]
+    inner = default_a2a_size(size, of.heads, of.kv_heads, None)
+    if way == "auto":
+        choice = choose(of, size)
+        way, inner = choice.comm_type, choice.a2a_size
+    return way, of, {"a2a": size, "a2a+p2p": inner}.get(way, 1)
+
+
+def _attention(plan: Plan) -> AttentionSize:
+    assert plan.model is not None
+    heads, kv_heads, head_dim, _ = _heads(plan.model.shape)
+    tensor = plan.topology.dense.axis_size("tensor")
+    return AttentionSize(
+        seq_len=plan.model.shape.seq_len,
+        heads=max(heads // tensor, 1),
+        kv_heads=max(kv_heads // tensor, 1),
+        head_dim=head_dim,
+        batch=plan.samples_per_microbatch,
+        itemsize=plan.numbers.activations.num_bytes,
+    )
+
+
+def _heads(shape: Any) -> tuple[int, int, int, int]:
+    """Heads of queries and of keys, width of one, and number of layers, whichever shape it is."""
+    sizes = getattr(shape, "sizes", shape)
+    kv_heads = getattr(sizes, "num_kv_heads", None) or sizes.kv_heads
+    return sizes.heads, kv_heads, sizes.head_dim, sizes.layers
+
+
+def _near(plan: Plan, ranks_per_node: int | None) -> int | None:
+    """Ranks of a context group next to each other that share a node; None: all of them."""
+    if ranks_per_node is None:
+        return None
+    ranks = next(iter(plan.topology.dense.groups(("context",))))
+    return max(sum(rank // ranks_per_node == ranks[0] // ranks_per_node for rank in ranks), 1)

@@ -1,0 +1,156 @@
+"""What the communication of a step takes on a measured cluster, axis by axis. No torch.
+
+Bytes come from the plan and seconds from the cluster's profile; where one of them does not say,
+nothing is guessed, and what goes beyond the sizes that were measured says so. Times are of the
+messages alone, as if nothing ran at the same time.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from torchdistpackage.harness.bench.profile import CostModel, Profile
+from torchdistpackage.harness.bench.request import NETWORK, NODE
+from torchdistpackage.harness.operations import COLLECTIVES
+from torchdistpackage.plan.run_plan import Plan
+from torchdistpackage.plan.traffic import busiest, uncounted
+from torchdistpackage.predict.calls import CallCount
+from torchdistpackage.schedule.actions import Schedule
+from torchdistpackage.schedule.costs import StageCosts
+from torchdistpackage.schedule.engine import Timeline, simulate
+from torchdistpackage.text import size_text
+from torchdistpackage.topology.mesh import crossings
+
+_LINKS = {NODE: "inside a node", NETWORK: "between nodes"}
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One axis in one step. what: the calls, or why there is no estimate (then time_s is None)."""
+
+    axis: str
+    what: str
+    time_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _CommVolume:
+    """`number` calls of `operation` of `num_bytes` each, between `size` ranks."""
+
+    operation: str
+    number: int
+    num_bytes: float
+    dtype: str
+    size: int
+    note: str
+
+    @property
+    def bus_bytes(self) -> float:
+        return self.num_bytes * COLLECTIVES[self.operation].bus_factor(self.size)
+
+    def line(self, profile: Profile, axis: str, link: str) -> CostModel | None:
+        return profile.line(axis, link, self.operation, self.dtype, self.size)
+
+
+def estimates(plan: Plan, profile: Profile, ranks_per_node: int | None) -> tuple[Estimate, ...]:
+    """For each axis longer than 1, in mesh order; without ranks_per_node there is one node."""
+    links = links_of(plan, ranks_per_node)
+    if (why := uncounted(plan)) is not None:
+        return tuple(Estimate(axis, why, None) for axis in links)
+    messages = _busiest_link(plan.schedule) * plan.rounds
+    calls = busiest(plan)[1]
+    return tuple(_estimate(calls, profile, axis, link, messages) for axis, link in links.items())
+
+
+def links_of(plan: Plan, ranks_per_node: int | None) -> Mapping[str, str]:
+    """NETWORK for an axis of which some group crosses nodes, else NODE."""
+    found = crossings(plan.topology.dense, ranks_per_node or plan.world_size)
+    return {x.axis: NETWORK if x.num_crossing else NODE for x in found}
+
+
+def timeline_with_messages(
+    plan: Plan, profile: Profile, ranks_per_node: int | None, forward_s: float
+) -> Timeline | None:
+    """The schedule in seconds, its messages as measured; None where they cannot be estimated.
+
+    forward_s: of one microbatch on a mean stage; others, and backwards, in proportion to the plan's
+    costs.
+    """
+    link = links_of(plan, ranks_per_node).get("pipe")
+    if link is None or uncounted(plan) is not None:
+        return None
+    message = next(_volume(x) for x in busiest(plan)[1] if x.operation == "send")
+    line = message.line(profile, "pipe", link)
+    if line is None or (time_s := line.time_s(message.bus_bytes)) is None:
+        return None
+    costs = plan.pipeline.costs
+    unit_s = forward_s * len(costs.forward) / (sum(costs.forward) or 1.0)
+    forward, backward, inputs, weight = (
+        tuple(cost * unit_s for cost in row)
+        for row in (costs.forward, costs.backward, costs.input, costs.weight)
+    )
+    messages = (time_s,) * len(forward)
+    in_seconds = StageCosts(forward, backward, inputs, weight, messages)
+    return simulate(plan.schedule, in_seconds)
+
+
+def _estimate(
+    calls: Sequence[CallCount], profile: Profile, axis: str, link: str, messages: int
+) -> Estimate:
+    """messages: between the two stages that have most."""
+    # what is summed over several axes counts with the outermost
+    here = [_volume(x) for x in calls if x.axis.partition("+")[0] == axis]
+    here = [
+        replace(x, number=messages) if x.operation == "p2p" and axis == "pipe" else x for x in here
+    ]
+    found = [_of_calls(each, profile, axis, link) for each in here]
+    unknown = [what for what, time_s in found if time_s is None]
+    if unknown:
+        return Estimate(axis, unknown[0], None)
+    times_s = [time_s for _, time_s in found if time_s is not None]
+    return Estimate(axis, " and ".join(what for what, _ in found) or "nothing", sum(times_s))
+
+
+def _of_calls(
+    traffic: _CommVolume, profile: Profile, axis: str, link: str
+) -> tuple[str, float | None]:
+    """(what is called, seconds of it all), or why that is unknown and None."""
+    calls = f"{traffic.operation} of {size_text(traffic.num_bytes)} {_LINKS[link]}"
+    line = traffic.line(profile, axis, link)
+    if line is None:
+        return f"the profile has no {traffic.operation} {_LINKS[link]}", None
+    once_s = line.time_s(traffic.bus_bytes)
+    if once_s is None:
+        why = (
+            f"{calls}: the profile ends at {size_text(line.largest_bytes)}, up to which the size "
+            f"made no difference; measure larger ones"
+        )
+        return why, None
+    what = f"{traffic.number} x {calls}: {traffic.note}"
+    if traffic.bus_bytes > line.largest_bytes:
+        what += (
+            f" (extrapolated: {size_text(traffic.bus_bytes)} on the bus, measured up to "
+            f"{size_text(line.largest_bytes)})"
+        )
+    return what, traffic.number * once_s
+
+
+def _busiest_link(schedule: Schedule) -> int:
+    """Messages of one round between the two ranks that have most, either way."""
+    pairs = Counter[frozenset[int]]()
+    for one, other in pairwise(schedule.placement):
+        if one != other:
+            pairs[frozenset((one, other))] += 2 * schedule.num_microbatches
+    return max(pairs.values(), default=0)
+
+
+def _volume(call: CallCount) -> _CommVolume:
+    """As profiles count it: of a gather the joined tensor, and types by their names there."""
+    dtype = "bf16" if call.dtype == "bfloat16" else call.dtype
+    if call.operation == "send":
+        return _CommVolume("p2p", call.number, call.call_bytes, dtype, 2, call.what)
+    size = len(call.ranks)
+    is_part = COLLECTIVES[call.operation].input_is_part
+    num_bytes = call.call_bytes * (size if is_part else 1)
+    return _CommVolume(call.operation, call.number, num_bytes, dtype, size, call.what)

@@ -1,0 +1,76 @@
+"""What the mixtures of experts of a plan cost: parameters, bytes that travel, load. No torch."""
+
+import math
+from dataclasses import dataclass
+
+from torchdistpackage.layout.partition import even_sizes
+from torchdistpackage.models.gpt_layout import GPTShape
+from torchdistpackage.models.transformers_layout import TransformersShape
+from torchdistpackage.plan.run_plan import Plan, num_parameters
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """The mixtures of experts of a plan.
+
+    active_parameters: of the full model, those that one token meets. on_rank: experts of each rank.
+    mean_bytes, most_bytes: what leaves a rank for others, each way, of a block's microbatch: where
+    all experts are chosen alike, and where none is chosen that the rank itself has. mean_rows,
+    most_rows: tokens that a rank's experts then get from all ranks of its group.
+    """
+
+    active_parameters: int
+    num_blocks: int
+    on_rank: tuple[int, ...]
+    mean_bytes: float
+    most_bytes: int
+    mean_rows: float
+    most_rows: int
+
+    def crossing_bytes(self, plan: Plan, ranks_per_node: int) -> float:
+        """Of `mean_bytes` those that cross to another node, of the rank where that is most."""
+        topology, away = plan.topology, 0.0
+        for rank in range(topology.world_size):
+            group = topology.group(rank, "expert")
+            pairs = zip(group, self.on_rank, strict=True)
+            held = sum(n for r, n in pairs if r // ranks_per_node != rank // ranks_per_node)
+            away = max(away, held / sum(self.on_rank))
+        return self._sent * away
+
+    @property
+    def _sent(self) -> float:
+        """Of a rank, those that stay included."""
+        return self.mean_bytes / max(1 - 1 / len(self.on_rank), 1e-9)
+
+
+def expert_plan(plan: Plan) -> ExpertPlan | None:
+    """What the experts of our gpt, or of a model of transformers whose experts ranks can share,
+    cost; None: it has none."""
+    if (sizes := _sizes(plan)) is None:
+        return None
+    (num_experts, top_k), shape, ranks = sizes, plan.shape, plan.config.parallel.expert
+    assert shape is not None
+    held = {name: x for name, x in plan.layouts.items() if "expert" in x.split_axes}
+    idle = sum(math.prod(x.shape) // num_experts * (num_experts - top_k) for x in held.values())
+    tokens = plan.samples_per_microbatch * shape.seq_len // plan.config.parallel.context
+    most_bytes = tokens * top_k * shape.dim * plan.numbers.activations.num_bytes
+    on_rank = even_sizes(num_experts, ranks)
+    return ExpertPlan(
+        num_parameters(plan) - idle,
+        len({name.partition(".experts.")[0] for name in held}),
+        tuple(on_rank),
+        most_bytes * (1 - 1 / ranks),
+        most_bytes * (ranks > 1),
+        tokens * top_k * ranks * on_rank[0] / num_experts,
+        tokens * ranks * min(top_k, on_rank[0]),
+    )
+
+
+def _sizes(plan: Plan) -> tuple[int, int] | None:
+    """Experts of a block, and those that a token goes to."""
+    shape = plan.shape
+    if isinstance(shape, GPTShape) and shape.moe is not None:
+        return shape.moe.num_experts, shape.moe.top_k
+    if isinstance(shape, TransformersShape) and shape.kind.shared_experts:
+        return shape.kind.shared_experts, shape.kind.top_k
+    return None

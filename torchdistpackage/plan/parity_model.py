@@ -1,0 +1,89 @@
+"""A model of transformers for `tdp parity`: a small copy of it, and a run around it. No torch.
+
+The copy has the same classes and kinds of layers (models/shrunk_config.py) and random weights.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchdistpackage.bounded import parse_json, read_regular
+from torchdistpackage.config.hugging_face import FILE
+from torchdistpackage.config.load import loads
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.models.shrunk_config import shrunk
+from torchdistpackage.plan.run_plan import Plan, local_procs, make_plan
+
+BYTES, SEQ_LEN = 256, 16
+_AXES = ("parallel.data=2", "parallel.pipe=2", "parallel.tensor=2")
+_MOST_BYTES = 1 << 20
+
+
+def is_model(word: str) -> bool:
+    """Whether `word` names a folder of transformers or its config.json, and no run's file."""
+    path = Path(word)
+    return (path / FILE).is_file() or (path.suffix == ".json" and path.is_file())
+
+
+def model_plan(word: str, overrides: Sequence[str], scratch: Path) -> tuple[Plan, list[str]]:
+    """The plan of a run with a small copy of the model, and what to say of it.
+
+    Without a degree in `overrides` two ranks along data, pipe and tensor, but for axes that the
+    model cannot be split along.
+
+    Raises:
+        ConfigError: the folder has no configuration, or nothing is left to compare.
+    """
+    text = f"model: {{hf: {json.dumps(str(Path(word)))}}}\n"
+    text += f"data: {{seq_len: {SEQ_LEN}}}\nlaunch: {{local: {{procs: null}}}}\n"
+    if any(one.startswith("parallel.") for one in overrides):
+        return _small_plan(loads(text, overrides=overrides), scratch), []
+    kept, said = list[str](), list[str]()
+    for axis in _AXES:
+        try:
+            _small_plan(loads(text, overrides=[*overrides, *kept, axis]), scratch)
+        except ConfigError as error:
+            said.append(f"left out {axis}: {_reason(error)}")
+        else:
+            kept.append(axis)
+    if not kept:
+        raise ConfigError("; ".join(said))
+    return _small_plan(loads(text, overrides=[*overrides, *kept]), scratch), said
+
+
+def _small_plan(config: RunConfig, scratch: Path) -> Plan:
+    small = with_small_copy(config, scratch)
+    return make_plan(small, local_procs(small))
+
+
+def with_small_copy(config: RunConfig, scratch: Path) -> RunConfig:
+    """The run with a small copy of its `model.hf`, written into `scratch`.
+
+    Raises:
+        ConfigError: its configuration cannot be read.
+    """
+    assert config.model.hf is not None
+    folder = Path(config.model.hf)
+    path = folder / FILE if folder.is_dir() else folder
+    try:
+        given: Any = parse_json(read_regular(path, _MOST_BYTES).decode())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as a configuration: {error}") from error
+    small = shrunk(given)
+    if "vocab_size" in given:
+        # tokens are bytes, unless the data are those of the model's own tokenizer
+        has_own = config.data.tokenizer is not None or config.data.name == "tokens"
+        small["vocab_size"] = given["vocab_size"] if has_own else BYTES
+    copy = scratch / FILE
+    copy.write_text(json.dumps(small))
+    sizes = {"vocab": small["vocab_size"]} if "vocab_size" in given else {}
+    model = config.model.model_copy(update={"hf": str(copy), **sizes})
+    data = config.data.model_copy(update={"seq_len": min(config.data.seq_len, SEQ_LEN)})
+    return config.model_copy(update={"model": model, "data": data})
+
+
+def _reason(error: ConfigError) -> str:
+    found = getattr(error, "problems", None)
+    return str(found[0].text if found else error)

@@ -1,0 +1,88 @@
+"""What is refused of a planned run before its folder is touched and a rank starts. No torch.
+
+What the plan itself refuses is refused before: rules that join keys (config/check.py), and what a
+model cannot do (models/refusals.py). Here are files, your own modules, texts, and the checkpoint to
+resume from, which are looked at where the run is started.
+"""
+
+import os
+from collections.abc import Callable
+
+from torchdistpackage.checkpoint.node_folder import expanded
+from torchdistpackage.config.check import absent_files, wrong_files
+from torchdistpackage.config.errors import ConfigErrors, Problem
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.slurm import extra_of
+from torchdistpackage.data.tokens.texts import wrong_texts
+from torchdistpackage.errors import CheckpointError
+from torchdistpackage.launch.run_folder import run_folder
+from torchdistpackage.plan.elastic import fitted
+from torchdistpackage.plan.resume_check import (
+    refuse_other_model,
+    refuse_other_optimizer,
+    resumed_from,
+)
+from torchdistpackage.plan.run_plan import Plan, make_plan
+from torchdistpackage.plan.user_code import unknown_modules
+from torchdistpackage.run_files import CHECKPOINTS
+
+
+def refuse_here(config: RunConfig, source: str, code: str) -> None:
+    """Refuse a run on this machine, read from `source`, whose own modules are in the folder `code`.
+
+    Raises:
+        ConfigError: lists all files and modules that are not there or of no use, or all that is
+            wrong with the texts.
+    """
+    found = absent_files(config) + wrong_files(config) + unknown_modules(config, code)
+    if found := found + _unusable_local_dir(config):
+        raise ConfigErrors(source, found)
+    if found := wrong_texts(config):  # the ranks find what is made here
+        raise ConfigErrors(source, found)
+
+
+def _unusable_local_dir(config: RunConfig) -> list[Problem]:
+    """Where the ranks run on this machine, which is then the only node."""
+    where = config.checkpoint.local_dir
+    if where is None:
+        return []
+    try:
+        root = expanded(where, os.environ)
+        nearest = next(x for x in (root, *root.parents) if x.exists())
+        if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+            return []
+        text = f"{root} cannot be written, as {nearest} is no folder of yours; name another"
+    except CheckpointError as error:
+        text = str(error).partition(": ")[2]
+    except OSError as error:
+        text = f"{where}: {error.strerror}; name another folder"
+    return [config.problem("checkpoint.local_dir", text)]
+
+
+def job_problems(config: RunConfig, code: str) -> list[Problem]:
+    """What is wrong with the modules and files of a Slurm job, as far as it shows before it runs.
+
+    A container sees other folders, a prologue may fetch files, conda may have other modules.
+    """
+    has = {x: bool(extra_of(config.launch.slurm, x)) for x in ("container", "conda", "prologue")}
+    found: list[Problem] = []
+    if not (has["container"] or has["conda"]):
+        found += unknown_modules(config, code)
+    if not (has["container"] or has["prologue"]):
+        found += absent_files(config) + wrong_files(config)
+    return found
+
+
+def refuse_checkpoint(config: RunConfig, resume: str, plan: Callable[[], Plan]) -> None:
+    """Raises CheckpointError if what such a start of the run would resume from is not of its plan,
+    which is made only if there is something to resume from."""
+    has_copies = config.checkpoint.local_dir is not None
+    own = run_folder(config) / CHECKPOINTS
+    if (checkpoint := resumed_from(resume, own, has_copies=has_copies)) is not None:
+        refuse_other_model(checkpoint, plan())
+        refuse_other_optimizer(checkpoint, config)
+
+
+def check_checkpoint(config: RunConfig, resume: str, num_ranks: int) -> None:
+    """`refuse_checkpoint` of a run that is not planned yet, on so many ranks."""
+    refuse_checkpoint(config, resume, lambda: make_plan(fitted(config, num_ranks), num_ranks))

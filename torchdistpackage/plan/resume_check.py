@@ -1,0 +1,122 @@
+"""What a run would resume from, looked at before any rank starts. No torch.
+
+Only manifests and sizes are read here. Ranks check the rest, each when it has made its part of the
+model, and what they refuse is a failure of theirs.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchdistpackage.checkpoint.commit import candidates, damage, newest_complete, none_complete
+from torchdistpackage.checkpoint.manifest import read_manifest
+from torchdistpackage.config.load import load
+from torchdistpackage.config.optim_section import STATE_KEYS
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.errors import CheckpointError, ConfigError
+from torchdistpackage.plan.run_plan import Plan
+
+_DECIDES = ("run.seed", "model.", "data.", "optim.", "precision.", "train.steps", "train.compile")
+"""Keys that numbers follow from; results do not depend on the others."""
+_PLACES = ("data.cache",)
+_SHOWN = 6
+
+
+def named_folder(resume: str) -> Path:
+    """The folder that `--resume` names; raises ConfigError if there is none."""
+    if not resume or not Path(resume).is_dir():
+        raise ConfigError(
+            f"--resume {resume or repr('')}: there is no such folder; name a step_NNNNNN"
+        )
+    return Path(resume)
+
+
+def resumed_from(resume: str, own: Path, *, has_copies: bool = False) -> Path | None:
+    """The checkpoint that `--resume` names, of those in `own` if it is auto; None: none there.
+
+    has_copies: nodes have copies, so a whole one may be found where ranks run.
+
+    Raises:
+        ConfigError: `resume` is no folder.
+        CheckpointError: it is no complete checkpoint, or `own` has some and none is complete.
+    """
+    if resume == "never":
+        return None
+    if resume == "auto":
+        newest, damaged = newest_complete(own)
+        if newest is None and damaged and not has_copies:
+            raise none_complete(own, len(damaged), damaged[-1][1])
+        return newest
+    path = named_folder(resume)
+    if inside := candidates(path) or candidates(path / own.name):
+        raise CheckpointError(
+            f"--resume {resume}: it is no checkpoint, but has some; name one, such as {inside[0]}"
+        )
+    if problem := damage(path):
+        raise CheckpointError(f"--resume {resume}: {problem}")
+    return path
+
+
+def refuse_other_model(path: Path, plan: Plan) -> None:
+    """Raises CheckpointError if the checkpoint is of another model or precision than the plan.
+
+    Nothing is known here of a model of your own.
+    """
+    shapes = {x.name: x.shape for x in plan.layouts.values() if plan.is_trained(x.name)}
+    if plan.model is None:
+        return
+    buffers = {name: x.shape for name, x in plan.model.buffers().items() if plan.is_trained(name)}
+    manifest, weights = read_manifest(path), plan.numbers.weights.dtype
+    if differences := manifest.differences(shapes | buffers):
+        raise CheckpointError(
+            f"{path} is of another model than this run: {differences}. Go on with the model it was "
+            f"written with, begin anew with --resume never (tdp submit --fresh), or change run.name"
+        )
+    dtypes = {manifest.tensors[name].dtype for name in shapes}
+    if ("float64" in dtypes) != (weights == "float64"):
+        raise CheckpointError(
+            f"{path} has weights of {' and '.join(sorted(dtypes))}, which a run with weights of "
+            f"{weights} does not read. Go on with the precision.dtype it was written with, "
+            f"begin anew with --resume never (tdp submit --fresh), or change run.name"
+        )
+
+
+def refuse_other_optimizer(path: Path, config: RunConfig) -> None:
+    """Raises CheckpointError if the checkpoint has the state of an optimizer that the run's cannot
+    begin on."""
+    found = {
+        key for name in read_manifest(path).tensors if (key := name.rpartition("#")[2]) != name
+    }
+    found -= {"step", "master"}
+    name = config.optim.name
+    if found and found.isdisjoint(STATE_KEYS.get(name, found)):
+        raise CheckpointError(
+            f"{path} has the state of another optimizer ({', '.join(sorted(found))}), which "
+            f"optim.name={name} does not read. Go on with the optimizer it was written with, begin "
+            f"anew with --resume never (tdp submit --fresh), or change run.name"
+        )
+
+
+def changed_keys(resolved: Path, config: RunConfig) -> str:
+    """What `config` changes of what an earlier start wrote, as far as numbers follow from it.
+
+    Such as "model.heads=2 (was 4)"; "" if nothing, or if the earlier file no longer loads.
+    """
+    try:
+        before = _flat(load(resolved).model_dump())
+    except (ConfigError, OSError):
+        return ""
+    now = _flat(config.model_dump())
+    keys = [key for key in now if key.startswith(_DECIDES) and not key.startswith(_PLACES)]
+    found = [f"{k}={now[k]} (was {before.get(k)})" for k in keys if now[k] != before.get(k)]
+    more = [f"{len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    return ", ".join([*found[:_SHOWN], *more])
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by their dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        inner = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else None
+        flat.update(inner if inner is not None else {f"{prefix}{key}": value})
+    return flat

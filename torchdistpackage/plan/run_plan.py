@@ -1,0 +1,308 @@
+"""Everything about a run that can be decided before a process starts. No torch.
+
+`tdp plan` prints this value and `build` turns it into objects; neither decides anything anew.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torchdistpackage.config.check import violations
+from torchdistpackage.config.errors import ConfigErrors
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.ddp.bucket_plan import bucket_sizes
+from torchdistpackage.layout.derive import Creation, creations, num_elements
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.models.model_spec import ModelShape, ModelSpec
+from torchdistpackage.models.refusals import refuse_model
+from torchdistpackage.models.registry import spec_of
+from torchdistpackage.plan.memory import (
+    MemoryEstimate,
+    NumberFormats,
+    activation_budget_gb,
+    memory,
+    number_formats,
+)
+from torchdistpackage.plan.stage_partition import ModelUnits, Stages
+from torchdistpackage.plan.stage_partition import stages as find_stages
+from torchdistpackage.schedule.actions import ActionKind, Schedule, flatten
+from torchdistpackage.schedule.engine import Timeline
+from torchdistpackage.topology.mesh import Topology, topology
+
+BUCKET_BYTES = bucket_sizes(queued=False).default_bytes
+"""Of gradients that travel together, on paper: as over gloo. Over NCCL the run has fewer and larger
+ones, in the same order, since a plan does not know the transport."""
+
+VOTE_ROOM = 6
+"""Numbers that a step keeps for votes (train/votes.py), used or not: its message has one length,
+which plan/traffic.py counts. It grows if more are registered."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run on one world.
+
+    config: with `parallel.data` filled in.
+    model: None for a user's own, whose pieces are known once it is built.
+    pieces: names a pipeline may be cut between. pipeline: stages, their order and its prediction.
+    layouts: by global parameter name.
+    """
+
+    config: RunConfig
+    topology: Topology
+    model: ModelSpec | None
+    pieces: tuple[str, ...]
+    pipeline: Stages
+    layouts: dict[str, Layout]
+
+    @property
+    def cp_comm_type(self) -> str:
+        """How ranks along context exchange their parts of a sequence, or auto."""
+        return self.config.parallel.cp_comm_type
+
+    @property
+    def has_float8(self) -> bool:
+        """Whether linear layers compute products in float8."""
+        return self.config.precision.fp8 != "off"
+
+    @property
+    def shape(self) -> ModelShape | None:
+        """Of the model; None for a user's own."""
+        return None if self.model is None else self.model.shape
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.pipeline.schedule
+
+    @property
+    def timeline(self) -> Timeline:
+        """The schedule on paper."""
+        return self.pipeline.timeline
+
+    @property
+    def stages(self) -> tuple[range, ...]:
+        """For each stage its pieces; () for a user's own model."""
+        return self.pipeline.cut
+
+    def pieces_on(self, index: int) -> tuple[int, ...]:
+        """All pieces of the stages that pipe index `index` runs, in order."""
+        return tuple(i for s in self.schedule.stages_of(index) for i in self.stages[s])
+
+    @property
+    def stage_of(self) -> tuple[int, ...]:
+        """For each piece the pipe index that holds it."""
+        placement = self.schedule.placement
+        return tuple(placement[s] for s, span in enumerate(self.stages) for _ in span)
+
+    def creations(self, rank: int) -> tuple[Creation, ...]:
+        """The groups that a rank makes before its first step, in order; of a user's own model those
+        of the axes alone."""
+        place = self.topology.dense.coord(rank)["pipe"]
+        return creations(self.topology, rank, sums=self._kinds_of_layouts.get(place, ()))
+
+    @cached_property
+    def _kinds_of_layouts(self) -> dict[int, list[Layout]]:
+        """By pipe index one layout of each kind that groups differ in."""
+        found: dict[int, dict[object, Layout]] = {}
+        for x in self.layouts.values():
+            for place in x.stages:
+                key = x.view, x.split, x.unreduced, x.stages, x.heads
+                found.setdefault(place, {}).setdefault(key, x)
+        return {place: list(kinds.values()) for place, kinds in found.items()}
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.world_size
+
+    @property
+    def rounds(self) -> int:
+        """Passes over the microbatches in a step."""
+        return self.config.train.accumulate
+
+    @property
+    def zero(self) -> int:
+        """The stage of ZeRO; 0: none."""
+        return self.config.parallel.zero
+
+    @property
+    def numbers(self) -> NumberFormats:
+        return number_formats(self.config.precision)
+
+    def is_trained(self, parameter: str) -> bool:
+        """Whether the parameter of this global name gets gradients; a checkpoint holds these."""
+        return self.config.model.is_trained(parameter)
+
+    @property
+    def packed(self) -> frozenset[str]:
+        """Global names of parameters that ranks hold in 4 bits."""
+        return frozenset() if self.model is None else self.model.packed()
+
+    @property
+    def user_code(self) -> dict[str, tuple[str, Mapping[str, object]]]:
+        """Key -> (import path, keyword arguments) of what is not ours."""
+        model, data = self.config.model, self.config.data
+        named = {
+            "model.target": (model.target, model.args),
+            "model.loss": (model.loss, {}),
+            "data.target": (data.target, data.args),
+        }
+        return {key: (path, args) for key, (path, args) in named.items() if path is not None}
+
+    def changed(self, change: Callable[[RunConfig], RunConfig]) -> "Plan":
+        """The plan of a changed run, on as many ranks as its degrees multiply to.
+
+        Raises:
+            ConfigError: the changed run breaks a rule.
+        """
+        config = change(self.config)
+        return make_plan(config, num_ranks(config))
+
+    @property
+    def samples_per_microbatch(self) -> int:
+        """Rows of one data rank in one microbatch: of a pair of answers there are two."""
+        c = self.config
+        assert isinstance(c.parallel.data, int)
+        rounds = c.parallel.data * self.rounds * c.pipeline.microbatches
+        return c.data.global_batch // rounds * c.data.rows_per_sample
+
+
+def make_plan(config: RunConfig, world_size: int, source: str = "the configuration") -> Plan:
+    """Resolve `config`, read from `source`, for `world_size` ranks.
+
+    Raises:
+        ConfigError: lists every rule that is broken, with names and values.
+    """
+    if problems := violations(config, world_size):
+        raise ConfigErrors(f"{source} on {world_size} ranks", problems)
+    config = config.resolve(world_size)
+    parallel = config.parallel
+    world = topology(parallel.axes(), world_size, expert=parallel.expert)
+    if (model := spec_of(config)) is None:
+        plan = Plan(config, world, None, (), find_stages(config, None), {})
+        _refuse_compiled_halves(plan, source)
+        return plan
+    refuse_model(model, config, source)
+    pieces = ModelUnits.of(model)
+    plan = Plan(config, world, model, pieces.names, find_stages(config, pieces), {})
+    plan = replace(plan, layouts=model.layouts(plan.stage_of))
+    _refuse_compiled_halves(plan, source)
+    for load in stage_loads(plan) if config.train.recompute == "auto" else ():
+        activation_budget_gb(config, load.memory, f"{source}: the rank at pipe {load.index}")
+    return plan
+
+
+def _refuse_compiled_halves(plan: Plan, source: str) -> None:
+    config, programs = plan.config, plan.schedule.programs
+    if config.train.compile == "off":
+        return
+    if any(a.kind is ActionKind.W for program in programs for a in flatten(program)):
+        text = (
+            f"train.compile={config.train.compile} with pipeline.schedule="
+            f"{config.pipeline.schedule}, which computes the gradients of weights apart from those "
+            f"of inputs; the backward of a compiled block is one. Set schedule to 1f1b or "
+            f"interleaved, or compile to off"
+        )
+        raise ConfigErrors(source, [config.problem("train.compile", text)])
+
+
+def local_procs(config: RunConfig) -> int:
+    """Processes to start on one machine: launch.local.procs, else as the degrees multiply to."""
+    return config.launch.local.procs or num_ranks(config)
+
+
+def num_ranks(config: RunConfig) -> int:
+    """The product of the degrees; an `auto` counts as 1."""
+    data = config.parallel.data
+    return config.parallel.model_size * (1 if data == "auto" else data)
+
+
+def too_long(plan: Plan) -> str | None:
+    """What to say of sequences longer than the model's positions are made for; no run fails of
+    them, as rotary positions go on."""
+    shape, model = plan.shape, plan.config.model
+    if shape is None or shape.seq_len <= (longest := shape.longest_seq_len):
+        return None
+    named = model.hf or model.weights or "the model"
+    return (
+        f"data.seq_len={shape.seq_len}, but the positions of {named} are made for {longest} tokens "
+        f"(max_position_embeddings, scaled by rope_scaling where that is set); set seq_len to "
+        f"{longest} or less, or rope_scaling in config.json"
+    )
+
+
+def own_model_warnings(plan: Plan) -> list[str]:
+    """Return what to say of a user's own model on tensor and context ranks: a plan knows none of
+    its layers."""
+    config, found = plan.config, list[str]()
+    if plan.model is not None:
+        return found
+    if (tensor := config.parallel.tensor) > 1:
+        found.append(
+            f"parallel.tensor={tensor} splits only what {config.model.target} says: layers of "
+            f"plain torch are copied to all {tensor} ranks, with all their weights and work; "
+            f"return tensor_parallel(model) from it, or use layers of torchdistpackage.parallel "
+            f"(docs/own_code.md). The log of a run says whether anything was split"
+        )
+    if config.parallel.context > 1:
+        found.append(attends_to_parts(plan))
+    return found
+
+
+def attends_to_parts(plan: Plan) -> str:
+    """Return what to say of a user's own model whose input context ranks share."""
+    size, target = plan.config.parallel.context, plan.config.model.target
+    return (
+        f"parallel.context={size} gives {target} one of {size} parts of each sequence: attention "
+        f"of plain torch sees this part alone, and positions count from its start; return "
+        f"context_parallel(model) from it, or call context_attention, with positions of "
+        f"sequence_positions (docs/context_parallel.md)"
+    )
+
+
+@dataclass(frozen=True)
+class StageLoad:
+    """What one rank of a pipe index holds and does, over all its stages.
+
+    stages: with each its pieces. num_parameters: in its shard; num_trained: of these, those that
+    have gradients. share: of the model's computation.
+    """
+
+    index: int
+    stages: dict[int, tuple[str, ...]]
+    num_parameters: int
+    num_trained: int
+    memory: MemoryEstimate
+    share: float
+
+
+def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
+    """For each pipe index the load of its first rank; () for a user's own model."""
+    if plan.model is None:
+        return ()
+    costs = plan.model.piece_costs()
+    mesh = plan.topology.dense
+    view = plan.topology.view
+    loads: list[StageLoad] = []
+    for index in range(len(plan.schedule.programs)):
+        rank = mesh.rank({"pipe": index})
+        held = [x for x in plan.layouts.values() if not x.stages or index in x.stages]
+        counts = {x.name: num_elements(x, view(x.view), rank) for x in held}
+        trained = sum(n for x, n in counts.items() if plan.is_trained(x))
+        share = sum(costs[i] for i in plan.pieces_on(index)) / (sum(costs) or 1)
+        names = {
+            s: tuple(plan.pieces[i] for i in plan.stages[s]) for s in plan.schedule.stages_of(index)
+        }
+        held_bytes = memory(plan.config, plan.topology, held, rank, plan.packed)
+        loads.append(StageLoad(index, names, sum(counts.values()), trained, held_bytes, share))
+    return tuple(loads)
+
+
+def num_parameters(plan: Plan) -> int:
+    """Parameters of the full model, each counted once; 0 for a user's own."""
+    return sum(math.prod(layout.shape) for layout in plan.layouts.values())
+
+
+def num_trained(plan: Plan) -> int:
+    """Of the parameters of the full model those that are trained."""
+    return sum(math.prod(x.shape) for x in plan.layouts.values() if plan.is_trained(x.name))

@@ -1,0 +1,109 @@
+"""The run that stands for a larger one under the order linter. No torch.
+
+Every axis with several ranks keeps at least two, so that all kinds of groups are there. Which calls
+ranks make, and in which order, does not depend on the length of an axis or on sizes of tensors.
+"""
+
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.types import CUSTOM
+from torchdistpackage.plan.run_plan import Plan, num_parameters, num_ranks
+
+MOST_RANKS = 16
+MOST_PARAMETERS = 20_000_000
+"""Of all ranks together, each with the whole model."""
+_BYTES = 256
+_TOKENS = 16
+_HEAD_DIM = 4
+
+
+def shrunk(plan: Plan) -> Plan:
+    """The plan with one sample in each microbatch, on at most `MOST_RANKS` ranks, and with a model
+    of ours made smaller where it has more than `MOST_PARAMETERS`.
+
+    A custom schedule keeps its ranks and its microbatches. An own model keeps its size.
+
+    Raises:
+        ConfigError: the smaller run breaks a rule.
+    """
+
+    def smaller(config: RunConfig) -> RunConfig:
+        is_large = plan.world_size > MOST_RANKS
+        if is_large:
+            config = _fewer_ranks(config)
+        is_ours = config.model.name is not None
+        if is_ours and num_parameters(plan) * num_ranks(config) > MOST_PARAMETERS:
+            config, is_large = smaller_model(config), True
+        return _one_sample(_fewer_rounds(config) if is_large else config)
+
+    return plan.changed(smaller)
+
+
+def is_small(plan: Plan) -> bool:
+    """Whether its steps take seconds: of an own model nothing is known."""
+    return plan.shape is not None and num_parameters(plan) * plan.world_size <= MOST_PARAMETERS
+
+
+def _with(config: RunConfig, section: str, **update: object) -> RunConfig:
+    changed = getattr(config, section).model_copy(update=update)
+    return config.model_copy(update={section: changed})
+
+
+def _fewer_ranks(config: RunConfig) -> RunConfig:
+    parallel = config.parallel
+    assert isinstance(parallel.data, int)
+    # a divisor, so that heads, widths and sequences can still be shared evenly
+    tensor, context = (
+        next((n for n in range(2, size) if size % n == 0), size)
+        for size in (parallel.tensor, parallel.context)
+    )
+    pipe, inside = parallel.pipe, tensor * context
+    if config.pipeline.schedule != CUSTOM:
+        pipe = min(pipe, max(2, MOST_RANKS // (inside * min(parallel.data, 2))))
+    data = min(parallel.data, max(2, MOST_RANKS // (inside * pipe)))
+    config = _with(config, "parallel", data=data, pipe=pipe, context=context, tensor=tensor)
+    return config if pipe == parallel.pipe else _without_costs(config)
+
+
+def smaller_model(config: RunConfig) -> RunConfig:
+    """The run with a small model of ours, whose heads and layers its ranks can still share."""
+    model, data, tensor = config.model, config.data, config.parallel.tensor
+    context = config.parallel.context
+    # each tensor rank has two heads, or as many as context ranks may exchange
+    least = 2 if context == 1 or model.heads // tensor % context else max(context, 2)
+    heads, kv_heads = tensor * min(model.heads // tensor, least), model.kv_heads
+    if kv_heads not in (None, model.heads):  # queries still share keys, and ranks key-value heads
+        kv_heads = min(kv_heads, tensor)
+        heads = tensor if kv_heads < tensor else least * tensor
+    # twice as many layers as stages, which is at least one piece for each
+    stages = config.parallel.pipe * max(config.pipeline.chunks or 2, 2)
+    if config.pipeline.schedule == CUSTOM:
+        stages = model.layers
+    layers, vocab = min(model.layers, 2 * stages), model.vocab
+    if data.name in ("python_stdlib", "text") and data.tokenizer is None:
+        vocab = min(vocab, _BYTES + vocab % tensor)
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": None, "dim": _HEAD_DIM * heads}
+    sizes |= {"mlp_ratio": 4.0, "mlp_hidden": None, "max_seq_len": None, "weights": None}
+    config = _with(config, "model", layers=layers, vocab=vocab, **sizes)
+    if data.name is not None and not data.is_preference:  # in less pairs would be none
+        config = _with(config, "data", seq_len=min(data.seq_len, _TOKENS * tensor * context))
+    return _without_costs(config)
+
+
+def _without_costs(config: RunConfig) -> RunConfig:
+    """Measured costs are of the stages that the large run has."""
+    partition = "cost" if config.pipeline.partition == "time" else config.pipeline.partition
+    return _with(config, "pipeline", costs=None, partition=partition)
+
+
+def _fewer_rounds(config: RunConfig) -> RunConfig:
+    """As many microbatches as fill a pipeline and keep it full, in at most two rounds."""
+    if config.pipeline.schedule != CUSTOM:
+        number = min(config.pipeline.microbatches, 4 * config.parallel.pipe)
+        config = _with(config, "pipeline", microbatches=number)
+    return _with(config, "train", accumulate=min(config.train.accumulate, 2))
+
+
+def _one_sample(config: RunConfig) -> RunConfig:
+    rounds = config.train.accumulate * config.pipeline.microbatches
+    assert isinstance(config.parallel.data, int)
+    return _with(config, "data", global_batch=config.parallel.data * rounds)

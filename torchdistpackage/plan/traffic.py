@@ -1,0 +1,281 @@
+"""Bytes of a step by axis: every call that a rank makes in it, counted from the plan. No torch.
+
+Tests hold the count to the record of real ranks, call by call. What a rank cannot know before it
+runs is said, and not guessed: how many tokens come to its experts, of which a mean rank is counted.
+"""
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from torchdistpackage.config.optim_section import NEEDS_WHOLE
+from torchdistpackage.ddp.bucket_plan import Bucket, BucketEntry, plan_buckets
+from torchdistpackage.ddp.zero.shard_bounds import (
+    ModuleParam,
+    even_bounds,
+    group_by_module,
+    owned_bounds,
+)
+from torchdistpackage.layout.derive import gradient_ranks, num_elements
+from torchdistpackage.layout.partition import greedy_partition
+from torchdistpackage.models.gpt_layout import ATTENTION, HALVES
+from torchdistpackage.parallel.context.choice import exchange_calls
+from torchdistpackage.parallel.expert.shape import STATES
+from torchdistpackage.plan.context_plan import attention_of_rank
+from torchdistpackage.plan.run_plan import BUCKET_BYTES, VOTE_ROOM, Plan
+from torchdistpackage.predict.calls import CallCount, Microbatch, merged
+from torchdistpackage.schedule.actions import flatten
+from torchdistpackage.schedule.generators import evaluation
+
+STEP_NUMBERS = 9 + VOTE_ROOM
+"""Numbers that all ranks add up in a step, beside the counts of experts: `StepStats` with room for
+votes (train/step_stats.py, train/experts.py)."""
+UNLIMITED_BYTES = 2**62
+
+
+def uncounted(plan: Plan) -> str | None:
+    """Why calls of a step are not known before it runs, or None."""
+    if plan.model is None:
+        return "a model of your own: its bytes are known once it is built"
+    config, parallel = plan.config, plan.config.parallel
+    in_layers = max(parallel.tensor, parallel.context, parallel.expert) > 1
+    if config.train.recompute == "auto" and in_layers:
+        return "known once the run has chosen what is computed again (train.recompute: auto)"
+    if config.model.loss is not None:
+        return f"known once {config.model.loss} runs"
+    if not _all_stages_send_back(plan):
+        return "not counted for stages in front of the first adapter, which get no gradients"
+    if config.data.is_preference and plan.zero == 3 and not config.has_reference_copy:
+        return "not counted for pairs of answers whose reference reads what parallel.zero=3 frees"
+    given = getattr(plan.shape, "given", {})
+    if parallel.context > 1 and given.get("sliding_window"):
+        return "not counted for a sliding window over parts of a sequence"
+    return plan.model.uncounted(microbatch(plan, 0))
+
+
+def _all_stages_send_back(plan: Plan) -> bool:
+    """Whether something trains in the first stage, so that all behind it have gradients for it."""
+    if plan.schedule.num_stages == 1 or not plan.config.model.lora.target:
+        return True
+    first = tuple(f"{plan.pieces[i]}." for i in plan.stages[0])
+    return any(plan.is_trained(name) for name in plan.layouts if name.startswith(first))
+
+
+def traffic(plan: Plan, rank: int) -> tuple[CallCount, ...]:
+    """The calls of `rank` in one step, in no order; `uncounted` says whether they are known."""
+    assert plan.model is not None
+    found = [*_gradients(plan, rank), *_messages(plan, rank), *_statistics(plan)]
+    times = plan.rounds * plan.schedule.num_microbatches
+    place, of = plan.topology.dense.coord(rank)["pipe"], microbatch(plan, rank)
+    layers = list(_attentions(plan, rank, of))
+    # the reference of pairs goes forward before each pass
+    passes = (of, of.forward_alone) if plan.config.data.is_preference else (of,)
+    for stage in plan.schedule.stages_of(place):
+        for each in passes:
+            layers += plan.model.tensor_calls(plan.stages[stage], each)
+    found += (call.times(times) for call in layers)
+    return merged(x if x.ranks else _placed(plan, rank, x) for x in found)
+
+
+def busiest(plan: Plan) -> tuple[int, tuple[CallCount, ...]]:
+    """The rank that gives most bytes to its calls, of the first of each pipe index, and these."""
+    mesh = plan.topology.dense
+    ranks = [mesh.rank({"pipe": index}) for index in range(len(plan.schedule.programs))]
+    every = [(rank, traffic(plan, rank)) for rank in ranks]
+    return max(every, key=lambda each: sum(call.num_bytes for call in each[1]))
+
+
+def _placed(plan: Plan, rank: int, call: CallCount) -> CallCount:
+    return replace(call, ranks=tuple(plan.topology.group(rank, call.axis)))
+
+
+def microbatch(plan: Plan, rank: int) -> Microbatch:
+    """What the layers of `rank` are given at a time."""
+    config, size = plan.config, plan.topology.dense.axis_size
+    numbers = plan.numbers
+    assert plan.shape is not None
+    return Microbatch(
+        samples=plan.samples_per_microbatch,
+        tokens=plan.shape.seq_len // size("context"),
+        tensor=size("tensor"),
+        index=plan.topology.dense.coord(rank)["tensor"],
+        expert=config.parallel.expert,
+        stream=numbers.weights.dtype,
+        products=numbers.activations.dtype,
+        losses=numbers.gradients.dtype,
+        recomputed=config.train.recompute == "blocks",
+        drops=config.model.dropout > 0,
+        has_positions=config.data.document_masks,
+        by_row=config.data.is_preference,
+    )
+
+
+# -- data, and what else sums gradients ------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Summed:
+    """A parameter whose gradient is summed over `ranks`, in the order of registration.
+
+    deferred: as in `ParamSpec`.
+    """
+
+    name: str
+    num_elements: int
+    ranks: tuple[int, ...]
+    deferred: bool
+
+    @property
+    def key(self) -> Hashable:
+        return self.ranks, self.deferred
+
+
+def _gradients(plan: Plan, rank: int) -> Iterator[CallCount]:
+    """As NaiveDDP sums them in buckets (ddp/bucket_plan.py), or ZeRO's buckets of modules."""
+    summed, wide = _summed(plan, rank), plan.numbers.gradients
+    sent = plan.numbers.reduced
+    if not plan.zero:
+        for ranks, bucket in _buckets(summed, wide.num_bytes, BUCKET_BYTES):
+            yield _over(plan, ranks, "all_reduce", bucket.num_elements, sent.dtype, "gradients")
+        return
+    units = (x.name.rpartition(".")[0] or x.name for x in summed)
+    members = [
+        ModuleParam(unit, x.num_elements * wide.num_bytes, x.key)
+        for unit, x in zip(units, summed, strict=True)
+    ]
+    numbers = group_by_module(members, BUCKET_BYTES)
+    weight, rounds = plan.numbers.weights, plan.rounds
+    sums = rounds if plan.zero >= 2 else 1
+    narrowest = min(weight.num_bytes, sent.num_bytes)
+    owner_of = _owners(summed) if plan.config.optim.name in NEEDS_WHOLE else None
+    for ranks, bucket in _buckets(summed, wide.num_bytes, UNLIMITED_BYTES, numbers):
+        index, members = ranks.index(rank), bucket.members
+        if owner_of is None:
+            bounds = even_bounds(bucket.used_flags, len(ranks), narrowest)
+        else:
+            sizes, owners = (
+                [summed[i].num_elements for i in members],
+                [owner_of[i] for i in members],
+            )
+            _, bounds = owned_bounds(sizes, owners, len(ranks), weight.num_bytes, narrowest)
+        yield _over(plan, ranks, "reduce_scatter", bounds[-1], sent.dtype, "gradients").times(sums)
+        # a weight of several stages is never freed
+        is_freed = plan.zero == 3 and not summed[members[0]].deferred
+        part = bounds[index + 1] - bounds[index]
+        yield _over(plan, ranks, "all_gather", part, weight.dtype, "parameters").times(
+            rounds if is_freed else 1
+        )
+    ordered = sorted(summed, key=lambda x: (x.ranks, x.deferred))
+    for (ranks, _), same in groupby(ordered, key=lambda x: (x.ranks, x.deferred)):
+        what = "which parameters were used"
+        yield _over(plan, ranks, "all_reduce", len([*same]), "int32", what).times(sums)
+
+
+def _owners(summed: list[_Summed]) -> list[int]:
+    """Of each parameter the index of the rank that owns all of it (ddp/zero/bucket.py)."""
+    found = [0] * len(summed)
+    for ranks in dict.fromkeys(x.ranks for x in summed):
+        members = [i for i, x in enumerate(summed) if x.ranks == ranks]
+        shares = greedy_partition([summed[i].num_elements for i in members], len(ranks))
+        for owner, some in enumerate(shares):
+            for i in some:
+                found[members[i]] = owner
+    return found
+
+
+def _summed(plan: Plan, rank: int) -> list[_Summed]:
+    place, view = plan.topology.dense.coord(rank)["pipe"], plan.topology.view
+    held = [
+        x
+        for x in plan.layouts.values()
+        if (not x.stages or place in x.stages) and _has_gradient(plan, x.name)
+    ]
+    found = (
+        _Summed(
+            x.name,
+            num_elements(x, view(x.view), rank),
+            gradient_ranks(x, view(x.view), rank),
+            len(x.stages) > 1,
+        )
+        for x in held
+    )
+    return [x for x in found if len(x.ranks) > 1]
+
+
+def _has_gradient(plan: Plan, name: str) -> bool:
+    return plan.is_trained(name) and not name.endswith(STATES)
+
+
+def _buckets(
+    summed: list[_Summed], element_bytes: int, cap_bytes: int, numbers: list[int] | None = None
+) -> Iterator[tuple[tuple[int, ...], Bucket]]:
+    """With the ranks of each. numbers: only equal ones share a bucket."""
+    entries = [
+        BucketEntry(i, x.num_elements, element_bytes, (x.key, 0 if numbers is None else numbers[i]))
+        for i, x in enumerate(summed)
+    ]
+    for bucket in plan_buckets(entries, cap_bytes):
+        yield summed[bucket.members[0]].ranks, bucket
+
+
+def _over(
+    plan: Plan, ranks: tuple[int, ...], operation: str, num: int, dtype: str, what: str
+) -> CallCount:
+    mesh = plan.topology.dense
+    coords = [mesh.coord(rank) for rank in ranks]
+    along = [axis for axis in mesh.names if len({coord[axis] for coord in coords}) > 1]
+    return CallCount("+".join(along), operation, num, dtype, what, ranks=ranks)
+
+
+# -- the other axes ----------------------------------------------------------------------------
+
+
+def _messages(plan: Plan, rank: int) -> Iterator[CallCount]:
+    """Between stages: activations on, and their gradients back."""
+    of = microbatch(plan, rank)
+    schedules = [plan.schedule]
+    if plan.config.data.is_preference:  # whose reference goes forward alone
+        schedules.append(evaluation(plan.schedule, plan.config.pipeline.microbatches))
+    place = plan.topology.dense.coord(rank)["pipe"]
+    actions = (action for each in schedules for action in flatten(each.programs[place]))
+    number = sum(action.kind.is_send for action in actions) * plan.rounds
+    assert plan.shape is not None
+    num = of.rows * plan.shape.dim // (of.tensor if plan.shape.sequence_parallel else 1)
+    if number:
+        yield CallCount("pipe", "send", num, of.stream, "activations and their gradients", number)
+
+
+def _attentions(plan: Plan, rank: int, of: Microbatch) -> Iterator[CallCount]:
+    """Over parts of a sequence, of one microbatch."""
+    coord, size = plan.topology.dense.coord(rank), plan.topology.dense.axis_size("context")
+    if size == 1:
+        return
+    number = sum(map(_attends, (plan.pieces[i] for i in plan.pieces_on(coord["pipe"]))))
+    way, attention, a2a_size = attention_of_rank(plan)
+    group, mine = plan.topology.group(rank, "context"), coord["context"]
+    first = mine - mine % a2a_size
+    block, ring = group[first : first + a2a_size], group[mine % a2a_size :: a2a_size]
+    for call in exchange_calls(attention, size, way, mine, a2a_size=a2a_size):
+        times = number * (2 if call.is_forward and of.recomputed else 1)
+        dtype = of.losses if call.is_wide else of.products
+        ranks = tuple(block if call.operation == "all_to_all" else ring)
+        num = call.num_elements
+        yield CallCount("context", call.operation, num, dtype, "attention", times, ranks)
+
+
+def _attends(piece: str) -> bool:
+    """Whether it has an attention: a half of a block of our GPT, or a block of transformers."""
+    return piece.endswith(f".{ATTENTION}") or ("." in piece and not piece.endswith(HALVES))
+
+
+def _statistics(plan: Plan) -> Iterator[CallCount]:
+    """The numbers of a step."""
+    if plan.world_size == 1:
+        return
+    experts = {
+        name.partition(".experts.")[0]: x.shape[0] + 1
+        for name, x in plan.layouts.items()
+        if "expert" in x.split_axes and ".experts." in name
+    }
+    num, ranks = STEP_NUMBERS + sum(experts.values()), tuple(range(plan.world_size))
+    yield CallCount("all", "all_reduce", num, "float64", "numbers of the step", ranks=ranks)
