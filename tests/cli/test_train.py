@@ -110,7 +110,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_a_rank_starts(tmp_path,
 
 def test_under_torchrun_too_and_by_rank_0_alone(tmp_path, capsys, monkeypatch):
     step = checkpoint(tmp_path / "gpt_tiny" / "checkpoints")
-    monkeypatch.setattr(job, "_be_rank", lambda *_: 7)
+    monkeypatch.setattr(job, "_worker_main", lambda *_: 7)
     for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(key, "4")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -10,12 +10,13 @@ import torch.distributed as dist
 
 from tests.train import parity
 from torchdistpackage.config.schema import RequeueSection
+from torchdistpackage.errors import ConfigError
 from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.slurm.requeue import RequeueDecision
 from torchdistpackage.launch.slurm.run_dir import append_start, this_start
 from torchdistpackage.run_files import RunDir
 from torchdistpackage.train.build import make_loop
-from torchdistpackage.train.job import _resume
+from torchdistpackage.train.job import resume_of
 from torchdistpackage.train.metric_rows import read_metrics
 from torchdistpackage.train.stop import StopController, begin, end
 from torchdistpackage.train.train_state import resume
@@ -168,14 +169,20 @@ def test_a_job_is_chained_only_where_a_script_does_it(tmp_path, batch, word):
     )
 
 
-@pytest.mark.parametrize("how", ["never", "/some/checkpoint"])
-def test_what_the_user_said_of_resuming_holds_for_the_first_start(tmp_path, how):
+def test_what_the_user_said_of_resuming_holds_for_the_first_start(tmp_path):
     files, first, second = RunDir(tmp_path), {"SLURM_JOB_ID": "12"}, {"SLURM_RESTART_COUNT": "1"}
+    named = tmp_path / "step_000004"
+    named.mkdir()
     begun = this_start(files, first, 0)
-    assert _resume(files, begun, how) == how
+    for asked in ("never", str(named)):
+        assert resume_of(files, begun, asked) == asked
     append_start(files, begun)
-    assert _resume(files, begun, how) == how
-    assert _resume(files, this_start(files, first | second, 4), how) == "auto"
+    assert resume_of(files, begun, str(named)) == str(named)
+    named.rmdir()  # the run that began there has removed it since
+    for asked in ("never", str(named)):
+        assert resume_of(files, this_start(files, first | second, 4), asked) == "auto"
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        resume_of(files, begun, str(named))
 
 
 def test_outside_of_a_job_nothing_is_left_and_the_user_starts_again(tmp_path):

@@ -36,7 +36,7 @@ from torchdistpackage.launch.slurm.submit import (
     submit_prepared,
 )
 from torchdistpackage.plan.elastic import check_nodes
-from torchdistpackage.plan.refusals import check_checkpoint, job_problems
+from torchdistpackage.plan.refusals import job_problems, refuse_unplanned_checkpoint
 from torchdistpackage.run_files import RunDir
 from torchdistpackage.text import size_text
 from torchdistpackage.train.submitit_task import TrainingTask
@@ -108,7 +108,7 @@ def submit(
     if via == "submitit":
         check_submitit(prepared.job, prepared.runs[0][1].launch.requeue)
     for _, run in () if fresh else prepared.runs:
-        check_checkpoint(run, "auto", job_shape(run).world_sizes[0])
+        refuse_unplanned_checkpoint(run, "auto", job_shape(run).world_sizes[0])
     _note(prepared.notes)
     if dry_run:
         typer.echo(prepared.text, nl=False)

@@ -1,8 +1,16 @@
-"""What is refused of a planned run before its folder is touched and a rank starts. No torch.
+"""What is refused of a run before its folder is touched and a rank starts. No torch.
 
-What the plan itself refuses is refused before: rules that join keys (config/check.py), and what a
-model cannot do (models/refusals.py). Here are files, your own modules, texts, and the checkpoint to
-resume from, which are looked at where the run is started.
+The process that starts a run (train/job.py) refuses in this order, each thing once, what costs
+little first:
+
+1. keys of the file, and rules that join keys: config/load.py
+2. the number of ranks: `fitted` (elastic.py); what a model cannot do: `make_plan`, which calls
+   models/refusals.py
+3. `--resume` of a folder that is not there: `named_folder` (resume_check.py)
+4. files and your own modules, then texts: `refuse_here`; of a job `job_problems`, by `tdp submit`
+5. under the lock of the run folder: a folder that a job would move away under itself
+   (`refuse_moving_aside`), and the checkpoint to resume from (`refuse_checkpoint`)
+6. a start that would do again what came to nothing: `restart_denied` (launch/slurm/requeue.py)
 """
 
 import os
@@ -14,7 +22,7 @@ from torchdistpackage.config.errors import ConfigErrors, Problem
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import extra_of
 from torchdistpackage.data.tokens.texts import wrong_texts
-from torchdistpackage.errors import CheckpointError
+from torchdistpackage.errors import CheckpointError, LaunchError
 from torchdistpackage.launch.run_folder import run_folder
 from torchdistpackage.plan.elastic import fitted
 from torchdistpackage.plan.resume_check import (
@@ -24,7 +32,7 @@ from torchdistpackage.plan.resume_check import (
 )
 from torchdistpackage.plan.run_plan import Plan, make_plan
 from torchdistpackage.plan.user_code import unknown_modules
-from torchdistpackage.run_files import CHECKPOINTS
+from torchdistpackage.run_files import CHECKPOINTS, RunDir
 
 
 def refuse_here(config: RunConfig, source: str, code: str) -> None:
@@ -73,6 +81,16 @@ def job_problems(config: RunConfig, code: str) -> list[Problem]:
     return found
 
 
+def refuse_moving_aside(files: RunDir, resume: str) -> None:
+    """Raises LaunchError if a job would move away the folder that `tdp submit` made for it."""
+    if resume == "never" and files.script.exists():
+        raise LaunchError(
+            f"--resume never: {files.run} was made by tdp submit, whose script, logs and code are "
+            f"there, and a job cannot move them away under itself; use tdp submit --fresh, or name "
+            f"another run with run.name=..."
+        )
+
+
 def refuse_checkpoint(config: RunConfig, resume: str, plan: Callable[[], Plan]) -> None:
     """Raises CheckpointError if what such a start of the run would resume from is not of its plan,
     which is made only if there is something to resume from."""
@@ -83,6 +101,6 @@ def refuse_checkpoint(config: RunConfig, resume: str, plan: Callable[[], Plan]) 
         refuse_other_optimizer(checkpoint, config)
 
 
-def check_checkpoint(config: RunConfig, resume: str, num_ranks: int) -> None:
+def refuse_unplanned_checkpoint(config: RunConfig, resume: str, num_ranks: int) -> None:
     """`refuse_checkpoint` of a run that is not planned yet, on so many ranks."""
     refuse_checkpoint(config, resume, lambda: make_plan(fitted(config, num_ranks), num_ranks))

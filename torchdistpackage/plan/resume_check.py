@@ -37,7 +37,6 @@ def resumed_from(resume: str, own: Path, *, has_copies: bool = False) -> Path | 
     has_copies: nodes have copies, so a whole one may be found where ranks run.
 
     Raises:
-        ConfigError: `resume` is no folder.
         CheckpointError: it is no complete checkpoint, or `own` has some and none is complete.
     """
     if resume == "never":
@@ -47,7 +46,7 @@ def resumed_from(resume: str, own: Path, *, has_copies: bool = False) -> Path | 
         if newest is None and damaged and not has_copies:
             raise none_complete(own, len(damaged), damaged[-1][1])
         return newest
-    path = named_folder(resume)
+    path = Path(resume)
     if inside := candidates(path) or candidates(path / own.name):
         raise CheckpointError(
             f"--resume {resume}: it is no checkpoint, but has some; name one, such as {inside[0]}"

@@ -1,6 +1,8 @@
 """A run as processes: start them on this machine, or be one of those a launcher started. No torch.
 
-Under torchrun or srun this process is a rank already, and a task of srun watches over it.
+A process has one role, and each role is one function: `start_ranks` is the parent on this machine,
+`watch_rank` a task of srun (`lead_start` of rank 0, `follow_start` of the others), `be_rank` and
+`be_rank_in_job` a rank of torchrun. What they refuse, and in which order: plan/refusals.py.
 """
 
 import errno
@@ -46,7 +48,12 @@ from torchdistpackage.launch.supervisor import WatchedRank, supervise
 from torchdistpackage.launch.workers import run_local
 from torchdistpackage.lazy import resolve
 from torchdistpackage.plan.elastic import fitted
-from torchdistpackage.plan.refusals import check_checkpoint, refuse_checkpoint, refuse_here
+from torchdistpackage.plan.refusals import (
+    refuse_checkpoint,
+    refuse_here,
+    refuse_moving_aside,
+    refuse_unplanned_checkpoint,
+)
 from torchdistpackage.plan.resume_check import named_folder
 from torchdistpackage.plan.run_plan import local_procs, make_plan
 from torchdistpackage.plan.user_code import code_folder
@@ -75,36 +82,75 @@ def launch(path: str, overrides: list[str], resume: str = "auto") -> int:
         LaunchError: this start may not be, or its requeue failed.
     """
     rendezvous = detect(os.environ)
-    if resume not in ("auto", "never"):
-        named_folder(resume)
     if rendezvous.source == "alone":
-        return _start_ranks(path, overrides, resume)
+        return start_ranks(path, overrides, resume)
     config = load(path, overrides, rendezvous.world_size)
     config = fitted(config, rendezvous.world_size, path)
     if rendezvous.source == "slurm":
-        return watched(config, rendezvous, resume)
-    # torchrun starts the ranks anew by itself, and these go on
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    resume = "auto" if again else resume
-    if rendezvous.rank == 0:
-        check_checkpoint(config, resume, rendezvous.world_size)
+        return watch_rank(config, rendezvous, resume)
     if attempt_id(os.environ) != "local":
-        return _be_rank_in_job(config, rendezvous.rank, resume)
-    return _be_rank(config, resume)
+        return be_rank_in_job(config, rendezvous, resume)
+    return be_rank(config, rendezvous, resume)
 
 
-def watched(config: RunConfig, rendezvous: Rendezvous, resume: str = "auto") -> int:
-    """Be the task of srun that watches over a rank; its exit code, 0 if the run ended early."""
+# -- the parent of all ranks, where no launcher is ----------------------------------------------
+
+
+def start_ranks(path: str, overrides: list[str], resume: str) -> int:
+    """Start all ranks of the run on this machine, wait for them, and return the exit code."""
+    config = load(path, overrides)
+    num_procs = local_procs(config)
+    config = fitted(config, num_procs, path)
+    if num_procs > MAX_PROCS:
+        text = f"{num_procs:,} processes on this machine, where {MAX_PROCS:,} are allowed; "
+        raise ConfigErrors(path, [config.problem("parallel", text + "submit a job instead")])
+    plan = make_plan(config, num_procs, path)
+    files = RunDir(run_folder(config).absolute())
+    in_job = attempt_id(os.environ) != "local"
+    resume = resume_of(files, _this_start(files, 0), resume)
+    config = with_template_date(config, resume)
+    refuse_here(config, path, code_folder(os.environ))
+    # from here on the folder is this process's alone, and what is found in it stays as it is
+    with only_writer(files.run):
+        refuse_checkpoint(config, resume, lambda: plan)
+        prepare_folder(config, resume)
+        env: dict[str, str] = {}
+        if in_job:
+            start = _this_start(files, 0)
+            if reason := restart_denied(files, start, config.launch.requeue):
+                raise LaunchError(reason)
+            append_start(files, start)
+            env["TDP_RESTART"] = str(start.restart)
+        try:
+            codes = run_local(
+                WORKER_MAIN,
+                (config, resume),
+                num_procs=num_procs,
+                preload=PRELOAD,
+                log_dir=files.logs,
+                env=env,
+                handled=config.launch.requeue.signals,
+            )
+        except RankError as error:
+            step = next((row["step"] for row in last_rows(files.run / METRICS)), 0)
+            note_event(files.run, END, step, word="failed", reason=str(error).partition("\n")[0])
+            raise
+    if EXIT_TEMPFAIL not in codes:
+        return 0
+    return (requeue_self(files, os.environ) if in_job else 0) or EXIT_TEMPFAIL
+
+
+# -- a task of srun, which forks its rank and watches over it ------------------------------------
+
+
+def watch_rank(config: RunConfig, rendezvous: Rendezvous, resume: str = "auto") -> int:
+    """Watch over the rank of this task of srun; its exit code, 0 if the run ended early."""
     signals = SignalFlag()
     signals.listen(config.launch.requeue.signals)
     files = RunDir(run_folder(config).absolute())
+    watch = lead_start if rendezvous.rank == 0 else follow_start
     try:
-        if rendezvous.rank == 0:
-            with only_writer(files.run, forks=True) as lock:
-                return _lead(config, resume, files, signals, lock, rendezvous.world_size)
-        if _resume(files, _this_start(files, rendezvous.rank), resume) == "never":
-            _wait_for_room(files, signals, config.launch.init_timeout_s)
-        return _follow(config, resume, files, signals, rendezvous.rank, rendezvous.world_size)
+        return watch(config, rendezvous, resume, files, signals)
     except OSError as error:
         inside = error.filename is not None and Path(error.filename).is_relative_to(files.run)
         if not inside and error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -112,69 +158,62 @@ def watched(config: RunConfig, rendezvous: Rendezvous, resume: str = "auto") -> 
         raise cannot_write(files.run, error) from error
 
 
-def _lead(
-    config: RunConfig,
-    resume: str,
-    files: RunDir,
-    signals: SignalFlag,
-    lock: Lock | None,
-    num_ranks: int,
+def lead_start(
+    config: RunConfig, rendezvous: Rendezvous, resume: str, files: RunDir, signals: SignalFlag
 ) -> int:
-    """Be the watcher of rank 0, the only one that changes what an earlier start has left."""
-    resume = _resume(files, _this_start(files, 0), resume)
-    if resume == "never" and files.script.exists():
-        raise LaunchError(
-            f"--resume never: {files.run} was made by tdp submit, whose script, logs and code are "
-            f"there, and a job cannot move them away under itself; use tdp submit --fresh, or name "
-            f"another run with run.name=..."
-        )
-    check_checkpoint(config, resume, num_ranks)
-    prepare_folder(config, resume)
-    start = _this_start(files, 0)
-    decision = files.decision(start.start)
-    decision.unlink(missing_ok=True)
-    if refused := restart_denied(files, start, config.launch.requeue):
-        atomic_write(decision, f"{Decision(RequeueDecision.STOP, refused)}\n")
-        sys.stdout.write(f"{refused}\n")
-        return EXIT_TEMPFAIL
-    append_start(files, start)
-    record_failed_nodes(files, os.environ, limited(SLURM_S))
-
-    _say_if_it_stays_away(config)
-    code = _follow(config, resume, files, signals, 0, num_ranks, lock)
-    return code or requeue_self(files, os.environ)
+    """Watch over rank 0. This task alone refuses, and changes what an earlier start has left."""
+    with only_writer(files.run, forks=True) as lock:
+        resume = resume_of(files, _this_start(files, 0), resume)
+        refuse_moving_aside(files, resume)
+        refuse_unplanned_checkpoint(config, resume, rendezvous.world_size)
+        prepare_folder(config, resume)
+        start = _this_start(files, 0)
+        decision = files.decision(start.start)
+        decision.unlink(missing_ok=True)
+        if reason := restart_denied(files, start, config.launch.requeue):
+            atomic_write(decision, f"{Decision(RequeueDecision.STOP, reason)}\n")
+            sys.stdout.write(f"{reason}\n")
+            return EXIT_TEMPFAIL
+        append_start(files, start)
+        record_failed_nodes(files, os.environ, limited(SLURM_S))
+        _say_if_it_stays_away(config)
+        code = _supervise(config, rendezvous, resume, files, signals, lock)
+        return code or requeue_self(files, os.environ)
 
 
-def _say_if_it_stays_away(config: RunConfig) -> None:
-    if said := why_not(config.launch.requeue.mode, os.environ, limited(SLURM_S)):
-        sys.stdout.write(f"{said}\n")
-        sys.stdout.flush()
+def follow_start(
+    config: RunConfig, rendezvous: Rendezvous, resume: str, files: RunDir, signals: SignalFlag
+) -> int:
+    """Watch over another rank, once rank 0 has made room where an earlier run is moved aside."""
+    if resume_of(files, _this_start(files, rendezvous.rank), resume) == "never":
+        _wait_for_room(files, signals, config.launch.init_timeout_s)
+    resume = resume_of(files, _this_start(files, rendezvous.rank), resume)
+    return _supervise(config, rendezvous, resume, files, signals)
 
 
-def _follow(
+def _supervise(
     config: RunConfig,
+    rendezvous: Rendezvous,
     resume: str,
     files: RunDir,
     signals: SignalFlag,
-    rank: int,
-    num_ranks: int,
     lock: Lock | None = None,
 ) -> int:
-    """Watch over a rank, which keeps the lock, if any, alive."""
-    start = _this_start(files, rank)
-    resume = _resume(files, start, resume)
+    """Fork the rank, which keeps the lock, if any, alive, and watch over it."""
+    start = _this_start(files, rendezvous.rank)
     failures, decision = files.failures(start.start), files.decision(start.start)
-    log = files.rank_log(rank, start.restart)
-    watched_rank = WatchedRank(rank, log, failures, decision, num_ranks)
-    watched_rank.report.unlink(missing_ok=True)
+    log = files.rank_log(rendezvous.rank, start.restart)
+    watched = WatchedRank(rendezvous.rank, log, failures, decision, rendezvous.world_size)
+    watched.report.unlink(missing_ok=True)
     os.environ["TDP_RESTART"] = str(start.restart)
 
-    def be_rank() -> int:
+    def forked_rank() -> int:
         if lock is not None:
             lock.keep()
-        return _be_rank(config, resume, signals)
+        code = _worker_main(config, resume, signals)
+        return 0 if code == EXIT_TEMPFAIL else code
 
-    return supervise(be_rank, watched_rank, signals)
+    return supervise(forked_rank, watched, signals)
 
 
 def _wait_for_room(files: RunDir, signals: SignalFlag, limit_s: float) -> None:
@@ -187,92 +226,56 @@ def _wait_for_room(files: RunDir, signals: SignalFlag, limit_s: float) -> None:
         time.sleep(_LOOK_S)
 
 
-def _worker_main(config: RunConfig, resume: str, signals: SignalFlag | None = None) -> int:
-    # only a rank pays for torch; the parent of local ones and the watcher do without
-    return resolve(WORKER_MAIN)(config, resume, signals)
+# -- a rank, where torchrun started it ----------------------------------------------------------
 
 
-def _be_rank(config: RunConfig, resume: str, signals: SignalFlag | None = None) -> int:
-    code = _worker_main(config, resume, signals)
+def be_rank(config: RunConfig, rendezvous: Rendezvous, resume: str) -> int:
+    """Be a rank that torchrun started outside of a job."""
+    files = RunDir(run_folder(config).absolute())
+    resume = resume_of(files, _this_start(files, 0), resume)
+    if rendezvous.rank == 0:
+        refuse_unplanned_checkpoint(config, resume, rendezvous.world_size)
+    code = _worker_main(config, resume)
     return 0 if code == EXIT_TEMPFAIL else code
 
 
-def _be_rank_in_job(config: RunConfig, rank: int, resume: str) -> int:
+def be_rank_in_job(config: RunConfig, rendezvous: Rendezvous, resume: str) -> int:
     """Be a rank that torchrun started in a Slurm job, whose script does not hear of decisions.
 
     All ranks read the same files, so they agree whether to train.
     """
     files = RunDir(run_folder(config).absolute())
     start = _this_start(files, 0)
-    resume = _resume(files, start, resume)
-    refused = restart_denied(files, start, config.launch.requeue)
+    resume = resume_of(files, start, resume)
+    is_main = rendezvous.rank == 0
+    if is_main:
+        refuse_unplanned_checkpoint(config, resume, rendezvous.world_size)
+    reason = restart_denied(files, start, config.launch.requeue)
     ended = read_decision(files, os.environ)
     if ended is not None and ended.word is not RequeueDecision.FINISHED:
-        refused = f"start {start.start} has ended: {ended}"  # torchrun starts ranks anew after it
-    if refused:
-        if rank == 0:
-            sys.stdout.write(f"{refused}\n")
+        reason = f"start {start.start} has ended: {ended}"  # torchrun starts ranks anew after it
+    if reason:
+        if is_main:
+            sys.stdout.write(f"{reason}\n")
             if ended is None:
-                atomic_write(
-                    files.decision(start.start), f"{Decision(RequeueDecision.STOP, refused)}\n"
-                )
+                decision = Decision(RequeueDecision.STOP, reason)
+                atomic_write(files.decision(start.start), f"{decision}\n")
         return EXIT_TEMPFAIL
-    if rank == 0:
+    if is_main:
         _say_if_it_stays_away(config)
     os.environ["TDP_RESTART"] = str(start.restart if resume != "never" else 0)
     code = _worker_main(config, resume)
     if code != EXIT_TEMPFAIL:
         return code
-    return requeue_self(files, os.environ) if rank == 0 else 0
+    return requeue_self(files, os.environ) if is_main else 0
 
 
-def _start_ranks(path: str, overrides: list[str], resume: str) -> int:
-    config = load(path, overrides)
-    num_procs = local_procs(config)
-    config = fitted(config, num_procs, path)
-    if num_procs > MAX_PROCS:
-        text = f"{num_procs:,} processes on this machine, where {MAX_PROCS:,} are allowed; "
-        raise ConfigErrors(path, [config.problem("parallel", text + "submit a job instead")])
-    plan = make_plan(config, num_procs, path)
-    files = RunDir(run_folder(config).absolute())
-    in_job = attempt_id(os.environ) != "local"
-    again = _resume(files, _this_start(files, 0), resume) if in_job else resume
-    config = with_template_date(config, again)
-    refuse_here(config, path, code_folder(os.environ))
-    with only_writer(files.run):
-        refuse_checkpoint(config, resume, lambda: plan)
-        return _run_ranks(config, num_procs, resume, files)
+# -- what these share ---------------------------------------------------------------------------
 
 
-def _run_ranks(config: RunConfig, num_procs: int, resume: str, files: RunDir) -> int:
-    in_job = attempt_id(os.environ) != "local"
-    if in_job:
-        resume = _resume(files, _this_start(files, 0), resume)
-    folder = prepare_folder(config, resume)
-    env: dict[str, str] = {}
-    if in_job:
-        start = _this_start(files, 0)
-        if refused := restart_denied(files, start, config.launch.requeue):
-            raise LaunchError(refused)
-        append_start(files, start)
-        env["TDP_RESTART"] = str(start.restart)
-    try:
-        codes = run_local(
-            WORKER_MAIN,
-            (config, resume),
-            num_procs=num_procs,
-            preload=PRELOAD,
-            log_dir=folder / "logs",
-            env=env,
-            handled=config.launch.requeue.signals,
-        )
-    except RankError as error:
-        step = next((row["step"] for row in last_rows(folder / METRICS)), 0)
-        note_event(folder, END, step, word="failed", reason=str(error).partition("\n")[0])
-        raise
-    if EXIT_TEMPFAIL not in codes:
-        return 0
-    return (requeue_self(files, os.environ) if env else 0) or EXIT_TEMPFAIL
+def _worker_main(config: RunConfig, resume: str, signals: SignalFlag | None = None) -> int:
+    # only a rank pays for torch; the parent of local ones and the watcher do without
+    return resolve(WORKER_MAIN)(config, resume, signals)
 
 
 def _this_start(files: RunDir, rank: int) -> Start:
@@ -282,6 +285,25 @@ def _this_start(files: RunDir, rank: int) -> Start:
     return this_start(files, os.environ, step)
 
 
-def _resume(files: RunDir, start: Start, how: str) -> str:
-    """What the user said holds for the first start of a job; its requeues go on from there."""
-    return "auto" if len(series_of(files, start)) > 1 else how
+def resume_of(files: RunDir, start: Start, asked: str) -> str:
+    """Return what `--resume` means for `start`.
+
+    The word of the user holds for the first start of a job; its requeues, and ranks that torchrun
+    starts anew by itself, go on from the newest checkpoint.
+
+    Raises:
+        ConfigError: it means a folder, and there is none.
+    """
+    in_job = start.start != "local"
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if again or (in_job and len(series_of(files, start)) > 1):
+        return "auto"
+    if asked not in ("auto", "never"):
+        named_folder(asked)
+    return asked
+
+
+def _say_if_it_stays_away(config: RunConfig) -> None:
+    if said := why_not(config.launch.requeue.mode, os.environ, limited(SLURM_S)):
+        sys.stdout.write(f"{said}\n")
+        sys.stdout.flush()
