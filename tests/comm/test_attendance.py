@@ -30,6 +30,8 @@ def alone_and_together() -> tuple[dict[str, str], bool]:
     zero = ZeroOptimizer(torch.optim.AdamW(model.parameters()), model, stage=1)
     freed = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
     third = ZeroOptimizer(torch.optim.SGD(freed.parameters()), freed, stage=3, bucket_cap_mb=1e-5)
+    split = ColumnLinear(4, 4, group=dist.new_group([0, 1]))
+    (split.weight.sum() + split.bias.sum()).backward()
     calls: dict[str, Callable[[], object]] = {
         "ZeroOptimizer.state_dict()": lambda: zero.state_dict(to=0, cpu=True),
         "state_dict() of a module under ZeRO 3": freed.state_dict,
@@ -41,6 +43,7 @@ def alone_and_together() -> tuple[dict[str, str], bool]:
         ),
         "save_weights()": lambda: save_weights(GPT(SHAPE), "never-there"),
         "clip_grad_norm_()": lambda: clip_grad_norm_(zero, 1.0),
+        "clip_grad_norm_() of torch": lambda: nn.utils.clip_grad_norm_(split.parameters(), 1.0),
     }
     told: dict[str, str] = {}
     before = attendance.LIMIT_S, attendance.FIRST_CALL_LIMIT_S
@@ -68,7 +71,8 @@ def alone_and_together() -> tuple[dict[str, str], bool]:
 
 def test_a_collective_method_of_some_ranks_alone_says_what_to_do(ranks):
     (told, _), (nothing, well) = ranks(2).run(alone_and_together)
-    assert not nothing and well and len(told) == 8
+    assert not nothing and well and len(told) == 9
     for name, text in told.items():
-        assert text.startswith(f"{name} is collective") and "(ranks 1)" in text
+        method = name.removesuffix(" of torch")
+        assert text.startswith(f"{method} is collective") and "(ranks 1)" in text
         assert "call it on all ranks" in text

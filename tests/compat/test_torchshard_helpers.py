@@ -13,8 +13,9 @@ from torch import nn
 
 import torchdistpackage.compat.torchshard as ts
 from tests.compat.sharded import start, whole
+from torchdistpackage.comm import attendance
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.errors import LaunchError
+from torchdistpackage.errors import CommError, LaunchError
 
 
 def helpers() -> None:
@@ -105,3 +106,24 @@ def usage() -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_usage_block_of_its_readme(ranks, world):
     ranks(world).run(usage)
+
+
+def collected_alone() -> str:
+    """What rank 0 is told that saves by itself."""
+    start(2)
+    model, told = ts.nn.ParallelLinear(4, 4, dim=1), ""
+    if dist.get_rank() == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attendance, "LIMIT_S", 0.3)
+            with pytest.raises(CommError) as met:
+                ts.collect_state_dict(model, model.state_dict())
+        told = str(met.value)
+    dist.barrier()
+    attendance._calls.clear()  # what was called alone counts no more
+    return told
+
+
+def test_a_state_dict_that_rank_0_collects_alone_says_what_to_do(ranks):
+    told, _ = ranks(2).run(collected_alone)
+    assert told.startswith("collect_state_dict() is collective") and "(ranks 1)" in told
+    assert "call it on all ranks" in told
