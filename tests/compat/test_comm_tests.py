@@ -1,9 +1,8 @@
 """The earlier package's bandwidth tests: what they return and refuse, on real ranks."""
 
-import time
-
 import pytest
 
+from tests.harness.measure.late_calls import DELAY_S, late_calls
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.compat.torchdistpackage import dist as classic_tests
 from torchdistpackage.compat.torchdistpackage.dist import (
@@ -13,28 +12,14 @@ from torchdistpackage.compat.torchdistpackage.dist import (
 from torchdistpackage.errors import CommError
 
 
-def late(delay_s: float) -> float:
+def late() -> float:
     tpc.setup_process_groups([("data", 2)])
-    right = classic_tests.tdp_call
-
-    def ours(name, x, place):
-        call = right(name, x, place)
-
-        def slow():
-            out = call()
-            time.sleep(delay_s if tpc.rank == 1 else 0)
-            return out
-
-        return slow
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(classic_tests, "tdp_call", ours)
+    with late_calls(classic_tests):
         return test_collection(8)[1]
 
 
 def test_the_slowest_rank_of_an_iteration_counts(ranks):
-    """Rank 1 is busy after its part is done, of which rank 0 sees nothing."""
-    assert all(time_s > 0.05 for time_s in ranks(2).run(late, 0.05))
+    assert all(time_s > DELAY_S for time_s in ranks(2).run(late))
 
 
 def classic() -> list[tuple[float, float]]:

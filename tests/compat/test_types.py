@@ -5,13 +5,18 @@ import torch
 from spmd_types import I, P, R, SpmdTypeError, V
 
 from tests.parallel.tensor import test_types
-from tests.parallel.tensor.test_types import SEQUENCE, activations, train
 from tests.parallel.tensor.typed import checked, give_type, typed_world, types_of
+from tests.parallel.tensor.typed_steps import (
+    SEQUENCE,
+    activations,
+    check_layer,
+    check_row_layer,
+    train,
+)
 from torchdistpackage.compat import tplib
 from torchdistpackage.compat.torchdistpackage import tensor_layers
 from torchdistpackage.compat.torchdistpackage.tensor_blocks import ParallelBlock
 from torchdistpackage.compat.torchshard import distributed as torchshard
-from torchdistpackage.layout.mark import collect
 
 world = test_types.world
 LAYERS = {
@@ -23,18 +28,12 @@ LAYERS = {
 @SEQUENCE
 @pytest.mark.parametrize("name", LAYERS)
 def test_each_gradient_of_a_layer_is_summed_once(world, name, sequence_parallel):
-    module = LAYERS[name](sequence_parallel)
-    out = train(module, activations(sequence_parallel), wrap={"layouts": collect(module)})
-    stays = V if sequence_parallel else I
-    assert types_of(out) == {"data": V, "tensor": V if "column" in name else stays}
+    check_layer(LAYERS[name](sequence_parallel), sequence_parallel, is_column="column" in name)
 
 
 @SEQUENCE
 def test_a_row_product_sums_before_its_bias(world, sequence_parallel):
-    module = tensor_layers.RowParallelLinear(16, 8, sequence_parallel=sequence_parallel)
-    x = give_type(torch.randn(4, 2, 8, requires_grad=True), tensor=V)
-    out = train(module, x, wrap={"layouts": collect(module)})
-    assert types_of(out) == {"data": V, "tensor": V if sequence_parallel else I}
+    check_row_layer(tensor_layers.RowParallelLinear, sequence_parallel)
 
 
 @SEQUENCE

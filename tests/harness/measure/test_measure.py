@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from tests.harness.measure.late_calls import DELAY_S, late_calls
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
@@ -165,30 +166,15 @@ def test_data_is_verified_after_the_measurement_too(ranks):
     assert all("got 99 at element 0" in text for text in ranks(2).run(wrong_only_after_a_while))
 
 
-def late(delay_s: float) -> tuple[BenchReport, tuple[float, float]]:
-    tpc.setup_process_groups([("data", 2)])
-    right = measuring.tdp_call
-
-    def ours(name, x, place):
-        call = right(name, x, place)
-
-        def slow():
-            out = call()
-            time.sleep(delay_s if tpc.rank == 1 else 0)
-            return out
-
-        return slow
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measuring, "tdp_call", ours)
-        return measure(Request(("p2p",), (64,), iterations=3, warmup=0))
+def late() -> BenchReport:
+    with late_calls(measuring):
+        return measured((("data", 2),), Request(("p2p",), (64,), iterations=3, warmup=0))
 
 
 def test_the_slowest_rank_of_an_iteration_counts(ranks):
-    """Rank 1 is busy after its part is done, of which rank 0 sees nothing."""
-    for report in ranks(2).run(late, 0.05):
+    for report in ranks(2).run(late):
         (row,) = report.rows
-        assert row.p50_s > 0.05 > row.bare_p50_s
+        assert row.p50_s > DELAY_S > row.bare_p50_s
 
 
 def test_calls_take_turns_after_a_meeting_and_the_warm_up_is_not_kept():

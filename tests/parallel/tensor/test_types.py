@@ -22,6 +22,13 @@ from tests.parallel.tensor.typed import (
     typed_world,
     types_of,
 )
+from tests.parallel.tensor.typed_steps import (
+    SEQUENCE,
+    activations,
+    check_layer,
+    check_row_layer,
+    train,
+)
 from torchdistpackage.comm import autograd, collectives
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.layout.mark import collect
@@ -32,32 +39,11 @@ from torchdistpackage.parallel.tensor.embedding import VocabParallelEmbedding
 from torchdistpackage.parallel.tensor.linear import ColumnLinear, ParallelMlp, RowLinear
 from torchdistpackage.parallel.tensor.norm import LayerNorm, RMSNorm
 
-SEQUENCE = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
-
 
 @pytest.fixture
 def world():
     with typed_world():
         yield
-
-
-def activations(sequence_parallel: bool, **types) -> torch.Tensor:
-    x = torch.randn(4, 2, 8, requires_grad=True)
-    return give_type(x, tensor=V if sequence_parallel else I, **types)
-
-
-def train(module, *inputs, wrap=None):
-    """A step of `module`, in a NaiveDDP with these options, or without one; its output."""
-    sums = Sums()
-    wrapped = module if wrap is None else NaiveDDP(module, comm_hook=sums, **wrap)
-    type_parameters(wrapped, collect(module))
-    with checked():
-        out = wrapped(*inputs)
-        backward(out if out.dim() == 0 else out.square().sum())
-    if wrap is not None:
-        wrapped.reduce_gradients()
-        sums.check(module)
-    return out
 
 
 LAYERS = {
@@ -71,19 +57,12 @@ LAYERS = {
 @SEQUENCE
 @pytest.mark.parametrize("name", LAYERS)
 def test_each_gradient_of_a_layer_is_summed_once(world, name, sequence_parallel):
-    module = LAYERS[name](sequence_parallel)
-    out = train(module, activations(sequence_parallel), wrap={"layouts": collect(module)})
-    stays = V if sequence_parallel else I
-    assert types_of(out) == {"data": V, "tensor": V if "column" in name else stays}
+    check_layer(LAYERS[name](sequence_parallel), sequence_parallel, is_column=name == "column")
 
 
 @SEQUENCE
-@pytest.mark.parametrize("row", [RowLinear])
-def test_a_row_product_sums_before_its_bias(world, row, sequence_parallel):
-    module = row(16, 8, sequence_parallel=sequence_parallel)
-    x = give_type(torch.randn(4, 2, 8, requires_grad=True), tensor=V)
-    out = train(module, x, wrap={"layouts": collect(module)})
-    assert types_of(out) == {"data": V, "tensor": V if sequence_parallel else I}
+def test_a_row_product_sums_before_its_bias(world, sequence_parallel):
+    check_row_layer(RowLinear, sequence_parallel)
 
 
 @SEQUENCE
