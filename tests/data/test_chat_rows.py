@@ -221,7 +221,7 @@ def test_pairs_of_answers_may_be_of_every_kind(tmp_path):
     ("row", "text"),
     [
         ({"messages": [message("user", [{"type": "image"}]), REPLY]}, "message 1 has a .* 'image'"),
-        ({"messages": "[{"}, "messages is a text that is no JSON"),
+        ({"messages": "[{"}, "messages is a text that is not JSON"),
         (
             {"conversations": [{"from": "bot", "value": "x"}, SHARED[1]]},
             "message 1 has the role 'b",

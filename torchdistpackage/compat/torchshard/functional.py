@@ -14,6 +14,7 @@ from torchdistpackage.comm import collectives
 from torchdistpackage.compat.torchshard.cuts import Cut, check_tensors, cut_of
 from torchdistpackage.compat.torchshard.marks import LAST, mark, unmarked
 from torchdistpackage.compat.torchshard.model_groups import get_group
+from torchdistpackage.compat.torchshard.reduction import legacy_get_string
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import chunk
 from torchdistpackage.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
@@ -193,10 +194,7 @@ def parallel_cross_entropy(
     """
     class_weights = {} if weight is None else {"weight": weight}
     check_tensors("parallel_cross_entropy", input=input, target=target, **class_weights)
-    if size_average is not None or reduce is not None:
-        from torch.nn import _reduction
-
-        reduction = _reduction.legacy_get_string(size_average, reduce)
+    reduction = reduction_of(size_average, reduce, reduction)
     cut = cut_of(input)
     if cut is None:
         logits = input.movedim(-1, 1) if _classes_are_last(input, target) else input
@@ -223,6 +221,13 @@ def parallel_cross_entropy(
         label_smoothing=label_smoothing,
         reduction=reduction,  # type: ignore[arg-type]
     )
+
+
+def reduction_of(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
+    """Return the reduction that torch's earlier two flags ask for, or else `reduction`."""
+    if size_average is None and reduce is None:
+        return reduction
+    return legacy_get_string(size_average, reduce)
 
 
 def _classes_are_last(logits: Tensor, target: Tensor) -> bool:

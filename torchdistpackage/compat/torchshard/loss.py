@@ -22,12 +22,9 @@ class ParallelCrossEntropyLoss(nn.Module):
         label_smoothing: float = 0.0,
     ):
         super().__init__()
-        if size_average is not None or reduce is not None:
-            from torch.nn import _reduction
-
-            reduction = _reduction.legacy_get_string(size_average, reduce)
         self.register_buffer("weight", weight)
-        self.ignore_index, self.reduction = ignore_index, reduction
+        self.ignore_index = ignore_index
+        self.reduction = functional.reduction_of(size_average, reduce, reduction)
         self.label_smoothing = label_smoothing
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
-from torchdistpackage.bounded import parse_json
 from torchdistpackage.config.chat_templates import (
     DEFAULT,
     chat_templates,
@@ -21,6 +20,7 @@ from torchdistpackage.config.chat_templates import (
 )
 from torchdistpackage.config.hugging_face import read_tokenizer, special_tokens
 from torchdistpackage.data.tokens.chat_jinja import chat_environment
+from torchdistpackage.data.tokens.chat_rows import value_of_json
 from torchdistpackage.data.tokens.chat_turns import Message, TurnFinder
 from torchdistpackage.data.tokens.documents import (
     CHAT,
@@ -223,7 +223,7 @@ def _variables(value: dict[str, Any], where: str) -> dict[str, Any]:
     """Return what a template is given of a row besides its messages."""
     tools = value.get(TOOLS)
     if isinstance(tools, str):
-        tools = _from_json(tools, f"{where}: {TOOLS}")
+        tools = value_of_json(tools, f"{where}: {TOOLS}")
     if not (tools is None or isinstance(tools, list)):
         raise DataError(f"{where}: {TOOLS} is a {type(tools).__name__}; it has to be a list")
     for number, tool in enumerate(cast(list[Any], tools or []), 1):
@@ -241,7 +241,7 @@ def _options(value: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the variables of the template that the row sets, such as enable_thinking."""
     found = value.get(TEMPLATE_OPTIONS)
     if isinstance(found, str):
-        found = _from_json(found, f"{where}: {TEMPLATE_OPTIONS}")
+        found = value_of_json(found, f"{where}: {TEMPLATE_OPTIONS}")
     if not (found is None or isinstance(found, dict)):
         kind = type(found).__name__
         raise DataError(f"{where}: {TEMPLATE_OPTIONS} is a {kind}; it has to be a mapping")
@@ -252,14 +252,6 @@ def _options(value: dict[str, Any], where: str) -> dict[str, Any]:
             f"that a row may set; remove it"
         )
     return options
-
-
-def _from_json(text: str, what: str) -> Any:
-    """Return the value of a text: schemas differ, so a table may hold them as JSON."""
-    try:
-        return parse_json(text)
-    except ValueError as error:
-        raise DataError(f"{what} is a text that is not JSON: {error}") from error
 
 
 _NOT_OPTIONS = (

@@ -117,7 +117,7 @@ def _text(value: dict[str, Any], key: str, where: str) -> str:
 
 def _message(message: Any, where: str) -> Any:
     if isinstance(message, str):
-        message = _parsed(message, where)
+        message = value_of_json(message, where)
     if not isinstance(message, dict):
         return message
     found = dict(cast(dict[str, Any], message))
@@ -129,7 +129,7 @@ def _message(message: Any, where: str) -> Any:
     if isinstance(content := found.get("content"), list):
         found["content"] = _joined(cast(list[Any], content), where)
     if found.get("role") == CALL:
-        calls = _parsed(str(found["content"]), f"{where}, a {CALL},")
+        calls = value_of_json(str(found["content"]), f"{where}, a {CALL},")
         each = cast(list[Any], calls if isinstance(calls, list) else [calls])
         calls = [{"type": "function", "function": x} for x in each]
         return {**found, "role": "assistant", "content": "", "tool_calls": calls}
@@ -160,15 +160,22 @@ def _json_list(value: Any, where: str) -> Any:
             return None
         if value.lstrip()[0] not in "[{n":  # of a list, of one of its items, or null
             return value
-        value = _parsed(value, where)
+        value = value_of_json(value, where)
     if isinstance(value, list):
         items = cast(list[Any], value)
-        return [_parsed(x, where) if isinstance(x, str) else x for x in items]
+        return [value_of_json(x, where) if isinstance(x, str) else x for x in items]
     return value
 
 
-def _parsed(text: str, where: str) -> Any:
+def value_of_json(text: str, what: str) -> Any:
+    """Return the value that a text of JSON stands for: schemas differ, so a table may hold one.
+
+    what: names the text in errors.
+
+    Raises:
+        DataError: it is not JSON.
+    """
     try:
         return parse_json(text)
     except ValueError as error:
-        raise DataError(f"{where} is a text that is no JSON: {error}") from error
+        raise DataError(f"{what} is a text that is not JSON: {error}") from error
