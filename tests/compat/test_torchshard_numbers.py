@@ -152,3 +152,30 @@ def compiled() -> None:
 @pytest.mark.own_transport("a graph calls torch's collectives of its own groups")
 def test_layers_compile(ranks):
     ranks(2).run(compiled)
+
+
+def exported() -> list[str]:
+    """Check the numbers of an exported graph; what is said of a model that cannot be followed."""
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+    start(2)
+    model, inputs = Classifier(), (torch.tensor([1, 2]), torch.tensor([3, 4]))
+    graph = torch.export.export(model, inputs).module()
+    for call in (inputs, (inputs[1], inputs[0])):
+        close(graph(*call), model(*call))
+    rows, x = ts.nn.ParallelLinear(9, 5, dim=0), torch.randn(3, 9)
+    close(torch.export.export(rows, (x,)).module()(x), rows(x))
+    said: list[str] = []
+    mixes = nn.Sequential(ts.nn.ParallelLinear(9, 5, dim=1), nn.Softmax(-1))
+    for strict, layers in ((False, mixes), (True, rows)):
+        with pytest.raises(Exception, match=r"softmax of a tensor|exception") as met:
+            torch.export.export(layers, (x,), strict=strict)
+        said.append(f"{met.value} {met.value.__cause__}")
+    return said
+
+
+@pytest.mark.full
+@pytest.mark.own_transport("a graph calls torch's collectives of its own groups")
+def test_layers_are_exported(ranks):
+    for mixes, strict in ranks(2).run(exported):
+        assert "of whose dim 1 this rank holds" in mixes
+        assert "ParallelLinear has split; leave strict out" in strict

@@ -25,9 +25,6 @@ from torchdistpackage.comm.dtypes import as_added, from_added, to_bytes
 Group = dist.ProcessGroup
 Sizes = Sequence[int]
 
-is_traced = torch.compiler.is_dynamo_compiling
-"""Whether dynamo traces what is running, which then may not talk, nor look at numbers."""
-
 _calls = torch.ops._c10d_functional
 _library = torch.library.Library("torchdistpackage", "FRAGMENT")
 _IS_DEFINED = hasattr(torch.ops.torchdistpackage, "linear_map")
@@ -37,6 +34,12 @@ if not _IS_DEFINED:
         "linear_map(Tensor x, str kind, str group, int place, int size, int[] numbers, "
         "SymInt[]? first, SymInt[]? second) -> Tensor"
     )
+
+
+def is_traced() -> bool:
+    """Return whether dynamo or torch.export traces the caller, which then may not talk, nor look at
+    numbers."""
+    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 
 def name_of(group: Group) -> str:

@@ -58,6 +58,20 @@ def test_a_compiled_module_is_one_graph_with_the_numbers_of_eager(ranks, names, 
     ranks(num_ranks).run(each, check, cases, timeout_s=600)
 
 
+def check_export(name: str) -> None:
+    """Of the forward: what an exported graph draws, and its gradients, are torch's."""
+    module, inputs = made(name)
+    module.eval()
+    graph = torch.export.export(module, inputs[0]).module()
+    torch.testing.assert_close(graph(*inputs[0]), module(*inputs[0]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.full
+@pytest.mark.own_transport("a graph calls torch's collectives of its own groups")
+def test_an_exported_module_has_the_numbers_of_eager(ranks):
+    ranks(2).run(each, check_export, [(name,) for name in CASES], timeout_s=600)
+
+
 def cached_by_the_other(folder: str) -> None:
     """Rank 1 compiles with the cache that rank 0 filled with a graph of its own place."""
     module, inputs = made("FeatureParallelEmbedding, sequence parallel")

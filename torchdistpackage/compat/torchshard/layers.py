@@ -20,7 +20,7 @@ from torchdistpackage.compat.torchshard import functional
 from torchdistpackage.compat.torchshard.base import ParallelLayer
 from torchdistpackage.compat.torchshard.cuts import check_tensors, cut_of
 from torchdistpackage.compat.torchshard.functional import ParallelDim, check_dim, check_sizes
-from torchdistpackage.compat.torchshard.marks import LAST, set_attribute
+from torchdistpackage.compat.torchshard.marks import LAST, refuse_strict_export, set_attribute
 from torchdistpackage.compat.torchshard.state import check_module, register_ddp_parameters_to_ignore
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import chunk
@@ -92,7 +92,8 @@ class ParallelLinear(ParallelLayer):
             parameter.data.copy_(value)
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.dim is not None and torch.compiler.is_compiling():
+        refuse_strict_export(self)
+        if self.dim is not None and torch.compiler.is_dynamo_compiling():
             return _without_graph(self, input)
         return self._product(input)
 
@@ -212,6 +213,7 @@ class ParallelEmbedding(ParallelLayer):
         self.mark()
 
     def forward(self, input: Tensor) -> Tensor:
+        refuse_strict_export(self)
         return functional.parallel_embedding(
             input,
             own(self, "weight"),

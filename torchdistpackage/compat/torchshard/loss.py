@@ -28,7 +28,7 @@ class ParallelCrossEntropyLoss(nn.Module):
         self.label_smoothing = label_smoothing
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() and isinstance(input, SplitTensor):
+        if torch.compiler.is_dynamo_compiling() and isinstance(input, SplitTensor):
             return _without_graph(self, input, target)  # graphs lose its mark
         return self.loss(input, target)
 

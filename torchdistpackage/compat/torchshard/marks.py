@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.random import differ
@@ -33,6 +34,7 @@ from torchdistpackage.compat.torchshard.model_groups import (
     get_group_size,
     get_rank,
 )
+from torchdistpackage.errors import LayoutError
 from torchdistpackage.lazy import resolve
 
 MARK, ORDER = "parallel_dim", "order_type"
@@ -100,6 +102,10 @@ class SplitTensor(Tensor):
         found = self.__dict__
         mark(twin, 0, value=found["_mark"]).__dict__["_cut"] = found["_cut"]
         return twin
+
+
+class SplitFakeTensor(SplitTensor, FakeTensor):
+    """A `SplitTensor` without numbers, by which torch.export follows a model."""
 
 
 REPLACEMENTS = {
@@ -242,7 +248,7 @@ def set_attribute(tensor: Tensor, value: object = None, order_type: int = 0) -> 
             mark(tensor, last, value=value, by_hand=True)
     else:
         if isinstance(tensor, SplitTensor):
-            tensor.__class__ = Tensor
+            tensor.__class__ = FakeTensor if isinstance(tensor, FakeTensor) else Tensor
             del tensor.__dict__["_cut"], tensor.__dict__["_mark"]
         setattr(tensor, MARK, value)
         setattr(tensor, ORDER, order_type)
@@ -280,6 +286,8 @@ def mark(
         length = x.shape[dim] * get_group_size()
     if type(x) is Tensor:
         x.__class__ = SplitTensor
+    elif type(x) is FakeTensor:
+        x.__class__ = SplitFakeTensor
     if isinstance(x, SplitTensor):
         x.__dict__.update(_cut=Cut(dim, length, by_hand=by_hand), _mark=value)
     else:
@@ -292,6 +300,18 @@ def follow(x: Tensor, cut: Cut) -> None:
     mark(x, cut.dim)
     if isinstance(x, SplitTensor):
         x.__dict__["_cut"] = cut
+
+
+def refuse_strict_export(layer: nn.Module) -> None:
+    """
+    Raises:
+        LayoutError: torch.export runs dynamo, whose graphs lose the mark of a tensor.
+    """
+    if torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling():
+        raise LayoutError(
+            f"torch.export.export(strict=True) cannot follow which tensors {type(layer).__name__} "
+            f"has split; leave strict out, or set it to False"
+        )
 
 
 def unmarked(x: Tensor) -> Tensor:

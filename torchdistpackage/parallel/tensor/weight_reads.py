@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm import collectives
 from torchdistpackage.comm.nested import map_tensors
-from torchdistpackage.comm.operators import is_traced
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import blocks, local_shape
@@ -235,7 +234,9 @@ def _property(name: str, by_any: bool) -> property:
 
 def _is_read_outside(layer: nn.Module, by_any: bool) -> bool:
     """Whether the forward of another module, of torch or any, reads a parameter of `layer` now."""
-    if is_traced():  # a graph has no frames, and layers of this package read by `own`
+    if (
+        torch.compiler.is_dynamo_compiling()
+    ):  # a graph has no frames, and layers of this package read by `own`
         if not type(layer).forward.__module__.startswith(PACKAGE):
             return False
         torch._dynamo.graph_break("a module reads the weight of a split layer inside of it")
