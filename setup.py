@@ -41,7 +41,14 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["torchdistpackage", "torchdistpackage.*"]),
-    package_data={"torchdistpackage": ["py.typed", "report/page.css", "report/page.js"]},
+    package_data={
+        "torchdistpackage": [
+            "py.typed",
+            "families/written.json",
+            "report/page.css",
+            "report/page.js",
+        ]
+    },
     python_requires=">=3.11",
     # A range, so that a cluster's own build of torch stays where it is.
     install_requires=[

@@ -4,14 +4,10 @@ Row -> edits: a file of the package, what stands before the addition (none: the 
 and what is added.
 """
 
-EXAMPLE = "an_example: k.NotNegative = Field(default=0.0, description='Of the gradient.')"
-STARCODER2 = """
-from dataclasses import replace
-from torchdistpackage.families.fused import last_norm
-from torchdistpackage.families.llama import LLAMA, attention
-from torchdistpackage.families.table import Settings, Sizes, Weights
+import json
 
-_STARCODER2 = {
+EXAMPLE = "an_example: k.NotNegative = Field(default=0.0, description='Of the gradient.')"
+_DEFAULTS = {
     "vocab_size": 49152,
     "hidden_size": 3072,
     "intermediate_size": 12288,
@@ -26,16 +22,45 @@ _STARCODER2 = {
     "pad_token_id": None,
 }
 
-def _block(w: Weights, s: Settings, n: Sizes) -> None:
-    bias = s["use_bias"]
-    attention(w, n, bias, bias)
-    w.column("mlp.c_fc", n.hidden, n.dim, bias=bias)
-    w.row("mlp.c_proj", n.dim, n.hidden, bias=bias)
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        w.norm(name, n.dim, bias=True)
 
-STARCODER2 = replace(LLAMA, defaults=_STARCODER2, block=_block, head=last_norm("model.norm"))
-"""
+def _layer(kind: str, name: str, size: str, inputs: str, heads: str | None) -> dict[str, object]:
+    shape = [size, inputs]
+    return {"is": kind, "name": name, "shape": shape, "heads": heads, "bias": "use_bias"}
+
+
+def _norm(name: str) -> list[dict[str, object]]:
+    how = {"shape": ["dim"], "partial": False}
+    return [
+        {"is": "whole", "name": f"{name}.weight", "start": "ones", **how},
+        {"is": "whole", "name": f"{name}.bias", "start": "zeros", **how},
+    ]
+
+
+STARCODER2 = {
+    "class": "Starcoder2ForCausalLM",
+    "defaults": _DEFAULTS,
+    "nullable": [],
+    "blocks": "model.layers",
+    "table": "model.embed_tokens",
+    "output": "lm_head",
+    "documents": "positions",
+    "own_attention": "",
+    "uses_is_causal": True,
+    "order": {"is_listed": True, "is_parallel": False, "ends_in_norm": False},
+    "block": [
+        {"is": "attention", "name": "self_attn", "counts": {"num_key_value_groups": "groups"}},
+        _layer("column", "self_attn.q_proj", "heads*head_dim", "dim", "heads"),
+        _layer("column", "self_attn.k_proj", "kv_heads*head_dim", "dim", "kv_heads"),
+        _layer("column", "self_attn.v_proj", "kv_heads*head_dim", "dim", "kv_heads"),
+        _layer("row", "self_attn.o_proj", "dim", "heads*head_dim", "heads"),
+        _layer("column", "mlp.c_fc", "hidden", "dim", None),
+        _layer("row", "mlp.c_proj", "dim", "hidden", None),
+        *_norm("input_layernorm"),
+        *_norm("post_attention_layernorm"),
+    ],
+    "head": _norm("model.norm"),
+}
+"""What `scripts/families` writes of it."""
 
 EDITS: dict[str, list[tuple[str, str, str]]] = {
     "a pipeline schedule": [
@@ -160,17 +185,9 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
         ("configs/flat.yaml", "", "run: {name: flat}\nmodel: {name: flat, vocab: 256}\n"),
     ],
     "a family of transformers": [
-        ("families/starcoder2.py", "", STARCODER2),
-        (
-            "families/registry.py",
-            r"FAMILIES: dict\[str, Family\] = \{\n",
-            "    'starcoder2': STARCODER2,\n",
-        ),
-        (
-            "families/registry.py",
-            r"from torchdistpackage.families.opt import OPT\n",
-            "from torchdistpackage.families.starcoder2 import STARCODER2\n",
-        ),
+        ("models/transformers_writer.py", r"\nWRITTEN = \(", '"starcoder2", '),
+        ("families/written.json", r"^\{", f'"starcoder2": {json.dumps(STARCODER2)},'),
+        ("families/registry.py", r"\*\*written\(\"llama\", ", '"starcoder2", '),
     ],
     "a check of the communication test": [
         (

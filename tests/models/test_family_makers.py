@@ -12,6 +12,7 @@ MAKERS = {
     "models/transformers_cuts.py",
     "models/transformers_found.py",
     "models/transformers_trial.py",
+    "models/transformers_writer.py",
 }
 """What writes a table from modules, and tries it."""
 

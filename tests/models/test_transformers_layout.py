@@ -71,7 +71,7 @@ def test_all_that_a_model_cannot_do_is_said_at_once(tmp_path):
     assert "llama with 6 heads of 3 key-value heads" in text
     assert "parallel.tensor=4 ranks, each of which needs whole heads" in text
     assert "set tensor to 3" in text
-    assert "4 stages for the 3 blocks of llama" in text
+    assert "4 stages for the 3 blocks of LlamaForCausalLM" in text
 
 
 @pytest.mark.parametrize("tensor", [3, 6])

@@ -36,7 +36,12 @@ MIXTURES = {
         "mlp_only_layers": [],
     },
 }
-CONFIGS = MODELS | {name: x | {"model_type": name} for name, x in MIXTURES.items()}
+DENSE = {
+    name: {**SMALL, "model_type": name, "num_key_value_heads": 2, "pad_token_id": 0}
+    for name in ("cohere", "granite", "glm4")
+}
+"""Without a table here, whose blocks a small copy runs in the order of their layers."""
+CONFIGS = MODELS | DENSE | {name: x | {"model_type": name} for name, x in MIXTURES.items()}
 SP, TP = "sequence_parallel=true", "tensor=2"
 BF16 = ("precision.dtype=bf16", "precision.weights=bf16")
 AUTOCAST = ("precision.dtype=bf16",)
@@ -75,6 +80,10 @@ def rest():
         yield 2, name, TP
         yield 2, name, TP, "train.recompute=blocks"
         yield 2, name, "data=2", "zero=3"
+    for name in DENSE:
+        yield 2, name, TP, "train.recompute=blocks"
+        yield 2, f"{name}+lora", TP
+        yield 2, f"{name}+lora", TP, "train.recompute=blocks"
     for name in MIXTURES:
         for more in ((TP,), (TP, *AUTOCAST), ("data=2", "expert=2"), ("context=2",)):
             yield (2, name, *more)
@@ -138,7 +147,8 @@ def overrides(case: tuple, folder) -> list[str]:
     name, _, is_adapted = name.partition("+")
     base = GPT
     if is_adapted:
-        adapters = f"model.lora={{r: 3, alpha: 6, target: [{', '.join(TARGETS[name])}]}}"
+        target = ", ".join(TARGETS.get(name, ["k_proj", "o_proj", "down_proj"]))
+        adapters = f"model.lora={{r: 3, alpha: 6, target: [{target}]}}"
         base = [*RUN, f"model.hf={folder / name}", adapters]
     elif name != "gpt":
         path = folder / f"{name}.json"

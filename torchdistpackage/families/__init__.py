@@ -1,7 +1,8 @@
 """Families of transformers as tables: sizes, parameters and how each is cut. No torch.
 
 table        the language of tables: `Weights` lists parameters, `Family` is a table
-llama, ...   the tables, one family or several alike a file; fused: what several share
+gpt2, ...    tables by hand, one family or several alike a file; fused: what several share
+written      tables that the finder wrote, in written.json: Llama and the families with its names
 registry     model_type -> table
 cuts         how layers of a model without a table are cut, as data
 found        such a model as a `Family`, from what transformers' modules show

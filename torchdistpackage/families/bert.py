@@ -50,6 +50,7 @@ BERT = Family(
     _bert_block,
     last_norm("cls.predictions.transform.LayerNorm"),
     "bert.embeddings.word_embeddings",
+    "BertLMHeadModel",
     output="predictions.decoder",
     saved_names={"predictions.bias": "predictions.decoder.bias"},
 )

@@ -54,6 +54,7 @@ BLOOM = Family(
     _bloom_block,
     last_norm("transformer.ln_f"),
     "transformer.word_embeddings",
+    "BloomForCausalLM",
     uncut=_bloom_uncut,
     documents="distances",
     own_attention="its distances (ALiBi) are of the whole sequence",

@@ -42,4 +42,5 @@ CODEGEN = Family(
     _codegen_block,
     last_norm("transformer.ln_f"),
     "transformer.wte",
+    "CodeGenForCausalLM",
 )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from torchdistpackage.families.fused import last_norm, sizes_of, wide_mlp
-from torchdistpackage.families.table import Family, Settings, Sizes, Weights
+from torchdistpackage.families.table import BlockOrder, Family, Settings, Sizes, Weights
 from torchdistpackage.layout.layout import HeadSplit
 from torchdistpackage.layout.table import CachedHeads, Count
 
@@ -63,10 +63,11 @@ FALCON = Family(
     _falcon_block,
     last_norm("transformer.ln_f"),
     "transformer.word_embeddings",
+    "FalconForCausalLM",
     shares_keys=False,
     documents="mask",
     own_attention="its attention is none of transformers' functions",
-    is_parallel=lambda s: s["parallel_attn"] or s["new_decoder_architecture"],
+    order=lambda s: BlockOrder(is_parallel=s["parallel_attn"] or s["new_decoder_architecture"]),
     nullable=frozenset(
         {"new_decoder_architecture", "multi_query", "parallel_attn", "alibi", "bias"}
     ),

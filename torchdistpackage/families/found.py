@@ -75,11 +75,11 @@ def family(found: FoundModel) -> Family:
         block,
         behind,
         "",
+        found.class_name,
         lambda _: [] if found.refused is None else [found.refused],
         output="",
         documents="not",
         own_attention=found.own_attention,
-        class_name=found.class_name,
         aliases=found.aliases,
         buffers=found.buffers,
         unreached=found.unreached,
@@ -94,8 +94,8 @@ def family(found: FoundModel) -> Family:
         unstaged=found.unstaged,
         splits_head=found.cuts.head,
         splits_sequence=False,
-        counts_gradients=False,
-        tries_cache=True,
+        order=lambda _: found.order,
+        cache="torchdistpackage.models.transformers_cache:tried_cache",
     )
 
 

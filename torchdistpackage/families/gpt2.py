@@ -72,5 +72,6 @@ GPT2 = Family(
     _gpt2_block,
     last_norm("transformer.ln_f"),
     "transformer.wte",
+    "GPT2LMHeadModel",
     _gpt2_problems,
 )

@@ -1,7 +1,7 @@
 """GPT-NeoX: q, k, v of a head after one another, and a head of its own. No torch."""
 
 from torchdistpackage.families.fused import last_norm, query_key_value, sizes_of, wide_mlp
-from torchdistpackage.families.table import Family, Settings, Sizes, Weights
+from torchdistpackage.families.table import BlockOrder, Family, Settings, Sizes, Weights
 
 _NEOX = {
     "vocab_size": 50432,
@@ -37,6 +37,7 @@ GPT_NEOX = Family(
     _neox_block,
     last_norm("gpt_neox.final_layer_norm"),
     "gpt_neox.embed_in",
+    "GPTNeoXForCausalLM",
     saved_names={"embed_out.weight": "lm_head.weight"},
-    is_parallel=lambda s: s["use_parallel_residual"],
+    order=lambda s: BlockOrder(is_parallel=s["use_parallel_residual"]),
 )

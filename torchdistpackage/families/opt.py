@@ -1,6 +1,6 @@
 """OPT: q, k, v apart, learned positions, layers of the MLP in the block itself. No torch."""
 
-from torchdistpackage.families.table import Family, Settings, Sizes, Weights
+from torchdistpackage.families.table import BlockOrder, Family, Settings, Sizes, Weights
 from torchdistpackage.layout.layout import HeadSplit
 
 _OPT = {
@@ -86,7 +86,8 @@ OPT = Family(
     _block,
     _head,
     "model.decoder.embed_tokens",
+    "OPTForCausalLM",
     _problems,
     documents="mask",
-    ends_in_norm=lambda s: not s["do_layer_norm_before"],
+    order=lambda s: BlockOrder(ends_in_norm=not s["do_layer_norm_before"]),
 )

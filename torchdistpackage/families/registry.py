@@ -6,18 +6,13 @@ from torchdistpackage.families.codegen import CODEGEN
 from torchdistpackage.families.falcon import FALCON, REFINED_WEB
 from torchdistpackage.families.gpt2 import GPT2
 from torchdistpackage.families.gpt_neox import GPT_NEOX
-from torchdistpackage.families.llama import GEMMA2, LLAMA, MISTRAL, QWEN2, QWEN3
-from torchdistpackage.families.mixtral import MIXTRAL
 from torchdistpackage.families.opt import OPT
 from torchdistpackage.families.t5 import T5
 from torchdistpackage.families.table import Family
+from torchdistpackage.families.written import written
 
 FAMILIES: dict[str, Family] = {
-    "llama": LLAMA,
-    "mistral": MISTRAL,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
-    "gemma2": GEMMA2,
+    **written("llama", "mistral", "qwen2", "qwen3", "gemma2"),
     "gpt2": GPT2,
     "gpt_neox": GPT_NEOX,
     "falcon": FALCON,
@@ -27,8 +22,7 @@ FAMILIES: dict[str, Family] = {
 """Causal language models whose tables list every parameter: `model.hf` and `tensor_parallel`."""
 
 SPLIT_ALONE: dict[str, Family] = {
-    "gemma": LLAMA,
-    "mixtral": MIXTRAL,
+    **written("gemma", "mixtral"),
     "codegen": CODEGEN,
     "RefinedWeb": REFINED_WEB,
     "RefinedWebModel": REFINED_WEB,

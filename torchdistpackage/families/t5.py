@@ -63,4 +63,5 @@ T5 = Family(
     _t5_block,
     lambda w, s, n: w.norm("final_layer_norm", n.dim),
     "shared",
+    "T5ForConditionalGeneration",
 )

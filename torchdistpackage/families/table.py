@@ -246,6 +246,22 @@ class StageSides:
     writes_input: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class BlockOrder:
+    """In which order a block runs its layers.
+
+    is_listed: it runs them as they are listed, column layers and then the row layer that adds to
+    the residual stream, so that it is known which gradients are needed of what is frozen or
+    computed again. is_parallel: all column layers read what comes into the block, and not what row
+    layers before them add. ends_in_norm: the last sum goes into a norm, which needs it again where
+    the block is computed again.
+    """
+
+    is_listed: bool = True
+    is_parallel: bool = False
+    ends_in_norm: bool = False
+
+
 @dataclass(frozen=True)
 class FoundModel:
     """One model of transformers as its modules show it, of which `found.family` makes a table.
@@ -259,8 +275,8 @@ class FoundModel:
     in the loss, 0 without one. positions: its longest sequence, if its settings say so. active: the
     part of its experts that works on a token. own_attention: see `Family`. shared_experts: of each
     block, if ranks can share them; 0: they cannot. top_k: of them, those that a token goes to.
-    cuts: what tensor ranks share; of a model that is not to be cut nothing. uncut: why they cannot;
-    None: they can.
+    cuts: what tensor ranks share; of a model that is not to be cut nothing. order: of these layers.
+    uncut: why they cannot; None: they can.
     """
 
     class_name: str
@@ -280,6 +296,7 @@ class FoundModel:
     shared_experts: int = 0
     top_k: int = 0
     cuts: FoundCuts = field(default_factory=FoundCuts)
+    order: BlockOrder = field(default_factory=lambda: BlockOrder(is_listed=False))
     uncut: str | None = None
 
     @cached_property
@@ -317,6 +334,7 @@ Part = Callable[[Weights, Settings, Sizes], None]
 @dataclass(frozen=True, slots=True)
 class Family:
     """defaults: transformers', of the settings that are read. blocks: path of the list of blocks.
+    class_name: of transformers' causal language model.
     embed, block, head: list the parameters before the blocks, of one, and behind them but for the
     output matrix. table, output: names of the embedding and of the matrix that makes logits.
     problems: what `model.hf` cannot train of what settings ask for; uncut: what nobody can cut.
@@ -327,15 +345,12 @@ class Family:
     ("positions"), or has to be given one ("mask"); it counts distances across a sample
     ("distances"), or cannot be told where one ends ("not").
     own_attention: why its attention cannot be over parts of a sequence; "": it can.
-    ends_in_norm: whether the last sum of a block goes into a norm, which needs it again where the
-    block is computed again.
-    is_parallel: whether attention and MLP of a block read the same.
+    order: how a block runs its layers, see `BlockOrder`.
     nullable: settings that are null in a config.json that transformers takes, whatever their
     default: a switch is off then, key-value heads are as many as heads.
 
     What a class has beside its parameters, or what a trial of it has shown:
 
-    class_name: of the module whose parameters it lists, all of them; "": of any with these blocks.
     aliases: other names of a parameter -> its own. buffers: those that a folder holds beside the
     parameters. unreached: paths of parts that token ids do not reach, which are not trained.
     sides: what its stages run beside their blocks; None: what the modules show by themselves.
@@ -348,9 +363,8 @@ class Family:
     unstaged: why its blocks cannot stand on several stages; None: they can.
     splits_head: whether each tensor rank has logits of its part of the vocabulary alone.
     splits_sequence: whether tensor ranks can have parts of the sequence between its layers.
-    counts_gradients: whether it is known which gradients are needed of what is frozen or computed
-    again. tries_cache: whether a small copy has to show that transformers' cache of keys and values
-    serves it.
+    cache: a function that says whether transformers' cache of keys and values serves the model, and
+    whether it does so beside padding.
     """
 
     defaults: Settings
@@ -360,6 +374,7 @@ class Family:
     block: Part
     head: Part
     table: str
+    class_name: str
     problems: Callable[[Settings], list[str]] = lambda _: []
     uncut: Callable[[Settings], list[str]] = lambda _: []
     output: str = "lm_head"
@@ -368,10 +383,8 @@ class Family:
     shares_keys: bool = True
     documents: Documents = "positions"
     own_attention: str = ""
-    ends_in_norm: Callable[[Settings], bool] = lambda _: False
-    is_parallel: Callable[[Settings], bool] = lambda _: False
+    order: Callable[[Settings], BlockOrder] = lambda _: BlockOrder()
     nullable: frozenset[str] = frozenset()
-    class_name: str = ""
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     buffers: tuple[FoundParameter, ...] = ()
     unreached: tuple[str, ...] = ()
@@ -386,8 +399,7 @@ class Family:
     unstaged: str | None = None
     splits_head: bool = True
     splits_sequence: bool = True
-    counts_gradients: bool = True
-    tries_cache: bool = False
+    cache: str = "torchdistpackage.models.transformers_cache:serves"
 
     def stages_of(self, name: str, block_stages: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """The pipe indices that hold a parameter or buffer. block_stages: of each block."""

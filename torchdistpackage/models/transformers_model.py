@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import DataError
+from torchdistpackage.lazy import resolve
 from torchdistpackage.models import transformers_meta
 from torchdistpackage.models.transformers_4bit import read_packed, weights_to_pack
 from torchdistpackage.models.transformers_adapters import with_adapters
-from torchdistpackage.models.transformers_cache import TransformersCache, tried_cache
+from torchdistpackage.models.transformers_cache import TransformersCache
 from torchdistpackage.models.transformers_experts import (
     expert_group,
     mesh_index_of,
@@ -222,14 +223,11 @@ class TransformersStage(nn.Module):
         """Of keys and values, for one batch; None where transformers' cache does not serve it."""
         if self.shape.sequence_parallel or self._sequence is not None:
             return None
-        num, takes_padding = self.shape.sizes.layers, True
-        if self.shape.kind.tries_cache:
-            is_staged = isinstance(self.decoder, DecoderStage) and len(self.block_names()) < num
-            around = self.shape.kind.sides if is_staged else None
-            can, takes_padding = tried_cache(self.shape.given, around)
-            if not can:
-                return None
-        return StageTokens(self, takes_padding)
+        num = self.shape.sizes.layers
+        is_staged = isinstance(self.decoder, DecoderStage) and len(self.block_names()) < num
+        around = self.shape.kind.sides if is_staged else None
+        can, takes_padding = resolve(self.shape.kind.cache)(self.shape.given, around)
+        return StageTokens(self, takes_padding) if can else None
 
     def logits_at(self, outputs: Outputs, position: int) -> Tensor:
         """Those (V,) of one position of the first sample, equal over the group.

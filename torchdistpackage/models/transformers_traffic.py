@@ -44,12 +44,13 @@ def layer_calls(
 
 def problem(shape: TransformersShape, of: Microbatch) -> str | None:
     """Why calls are not known, or None."""
-    if shape.kind.counts_gradients:
+    if shape.kind.order(shape.settings).is_listed:
         return None
+    name = shape.class_name
     if of.tensor > 1 and shape.lora is not None:
-        return "which gradients adapters of a model without a table need is known once it runs"
+        return f"which gradients adapters of a {name} need is known once it runs"
     if of.recomputed:
-        return "what is computed again of a model without a table is known once it runs"
+        return f"what is computed again of a {name} is known once it runs"
     return None
 
 
@@ -61,9 +62,9 @@ def _block(
     place, dim = CallPlace(of, shape.sequence_parallel, forward), shape.dim
     top_k = shape.kind.top_k
     if of.tensor > 1:
-        again = of.drops or shape.kind.ends_in_norm(shape.settings)
-        is_parallel = shape.kind.is_parallel(shape.settings)
-        yield from _layers(table, place, again, has_grad, is_parallel)
+        order = shape.kind.order(shape.settings)
+        again = of.drops or order.ends_in_norm
+        yield from _layers(table, place, again, has_grad, order.is_parallel)
         for _ in table.experts:
             yield from place.experts(dim, top_k, (of.stream, of.products, of.products))
     if not shape.kind.shared_experts:
