@@ -62,8 +62,8 @@ def test_one_rank_has_nothing_to_measure(forks, capsys):
         (["--sizes", "0"], "size '0' is 0 bytes"),
         (["--sizes", "much"], "'much' is no size"),
         (["--over", "tensor"], "there is no group 'tensor' in data=2"),
-        (["--min-busbw", "tensor=1"], "nothing is measured over tensor; measured are data"),
-        (["--min-busbw", "pairs=1"], "needs --pairs"),
+        (["--min-busbw", "tensor=1"], "over tensor; name one of the measured axes: data"),
+        (["--min-busbw", "pairs=1"], "add --pairs"),
         (["--min-busbw", "fast"], "write GB/s"),
         (["--json", "/nowhere/a.json"], "/nowhere/a.json cannot be written"),
         (["--json", "/proc/a.json"], "/proc/a.json cannot be written"),
@@ -72,8 +72,8 @@ def test_one_rank_has_nothing_to_measure(forks, capsys):
         (["--operations", "allreduce"], "did you mean all_reduce?"),
         (["--min-busbw", "data=1,tensor=2"], "nothing is measured over tensor"),
         (["--procs", "3"], "3"),
-        ([TINY], "give one"),
-        (["--slurm", TINY], "leave out --axes"),
+        ([TINY], "give only one"),
+        (["--slurm", TINY], "remove --axes"),
         (["--iterations", "0"], "--iterations"),
     ],
 )
@@ -127,7 +127,7 @@ def test_a_limit_or_profile_of_one_rank_is_refused(words, capsys, monkeypatch):
     monkeypatch.setattr(comm_ranks, "run_on_topology", lambda *a, **k: pytest.fail("started"))
     assert main(["comm", "bench", "--axes", "data=1", *words]) == 2
     said = capsys.readouterr().err
-    assert "nothing is measured at all" in said or "nothing can be measured" in said
+    assert "nothing is measured at all" in said or "one rank has no link to measure" in said
 
 
 @pytest.mark.full
@@ -179,7 +179,7 @@ def test_as_a_job_the_bench_is_the_command_of_the_tasks(work, capsys):
     assert main(["comm", "bench", *words]) == 0
     files = RunDir(work / "runs" / "one-bench")
     said = capsys.readouterr().out
-    assert said.startswith(f"job 41  {files.run}\non 2 nodes x 2 tasks; its figures will be in ")
+    assert said.startswith(f"job 41  {files.run}\non 2 nodes x 2 tasks; ")
     for path in (files.run / "bench.json", files.run / "profile.json", files.main_log):
         assert str(path) in said
     script = files.script.read_text()
@@ -208,7 +208,7 @@ def test_in_a_container_it_is_the_python_that_is_there(work):
     [
         (["launch.slurm.nodes=3", "parallel.data=2"], "must use all 6 ranks but uses 4"),
         (["--axis", "rows"], "there is no group 'rows'"),
-        (["--json", "x.json"], "writes all files into the run folder"),
+        (["--json", "x.json"], "remove --axes, --procs, --json"),
     ],
 )
 def test_a_job_that_cannot_be_is_not_submitted(work, words, said, capsys):

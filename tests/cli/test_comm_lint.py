@@ -75,8 +75,7 @@ def test_only_its_groups_are_made_if_asked(small, capsys):
     assert PROVED not in out and "threads" not in out
     said = " ".join(out.split())
     assert "proved: all ranks create the groups in one order" in said
-    assert "not proved: the calls of a step, of your own code too" in said
-    assert said.endswith("which was not run (--run runs two)")
+    assert "not proved: the calls of a step" in said and "--run" in said
 
 
 def test_a_disagreement_is_code_1_and_a_wrong_file_code_2(small, capsys, monkeypatch):

@@ -173,11 +173,11 @@ def test_mistakes(ranks, tmp_path, capsys):
         return capsys.readouterr().err
 
     said = refused(2, tmp_path / "none", "--data", tmp_path / "none.txt", "optim.lrr=1")
-    assert "tdp: 3 problems in tdp eval:" in said and "none.txt is not there" in said
-    assert "none: no such folder" in said and "optim.lrr=1: unknown key" in said
+    assert "tdp: 3 problems in tdp eval:" in said and "none.txt does not exist" in said
+    assert "none: there is no such folder" in said and "optim.lrr=1: unknown key" in said
     said = refused(2, source, "--tensor", "7", "optim.lrr=1")
-    assert "says nothing of data; give --data FILE" in said and "optim.lrr=1: unknown key" in said
-    assert "none.txt is not there" in refused(2, source, "--data", tmp_path / "none.txt")
+    assert "give --data FILE" in said and "optim.lrr=1: unknown key" in said
+    assert "none.txt does not exist" in refused(2, source, "--data", tmp_path / "none.txt")
     text = tmp_path / "a.txt"
     text.write_text("alpha beta")
     assert "has no tokenizer" in refused(2, source, "--data", text)

@@ -136,7 +136,7 @@ def test_mistakes_are_listed_at_once_and_no_rank_starts(run, tmp_path, monkeypat
     said = refused(none, "optim.lrr=1", "--prompt-file", none, "--temperature", "-2")
     for text in (
         "4 problems in tdp generate:",
-        f"{none}: no such folder; name the folder of a run",
+        f"{none}: there is no such folder; name the folder of a run",
         "optim.lrr=1: unknown key; did you mean optim.lr?",
         f"--prompt-file {none} cannot be read",
         "--temperature -2.0: use a finite number, 0 or more",
@@ -152,19 +152,19 @@ def test_mistakes_are_listed_at_once_and_no_rank_starts(run, tmp_path, monkeypat
     for text in (
         "has 300 ids, but the model has a vocabulary of 256",
         "prompt 2 is empty",
-        "--top-k 5 would not be used with --temperature 0",
-        "--top-p 1.5: a share",
+        "--top-k 5 has no effect with --temperature 0",
+        "--top-p 1.5: use a probability",
         f"--prompt-file {tmp_path / 'none'} cannot be read",
         f"--checkpoint {tmp_path / 'none'}: there is no such folder",
         "optim.lrr=1: unknown key",
         "cannot be shared by parallel.tensor=8",
     ):
         assert text in said, said
-    assert "prompt 1 has 11 tokens, and the model sees 8 at once; shorten it by 3" in refused(
+    assert "prompt 1 has 11 tokens, but the model takes at most 8; shorten it by 3" in refused(
         str(run), "--prompt", "hello world"
     )
-    assert "nothing to continue" in refused(str(run))
-    assert r"'caf\udce9' is no UTF-8 text" in refused(str(run), "--prompt", "caf\udce9")
+    assert "give --prompt TEXT or --prompt-file FILE" in refused(str(run))
+    assert r"'caf\udce9' is not valid UTF-8" in refused(str(run), "--prompt", "caf\udce9")
     assert "use a finite number" in refused(str(run), "--prompt", "a", "--temperature", "inf")
     said = refused(str(run), "--prompt", "a", "--tokenizer", str(tmp_path))
     assert "tokenizer.json is no file" in said
@@ -173,7 +173,7 @@ def test_mistakes_are_listed_at_once_and_no_rank_starts(run, tmp_path, monkeypat
         str(run), "--prompt", "a", "--tensor", "8"
     )
     said = refused(str(run), "--prompt", "a", "--chat", "--stop", "ab")
-    assert "--chat: tokens are bytes" in said and "--stop 'ab': no single token" in said
+    assert "--chat needs" in said and "--stop 'ab' is not a single token" in said
     plain = save_tokenizer(folders.save("llama", tmp_path / "plain"), VOCAB)
     said = refused(str(plain), "--prompt", "a", "--chat")
     assert f"{plain} has none, neither as chat_template.jinja" in said

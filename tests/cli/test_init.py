@@ -110,7 +110,7 @@ def test_a_comment_is_the_text_of_its_key(folder: Path):
 def test_a_file_that_is_there_stays_without_force(folder: Path, capsys):
     Path("run.yaml").write_text("mine")
     assert main(["init", "--steps", "2"]) == 2
-    assert "run.yaml is there already" in capsys.readouterr().err
+    assert "run.yaml exists already" in capsys.readouterr().err
     assert Path("run.yaml").read_text() == "mine"
     assert main(["init", "--steps", "2", "--force"]) == 0
     assert load("run.yaml").train.steps == 2

@@ -130,7 +130,7 @@ def test_the_schedule_is_described(plan):
     text = plan(TINY)
     assert "1f1b, 4 x 4 samples" in text  # 32 samples over data 2 and 4 microbatches
     # (p-1)/(m+p-1) = 20 % of equal stages; the one with the head has 7 % more to compute
-    assert "predicted bubble   21.6%   (by operations)" in text
+    assert "predicted bubble   21.6%   (from" in text
     assert "live microbatches  2 1 " in text
 
 
@@ -141,7 +141,7 @@ def test_of_several_stages_a_rank_each_has_its_line(plan):
     assert [int(stage) for _, stage, _ in rows] == [0, 3, 1, 2]
     assert rows[0][2].startswith("embed to") and rows[1][2].endswith("to head")
     assert "(at most, of all stages of a pipe rank)" in text
-    assert "held until the gradients of the weights are there" in text
+    assert "held until weight gradients are computed" in text
 
 
 def test_the_world_is_that_of_the_command_line_or_of_the_file_or_of_the_degrees(plan):
@@ -185,7 +185,7 @@ def test_a_model_of_the_user_has_stages_only_once_built(plan, tmp_path):
     path = tmp_path / "own.yaml"
     path.write_text("parallel: {pipe: 2, data: 2}\nmodel: {target: 'my.net:build'}\n")
     text = plan(str(path))
-    assert "known once my.net:build has built them" in text
+    assert "known only after my.net:build" in text
     assert len(coordinates(text)) == 4
 
 
@@ -298,8 +298,8 @@ def test_what_is_recomputed_is_said(plan, refusal):
     assert "recompute" not in plan(TINY)
     assert "recompute          every block, in its" in plan(TINY, "train.recompute=blocks")
     text = plan(TINY, "train.recompute=auto", "train.memory_gb=2", "parallel.pipe=2")
-    assert "auto: from times and memory measured at the start" in text
-    assert "2 GB for everything on a rank" in text
+    assert re.search(r"recompute +auto: .*measured at the start", text)
+    assert "2 GB in all on a rank" in text
     left = [float(x) for x in re.findall(r"([\d.]+) GB for activations at pipe \d", text)]
     assert len(left) == 2 and all(1.9 < x < 2 for x in left)
     text = refusal("plan", TINY, "train.recompute=auto", "train.memory_gb=0.001")

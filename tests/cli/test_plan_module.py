@@ -119,8 +119,8 @@ def test_a_model_without_a_table_is_shown_by_rules(tmp_path, capsys):
     ("arguments", "text"),
     [
         (["--tensor", "5"], "llama has 4 attention heads, which 5 shards cannot share; use at"),
-        ([], "a model needs the number of shards"),
-        (["--tensor", "2", "--procs", "8"], "takes --seq-len and --all only"),
+        ([], "such as --tensor 2"),
+        (["--tensor", "2", "--procs", "8"], "goes with --seq-len and --all only"),
     ],
 )
 def test_what_cannot_be_is_refused(folder, capsys, arguments, text):

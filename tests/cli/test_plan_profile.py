@@ -20,12 +20,14 @@ def profile(tmp_path) -> str:
 
 def test_each_axis_has_its_line(profile, capsys):
     assert main(["plan", TINY, "--profile", profile, "--forward-s", "0.01"]) == 0
-    part = next(x for x in capsys.readouterr().out.split("\n\n") if x.startswith("messages in"))
+    part = next(
+        x for x in capsys.readouterr().out.split("\n\n") if x.startswith("communication of a step")
+    )
     head, data, pipe, bubble = part.replace("\n" + " " * 27, " ").splitlines()
     assert head.endswith("by the profile of 2026-01-02T03:04:05+00:00 (me@n0)")
     assert data.split()[:5] == ["data", "1.98", "ms", "1", "x"] and "inside a node" in data
     assert pipe.split()[:5] == ["pipe", "2.9", "ms", "8", "x"]
-    assert bubble.startswith("bubble with messages, a forward taking 0.01 s   ")
+    assert bubble.startswith("bubble with messages, if a forward takes 0.01 s   ")
 
 
 def test_between_nodes_only_what_was_measured_there(profile, capsys):

@@ -206,4 +206,4 @@ def test_a_folder_that_may_not_be_read_is_named(tmp_path, capfd, words):
     closed.chmod(0o700)
     said = capfd.readouterr().err
     assert code == 1 and said.count("\n") == 1, said
-    assert str(tmp_path) in said and "Permission denied; its owner can give the right" in said
+    assert str(tmp_path) in said and "Permission denied; ask its owner" in said

@@ -245,7 +245,7 @@ def test_a_run_of_epochs_has_the_steps_that_they_take(tdp, tmp_path):
     words += ["train.eval_every=0", "log.plot=false", "data.packing=wrapped"]
     words.remove("train.steps=4")
     code, said = tdp(["plan", *words])
-    assert code == 0 and "0.5 passes over the data: samples and steps are known once" in said, said
+    assert code == 0 and "0.5 passes over the data: samples and steps are known after" in said, said
     code, said = tdp(["train", *words, "parallel.data=2"])
     assert code == 0, said
     code, plan = tdp(["plan", *words, "--all"])

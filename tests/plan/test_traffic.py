@@ -230,10 +230,11 @@ def test_the_table_has_the_bytes_of_the_busiest_rank(tmp_path, capsys, case):
     args = [str(tmp_path / "run.yaml"), *overrides(case, tmp_path), "--procs", str(case[0])]
     args.append("--bytes")
     assert main(["plan", *args]) == 0
-    table = capsys.readouterr().out.partition("bytes that rank ")[2].partition("\n\n")[0]
+    shown = capsys.readouterr().out
+    table = shown.partition("communication per step on rank ")[2].partition("\n\n")[0]
     plan = planned(tmp_path, case)
     rank, calls = busiest(plan)
-    assert table.startswith(f"{rank} gives")
+    assert table.startswith(f"{rank} (")
     rows = re.findall(r"^ *([a-z+]+) +([a-z_]+) +(\w+) +([\d,]+) +([\d,]+)$", table, re.MULTILINE)
     shown = {row[:3]: [int(x.replace(",", "")) for x in row[3:]] for row in rows}
     expected: dict[tuple[str, ...], list[int]] = {}

@@ -367,7 +367,7 @@ def test_following_shows_the_log_and_ends_with_the_code_of_the_job(submitted):
 
 def test_who_stops_following_leaves_the_job_alone(submitted):
     got = submitted["following"].result()
-    assert got["code"] == 130 and "no longer following; job" in got["err"]
+    assert got["code"] == 130 and "stopped following; job" in got["err"]
     assert "goes on" in got["err"] and "Traceback" not in got["err"]
     assert got["state"] == "RUNNING"
 

@@ -173,4 +173,4 @@ def test_a_run_logs_its_pairs_by_the_names_of_trl(tdp, tmp_path):
         len(x) <= 80 for x in said.splitlines() if "step" in x
     )
     code, said = tdp(["eval", str(tmp_path / "runs" / "r")])
-    assert code == 2 and "trained on pairs of answers" in said and "--data FILE" in said
+    assert code == 2 and "preference pairs" in said and "--data FILE" in said

@@ -1,4 +1,4 @@
-"""What a plan says of passes over the data, and of several sources."""
+"""The lines of `tdp plan` about epochs and about several data sources."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,13 @@ from torchdistpackage.text import text_table
 
 ALL_TOKENIZED = "torchdistpackage.data.tokens.texts:all_tokenized"
 WITH_STEPS = "torchdistpackage.train.data_build:with_steps"
-"""Load numpy and torch, which only a run of train.epochs needs here."""
+"""Imported only for a run with train.epochs, because they load numpy and torch."""
 
 
 def with_known_steps(run: RunConfig) -> tuple[RunConfig, list[str]]:
-    """The run with the steps that its passes over the data take, where its texts are tokenized, and
-    what to say of them.
+    """Return the run with train.steps computed from train.epochs, and a line about it.
+
+    Steps are known only once the texts are tokenized; until then the run is returned as it is.
 
     Raises:
         ConfigError: the data cannot be read.
@@ -28,19 +29,19 @@ def with_known_steps(run: RunConfig) -> tuple[RunConfig, list[str]]:
     passes = f"{run.train.epochs:g} passes over the data"
     if absent_files(run) or not resolve(ALL_TOKENIZED)(run):
         # texts that are here are tokenized by both
-        text = "samples and steps are known once tdp data tokenize or tdp train has read them"
+        text = "samples and steps are known after tdp data tokenize or tdp train has read the texts"
         return run, [f"{passes}: {text}"]
     try:
-        found: RunConfig = resolve(WITH_STEPS)(run)
+        with_steps: RunConfig = resolve(WITH_STEPS)(run)
     except DataError as error:
         raise ConfigError(f"data: {error}") from error
-    steps = found.train.steps
+    steps = with_steps.train.steps
     number = f"{steps * run.data.global_batch:,} samples in {steps:,} steps"
-    return found, [f"{passes}: {number} of {run.data.global_batch:,}"]
+    return with_steps, [f"{passes}: {number} of {run.data.global_batch:,}"]
 
 
 def sources_text(plan: Plan) -> list[str]:
-    """Of each of several sources what the run reads of it, and its size where it is here."""
+    """Return a table of the sources: the samples that the run reads of each, and file sizes."""
     blend, config = plan.config.data.blend, plan.config
     if not blend:
         return []

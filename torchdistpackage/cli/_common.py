@@ -1,7 +1,7 @@
-"""Arguments, lists of problems, tables and line breaks that commands share.
+"""Arguments, lists of problems and line breaks that commands share.
 
-Prose wraps everywhere. Results, tables and drawings fit the width of a terminal, and are whole
-lines for other programs.
+Prose is wrapped everywhere. Results, tables and drawings fit the width of a terminal, and are not
+broken when another program reads them.
 """
 
 import shutil
@@ -17,7 +17,7 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.text import terminal_width
 
 PROCS = "launch.local.procs"
-"""The key that a number of ranks on the command line stands for."""
+"""The key that --procs on the command line sets."""
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 Overrides = Annotated[
@@ -31,13 +31,13 @@ World = Annotated[
         "--world",
         metavar="N",
         min=1,
-        help=f"Number of ranks; default: {PROCS}, else the product of the degrees.",
+        help=f"Number of ranks; default: {PROCS}, or as many as the degrees need.",
     ),
 ]
 
 
 class ListedIn(AbstractContextManager[None, bool]):
-    """Adds what its body refuses to a list of problems; the program goes on after it."""
+    """Catch the ConfigErrors of a `with` body and add them to a list of problems."""
 
     def __init__(self, problems: list[str]) -> None:
         self._problems = problems
@@ -51,15 +51,15 @@ class ListedIn(AbstractContextManager[None, bool]):
 
 
 def refusal(command: str, problems: Sequence[str]) -> ConfigErrors:
-    """The error that lists all of them."""
+    """Return one error that lists all `problems` of a command."""
     return ConfigErrors(command, [Problem("", None, "", text) for text in problems])
 
 
 def wrap(text: str, indent: str = "  ") -> str:
-    """`text`, line by line, in the width of the terminal; continued lines start with `indent`.
+    """Wrap each line of `text` to the width of the terminal; continued lines get `indent`.
 
-    Words longer than a line, such as paths, are kept whole. Without a terminal and without
-    COLUMNS the width is 80.
+    Words longer than a line, such as paths, are not broken. The width is 80 without a terminal,
+    unless COLUMNS is set.
     """
     width = shutil.get_terminal_size().columns
     return "\n".join(
@@ -71,5 +71,5 @@ def wrap(text: str, indent: str = "  ") -> str:
 
 
 def wrap_on_terminal(text: str) -> str:
-    """`wrap`, but whole lines where other programs read them."""
+    """Wrap `text` on a terminal; return it unchanged when another program reads it."""
     return text if terminal_width() is None else wrap(text)

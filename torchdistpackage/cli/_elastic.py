@@ -1,4 +1,4 @@
-"""The table of `tdp plan --nodes`: the degrees of one training on several numbers of nodes."""
+"""The table of `tdp plan --nodes`: the degrees of a run on several numbers of nodes."""
 
 import re
 from collections.abc import Sequence
@@ -12,20 +12,23 @@ from torchdistpackage.plan.elastic import elastic_plan
 from torchdistpackage.text import text_table
 
 AXES = ("pipe", "data", "context", "expert", "tensor")
-"""Columns of coordinates and degrees."""
+"""Axes, each a column of degrees."""
 
 
 def elastic_table(source: str, run: RunConfig, nodes: str, ranks_per_node: int | None) -> str:
-    """For each number of nodes the degrees by which a run goes on there, or why it cannot."""
+    """Return for each number of nodes the degrees that a run would have, or why it cannot run."""
     span = re.fullmatch(r"([1-9]\d{0,4})\.\.([1-9]\d{0,4})", nodes)
     if span is None or int(span[1]) > int(span[2]):
-        raise typer.BadParameter("write two numbers, as in 1..4", param_hint="--nodes")
+        raise typer.BadParameter(
+            f"{nodes} is no range; write the fewest and the most nodes, such as 1..4",
+            param_hint="--nodes",
+        )
     per_node = ranks_per_node
     if per_node is None:
         shape = job_shape(run) if run.launch.slurm else None
         if shape is None:
             raise typer.BadParameter(
-                "needs --ranks-per-node, as the file has no launch.slurm", param_hint="--nodes"
+                "the file has no launch.slurm; add --ranks-per-node K", param_hint="--nodes"
             )
         per_node = shape.tasks_per_node
     rows: list[Sequence[object]] = [
@@ -34,16 +37,16 @@ def elastic_table(source: str, run: RunConfig, nodes: str, ranks_per_node: int |
     for number in range(int(span[1]), int(span[2]) + 1):
         world = number * per_node
         try:
-            found = elastic_plan(run, world, source)
+            fitted = elastic_plan(run, world, source)
         except ConfigError as error:
             why = getattr(error, "problems", None)
             rows.append((number, world, *[""] * 8, str(why[0].text if why else error)))
             continue
-        sizes = [getattr(found.config.parallel, axis) for axis in AXES]
-        rounds, samples = found.rounds, found.samples_per_microbatch
-        rows.append((number, world, *sizes, rounds, samples, f"{found.timeline.bubble:.1%}", ""))
+        sizes = [getattr(fitted.config.parallel, axis) for axis in AXES]
+        rounds, samples = fitted.rounds, fitted.samples_per_microbatch
+        rows.append((number, world, *sizes, rounds, samples, f"{fitted.timeline.bubble:.1%}", ""))
     more = ""
     if run.launch.elastic.nodes is not None:
-        more = "; of nodes in between a job uses as many as it can"
+        more = "; where a row has no degrees, the job uses the next smaller number that has"
     head = f"{run.run.name}: the same batch, samples and learning rates on {nodes} nodes{more}"
     return f"{head}\n{text_table(rows, last_left=True)}"

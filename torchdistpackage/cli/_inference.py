@@ -1,7 +1,7 @@
-"""A folder of a run, or of transformers, as the configuration of forwards alone. No torch.
+"""Turn the folder of a run, or of a transformers model, into a configuration for inference.
 
-Of a run's configuration what only training needs is set aside, so that its model runs on any
-layout: its weights fit all of them.
+It resets the keys of a run that only training needs, so that the model runs on any layout. No
+torch.
 """
 
 import json
@@ -49,7 +49,7 @@ PRELOAD = ("torch", "torch.distributed", "numpy", "safetensors.torch", RANK_MAIN
 
 Target = Annotated[
     Path,
-    typer.Argument(metavar="RUN_OR_FOLDER", help="Folder of a run, or of a transformers model."),
+    typer.Argument(metavar="RUN_OR_FOLDER", help="Folder of a run or of a transformers model."),
 ]
 Changes = Overrides
 Pipe = Annotated[
@@ -61,11 +61,14 @@ Tensor = Annotated[
     typer.Option(metavar="N", min=1, help="Number of tensor-parallel ranks; default: the run's."),
 ]
 Checkpoint = Annotated[
-    Path | None, typer.Option(metavar="PATH", help="Folder step_NNNNNN; default: the latest.")
+    Path | None,
+    typer.Option(metavar="PATH", help="Checkpoint folder step_NNNNNN; default: the latest."),
 ]
 Tokenizer = Annotated[
     Path | None,
-    typer.Option(metavar="FOLDER", help="Folder of tokenizer.json; default: the run's or model's."),
+    typer.Option(
+        metavar="FOLDER", help="Folder with a tokenizer.json; default: that of the run or model."
+    ),
 ]
 
 _FORWARD_KEYS: Mapping[str, object] = {
@@ -80,14 +83,17 @@ _FORWARD_KEYS: Mapping[str, object] = {
     "train.recompute": "none",
     **dict.fromkeys(("train.memory_gb", "train.profile.steps", "launch.local.procs"), "null"),
 }
-"""What weights and losses do not depend on, and only training asks for."""
+"""Keys that only training needs, with neutral values; weights and losses do not depend on them."""
 _NO_POSITIONS = 1024
-"""Tokens that a model sees at once whose config.json does not say how many it may."""
+"""Window in tokens for a model whose config.json names no number of positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A folder to take a model from. own: the configuration of the run, or made for the folder."""
+    """A folder to take a model from.
+
+    own: the configuration of the run, or one that was made for the transformers folder.
+    """
 
     path: Path
     own: RunConfig
@@ -101,27 +107,27 @@ class ModelSource:
 
     @property
     def window(self) -> int:
-        """Tokens that the model sees at once; of a model of your own, those of a sample."""
+        """Return how many tokens the model takes at once; for `model.target` data.seq_len."""
         model = spec_of(self.own)
         return self.own.data.seq_len if model is None else model.shape.num_positions
 
     def tokenizer(self, given: Path | None) -> Path | None:
-        """The one to use; None: there is none, or tokens are bytes."""
-        found = given or self.own.data.tokenizer
-        return None if found is None else Path(found)
+        """Return the tokenizer's folder; None if there is none, or tokens are bytes."""
+        folder = given or self.own.data.tokenizer
+        return None if folder is None else Path(folder)
 
     def tokenizer_problems(self, folder: Path) -> list[str]:
-        """What is wrong with this tokenizer for this model."""
+        """Return why this tokenizer does not fit this model."""
         vocab = self.own.model.vocab
         try:
             num_ids = vocabulary_size(tokenizer_file(folder))
         except DataError as error:
-            return [f"{error} (another one: --tokenizer FOLDER)"]
+            return [f"{error} (or name another with --tokenizer FOLDER)"]
         if num_ids <= vocab or model_of(self.own.model) is None:
             return []
         return [
             f"the tokenizer {folder} has {num_ids} ids, but the model has a vocabulary of {vocab}; "
-            f"give the one that it was trained with (--tokenizer FOLDER)"
+            f"give the tokenizer that the model was trained with (--tokenizer FOLDER)"
         ]
 
     @property
@@ -130,25 +136,31 @@ class ModelSource:
 
     @property
     def _own_weights(self) -> list[str]:
-        """A run has its own in the place of those that it began with, which may be gone, but for
-        those that have adapters."""
+        """Return overrides that remove the initial weights, which may be gone, from the keys.
+
+        The checkpoint has all weights of a run, except with adapters, which need those they adapt.
+        """
         model = self.own.model
         if model.hf is not None and model.initial_folder is not None and not model.lora.target:
             return [f"model.hf={quoted(Path(model.hf) / CONFIG)}"]
         return [] if model.hf is not None else ["model.weights=null"]
 
     def problems(self) -> list[str]:
-        """Checkpoints that are not there."""
+        """Return what is wrong with the requested checkpoint."""
         if self.checkpoint is not None and not self.is_run:
-            return [f"--checkpoint {self.checkpoint}: {self.path} is no run; leave it out"]
+            return [f"--checkpoint {self.checkpoint}: {self.path} is no run; remove --checkpoint"]
         if self.checkpoint is not None and not self.checkpoint.is_dir():
             return [f"--checkpoint {self.checkpoint}: there is no such folder"]
         if self.is_run and self.checkpoint is None and latest(self.path / CHECKPOINTS) is None:
-            return [f"{self.path} has no complete checkpoint; let it save one first"]
+            return [f"{self.path} has no complete checkpoint; train until it saves one"]
         return []
 
     def config(self, keys: Mapping[str, object], changes: Sequence[str]) -> RunConfig:
-        """The configuration for this layout. keys: set besides; changes: of the user, which win.
+        """Return the configuration for this layout.
+
+        Args:
+            keys: keys to set.
+            changes: overrides of the user, which win over `keys`.
 
         Raises:
             ConfigError: a change is wrong, or, unless a launcher started this, the layout does
@@ -161,32 +173,32 @@ class ModelSource:
         world_size = None if here.source == "alone" else here.world_size
         if self.is_run:
             overrides = [*self._own_weights, *overrides]
-            found = load(self.path / RESOLVED, [*overrides, *changes], world_size)
+            config = load(self.path / RESOLVED, [*overrides, *changes], world_size)
         else:
             text = _yaml_of(self.path)
-            found = loads(text, str(self.path), [*overrides, *changes], world_size)
-        if needs_date(found):  # a run has its own
-            found = dated(found, today())
+            config = loads(text, str(self.path), [*overrides, *changes], world_size)
+        if needs_date(config):  # never for a run, which has recorded its date
+            config = dated(config, today())
         if world_size is None:
-            make_plan(found, local_procs(found), str(self.path))
-            if old := old_packages(found):
+            make_plan(config, local_procs(config), str(self.path))
+            if old := old_packages(config):
                 raise ConfigErrors(str(self.path), old)
-        return found
+        return config
 
 
 def source_of(path: Path, checkpoint: Path | None) -> ModelSource:
-    """The model of a run folder or a transformers folder.
+    """Return the model of a run folder or a transformers folder.
 
     Raises:
         ConfigError: it is neither, or its configuration is wrong.
     """
     if (path / RESOLVED).is_file():
-        # its folder of weights may be gone since: all sizes are in the file
+        # the folder of initial weights may be gone by now; resolved.yaml has all sizes
         return ModelSource(path, load(path / RESOLVED, ["model.weights=null"]), True, checkpoint)
     if (path / CONFIG).is_file():
         return ModelSource(path, loads(_yaml_of(path), str(path)), False, checkpoint)
-    what = f"neither {RESOLVED} nor {CONFIG} is there" if path.is_dir() else "no such folder"
-    raise ConfigError(f"{path}: {what}; name the folder of a run, or of a transformers model")
+    what = f"it has neither {RESOLVED} nor {CONFIG}" if path.is_dir() else "there is no such folder"
+    raise ConfigError(f"{path}: {what}; name the folder of a run or of a transformers model")
 
 
 def find_source(
@@ -196,10 +208,10 @@ def find_source(
     changes: Sequence[str],
     problems: list[str],
 ) -> ModelSource:
-    """`source_of`; adds to `problems` what is wrong with the checkpoint.
+    """Return `source_of(path, checkpoint)`; add what is wrong with the checkpoint to `problems`.
 
     Raises:
-        ConfigErrors: there is none; lists `problems` too, and what is wrong with the changes alone.
+        ConfigErrors: there is no such model; lists `problems` and mistakes in `changes` too.
     """
     with ListedIn(problems):
         source = source_of(path, checkpoint)
@@ -210,19 +222,20 @@ def find_source(
 
 
 def _yaml_of(folder: Path) -> str:
-    """A configuration whose model is that of a transformers folder.
+    """Return YAML of a run whose model is that of a transformers folder.
 
-    GPT-2 and Llama are the GPT of this package; all others, and what it has no key for, are
-    transformers' own modules.
+    GPT-2 and Llama become the GPT of this package. All other models, and settings that it has no
+    key for, run as transformers' own modules.
 
     Raises:
-        ConfigError: transformers has no such model, or it cannot be trained either.
+        ConfigError: transformers has no such model, or `tdp train` could not train it.
     """
-    found = read_config(folder)
+    settings = read_config(folder)
     try:
-        model_keys(found, folder / CONFIG)
+        model_keys(settings, folder / CONFIG)
         model: dict[str, Any] = {"weights": str(folder)}
-        window = found.get("n_positions") or found.get("max_position_embeddings") or _NO_POSITIONS
+        window = settings.get("n_positions") or settings.get("max_position_embeddings")
+        window = window or _NO_POSITIONS
     except ConfigError:
         model = {"hf": str(folder)}
         shape = resolve(TRANSFORMERS).of_section(model, ModelUse(_NO_POSITIONS)).shape
@@ -234,16 +247,16 @@ def _yaml_of(folder: Path) -> str:
 
 
 def quoted(path: str | Path) -> str:
-    """As YAML reads it."""
+    """Return a path in the quotes that YAML reads."""
     return json.dumps(str(path), ensure_ascii=False)
 
 
 def on_ranks(source: ModelSource, config: RunConfig, request: GenerateRequest | EvalRequest) -> Any:
-    """What rank 0 answers, or under a launcher this rank.
+    """Run a request on all ranks; return the answer of rank 0, or under a launcher of this rank.
 
     Raises:
         ConfigError: under a launcher, the layout does not fit the model.
-        CheckpointError: all ranks alike could not do it.
+        CheckpointError: no rank could do it, all for the same reason.
         RankError: a rank failed.
     """
     here, args = detect(os.environ), (config, source.weights, request)

@@ -10,7 +10,7 @@ from torchdistpackage.plan.traffic import busiest, uncounted
 from torchdistpackage.text import size_text
 
 _SHOWN = 4
-"""Most items of one kind, such as warnings or data sources."""
+"""Most items of one kind that are shown, such as warnings or data sources."""
 _STAGES = 16
 """Most stages whose live microbatches are shown."""
 _WIDTH = 19
@@ -23,9 +23,9 @@ def summary(
     """Return the layout, memory, schedule, communication and job of a run.
 
     Args:
-        shape: nodes and tasks of the Slurm job; None if the run is none.
+        shape: nodes and tasks of the Slurm job; None if the run is no job.
         warnings: sentences, of which the first few are shown.
-        passes: what is known of epochs.
+        passes: lines about the epochs of the run.
     """
     lines = [
         *_memory(plan),
@@ -47,7 +47,7 @@ def summary(
 
 def _memory(plan: Plan) -> list[tuple[str, str]]:
     if plan.shape is None:
-        text = f"parameters are known once {plan.config.model.target} has built the model"
+        text = f"parameters are known only after {plan.config.model.target} has built the model"
         return [("memory", text)]
     number, trained = num_parameters(plan), num_trained(plan)
     some = "" if trained == number else f", of which {trained:,} are trained"
@@ -91,17 +91,18 @@ def _bytes(plan: Plan) -> list[tuple[str, str]]:
     }
     largest = sorted(sent, key=lambda axis: -sent[axis])[:_SHOWN]
     text = ", ".join(f"{axis} {size_text(sent[axis])}" for axis in largest)
-    return [("bytes of a step", f"{text} (given to calls by rank {rank})")]
+    return [("bytes of a step", f"{text} (communicated by rank {rank}, the busiest)")]
 
 
 def _features(plan: Plan) -> list[tuple[str, str]]:
-    """Return experts and recomputation, where the run has them."""
+    """Return the lines about experts and recomputation, if the run has them."""
     lines: list[tuple[str, str]] = []
     if (experts := expert_plan(plan)) is not None:
         least, most = min(experts.on_rank), max(experts.on_rank)
         here = f"{most}" if least == most else f"{least} or {most}"
         text = f"{sum(experts.on_rank)} in {experts.num_blocks} blocks, {here} on each rank"
-        lines.append(("experts", f"{text}; {size_text(experts.mean_bytes)} leave a rank each way"))
+        sent = size_text(experts.mean_bytes)
+        lines.append(("experts", f"{text}; a rank sends {sent} each way in a block and microbatch"))
     train = plan.config.train
     if train.recompute != "none":
         limit = f" within {train.memory_gb:g} GB" if train.recompute == "auto" else ""
@@ -124,7 +125,7 @@ def _saves(plan: Plan) -> list[tuple[str, str]]:
     times = [f"{section.save_every} steps"] if section.save_every else []
     times += [f"{section.save_every_min:g} minutes"] if section.save_every_min else []
     if not times and section.export is not None:
-        return [("checkpoints", "of the last step")]
+        return [("checkpoints", "after the last step")]
     return [("checkpoints", f"every {' and '.join(times)}")] if times else []
 
 

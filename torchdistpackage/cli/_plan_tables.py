@@ -1,4 +1,4 @@
-"""The tables of `tdp plan`: who is where, what each stage holds, and what a step does."""
+"""The tables of `tdp plan`: ranks and groups, what each stage holds, and what a step does."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from torchdistpackage.topology.mesh import Mesh, advice
 AXES = ("pipe", "data", "context", "expert", "tensor")
 """Columns of the coordinates."""
 GROUPS = ("data", "pipe", "context", "tensor", "model", "expert", "expert_data")
-"""Kinds of groups, by the names that Topology knows."""
+"""Kinds of groups, by their names in Topology."""
 _ZERO = (
     "",
     "optimizer state",
@@ -32,7 +32,7 @@ _BYTES = ("weights", "gradients", "optimizer", "total")
 def all_tables(
     plan: Plan, ranks_per_node: int | None, warnings: Sequence[str], passes: Sequence[str]
 ) -> list[str]:
-    """Return every table of a plan but those of groups and of the job."""
+    """Return every table of a plan except those of groups and of the job."""
     parts = [
         *_goes_with(plan),
         *(wrap(f"warning: {x}") for x in warnings),
@@ -72,7 +72,10 @@ def groups_text(plan: Plan, limit: int) -> str:
 
 
 def _kind(mesh: Mesh, axes: tuple[str, ...], limit: int) -> str:
-    """All groups along `axes`: how many, and the ranks of as many as make up `limit` ranks."""
+    """Return how many groups there are along `axes`, and the ranks of the first of them.
+
+    limit: most ranks to list in all.
+    """
     size = mesh.axis_size(*axes)
     if size == 1:
         return "each rank alone"
@@ -89,15 +92,15 @@ def _more(number: int, what: str, before: str = "\n") -> str:
 
 
 def _goes_with(plan: Plan) -> list[str]:
-    """What goes with a model whose modules are not ours."""
+    """Return the features that work with a model of transformers without a table here."""
     rows = plan.model.goes_with() if plan.model is not None else ()
     named = plan.config.model.hf
-    return [f"{named}: what it goes with\n{text_table(rows)}"] if rows else []
+    return [f"{named}: what works with it\n{text_table(rows)}"] if rows else []
 
 
 def _stages(plan: Plan) -> str:
     if plan.shape is None:
-        return f"stages: their parameters are known once {plan.config.model.target} has built them"
+        return f"stages: parameters are known only after {plan.config.model.target} has built them"
     loads = stage_loads(plan)
     scale, unit = (
         (2**30, "GiB") if any(x.memory.state_bytes >= 2**30 for x in loads) else (2**20, "MiB")
@@ -125,7 +128,7 @@ def _stages(plan: Plan) -> str:
     if plan.packed:
         in_4_bits = sum(math.prod(plan.layouts[name].shape) for name in plan.packed)
         total += f" and {in_4_bits:,} are held in 4 bits"
-    head = f"{total}; a rank of each pipe index holds, in {unit}{notes}"
+    head = f"{total}; each rank of a pipe index holds, in {unit}{notes}"
     return f"{head}\n{text_table(memory)}\n\n{text_table(held, last_left=True)}"
 
 
@@ -134,21 +137,22 @@ def _ends(names: Sequence[str]) -> str:
 
 
 def _experts(plan: Plan, ranks_per_node: int | None) -> list[str]:
-    found = expert_plan(plan)
-    if found is None:
+    experts = expert_plan(plan)
+    if experts is None:
         return []
-    least, most = min(found.on_rank), max(found.on_rank)
+    least, most = min(experts.on_rank), max(experts.on_rank)
     here = f"{most}" if least == most else f"{least} or {most}"
     crossing = ""
     if ranks_per_node is not None:
-        crossing = f"; {size_text(found.crossing_bytes(plan, ranks_per_node))} cross nodes"
+        crossing = f"; {size_text(experts.crossing_bytes(plan, ranks_per_node))} cross nodes"
     lines = [
-        f"experts            {sum(found.on_rank)} in {found.num_blocks} blocks, {here} on each of "
-        f"{len(found.on_rank)} ranks; {found.active_parameters:,} parameters meet a token",
-        f"dispatch           {size_text(found.mean_bytes)} leave a rank each way in a block and "
-        f"microbatch, at most {size_text(found.most_bytes)}{crossing}",
-        f"load               {found.mean_rows:,.0f} tokens for a rank's experts, at most "
-        f"{found.most_rows:,}",
+        f"experts            {sum(experts.on_rank)} in {experts.num_blocks} blocks, {here} on each "
+        f"of {len(experts.on_rank)} ranks; {experts.active_parameters:,} parameters are active for "
+        f"a token",
+        f"dispatch           a rank sends {size_text(experts.mean_bytes)} each way in a block and "
+        f"microbatch, at most {size_text(experts.most_bytes)}{crossing}",
+        f"load               {experts.mean_rows:,.0f} tokens for a rank's experts, at most "
+        f"{experts.most_rows:,}",
     ]
     return [wrap("\n".join(lines), indent=" " * 19)]
 
@@ -158,9 +162,9 @@ def _schedule(plan: Plan) -> str:
     number, samples = schedule.num_microbatches, plan.samples_per_microbatch
     chunks = max(len(schedule.stages_of(i)) for i in range(len(schedule.programs)))
     ranks = " ".join(map(str, timeline.peak_live_of_rank))
-    by = "" if plan.model is None else "   (by operations)"
+    by = "" if plan.model is None else "   (from the model's operations)"
     if plan.config.pipeline.costs is not None:
-        by = f"   (by the costs in {plan.config.pipeline.costs})"
+        by = f"   (from the costs in {plan.config.pipeline.costs})"
     lines = [
         f"schedule           {schedule.name}, {number} x {samples} samples on a data rank",
         f"chunks             {chunks}   (stages on a pipe rank, {schedule.num_stages} in all)",
@@ -170,12 +174,12 @@ def _schedule(plan: Plan) -> str:
     if chunks > 1:
         lines.append(f"                   {ranks}   (at most, of all stages of a pipe rank)")
     if any(a.kind is ActionKind.W for program in schedule.programs for a in flatten(program)):
-        lines.append("                   (held until the gradients of the weights are there)")
+        lines.append("                   (held until weight gradients are computed)")
     return wrap("\n".join(lines), indent=" " * 19)
 
 
 def _checkpoints(plan: Plan) -> list[str]:
-    """How the state is saved, and what the copies of saves beside the steps take."""
+    """Return how often checkpoints are saved, and the host memory that asynchronous saves take."""
     section, loads = plan.config.checkpoint, stage_loads(plan)
     last = section.local_dir is not None or section.export is not None
     if not section.save_every and not section.save_every_min and not last:
@@ -192,7 +196,8 @@ def _checkpoints(plan: Plan) -> list[str]:
     lines = [f"checkpoints        every {' and '.join(times)}, written {how}"]
     if section.local_dir is not None:
         size = sum(x.memory.weights_bytes + x.memory.optimizer_bytes for x in loads) / len(loads)
-        # of its own ranks and of the next node's, twice, and once more while they are written
+        # of its own ranks and of the next node's (2), two checkpoints and one that is being written
+        # (3): 2 x 3 = 6
         room = f"; up to {size_text(6 * size)} there for each rank of a node" if size else ""
         lines.append(
             f"local copies       every {section.local_every} steps in {section.local_dir}, of a "
@@ -205,8 +210,8 @@ def _recompute(plan: Plan) -> str:
     train, loads = plan.config.train, stage_loads(plan)
     if train.recompute == "blocks":
         return "recompute          every block, in its backward"
-    lines = ["recompute          auto: from times and memory measured at the start"]
-    lines.append(f"                   {train.memory_gb:g} GB for everything on a rank")
+    lines = ["recompute          auto: chosen from times and memory measured at the start"]
+    lines.append(f"                   {train.memory_gb:g} GB in all on a rank")
     for held in loads:
         left_gb = activation_budget_gb(plan.config, held.memory, f"pipe {held.index}")
         lines.append(f"                   {left_gb:.4g} GB for activations at pipe {held.index}")

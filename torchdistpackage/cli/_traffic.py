@@ -1,4 +1,4 @@
-"""What `tdp plan` says of the bytes of a step."""
+"""The table of `tdp plan --bytes`: the communication of a step."""
 
 from torchdistpackage.cli._common import wrap
 from torchdistpackage.plan.run_plan import Plan
@@ -7,7 +7,7 @@ from torchdistpackage.text import text_table
 
 
 def traffic_table(plan: Plan) -> list[str]:
-    """By axis and call the bytes of a step; [] where a rank is alone."""
+    """Return the bytes of a step by axis and call; [] if there is one rank."""
     if plan.world_size == 1:
         return []
     if (why := uncounted(plan)) is not None:
@@ -20,7 +20,7 @@ def traffic_table(plan: Plan) -> list[str]:
             same = [x for x in calls if (x.axis, x.operation, x.dtype) == (axis, operation, dtype)]
             number, num_bytes = sum(x.number for x in same), sum(x.num_bytes for x in same)
             rows.append((axis, operation, dtype, f"{number:,}", f"{num_bytes:,.0f}"))
-    head = f"bytes that rank {rank} gives to calls in a step, the most of the first of each stage"
+    head = f"communication per step on rank {rank} (first rank of the busiest stage)"
     if any(x.axis == "expert" for x in calls):
-        head += "; of what its experts send, those of a mean rank"
+        head += "; for axis expert the mean over ranks"
     return [f"{wrap(head)}\n{text_table(rows)}"]

@@ -1,7 +1,7 @@
-"""`tdp checkpoint`: checkpoints looked at, compared, converted and removed, by one process.
+"""`tdp checkpoint`: show, verify, compare, convert and remove checkpoints, in one process.
 
-No process group is made, and never more than one tensor of each checkpoint is held, so a login node
-will do. A checkpoint is named by its folder, or by a run's, which stands for the latest.
+It makes no process group and holds at most one tensor of each checkpoint at a time, so it can run
+on a login node. A checkpoint is named by its folder, or by a run's folder for the run's latest.
 """
 
 import math
@@ -57,40 +57,47 @@ READERS = {
 }
 _SHOWN = 40
 _ALL = Retention(last=1 << 20)
-"""Of a folder without a run, which nothing prunes."""
+"""The retention of a folder without a run: keep all, because nothing prunes it."""
 _MAX_THREADS = 8
 
-# A folder that may not be read is refused by its reader, which says who can change that.
+# readable=False: the code that reads the folder refuses an unreadable one with a better message.
 Where = Annotated[
     Path,
-    typer.Argument(metavar="RUN_OR_FOLDER", readable=False, help="Run, or its checkpoints."),
+    typer.Argument(
+        metavar="RUN_OR_FOLDER", readable=False, help="Folder of a run, or of its checkpoints."
+    ),
 ]
 One = Annotated[
-    Path, typer.Argument(metavar="CHECKPOINT", help="Folder step_NNNNNN; of a run the latest.")
+    Path,
+    typer.Argument(
+        metavar="CHECKPOINT", help="Folder step_NNNNNN, or folder of a run for its latest."
+    ),
 ]
 Names = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="YAML with lines `ours: theirs`; * is a part of a name."),
+    typer.Option(
+        metavar="FILE",
+        help="YAML file that renames tensors, in lines `our name: their name`; * matches a part "
+        "of a name.",
+    ),
 ]
-Weights = Annotated[
-    bool, typer.Option("--weights-only", help="Leave the state of the optimizer out.")
-]
+Weights = Annotated[bool, typer.Option("--weights-only", help="Leave out the optimizer state.")]
 
 checkpoint = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
 @checkpoint.command()
 def ls(where: Where) -> None:
-    """List checkpoints, newest first, and what keeps each."""
+    """List checkpoints, newest first, and the rule that keeps each."""
     folder = _folder(where)
-    found = checkpoints_of(folder, _retention(folder))
-    if not found:
+    infos = checkpoints_of(folder, _retention(folder))
+    if not infos:
         typer.echo(f"{folder} has no checkpoints")
         return
     rows: list[Sequence[object]] = [
         ("STEP", "AGE", "SIZE", "TOKENS", "LOSS", "VAL_LOSS", "LAYOUT", "STATE")
     ]
-    rows += [_row(info) for info in found]
+    rows += [_row(info) for info in infos]
     typer.echo(text_table(rows, last_left=True, num_keys=1))
 
 
@@ -98,10 +105,15 @@ def ls(where: Where) -> None:
 def show(
     path: One,
     stats: Annotated[
-        bool, typer.Option("--stats", help="Also mean, deviation, extremes and NaN of each tensor.")
+        bool,
+        typer.Option(
+            "--stats",
+            help="Also show mean, standard deviation, least and largest value of each tensor, and "
+            "how many values are NaN or infinite.",
+        ),
     ] = False,
 ) -> None:
-    """Show tensors with shapes, types, and how they are cut."""
+    """Show the tensors of a checkpoint: type, shape, size and pieces."""
     path = _one(path)
     manifest, rows = read_manifest(path), tensor_rows(path)
     total = sum(row[3] for row in rows)
@@ -122,18 +134,18 @@ def show(
             cut,
         ]
         if source is not None:
-            found = resolve(f"{_COMPARE}:stats_of")(source.read(name))
-            numbers = (found.mean, found.std, found.smallest, found.largest)
-            row += [f"{number:.4g}" for number in numbers] + [str(found.num_nonfinite)]
+            of_tensor = resolve(f"{_COMPARE}:stats_of")(source.read(name))
+            numbers = (of_tensor.mean, of_tensor.std, of_tensor.smallest, of_tensor.largest)
+            row += [f"{number:.4g}" for number in numbers] + [str(of_tensor.num_nonfinite)]
         table.append(row)
     typer.echo(text_table(table, num_left=2, num_keys=1))
 
 
 @checkpoint.command()
 def verify(where: Where) -> None:
-    """Compare the checksum of every file.
+    """Check every file of one or all checkpoints by its checksum.
 
-    The exit code is 1 if one is damaged.
+    The exit code is 1 if a file is damaged.
     """
     paths = [where] if (where / NAME).exists() else candidates(_folder(where))
     if not paths:
@@ -146,8 +158,8 @@ def verify(where: Where) -> None:
         task = bar.add_task("verifying", total=total)
         for path in paths:
             problems[path] = verify_files(path, lambda n: bar.advance(task, n), num_threads)
-    for path, found in problems.items():
-        typer.echo(f"{path}: {'; '.join(found) or 'every checksum agrees'}")
+    for path, damages in problems.items():
+        typer.echo(f"{path}: {'; '.join(damages) or 'every checksum agrees'}")
     if any(problems.values()):
         raise typer.Exit(1)
 
@@ -155,28 +167,30 @@ def verify(where: Where) -> None:
 @checkpoint.command()
 def diff(
     one: One,
-    other: Annotated[Path, typer.Argument(metavar="OTHER", help="Another checkpoint, alike.")],
+    other: Annotated[
+        Path, typer.Argument(metavar="OTHER", help="Another checkpoint, or run for its latest.")
+    ],
     most: Annotated[
-        int, typer.Option("--most", metavar="N", min=1, help="Tensors that are shown.")
+        int, typer.Option("--most", metavar="N", min=1, help="Largest number of tensors to show.")
     ] = _SHOWN,
 ) -> None:
-    """Compare two checkpoints, of any layouts.
+    """Compare the tensors of two checkpoints, whatever their layouts.
 
     The exit code is 1 if they differ.
     """
     sources = [resolve(_SOURCE)(_one(path)) for path in (one, other)]
-    found = sorted(resolve(f"{_COMPARE}:differences")(*sources), key=lambda x: (-x[2], x[0]))
-    same = len(sources[0].tensors.keys() & sources[1].tensors.keys())
-    if not found:
-        typer.echo(f"all {same} tensors are equal")
+    differences = sorted(resolve(f"{_COMPARE}:differences")(*sources), key=lambda x: (-x[2], x[0]))
+    if not differences:
+        num_same = len(sources[0].tensors.keys() & sources[1].tensors.keys())
+        typer.echo(f"all {num_same} tensors are equal")
         return
     rows: list[Sequence[object]] = [("TENSOR", "LARGEST DIFFERENCE", "")]
-    for name, what, largest in found[:most]:
+    for name, what, largest in differences[:most]:
         rows.append((name, "" if math.isinf(largest) and what else f"{largest:.6g}", what))
     typer.echo(text_table(rows, num_left=1, last_left=True))
-    if len(found) > most:
-        typer.echo(f"... and {len(found) - most} more")
-    typer.echo(f"{len(found)} tensors differ")
+    if len(differences) > most:
+        typer.echo(f"... and {len(differences) - most} more (--most N shows them)")
+    typer.echo(f"{len(differences)} tensors differ")
     raise typer.Exit(1)
 
 
@@ -184,19 +198,24 @@ def diff(
 def export(
     path: One,
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="File or folder to create.")],
-    to: Annotated[str, typer.Option(metavar="|".join(FORMATS), help="Format.")],
+    to: Annotated[str, typer.Option(metavar="|".join(FORMATS), help="Format to write.")],
     names: Names = None,
     weights_only: Weights = False,
 ) -> None:
     """Write a checkpoint in the format of another library."""
     if to not in FORMATS:
-        raise refusal("tdp checkpoint export", [f"--to {to}: use {', '.join(FORMATS)}"])
+        raise refusal(
+            "tdp checkpoint export", [f"--to {to} is unknown; use one of {', '.join(FORMATS)}"]
+        )
     if to == "hf":
         _export_hf(path, target, names)
         return
     path = _one(path)
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise refusal("tdp checkpoint export", [f"{target} is there; name another"])
+        raise refusal(
+            "tdp checkpoint export",
+            [f"{target} exists already; name a file or folder that does not"],
+        )
     if problem := damage(path, checksums=True):
         raise CheckpointError(f"{path} is damaged: {problem}; name another checkpoint")
     source = resolve(_SOURCE)(path)
@@ -211,59 +230,83 @@ def export(
 def import_(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="File or folder to read.")],
     folder: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_FOLDER", help="Where the checkpoint goes.")
+        Path,
+        typer.Argument(
+            metavar="RUN_OR_FOLDER", help="Run, or folder of checkpoints, to add the checkpoint to."
+        ),
     ],
     from_: Annotated[
         str,
         typer.Option(
-            "--from", metavar="|".join(SOURCES), help="Format; suffix: of get_mp_ckpt_suffix."
+            "--from",
+            metavar="|".join(SOURCES),
+            help="Format of SOURCE; suffix: files of each rank named by get_mp_ckpt_suffix.",
         ),
     ],
     step: Annotated[
         int | None,
-        typer.Option(metavar="N", min=0, help="Its step; default: as in the file, or 0."),
+        typer.Option(
+            metavar="N", min=0, help="Step of the checkpoint; default: the one in SOURCE, or 0."
+        ),
     ] = None,
     names: Names = None,
     weights_only: Weights = False,
 ) -> None:
-    """Make a checkpoint of tensors of another library."""
-    problems = [] if from_ in SOURCES else [f"--from {from_}: use {', '.join(SOURCES)}"]
+    """Make a checkpoint from the tensors of another library."""
+    problems = []
+    if from_ not in SOURCES:
+        problems.append(f"--from {from_} is unknown; use one of {', '.join(SOURCES)}")
     if not source.exists():
         problems.append(f"{source}: there is no such file or folder")
     if problems:
         raise refusal("tdp checkpoint import", problems)
-    found: Any = resolve(READERS[from_])(source)
-    number = len(found.tensors)
-    found = found.only(lambda name: "#" not in name) if weights_only else found
+    tensors: Any = resolve(READERS[from_])(source)
+    num_in_source = len(tensors.tensors)
+    tensors = tensors.only(lambda name: "#" not in name) if weights_only else tensors
     if names is not None:
-        found = resolve(f"{_NAMES}:as_ours")(found, resolve(f"{_NAMES}:read_names")(names))
-    found = _of_step(found, step, source)
+        tensors = resolve(f"{_NAMES}:as_ours")(tensors, resolve(f"{_NAMES}:read_names")(names))
+    tensors = _of_step(tensors, step, source)
     into = folder / CHECKPOINTS if _is_run(folder) else folder
     written: Any = None
 
     def write() -> None:
         nonlocal written
-        written = resolve(_IMPORT)(found, into)
+        written = resolve(_IMPORT)(tensors, into)
 
     _write(write, into)
-    typer.echo(f"{source} -> {written}: {len(found.tensors)} tensors, of {number} there")
+    typer.echo(f"{source} -> {written}: {len(tensors.tensors)} of {num_in_source} tensors")
 
 
 @checkpoint.command()
 def prune(
     where: Where,
     keep_last: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Default: the run's.")
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Keep the newest N; default: checkpoint.keep_last of the run."
+        ),
     ] = None,
     keep_every: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Default: the run's.")
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Keep multiples of N steps; default: checkpoint.keep_every of the run.",
+        ),
     ] = None,
     keep_best: Annotated[
-        str | None, typer.Option(metavar="FACT", help="Such as val_loss. Default: the run's.")
+        str | None,
+        typer.Option(
+            metavar="LOSS",
+            help="Keep the one with the lowest LOSS, such as val_loss; default: "
+            "checkpoint.keep_best of the run.",
+        ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove them; else they are shown.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove the checkpoints; without it only list them.")
+    ] = False,
 ) -> None:
-    """Show, or with --yes remove, what retention does not keep."""
+    """List, or with --yes remove, the checkpoints that no rule keeps."""
     folder = _folder(where)
     own = _retention(folder)
     keep = Retention(
@@ -273,8 +316,8 @@ def prune(
     )
 
     def doomed() -> list[CheckpointInfo]:
-        found = checkpoints_of(folder, keep)
-        return [x for x in found if x.problem is None and not x.kept_by]
+        infos = checkpoints_of(folder, keep)
+        return [x for x in infos if x.problem is None and not x.kept_by]
 
     if not yes:
         going = doomed()
@@ -282,20 +325,24 @@ def prune(
             typer.echo(f"{info.path.name}  {size_text(info.size_bytes)}")
         total = sum(info.size_bytes for info in going)
         typer.echo(
-            f"{len(going)} would go ({size_text(total)}); --yes removes them" if going else "none"
+            f"{len(going)} would be removed ({size_text(total)}); pass --yes to remove them"
+            if going
+            else "no checkpoint would be removed"
         )
         return
     run = folder.parent if folder.name == CHECKPOINTS else folder
-    with only_writer(run.absolute()):  # a run that saves meanwhile would prune too
+    with only_writer(run.absolute()):  # a run that saves now would prune at the same time
         going = [info for info in doomed() if remove_checkpoint(info.path)]
     total = sum(info.size_bytes for info in going)
     typer.echo(f"removed {len(going)} ({size_text(total)})")
 
 
 def _folder(where: Path) -> Path:
-    """The folder of checkpoints that a run, or the folder itself, is named for."""
+    """Return the folder of checkpoints of a run, or `where` itself if it is no run."""
     if not where.is_dir():
-        raise ConfigError(f"{where}: there is no such folder; name a run or its checkpoints")
+        raise ConfigError(
+            f"{where}: there is no such folder; name the folder of a run or of its checkpoints"
+        )
     return where / CHECKPOINTS if _is_run(where) else where
 
 
@@ -304,17 +351,20 @@ def _is_run(folder: Path) -> bool:
 
 
 def _one(path: Path) -> Path:
-    """A checkpoint: itself, or the latest of a run or folder."""
+    """Return `path` if it is a checkpoint, else the latest checkpoint in that run or folder."""
     if (path / NAME).exists():
         return path
-    found = latest(_folder(path))
-    if found is None:
-        raise CheckpointError(f"{path} is no complete checkpoint and has none")
-    return found
+    checkpoint_path = latest(_folder(path))
+    if checkpoint_path is None:
+        raise CheckpointError(
+            f"{path} is no complete checkpoint and contains none; tdp checkpoint ls {path} lists "
+            f"what is there"
+        )
+    return checkpoint_path
 
 
 def _retention(folder: Path) -> Retention:
-    """What the run of a folder of checkpoints keeps; of a folder without a run all."""
+    """Return the retention of the run that `folder` belongs to; without a run keep all."""
     resolved = folder.parent / RESOLVED
     if not resolved.is_file():
         return _ALL
@@ -329,7 +379,8 @@ def _row(info: CheckpointInfo) -> tuple[str, ...]:
         return name, age, size_text(info.size_bytes), "", "", "", "", f"damaged: {info.problem}"
     losses = [info.facts.get(name) for name in ("loss", "val_loss")]
     shown = [f"{x:.4f}" if isinstance(x, float) else "" for x in losses]
-    state = ("latest, " if info.is_latest else "") + (", ".join(info.kept_by) or "goes next")
+    kept_by = ", ".join(info.kept_by) or "removed at the next save"
+    state = ("latest, " if info.is_latest else "") + kept_by
     state = state.replace(f"keep_last={_ALL.last}", "kept")
     size = size_text(info.size_bytes)
     return str(info.step), age, size, f"{info.tokens:,}", *shown, info.layout, state
@@ -351,12 +402,17 @@ def _write(write: Callable[[], None], target: Path) -> None:
     try:
         write()
     except OSError as error:
-        raise CheckpointError(f"{target} cannot be written: {error.strerror}") from error
+        raise CheckpointError(
+            f"{target} cannot be written: {error.strerror}; name another place, or make room there"
+        ) from error
 
 
 def _export_hf(path: Path, target: Path, names: Path | None) -> None:
     if names is not None:
-        raise refusal("tdp checkpoint export", ["--names: transformers' names are known"])
+        raise refusal(
+            "tdp checkpoint export",
+            ["--names is not for --to hf, which takes the names of transformers; remove it"],
+        )
     run = path if _is_run(path) else path.parent.parent
     export_run: Any = resolve("torchdistpackage.cli.export:export")
     export_run(run, target, checkpoint=None if path == run else path)

@@ -1,7 +1,8 @@
-"""`tdp comm`: what the network between ranks delivers, how fast, and in which order it is used.
+"""`tdp comm`: test, benchmark and check the communication between ranks.
 
-Here are `tdp comm test`, whether every group delivers what is sent, the first command on a cluster,
-and `tdp comm lint`, whether all ranks of a run make their calls in one order (train/dry_run.py).
+This module has `tdp comm test`, which checks that every group delivers what is sent and is the
+first command to run on a cluster, and `tdp comm lint`, which checks that all ranks of a run make
+their calls in one order (train/dry_run.py).
 """
 
 import os
@@ -26,7 +27,7 @@ _TEST = "torchdistpackage.harness.comm_test:run_comm_test"
 TRIAL = "torchdistpackage.train.dry_run:trial"
 PROVED = "proved: every group sees one order of calls, and no ranks deadlock"
 MIN_MEET_S, PER_TIMEOUT = 10.0, 2.0
-"""How long ranks without CONFIG may take to meet, as they start one after the other."""
+"""Least seconds, and number of timeouts, that ranks get to join if there is no CONFIG."""
 _COLUMNS = ("group", "groups", "ranks in each", "operations", "ms")
 
 
@@ -35,17 +36,19 @@ def test(
     axes: Axes = None,
     procs: Procs = None,
     pairs: Annotated[
-        bool, typer.Option("--pairs", help="Also test messages between all pairs of ranks.")
+        bool, typer.Option("--pairs", help="Also test messages between every two ranks.")
     ] = False,
     timeout_s: Annotated[
         float,
-        typer.Option("--timeout", metavar="S", min=1, help="Seconds to wait for a rank."),
+        typer.Option(
+            "--timeout", metavar="S", min=1, help="Seconds to wait for a rank in one operation."
+        ),
     ] = 30.0,
 ) -> None:
-    """Send known data over every group and compare what arrives.
+    """Send known data over every group and compare it with what arrives.
 
-    Under torchrun or srun this process is one rank. Otherwise it starts all ranks here. On an
-    error the exit code is 1 and the message names the faulty rank or group.
+    Under torchrun or srun this process is one rank. Otherwise it starts all ranks on this machine.
+    On an error the exit code is 1 and the message names the faulty rank or group.
     """
     rank = detect(os.environ).rank
     try:
@@ -63,22 +66,22 @@ def test(
         if target.init_timeout_s is not None:
             raise
         raise LaunchError(
-            f"{error.found}; look at their logs, or allow more with --timeout"
+            f"{error.found}; look at their logs, or allow more time with --timeout"
         ) from None
     if results is None:
         return
-    found, ranks = results[0], "rank" if target.num_ranks == 1 else "ranks"
+    result, ranks = results[0], "rank" if target.num_ranks == 1 else "ranks"
     rows = [
         (x.name, x.num_groups, x.size, x.num_operations, f"{1000 * x.time_s:.1f}")
-        for x in found.rows
+        for x in result.rows
     ]
     parts = [f"{target.num_ranks} {ranks}: {describe(target.axes)}"]
     parts += [text_table([_COLUMNS, *rows], num_left=1)] if rows else []
-    said = "all groups deliver what was sent" if rows else "one rank has no group to test"
-    typer.echo("\n\n".join([*parts, f"{said} ({found.time_s:.2f} s)"]))
+    verdict = "all groups deliver what was sent" if rows else "one rank has no group to test"
+    typer.echo("\n\n".join([*parts, f"{verdict} ({result.time_s:.2f} s)"]))
 
 
-test.__test__ = False  # type: ignore[attr-defined]  # not one of pytest's
+test.__test__ = False  # type: ignore[attr-defined]  # keeps pytest from collecting it
 
 
 def lint(
@@ -89,18 +92,18 @@ def lint(
         bool | None,
         typer.Option(
             "--run/--no-run",
-            help=f"Run two real steps with threads as ranks. Default: if parameters x ranks of the "
-            f"shrunk run are at most {MOST_PARAMETERS:,}, and the model is one of this package.",
+            help=f"Run two real steps with threads as ranks. Default: only if the model is built "
+            f"in and parameters x ranks of the shrunk run are at most {MOST_PARAMETERS:,}.",
         ),
     ] = None,
 ) -> None:
     """Check that all ranks make their calls in one order.
 
-    Such ranks do not deadlock, even on a device that runs the calls of several groups one after
-    another. A large run is shrunk to at most 16 ranks, which make the same calls.
+    Ranks that do so cannot deadlock, even on a device that runs the calls of several groups one
+    after another. A large run is shrunk to at most 16 ranks, which make the same calls.
 
     On an error the exit code is 1, and the first mismatch is printed with both stacks. Under a
-    launcher rank 0 alone checks.
+    launcher only rank 0 checks.
     """
     if detect(os.environ).rank != 0:
         return
@@ -118,8 +121,8 @@ def lint(
         return
     _show(trial(small, 0))
     typer.echo(wrap_on_terminal("proved: all ranks create the groups in one order"))
-    unknown = "not proved: the calls of a step, of your own code too, which was not run"
-    typer.echo(wrap_on_terminal(f"{unknown} (--run runs two)"))
+    unknown = "not proved: the calls of a step and of your own code, because no step was run"
+    typer.echo(wrap_on_terminal(f"{unknown} (pass --run to run two)"))
 
 
 def _axes(plan: Plan) -> str:

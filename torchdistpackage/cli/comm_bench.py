@@ -1,7 +1,7 @@
-"""`tdp comm bench`: how fast the links of a cluster are, by the groups that a run would use.
+"""`tdp comm bench`: measure the links of a cluster, over the groups that a run would use.
 
-What cannot be measured or written is refused before a process is started. The ranks measure and
-return one value; all files and tables are made of it here.
+A request that cannot be measured or written is refused before a process is started. The ranks
+measure and return one report, from which this module makes all files and tables.
 """
 
 import math
@@ -65,9 +65,9 @@ _SUFFIX = "-bench"
 _BENCH = ("-u", "-P", "-m", "torchdistpackage", "comm", "bench")
 _KEYS = ("operation", "dtype", "size")
 _HEAD = (*_KEYS, "p50", "bare p50", "ours", "algbw", "busbw", "p95", "max")
-"""On 80 columns all but the last few fit side by side."""
+"""Columns of a table; all but the last few fit in a terminal of 80 columns."""
 _MATRIX = 16
-"""Ranks whose matrix is printed; the file has all of it."""
+"""Most ranks whose matrix of pairs is printed; the JSON file has the matrix for any number."""
 
 
 def bench(
@@ -75,63 +75,91 @@ def bench(
     axes: Axes = None,
     procs: Procs = None,
     axis: Annotated[
-        str, typer.Option(metavar="NAMES", help="Axes to measure; default: all with several ranks.")
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Axes to measure, such as data,tensor; default: all with several ranks.",
+        ),
     ] = "",
     operations: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Such as p2p,all_reduce; default: all.")
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="Operations to measure, such as p2p,all_reduce; default: all."
+        ),
     ] = None,
     sizes: Annotated[
-        str, typer.Option(metavar="SIZES", help="4MiB, or 1KiB:16MiB (doubling), or 1KiB:16MiB:x4.")
+        str,
+        typer.Option(
+            metavar="SIZES",
+            help="Message sizes: 4MiB, a range that doubles (1KiB:16MiB), or with a factor of "
+            "its own (1KiB:16MiB:x4).",
+        ),
     ] = _SIZES,
-    dtypes: Annotated[str, typer.Option(metavar="NAMES", help="Such as float32,bf16.")] = _DTYPES,
-    iterations: Annotated[int, typer.Option(metavar="N", min=1, help="Timed iterations.")] = 20,
-    warmup: Annotated[int, typer.Option(metavar="N", min=0, help="Warm-up iterations.")] = 3,
+    dtypes: Annotated[
+        str, typer.Option(metavar="NAMES", help="Types of the elements, such as float32,bf16.")
+    ] = _DTYPES,
+    iterations: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Number of timed iterations of each operation.")
+    ] = 20,
+    warmup: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Number of iterations before the timed ones.")
+    ] = 3,
     isolated: Annotated[
         int,
         typer.Option(
-            metavar="N", min=0, help="Number of groups measured alone, the others being idle."
+            metavar="N",
+            min=0,
+            help="Number of groups of each axis to measure also alone, while the others are idle.",
         ),
     ] = 2,
     pairs: Annotated[
         bool,
-        typer.Option(
-            "--pairs", help="Also measure every pair of ranks and suggest nodes to exclude."
-        ),
+        typer.Option("--pairs", help="Also measure every two ranks, and suggest nodes to exclude."),
     ] = False,
     min_busbw: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="[AXIS=]GB/S", help="Exit with 1 below this bus bandwidth; AXIS may be pairs."
+            metavar="[AXIS=]GB/S",
+            help="Exit with 1 if the bus bandwidth (of AXIS) is below this; AXIS may be pairs.",
         ),
     ] = None,
     timeout_s: Annotated[
         float,
-        typer.Option("--timeout", metavar="S", min=1, help="Seconds to wait for a round."),
+        typer.Option(
+            "--timeout", metavar="S", min=1, help="Seconds to wait for one round of measurements."
+        ),
     ] = 60.0,
     json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write all results (JSON).")
+        Path | None, typer.Option(metavar="FILE", help="Write all results to FILE (JSON).")
     ] = None,
     plots: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write plots (PNG) into DIR.")
+        Path | None, typer.Option(metavar="DIR", help="Write plots into folder DIR (PNG).")
     ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw slow links and times by size (SVG); with --pairs."),
+        typer.Option(
+            metavar="FILE", help="Draw slow links and times by size to FILE (SVG); implies --pairs."
+        ),
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write a cluster profile for tdp plan --profile."),
+        typer.Option(
+            metavar="FILE", help="Write a cluster profile to FILE, for tdp plan --profile."
+        ),
     ] = None,
     slurm: Annotated[
         str | None,
-        typer.Option(metavar="CONFIG", help="Submit it as a job with the ranks of CONFIG."),
+        typer.Option(
+            metavar="CONFIG",
+            help="Submit the benchmark to Slurm, on the nodes and ranks of CONFIG.",
+        ),
     ] = None,
     run_folder: Annotated[Path | None, typer.Option("--run-folder", hidden=True)] = None,
 ) -> None:
     """Measure latency and bandwidth of every operation and group.
 
-    Under torchrun or srun this process is one rank. Otherwise it starts all ranks here. Every
-    element that arrives is verified, and each time is printed with that of a bare
+    Under torchrun or srun this process is one rank. Otherwise it starts all ranks on this machine.
+    Every element that arrives is verified, and each time is printed beside that of a bare
     torch.distributed loop.
     """
     request = Request(
@@ -150,15 +178,18 @@ def bench(
     if slurm is not None:
         if axes or procs or outputs != Outputs():
             raise ConfigError(
-                "--slurm takes its ranks from its CONFIG and writes all files into the run folder; "
-                "leave out --axes, --procs, --json, --plots, --picture and --profile"
+                "--slurm takes its ranks from its CONFIG and writes all files to the run folder; "
+                "remove --axes, --procs, --json, --plots, --picture and --profile"
             )
         _submit(slurm, words or [], request, limits, _options(request, sizes, min_busbw or []))
         return
     want = parse_target(words or [], axes, procs)
     _check_names(request, limits, want.axes, want.expert)
     if profile is not None and math.prod(size or 2 for _, size in want.axes) == 1:
-        raise ConfigError("--profile: nothing can be measured, there is one rank; give more")
+        raise ConfigError(
+            "--profile: one rank has no link to measure; give more ranks with CONFIG, --axes or "
+            "--procs"
+        )
     if run_folder is None:
         raise typer.Exit(_run(request, want, outputs, limits))
     raise typer.Exit(
@@ -167,12 +198,12 @@ def bench(
 
 
 def _run(request: Request, want: CommTarget, outputs: Outputs, limits: Mapping[str, float]) -> int:
-    """Measure, write and print; the exit code. Of several ranks only the first prints."""
+    """Measure, write and print, and return the exit code. Only rank 0 prints."""
     outputs.check(request)
-    found = run_ranks(_RANK, (request,), want, init_timeout_s=INIT_TIMEOUT_S)
-    if found is None:
+    results = run_ranks(_RANK, (request,), want, init_timeout_s=INIT_TIMEOUT_S)
+    if results is None:
         return 0
-    report = cast(BenchReport, found[0])
+    report = cast(BenchReport, results[0])
     if not report.rows and report.pairs is None:
         typer.echo(
             f"nothing to measure: no group of {describe(report.topology)} has more than one rank"
@@ -195,27 +226,27 @@ def _run(request: Request, want: CommTarget, outputs: Outputs, limits: Mapping[s
 def _check_names(
     request: Request, limits: Mapping[str, float], axes: Sizes, expert: int = 1
 ) -> None:
-    """Refuse names of groups that there are not, and limits for what is not measured."""
-    known = [(name, size or 2) for name, size in axes]  # what is left open may be 2
-    num_ranks = math.prod(size for _, size in known)
-    world = topology(known, num_ranks, expert=expert)
-    over = request.over or tuple(name for name, _ in known)
+    """Refuse unknown names of groups, and limits for groups that are not measured."""
+    sizes = [(name, size or 2) for name, size in axes]  # an open size may turn out as 2
+    num_ranks = math.prod(size for _, size in sizes)
+    world = topology(sizes, num_ranks, expert=expert)
+    over = request.over or tuple(name for name, _ in sizes)
     measured = [name for name in over if len(world.group(0, name)) > 1]
     for name in limits:
         if name == PAIRS and not request.pairs:
-            raise ConfigError("--min-busbw pairs=... needs --pairs")
+            raise ConfigError("--min-busbw pairs=... needs measured pairs; add --pairs")
         if name not in (EVERY, PAIRS, *measured) or not (
             num_ranks > 1 if name == PAIRS else measured
         ):
             what = f"over {name}" if name not in (EVERY, PAIRS) else "at all"
             raise ConfigError(
-                f"--min-busbw {name or 'for all axes'}: nothing is measured {what}; measured are "
-                f"{', '.join(measured) or 'no groups, all have one rank'}"
+                f"--min-busbw {name or 'for all axes'}: nothing is measured {what}; name one of "
+                f"the measured axes: {', '.join(measured) or 'none, because all have one rank'}"
             )
 
 
 def _options(request: Request, sizes: str, min_busbw: Sequence[str]) -> list[str]:
-    """The request again as words of a command line."""
+    """Return the request as options of a command line."""
     words = ["--operations", ",".join(request.operations), "--dtypes", ",".join(request.dtypes)]
     words += ["--sizes", sizes, "--iterations", str(request.iterations)]
     words += ["--warmup", str(request.warmup), "--isolated", str(request.isolated)]
@@ -229,7 +260,7 @@ def _options(request: Request, sizes: str, min_busbw: Sequence[str]) -> list[str
 
 
 def report_text(report: BenchReport) -> str:
-    """All tables, one for each axis, link and mode."""
+    """Return all tables, one for each axis, link and mode."""
     num_hosts = len(set(report.hosts))
     head = (
         f"{report.backend} on {len(report.hosts)} ranks of {num_hosts} "
@@ -247,14 +278,14 @@ def report_text(report: BenchReport) -> str:
 
 
 def pairs_text(pairs: Pairs, suspects: SlowLinks, hosts: Sequence[str]) -> str:
-    """The matrix where it is small, the slowest pair, and what to leave out."""
+    """Return the matrix of pairs if it is small, the slowest pair, and which nodes to exclude."""
     num_ranks = len(hosts)
     parts = [f"pairs, both ways at once, {size_text(pairs.size_bytes)} of {pairs.dtype}"]
     if num_ranks <= _MATRIX:
         rows: list[Sequence[str]] = [("GB/s", *map(str, range(num_ranks)), "")]
         for a in range(num_ranks):
-            found = [(min(a, b), max(a, b)) for b in range(num_ranks)]
-            shown = (rate(pairs.busbw_bytes_per_s(x)) if x in pairs.times else "" for x in found)
+            row = [(min(a, b), max(a, b)) for b in range(num_ranks)]
+            shown = (rate(pairs.busbw_bytes_per_s(x)) if x in pairs.times else "" for x in row)
             rows.append((str(a), *shown, hosts[a]))
         parts.append(text_table(rows, num_left=1, num_keys=1))
     a, b = suspects.slowest
@@ -265,16 +296,16 @@ def pairs_text(pairs: Pairs, suspects: SlowLinks, hosts: Sequence[str]) -> str:
     ]
     for rank, slower in suspects.ranks:
         lines.append(
-            f"slow rank: {rank} on {hosts[rank]}, to other hosts {slower:.1f} x the time of the "
-            f"others there"
+            f"slow rank: {rank} on {hosts[rank]} takes {slower:.1f} x the time of the other ranks "
+            "of its host to reach other hosts"
         )
     if suspects.partitions:
         sides = " | ".join(" ".join(members) for members in suspects.partitions)
-        lines.append(f"slow between these sets of hosts, and not within: {sides}")
+        lines.append(f"slow between these sets of hosts, but not within them: {sides}")
     for (first, second), slower in suspects.links:
         where = f"inside {first}" if first == second else f"between {first} and {second}"
-        lines.append(f"slow link: {where}, {slower:.1f} x the time of the fast ones")
-    lines.append(suspects.exclude or "no host stands out, so none is to be excluded")
+        lines.append(f"slow link: {where}, {slower:.1f} x the time of fast links")
+    lines.append(suspects.exclude or "no host stands out, so exclude none")
     return "\n".join([*parts, wrap("\n".join(lines))])
 
 
@@ -282,7 +313,7 @@ def _title(rows: Sequence[Row]) -> str:
     row = rows[0]
     link = "on one host" if row.link == "node" else "between hosts"
     if row.mode == ISOLATED:
-        return f"{row.axis}, {link}: one group at a time, others silent (GB/s)"
+        return f"{row.axis}, {link}: one group at a time, others idle (GB/s)"
     return f"{row.axis}, {link}: all groups at once, the slowest of them (GB/s)"
 
 
@@ -316,7 +347,7 @@ def _fits(lines: Sequence[CostModel]) -> str:
         + (
             f" + bytes x bus factor / {rate(x.fit.bytes_per_s)} GB/s, "
             if x.fit.bytes_per_s
-            else ", bandwidth not seen, use larger sizes; "
+            else ", bandwidth not visible at these sizes (use larger ones); "
         )
         + ("two sizes" if x.fit.deviation is None else f"{x.fit.deviation:.0%} off")
         for x in lines
@@ -324,9 +355,9 @@ def _fits(lines: Sequence[CostModel]) -> str:
     return "\nfitted\n" + wrap("\n".join(shown), indent="    ")
 
 
-# With --slurm: everything but the command of the tasks is that of `tdp submit`, in a run folder of
-# its own. Inside the job each task is watched as a training rank is, so a rank that fails is named
-# at the end of the main log, and the job has its exit code.
+# --slurm does what `tdp submit` does, with another command for the tasks and a run folder of its
+# own. Inside the job each task is watched as a training rank is, so that the main log ends with the
+# rank that failed, and the job has its exit code.
 
 
 def _submit(
@@ -336,17 +367,17 @@ def _submit(
     limits: Mapping[str, float],
     options: Sequence[str],
 ) -> None:
-    """Hand the bench to Slurm, with the ranks and nodes of the run at `path`.
+    """Submit the benchmark to Slurm, with the ranks and nodes of the run at `path`.
 
     Raises:
         ConfigError: the run cannot be a job.
-        LaunchError: the code cannot be gathered, a bench of this run waits or runs already, or
-            Slurm does not take the job.
+        LaunchError: the code cannot be copied, a benchmark of this run is queued or running, or
+            Slurm refuses the job.
     """
     config = load(path, overrides, job=True)
     own = config.run.model_copy(update={"name": f"{config.run.name}{_SUFFIX}"})
     config = absolute(config.model_copy(update={"run": own}), Path.cwd())
-    # its axes on the smallest number of nodes that the job may get
+    # the axes of the run on the smallest number of nodes that the job may get
     axes = config.resolve(job_shape(config).world_sizes[0]).parallel.axes()
     _check_names(request, limits, axes, config.parallel.expert)
     folder = Path(config.run.dir) / config.run.name
@@ -362,16 +393,16 @@ def _submit(
     files = into(folder, request)
     figures = " and ".join(str(path) for path in (files.json, files.profile) if path is not None)
     typer.echo(
-        f"job {sent.records[0].job}  {folder}\non {prepared.job.shape}; its figures will be in "
-        f"{figures}, its tables in {RunDir(folder).main_log}"
+        f"job {sent.records[0].job}  {folder}\non {prepared.job.shape}; it writes its results to "
+        f"{figures}, its tables to {RunDir(folder).main_log}"
     )
 
 
 def _launch_bench(body: Callable[[], int], folder: Path) -> int:
-    """Be a task of the job: run `body` in a process of its own; its exit code."""
+    """Run `body` as a task of the job, in a process of its own; return its exit code."""
     files, start, rank = RunDir(folder), attempt_id(os.environ), detect(os.environ).rank
     restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
     watched_rank = WatchedRank(rank, files.rank_log(rank, restart), files.failures(start))
     watched_rank.report.unlink(missing_ok=True)
-    # nothing is noted, for there is nothing to save: a signal ends this as any program
+    # an empty SignalFlag: there is nothing to save, so a signal ends this as it ends any program
     return supervise(body, watched_rank, SignalFlag())

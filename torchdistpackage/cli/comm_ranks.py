@@ -1,6 +1,6 @@
-"""The ranks and groups that a `tdp comm` command is about, and a function on them.
+"""Parse the ranks and groups that a `tdp comm` command names, and run a function on them.
 
-All that is wrong with the arguments is reported at once, and before a process is started.
+All that is wrong with the arguments is reported at once, before any process is started.
 """
 
 import os
@@ -24,30 +24,37 @@ from torchdistpackage.topology.mesh import DEFAULT_ORDER, topology
 
 _LINE = "command line"
 _IN_FILE = " or remove procs from the file"
-"""Advice that does not fit ranks asked for by --procs."""
+"""The part of an advice that does not apply when --procs gave the number."""
 
 Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[CONFIG] section.key=value",
-        help="YAML file of a run, and values that override it.",
+        help="YAML file of a run whose ranks and groups to take, and values that override it.",
     ),
 ]
 Axes = Annotated[
     str | None,
-    typer.Option(metavar="AXIS=N,...", help="Mesh axes, outermost first, such as data=2,pipe=2."),
+    typer.Option(
+        metavar="AXIS=N,...",
+        help="Axes of the mesh, outermost first, such as data=2,pipe=2; in place of CONFIG.",
+    ),
 ]
 Procs = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="Number of local processes; a launcher sets its own."),
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Number of processes to start on this machine; not under a launcher.",
+    ),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class CommTarget:
-    """Groups along `axes` (outermost first) over `num_ranks` ranks; for `run_on_topology`.
+    """The groups along `axes` (outermost first) of `num_ranks` ranks, for `run_on_topology`.
 
-    init_timeout_s: what CONFIG says; None: there is none.
+    init_timeout_s: launch.init_timeout_s of CONFIG; None without CONFIG.
     """
 
     axes: tuple[tuple[str, int | None], ...]
@@ -57,9 +64,12 @@ class CommTarget:
 
 
 def parse_target(words: Sequence[str], axes: str | None, procs: int | None) -> CommTarget:
-    """What the command line means here; without both CONFIG and axes, all ranks as one data axis.
+    """Return the ranks and groups of a command line.
 
-    words: CONFIG, and changes to it.
+    Without CONFIG and axes all ranks form one data axis.
+
+    Args:
+        words: CONFIG, and overrides of it.
 
     Raises:
         ConfigError: lists all that is wrong.
@@ -69,39 +79,40 @@ def parse_target(words: Sequence[str], axes: str | None, procs: int | None) -> C
     def wrong(why: str) -> None:
         problems.append(Problem(_LINE, None, "", why))
 
-    here, found = detect(os.environ), None
+    here, target = detect(os.environ), None
     if words and axes is not None:
-        wrong(f"both CONFIG ({words[0]}) and --axes ({axes}) say which groups there are; give one")
+        wrong(f"both CONFIG ({words[0]}) and --axes ({axes}) name the groups; give only one")
     sizes = _parsed(axes, problems) if axes is not None else (("data", None),)
     if not words and axes is None and procs is None and here.source == "alone":
-        wrong("nothing says how many ranks there are; give CONFIG, --axes or --procs")
+        wrong("the number of ranks is not known; give CONFIG, --axes or --procs")
     try:
         if words:
-            found = _of_run(words, procs, here)
+            target = _of_run(words, procs, here)
         elif not problems:
             number = num_ranks(sizes, procs, here)
-            found = CommTarget(topology(sizes, number).dense.axes, number)
+            target = CommTarget(topology(sizes, number).dense.axes, number)
     except ConfigErrors as error:
         problems.extend(error.problems)
     except TopologyError as error:
         wrong(str(error))
-    if problems or found is None:
+    if problems or target is None:
         raise ConfigErrors("tdp comm", problems)
-    return found
+    return target
 
 
 def run_ranks(
     fn: str, args: Sequence[object], target: CommTarget, *, init_timeout_s: float
 ) -> list[Any] | None:
-    """What `fn(*args)` returns on the ranks of `target`, as `run_on_topology` has it.
+    """Run `fn(*args)` on the ranks of `target`; return its results as `run_on_topology` does.
 
     A CommError is reported once for all ranks and without a traceback.
 
-    init_timeout_s: for the ranks to meet, where the target does not say.
+    Args:
+        init_timeout_s: seconds for the ranks to join, if the target has no such timeout.
 
     Raises:
-        CommError: what the ranks found.
-        LaunchError, RankError: a rank did not come, or ended without a text.
+        CommError: the ranks found a fault.
+        LaunchError, RankError: a rank did not join, or ended without a report.
     """
     with TemporaryDirectory() as folder:
         note = Path(folder) / "error"
@@ -116,30 +127,31 @@ def run_ranks(
                 note=str(note),
             )
         except CommTestError as error:
-            # this process is one of the ranks, all of which have the same text
+            # this process is one of the ranks, and all of them have the same message: one prints it
             if error.speaker in (None, detect(os.environ).rank):
                 raise
             raise typer.Exit(1) from error
         except RankError as error:
             if not note.exists():
                 raise
-            how = str(error).partition("\n")[0]
-            more = "" if "Error" in how else f"\n{how}"  # a stop or a kill only the parent knows
+            first_line = str(error).partition("\n")[0]
+            # only the parent knows that a rank was stopped or killed
+            more = "" if "Error" in first_line else f"\n{first_line}"
             raise CommError(note.read_text(encoding="utf-8") + more) from None
 
 
 def _of_run(words: Sequence[str], procs: int | None, here: Rendezvous) -> CommTarget:
-    """CONFIG and changes; what is wrong with --procs is reported as the option, not as the key."""
-    given = f"{PROCS}={procs}"
+    """Return the ranks of CONFIG with its overrides; problems name --procs instead of its key."""
+    override = f"{PROCS}={procs}"
     launched = None if here.source == "alone" else num_ranks((), procs, here)
     try:
-        run = load(words[0], [*words[1:], *([] if procs is None else [given])], launched)
+        run = load(words[0], [*words[1:], *([] if procs is None else [override])], launched)
         plan = make_plan(run, launched or local_procs(run), words[0])
     except ConfigErrors as error:
         problems = [
             replace(
                 problem,
-                file=problem.file.replace(given, f"--procs {procs}"),
+                file=problem.file.replace(override, f"--procs {procs}"),
                 path="" if problem.path == PROCS and procs is not None else problem.path,
                 text=problem.text if procs is None else _as_option(problem.text),
             )
@@ -155,24 +167,24 @@ def _of_run(words: Sequence[str], procs: int | None, here: Rendezvous) -> CommTa
 
 
 def _as_option(text: str) -> str:
-    """Return the text of a problem with the key, as one with --procs."""
+    """Return the text of a problem about the key procs as one about the option --procs."""
     return text.replace(f"{PROCS} is", "--procs is").replace(_IN_FILE, "")
 
 
 def _parsed(text: str, problems: list[Problem]) -> tuple[tuple[str, int | None], ...]:
-    """`data=2,pipe=2` as ((data, 2), (pipe, 2)); a size may be auto."""
+    """Parse `data=2,pipe=2` into ((data, 2), (pipe, 2)); a size may be auto, which is None."""
     sizes: list[tuple[str, int | None]] = []
     for part in text.split(","):
         name, equals, size = (word.strip() for word in part.partition("="))
         why = ""
         if not equals:
-            why = "an axis is written AXIS=N, e.g. data=2"
+            why = "write an axis as AXIS=N, such as data=2"
         elif name not in DEFAULT_ORDER:
             close = nearest(name, DEFAULT_ORDER)
             valid = f"did you mean {close}?" if close else f"valid: {', '.join(DEFAULT_ORDER)}"
-            why = f"no axis {name!r}; {valid}"
+            why = f"there is no axis {name!r}; {valid}"
         elif name in dict(sizes):
-            why = f"axis {name} is given twice"
+            why = f"axis {name} is given twice; give it once"
         elif size != "auto" and not (size.isascii() and size.isdigit() and int(size) > 0):
             why = f"{name} wants a whole number of ranks, 1 or more, or auto; got {size!r}"
         if why:

@@ -1,4 +1,4 @@
-"""`tdp data`: the data of a run, made ready ahead of it."""
+"""`tdp data`: prepare the data of a run before it starts."""
 
 import typer
 
@@ -24,26 +24,26 @@ def main() -> None:
 
 @data.command()
 def tokenize(config: Config, overrides: Overrides = None) -> None:
-    """Tokenize the texts of a run into a cache for all such runs.
+    """Tokenize the texts of a run and store the tokens for all runs.
 
-    A run does this itself at its start. This command needs no GPU and shows its progress. Of the
-    configuration it checks the sections run and data alone.
+    A run does this itself when it starts. This command needs no GPU and shows its progress. It
+    checks only the sections run and data of the configuration.
     """
     run = load(config, list(overrides or []), only=("run", "data"))
     if run.data.tokenizer is None:
-        raise ConfigError(f"{config}: there is no data.tokenizer, so there is nothing to tokenize")
+        raise ConfigError(f"{config}: nothing to tokenize without data.tokenizer; set it")
     run = with_template_date(run)
     labels = {x.section.path: f"{x.label}: " for x in run.data.blend}
     for part in text_parts(run).values():
-        found = _tokenize(run, part)
+        text = _tokenize(run, part)
         typer.echo(
-            f"{labels.get(part.path, '')}{len(found.tokens):,} tokens of {len(found.ends):,} "
-            f"documents, vocabulary {found.vocab:,}, in {found.folder}"
+            f"{labels.get(part.path, '')}{len(text.tokens):,} tokens of {len(text.ends):,} "
+            f"documents, vocabulary {text.vocab:,}, in {text.folder}"
         )
-        split = split_documents(found, part.val_fraction)
-        for note in filter(None, (split.note, cut_documents(found, part.seq_len))):
+        split = split_documents(text, part.val_fraction)
+        for note in filter(None, (split.note, cut_documents(text, part.seq_len))):
             typer.echo(f"note: {note}")
-        for note in row_notes(found.tally):
+        for note in row_notes(text.tally):
             typer.echo(note)
 
 

@@ -1,4 +1,4 @@
-"""`tdp eval`: loss and perplexity of a trained model, on any layout."""
+"""`tdp eval`: measure the loss and perplexity of a trained model, on any layout."""
 
 import json
 import math
@@ -31,7 +31,7 @@ from torchdistpackage.train.inference_request import EvalRequest, EvalResult
 _COMMAND = "tdp eval"
 _MICROBATCHES = 4
 _WINDOW = 1024
-"""Of a transformers folder: longer windows give a lower loss and take more memory."""
+"""Window for a transformers folder; a longer one gives a lower loss and takes more memory."""
 
 
 def eval(
@@ -39,7 +39,11 @@ def eval(
     overrides: Changes = None,
     data: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Text, .jsonl, .parquet or token ids (.bin)."),
+        typer.Option(
+            metavar="FILE",
+            help="File to measure: text, .jsonl, .parquet or token ids (.bin); default: the run's "
+            "validation data.",
+        ),
     ] = None,
     tokenizer: Tokenizer = None,
     checkpoint: Checkpoint = None,
@@ -47,23 +51,23 @@ def eval(
     tensor: Tensor = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Loss and perplexity of a trained model, on any layout.
+    """Measure the loss and perplexity of a trained model, on any layout.
 
-    The data are the validation part of the run's data, or all of --data. Each token is predicted
-    once, in windows of data.seq_len. The numbers are the same on every layout.
+    It reads the validation part of the run's data, or all of --data. Each token is predicted once,
+    in windows of data.seq_len. The numbers are the same on every layout.
     """
     problems, changes = list[str](), list(overrides or ())
     if data is not None and not data.exists():
-        problems.append(f"--data {data} is not there, seen from {Path.cwd()}")
+        problems.append(f"--data {data} does not exist, seen from {Path.cwd()}; check the path")
     source = inference.find_source(_COMMAND, target, checkpoint, changes, problems)
     if data is None and source.is_run and source.own.data.is_preference:
         problems.append(
-            f"{target} trained on pairs of answers, whose loss is that beside a reference: the run "
-            f"logs it at each validation (metrics.jsonl); give --data FILE for the loss of a text"
+            f"{target} was trained on preference pairs, whose loss needs the reference model; find "
+            f"it in metrics.jsonl at each validation, or give --data FILE for the loss of a text"
         )
     given = dict(change.split("=", 1) for change in changes if "=" in change)
     if data is None and not source.is_run and "data.path" not in given:
-        problems.append(f"{target} says nothing of data; give --data FILE")
+        problems.append(f"{target} names no data; give --data FILE")
     keys: dict[str, object] = {}
     if data is not None or tokenizer is not None:
         keys |= _data_keys(source, data, tokenizer, given.get("data.name"), problems)
@@ -78,7 +82,7 @@ def eval(
     if problems or config is None:
         raise refusal(_COMMAND, problems)
     if detect(os.environ).source == "alone":
-        try:  # a bad line is refused here, and the ranks find what was made
+        try:  # refuse a bad line here, before ranks start; they read the tokens stored here
             for part in text_parts(config).values():
                 tokenized_part(config, part)
         except DataError as error:
@@ -103,7 +107,7 @@ def _data_keys(
     kind: str | None,
     problems: list[str],
 ) -> dict[str, object]:
-    """The data section that reads this file as the model's tokens."""
+    """Return the keys of a data section that reads this file as tokens of the model."""
     folder, plain = source.tokenizer(given), DataSection()
     if data is None:
         return {} if folder is None else {"data.tokenizer": quoted(folder)}
@@ -111,8 +115,8 @@ def _data_keys(
     reads_text = kind != "tokens"
     if reads_text and folder is None and not source.has_bytes:
         problems.append(
-            f"--data {data} is text, but {source.path} has no tokenizer, and its tokens are no "
-            f"bytes; give --tokenizer FOLDER, or token ids (.bin)"
+            f"--data {data} is text, but {source.path} has no tokenizer, and its tokens are not "
+            f"bytes; give --tokenizer FOLDER, or a file of token ids (.bin)"
         )
     elif reads_text and folder is not None:
         problems += source.tokenizer_problems(folder)
@@ -137,8 +141,10 @@ def _data_keys(
 
 
 def _batch_keys(source: ModelSource, keys: dict[str, object]) -> dict[str, object]:
-    """Microbatches as large as the run's, whatever the layout; of your own source whole batches,
-    which its samples depend on."""
+    """Return keys for microbatches as large as the run's, whatever the layout.
+
+    A source of the user's own gets whole batches, because its samples depend on them.
+    """
     own, here = source.own, detect(os.environ)
 
     def size(axis: str) -> int:
@@ -172,7 +178,7 @@ def _line(found: EvalResult, perplexity: float | None, on: str) -> str:
 
 
 def _values(found: EvalResult, perplexity: float | None, on: str) -> dict[str, object]:
-    """With null for what is no finite number, which JSON does not have."""
+    """Return the values for JSON, with null for NaN and infinity, which JSON cannot hold."""
     values = {"loss": found.loss, "perplexity": perplexity}
     numbers = {k: x if x is not None and math.isfinite(x) else None for k, x in values.items()}
     more = {"tokens": found.num_tokens, "windows": found.num_windows, "data": on}
@@ -180,7 +186,7 @@ def _values(found: EvalResult, perplexity: float | None, on: str) -> dict[str, o
 
 
 def _perplexity(config: RunConfig, found: EvalResult) -> float | None:
-    """None where the loss is not of tokens."""
+    """Return the perplexity, or None if the loss is not the cross entropy of tokens."""
     if config.model.loss is not None or not found.num_windows:
         return None
     return math.exp(found.loss) if not found.loss > 700 else math.inf

@@ -1,4 +1,4 @@
-"""`tdp generate`: what a trained model writes after a prompt, on any layout."""
+"""`tdp generate`: continue prompts with a trained model, on any layout."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -34,31 +34,38 @@ def generate(
     ] = None,
     prompt_file: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="Read a prompt from FILE; repeatable."),
+        typer.Option(metavar="FILE", help="Read a prompt to continue from FILE; repeatable."),
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Maximum number of new tokens.")
+        int, typer.Option(metavar="N", min=1, help="Largest number of new tokens for each prompt.")
     ] = 100,
     temperature: Annotated[
-        float, typer.Option(metavar="T", help="Sampling temperature; 0 is greedy decoding.")
+        float,
+        typer.Option(metavar="T", help="Sampling temperature; 0 always takes the likeliest token."),
     ] = 0.0,
     top_k: Annotated[
-        int | None, typer.Option(metavar="K", help="Sample from the K most likely tokens.")
+        int | None, typer.Option(metavar="K", help="Sample only from the K likeliest tokens.")
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(metavar="P", help="Nucleus sampling with cumulative probability P."),
+        typer.Option(
+            metavar="P",
+            help="Sample only from the likeliest tokens whose probabilities add up to P.",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Random seed of the sampling.")] = 0,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are messages, written by the chat template.")
+        bool,
+        typer.Option(
+            "--chat", help="Take each prompt as a user's message, and apply the chat template."
+        ),
     ] = False,
     stop: Annotated[
         list[str] | None,
-        typer.Option(metavar="TOKEN", help="Another token that ends a text; repeatable."),
+        typer.Option(metavar="TOKEN", help="Also end a text at this token; repeatable."),
     ] = None,
     batch: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Prompts that are continued together.")
+        int, typer.Option(metavar="N", min=1, help="Number of prompts to continue at a time.")
     ] = 8,
     tokenizer: Tokenizer = None,
     checkpoint: Checkpoint = None,
@@ -73,13 +80,13 @@ def generate(
     problems = list(_sampling_problems(temperature, top_k, top_p))
     texts = [*_given(prompt or (), problems), *_read_prompts(prompt_file or (), problems)]
     if not prompt and not prompt_file:
-        problems.append("nothing to continue; give --prompt TEXT or --prompt-file FILE")
-    problems += [f"prompt {i} is empty; write something" for i, x in enumerate(texts, 1) if not x]
+        problems.append("there is no prompt; give --prompt TEXT or --prompt-file FILE")
+    problems += [f"prompt {i} is empty; write a text" for i, x in enumerate(texts, 1) if not x]
     source = inference.find_source(_COMMAND, target, checkpoint, changes, problems)
     layout = {"parallel.pipe": pipe, "parallel.tensor": tensor}
     keys = {key: size for key, size in layout.items() if size is not None}
     given = dict(change.split("=", 1) for change in changes if "=" in change)
-    replicas = given.get("parallel.data", 1)  # which all write the same
+    replicas = given.get("parallel.data", 1)  # all replicas write the same text
     keys |= {"parallel.data": 1, "pipeline.microbatches": 1, "data.global_batch": replicas}
     config = None
     with ListedIn(problems):
@@ -87,15 +94,18 @@ def generate(
     codec, folder = None, source.tokenizer(tokenizer)
     if model_of(source.own.model) is None:
         problems.append(
-            f"model.target={source.own.model.target} built the model, and only a language model of "
-            f"this package or of transformers can be asked for tokens"
+            f"the model was built by model.target={source.own.model.target}; only a language model "
+            f"of this package or of transformers can generate text"
         )
     elif folder is None and chat:
-        problems.append("--chat: tokens are bytes, and a chat template is of a tokenizer; give one")
+        problems.append(
+            "--chat needs the chat template of a tokenizer, but the tokens of this model are "
+            "bytes; give --tokenizer FOLDER or remove --chat"
+        )
         codec = ByteCodec()
     elif folder is None and not source.has_bytes:
         problems.append(
-            f"{target} has no tokenizer, and its tokens are no bytes; give --tokenizer FOLDER"
+            f"{target} has no tokenizer, and its tokens are not bytes; give --tokenizer FOLDER"
         )
     else:
         data = source.own.data if config is None else config.data
@@ -106,9 +116,9 @@ def generate(
     encoded = [] if codec is None else [codec.encode(text) for text in texts]
     if chat:
         day = None if config is None else config.data.template_date
-        found = _Chat.of(folder, codec, day or today(), problems)
-        encoded = [] if found is None else list(found.encode(texts, problems))
-        stops += () if found is None else found.stops
+        chat_codec = _Chat.of(folder, codec, day or today(), problems)
+        encoded = [] if chat_codec is None else list(chat_codec.encode(texts, problems))
+        stops += () if chat_codec is None else chat_codec.stops
         texts = [f"{text}\n" for text in texts]
     problems += _prompt_problems(encoded, texts, source.window)
     if problems or codec is None or config is None:
@@ -128,7 +138,7 @@ def generate(
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """Messages as a tokenizer's chat template writes them. stops: what ends a reply."""
+    """A tokenizer's chat template, which writes messages. stops: tokens that end a reply."""
 
     template: ChatTemplate
     codec: TokenizerCodec
@@ -139,16 +149,16 @@ class _Chat:
         cls, folder: Path | None, codec: TokenCodec | None, day: str, problems: list[str]
     ) -> "_Chat | None":
         if folder is None or codec is None:
-            return None  # which is a problem already, but for a model of bytes
+            return None  # already reported, except for a model of bytes
         try:
             template = ChatTemplate(folder, date.fromisoformat(day))
-            # no token stands before what the template writes
-            written = TokenizerCodec(folder)
-            found = written.special(template.behind_reply().lstrip())
+            # without begin-of-text token: the template itself writes it
+            plain_codec = TokenizerCodec(folder)
+            end = plain_codec.special(template.behind_reply().lstrip())
         except DataError as error:
             problems.append(f"--chat: {error}")
             return None
-        return cls(template, written, () if found is None else (found,))
+        return cls(template, plain_codec, () if end is None else (end,))
 
     def encode(self, texts: list[str], problems: list[str]) -> Iterator[list[int]]:
         for number, text in enumerate(texts, 1):
@@ -160,16 +170,18 @@ class _Chat:
 
 def _asked_stops(tokens: list[str], codec: TokenCodec, problems: list[str]) -> Iterator[int]:
     for text in tokens:
-        if (found := codec.token(text)) is None:
-            problems.append(f"--stop {text!r}: no single token of this model's tokenizer")
+        if (token := codec.token(text)) is None:
+            problems.append(
+                f"--stop {text!r} is not a single token of this model's tokenizer; name one that is"
+            )
         else:
-            yield found
+            yield token
 
 
 def _codec(
     folder: Path | None, source: inference.ModelSource, data: DataSection, problems: list[str]
 ) -> TokenCodec | None:
-    """What makes ids of prompts as `data` does of documents, whose end is yet to come."""
+    """Return the codec that encodes prompts as `data` encodes documents, without an end token."""
     if folder is None:
         return ByteCodec()
     if wrong := source.tokenizer_problems(folder):
@@ -185,14 +197,17 @@ def _codec(
 
 def _sampling_problems(temperature: float, top_k: int | None, top_p: float | None) -> Iterator[str]:
     if top_p is not None and not 0 < top_p <= 1:
-        yield f"--top-p {top_p:g}: a share of the chances, above 0 and at most 1"
+        yield f"--top-p {top_p:g}: use a probability above 0 and at most 1"
     if top_k is not None and top_k < 1:
-        yield f"--top-k {top_k}: a number of tokens, 1 or more"
+        yield f"--top-k {top_k}: use a number of tokens, 1 or more"
     if not 0 <= temperature < math.inf:
         yield f"--temperature {temperature}: use a finite number, 0 or more"
     for name, value in (("top-k", top_k), ("top-p", top_p)):
         if value is not None and temperature == 0:
-            yield f"--{name} {value:g} would not be used with --temperature 0; set that to 1, say"
+            yield (
+                f"--{name} {value:g} has no effect with --temperature 0; set a temperature such as "
+                f"1, or remove --{name}"
+            )
 
 
 def _given(texts: Iterable[str], problems: list[str]) -> Iterator[str]:
@@ -200,7 +215,7 @@ def _given(texts: Iterable[str], problems: list[str]) -> Iterator[str]:
         try:
             text.encode()
         except UnicodeEncodeError:
-            problems.append(f"--prompt {text!r} is no UTF-8 text")
+            problems.append(f"--prompt {text!r} is not valid UTF-8; pass it as UTF-8 text")
         else:
             yield text
 
@@ -217,25 +232,25 @@ def _prompt_problems(encoded: list[list[int]], texts: list[str], window: int) ->
     for number, (ids, text) in enumerate(zip(encoded, texts, strict=False), 1):
         if len(ids) > window:
             yield (
-                f"prompt {number} has {len(ids)} tokens, and the model sees {window} at once; "
+                f"prompt {number} has {len(ids)} tokens, but the model takes at most {window}; "
                 f"shorten it by {len(ids) - window}"
             )
         elif text and not ids:
-            yield f"prompt {number} has no token; write something that the tokenizer knows"
+            yield f"prompt {number} has no token; write a text that the tokenizer can encode"
 
 
 def _stops(
     source: inference.ModelSource, codec: TokenCodec | None, problems: list[str]
 ) -> tuple[int, ...]:
-    """Ids that end a text: of a transformers folder those that its files name."""
+    """Return the ids that end a text; for a transformers folder those that its files name."""
     for name in _STOPS_IN if not source.is_run else ():
         if not (file := source.path / name).is_file():
             continue
         try:
-            found = parse_json(file.read_text(encoding="utf-8")).get("eos_token_id")
+            ids = parse_json(file.read_text(encoding="utf-8")).get("eos_token_id")
         except (OSError, ValueError, AttributeError) as error:
             problems.append(f"{file} cannot be read: {error}")
             continue
-        if found is not None:
-            return tuple(x for x in (found if isinstance(found, list) else [found]))
+        if ids is not None:
+            return tuple(ids if isinstance(ids, list) else [ids])
     return () if codec is None or codec.stop is None else (codec.stop,)

@@ -1,7 +1,7 @@
-"""`tdp init`: the first YAML file of a run, written from the answers to five questions.
+"""`tdp init`: write the first YAML file of a run from the answers to five questions.
 
-A key's comment is its text in the schema, and the file must pass the rules of every run before it
-is written, so this module knows no rule of its own.
+The comment of a key is its text in the schema, and the file must pass the rules of every run before
+it is written, so this module has no rules of its own.
 """
 
 import json
@@ -30,7 +30,7 @@ EXAMPLE, GPT, LOCAL = "example", "gpt", "local"
 _IMPORT_PATH = re.compile(r"[\w.]+:\w+")
 _MAX_SEQ_LEN = {GPT: 128, "hf": 512}
 _MOST_OF_A_LINE = 1 << 24
-"""Bytes of the first row that are read to learn its fields."""
+"""Most bytes of the first row that are read to find its fields."""
 _WIDTH = 96
 """Columns of a line with its comment; a longer comment is wrapped above its key."""
 _PROMPTS = ("prompt", "completion")
@@ -39,7 +39,7 @@ _PAIRS = ("chosen", "rejected")
 
 @dataclass(frozen=True)
 class Answers:
-    """What the user wants. model: a folder, an import path, or GPT; per_node: ranks of a node."""
+    """The user's answers. model: a folder, an import path or GPT; per_node: ranks on a node."""
 
     data: str
     model: str
@@ -63,38 +63,45 @@ def init(
         str | None,
         typer.Option(
             metavar="PATH|MODULE:CLASS|example",
-            help="File or folder of text, JSON lines, parquet or token ids, or your own class; "
-            "example: Python's standard library.",
+            help="Training data: a file or folder of text, JSON lines, parquet or token ids, "
+            "your own class, or example for the sources of Python's standard library.",
         ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
             metavar="gpt|FOLDER|MODULE:FUNCTION",
-            help="A small GPT, a Hugging Face folder, or your own function.",
+            help="Model: gpt for a small GPT, a Hugging Face folder, or your own function.",
         ),
     ] = None,
     where: Annotated[
         str | None,
-        typer.Option(metavar="local|PARTITION", help="This machine, or a partition of Slurm."),
+        typer.Option(
+            metavar="local|PARTITION", help="Where to run: on this machine or on a Slurm partition."
+        ),
     ] = None,
     procs: Annotated[
         str | None,
         typer.Option(
-            metavar="N|NODESxN", help="Number of processes, one for each GPU; on Slurm such as 2x8."
+            metavar="N|NODESxN",
+            help="Number of processes, one for each GPU; on Slurm nodes x processes, such as 2x8.",
         ),
     ] = None,
-    steps: Annotated[str | None, typer.Option(metavar="N", help="Optimizer steps.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE.")] = False,
+    steps: Annotated[
+        str | None, typer.Option(metavar="N", help="Number of optimizer steps.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite FILE if it exists already.")
+    ] = False,
 ) -> None:
     """Write the YAML file of a run, from five questions or options.
 
-    On a terminal each option that is not given is a question. Elsewhere at least one is needed, and
-    the others are example, gpt, local, 1 and 200.
+    On a terminal the command asks for each option that is not given. Elsewhere give at least one;
+    the others default to example, gpt, local, 1 and 200.
     """
     path = Path(file)
     if path.exists() and not force:
-        raise ConfigError(f"{file} is there already; name another file or pass --force")
+        raise ConfigError(f"{file} exists already; name another file or pass --force")
     answers = _answers(data, model, where, procs, steps)
     text = _text(answers, path)
     loads(text, file)  # the rules of a run
@@ -110,7 +117,7 @@ def init(
 def _answers(
     data: str | None, model: str | None, where: str | None, procs: str | None, steps: str | None
 ) -> Answers:
-    """Return the answers of the options, and of the questions for those that are missing."""
+    """Return the answers: from options, and from questions for the options that are missing."""
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not on_terminal and {data, model, where, procs, steps} == {None}:
         raise ConfigError(

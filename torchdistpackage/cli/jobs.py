@@ -1,7 +1,7 @@
-"""`tdp jobs`: what became of the runs that were submitted, and what can be done about them.
+"""`tdp jobs`: list, show, follow, cancel and resubmit runs.
 
-A run is named by its name, its folder or a job id; its folder has the rest. As a program this file
-is the earlier `python -m torchdistpackage.tools.slurm_job_monitor --cfg FILE`.
+A run is given by its name, its folder or a job id. As a program this file is the earlier
+`python -m torchdistpackage.tools.slurm_job_monitor --cfg FILE`.
 """
 
 import argparse
@@ -40,14 +40,14 @@ from torchdistpackage.lazy import resolve
 from torchdistpackage.run_files import RESOLVED, RunDir
 from torchdistpackage.text import text_table
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a run, run folder or job id.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a run, its folder or a job id.")]
 Dir = Annotated[
     Path, typer.Option("--dir", metavar="DIR", help="Folder that contains the run folders.")
 ]
 RUNS = Path("runs")
 RUN = "torchdistpackage.report.run:Run"
 STATUS_OF = "torchdistpackage.report.status:status_of"
-"""Read local runs, and load yaml, which submitted runs need not."""
+"""Imported only for local runs, because they load yaml, which submitted runs do not need."""
 DEFAULTS = ResubmitLimits()
 
 jobs = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -55,9 +55,9 @@ jobs = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 @jobs.command()
 def ls(folder: Dir = RUNS) -> None:
-    """List the submitted runs, then the local ones, each latest last.
+    """List submitted runs, then local ones, each with the latest last.
 
-    tdp runs is the same.
+    tdp runs does the same.
     """
     runs = find_runs(folder)
     looked = submitted.query_runs(runs)
@@ -119,18 +119,20 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Print new lines until the job ends.")
     ] = False,
     rank: Annotated[
-        int | None, typer.Option(metavar="R", min=0, help="Print the log of this rank instead.")
+        int | None, typer.Option(metavar="R", min=0, help="Print the log of rank R instead.")
     ] = None,
     restart: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Print this restart only; needs --rank.")
+        int | None, typer.Option(metavar="N", min=0, help="Print restart N only; needs --rank.")
     ] = None,
 ) -> None:
     """Print the main log of a run, or the log of one rank.
 
-    Logs of all restarts are joined. With --follow the exit code is 0 if the job succeeded.
+    The logs of all restarts are joined. With --follow the exit code is 0 if the job succeeded.
     """
     if restart is not None and rank is None:
-        raise typer.BadParameter("the main log holds all starts; give --rank too")
+        raise typer.BadParameter(
+            "the main log holds all restarts together; give --rank too", param_hint="--restart"
+        )
     run = single(find(name, folder))
 
     def paths() -> list[Path]:
@@ -149,7 +151,7 @@ def logs(
 
 @jobs.command()
 def cancel(name: Name, folder: Dir = RUNS) -> None:
-    """Cancel the jobs of a run; an array id cancels its sweep."""
+    """Cancel the jobs of a run; the id of an array cancels its sweep."""
     ids = submitted.cancel(find(name, folder))
     typer.echo(f"cancelled job {', '.join(ids)}")
 
@@ -171,11 +173,14 @@ def resubmit(name: Name, folder: Dir = RUNS) -> None:
 def monitor(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME|SCRIPT", help="Submitted run, or a batch script to submit."),
+        typer.Argument(
+            metavar="NAME|SCRIPT",
+            help="Submitted run to watch, or batch script to submit and watch.",
+        ),
     ],
     folder: Dir = RUNS,
     max_resubmits: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Maximum number of resubmissions.")
+        int, typer.Option(metavar="N", min=0, help="Largest number of resubmissions.")
     ] = DEFAULTS.max_resubmits,
     interval: Annotated[
         float, typer.Option(metavar="S", min=1.0, help="Seconds between queries of Slurm.")
@@ -183,14 +188,16 @@ def monitor(
     delay: Annotated[
         float,
         typer.Option(
-            metavar="S", min=0.0, help="Seconds before the first resubmission; doubles each time."
+            metavar="S",
+            min=0.0,
+            help="Seconds to wait before the first resubmission; doubles each time.",
         ),
     ] = DEFAULTS.first_wait_s,
 ) -> None:
     """Watch a job and submit it again when it fails.
 
     The delay before a resubmission doubles each time. A job that was cancelled with scancel is
-    not submitted again. Ctrl-C ends the watching, not the job.
+    not submitted again. Ctrl-C stops the watching, not the job.
     """
     limits = ResubmitLimits(max_resubmits=max_resubmits, first_wait_s=delay, query_s=interval)
     if Path(name).is_file():
@@ -216,7 +223,7 @@ def _story(run: SubmittedRun, info: JobInfo) -> str:
         "earlier jobs": ", ".join(record.job for record in run.records[:-1]),
         "state": f"{now.word}{now.suffix}",
         "exit code": "" if info.exit_code is None else str(info.exit_code),
-        "nodes": info.nodes or f"{latest.nodes} asked for",
+        "nodes": info.nodes or f"{latest.nodes} requested",
         "running for": elapsed,
         "restarts": str(restarts(run, info)),
         "step": _steps(got.step, got.num_steps) + loss,

@@ -1,8 +1,9 @@
-"""`tdp`: finds the command, runs it, and says in the exit code how it went.
+"""`tdp`: find the command, run it, and return an exit code.
 
-Only the module of the command that was asked for is imported, so a plan does not wait for what
-training needs, and the help for none. A mistake of the user ends in its text and code 2, a run that
-failed in its report and code 1; a traceback of this process is a bug in this package.
+Only the module of the requested command is imported, so that `tdp plan` does not wait for what
+training imports, and help imports no command at all. A mistake of the user prints its message and
+exits with 2, a run that failed prints its report and exits with 1. A traceback of this process is
+a bug in this package.
 """
 
 import os
@@ -29,7 +30,7 @@ from torchdistpackage.lazy import resolve
 
 COMMANDS = {
     "init": "Write the YAML file of a run, from five questions or options.",
-    "train": "Train on local processes, or as a rank of torchrun or srun.",
+    "train": "Train on this machine, or as a rank of torchrun or srun.",
     "submit": "Submit a run, or a sweep of runs, to Slurm.",
     "jobs": "List, show, follow, cancel and resubmit submitted runs.",
     "report": "Write one HTML file that shows a run, or compares several.",
@@ -37,36 +38,36 @@ COMMANDS = {
     "plan": "Summarize a run's layout, memory, schedule and communication.",
     "data": "Prepare the training data of a run.",
     "generate": "Continue prompts with a trained model, on any layout.",
-    "eval": "Loss and perplexity of a trained model, on any layout.",
-    "export": "Export the latest checkpoint for transformers or peft, adapters merged or apart.",
+    "eval": "Measure the loss and perplexity of a trained model, on any layout.",
+    "export": "Export the latest checkpoint for transformers or peft.",
     "checkpoint": "List, show, verify, compare, convert and prune checkpoints.",
     "comm": "Test, benchmark and check the communication between ranks.",
     "parity": "Compare the layouts of a run with one process, module by module.",
     "schedule": "Show a pipeline schedule and its bubble.",
-    "profile": "Summarise the trace of a run's profiled steps.",
+    "profile": "Summarize the trace of a run's profiled steps.",
     "schema": "Print the JSON schema of the YAML file.",
 }
-"""Each a function, or commands of its own, in the module of its name -> how the help lists it."""
+"""Command, a function or group of commands in the module of that name -> its line in the help."""
 
 _EARLIER_OPTIONS = {
     ("comm", "bench"): {"--alone": "--isolated", "--over": "--axis"},
     ("jobs", "monitor"): {"--every": "--interval", "--wait": "--delay"},
     ("submit",): {"--parallel": "--max-parallel"},
 }
-"""Command -> names of options before 0.1, which are still taken, and those of today."""
+"""Command -> option names before 0.1, which still work -> their names today."""
 
 _REFUSALS = (ConfigError, TopologyError, LayoutError, ScheduleError, HeldError)
 _REFUSED, _FAILED, _INTERRUPTED = 2, 1, 130
 _AS_IT_IS = {"generate", "watch"}
-"""Commands that print what a model or a display of ours writes."""
+"""Commands whose output needs control characters: a model's text, or a display."""
 _FOLLOWS = {"logs", "--follow"}
-"""Words of commands that print the log of a job."""
+"""Arguments with which a command prints the log of a job, unchanged."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `tdp` with the arguments after its name; returns the exit code.
+    """Run `tdp` with the arguments after its name, and return the exit code.
 
-    argv: None: those of this process, which is a program then, and a rank that failed ends here.
+    argv: None takes the arguments of this process, and ends the process if it is a failed rank.
     """
     code = _run(sys.argv[1:] if argv is None else argv)
     if argv is None and code:
@@ -75,10 +76,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _end_rank(code: int) -> None:
-    """End this process at once if it is still one of the ranks.
+    """Exit at once if this process is still one of the ranks.
 
-    A thread may be stuck in a call of the back end, and the interpreter's own end would wait for
-    the communicators to be aborted under it. What was to be said has been said.
+    A thread may be stuck in a call of the back end, and the interpreter's own exit would wait for
+    it. All messages have been printed by now.
     """
     comm = sys.modules.get("torchdistpackage.comm.creation")
     if comm is not None and comm.is_joined():
@@ -88,7 +89,7 @@ def _end_rank(code: int) -> None:
 
 
 class _Printable:
-    """A stream that shows what a terminal would obey, such as U+202E or an escape, as escapes."""
+    """A stream that writes characters which control a terminal, such as U+202E, as escapes."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -107,7 +108,7 @@ def _run(args: list[str]) -> int:
     words = words if "_TDP_COMPLETE" in os.environ else args
     asked = next((word for word in words if not word.startswith("-")), "")
     with ExitStack() as stack:
-        if asked != "train":  # whose ranks may write to either
+        if asked != "train":  # its ranks write to both streams themselves
             stack.enter_context(redirect_stderr(cast(TextIO, _Printable(sys.stderr))))
             if asked not in _AS_IT_IS and not _FOLLOWS & set(args):
                 stack.enter_context(redirect_stdout(cast(TextIO, _Printable(sys.stdout))))
@@ -128,7 +129,7 @@ def _run_command(asked: str, args: list[str]) -> int:
     except PermissionError as error:
         if error.filename is None:
             raise
-        hint = "its owner can give the right to read and search it"
+        hint = "ask its owner for the right to read and search it"
         print(printable(f"tdp: {error.filename}: {error.strerror}; {hint}"), file=sys.stderr)
         return _FAILED
     except KeyboardInterrupt:
@@ -153,8 +154,8 @@ def _version(asked: bool) -> None:
 
 
 def _command(asked: str) -> TyperGroup:
-    """`tdp` with the command `asked`; of the others it knows what the help lists."""
-    # Plain help and plain tracebacks: rich takes longer to import than a plan to make.
+    """Return `tdp` with the command `asked`; other commands have only their line in the help."""
+    # Plain help and plain tracebacks: importing rich takes longer than making a plan.
     app = typer.Typer(
         pretty_exceptions_enable=False,
         rich_markup_mode=None,

@@ -1,4 +1,4 @@
-"""`tdp parity`: the layouts of a run against one process, module by module."""
+"""`tdp parity`: compare the layouts of a run with one process, module by module."""
 
 import os
 import tempfile
@@ -22,14 +22,14 @@ COMPARE = "torchdistpackage.train.parity:compare_plan"
 def parity(config: Config, overrides: Overrides = None) -> None:
     """Compare the layouts of a run with one process, module by module.
 
-    CONFIG is the file of a run, or a folder of transformers: then two ranks along data, pipe and
-    tensor, or the degrees that are given.
+    CONFIG is the file of a run or the folder of a transformers model. For a folder, data, pipe and
+    tensor have two ranks each unless degrees are given.
 
-    The model and the batch are made small, with the same classes, and trained for three steps in
-    float64: each axis of the run alone, then pairs, then all. Activations, gradients, the loss, the
-    gradient norm and the weights are compared. A right run prints one line and exits with 0; else
-    the first module and axis that differ are named, by how much, with the usual cause, and the exit
-    code is 1.
+    The command makes the model and the batch small, with the same classes, and trains three steps
+    in float64: with each axis of the run alone, then with two axes, then with all. It compares
+    activations, gradients, the loss, the gradient norm and the weights. If all agree, it prints one
+    line and exits with 0. Otherwise it names the first module and axis that differ, by how much and
+    the usual cause, and exits with 1.
     """
     with tempfile.TemporaryDirectory(prefix="tdp-parity-") as scratch:
         if is_model(config):
@@ -37,14 +37,14 @@ def parity(config: Config, overrides: Overrides = None) -> None:
             for note in notes:
                 typer.echo(wrap_on_terminal(note), err=True)
         else:
-            found = load(config, list(overrides or []))
-            make_plan(found, local_procs(found), config)
-            found = with_template_date(found)
-            refuse_here(found, config, code_folder(os.environ))
-            if found.model.hf is not None:
-                found = with_small_copy(found, Path(scratch))
-            plan = make_plan(found, local_procs(found), config)
-        parity_run(plan)  # says what cannot be compared before torch is loaded
+            run = load(config, list(overrides or []))
+            make_plan(run, local_procs(run), config)
+            run = with_template_date(run)
+            refuse_here(run, config, code_folder(os.environ))
+            if run.model.hf is not None:
+                run = with_small_copy(run, Path(scratch))
+            plan = make_plan(run, local_procs(run), config)
+        parity_run(plan)  # refuses what cannot be compared before torch is loaded
         report = resolve(COMPARE)(plan, lambda line: typer.echo(wrap_on_terminal(line), err=True))
     typer.echo(wrap_on_terminal(str(report)))
     raise typer.Exit(0 if report.is_right else 1)

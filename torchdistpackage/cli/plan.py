@@ -1,4 +1,4 @@
-"""`tdp plan`: the layout, memory and schedule of a run, before it is queued."""
+"""`tdp plan`: show the layout, memory and schedule of a run before it is queued."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,11 +38,11 @@ ESTIMATES = "torchdistpackage.plan.estimate:estimates"
 TIMELINE = "torchdistpackage.plan.estimate:timeline_with_messages"
 ELASTIC, CHECK_NODES = (f"torchdistpackage.plan.elastic:{x}" for x in ("fitted", "check_nodes"))
 TABLE = "torchdistpackage.cli._elastic:elastic_table"
-"""What few plans show is loaded for these alone."""
+"""Import paths of what few plans need, loaded only for those."""
 LIMIT = 64
-"""Ranks listed in each part, without --all."""
+"""Most ranks that each part lists without --all."""
 _SHOWN = 8
-"""Counts of nodes named, where there is a choice."""
+"""Most node counts that are listed when Slurm may choose one."""
 
 
 def plan(
@@ -51,14 +51,16 @@ def plan(
     world: World = None,
     ranks_per_node: Annotated[
         int | None,
-        typer.Option(metavar="K", min=1, help="Warn about groups that span nodes of K ranks."),
+        typer.Option(metavar="K", min=1, help="Warn about groups that span nodes of K ranks each."),
     ] = None,
     groups: Annotated[
         bool,
-        typer.Option("--groups", help=f"Print coordinates and groups of the first {LIMIT} ranks."),
+        typer.Option(
+            "--groups", help=f"Print the mesh position and groups of up to {LIMIT} ranks."
+        ),
     ] = False,
     show_bytes: Annotated[
-        bool, typer.Option("--bytes", help="Print the calls and bytes of a step by axis.")
+        bool, typer.Option("--bytes", help="Print the communication of a step, by axis and call.")
     ] = False,
     sbatch: Annotated[
         bool, typer.Option("--sbatch", "--script", help="Print the batch script of the job.")
@@ -69,45 +71,51 @@ def plan(
     profile: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Estimate communication times from a profile of tdp comm bench."
+            metavar="FILE",
+            help="Estimate communication times from a profile that tdp comm bench wrote.",
         ),
     ] = None,
     tensor: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Split the Hugging Face model in folder CONFIG over N shards."
+            metavar="N",
+            min=1,
+            help="Show how N tensor ranks split a model; CONFIG is its Hugging Face folder.",
         ),
     ] = None,
     seq_len: Annotated[
-        int, typer.Option(metavar="L", min=1, help="With --tensor, tokens of a forward.")
+        int, typer.Option(metavar="L", min=1, help="With --tensor: number of tokens in a forward.")
     ] = 128,
     forward_s: Annotated[
         float | None,
         typer.Option(
             metavar="S",
             min=0,
-            help="Seconds of a microbatch's forward on a stage; needs --profile.",
+            help="Seconds that a stage takes for the forward of a microbatch; estimates the bubble "
+            "with messages. Needs --profile.",
         ),
     ] = None,
     nodes: Annotated[
         str | None,
         typer.Option(
-            metavar="A..B", help="Show the degrees of the same training on A to B nodes instead."
+            metavar="A..B",
+            help="Print instead a table of the degrees that the run would have on A to B nodes.",
         ),
     ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw the ranks on their nodes, by group (SVG)."),
+        typer.Option(metavar="FILE", help="Draw the nodes, their ranks and groups to FILE (SVG)."),
     ] = None,
 ) -> None:
     """Summarize a run's layout, memory, schedule and communication.
 
-    Needs no GPU. Options print the tables and the batch script. An invalid configuration is refused
-    with all its errors at once.
+    Needs no GPU and starts nothing. --groups, --bytes, --sbatch and --all print more. If the
+    configuration is invalid, all its errors are listed at once.
     """
     if forward_s is not None and profile is None:
         raise typer.BadParameter(
-            "needs --profile, which has the times of messages", param_hint="--forward-s"
+            "needs --profile FILE, which has the times of messages; add it",
+            param_hint="--forward-s",
         )
     if nodes is not None:
         typer.echo(resolve(TABLE)(config, load(config, overrides or []), nodes, ranks_per_node))
@@ -116,12 +124,16 @@ def plan(
         other = (overrides, world, ranks_per_node, sbatch, profile, picture, groups, show_bytes)
         if any(other):
             raise typer.BadParameter(
-                "a model alone takes --seq-len and --all only", param_hint="--tensor"
+                "goes with --seq-len and --all only; remove the other options and keys",
+                param_hint="--tensor",
             )
         typer.echo(resolve(SPLIT)(Path(config), tensor, seq_len, show_all))
         return
     if (Path(config) / CONFIG).is_file() or config.endswith(".json"):
-        raise typer.BadParameter("a model needs the number of shards", param_hint="--tensor")
+        raise typer.BadParameter(
+            f"{config} is a model and no run; give the number of tensor ranks, such as --tensor 2",
+            param_hint="--tensor",
+        )
     cluster = None if profile is None else resolve(READ_PROFILE)(profile)
     run = load(config, overrides or [], world, job=sbatch or None)
     is_job = sbatch or bool(run.launch.slurm)
@@ -138,7 +150,7 @@ def plan(
     limit = planned.world_size if show_all else LIMIT
     mesh = describe(planned.topology.dense.axes)
     warnings = [x for x in (too_long(planned), *own_model_warnings(planned)) if x is not None]
-    # A plan is made on any machine; only those that start or queue a run refuse what is absent.
+    # A plan may be made on any machine; only commands that start or queue a run need the files.
     warnings += [f"{x}; tdp train and tdp submit refuse it" for x in absent_files(run)]
     if run.data.tokenizer is not None:
         warnings += resolve(UNUSED_KEYS)(run)
@@ -170,15 +182,15 @@ def _fitted(run: RunConfig, world_size: int, source: str) -> RunConfig:
 
 
 def _draw(plan: Plan, ranks_per_node: int, path: Path) -> str:
-    """Write the ranks on their nodes as a picture; what to say of it."""
+    """Draw the ranks on their nodes; return the line to print."""
     meshes = [(axis, plan.topology.named(axis)[0]) for axis in AXES]
     try:
-        path.parent.stat()  # as tdp comm bench, it makes no folder of a mistyped name
+        path.parent.stat()  # a mistyped folder is an error, not a new folder
         resolve(WRITE)(path, placement_svg(plan.config.run.name, meshes, ranks_per_node))
     except OSError as error:
         raise ConfigError(
             f"--picture {path} cannot be written: {error.strerror}; name a file in a folder that "
-            f"exists and is yours"
+            f"exists and that you can write to"
         ) from error
     return f"wrote {path}"
 
@@ -186,16 +198,16 @@ def _draw(plan: Plan, ranks_per_node: int, path: Path) -> str:
 def _communication(
     plan: Plan, profile: Any, ranks_per_node: int | None, forward_s: float | None
 ) -> str:
-    lines = [f"messages in a step, by the profile of {profile.date} ({profile.by})"]
+    lines = [f"communication of a step, by the profile of {profile.date} ({profile.by})"]
     for found in resolve(ESTIMATES)(plan, profile, ranks_per_node):
         time = "not estimated" if found.time_s is None else f"{found.time_s * 1e3:.3g} ms"
         lines.append(wrap(f"  {found.axis:<8} {time:>13}   {found.what}", indent=" " * 27))
     if len(lines) == 1:
-        lines.append("  none: every rank is alone")
+        lines.append("  none: every group has one rank")
     if forward_s is not None:
         timeline = resolve(TIMELINE)(plan, profile, ranks_per_node, forward_s)
         shown = "not estimated" if timeline is None else f"{timeline.bubble:.1%}"
-        lines.append(f"bubble with messages, a forward taking {forward_s:g} s   {shown}")
+        lines.append(f"bubble with messages, if a forward takes {forward_s:g} s   {shown}")
     return "\n".join(lines)
 
 
@@ -203,5 +215,5 @@ def _script(run: RunConfig, shape: JobGeometry) -> str:
     many = [f"{n} ({w} ranks)" for n, w in zip(shape.nodes, shape.world_sizes, strict=True)]
     granted = f"; Slurm may grant {', '.join(many[:_SHOWN])} nodes" if len(many) > 1 else ""
     text = resolve(RENDER)(resolve(PREVIEW)(run, Path.cwd()))
-    head = f"batch script, as tdp submit writes it but for the folder of the code{granted}"
+    head = f"batch script, as tdp submit writes it except for the folder of the code{granted}"
     return f"{wrap(head)}\n\n{text}"

@@ -1,4 +1,4 @@
-"""`tdp profile`: the trace of a run, summed up and drawn."""
+"""`tdp profile`: summarize and draw the trace of a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,24 +13,30 @@ from torchdistpackage.train.trace_file import TRACE, png, read_trace, summary
 
 def profile(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help=f"Run folder with a {TRACE}, or that file itself.")
+        Path,
+        typer.Argument(metavar="RUN", help=f"Folder of a run with a {TRACE}, or that file itself."),
     ],
     png_file: Annotated[
         Path | None,
-        typer.Option("--png", metavar="FILE", help="Write a drawing (PNG); needs matplotlib."),
+        typer.Option(
+            "--png", metavar="FILE", help="Write a drawing to FILE (PNG); needs matplotlib."
+        ),
     ] = None,
 ) -> None:
-    """Summarise the trace of a run's profiled steps.
+    """Summarize the trace of a run's profiled steps.
 
-    The key train.profile.steps selects the steps. For each rank the table has the share of time
-    spent in computation, in waiting for pipeline messages, and in waiting for the calls of each
-    group. Open the trace itself in ui.perfetto.dev.
+    The key train.profile.steps selects the steps. The table has a row for each rank: the shares of
+    time in which it computed, waited for pipeline messages, and waited for the calls of each group.
+    Open the trace itself in ui.perfetto.dev.
     """
     problems, trace, written = list[str](), None, ""
     with ListedIn(problems):
         trace = read_trace(run)
     if png_file is not None and not png_file.parent.is_dir():
-        problems.append(f"--png {png_file} cannot be written: there is no folder for it")
+        problems.append(
+            f"--png {png_file} cannot be written: there is no folder {png_file.parent}; create it "
+            f"or name another"
+        )
     if problems or trace is None:
         raise refusal("tdp profile", problems)
     if png_file is not None:
@@ -38,7 +44,9 @@ def profile(
         try:
             png_file.write_bytes(content)
         except OSError as error:
-            raise ConfigError(f"--png {png_file} cannot be written: {error.strerror}") from error
+            raise ConfigError(
+                f"--png {png_file} cannot be written: {error.strerror}; name another file"
+            ) from error
         written = f"\nwrote {png_file}"
     steps = ", ".join(map(str, trace.steps))
     head = f"{trace.run}: {trace.schedule}, {len(trace.ranks)} ranks, steps {steps}"

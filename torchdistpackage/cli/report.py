@@ -1,4 +1,4 @@
-"""`tdp report`: one HTML file that shows a run, or compares several."""
+"""`tdp report`: write one HTML file that shows a run, or compares several."""
 
 import time
 from pathlib import Path
@@ -23,22 +23,26 @@ def report(
             "--out",
             "-o",
             metavar="FILE",
-            help=f"File to write; default: {REPORT} in the folder of one run, else here.",
+            help=f"File to write; default: {REPORT} in the folder of the run, or in the current "
+            "folder if there are several runs.",
         ),
     ] = None,
     peak_tflops: Annotated[
         float | None,
         typer.Option(
-            metavar="N", min=0.001, help="Peak TFLOP/s of a device; default: by its name."
+            metavar="N",
+            min=0.001,
+            help="Peak TFLOP/s of one device, for the utilization; default: by the device's name.",
         ),
     ] = None,
 ) -> None:
     """Write one HTML file that shows a run, or compares several.
 
-    The file opens without a network and without a server. It has the curves, what a step was spent
-    on, memory, slow ranks, the pipeline's timeline, every start with its end, checkpoints and the
-    configuration. Of several runs it also has a table of the keys that differ. A run folder is
-    shown as far as it goes: while it is written, torn, or of an earlier version.
+    The file needs no network and no server. It shows the loss and other curves, what the time of a
+    step was spent on, memory, slow ranks, the pipeline's timeline, every start and how it ended,
+    checkpoints and the configuration. For several runs it also shows a table of the keys that
+    differ. A run that is still running, damaged or of an earlier version is shown as far as
+    possible.
     """
     problems: list[str] = []
     for folder in runs:
@@ -47,9 +51,11 @@ def report(
     with ListedIn(problems):
         plotly_script()
     path = out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
-    # of a run that is not there, that has been said
+    # a missing run has been reported above
     if not path.parent.is_dir() and (out is not None or runs[0].is_dir()):
-        problems.append(f"{path} cannot be written: there is no folder for it")
+        problems.append(
+            f"{path} cannot be written: there is no folder {path.parent}; create it or name another"
+        )
     if problems:
         raise refusal("tdp report", problems)
     read = write_report(runs, path, time.time(), peak_tflops and peak_tflops * 1e12)

@@ -1,4 +1,4 @@
-"""`tdp schedule`: a pipeline schedule as a picture and in numbers, with no device."""
+"""`tdp schedule`: draw and simulate a pipeline schedule, without a device."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,13 +23,13 @@ WIDEST_CELLS = 200
 
 
 def _cost(of: ActionKind, words: str) -> typer.models.OptionInfo:
-    # Integers, because a cell of the table is one unit; any ratio can be written with two.
-    text = f"Time units of one {words} on every stage; default: {DEFAULT_COSTS[of]:g}."
+    # Integers, because a cell of the table is one unit; two integers can express any ratio.
+    text = f"Time of one {words} on every stage, in units; default: {DEFAULT_COSTS[of]:g}."
     return typer.Option(metavar="N", min=1, help=text)
 
 
 def _file(what: str) -> typer.models.OptionInfo:
-    return typer.Option(metavar="FILE", help=f"Write {what}.")
+    return typer.Option(metavar="FILE", help=f"Write {what} to FILE.")
 
 
 def schedule(
@@ -37,32 +37,33 @@ def schedule(
         str,
         typer.Argument(
             metavar="NAME",
-            help=f"One of {', '.join(GENERATORS)}, auto (the shortest order found for the costs), "
-            "or a file FILE.csv in the format of torch.distributed.pipelining.",
+            help=f"One of {', '.join(GENERATORS)}; auto, which searches for the shortest order; or "
+            "a file FILE.csv in the format of torch.distributed.pipelining.",
         ),
     ],
     stages: Annotated[
         int | None,
         typer.Option(
             metavar="P",
-            help="Pipeline ranks. Each holds V stages (--chunks), P x V in all.",
+            help="Number of pipeline ranks. Each holds V stages (--chunks), P x V in all.",
         ),
     ] = None,
     microbatches: Annotated[
-        int | None, typer.Option(metavar="M", help="Microbatches in a step.")
+        int | None, typer.Option(metavar="M", help="Number of microbatches in a step.")
     ] = None,
     chunks: Annotated[
         int | None,
         typer.Option(
-            metavar="V", help="Stages on each pipeline rank; default: the schedule's own."
+            metavar="V",
+            help="Number of stages on each pipeline rank; default: the schedule's own.",
         ),
     ] = None,
     costs: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="YAML or JSON file of costs: forward, backward (or input and weight) and message, "
-            "each one number or a list with a number for each stage.",
+            help="YAML or JSON file with the costs forward, backward (or input and weight) and "
+            "message, each one number or a list with a number for each stage.",
         ),
     ] = None,
     forward_cost: Annotated[int | None, _cost(ActionKind.F, "forward")] = None,
@@ -70,36 +71,38 @@ def schedule(
     steps: Annotated[
         int,
         typer.Option(
-            metavar="N", min=1, help="Number of consecutive steps, with no barrier between them."
+            metavar="N", min=1, help="Number of steps to simulate, with no barrier between them."
         ),
     ] = 1,
     svg: Annotated[Path | None, _file("a drawing (SVG)")] = None,
     png_file: Annotated[
         Path | None,
-        typer.Option("--png", metavar="FILE", help="Write a drawing (PNG); needs matplotlib."),
+        typer.Option(
+            "--png", metavar="FILE", help="Write a drawing to FILE (PNG); needs matplotlib."
+        ),
     ] = None,
     trace_file: Annotated[
-        Path | None, typer.Option("--trace", metavar="FILE", help="Write a Chrome trace (JSON).")
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Write a Chrome trace to FILE (JSON)."),
     ] = None,
     csv: Annotated[Path | None, _file("the computations in torch's format (CSV)")] = None,
 ) -> None:
     """Show a pipeline schedule and its bubble."""
-    read, words = _costs(costs, forward_cost, backward_cost)
-    made = _schedule(name, stages, microbatches, chunks, read)
-    taken = read(made.num_stages)
-    timeline = simulate(made, taken, steps)
+    costs_of, words = _costs(costs, forward_cost, backward_cost)
+    order = _schedule(name, stages, microbatches, chunks, costs_of)
+    timeline = simulate(order, costs_of(order.num_stages), steps)
     unit = 1.0 if costs is None and _is_whole(timeline) else _unit(timeline)
     written: list[str] = []
     for path, content in (
         (svg, lambda: draw.svg(timeline).encode()),
         (png_file, lambda: draw.png(timeline)),
         (trace_file, lambda: trace(timeline).encode()),
-        (csv, lambda: to_csv(made).encode()),
+        (csv, lambda: to_csv(order).encode()),
     ):
         if path is not None:
             _write(path, content())
             written.append(f"wrote {path}")
-    typer.echo("\n".join([*_report(made, timeline, words, unit, steps), *written]))
+    typer.echo("\n".join([*_report(order, timeline, words, unit, steps), *written]))
 
 
 def _schedule(
@@ -113,12 +116,15 @@ def _schedule(
         if name != "auto":
             name = canonical(name)
         if ranks is None or microbatches is None:
-            raise ConfigError(f"{name} needs --stages P (pipe ranks) and --microbatches M")
+            raise ConfigError(
+                f"{name} needs the number of pipe ranks and microbatches; give --stages P and "
+                f"--microbatches M"
+            )
         most = MAX_CELLS[name == "auto"]
         if (cells := ranks * microbatches * num_chunks(name, chunks)) > most:
             raise ConfigError(
-                f"{name}: {microbatches:,} microbatches in all stages are {cells:,} passes; at "
-                f"most {most:,} are made"
+                f"{name}: {microbatches:,} microbatches in all stages are {cells:,} passes, more "
+                f"than the {most:,} allowed; use fewer microbatches or stages"
             )
         if name != "auto":
             return build(name, ranks, microbatches, chunks)
@@ -126,24 +132,24 @@ def _schedule(
         return synthesize(ranks, microbatches, costs(max(ranks * v, 1)), chunks=v)
     text = csv_text(Path(name))
     try:
-        made = from_csv(text, Path(name).stem.replace(" ", "_"))
+        order = from_csv(text, Path(name).stem.replace(" ", "_"))
     except ScheduleError as error:
         raise ConfigError(f"{name}: {error}") from error
-    held = (
-        ("--stages", "pipe ranks", ranks, len(made.programs)),
-        ("--microbatches", "microbatches", microbatches, made.num_microbatches),
-        ("--chunks", "stages on each", chunks, made.num_stages // len(made.programs)),
+    sizes = (
+        ("--stages", "pipe ranks", ranks, len(order.programs)),
+        ("--microbatches", "microbatches", microbatches, order.num_microbatches),
+        ("--chunks", "stages on each", chunks, order.num_stages // len(order.programs)),
     )
-    for option, words, asked, found in held:
-        if asked is not None and asked != found:
-            raise ConfigError(f"{name} has {found} {words}, not {asked}; leave {option} out")
-    return made
+    for option, words, requested, in_file in sizes:
+        if requested is not None and requested != in_file:
+            raise ConfigError(f"{name} has {in_file} {words}, not {requested}; remove {option}")
+    return order
 
 
 def _costs(
     path: Path | None, forward: int | None, backward: int | None
 ) -> tuple[Callable[[int], StageCosts], str]:
-    """The costs of so many stages, and how to say them."""
+    """Return a function from a number of stages to their costs, and a description of the costs."""
     if path is None:
         numbers = {
             ActionKind.F: float(forward or DEFAULT_COSTS[ActionKind.F]),
@@ -152,7 +158,9 @@ def _costs(
         words = f"a forward takes {numbers[ActionKind.F]:g}, a backward {numbers[ActionKind.B]:g}"
         return partial(StageCosts.of, numbers), words
     if forward is not None or backward is not None:
-        raise ConfigError("--costs says what all actions cost; leave out the other cost options")
+        raise ConfigError(
+            "--costs has the cost of every action; remove --forward-cost and --backward-cost"
+        )
     return read_costs(path).of, f"costs of {path}"
 
 
@@ -161,18 +169,20 @@ def _is_whole(timeline: Timeline) -> bool:
 
 
 def _unit(timeline: Timeline) -> float:
-    """Half the shortest action a cell, unless the table would be too wide."""
+    """Return the time of one cell of the table: half the shortest action, or more to fit it."""
     spans = [span for row in timeline.spans for span in row if span.end > span.start]
     shortest = min((span.end - span.start for span in spans), default=1.0)
     return max(shortest / 2, timeline.total / WIDEST_CELLS)
 
 
-def _report(made: Schedule, timeline: Timeline, costs: str, unit: float, steps: int) -> list[str]:
-    ranks, microbatches = len(made.programs), made.num_microbatches
+def _report(order: Schedule, timeline: Timeline, costs: str, unit: float, steps: int) -> list[str]:
+    ranks, microbatches = len(order.programs), order.num_microbatches
     idle, slots = ranks - 1, microbatches + ranks - 1
-    chunks = "" if made.num_stages == ranks else f" on {ranks} pipe ranks"
+    chunks = "" if order.num_stages == ranks else f" on {ranks} pipe ranks"
     repeated = "" if steps == 1 else f", {steps} steps"
-    head = f"{made.name}, {made.num_stages} stages{chunks}, {microbatches} microbatches{repeated}; "
+    head = (
+        f"{order.name}, {order.num_stages} stages{chunks}, {microbatches} microbatches{repeated}; "
+    )
     drawing = [
         wrap(head + costs),
         "",

@@ -1,4 +1,4 @@
-"""`tdp schema`: the keys of the YAML file for an editor that completes and checks them."""
+"""`tdp schema`: print the JSON schema with which editors complete and check the YAML file."""
 
 import json
 

@@ -1,6 +1,6 @@
-"""`tdp submit`: checks a run as `tdp plan` does and hands it to Slurm.
+"""`tdp submit`: check a run as `tdp plan` does, and submit it to Slurm.
 
-What cannot run is refused before sbatch sees it, with everything that is wrong.
+A run that cannot work is refused before sbatch sees it, with all its problems.
 """
 
 import os
@@ -43,7 +43,7 @@ from torchdistpackage.train.submitit_task import TrainingTask
 
 
 def by_submitit(prepared: Prepared, env: Mapping[str, str]) -> Submitted:
-    """Through submitit's executor; the job is the same."""
+    """Submit through submitit's executor; the job is the same."""
     calls = [TrainingTask(str(RunDir(folder).config)) for folder, _ in prepared.runs]
     requeue = prepared.runs[0][1].launch.requeue
 
@@ -57,7 +57,7 @@ WAYS: dict[str, Callable[[Prepared, Mapping[str, str]], Submitted]] = {
     "sbatch": submit_prepared,
     "submitit": by_submitit,
 }
-"""How a prepared job gets into the queue."""
+"""--via -> the function that puts a prepared job into the queue."""
 INTERRUPTED = 130
 
 
@@ -68,37 +68,50 @@ def submit(
         bool, typer.Option("--dry-run", help="Print the batch script and submit nothing.")
     ] = False,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Print the main log until the job ends.")
+        bool,
+        typer.Option("--follow", help="After submitting, print the main log until the job ends."),
     ] = False,
     sweep: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="key=v1,v2", help="Submit a job array with a run for each value; repeatable."
+            metavar="key=v1,v2",
+            help="Submit a job array with one run for each value; repeat for combinations.",
         ),
     ] = None,
     max_parallel: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Maximum number of array tasks at a time; default: all."
+            metavar="N", min=1, help="Most runs of a --sweep that run at a time; default: all."
         ),
     ] = None,
     via: Annotated[
         str, typer.Option(metavar="|".join(WAYS), help="Program that submits the job.")
     ] = "sbatch",
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Rename an earlier run folder of this name first.")
+        bool,
+        typer.Option(
+            "--fresh", help="Start anew: rename an earlier run folder of this name first."
+        ),
     ] = False,
 ) -> None:
     """Submit a run, or a sweep of runs, to Slurm.
 
-    The configuration is checked first, as by tdp plan. The job runs a copy of the current code.
+    The configuration is checked first, as tdp plan checks it. The job runs a copy of the code as it
+    is now.
     """
     if via not in WAYS:
-        raise typer.BadParameter(f"{via} is none of {', '.join(WAYS)}", param_hint="--via")
+        raise typer.BadParameter(
+            f"{via} is unknown; use one of {', '.join(WAYS)}", param_hint="--via"
+        )
     if sweep and follow:
-        raise typer.BadParameter("follows one run, and a sweep has many", param_hint="--follow")
+        raise typer.BadParameter(
+            "follows one run, but a sweep has many; follow one with tdp jobs logs -f NAME",
+            param_hint="--follow",
+        )
     if max_parallel and not sweep:
-        raise typer.BadParameter("is for the runs of a --sweep", param_hint="--max-parallel")
+        raise typer.BadParameter(
+            "limits the runs of a --sweep; add --sweep or remove it", param_hint="--max-parallel"
+        )
     name, runs = _checked(config, overrides or [], sweep or [])
     if not dry_run:
         ensure_sbatch(os.environ)
@@ -133,10 +146,10 @@ def submit(
 def _checked(
     path: str, overrides: Sequence[str], sweeps: Sequence[str]
 ) -> tuple[str, list[RunConfig]]:
-    """The name of the run or sweep, and every run, each fit for every world of its job.
+    """Return the name of the run or sweep, and its runs, each checked for every size of its job.
 
     Raises:
-        ConfigErrors: all that is wrong with any of them.
+        ConfigErrors: lists the problems of all runs.
     """
     problems: dict[Problem, None] = {}
     names, runs = [""], list[RunConfig]()
@@ -153,7 +166,10 @@ def _checked(
         if point.suffix:
             name = f"{run.run.name}-{point.suffix}"
             if (size := len(name.encode())) > MAX_NAME_BYTES:
-                why = f"{size} bytes with what the sweep adds; {MAX_NAME_BYTES} are allowed"
+                why = (
+                    f"has {size} bytes with what the sweep adds to it, more than the "
+                    f"{MAX_NAME_BYTES} allowed; use a shorter name"
+                )
                 problems[run.problem("run.name", why)] = None
                 continue
             own = run.run.model_copy(update={"name": name})
@@ -186,7 +202,7 @@ def _summary(prepared: Prepared, submitted: Submitted) -> str:
 
 
 def _follow(run: SubmittedRun, tail: LogTail) -> int:
-    """Show the main log until the job is over; its exit code."""
+    """Print the main log until the job is over, and return the job's exit code."""
 
     def write(text: str) -> None:
         sys.stdout.write(text)
@@ -197,7 +213,7 @@ def _follow(run: SubmittedRun, tail: LogTail) -> int:
         latest = (read_run(run.folder) or run).latest
         code = query_jobs([latest.job], since_s=latest.time_s).jobs[latest.job].exit_code
     except KeyboardInterrupt:
-        print(f"\nno longer following; job {run.latest.job} goes on", file=sys.stderr)
+        print(f"\nstopped following; job {run.latest.job} goes on", file=sys.stderr)
         return INTERRUPTED
     print(f"job {latest.job} is {ended.word}{ended.suffix}", file=sys.stderr)
     return (code or 0) or (0 if ended.outcome is Outcome.SUCCEEDED else 1)

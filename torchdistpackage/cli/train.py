@@ -1,7 +1,7 @@
-"""`tdp train`: hands the file and the changes to it over to the job.
+"""`tdp train`: pass the file and its overrides to the job.
 
-The job starts nothing before it knows the file to be right, so a mistake costs no
-time and leaves nothing behind.
+The job checks the file before it starts any process, so a mistake costs no time and leaves nothing
+behind.
 """
 
 import traceback
@@ -18,24 +18,27 @@ def train(
     config: Config,
     overrides: Overrides = None,
     procs: Annotated[
-        int | None, typer.Option(metavar="N", help=f"Number of local processes; sets {PROCS}.")
+        int | None,
+        typer.Option(metavar="N", help=f"Number of processes on this machine; sets {PROCS}."),
     ] = None,
     resume: Annotated[
         str,
         typer.Option(
-            metavar="auto|never|PATH", help="Resume from the latest checkpoint, none, or PATH."
+            metavar="auto|never|PATH",
+            help="auto: resume from the latest checkpoint; never: start anew; PATH: resume from "
+            "this checkpoint.",
         ),
     ] = "auto",
     verbose: Annotated[
         bool,
         typer.Option(
-            "--verbose", "-v", help="Print the causes of the pipeline bubble; sets log.verbose."
+            "--verbose", "-v", help="Log the causes of the pipeline bubble; sets log.verbose."
         ),
     ] = False,
 ) -> None:
-    """Train on local processes, or as a rank of torchrun or srun.
+    """Train on this machine, or as a rank of torchrun or srun.
 
-    Under torchrun or srun this process is one rank. Otherwise it starts all ranks here.
+    Under torchrun or srun this process is one rank. Otherwise it starts all ranks on this machine.
     """
     changes = list(overrides or [])
     if procs is not None:
@@ -45,6 +48,6 @@ def train(
     try:
         code = job.launch(config, changes, resume)
     except (EOFError, OSError) as error:
-        # typer takes these for a closed terminal, and would end without a word.
+        # typer takes these errors for a closed terminal and would exit without a message.
         raise RankError(traceback.format_exc().rstrip()) from error
     raise typer.Exit(code)

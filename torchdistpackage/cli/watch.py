@@ -1,7 +1,7 @@
-"""`tdp watch`: follows a run in the terminal, local or submitted, running or finished.
+"""`tdp watch`: follow a run in the terminal, local or submitted, running or finished.
 
-It reads files of the run folder alone, and asks Slurm for the state of a submitted job where it
-can. What it shows is of `report/status.py`.
+It reads the files of the run folder, and asks Slurm for the state of a submitted job if Slurm is
+there. `report/status.py` computes what it shows.
 """
 
 import contextlib
@@ -31,27 +31,27 @@ _CURVE_ROWS = 6
 
 def watch(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Run folder, name of a run, or job id.")
+        str, typer.Argument(metavar="RUN", help="Name of a run, its folder or a job id.")
     ],
     folder: Annotated[
         Path, typer.Option("--dir", metavar="DIR", help="Folder that contains the run folders.")
     ] = RUNS,
     interval: Annotated[
-        float, typer.Option(metavar="S", min=0.1, help="Seconds between two looks.")
+        float, typer.Option(metavar="S", min=0.1, help="Seconds between updates.")
     ] = 2.0,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Print lines, as without a terminal.")
+        bool, typer.Option("--plain", help="Print lines instead of a page, as without a terminal.")
     ] = False,
     once: Annotated[
-        bool, typer.Option("--once", help="Show the run as it is now, and end.")
+        bool, typer.Option("--once", help="Show the run as it is now, and exit.")
     ] = False,
 ) -> None:
     """Follow a run in the terminal.
 
     Shows loss, throughput, waiting, memory, slow ranks, times and restarts.
 
-    On a terminal this is a page; q leaves it, and the run goes on. Elsewhere a line is printed when
-    the run has got on, until it ends.
+    On a terminal this is a page; press q to leave it, and the run goes on. Elsewhere a line is
+    printed each time the run has advanced, until the run ends.
     """
     view = RunView(_folder_of(run, folder))
     if once:
@@ -63,10 +63,10 @@ def watch(
 
 
 def _folder_of(run: str, folder: Path) -> Path:
-    """The run folder that is meant.
+    """Return the folder of the run that was named.
 
     Raises:
-        ConfigError: none is.
+        ConfigError: there is no such run.
     """
     for path in (Path(run), folder / run):
         try:
@@ -83,7 +83,7 @@ def _folder_of(run: str, folder: Path) -> Path:
 
 
 class RunView:
-    """A run as it is at each look; of its rows only what is new is read."""
+    """A run at the time of each look; each look reads only the new rows."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -91,14 +91,14 @@ class RunView:
         self._asked_s, self._queue, self._queue_ended = float("-inf"), "", False
 
     def look(self) -> tuple[Run, RunStatus]:
-        """Read what is new."""
+        """Read the new rows, and return the run and its status."""
         self._run.read()
         queue = self._queue_state()
         now = status_of(self._run, time.time(), queue, queue_ended=self._queue_ended)
         return self._run, now
 
     def _queue_state(self) -> str:
-        """What Slurm says of the latest job; "" without a job, or without an answer."""
+        """Return the state of the latest job in Slurm, or "" without a job or an answer."""
         record = read_run(self.folder)
         if record is None or shutil.which("squeue") is None:
             return ""
@@ -114,14 +114,14 @@ class RunView:
         return self._queue
 
     def text(self, data: Run, status: RunStatus, columns: int = 78) -> str:
-        """The whole page as plain text."""
+        """Return the whole page as plain text."""
         done = f"{status.step}/{status.num_steps or '?'}"
         lines = [f"{data.name}  step {done}  {_bar(status, columns - len(data.name) - 24)}"]
         lines += curve([y for _, y in series(data.rows, "loss")], columns, _CURVE_ROWS)
         width = max(map(len, status.facts), default=0)
         lines += [f"{name:<{width}}  {text}" for name, text in status.facts.items()]
         lines += [f"note: {note}" for note in data.notes]
-        # what others wrote moves no cursor
+        # names and notes of others may hold control characters, which must not move the cursor
         lines = ["".join(c if c.isprintable() else " " for c in line) for line in lines]
         return "\n".join(line.rstrip() if len(line) <= columns else wrap(line) for line in lines)
 
@@ -160,7 +160,7 @@ def _follow_page(view: RunView, interval: float) -> None:
         while True:
             data, status = view.look()
             text = view.text(data, status, max(console.width - 1, 20))
-            text += "\n\nq leaves; the run goes on"
+            text += "\n\nq: quit (the run goes on)"
             live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
             if pressed(interval) in ("q", "Q", "\x03", "\x04"):
                 return
@@ -168,7 +168,7 @@ def _follow_page(view: RunView, interval: float) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Generator:
-    """Yields a function that waits so many seconds for a key and returns it, or ""."""
+    """Yield a function that waits up to so many seconds for a key, and returns it or ""."""
     import termios
     import tty
 

@@ -118,15 +118,15 @@ def test_the_pairs_name_the_slowest_and_whom_to_exclude():
     hosts = report().hosts
     shown = pairs_text(PAIRS, find_suspects(PAIRS.times, hosts), hosts)
     assert "slowest pair: rank 0 (n0) and rank 7 (n1), 0.131 GB/s, 4.0 x the median time" in shown
-    assert shown.endswith("no host stands out, so none is to be excluded")
+    assert shown.endswith("no host stands out, so exclude none")
     many = {(a, b): 5e-3 if b == 2 else 1e-3 for a in range(3) for b in range(a + 1, 3)}
     three = Pairs(size_bytes=2**20, dtype="float32", times=many)
     alone = ["n0", "n1", "n2"]
     assert pairs_text(three, find_suspects(many, alone), alone).endswith("--exclude=n2")
     found = SlowLinks((0, 7), 4.0, (), ((5, 6.0),), (("n0", "n2"), ("n1",)), ())
     shown = pairs_text(PAIRS, found, hosts)
-    assert "slow rank: 5 on n1, to other hosts 6.0 x the time of the others there" in shown
-    assert "slow between these sets of hosts, and not within: n0 n2 | n1" in shown
+    assert "slow rank: 5 on n1 takes 6.0 x the time" in shown
+    assert "slow between these sets of hosts, but not within them: n0 n2 | n1" in shown
 
 
 def test_figures_are_readable():
