@@ -129,7 +129,7 @@ def test_a_run_that_ends_exports_its_newest_checkpoint_anew(ranks, tmp_path):
     ("changes", "said"),
     [
         ([], "for gpt2: position=learned"),
-        (["model={target: m.py:Net}"], "cannot name the weights of model.target=m.py:Net"),
+        (["model={target: m.py:Net}"], "is not possible for model.target=m.py:Net"),
     ],
 )
 def test_what_cannot_be_exported_at_the_end_is_refused_before_the_run(capsys, changes, said):

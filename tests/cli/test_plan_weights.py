@@ -92,9 +92,9 @@ def test_all_sizes_that_cannot_be_split_are_listed_at_once(run, tmp_path, capsys
     said = capsys.readouterr().err
     for text in (
         "4 problems",
-        "model.heads=6 cannot share model.kv_heads=4 evenly; set kv_heads to 3 or 6",
+        "model.heads=6 is not a multiple of model.kv_heads=4; set kv_heads to 3 or 6",
         "model.dim=20 is not a multiple of model.heads=6",
-        "model.mlp_hidden=5 cannot be shared by parallel.tensor=4 ranks so that each has some",
+        "model.mlp_hidden=5 is too narrow to give each of parallel.tensor=4 ranks a part",
         "data.seq_len=30 cannot be split over parallel.tensor=4 ranks",
     ):
         assert text in said

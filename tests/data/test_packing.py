@@ -373,7 +373,7 @@ def test_tdp_data_tokenize_checks_the_sections_it_reads(tmp_path, capsys):
     assert main(["data", "tokenize", str(config), "data.seq_len=0", "data.dtype=uint8"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert said.startswith("tdp: 2 problems in") and "data.seq_len=0: wants" in said
-    assert "data.dtype=uint8 would not be read with data.name=jsonl" in said
+    assert "data.dtype=uint8 has no effect with data.name=jsonl" in said
     assert main(["data", "tokenize", str(config), "dta.path=x"]) == 2
     assert "dta: unknown key; did you mean data?" in capsys.readouterr().err
 
@@ -383,9 +383,9 @@ def test_tdp_data_tokenize_checks_the_sections_it_reads(tmp_path, capsys):
     [
         (["data.name=jsonl", "data.path=x"], "data.name=jsonl needs data.tokenizer, a folder"),
         (["data.name=parquet", "data.tokenizer=t"], "needs data.path, the file or folder to read"),
-        (["data.tokenizer=t"], "data.tokenizer=t would not be read with data.name=python_stdlib"),
-        (["data.field=body"], "data.field=body would not be read with data.name=python_stdlib"),
-        (["data.cache=c"], "data.cache=c would not be used without data.tokenizer"),
+        (["data.tokenizer=t"], "data.tokenizer=t has no effect with data.name=python_stdlib"),
+        (["data.field=body"], "data.field=body has no effect with data.name=python_stdlib"),
+        (["data.cache=c"], "data.cache=c has no effect without data.tokenizer"),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(overrides, text):

@@ -145,7 +145,7 @@ def test_what_is_no_model_that_can_be_trained_is_refused(tmp_path, changes, says
 
 def test_keys_that_would_not_be_read_are_refused(tmp_path):
     hf = f"model.hf={named(tmp_path)}"
-    assert "model.layers, model.dropout would not be read" in refusal(
+    assert "model.layers, model.dropout has no effect" in refusal(
         hf, "model.layers=2", "model.dropout=0.1"
     )
     assert "and model.name=gpt exclude each other" in refusal(hf, "model.name=gpt")

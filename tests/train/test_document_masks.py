@@ -280,13 +280,13 @@ def test_positions_begin_again_with_each_document_and_in_each_sample(tmp_path, s
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        ([], "without data.tokenizer it is not known where documents end; set it to false"),
+        ([], "needs data.tokenizer"),
         (
             [
                 *("data.name=text", f"data.path={Path(__file__)}", "data.tokenizer=t"),
                 *("model.name=null", "model.target=x:y", "model.loss=x:z"),
             ],
-            "model.target=x:y is given ids alone, and no positions; set it to false, or use model",
+            "needs positions, but model.target=x:y",
         ),
     ],
 )

@@ -141,7 +141,7 @@ def test_costs_by_stage_leave_auto_their_own_stages(tmp_path, text, chunks, stag
     [
         ("forward: [1, 1]\nbackward: 2", ["chunks=2"], "forward has 2 numbers for 4 stages"),
         ("forward: [1, 1, 1]\nbackward: 2", [], "costs of 3 stages, which parallel.pipe=2 ranks"),
-        ("forward: 1\nbackward: 2", [], "has one number for every stage"),
+        ("forward: 1\nbackward: 2", [], "has one number for all stages"),
     ],
 )
 def test_auto_refuses_costs_of_other_stages_than_asked_for(tmp_path, text, words, said):

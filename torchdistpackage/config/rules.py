@@ -1,4 +1,4 @@
-"""The rules that join keys; each names the values, and the nearest that would do."""
+"""Rules about several keys; each message names the values and the nearest valid ones."""
 
 import contextlib
 import math
@@ -14,28 +14,33 @@ from torchdistpackage.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """fields: the keys it reads; message: what is wrong, given the run and the world size."""
+    """A rule about several keys.
+
+    fields: the keys it reads, the one to change first. message: takes the run and the number of
+        ranks (None if not known), and returns what is wrong or None.
+    """
 
     fields: tuple[str, ...]
     message: Callable[[RunConfig, int | None], str | None]
 
 
 def rule(*fields: str) -> Callable[[Callable[[RunConfig, int | None], str | None]], Rule]:
-    return lambda says: Rule(fields, says)
+    """Make a `Rule` of the decorated function."""
+    return lambda message: Rule(fields, message)
 
 
 def divisors(number: int, near: int) -> str:
-    """The divisors of `number` at or around `near`, e.g. "2 or 4"."""
+    """Return the divisors of `number` next to `near`, such as "2 or 4"."""
     near = min(near, number)
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    found = {*small, *(number // d for d in small)}
-    below = max(d for d in found if d <= near)
-    above = min((d for d in found if near < d <= 64 * near), default=below)
+    every = {*small, *(number // d for d in small)}
+    below = max(d for d in every if d <= near)
+    above = min((d for d in every if near < d <= 64 * near), default=below)
     return f"{below}" if above == below else f"{below} or {above}"
 
 
 def multiples(number: int, near: int) -> str:
-    """The multiples of `number` around `near`, e.g. "96 or 104"."""
+    """Return the multiples of `number` next to `near`, such as "96 or 104"."""
     below = near // number * number
     return f"{below} or {below + number}" if below else f"{number}"
 
@@ -53,7 +58,7 @@ def _order_names_axes(c: RunConfig, world_size: int | None) -> str | None:
         return None
     return (
         f"parallel.order=[{', '.join(p.order)}] leaves out {', '.join(left_out)}; an axis left out "
-        f"has size 1: name it in the order or set it to 1"
+        f"has size 1: add it to the order or set it to 1"
     )
 
 
@@ -83,13 +88,13 @@ def _degrees_fill_world(c: RunConfig, world_size: int | None) -> str | None:
 @rule("launch.elastic.nodes", "launch.slurm", "launch.local.procs")
 def _elastic_is_of_a_job(c: RunConfig, world_size: int | None) -> str | None:
     span = c.launch.elastic.nodes
-    # on ranks whose number another says degrees are planned anew too
+    # if a launcher sets the number of ranks, the degrees are planned for it without Slurm
     if span is None or c.launch.slurm or c.launch.local.procs or world_size:
         return None
     return (
-        f"launch.elastic.nodes=[{span[0]}, {span[1]}] is of a Slurm job, and launch.slurm has no "
-        f"options, so it would have no effect; add one, such as launch.slurm: "
-        f"{{ntasks-per-node: 8}}, or leave elastic out"
+        f"launch.elastic.nodes=[{span[0]}, {span[1]}] is for Slurm jobs and has no effect without "
+        f"options in launch.slurm; add one, such as launch.slurm: {{ntasks-per-node: 8}}, or "
+        f"remove elastic"
     )
 
 
@@ -132,8 +137,8 @@ def _context_is_exchanged(c: RunConfig, world_size: int | None) -> str | None:
     if way == "auto" or context > 1:
         return None
     return (
-        f"parallel.cp_comm_type={way} would not be used with parallel.context=1; set context to 2 "
-        f"or more, or leave it out"
+        f"parallel.cp_comm_type={way} has no effect with parallel.context=1; set context to 2 or "
+        f"more, or remove cp_comm_type"
     )
 
 
@@ -188,9 +193,8 @@ def _narrow_weights_have_copies(c: RunConfig, world_size: int | None) -> str | N
     if c.parallel.zero:
         return None
     return (
-        "precision.weights=bf16 would train without the float32 copy of each weight that small "
-        "updates add up in, which only ZeRO keeps; set parallel.zero to 1, 2 or 3, or "
-        "precision.weights to float32"
+        "precision.weights=bf16 needs the float32 copy of each weight that only ZeRO keeps, or "
+        "small updates are lost; set parallel.zero to 1, 2 or 3, or precision.weights to float32"
     )
 
 
@@ -210,14 +214,14 @@ def _float8_is_of_bf16(c: RunConfig, world_size: int | None) -> str | None:
         return None
     if c.precision.dtype != "bf16":
         return (
-            f"precision.fp8={c.precision.fp8} rounds bf16 further, but precision.dtype is "
+            f"precision.fp8={c.precision.fp8} needs precision.dtype=bf16, but it is "
             f"{c.precision.dtype}; set dtype to bf16, or fp8 to off"
         )
     if not c.parallel.tp_comm_overlap:
         return None
     return (
-        f"precision.fp8={c.precision.fp8} multiplies whole sequences, which "
-        f"parallel.tp_comm_overlap=true cuts into chunks; set one of them to off"
+        f"precision.fp8={c.precision.fp8} does not work with parallel.tp_comm_overlap=true, which "
+        f"cuts sequences into chunks; set fp8 to off, or tp_comm_overlap to false"
     )
 
 
@@ -256,7 +260,7 @@ def _auto_recompute_has_a_limit(c: RunConfig, world_size: int | None) -> str | N
         return None
     return (
         "train.recompute=auto needs train.memory_gb, the memory of a rank for weights, gradients, "
-        "optimizer state and activations; set memory_gb to 16, say, or recompute to blocks"
+        "optimizer state and activations; set memory_gb, to 16 for example, or recompute to blocks"
     )
 
 
@@ -266,7 +270,7 @@ def _profiled_steps_come(c: RunConfig, world_size: int | None) -> str | None:
     if last <= steps or c.train.epochs is not None:
         return None
     return (
-        f"train.profile.steps={c.train.profile.steps} ends after train.steps={steps}; name steps "
+        f"train.profile.steps={c.train.profile.steps} ends after train.steps={steps}; choose steps "
         f"up to {steps}"
     )
 
@@ -276,8 +280,8 @@ def _epochs_are_of_our_data(c: RunConfig, world_size: int | None) -> str | None:
     if c.train.epochs is None or c.data.target is None:
         return None
     return (
-        f"train.epochs={c.train.epochs:g}, but how many samples data.target={c.data.target} has is "
-        f"not known; set train.steps, of data.global_batch samples each"
+        f"train.epochs={c.train.epochs:g} needs the number of samples, which is not known for "
+        f"data.target={c.data.target}; set train.steps instead (data.global_batch samples each)"
     )
 
 
@@ -286,10 +290,10 @@ def named_once(section: ModelSection | DataSection, where: str) -> str | None:
     if name is not None and target is not None:
         return f"{where}.name={name} and {where}.target={target} exclude each other; remove one"
     if name is None and target is None:
-        return f"neither {where}.name nor {where}.target is given; set one of them"
+        return f"neither {where}.name nor {where}.target is set; set one of them"
     if section.args and target is None:
         keys = ", ".join(section.args)
-        return f"{where}.args ({keys}) would not be read, only {where}.target takes them; remove it"
+        return f"{where}.args ({keys}) has no effect without {where}.target; remove it"
     return None
 
 
@@ -300,8 +304,8 @@ def _export_has_what_it_writes(c: RunConfig, world_size: int | None) -> str | No
         return None
     if c.model.target is not None:
         return (
-            f"checkpoint.export={saved.export} cannot name the weights of "
-            f"model.target={c.model.target}; set export to null"
+            f"checkpoint.export={saved.export} is not possible for model.target={c.model.target}, "
+            f"whose weights have no names in transformers; set export to null"
         )
     return None
 
@@ -312,14 +316,14 @@ def _local_copies_have_a_place(c: RunConfig, world_size: int | None) -> str | No
     if (saved.local_dir is None) != (not saved.local_every):
         return (
             f"checkpoint.local_dir={saved.local_dir or 'null'} and checkpoint.local_every="
-            f"{saved.local_every} go together: a folder of each node, and the steps between two "
-            f"copies in it; set both, or neither"
+            f"{saved.local_every} need each other; set both (a folder on each node, and the steps "
+            f"between copies in it) or neither"
         )
     run = (Path(c.run.dir) / c.run.name).absolute()
     if saved.local_dir is not None and Path(saved.local_dir).is_relative_to(run):
         return (
             f"checkpoint.local_dir={saved.local_dir} is in the run folder {run}, which all nodes "
-            f"share; name one that each node has for itself, such as one in /dev/shm"
+            f"share; name a folder on the node's own disk, or one in /dev/shm"
         )
     return None
 
@@ -330,8 +334,8 @@ def _the_best_is_known(c: RunConfig, world_size: int | None) -> str | None:
     if best is None or best in names:
         return None
     return (
-        f"checkpoint.keep_best={best}, but the losses that are measured are "
-        f"{', '.join(names)} (data.eval); name one of them"
+        f"checkpoint.keep_best={best} is no loss that the run measures; name one of "
+        f"{', '.join(names)}, or add it to data.eval"
     )
 
 
@@ -356,4 +360,4 @@ def _the_best_is_measured(c: RunConfig, world_size: int | None) -> str | None:
 
 
 RULES = tuple(x for x in tuple(globals().values()) if isinstance(x, Rule))
-"""In the order of this file."""
+"""The rules of this file, in its order."""

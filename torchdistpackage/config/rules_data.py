@@ -1,4 +1,4 @@
-"""The rules that join keys of the data section."""
+"""Rules about several keys of the data section."""
 
 from torchdistpackage.config.data_section import CHAT_FIELDS, KINDS, PREFERENCE, ROWS, DataSection
 from torchdistpackage.config.rules import Rule, named_once, rule
@@ -11,7 +11,7 @@ _OF_FORMAT = ("data.name", "data.field", "data.tokenizer")
 def _tokenizer_is_for_text(c: RunConfig, world_size: int | None) -> str | None:
     d, plain = c.data, DataSection()
     if d.cache is not None and d.tokenizer is None:
-        return f"data.cache={d.cache} would not be used without data.tokenizer; remove it"
+        return f"data.cache={d.cache} has no effect without data.tokenizer; remove it"
     if d.sources:
         return None
     source = f"data.name={d.name}" if d.name else f"data.target={d.target}"
@@ -20,9 +20,9 @@ def _tokenizer_is_for_text(c: RunConfig, world_size: int | None) -> str | None:
         return f"{source} needs data.tokenizer, a folder with tokenizer.json"
     reads_text = takes_field or d.name in ("text", PREFERENCE)
     if d.tokenizer is not None and not reads_text:
-        return f"data.tokenizer={d.tokenizer} would not be read with {source}; remove it"
+        return f"data.tokenizer={d.tokenizer} has no effect with {source}; remove it"
     if d.field != plain.field and not takes_field:
-        return f"data.field={d.field} would not be read with {source}; remove it"
+        return f"data.field={d.field} has no effect with {source}; remove it"
     return None
 
 
@@ -38,11 +38,13 @@ def _eos_is_added_to_texts(c: RunConfig, world_size: int | None) -> str | None:
 
 def _added_to_texts(key: str, value: str, data: DataSection) -> str | None:
     if value == "on" and data.tokenizer is None:
-        return f"{key}=on, but without data.tokenizer there is no such token; leave it out"
+        return (
+            f"{key}=on needs the tokens of data.tokenizer, which is not set; set it or remove {key}"
+        )
     if value == "on" and data.field in CHAT_FIELDS:
         return (
-            f"{key}=on, but with data.field={data.field} the chat template writes all special "
-            f"tokens; leave it out"
+            f"{key}=on has no effect with data.field={data.field}, because the chat template "
+            f"writes all special tokens; remove {key}"
         )
     return None
 
@@ -53,13 +55,13 @@ def _documents_are_known(c: RunConfig, world_size: int | None) -> str | None:
         return None
     if c.data.tokenizer is None:
         return (
-            "data.document_masks=true, but without data.tokenizer it is not known where documents "
-            "end; set it to false"
+            "data.document_masks=true needs data.tokenizer, because without it the ends of "
+            "documents are not known; set data.tokenizer, or document_masks to false"
         )
     if c.model.target is not None:
         return (
-            f"data.document_masks=true, but model.target={c.model.target} is given ids alone, and "
-            f"no positions; set it to false, or use model.name or model.hf"
+            f"data.document_masks=true needs positions, but model.target={c.model.target} takes "
+            f"token ids only; set document_masks to false, or use model.name or model.hf"
         )
     return None
 
@@ -68,10 +70,10 @@ def _documents_are_known(c: RunConfig, world_size: int | None) -> str | None:
 def _data_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
     if c.data.sources:
         others = {"data.path": c.data.path, "data.target": c.data.target}
-        given = [f"{key}={value}" for key, value in others.items() if value is not None]
-        if not given:
+        also_set = [f"{key}={value}" for key, value in others.items() if value is not None]
+        if not also_set:
             return None
-        return f"data.sources and {' and '.join(given)} exclude each other; remove one"
+        return f"data.sources and {' and '.join(also_set)} exclude each other; remove one"
     if text := named_once(c.data, "data"):
         return text
     source = f"data.name={c.data.name}" if c.data.name else f"data.target={c.data.target}"
@@ -80,9 +82,9 @@ def _data_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
         folder = " or folder" * (c.data.name != "tokens")
         return f"{source} needs data.path, the file{folder} to read"
     if not reads_path and c.data.path is not None:
-        return f"data.path={c.data.path} would not be read with {source}; remove it"
+        return f"data.path={c.data.path} has no effect with {source}; remove it"
     if c.data.name != "tokens" and c.data.dtype != DataSection().dtype:
-        return f"data.dtype={c.data.dtype} would not be read with {source}; remove it"
+        return f"data.dtype={c.data.dtype} has no effect with {source}; remove it"
     return None
 
 
@@ -91,32 +93,36 @@ def _documents_are_packed(c: RunConfig, world_size: int | None) -> str | None:
     if c.data.packing == "auto" or c.data.tokenizer is not None:
         return None
     return (
-        f"data.packing={c.data.packing}, but without data.tokenizer it is not known where "
-        f"documents end; leave it out"
+        f"data.packing={c.data.packing} needs data.tokenizer, because without it the ends of "
+        f"documents are not known; set data.tokenizer, or remove packing"
     )
 
 
 @rule("data.val_path", "data.eval", "data.target", "data.sources", *_OF_FORMAT)
 def _evaluation_is_of_our_data(c: RunConfig, world_size: int | None) -> str | None:
-    data, said = c.data, list[str]()
-    found = {f"data.eval.{name}": x for name, x in data.eval_parts.items()}
-    found |= {} if data.val_part is None else {"data.val_path": data.val_part}
-    if found and data.target is not None:
+    data, problems = c.data, list[str]()
+    parts = {f"data.eval.{name}": x for name, x in data.eval_parts.items()}
+    parts |= {} if data.val_part is None else {"data.val_path": data.val_part}
+    if parts and data.target is not None:
         return (
-            f"{', '.join(found)} would not be read with data.target={data.target}, whose batch "
-            f"makes validations too; remove it"
+            f"{', '.join(parts)} has no effect with data.target={data.target}, whose `batch` also "
+            f"returns the validation data; remove it"
         )
     if taken := sorted({"val", "val_loss"} & {*data.eval}):
-        said.append(f"data.eval.{taken[0]}: this name is that of the validation; take another")
+        problems.append(f"data.eval.{taken[0]}: this is the name of the validation; use another")
     trains = [x.section for x in data.blend] or [data]
     is_bytes = trains[0].tokenizer is None and trains[0].name in ("text", "python_stdlib")
-    for key, part in found.items():
+    for key, part in parts.items():
         if part.name in ROWS and part.tokenizer is None:
-            said.append(f"{key} ({part.name}) needs data.tokenizer, a folder with tokenizer.json")
+            problems.append(
+                f"{key} ({part.name}) needs data.tokenizer, a folder with tokenizer.json"
+            )
         elif is_bytes != (part.tokenizer is None and part.name == "text"):
             kinds = ("bytes", "token ids") if is_bytes else ("token ids", "bytes")
-            said.append(f"{key} has {kinds[1]}, where training has {kinds[0]}; give data.tokenizer")
-    return "; ".join(said) or None
+            problems.append(
+                f"{key} has {kinds[1]}, but training has {kinds[0]}; set data.tokenizer"
+            )
+    return "; ".join(problems) or None
 
 
 @rule(
@@ -128,41 +134,45 @@ def _evaluation_is_of_our_data(c: RunConfig, world_size: int | None) -> str | No
 def _pairs_are_compared(c: RunConfig, world_size: int | None) -> str | None:
     d, plain = c.data, RunConfig()
     if not d.is_preference:
-        given, usual = c.train.dpo, plain.train.dpo
-        if (given.beta, given.label_smoothing) == (usual.beta, usual.label_smoothing):
+        dpo, default = c.train.dpo, plain.train.dpo
+        if (dpo.beta, dpo.label_smoothing) == (default.beta, default.label_smoothing):
             return None
-        return "train.dpo is for pairs of answers; set data.name to preference, or remove it"
-    said: list[str] = []
+        return "train.dpo is for preference pairs; set data.name to preference, or remove train.dpo"
+    problems: list[str] = []
     if c.parallel.context > 1:
-        said.append(f"parallel.context={c.parallel.context}, where an answer has one sum")
+        problems.append(
+            f"parallel.context={c.parallel.context} (the log-probability of an answer is one sum)"
+        )
     if d.document_masks or d.packing != plain.data.packing:
         key, value = ("document_masks", "true") if d.document_masks else ("packing", d.packing)
-        said.append(f"data.{key}={value}, where each answer has a row of its own")
+        problems.append(f"data.{key}={value} (each answer has a row of its own)")
     if d.field != plain.data.field or any(x.field is not None for x in d.sources):
-        said.append("a field, where the fields are prompt, chosen and rejected")
+        problems.append("data.field (the fields are prompt, chosen and rejected)")
     if odd := sorted({x.name for x in d.sources if x.name is not None}):
-        said.append(f"data.sources with name={', '.join(odd)}, where all sources hold pairs")
+        problems.append(f"data.sources with name={', '.join(odd)} (all sources must hold pairs)")
     if c.model.loss is not None:
-        said.append(f"model.loss={c.model.loss}, where the loss compares the answers of a pair")
+        problems.append(f"model.loss={c.model.loss} (the loss compares the answers of a pair)")
     if c.model.moe.num_experts is not None or c.parallel.expert > 1:
-        said.append("mixtures of experts, whose balance is a loss of tokens")
-    return f"data.name=preference does not go with {'; nor with '.join(said)}" if said else None
+        problems.append("mixtures of experts (their balance loss counts tokens)")
+    if not problems:
+        return None
+    return f"data.name=preference does not go with {' nor with '.join(problems)}; remove it"
 
 
 _READ = ("data.sources", *_OF_FORMAT)
-"""What decides how sources are read."""
+"""Keys that decide how sources are read."""
 
 
 @rule("data.sources")
 def _sources_have_weights(c: RunConfig, world_size: int | None) -> str | None:
     sources = c.data.sources
-    if without := [f"data.sources[{i}]" for i, x in enumerate(sources) if x.path is None]:
-        return f"{', '.join(without)} names no path; give each source the file or folder to read"
+    if pathless := [f"data.sources[{i}]" for i, x in enumerate(sources) if x.path is None]:
+        return f"{', '.join(pathless)} has no path; give each source the file or folder to read"
     if not sources or sum(x.weight for x in sources) > 0:
         return None
     return (
-        f"the weights of the {len(sources)} data.sources add up to 0, so no sample could be drawn; "
-        f"give one of them a weight above 0, or leave the weights out for equal parts"
+        f"the weights of the {len(sources)} data.sources add up to 0, so no sample can be drawn; "
+        f"give one of them a weight above 0, or remove the weights for equal shares"
     )
 
 
@@ -172,34 +182,39 @@ def _sources_are_told_apart(c: RunConfig, world_size: int | None) -> str | None:
     if not (twice := sorted({x for x in labels if labels.count(x) > 1})):
         return None
     return (
-        f"data.sources: {labels.count(twice[0])} of them have the label {twice[0]}, under which "
-        f"the log has their part; give each another label"
+        f"data.sources: {labels.count(twice[0])} of them have the label {twice[0]}, which names "
+        f"them in the log; give each its own label"
     )
 
 
 @rule(*_READ, "data.document_masks")
 def _sources_are_read_as_named(c: RunConfig, world_size: int | None) -> str | None:
-    said: list[str] = []
+    problems: list[str] = []
     for index, (source, (_, _, section)) in enumerate(
         zip(c.data.sources, c.data.blend, strict=True)
     ):
         where, lines = f"data.sources[{index}]", section.name in ROWS
         if lines and section.tokenizer is None:
-            said.append(
+            problems.append(
                 f"{where} ({section.name}) needs data.tokenizer, a folder with tokenizer.json"
             )
         if source.field is not None and not lines:
-            said.append(f"{where}: field={source.field} would not be read with {section.name}")
+            problems.append(
+                f"{where}: field={source.field} has no effect with {section.name}; remove it"
+            )
         if c.data.document_masks and section.name == "tokens":
-            said.append(f"{where} is token ids, of which data.document_masks knows no documents")
+            problems.append(
+                f"{where} is token ids, whose documents data.document_masks cannot tell apart; use "
+                f"texts, or set document_masks to false"
+            )
     names = {x.section.tokenizer is None and x.section.name == "text" for x in c.data.blend}
-    if not said and names == {True, False}:
-        said.append(
+    if not problems and names == {True, False}:
+        problems.append(
             "data.sources mix bytes of text with token ids, which have no vocabulary in common; "
-            "give data.tokenizer, or ids alone"
+            "set data.tokenizer, or use token ids only"
         )
-    return "; ".join(said) or None
+    return "; ".join(problems) or None
 
 
 DATA_RULES = tuple(x for x in tuple(globals().values()) if isinstance(x, Rule))
-"""In the order of this file."""
+"""The rules of this file, in its order."""

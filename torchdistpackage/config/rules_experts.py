@@ -1,4 +1,4 @@
-"""The rules of mixtures of experts: sizes fit each other and the ranks, and keys are read."""
+"""Rules about mixtures of experts: sizes must fit each other and the ranks."""
 
 from torchdistpackage.config.model_section import MoESection
 from torchdistpackage.config.rules import Rule, divisors, rule
@@ -13,11 +13,11 @@ _KEYS = tuple(f"model.moe.{key}" for key in MoESection.model_fields if key != "n
 def _moe_keys_are_read(c: RunConfig, world_size: int | None) -> str | None:
     if c.model.moe.num_experts is not None:
         return None
-    given, plain = c.model.moe, MoESection().model_dump()
-    if not (unread := [f"model.moe.{key}" for key in plain if getattr(given, key) != plain[key]]):
+    moe, plain = c.model.moe, MoESection().model_dump()
+    if not (unread := [f"model.moe.{key}" for key in plain if getattr(moe, key) != plain[key]]):
         return None
     return (
-        f"{', '.join(unread)} would not be read without model.moe.num_experts; set that, or "
+        f"{', '.join(unread)} has no effect without model.moe.num_experts; set that, or "
         f"remove {'it' if len(unread) == 1 else 'them'}"
     )
 
@@ -40,7 +40,7 @@ def _some_block_has_experts(c: RunConfig, world_size: int | None) -> str | None:
     if c.model.moe.num_experts is None or first < layers:
         return None
     return (
-        f"model.moe.first={first} leaves none of model.layers={layers} blocks experts; set first "
+        f"model.moe.first={first} leaves no block of model.layers={layers} with experts; set first "
         f"to {layers - 1} or less"
     )
 
@@ -50,12 +50,12 @@ def _expert_ranks_have_experts(c: RunConfig, world_size: int | None) -> str | No
     ranks, experts = c.parallel.expert, c.model.moe.num_experts
     if ranks == 1:
         return None
-    if c.model.hf is not None:  # whose config.json says; see models/transformers_refusals.py
+    if c.model.hf is not None:  # models/transformers_refusals.py reads its config.json
         return None
     if c.model.name is None:
         return (
-            f"parallel.expert={ranks} shares the experts of model.moe, which "
-            f"model.target={c.model.target} has not; set expert to 1"
+            f"parallel.expert={ranks} shares the experts of model.moe, but "
+            f"model.target={c.model.target} builds the model; set expert to 1"
         )
     if experts is None:
         return (
@@ -64,8 +64,8 @@ def _expert_ranks_have_experts(c: RunConfig, world_size: int | None) -> str | No
         )
     if ranks > experts:
         return (
-            f"parallel.expert={ranks} ranks for model.moe.num_experts={experts}, of which each "
-            f"needs one; set expert to {experts} or less"
+            f"parallel.expert={ranks} ranks need one expert each, but "
+            f"model.moe.num_experts={experts}; set expert to {experts} or less"
         )
     return None
 
@@ -78,7 +78,7 @@ def _expert_divides_data(c: RunConfig, world_size: int | None) -> str | None:
     if data == "auto" or data % ranks == 0:
         return None
     return (
-        f"parallel.expert={ranks} does not divide parallel.data={data}, whose ranks share the "
+        f"parallel.expert={ranks} does not divide parallel.data={data}, whose ranks hold the "
         f"experts; set expert to {divisors(data, ranks)}"
     )
 
@@ -89,10 +89,10 @@ def _capacity_counts_whole_sequences(c: RunConfig, world_size: int | None) -> st
     if factor is None or context == 1:
         return None
     return (
-        f"model.moe.capacity_factor={factor:g} counts places in whole sequences, which "
-        f"parallel.context={context} ranks share; set it to null, or context to 1"
+        f"model.moe.capacity_factor={factor:g} counts the tokens of whole sequences, but "
+        f"parallel.context={context} splits them; set capacity_factor to null, or context to 1"
     )
 
 
 EXPERT_RULES = tuple(x for x in tuple(globals().values()) if isinstance(x, Rule))
-"""In the order of this file."""
+"""The rules of this file, in its order."""

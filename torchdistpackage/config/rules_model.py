@@ -1,4 +1,4 @@
-"""The rules of the model section: sizes fit each other and the ranks, and keys are read."""
+"""Rules of the model section: sizes must fit each other and the ranks."""
 
 from operator import attrgetter
 
@@ -27,7 +27,7 @@ _GPT_KEYS = tuple(
 
 
 def _changed(model: ModelSection, *names: str) -> list[str]:
-    """Those of these keys that do not have their defaults."""
+    """Return which of these keys do not have their defaults."""
     default = ModelSection()
     return [f"model.{x}" for x in names if attrgetter(x)(model) != attrgetter(x)(default)]
 
@@ -45,7 +45,7 @@ def _heads_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
         shared = f" of model.kv_heads={kv} groups"
         more = nearest(heads, lambda n: n % kv == 0 and all_have_heads(n, kv, tensor))
     offers = f"set tensor to {either(ranks)}" + (f", or heads to {either(more)}" if more else "")
-    alike = "" if kv == heads else ", and each group as many ranks"
+    alike = "" if kv == heads else ", and each group the same number of ranks"
     return (
         f"model.heads={heads}{shared} cannot be shared by parallel.tensor={tensor} ranks, as each "
         f"needs one{alike}; {offers}"
@@ -73,7 +73,7 @@ def _kv_heads_divide_heads(c: RunConfig, world_size: int | None) -> str | None:
     if c.model.name is None or kv is None or heads % kv == 0:
         return None
     return (
-        f"model.heads={heads} cannot share model.kv_heads={kv} evenly; set kv_heads to "
+        f"model.heads={heads} is not a multiple of model.kv_heads={kv}; set kv_heads to "
         f"{divisors(heads, kv)}, or heads to {multiples(kv, heads)}"
     )
 
@@ -84,8 +84,8 @@ def _heads_turn_in_pairs(c: RunConfig, world_size: int | None) -> str | None:
     if c.model.name is None or c.model.position != "rotary" or width is None or width % 2 == 0:
         return None
     return (
-        f"model.head_dim={width} is odd, but model.position=rotary turns pairs; set head_dim to "
-        f"{multiples(2, width)}"
+        f"model.head_dim={width} is odd, but model.position=rotary rotates pairs of channels; set "
+        f"head_dim to {multiples(2, width)}"
     )
 
 
@@ -98,7 +98,7 @@ def _dim_over_heads(c: RunConfig, world_size: int | None) -> str | None:
     why = f"model.dim={dim} is not a multiple of model.heads={heads}"
     if dim % heads == 0:
         why = f"model.dim={dim} / model.heads={heads} gives heads of {dim // heads}, an odd width, "
-        why += "but model.position=rotary turns pairs"
+        why += "but model.position=rotary rotates pairs of channels"
     offers = f"set dim to {multiples(heads * unit, dim)}"
     if dim % unit == 0:
         offers += f", or heads to {divisors(dim // unit, heads)}"
@@ -113,8 +113,7 @@ def _hidden_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
     good = min(max(round(hidden / tensor), 1), c.model.dim * MAX_MLP_RATIO // tensor) * tensor
     return (
         f"the MLP is model.dim={c.model.dim} x model.mlp_ratio={c.model.mlp_ratio:g} = {hidden} "
-        f"wide, which parallel.tensor={tensor} ranks cannot share so that each has some; set "
-        f"mlp_ratio to "
+        f"wide, too narrow to give each of parallel.tensor={tensor} ranks a part; set mlp_ratio to "
         f"{_ratio(good, c.model.dim)}, which gives {good}, or change dim"
     )
 
@@ -126,28 +125,28 @@ def _own_hidden_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
         return None
     use = nearest(hidden, lambda n: all_have_some(n, tensor))
     return (
-        f"model.mlp_hidden={hidden} cannot be shared by parallel.tensor={tensor} ranks so that "
-        f"each has some; set mlp_hidden to {either(use)}"
+        f"model.mlp_hidden={hidden} is too narrow to give each of parallel.tensor={tensor} ranks a "
+        f"part; set mlp_hidden to {either(use)}"
     )
 
 
 def _ratio(hidden: int, dim: int) -> str:
-    """The mlp_ratio that gives `hidden`, in as few digits as that takes, 6 or more."""
+    """Return the mlp_ratio that gives `hidden`, in as few digits as possible, at least 6."""
     texts = (f"{hidden / dim:.{digits}g}" for digits in range(6, 18))
     return next(text for text in texts if round(dim * float(text)) == hidden)
 
 
 @rule("model.name", "model.target", "model.args", "model.hf")
 def _model_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
-    given = {"name": c.model.name, "target": c.model.target}
-    both = [f"model.{key}={value}" for key, value in given.items() if value is not None]
+    others = {"name": c.model.name, "target": c.model.target}
+    both = [f"model.{key}={value}" for key, value in others.items() if value is not None]
     if c.model.hf is None:
         return named_once(c.model, "model")
     if both:
         return f"model.hf={c.model.hf} and {' and '.join(both)} exclude each other; keep one"
     if c.model.args:
         keys = ", ".join(c.model.args)
-        return f"model.args ({keys}) would not be read, only model.target takes them; remove it"
+        return f"model.args ({keys}) has no effect without model.target; remove it"
     return None
 
 
@@ -163,14 +162,14 @@ def _model_keys_are_read(c: RunConfig, world_size: int | None) -> str | None:
         return None
     if c.model.hf is not None:
         return (
-            f"{', '.join(unread)} would not be read, because the config.json of "
-            f"model.hf={c.model.hf} describes the model; change it there"
+            f"{', '.join(unread)} has no effect, because the config.json of "
+            f"model.hf={c.model.hf} describes the model; remove it here and change config.json"
         )
     if c.model.target is None:
         return None
     return (
-        f"{', '.join(unread)} would not be read, because model.target={c.model.target} builds the "
-        f"model; move to model.args what it takes"
+        f"{', '.join(unread)} has no effect, because model.target={c.model.target} builds the "
+        f"model; move what it takes to model.args, and remove the rest"
     )
 
 
@@ -180,7 +179,7 @@ def _rope_is_complete(c: RunConfig, world_size: int | None) -> str | None:
         return None
     if c.model.position != "rotary":
         unread = _changed(c.model, *_ROPE_KEYS)
-        why = f"would not be read with model.position={c.model.position}; remove it"
+        why = f"has no effect with model.position={c.model.position}; remove it"
         return f"{', '.join(unread)} {why}" if unread else None
     try:
         Rope(**{key: getattr(c.model.rope, key) for key in RopeSection.model_fields})
@@ -195,8 +194,8 @@ def _mlp_width_is_given_once(c: RunConfig, world_size: int | None) -> str | None
     if c.model.name is None or hidden is None or ratio == ModelSection().mlp_ratio:
         return None
     return (
-        f"model.mlp_ratio={ratio:g} would not be read with model.mlp_hidden={hidden}; remove one "
-        f"of them"
+        f"model.mlp_ratio={ratio:g} has no effect with model.mlp_hidden={hidden}; remove one of "
+        f"them"
     )
 
 
@@ -218,10 +217,10 @@ def _adapters_have_weights_to_adapt(c: RunConfig, world_size: int | None) -> str
         return None
     names = f"model.lora.target=[{', '.join(c.model.lora.target)}]"
     if c.model.hf is None:
-        return f"{names} adapts transformers' own modules; name their folder with model.hf"
+        return f"{names} adapts the modules of a transformers model; set model.hf to its folder"
     return (
-        f"{names} trains adapters alone, and model.hf={c.model.hf} names no weights that they "
-        f"could adapt; name the folder"
+        f"{names} trains only adapters, but model.hf={c.model.hf} has no weights for them to "
+        "adapt; set model.hf to a folder with weights"
     )
 
 
@@ -231,8 +230,8 @@ def _lora_keys_are_read(c: RunConfig, world_size: int | None) -> str | None:
     if c.model.lora.target is not None or not unread:
         return None
     return (
-        f"{', '.join(unread)} would not be read without model.lora.target; name the layers there, "
-        f"e.g. [q_proj, v_proj]"
+        f"{', '.join(unread)} has no effect without model.lora.target; set it to the layers to "
+        f"adapt, such as [q_proj, v_proj]"
     )
 
 
@@ -240,15 +239,15 @@ def _lora_keys_are_read(c: RunConfig, world_size: int | None) -> str | None:
 def _products_of_4_bits(c: RunConfig, world_size: int | None) -> str | None:
     if not c.model.lora.load_in_4bit:
         return None
-    asked = {"precision.fp8": c.precision.fp8, "train.compile": c.train.compile}
-    on = [f"{key}={value}" for key, value in asked.items() if value != "off"]
+    keys = {"precision.fp8": c.precision.fp8, "train.compile": c.train.compile}
+    on = [f"{key}={value}" for key, value in keys.items() if value != "off"]
     if not on:
         return None
     return (
-        f"model.lora.load_in_4bit unpacks weights within their products, which {' and '.join(on)} "
-        f"would replace; set it to off, or load_in_4bit to false"
+        f"model.lora.load_in_4bit unpacks weights inside their matmuls, which {' and '.join(on)} "
+        f"would replace; set that to off, or load_in_4bit to false"
     )
 
 
 MODEL_RULES = tuple(x for x in tuple(globals().values()) if isinstance(x, Rule))
-"""In the order of this file."""
+"""The rules of this file, in its order."""

@@ -1,5 +1,4 @@
-"""Rules of the optim section: arguments that a schedule takes, layouts that an optimizer cannot
-follow."""
+"""Rules of the optim section: which arguments a schedule takes, and which layouts an optimizer."""
 
 from torchdistpackage.config.optim_section import (
     NEEDS_WHOLE,
@@ -12,57 +11,61 @@ from torchdistpackage.config.schema import RunConfig
 
 @rule("optim.schedule", "optim.schedule_args", "optim.lr", "train.steps")
 def _schedule_takes_its_arguments(c: RunConfig, world_size: int | None) -> str | None:
-    name, given = c.optim.schedule, c.optim.schedule_args
+    name, arguments = c.optim.schedule, c.optim.schedule_args
     takes = SCHEDULE_ARGS[name]
-    if unknown := [key for key in given if key not in takes]:
+    if unknown := [key for key in arguments if key not in takes]:
         takes_text = f"takes {', '.join(takes)}" if takes else "takes none"
         return (
             f"optim.schedule_args has {', '.join(unknown)}, but optim.schedule={name} "
-            f"{takes_text}; leave out what it does not take"
+            f"{takes_text}; remove what it does not take"
         )
-    shapes = [key for key in given if key.endswith("_type")]
-    for key in given:
-        value = given[key]
+    shapes = [key for key in arguments if key.endswith("_type")]
+    for key in arguments:
+        value = arguments[key]
         if key in shapes and value not in SCHEDULE_SHAPES:
-            return f"optim.schedule_args.{key}={value}; use one of {', '.join(SCHEDULE_SHAPES)}"
+            return (
+                f"optim.schedule_args.{key}={value} is unknown; use one of "
+                f"{', '.join(SCHEDULE_SHAPES)}"
+            )
         if key not in shapes and (isinstance(value, bool) or not isinstance(value, int | float)):
-            return f"optim.schedule_args.{key}={value}; use a number"
+            return f"optim.schedule_args.{key}={value} is no number; use a number"
     return _unsound(c)
 
 
 def _unsound(c: RunConfig) -> str | None:
-    name, given = c.optim.schedule, c.optim.schedule_args
-    if name == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & given.keys()) != 1:
+    """Return what is missing or impossible among arguments that the schedule takes."""
+    name, arguments = c.optim.schedule, c.optim.schedule_args
+    if name == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & arguments.keys()) != 1:
         return (
             "optim.schedule=cosine_with_min_lr needs one of min_lr and min_lr_rate in "
-            "optim.schedule_args; add min_lr_rate: 0.1, say"
+            "optim.schedule_args; add one, such as min_lr_rate: 0.1"
         )
-    if name == "warmup_stable_decay" and "num_decay_steps" not in given:
+    if name == "warmup_stable_decay" and "num_decay_steps" not in arguments:
         return (
             f"optim.schedule=warmup_stable_decay needs num_decay_steps in optim.schedule_args; add "
-            f"num_decay_steps: {max(c.train.steps // 10, 1)}, say"
+            f"it, such as num_decay_steps: {max(c.train.steps // 10, 1)}"
         )
-    end = given.get("lr_end")
+    end = arguments.get("lr_end")
     if isinstance(end, int | float) and end >= c.optim.lr:
         return f"optim.schedule_args.lr_end={end:g} is not below optim.lr={c.optim.lr:g}; lower it"
-    scale = given.get("timescale")
+    scale = arguments.get("timescale")
     if isinstance(scale, int | float) and scale <= 0:
-        return f"optim.schedule_args.timescale={scale:g}; use a number of steps above 0"
+        return f"optim.schedule_args.timescale={scale:g} is not above 0; set a number of steps"
     return None
 
 
 @rule("optim.name", "parallel.tensor", "parallel.expert")
 def _some_see_whole_parameters(c: RunConfig, world_size: int | None) -> str | None:
     why = NEEDS_WHOLE.get(c.optim.name)
-    asked = {key: getattr(c.parallel, key) for key in ("tensor", "expert")}
-    split = [f"parallel.{key}={size}" for key, size in asked.items() if size > 1]
+    degrees = {key: getattr(c.parallel, key) for key in ("tensor", "expert")}
+    split = [f"parallel.{key}={size}" for key, size in degrees.items() if size > 1]
     if why is None or not split:
         return None
     return (
-        f"optim.name={c.optim.name} {why}, and {' and '.join(split)} leaves parts of it to each "
-        f"rank; use data, pipe, context and zero, or adamw"
+        f"optim.name={c.optim.name} {why}, but {' and '.join(split)} gives each rank only a part "
+        "of it; use data, pipe, context and zero instead, or optim.name=adamw"
     )
 
 
 OPTIM_RULES = tuple(x for x in tuple(globals().values()) if isinstance(x, Rule))
-"""In the order of this file."""
+"""The rules of this file, in its order."""

@@ -1,4 +1,4 @@
-"""The rules of the pipeline section: pieces for its stages, chunks, and the files it names."""
+"""Rules of the pipeline section: its stages, chunks and files."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -14,16 +14,16 @@ from torchdistpackage.schedule.resolve import csv_text, from_csv
 
 
 def piece_names(layers: int) -> tuple[str, ...]:
-    """What a named model may be cut between: also between the attention and the MLP of a layer."""
+    """Return the pieces of a built-in model; stages may be cut between any two of them."""
     halves = (f"blocks.{i}.{half}" for i in range(layers) for half in ("attention", "mlp"))
     return ("embed", *halves, "head")
 
 
 def num_stages(config: RunConfig) -> int:
-    """Of the entire pipeline; under auto the fewest that it may choose.
+    """Return the number of stages of the pipeline; with schedule=auto the least it may choose.
 
     Raises:
-        ScheduleError: they stand in a file that does not read.
+        ScheduleError: pipeline.file has the number, and cannot be read.
     """
     name, chunks = config.pipeline.schedule, config.pipeline.chunks
     if name == CUSTOM:
@@ -32,22 +32,26 @@ def num_stages(config: RunConfig) -> int:
 
 
 def custom_schedule(config: RunConfig) -> Schedule:
-    """The schedule in `pipeline.file`, with messages, checked.
+    """Return the checked schedule of `pipeline.file`, with its messages.
 
     Raises:
         ScheduleError: it cannot be read or run; names file and line.
     """
     assert config.pipeline.file is not None
     path = Path(config.pipeline.file)
-    found = _parse(csv_text(path), path.stem)
-    if isinstance(found, ScheduleError):
-        raise ScheduleError(f"{path}: {found}") from found
-    return found
+    parsed = _parse(csv_text(path), path.stem)
+    if isinstance(parsed, ScheduleError):
+        raise ScheduleError(f"{path}: {parsed}") from parsed
+    return parsed
 
 
 @lru_cache(maxsize=2)
 def _parse(text: str, name: str) -> Schedule | ScheduleError:
-    """Several rules ask for the same file on each of many worlds: a bad one is read once too."""
+    """Parse a CSV, or return its error.
+
+    The error is returned, not raised, so that it is cached too: several rules ask for the same file
+    for each of many numbers of ranks.
+    """
     try:
         return from_csv(text, name=name)
     except ScheduleError as error:
@@ -55,10 +59,10 @@ def _parse(text: str, name: str) -> Schedule | ScheduleError:
 
 
 def measured_costs(config: RunConfig) -> CostsFile | None:
-    """What `pipeline.costs` holds, if it names a file.
+    """Return the costs in the file of `pipeline.costs`, or None without one.
 
     Raises:
-        ScheduleError: it does not read; names file and key.
+        ScheduleError: the file cannot be read; names file and key.
     """
     path = config.pipeline.costs
     return None if path is None else read_costs(path)
@@ -68,10 +72,12 @@ def measured_costs(config: RunConfig) -> CostsFile | None:
 def _file_is_a_schedule(c: RunConfig, world_size: int | None) -> str | None:
     name, file = c.pipeline.schedule, c.pipeline.file
     if name != CUSTOM:
-        unread = f"pipeline.file={file} would not be read with pipeline.schedule={name}"
+        unread = f"pipeline.file={file} has no effect with pipeline.schedule={name}"
         return None if file is None else f"{unread}; remove it, or set schedule to {CUSTOM}"
     if file is None:
-        return f"pipeline.schedule={CUSTOM} needs pipeline.file, a CSV with a row a pipe rank"
+        return (
+            f"pipeline.schedule={CUSTOM} needs pipeline.file, a CSV with a row for each pipe rank"
+        )
     try:
         schedule = custom_schedule(c)
     except ScheduleError as error:
@@ -89,8 +95,10 @@ def _file_is_a_schedule(c: RunConfig, world_size: int | None) -> str | None:
         )
     idle = [i for i in range(ranks) if not schedule.stages_of(i)]
     if idle:
-        return f"{file} gives rank {idle[0]} no stage; write a stage into each row, or fewer rows"
-    return None if schedule.has_backward else f"{file} has no backward; it would train nothing"
+        return f"{file} gives rank {idle[0]} no stage; add a stage to its row, or remove rows"
+    if schedule.has_backward:
+        return None
+    return f"{file} has no backward, so it trains nothing; add backwards"
 
 
 @rule("parallel.pipe", "pipeline.chunks", "pipeline.schedule", "pipeline.microbatches")
@@ -103,7 +111,7 @@ def _schedule_is_no_slip(c: RunConfig, world_size: int | None) -> str | None:
         return None
     return (
         f"pipeline.microbatches={number} on {stages} stages makes {stages * number:,} passes, more "
-        f"than the {most:,} that pipeline.schedule={name} is made for; set microbatches to "
+        f"than the {most:,} that pipeline.schedule={name} allows; set microbatches to "
         f"{max(most // stages, 1)} or less, or use fewer stages"
     )
 
@@ -113,14 +121,14 @@ def _chunks_fit_schedule(c: RunConfig, world_size: int | None) -> str | None:
     name, chunks = c.pipeline.schedule, c.pipeline.chunks
     if chunks is None or name == AUTO:
         return None
-    given = f"pipeline.chunks={chunks} with pipeline.schedule={name}"
+    setting = f"pipeline.chunks={chunks} with pipeline.schedule={name}"
     if name == CUSTOM:
-        return f"{given}, whose file says which stages a rank has; remove it"
+        return f"{setting}, whose file gives each rank its stages; remove chunks"
     if chunks == 1 or name in TWO_CHUNKS:
         return None
     others = [n for n in SCHEDULES if n in TWO_CHUNKS]
     return (
-        f"{given}, which has one stage on a rank; leave chunks out, or set schedule to "
+        f"{setting}, which has one stage on each rank; remove chunks, or set schedule to "
         f"{', '.join(others)} or {AUTO}"
     )
 
@@ -138,33 +146,33 @@ def _stages_have_pieces(c: RunConfig, world_size: int | None) -> str | None:
         return None
     chunks = stages // pipe
     whose = "pipeline.chunks" if c.pipeline.chunks else f"pipeline.schedule={name}"
-    each = f" x {chunks} chunks, as {whose} has them," if chunks > 1 else ""
+    each = f" x {chunks} chunks (of {whose})" if chunks > 1 else ""
     fits = pieces // chunks
     offer = f"set pipe to {fits} or less, or " if fits else ""
     return (
         f"parallel.pipe={pipe}{each} makes {stages} stages, but model.layers={layers} gives "
-        f"{pieces} pieces: the embedding, attention and MLP of each layer, the head; {offer}set "
-        f"layers to {-(-(stages - len(piece_names(0))) // 2)} or more"
+        f"{pieces} pieces: the embedding, the attention and MLP of each layer, and the head; "
+        f"{offer}set layers to {-(-(stages - len(piece_names(0))) // 2)} or more"
     )
 
 
 @rule("pipeline.costs", "pipeline.partition")
 def _costs_are_there(c: RunConfig, world_size: int | None) -> str | None:
     try:
-        found = measured_costs(c)
+        costs = measured_costs(c)
     except ScheduleError as error:
         return str(error)
     if c.pipeline.partition != "time":
         return None
-    if found is None:
+    if costs is None:
         return (
-            "pipeline.partition=time needs pipeline.costs, a file with the seconds of each piece, "
-            "such as the costs.yaml that a run leaves in its folder"
+            "pipeline.partition=time needs the seconds of each piece; set pipeline.costs to a file "
+            "with them, such as the costs.yaml that a pipeline run writes to its folder"
         )
-    if not found.pieces:
+    if not costs.pieces:
         return (
             f"pipeline.partition=time needs the seconds of each piece, but {c.pipeline.costs} has "
-            f"no `pieces`; take the costs.yaml of a run, or set partition to cost"
+            f"no `pieces`; use the costs.yaml of a run, or set partition to cost"
         )
     return None
 
@@ -176,25 +184,25 @@ def _costs_are_there(c: RunConfig, world_size: int | None) -> str | None:
 def _costs_are_of_this_run(c: RunConfig, world_size: int | None) -> str | None:
     if _costs_are_there.message(c, world_size) or _file_is_a_schedule.message(c, world_size):
         return None
-    found, pipe, auto = measured_costs(c), c.parallel.pipe, c.pipeline.schedule == AUTO
-    if found is None:
+    costs, pipe, auto = measured_costs(c), c.parallel.pipe, c.pipeline.schedule == AUTO
+    if costs is None:
         return None
     try:
-        if found.pieces and c.model.name is not None:
-            found.check_pieces(piece_names(c.model.layers))
-        elif found.pieces and c.pipeline.partition == "time":
-            return None  # of a user's own model, which only its build can compare
+        if costs.pieces and c.model.name is not None:
+            costs.check_pieces(piece_names(c.model.layers))
+        elif costs.pieces and c.pipeline.partition == "time":
+            return None  # a user's own model, whose pieces are known only once it is built
         elif not auto or c.pipeline.chunks is not None:
-            found.of(num_stages(c))
-        elif found.num_stages is None:
+            costs.of(num_stages(c))
+        elif costs.num_stages is None:
             return (
-                f"{found.source} has one number for every stage, so a stage would cost as much "
-                f"however many there are; set pipeline.chunks, or give it `pieces`"
+                f"{costs.source} has one number for all stages, so a stage would cost the same "
+                f"however many there are; set pipeline.chunks, or add `pieces` to the file"
             )
-        elif found.num_stages % pipe:
+        elif costs.num_stages % pipe:
             return (
-                f"{found.source} has costs of {found.num_stages} stages, which parallel.pipe="
-                f"{pipe} ranks cannot share evenly; measure this run"
+                f"{costs.source} has costs of {costs.num_stages} stages, which parallel.pipe="
+                f"{pipe} ranks cannot share evenly; use the costs.yaml of this run"
             )
     except ScheduleError as error:
         return str(error)
