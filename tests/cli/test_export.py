@@ -101,7 +101,7 @@ def test_mistakes_are_listed_at_once(ranks, tmp_path, capsys):
         "4 problems in tdp export:",
         "--dtype int3",
         f"{tmp_path} exists and is not empty",
-        f"{tmp_path / 'none'}: no such folder",
+        f"{tmp_path / 'none'}: there is no such folder",
         f"{run} has no complete checkpoint",
     ):
         assert text in said, said

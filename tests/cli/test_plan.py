@@ -248,7 +248,7 @@ def test_a_wrong_file_is_answered_with_its_lines_and_starts_nothing(
 @pytest.mark.parametrize("command", ["plan", "train"])
 def test_a_file_that_is_not_there_is_answered_with_the_nearest(refusal, command):
     said = refusal(command, TINY.replace("tiny", "tny"))
-    assert f"no such file; did you mean {TINY}?" in said
+    assert f"there is no such file; did you mean {TINY}?" in said
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
@@ -290,7 +290,7 @@ def test_problems_of_the_job_are_listed_with_the_others(refusal):
     assert "3 problems" in said
     assert "did you mean time?" in said and "set run.dir" in said and "model.heads=3" in said
     said = refusal("plan", TINY, "launch.slurm.nodes=3")
-    assert "the 4 ranks that the degrees ask for cannot be shared evenly by nodes=3" in said
+    assert "the 4 ranks that the degrees need cannot be shared evenly by nodes=3" in said
     assert "x 3 tasks" in refusal("plan", TINY, "launch.slurm.ntasks-per-node=3")
 
 

@@ -94,7 +94,7 @@ def test_sizes_that_contradict_the_folder_are_listed_with_their_lines(folder: Pa
     [
         (
             {"model_type": "mixtral"},
-            ["model_type is 'mixtral'; weights can be read of gpt2, llama"],
+            ["model_type is 'mixtral', but model.weights reads gpt2 and llama"],
         ),
         (
             {
@@ -105,10 +105,10 @@ def test_sizes_that_contradict_the_folder_are_listed_with_their_lines(folder: Pa
             ["hidden_act is 'relu'", "rope_type is 'longrope'; use", "quantization_config is set"],
         ),
         ({"hidden_size": "wide"}, ["model.dim: wants a whole number", 'got the text "wide"']),
-        ({"model_type": ["llama"]}, ["model_type is ['llama']; weights can be read of"]),
+        ({"model_type": ["llama"]}, ["model_type is ['llama'], but model.weights reads"]),
         (
             {"model_type": "gpt2", "activation_function": {}},
-            ["activation_function is {}; use gelu_new"],
+            ["activation_function is {}; use one of gelu_new"],
         ),
         (
             {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 0}},
@@ -125,7 +125,7 @@ def test_a_model_that_cannot_be_one_of_ours_is_refused(folder, changes, texts) -
 
 
 def test_a_folder_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigErrors, match=r"model.weights: nowhere: no such folder"):
+    with pytest.raises(ConfigErrors, match=r"model.weights: nowhere: there is no such folder"):
         loads("model: {weights: nowhere}")
 
 

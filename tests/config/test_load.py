@@ -103,8 +103,8 @@ def problems(text: str, *overrides: str) -> list[str]:
         ("launch: {slurm: {\n1: a}}", "r.yaml:2: launch.slurm.1: a key must be a text"),
         ("run: &r {seed: 1}\nlog:\n  <<: *r", "r.yaml:3: log.<<: merge keys are not read"),
         ("run: !!python/object:os.x {}", "r.yaml:1: run: the tag tag:yaml.org,2002:python/object"),
-        ("run: {seed: !!int x}", "r.yaml:1: run.seed: 'x' is no int"),
-        ("launch: {slurm: &a {b: *a}}", "r.yaml:1: launch.slurm.b: the alias stands for a value"),
+        ("run: {seed: !!int x}", "r.yaml:1: run.seed: 'x' is not a valid int"),
+        ("launch: {slurm: &a {b: *a}}", "r.yaml:1: launch.slurm.b: the alias refers to a value"),
         ("log: {\n  every: [\n", "r.yaml:3: not valid YAML: expected the node content"),
         ("log:\n\tevery: 1", "r.yaml:2: not valid YAML: found character '\\t'"),
         ("log:\n  every: 1\x07", "r.yaml:2: not valid YAML: character 0x7 is not allowed"),
@@ -207,9 +207,9 @@ def test_every_key_at_the_top_level_is_sent_home(path: str) -> None:
         ("tensor=2", "command line: tensor=2: misplaced key; did you mean parallel.tensor?"),
         ("foo.bar.baz=2", "command line: foo.bar.baz=2: foo: unknown key"),
         ("optim.lr.x=1", "command line: optim.lr.x=1: optim.lr: wants a number above 0, got a map"),
-        ("optim.lr", "command line: optim.lr: an override is section.key=value"),
-        ("optim..lr=1", "command line: optim..lr=1: an override is section.key=value"),
-        ("=1", "command line: =1: an override is section.key=value"),
+        ("optim.lr", "command line: optim.lr: write an override as section.key=value"),
+        ("optim..lr=1", "command line: optim..lr=1: write an override as section.key=value"),
+        ("=1", "command line: =1: write an override as section.key=value"),
         ("optim.lr=", "command line: optim.lr=: wants a number above 0, got nothing (null)"),
         ("optim.betas=[0.9", "command line: optim.betas=[0.9: not valid YAML: "),
         ("launch.slurm={a: 1, a: 2}", "launch.slurm.a: duplicate key"),
@@ -224,9 +224,9 @@ def test_overrides_pass_the_same_checks(override: str, expected: str) -> None:
 
 def test_an_override_that_undoes_another_is_refused() -> None:
     (line,) = problems("", "optim.lr=1", "optim.lr=2")
-    assert line.startswith("command line: optim.lr=2: would undo another override of optim.lr")
+    assert line.startswith("command line: optim.lr=2: would undo the override of optim.lr")
     (line,) = problems("", "launch.slurm.a=1", "launch.slurm={}")
-    assert "would undo another override of launch.slurm.a" in line
+    assert "would undo the override of launch.slurm.a" in line
 
 
 def test_overrides_win_over_the_file_and_its_mistakes() -> None:
@@ -250,7 +250,9 @@ def test_an_empty_file_or_section_is_all_defaults(text: str) -> None:
 def test_files_that_cannot_be_read_are_problems_too(tmp_path: Path) -> None:
     (tmp_path / "gpt.yaml").write_text("log: {every: 3}\n", encoding="utf-8-sig")
     assert load(tmp_path / "gpt.yaml").log.every == 3
-    with pytest.raises(ConfigErrors, match=r"gtp\.yaml: no such file; did you mean .*gpt\.yaml\?"):
+    with pytest.raises(
+        ConfigErrors, match=r"gtp\.yaml: there is no such file; did you mean .*gpt\.yaml\?"
+    ):
         load(tmp_path / "gtp.yaml")
     with pytest.raises(ConfigErrors, match=r"no such file$"):
         load(tmp_path / "no" / "gpt.yaml")
@@ -293,7 +295,7 @@ def test_loading_needs_only_yaml_and_pydantic() -> None:
 def test_an_override_that_yaml_would_shorten_is_refused(value, read_as):
     own = "model: {target: 'a:b'}"
     (line,) = problems(own, f"model.args.a={value}")
-    assert f'would be read as the text "{read_as}"; put the value in YAML\'s quotes' in line
+    assert f'would be read as the text "{read_as}"; put it in quotes of YAML' in line
     quoted = f'model.args.a="{value}"'.replace("\n", "\\n")
     assert loads(own, overrides=[quoted]).model.args == {"a": value}
 
@@ -310,7 +312,7 @@ def test_a_folder_in_place_of_the_file_is_said_to_be_one(tmp_path: Path) -> None
 def test_what_a_shell_would_expand_in_a_path_is_refused(path: str) -> None:
     """A folder of the name ~ would be made, and somebody would remove it by that name."""
     for key in ("run.dir", "data.path", "pipeline.costs"):
-        with pytest.raises(ConfigErrors, match="wants a path written out, without ~ or "):
+        with pytest.raises(ConfigErrors, match="wants a path without ~"):
             loads("", overrides=[f"{key}='{path}'"])
     assert loads("run: {dir: 'a~b/c$/$1'}").run.dir == "a~b/c$/$1"
 

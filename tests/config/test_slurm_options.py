@@ -70,11 +70,11 @@ def test_everything_wrong_is_in_one_list_with_its_place():
 
 @pytest.mark.parametrize("name", RESERVED)
 def test_an_option_that_is_ours_to_set_says_what_to_use(name: str):
-    assert slurm(**{name: "x"}) == f"is not for a run to set: {RESERVED[name]}"
+    assert slurm(**{name: "x"}) == f"cannot be set here: {RESERVED[name]}"
 
 
 def test_a_name_near_one_that_may_not_be_set_gets_its_answer():
-    assert "output is not for a run to set" in slurm(outputt="x")
+    assert "output cannot be set here" in slurm(outputt="x")
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,9 @@ def test_values_become_lines_of_the_header(options: dict[str, object], lines: di
         ({"gpus-per-node": "all"}, "number of GPUs"),
         ({"gpus-per-node": "1٣"}, "number of GPUs"),
         ({"nodes": "1٣"}, "wants a number, a range"),
-        ({"srun": ["--mpi=pmix"]}, "may not change the way the ranks meet"),
-        ({"srun": ["-n4"]}, "may not change the layout"),
-        ({"srun": ["--output=x"]}, "may not change the output"),
+        ({"srun": ["--mpi=pmix"]}, "must not change the way the ranks meet"),
+        ({"srun": ["-n4"]}, "must not change the layout"),
+        ({"srun": ["--output=x"]}, "must not change the output"),
         ({"srun": ["x"]}, "begins with a dash"),
         ({"modules": 3}, "wants texts in a list"),
         ({"conda": ["a"]}, "wants a text"),
@@ -152,7 +152,7 @@ def test_values_that_cannot_be_are_refused(options: dict[str, object], part: str
 
 def test_the_same_option_in_two_spellings_is_told():
     ((key, text),) = problems({"cpus-per-task": 2, "cpus_per_task": 3})
-    assert (key, text) == ("cpus_per_task", "says the same as cpus-per-task; keep one of them")
+    assert (key, text) == ("cpus_per_task", "means the same as cpus-per-task; keep one of them")
 
 
 def test_our_own_keys_are_words_or_lines():
@@ -217,7 +217,7 @@ def test_the_shape_follows_from_options_and_degrees(degrees, options, expected):
 @pytest.mark.parametrize(
     ("degrees", "options", "key", "part"),
     [
-        ("data: 3", {"nodes": 2}, "ntasks-per-node", "the 3 ranks that the degrees ask for"),
+        ("data: 3", {"nodes": 2}, "ntasks-per-node", "the 3 ranks that the degrees need"),
         ("data: 4", {"nodes": "2-3", "ntasks": 4}, "ntasks", "use ntasks-per-node instead"),
         ("data: 4", {"nodes": 3, "ntasks": 4}, "ntasks", "use a multiple of 3"),
         ("data: 4", {"nodes": 2, "ntasks": 4, "ntasks-per-node": 4}, "ntasks", "x ntasks-per-node"),
@@ -237,7 +237,7 @@ def test_each_count_of_a_range_must_give_a_valid_run():
     )
     (line,) = wrong(text)
     assert "not on 3 of nodes=1-4: data.global_batch=32 is not a multiple" in line
-    assert line.endswith("; nodes=1,2,4 would do")
+    assert line.endswith("; nodes=1,2,4 would fit")
     assert loads(text, overrides=["launch.slurm.nodes=1,2,4"], job=True).parallel.data == "auto"
 
 

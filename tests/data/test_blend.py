@@ -207,7 +207,7 @@ def test_sources_that_do_not_do_are_named_before_ranks_start(tdp, tmp_path):
         ("{path: a, weight: -1}", "data.sources[1].weight: wants a number, 0 or more, got the num"),
         ("{path: a, weight: .nan}", "data.sources[1].weight: wants a number, 0 or more"),
         ("{path: a, wieght: 1}", "data.sources[1].wieght: unknown key; did you mean weight?"),
-        ("{path: [5]}", "data.sources[1].path: wants a path written out"),
+        ("{path: [5]}", "data.sources[1].path: wants a path"),
         ("{weight: 1}", "data.sources: data.sources[1] has no path"),
         ("word", "data.sources: wants a list of mappings with path, weight, name, field, label"),
     ],

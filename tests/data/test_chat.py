@@ -360,7 +360,7 @@ def test_a_tokenizer_that_does_not_do_is_refused_before_ranks_start(tmp_path, ca
     assert "has none, neither as chat_template.jinja" in said and "2 problems" in said
     (Path(source.tokenizer) / "tokenizer.json").unlink()
     assert main([*command, config]) == 2
-    assert "tokenizer.json is no file; give a folder with" in capsys.readouterr().err
+    assert "tokenizer.json is no file; name a folder with" in capsys.readouterr().err
     (Path(source.tokenizer) / "tokenizer.json").write_text('{"model": 1}')
     assert main([*command, config]) == 2
     assert "is no tokenizer of the tokenizers library" in capsys.readouterr().err

@@ -176,7 +176,7 @@ def test_every_kind_of_row_is_read_and_they_may_be_mixed(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(json.dumps(config))
     (Path(asked.tokenizer) / "chat_template.jinja").unlink()
     assert main(["plan", str(tmp_path / "run.yaml"), "data.field=conversations"]) == 2
-    assert "chats are written by a chat template" in capsys.readouterr().err
+    assert "chats need a chat template" in capsys.readouterr().err
 
 
 ALPACA = [

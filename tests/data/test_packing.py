@@ -55,7 +55,7 @@ def test_an_end_of_text_that_is_no_token_is_refused(tmp_path):
     source = json_lines(tmp_path, sentences(3))
     settings = Path(source.tokenizer) / "tokenizer_config.json"
     settings.write_text('{"eos_token": "<end>"}')
-    with pytest.raises(DataError, match=r"is '<end>', which is no token of tokenizer\.json"):
+    with pytest.raises(DataError, match=r"is '<end>', which tokenizer\.json does not have"):
         tokenized(source, tmp_path / "cache")
     settings.write_text("{}")
     assert tokenized(source, tmp_path / "cache").eos is not None
@@ -237,7 +237,7 @@ def test_lines_that_are_no_documents_are_named(tmp_path, lines, field, text):
 
 def test_missing_and_wrong_files_are_refused(tmp_path):
     source, cache = json_lines(tmp_path, sentences(10)), tmp_path / "cache"
-    with pytest.raises(DataError, match=r"tokenizer\.json is no file; give a folder"):
+    with pytest.raises(DataError, match=r"tokenizer\.json is no file; name a folder"):
         tokenized(replace(source, tokenizer=str(tmp_path)), cache)
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(DataError, match=r"bad\.json is no tokenizer of the tokenizers library"):

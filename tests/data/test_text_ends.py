@@ -116,7 +116,7 @@ def test_a_token_that_is_not_there_is_refused_before_ranks_start(tmp_path):
     assert documents(replace(source, bos="on"), tmp_path)[0][0] == 0
     settings.write_text('{"eos_token": "<end>"}')
     for eos in ("auto", "on"):
-        assert "'<end>', which is no token of tokenizer.json" in refused(eos=eos)
+        assert "'<end>', which tokenizer.json does not have" in refused(eos=eos)
     assert documents(replace(source, eos="off"), tmp_path)
 
 

@@ -89,7 +89,7 @@ def indexed(folder: Path, weight_map: object) -> Path:
 
 
 def test_a_folder_that_holds_no_weights_says_what_it_has(tmp_path):
-    with pytest.raises(CheckpointError, match="nowhere: no such folder"):
+    with pytest.raises(CheckpointError, match="nowhere: there is no such folder"):
         open_folder(tmp_path / "nowhere", GPT2)
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"no weights: neither .*pytorch_model.bin would run"):
@@ -148,5 +148,5 @@ def test_a_config_that_is_no_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ConfigError, match="is no mapping"):
         read_config(tmp_path)
-    with pytest.raises(ConfigError, match="model_type is 'opt'; weights can be read of gpt2"):
+    with pytest.raises(ConfigError, match="model_type is 'opt', but model.weights reads gpt2"):
         model_keys({"model_type": "opt"}, "here")

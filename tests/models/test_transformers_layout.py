@@ -283,7 +283,9 @@ def test_what_a_model_cannot_do_is_said_with_the_lines_of_the_file(tmp_path):
 def test_a_folder_of_adapters_is_no_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     text = refusal(f"model.hf={tmp_path}", "model.lora.target=[q_proj]")
-    assert "it has peft's adapter_config.json, of adapters without their model; name the" in text
+    assert (
+        "it has peft's adapter_config.json, which is adapters without their model; name the" in text
+    )
 
 
 def test_a_tied_head_has_no_adapter(tmp_path):

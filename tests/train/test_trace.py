@@ -254,5 +254,7 @@ def test_what_is_no_range_of_steps_is_refused(steps):
 
 
 def test_steps_after_the_end_are_refused():
-    with pytest.raises(ConfigError, match=r"steps=3\.\.9 ends after train\.steps=5; choose steps up"):
+    with pytest.raises(
+        ConfigError, match=r"steps=3\.\.9 ends after train\.steps=5; choose steps up"
+    ):
         parity.config([*RUN, "train.profile.steps=3..9"])

@@ -1,6 +1,6 @@
-"""The chat templates of a tokenizer's folder, found where transformers finds them. No torch.
+"""Find the chat templates of a tokenizer's folder where transformers finds them. No torch.
 
-Files of templates go before the entry in tokenizer_config.json. A tokenizer without either has the
+Template files win over the entry in tokenizer_config.json. A tokenizer with neither uses the
 template of its processor, if there is one.
 """
 
@@ -12,11 +12,11 @@ from torchdistpackage.config.hugging_face import SETTINGS, read_mapping, read_te
 from torchdistpackage.errors import DataError
 
 TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
-"""The file of the template `default`, and the folder of files of others, each with its name."""
+"""The file of the template `default`, and the folder of template files that are named otherwise."""
 PROCESSORS = ("chat_template.json", "processor_config.json")
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 _DATE = "strftime_now"
-"""The function by which a template writes the date of today."""
+"""The function that a template calls to write today's date."""
 
 
 def chat_templates(folder: Path) -> dict[str, str]:
@@ -32,20 +32,20 @@ def chat_templates(folder: Path) -> dict[str, str]:
         return {name: read_text(file) for name, file in files.items()}
     for name in (SETTINGS[-1], *PROCESSORS):
         if (file := folder / name).is_file():
-            found = dict(_entries(read_mapping(file).get("chat_template")))
-            if found:
-                return found
+            templates = dict(_entries(read_mapping(file).get("chat_template")))
+            if templates:
+                return templates
     return {}
 
 
 def template_name(names: Iterable[str], *, has_tools: bool) -> str | None:
-    """Return the name of the template that writes a chat; None if there is none for it."""
+    """Return the name of the template that fits a chat; None if there is none."""
     wanted = (WITH_TOOLS, DEFAULT) if has_tools else (DEFAULT,)
     return next((name for name in wanted if name in names), None)
 
 
 def writes_date(templates: Mapping[str, str]) -> bool:
-    """Return whether a template that writes chats asks for the date of today."""
+    """Return whether a template that writes chats asks for today's date."""
     return any(_DATE in templates.get(name, "") for name in (WITH_TOOLS, DEFAULT))
 
 
@@ -54,22 +54,21 @@ def folder_writes_date(tokenizer: str | Path) -> bool:
     path = Path(tokenizer)
     try:
         return writes_date(chat_templates(path if path.is_dir() else path.parent))
-    except DataError:  # whoever reads the chats says what is wrong
+    except DataError:  # the code that reads the chats reports it
         return False
 
 
 def template_files(folder: Path) -> list[Path]:
-    """Return the files next to tokenizer.json that may have templates, but for those of tokens."""
+    """Return the files next to tokenizer.json that may hold templates, except token settings."""
     named = [folder / name for name in (TEMPLATE, *PROCESSORS)]
     return [*(file for file in named if file.is_file()), *_more_files(folder)]
 
 
 def no_chat_template(folder: Path) -> str:
-    """Return what to say of a folder without one."""
+    """Return the message for a folder without a chat template."""
     return (
-        f"chats are written by a chat template, and {folder} has none, neither as "
-        f"{TEMPLATE} nor as chat_template in {SETTINGS[-1]}; use the tokenizer of a chat model, or "
-        f"write the template"
+        f"chats need a chat template, and {folder} has none, neither as {TEMPLATE} nor as "
+        f"chat_template in {SETTINGS[-1]}; use the tokenizer of a chat model, or add a template"
     )
 
 
@@ -79,7 +78,7 @@ def _more_files(folder: Path) -> list[Path]:
 
 
 def _entries(value: Any) -> Iterator[tuple[str, str]]:
-    """The names and sources of an entry, which is one source or a list of {name, template}."""
+    """Yield name and source of each template in an entry: a text or a list of {name, template}."""
     if isinstance(value, str):
         yield DEFAULT, value
     entries = cast(list[Any], value) if isinstance(value, list) else []

@@ -1,7 +1,7 @@
-"""All rules across sections at once, on every world that a run may have, and the files it names.
+"""Check all rules across sections, for every number of ranks that a run may have, and its files.
 
-All violations are reported; only a rule whose own keys are already wrong is left out,
-because what it would say is noise.
+All violations are reported. Only a rule whose own keys are already wrong is skipped, because its
+message would be noise.
 """
 
 import contextlib
@@ -34,20 +34,23 @@ RULES = sorted(
     (*MODEL_RULES, *OPTIM_RULES, *EXPERT_RULES, *rules.RULES, *DATA_RULES, *PIPELINE_RULES),
     key=lambda rule: _SECTIONS.index(rule.fields[0].partition(".")[0]),
 )
-"""In the order in which they are reported: that of the sections of the file."""
+"""All rules in the order in which they are reported: that of the sections of the file."""
 _SLURM = "launch.slurm"
 
 
 Violation = tuple[tuple[str, ...], str]
-"""The keys that are read, the first the one to change, and what is wrong with them."""
+"""The keys that a rule reads, the one to change first, and what is wrong with them."""
 
 
 def violations(
     config: RunConfig, world_size: int | None = None, *, job: bool = False
 ) -> tuple[Problem, ...]:
-    """Every rule across sections that `config` breaks; arguments as in `failed_rules`."""
-    found = failed_rules(config, world_size, job=job)
-    return tuple(config.problem(keys[0], text) for keys, text in found)
+    """Return a problem for every rule across sections that `config` breaks.
+
+    The arguments are those of `failed_rules`.
+    """
+    failed = failed_rules(config, world_size, job=job)
+    return tuple(config.problem(keys[0], text) for keys, text in failed)
 
 
 def failed_rules(
@@ -57,12 +60,12 @@ def failed_rules(
     *,
     job: bool = False,
 ) -> Iterator[Violation]:
-    """Every rule across sections that `config` breaks.
+    """Yield every rule across sections that `config` breaks.
 
     Args:
-        world_size: number of ranks; None is not known yet, then `launch.local.procs` has to fit.
-        bad: dotted paths already known to be wrong; rules that read them are left out.
-        job: without a world_size the run is a Slurm job, and has to fit every world that
+        world_size: number of ranks; None if not known yet, then `launch.local.procs` must fit.
+        bad: dotted paths already known to be wrong; rules that read them are skipped.
+        job: the run is a Slurm job: without a world_size it must fit every number of ranks that
             `launch.slurm` allows.
     """
     wrong = problems(config.launch.slurm)
@@ -80,7 +83,7 @@ def failed_rules(
     if shape is None:
         yield from _on(config, config.launch.local.procs, bad)
     elif config.launch.elastic.nodes is not None:
-        # on the others its degrees are planned anew, which is refused where no degrees do
+        # only the largest world: on smaller ones the degrees are planned anew, by another check
         yield from _on(config, shape.world_sizes[-1], bad)
     else:
         yield from _on_each(config, shape, bad)
@@ -89,7 +92,7 @@ def failed_rules(
 def _of_options(
     config: RunConfig, wrong: Collection[Found], bad: Collection[str]
 ) -> Iterator[Violation]:
-    """Problems of `launch.slurm`, each under its key as it is written."""
+    """Yield the problems of `launch.slurm`, each under its key as the file spells it."""
     written = {canonical_name(key): key for key in config.launch.slurm}
     for key, text in wrong:
         keys = (f"{_SLURM}.{written.get(key, key)}",)
@@ -98,16 +101,16 @@ def _of_options(
 
 
 def _on_each(config: RunConfig, shape: JobGeometry, bad: Collection[str]) -> Iterator[Violation]:
-    """The rules on every world of a job; each once, with the numbers of nodes that break it."""
+    """Yield the rules that a job breaks, each once, with the numbers of nodes on which it does."""
     texts: dict[tuple[str, ...], tuple[str, list[int]]] = {}
     for nodes, world_size in zip(shape.nodes, shape.world_sizes, strict=True):
         for keys, text in _on(config, world_size, bad):
             texts.setdefault(keys, (text, []))[1].append(nodes)
     for keys, (text, nodes) in texts.items():
         if len(shape.nodes) > 1:
-            left = [n for n in shape.nodes if n not in nodes]
+            fitting = [n for n in shape.nodes if n not in nodes]
             text = f"not on {_some(nodes)} of nodes={shape.nodes_text}: {text}"
-            text += f"; nodes={','.join(map(str, left))} would do" if left else ""
+            text += f"; nodes={','.join(map(str, fitting))} would fit" if fitting else ""
         elif keys[0] in DEGREES:
             text += f" (the job has {shape})"
         yield keys, text
@@ -116,7 +119,7 @@ def _on_each(config: RunConfig, shape: JobGeometry, bad: Collection[str]) -> Ite
 def _on(config: RunConfig, world_size: int | None, bad: Collection[str]) -> Iterator[Violation]:
     world = world_size or config.launch.local.procs
     if world and not _touches(DEGREES, bad):
-        # If it fails a rule below says so, and the others take the degrees as they are written.
+        # If this fails, a rule below reports it, and the other rules read the degrees as written.
         with contextlib.suppress(ConfigError):
             config = config.resolve(world)
     for rule in RULES:
@@ -139,7 +142,7 @@ def _some(numbers: list[int]) -> str:
 
 def _unfit_path(path: Path) -> str:
     if not path.exists():
-        return f"{path} is not there, seen from {Path.cwd()}"
+        return f"{path} does not exist, seen from {Path.cwd()}; check the path"
     if path.is_dir():
         return ""
     try:
@@ -150,7 +153,7 @@ def _unfit_path(path: Path) -> str:
 
 
 def absent_files(config: RunConfig) -> list[Problem]:
-    """What the data section names and is not there, and packages that keys need."""
+    """Return a problem for each file of the data section and each package that is missing."""
     named = {key: part.path for key, part in config.data.all_parts.items()}
     named |= {"data.tokenizer": config.data.tokenizer}
     absent = [
@@ -202,7 +205,7 @@ def wrong_files(config: RunConfig) -> list[Problem]:
 
 
 def _of_size(data: DataSection) -> Iterator[str]:
-    """Of one file of bytes or token ids, which is cut near its end."""
+    """Yield whether a file of bytes or token ids, which is cut near its end, is too short."""
     path = Path(data.path or "")
     if data.name not in ("text", "tokens") or data.tokenizer is not None or not path.is_file():
         return
@@ -216,7 +219,7 @@ def _of_size(data: DataSection) -> Iterator[str]:
 
 
 def bytes_there(data: DataSection) -> int | None:
-    """Of the files that a part of the data reads, as far as they are here; None: nothing is."""
+    """Return the size in bytes of the files that a data section reads; None if none exists."""
     path, suffix = Path(data.path or ""), SUFFIX_OF_KIND.get(data.name or "", "")
     if not path.is_dir():
         return path.stat().st_size if path.is_file() else None

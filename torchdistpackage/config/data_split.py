@@ -1,10 +1,10 @@
-"""How many tokens training and validation get, and what to say of too few. No torch."""
+"""How many tokens training and validation get, and the message for too few. No torch."""
 
 import math
 
 
 def split_at_end(num_tokens: int, val_fraction: float) -> tuple[int, int]:
-    """(training, validation): of tokens that are cut near their end."""
+    """Return the numbers of tokens for training and validation, which gets the end."""
     num_val = round(num_tokens * val_fraction)
     return num_tokens - num_val, num_val
 
@@ -12,9 +12,10 @@ def split_at_end(num_tokens: int, val_fraction: float) -> tuple[int, int]:
 def too_few_tokens(
     split: str, number: int, seq_len: int, *, of: str = "", total: int | None = None
 ) -> str | None:
-    """What to say if `number` tokens do not fill one sample of a split; None if they do.
+    """Return a message if `number` tokens do not fill one sample of a split, else None.
 
-    of: where they are. total: of both splits, where these are cut from one piece.
+    of: where the tokens are, for the message. total: number of tokens of both splits, if these are
+        cut from one file.
     """
     needed = seq_len + 1
     if number >= needed:

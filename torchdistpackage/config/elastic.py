@@ -1,8 +1,8 @@
-"""The degrees of a run on another number of ranks than it was written for.
+"""Fit the degrees of a run to another number of ranks than it was written for.
 
-What numbers follow from stays: the global batch, the order of samples, the schedule of the learning
-rate. So do tensor and context, which cut single layers. The data axis changes first, then
-the pipe axis; accumulation makes up for ranks that are gone, so no microbatch grows.
+Everything that results depend on stays: the global batch, the order of samples and the schedule of
+the learning rate. Tensor and context stay too, because they cut single layers. The data axis
+changes first, then the pipe axis. Accumulation makes up for missing ranks, so no microbatch grows.
 """
 
 from collections.abc import Iterator
@@ -17,17 +17,17 @@ from torchdistpackage.errors import ConfigError
 def elastic_config(
     config: RunConfig, world_size: int, source: str = "the configuration"
 ) -> RunConfig:
-    """The same training on `world_size` ranks: equal losses but for rounding.
+    """Return the same training on `world_size` ranks, with equal losses except for rounding.
 
     Raises:
-        ConfigError: no degrees do that; says why those nearest to the run's do not.
+        ConfigError: no degrees fit; says why those nearest to the run's do not.
     """
     fixed = config.parallel.context * config.parallel.tensor
     if world_size % fixed:
         raise ConfigError(
-            f"{source}: {world_size} ranks are no multiple of the {fixed} that context="
-            f"{config.parallel.context} x tensor={config.parallel.tensor} take, which cut layers "
-            f"and stay; use a multiple of {fixed}"
+            f"{source}: {world_size} ranks are no multiple of context={config.parallel.context} x "
+            f"tensor={config.parallel.tensor} = {fixed}, which stay on any number of nodes; use a "
+            f"multiple of {fixed}"
         )
     first: ConfigErrors | None = None
     for candidate in _candidates(config, world_size // fixed):
@@ -42,10 +42,12 @@ def elastic_config(
 
 
 def nodes_used(config: RunConfig, shape: JobGeometry) -> dict[int, int]:
-    """For each number of nodes that a job may get how many it uses: the most on which it can be.
+    """Return for each number of nodes that a job may get how many of them it uses.
+
+    It uses the largest number that degrees fit.
 
     Raises:
-        ConfigError: it cannot be on the fewest.
+        ConfigError: no degrees fit the fewest nodes.
     """
     if config.launch.elastic.nodes is None:
         return {nodes: nodes for nodes in shape.nodes}
@@ -63,7 +65,7 @@ def nodes_used(config: RunConfig, shape: JobGeometry) -> dict[int, int]:
 
 
 def _candidates(config: RunConfig, num_ranks: int) -> Iterator[RunConfig]:
-    """Runs whose pipe and data axes have `num_ranks`, those most like `config` first."""
+    """Yield runs whose pipe and data axes have `num_ranks` ranks, the most similar one first."""
     most = _samples_per_microbatch(config)
     for pipe in range(min(config.parallel.pipe, num_ranks), 0, -1):
         data, rest = divmod(num_ranks, pipe)
@@ -76,7 +78,7 @@ def _candidates(config: RunConfig, num_ranks: int) -> Iterator[RunConfig]:
 
 
 def _samples_per_microbatch(config: RunConfig) -> int | None:
-    """Of the run as it is written; None where it takes as many replicas as fit."""
+    """Return the samples of a microbatch of the run as written; None if parallel.data is auto."""
     data = config.parallel.data
     if data == "auto":
         return None
@@ -86,9 +88,9 @@ def _samples_per_microbatch(config: RunConfig) -> int | None:
 
 
 def _accumulate(config: RunConfig, data: int, most: int | None) -> int | None:
-    """The fewest rounds in which each of `data` replicas does its share of the batch.
+    """Return the fewest accumulation rounds for `data` replicas; None if no number fits.
 
-    most: samples of a microbatch. None: there are none.
+    most: largest number of samples in a microbatch; None for no limit.
     """
     share, rest = divmod(config.data.global_batch, data * config.pipeline.microbatches)
     if rest:

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: problems as values, and the one error that lists them all."""
+"""The problems of a configuration, and the one error that lists them all."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -8,12 +8,12 @@ from typing import NamedTuple
 from torchdistpackage.errors import ConfigError
 
 MAX_PROBLEMS = 100
-"""Advice for each of thousands takes minutes."""
+"""Most problems that are reported, because looking for advice takes time for each."""
 _MAX_LINE = 4000
 
 
 class SourceLocation(NamedTuple):
-    """Where a key was written; an override has no line, its file is `command line: a.b=c`."""
+    """The place of a key; an override has no line, and its file is `command line: a.b=c`."""
 
     file: str
     line: int | None = None
@@ -21,9 +21,9 @@ class SourceLocation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KeyLocations:
-    """Where the keys of a run were written; runs of equal values are equal wherever they were.
+    """The places of the keys of a run; they do not count when runs are compared.
 
-    by_path: of those that were written; the others are somewhere in `source`.
+    by_path: the places of keys that were written; all other keys have the place `source`.
     """
 
     source: str = field(default="", compare=False)
@@ -32,7 +32,7 @@ class KeyLocations:
     )
 
     def of(self, path: tuple[str | int, ...]) -> SourceLocation:
-        """Of `path`, or of the nearest thing around it."""
+        """Return the place of `path`, or of the nearest section around it."""
         around = (path[:end] for end in range(len(path), 0, -1))
         return next(
             (self.by_path[p] for p in around if p in self.by_path), SourceLocation(self.source)
@@ -50,11 +50,12 @@ class Problem:
 
     def __str__(self) -> str:
         location = f"{self.file}:{self.line}" if self.line else self.file
-        said = f"{self.path}=" in self.file  # the override repeats its own path
-        line = ": ".join(part for part in (location, "" if said else self.path, self.text) if part)
-        # One line that every terminal can show, whatever the file holds.
-        line = line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}..."
-        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+        names_path = f"{self.path}=" in self.file  # an override repeats its own path
+        parts = (location, "" if names_path else self.path, self.text)
+        text = ": ".join(part for part in parts if part)
+        # One line that every terminal can show, whatever characters the file holds.
+        text = text if len(text) <= _MAX_LINE else f"{text[:_MAX_LINE]}..."
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class ConfigErrors(ConfigError):
@@ -67,13 +68,13 @@ class ConfigErrors(ConfigError):
         super().__init__("\n".join([f"{many} in {source}:", *(f"  {p}" for p in self.problems)]))
 
     def __reduce__(self) -> tuple[type["ConfigErrors"], tuple[str, tuple[Problem, ...]]]:
-        # Exceptions rebuild themselves from their text, which is not what __init__ takes.
+        # Unpickling calls __init__ with the arguments of Exception, the text; ours takes others.
         return type(self), (self.source, self.problems)
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The valid name that looks most like `name`, or None if none is close.
+    """Return the valid name that is most similar to `name`, or None if none is close.
 
-    cutoff: difflib's ratio, from which on a name is close.
+    cutoff: least ratio of difflib for a name to count as close.
     """
     return next(iter(difflib.get_close_matches(name.lower(), list(names), 1, cutoff)), None)

@@ -1,8 +1,7 @@
-"""What a folder of transformers says: config.json as keys of the model section, and its tokenizer.
+"""Read a transformers folder: config.json as keys of the model section, and its tokenizer.
 
-GPT-2 and Llama, whose every setting either has a key, changes no number, or is refused. What a
-file leaves out has the default of transformers. Of a tokenizer, as save_pretrained writes it, JSON
-alone is read. No torch.
+For GPT-2 and Llama every setting either has a key here, changes no number, or is refused. Missing
+settings have the defaults of transformers. Only the JSON files of a tokenizer are read. No torch.
 """
 
 import math
@@ -15,14 +14,14 @@ from torchdistpackage.errors import ConfigError, DataError
 
 FILE = "config.json"
 _OF_TOKENS = ("ForCausalLM", "LMHeadModel", "LMHead", "ForConditionalGeneration", "ForMaskedLM")
-"""Ends of names of classes that predict tokens."""
+"""Ends of the names of classes that predict tokens."""
 ADAPTER_FILE = "adapter_config.json"
-"""Of peft, beside adapters."""
+"""The file that peft writes beside adapters."""
 _MAX_CONFIG_BYTES = 1 << 24
 FREE_KEYS = ("norm_eps", "rope")
-"""What a run may set otherwise: no weight has another shape or name for it."""
+"""Keys that a run may set differently, because they change no weight's shape or name."""
 GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-"""transformers' activation_function -> ours; the first name of ours is the one that is written."""
+"""transformers' activation_function -> model.mlp; an export writes the first name of each."""
 _ROPE = (
     *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
@@ -30,7 +29,7 @@ _ROPE = (
 ORIGINAL = "original_max_position_embeddings"
 _WIDTH = {"n_embed": "hidden_size"}
 _FLOAT, _NO_JSON = "__float__", {"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"}
-"""How transformers writes numbers that JSON does not have: the key, and what it holds."""
+"""How transformers writes numbers that JSON lacks: a mapping with this key, and its values."""
 _OTHER_KEYS = {
     "gpt2": {
         "hidden_size": "n_embd",
@@ -41,17 +40,20 @@ _OTHER_KEYS = {
     "bloom": {**_WIDTH, "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
     "falcon": _WIDTH,
 }
-"""Keys that transformers reads as well, and which count where both are there."""
+"""model_type -> setting -> older key of it; transformers reads both, and the older one wins."""
 
 
 def config_file(folder: str | Path) -> Path:
-    """The config.json of a folder, or the file that is named itself."""
+    """Return the config.json of a folder, or `folder` itself if it is a .json file."""
     path = Path(folder)
     return path if path.suffix == ".json" else path / FILE
 
 
 def taken(folder: str | Path) -> str | None:
-    """What is wrong with `folder` for a new model, if anything: old files would mix with new."""
+    """Return why a new model cannot be written to `folder`, or None.
+
+    A folder with files is refused, because old files would mix with new ones.
+    """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         return f"{folder} exists and is not empty; name a new folder, or remove it"
@@ -59,32 +61,33 @@ def taken(folder: str | Path) -> str | None:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The content of `folder`/config.json, or of the file that is named itself, under the keys
-    that transformers saves today.
+    """Return the content of config.json, under the keys that transformers writes today.
+
+    Args:
+        folder: a folder with config.json, or that file itself.
 
     Raises:
         ConfigError: there is none, or it is no JSON mapping.
     """
     path = config_file(folder)
     try:
-        found = parse_json(read_regular(path, _MAX_CONFIG_BYTES).decode(), _untagged)
+        content = parse_json(read_regular(path, _MAX_CONFIG_BYTES).decode(), _untagged)
     except FileNotFoundError as error:
-        here = f"it has no {FILE}" if Path(folder).is_dir() else "no such folder"
+        why = f"it has no {FILE}" if Path(folder).is_dir() else "there is no such folder"
         if (Path(folder) / ADAPTER_FILE).exists():
-            here = f"it has peft's {ADAPTER_FILE}, of adapters without their model"
-        raise ConfigError(f"{folder}: {here}; name the folder of a transformers model") from error
+            why = f"it has peft's {ADAPTER_FILE}, which is adapters without their model"
+        raise ConfigError(f"{folder}: {why}; name the folder of a transformers model") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} is no mapping; name the folder of a transformers model")
-    return _with_keys_of_today(cast(dict[str, Any], found))
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is no JSON mapping; name the folder of a transformers model")
+    return _with_keys_of_today(cast(dict[str, Any], content))
 
 
 def other_model(folder: str | Path) -> str:
-    """Return what to say of a folder that holds no causal language model; "" of one that does.
+    """Return a message if a folder holds no causal language model, else "".
 
-    For example the folder of a reward model or of an embedding model, which has no head that
-    predicts tokens.
+    For example a reward model or an embedding model has no head that predicts tokens.
     """
     try:
         listed: Any = read_config(folder).get("architectures")
@@ -94,20 +97,20 @@ def other_model(folder: str | Path) -> str:
     if not names or any(name.endswith(_OF_TOKENS) for name in names):
         return ""
     return (
-        f"{folder} holds {names[0]} by its {FILE}, which is no causal language model: it has no "
-        f"head that predicts tokens; name the folder of the language model it was made from (its "
-        f"architectures end in ForCausalLM)"
+        f"{folder} holds {names[0]}, according to its {FILE}, which is no causal language model: "
+        "it has no head that predicts tokens; name the folder of the language model that it was "
+        "made from (its architectures end in ForCausalLM)"
     )
 
 
-def _untagged(found: dict[str, Any]) -> Any:
-    """A mapping of JSON, or the number that transformers wrote as one."""
-    tag = found.get(_FLOAT) if len(found) == 1 else None
-    return float(_NO_JSON[tag]) if isinstance(tag, str) and tag in _NO_JSON else found
+def _untagged(mapping: dict[str, Any]) -> Any:
+    """Return a JSON mapping, or the number that transformers wrote as one."""
+    tag = mapping.get(_FLOAT) if len(mapping) == 1 else None
+    return float(_NO_JSON[tag]) if isinstance(tag, str) and tag in _NO_JSON else mapping
 
 
 def tagged(value: Any) -> Any:
-    """`value` as transformers writes it: each number that JSON does not have as a mapping."""
+    """Return `value` with each number that JSON lacks as a mapping, as transformers writes it."""
     if isinstance(value, dict):
         return {key: tagged(x) for key, x in cast(dict[str, Any], value).items()}
     if isinstance(value, list | tuple):
@@ -117,79 +120,84 @@ def tagged(value: Any) -> Any:
     return {_FLOAT: next(tag for tag, text in _NO_JSON.items() if text == str(value))}
 
 
-def inner_vocabulary(found: Mapping[str, Any]) -> object:
-    """The number of token ids of a model that reads more than texts, which is said within, or by
-    the defaults of transformers where it is left out; None: nobody says it."""
-    text = found.get("text_config")
+def inner_vocabulary(settings: Mapping[str, Any]) -> object:
+    """Return the number of token ids of a model that reads more than texts.
+
+    It is in `text_config`, or else a default of transformers. None: neither has it.
+    """
+    text = settings.get("text_config")
     inner = cast(dict[str, Any], text).get("vocab_size") if isinstance(text, dict) else None
     if inner is not None:
         return inner
     try:
         from transformers import CONFIG_MAPPING
 
-        kind: Any = CONFIG_MAPPING[found["model_type"]]
-        whole = kind.from_dict(dict(found))
-        return getattr(whole.get_text_config(), "vocab_size", None)
+        kind: Any = CONFIG_MAPPING[settings["model_type"]]
+        config = kind.from_dict(dict(settings))
+        return getattr(config.get_text_config(), "vocab_size", None)
     except Exception:
-        # without transformers, or whatever a class raises: the model itself is refused later
+        # transformers is missing, or a class of it raises: the model itself is refused later
         return None
 
 
-def _with_keys_of_today(found: dict[str, Any]) -> dict[str, Any]:
-    """Each setting under the one key that transformers saves it as."""
-    family = found.get("model_type")
+def _with_keys_of_today(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return each setting under the one key that transformers writes today."""
+    family = settings.get("model_type")
     others = _OTHER_KEYS.get(family, {}) if isinstance(family, str) else {}
-    renamed = {key: found.pop(old) for old, key in others.items() if old in found}
-    return {**found, **{key: value for key, value in renamed.items() if value is not None}}
+    renamed = {key: settings.pop(old) for old, key in others.items() if old in settings}
+    return {**settings, **{key: value for key, value in renamed.items() if value is not None}}
 
 
-def model_keys(found: Mapping[str, Any], where: str | Path) -> dict[str, Any]:
-    """The model section that describes the model of a config.json, but for its weights.
+def model_keys(settings: Mapping[str, Any], where: str | Path) -> dict[str, Any]:
+    """Return the keys of the model section, except weights, for the model of a config.json.
 
-    where: what errors call it.
+    Args:
+        settings: content of config.json.
+        where: what errors call it.
 
     Raises:
         ConfigError: the model is of another family, or has settings that have no key; lists all.
     """
     families = {"gpt2": (_gpt2, _gpt2_problems), "llama": (_llama, _llama_problems)}
-    family = found.get("model_type")
+    family = settings.get("model_type")
     if family not in tuple(families):
         raise ConfigError(
-            f"{where}: model_type is {family!r}; weights can be read of {', '.join(families)}"
+            f"{where}: model_type is {family!r}, but model.weights reads {' and '.join(families)} "
+            f"only; use model.hf for other models"
         )
     keys_of, problems_of = families[family]
-    problems = list(problems_of(found))
-    if found.get("quantization_config") is not None:
-        problems.append("quantization_config is set; use the folder of the full weights")
+    problems = list(problems_of(settings))
+    if settings.get("quantization_config") is not None:
+        problems.append("quantization_config is set; use the folder of the unquantized weights")
     if problems:
         raise ConfigError(f"{where}: {'; '.join(problems)}")
-    return keys_of(found)
+    return keys_of(settings)
 
 
-def _gpt2(found: Mapping[str, Any]) -> dict[str, Any]:
-    dim = found.get("n_embd", 768)
-    inner = found.get("n_inner")
+def _gpt2(settings: Mapping[str, Any]) -> dict[str, Any]:
+    dim = settings.get("n_embd", 768)
+    inner = settings.get("n_inner")
     return {
-        "layers": found.get("n_layer", 12),
+        "layers": settings.get("n_layer", 12),
         "dim": dim,
-        "heads": found.get("n_head", 12),
-        "vocab": found.get("vocab_size", 50257),
+        "heads": settings.get("n_head", 12),
+        "vocab": settings.get("vocab_size", 50257),
         "mlp_hidden": 4 * dim if inner is None and isinstance(dim, int) else inner,
-        "mlp": GPT2_ACTIVATIONS[found.get("activation_function", "gelu_new")],
+        "mlp": GPT2_ACTIVATIONS[settings.get("activation_function", "gelu_new")],
         "mlp_bias": True,
         "attention_bias": True,
         "norm": "layer",
-        "norm_eps": found.get("layer_norm_epsilon", 1e-5),
-        "tied": found.get("tie_word_embeddings", True),
+        "norm_eps": settings.get("layer_norm_epsilon", 1e-5),
+        "tied": settings.get("tie_word_embeddings", True),
         "position": "learned",
-        "max_seq_len": found.get("n_positions", 1024),
+        "max_seq_len": settings.get("n_positions", 1024),
     }
 
 
-def _gpt2_problems(found: Mapping[str, Any]) -> Iterator[str]:
-    activation = found.get("activation_function", "gelu_new")
+def _gpt2_problems(settings: Mapping[str, Any]) -> Iterator[str]:
+    activation = settings.get("activation_function", "gelu_new")
     if activation not in tuple(GPT2_ACTIVATIONS):
-        yield f"activation_function is {activation!r}; use {', '.join(GPT2_ACTIVATIONS)}"
+        yield f"activation_function is {activation!r}; use one of {', '.join(GPT2_ACTIVATIONS)}"
     wanted = {
         "is_causal": True,
         "scale_attn_weights": True,
@@ -197,75 +205,79 @@ def _gpt2_problems(found: Mapping[str, Any]) -> Iterator[str]:
         "add_cross_attention": False,
     }
     for key, value in wanted.items():
-        if found.get(key, value) is not value:
-            yield f"{key} is {found[key]!r}, and only {value} can be trained here"
+        if settings.get(key, value) is not value:
+            yield f"{key} is {settings[key]!r}, but model.weights needs {value}; use model.hf"
 
 
-def _llama(found: Mapping[str, Any]) -> dict[str, Any]:
-    dim, heads = found.get("hidden_size", 4096), found.get("num_attention_heads", 32)
-    kv_heads, head_dim = found.get("num_key_value_heads"), found.get("head_dim")
+def _llama(settings: Mapping[str, Any]) -> dict[str, Any]:
+    dim, heads = settings.get("hidden_size", 4096), settings.get("num_attention_heads", 32)
+    kv_heads, head_dim = settings.get("num_key_value_heads"), settings.get("head_dim")
     if isinstance(dim, int) and isinstance(heads, int) and heads and head_dim == dim // heads:
         head_dim = None
     return {
-        "layers": found.get("num_hidden_layers", 32),
+        "layers": settings.get("num_hidden_layers", 32),
         "dim": dim,
         "heads": heads,
         "kv_heads": heads if kv_heads is None else kv_heads,
         "head_dim": head_dim,
-        "vocab": found.get("vocab_size", 32000),
-        "mlp_hidden": found.get("intermediate_size", 11008),
+        "vocab": settings.get("vocab_size", 32000),
+        "mlp_hidden": settings.get("intermediate_size", 11008),
         "mlp": "swiglu",
-        "mlp_bias": found.get("mlp_bias", False),
-        "attention_bias": found.get("attention_bias", False),
+        "mlp_bias": settings.get("mlp_bias", False),
+        "attention_bias": settings.get("attention_bias", False),
         "norm": "rms",
-        "norm_eps": found.get("rms_norm_eps", 1e-6),
-        "tied": found.get("tie_word_embeddings", False),
+        "norm_eps": settings.get("rms_norm_eps", 1e-6),
+        "tied": settings.get("tie_word_embeddings", False),
         "position": "rotary",
-        "max_seq_len": found.get("max_position_embeddings", 2048),
-        "rope": _rope(found),
+        "max_seq_len": settings.get("max_position_embeddings", 2048),
+        "rope": _rope(settings),
     }
 
 
-def _llama_problems(found: Mapping[str, Any]) -> Iterator[str]:
-    activation = found.get("hidden_act", "silu")
+def _llama_problems(settings: Mapping[str, Any]) -> Iterator[str]:
+    activation = settings.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        yield f"hidden_act is {activation!r}, and only silu can be trained here"
-    if found.get("is_causal", True) is not True:
-        yield f"is_causal is {found['is_causal']!r}, and only True can be trained here"
-    rope = rope_parameters(found)
+        yield f"hidden_act is {activation!r}, but model.weights needs silu; use model.hf"
+    if settings.get("is_causal", True) is not True:
+        yield f"is_causal is {settings['is_causal']!r}, but model.weights needs True; use model.hf"
+    rope = rope_parameters(settings)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3", "yarn"):
-        yield f"rope_type is {kind!r}; use default, linear, llama3 or yarn"
-    if rope.get("partial_rotary_factor", found.get("partial_rotary_factor")) not in (None, 1, 1.0):
-        yield "partial_rotary_factor is set, and only whole heads can be turned here"
+        yield f"rope_type is {kind!r}; use default, linear, llama3 or yarn, or model.hf"
+    if rope.get("partial_rotary_factor", settings.get("partial_rotary_factor")) not in (
+        None,
+        1,
+        1.0,
+    ):
+        yield "partial_rotary_factor is set, but model.weights rotates whole heads; use model.hf"
 
 
-def rope_parameters(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of today; those of before transformers 5 where there are such."""
-    values = found.get("rope_scaling") or found.get("rope_parameters")
+def rope_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rope parameters: rope_scaling of transformers before 5, or rope_parameters."""
+    values = settings.get("rope_scaling") or settings.get("rope_parameters")
     return dict(cast(dict[str, Any], values)) if isinstance(values, dict) else {}
 
 
-def with_earlier_rope(found: Mapping[str, Any]) -> dict[str, Any]:
-    """`found` with its rotary positions in the keys that transformers before 5 reads, too.
+def with_earlier_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `settings` with its rotary positions also under the keys of transformers before 5.
 
-    It ignores `rope_parameters`, which is all that transformers 5 writes.
+    Those releases ignore `rope_parameters`, which is all that transformers 5 writes.
     """
-    rope = rope_parameters(found)
+    rope = rope_parameters(settings)
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta, part = rope.pop("rope_theta", None), rope.pop("partial_rotary_factor", None)
     earlier: dict[str, Any] = {"rope_scaling": None if kind == "default" else rope}
     if theta is not None:
-        earlier |= {"rope_theta": theta, "rotary_emb_base": theta}  # the second of gpt_neox
+        earlier |= {"rope_theta": theta, "rotary_emb_base": theta}  # the latter for gpt_neox
     if part is not None:
         earlier |= {"partial_rotary_factor": part, "rotary_pct": part}
-    return {**found, **earlier}
+    return {**settings, **earlier}
 
 
-def _rope(found: Mapping[str, Any]) -> dict[str, Any]:
-    values, longest = rope_parameters(found), found.get("max_position_embeddings", 2048)
+def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
+    values, longest = rope_parameters(settings), settings.get("max_position_embeddings", 2048)
     kind = values.get("rope_type", values.get("type", "default"))
-    theta = values.get("rope_theta") or found.get("rope_theta") or 10000.0
+    theta = values.get("rope_theta") or settings.get("rope_theta") or 10000.0
     read = {
         "default": (),
         "linear": _ROPE[:1],
@@ -281,12 +293,12 @@ def _rope(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
-"""Where special tokens are named, and in the last one how they are written."""
+"""Files that name special tokens; the last one also has the chat template."""
 _MAX_TOKENIZER_BYTES = 1 << 28
 
 
 def tokenizer_file(path: Path) -> Path:
-    """The tokenizer.json of a folder, or that file itself.
+    """Return the tokenizer.json of a folder, or `path` itself if it is a file.
 
     Raises:
         DataError: there is none.
@@ -294,36 +306,39 @@ def tokenizer_file(path: Path) -> Path:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise DataError(
-            f"data.tokenizer {path}: {file} is no file; give a folder with the tokenizer.json of "
-            f"the tokenizers library, as save_pretrained writes it"
+            f"data.tokenizer {path}: {file} is no file; name a folder with a tokenizer.json of the "
+            f"tokenizers library, as save_pretrained writes it"
         )
     return file
 
 
 def vocabulary_size(file: Path) -> int:
-    """The largest id of a tokenizer.json and 1, as ids may have gaps.
+    """Return the largest id of a tokenizer.json plus 1, because ids may have gaps.
 
     Raises:
         DataError: it is no tokenizer of the tokenizers library.
     """
-    found = read_tokenizer(file)
+    content = read_tokenizer(file)
     try:
-        vocab = cast(list[Any] | dict[str, int], found["model"]["vocab"])
-        added = cast(list[dict[str, int]], found.get("added_tokens") or [])
-        # of a unigram model a list of [token, score]; of all others a mapping from token to id
+        vocab = cast(list[Any] | dict[str, int], content["model"]["vocab"])
+        added = cast(list[dict[str, int]], content.get("added_tokens") or [])
+        # a unigram model has a list of [token, score], others have a mapping from token to id
         ids = range(len(vocab)) if isinstance(vocab, list) else vocab.values()
         return max([*ids, *(token["id"] for token in added)], default=-1) + 1
     except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{file} is no tokenizer of the tokenizers library: {error!r}") from error
+        raise DataError(
+            f"{file} is no tokenizer of the tokenizers library ({error!r}); save the tokenizer "
+            "again"
+        ) from error
 
 
 def read_tokenizer(file: Path) -> dict[str, Any]:
-    """The content of a tokenizer.json; raises DataError if it is no JSON mapping."""
+    """Return the content of a tokenizer.json; raises DataError if it is no JSON mapping."""
     return read_mapping(file)
 
 
 def token_id(tokenizer: Mapping[str, Any], text: str) -> int | None:
-    """The id of a token in the content of a tokenizer.json; None if it has no such token."""
+    """Return the id of a token in the content of a tokenizer.json; None if there is none."""
     added = cast(list[dict[str, Any]], tokenizer.get("added_tokens") or [])
     if (number := {x.get("content"): x.get("id") for x in added}.get(text)) is not None:
         return number
@@ -335,9 +350,9 @@ def token_id(tokenizer: Mapping[str, Any], text: str) -> int | None:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Return the texts of the special tokens by name, such as eos_token, as transformers has them.
+    """Return the texts of the special tokens by name, such as eos_token, as transformers does.
 
-    special_tokens_map.json goes before tokenizer_config.json, unless that one has
+    special_tokens_map.json wins over tokenizer_config.json, unless the latter has
     `added_tokens_decoder`: then it is complete. A mapping `extra_special_tokens` names more.
 
     Raises:
@@ -346,21 +361,21 @@ def special_tokens(folder: Path) -> dict[str, str]:
     tokens_map, config = (
         read_mapping(x) if (x := folder / name).is_file() else {} for name in SETTINGS
     )
-    found = dict(_tokens(config))
-    return found if "added_tokens_decoder" in config else found | dict(_tokens(tokens_map))
+    tokens = dict(_tokens(config))
+    return tokens if "added_tokens_decoder" in config else tokens | dict(_tokens(tokens_map))
 
 
 def settings_files(folder: Path) -> list[Path]:
-    """Return the files next to tokenizer.json on which ids of any text depend."""
+    """Return the files next to tokenizer.json that the ids of a text depend on."""
     return [file for name in SETTINGS if (file := folder / name).is_file()]
 
 
 _MORE_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
 
 
-def _tokens(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    named = {name: x for name, x in found.items() if name.endswith("_token")}
-    for more in (found.get(key) for key in _MORE_TOKENS):
+def _tokens(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    named = {name: x for name, x in settings.items() if name.endswith("_token")}
+    for more in (settings.get(key) for key in _MORE_TOKENS):
         named |= cast(dict[str, Any], more) if isinstance(more, dict) else {}
     for name, value in named.items():
         text = cast(dict[str, Any], value).get("content") if isinstance(value, dict) else value
@@ -371,16 +386,16 @@ def _tokens(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def read_mapping(file: Path) -> dict[str, Any]:
     """Return the content of a JSON file; raises DataError if it is no mapping."""
     try:
-        found = parse_json(read_text(file), _untagged)
+        content = parse_json(read_text(file), _untagged)
     except ValueError as error:
         raise DataError(f"{file} is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise DataError(f"{file} is no JSON mapping; save the tokenizer again")
-    return cast(dict[str, Any], found)
+    return cast(dict[str, Any], content)
 
 
 def read_text(file: Path) -> str:
-    """Return the text of a file of bounded size; raises DataError if it is none."""
+    """Return the text of a file of bounded size; raises DataError if it is no UTF-8 text."""
     try:
         return read_regular(file, _MAX_TOKENIZER_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -1,7 +1,7 @@
-"""The size of a Slurm job: how many nodes, tasks and GPUs `launch.slurm` and the degrees ask for.
+"""Compute the nodes, tasks and GPUs of a Slurm job from `launch.slurm` and the degrees.
 
 Every node has the same number of tasks, so the number of ranks follows from the number of nodes
-that Slurm grants. A size that cannot be is refused here, not in a queue.
+that Slurm grants. An impossible size is refused here, before it waits in a queue.
 """
 
 import re
@@ -11,15 +11,16 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import Found, header, node_counts
 
 LAYOUT = ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task")
-"""Options that a geometry stands for."""
+"""Options that a JobGeometry replaces."""
 GPUS = ("gpus", "gpus-per-task", "gpus-per-node", "gres")
 
 
 @dataclass(frozen=True, slots=True)
 class JobGeometry:
-    """nodes: every count that Slurm may grant, ascending; nodes_text: the same for sbatch.
+    """The size of a job.
 
-    gpus_per_node: as [type:]number, if the job asks by `gpus` or `gpus-per-task`, else None.
+    nodes: every number of nodes that Slurm may grant, ascending. nodes_text: the same for sbatch.
+    gpus_per_node: [type:]number if the job asks by `gpus` or `gpus-per-task`, else None.
     """
 
     nodes: tuple[int, ...]
@@ -30,7 +31,7 @@ class JobGeometry:
 
     @property
     def world_sizes(self) -> tuple[int, ...]:
-        """Number of ranks for each count of nodes."""
+        """Return the number of ranks for each number of nodes."""
         return tuple(n * self.tasks_per_node for n in self.nodes)
 
     def __str__(self) -> str:  # 2-4 nodes x 8 tasks
@@ -40,51 +41,56 @@ class JobGeometry:
 
 
 def job_geometry(config: RunConfig) -> tuple[JobGeometry | None, tuple[Found, ...]]:
-    """The size of the job, or why it has none. The options are in order each by itself."""
+    """Return the size of the job, or why it has none.
+
+    `slurm.problems` must have found nothing wrong with any single option.
+    """
     options = {k: v for k, v in header(config.launch.slurm).items() if v is not None}
-    found: list[Found] = []
+    problems: list[Found] = []
     if (span := config.launch.elastic.nodes) is not None:
         if "nodes" in options:
             text = f"nodes={options['nodes']} and launch.elastic.nodes=[{span[0]}, {span[1]}] both"
-            found.append(("nodes", f"{text} say how many nodes; leave nodes out"))
+            problems.append(("nodes", f"{text} set the number of nodes; remove nodes"))
         options["nodes"] = f"{span[0]}" if span[0] == span[1] else f"{span[0]}-{span[1]}"
     nodes_text = options.get("nodes", "1")
     nodes = node_counts(nodes_text)
-    tasks = _tasks(config, options, nodes, found)
-    gpus = _gpus_per_node(options, nodes, tasks, found)
-    if found or tasks is None:
-        return None, tuple(found)
+    tasks = _tasks(config, options, nodes, problems)
+    gpus = _gpus_per_node(options, nodes, tasks, problems)
+    if problems or tasks is None:
+        return None, tuple(problems)
     cpus = int(options.get("cpus-per-task", "1"))
     return JobGeometry(nodes, nodes_text, tasks, cpus, gpus), ()
 
 
 def _tasks(
-    config: RunConfig, options: dict[str, str], nodes: tuple[int, ...], found: list[Found]
+    config: RunConfig, options: dict[str, str], nodes: tuple[int, ...], problems: list[Found]
 ) -> int | None:
-    """Of a node; by default as many as GPUs where the data axis takes what there is, else as the
-    degrees ask."""
+    """Return the tasks of a node, or None after adding to `problems`.
+
+    The default is one for each GPU if parallel.data is auto, else as many as the degrees need.
+    """
     per_node, fewest = int(options.get("ntasks-per-node", "0")), nodes[0]
     if "ntasks" not in options:
         # the degrees of an elastic run are those on the most nodes
         of = fewest if config.launch.elastic.nodes is None else nodes[-1]
-        return per_node or _default_tasks(config, options, of, found)
+        return per_node or _default_tasks(config, options, of, problems)
     tasks = int(options["ntasks"])
     if len(nodes) > 1:
         choice = f"nodes={options['nodes']} is a choice"
-        text = f"is one number of ranks, but {choice}; use ntasks-per-node instead"
+        text = f"is a single number of ranks, but {choice}; use ntasks-per-node instead"
     elif tasks % fewest:
         text = f"cannot be shared evenly by nodes={fewest}; use a multiple of {fewest}"
     elif per_node and per_node * fewest != tasks:
         product = f"nodes={fewest} x ntasks-per-node={per_node} = {fewest * per_node}"
-        text = f"is not {product}; leave one of them out"
+        text = f"is not {product}; remove one of them"
     else:
         return tasks // fewest
-    found.append(("ntasks", f"ntasks={tasks} {text}"))
+    problems.append(("ntasks", f"ntasks={tasks} {text}"))
     return None
 
 
 def _default_tasks(
-    config: RunConfig, options: dict[str, str], nodes: int, found: list[Found]
+    config: RunConfig, options: dict[str, str], nodes: int, problems: list[Found]
 ) -> int | None:
     data, world = config.parallel.data, config.parallel.model_size
     if data == "auto":
@@ -96,14 +102,14 @@ def _default_tasks(
     if world % nodes == 0:
         return world // nodes
     many = options.get("nodes", "1")
-    why = f"the {world} ranks that the degrees ask for cannot be shared evenly by nodes={many}"
+    why = f"the {world} ranks that the degrees need cannot be shared evenly by nodes={many}"
     fix = "set it, or change nodes or the degrees"
-    found.append(("ntasks-per-node", f"is not given, and {why}; {fix}"))
+    problems.append(("ntasks-per-node", f"is not set, and {why}; {fix}"))
     return None
 
 
 def _known_gpus(options: dict[str, str], nodes: int) -> int | None:
-    """GPUs on each node, as far as the options say so whatever the number of tasks."""
+    """Return the GPUs of each node if the options give them without the number of tasks."""
     if "gpus-per-node" in options:
         return _number(options["gpus-per-node"])
     if "gpus" in options:
@@ -119,25 +125,25 @@ def _number(gpus: str) -> int:
 
 
 def _gpus_per_node(
-    options: dict[str, str], nodes: tuple[int, ...], tasks: int | None, found: list[Found]
+    options: dict[str, str], nodes: tuple[int, ...], tasks: int | None, problems: list[Found]
 ) -> str | None:
-    """`gpus` and `gpus-per-task` by node; the others stay as they are."""
-    given = [name for name in GPUS if name in options]
-    if "gres" in given and not re.search(r"(^|,)gpu\b", options["gres"]):
-        given.remove("gres")
-    if len(given) > 1:
-        both = " and ".join(f"{name}={options[name]}" for name in given)
-        found.append((given[0], f"{both} all ask for GPUs; keep one of them"))
+    """Return `gpus` or `gpus-per-task` as a number for each node; None for other options."""
+    names = [name for name in GPUS if name in options]
+    if "gres" in names and not re.search(r"(^|,)gpu\b", options["gres"]):
+        names.remove("gres")
+    if len(names) > 1:
+        both = " and ".join(f"{name}={options[name]}" for name in names)
+        problems.append((names[0], f"{both} all ask for GPUs; keep one of them"))
         return None
-    if tasks is None or not given or given[0] in ("gpus-per-node", "gres"):
+    if tasks is None or not names or names[0] in ("gpus-per-node", "gres"):
         return None
-    name, fewest = given[0], nodes[0]
+    name, fewest = names[0], nodes[0]
     number, kind = _number(options[name]), options[name].rpartition(":")[0]
     if name == "gpus-per-task":
         number *= tasks
     elif len(nodes) > 1 or number % fewest:
         text = f"gpus={number} cannot be shared evenly by nodes={options.get('nodes', '1')}"
-        found.append((name, f"{text}; use gpus-per-node instead"))
+        problems.append((name, f"{text}; use gpus-per-node instead"))
         return None
     else:
         number //= fewest

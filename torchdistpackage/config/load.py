@@ -1,7 +1,7 @@
-"""A YAML file and `section.key=value` overrides become a RunConfig, or one list of problems.
+"""Turn a YAML file and `section.key=value` overrides into a RunConfig, or one list of problems.
 
-Nothing stops at the first problem. Text, names, types and the rules across sections
-are all looked at, each rule on the values that are in order.
+Loading does not stop at the first problem. Syntax, names, types and the rules across sections are
+all checked, each rule on the values that are valid.
 """
 
 import os
@@ -53,10 +53,15 @@ def load(
 ) -> RunConfig:
     """Read a run from a YAML file; `overrides` such as "optim.lr=1e-4" win over the file.
 
-    An empty file is a run of defaults. With a world_size, that many ranks are there already, and
-    launch.local.procs is not looked at. Without one, a `job` has to fit every world that
-    launch.slurm allows; None: it is a job if that section has keys. What is wrong in other sections
-    than `only`, or with rules that read others, is not looked at; defaults stand for it.
+    An empty file is a run of defaults.
+
+    Args:
+        path: the YAML file.
+        overrides: values that replace those of the file.
+        world_size: number of ranks that a launcher has started; launch.local.procs is then ignored.
+        job: without a world_size, the run must fit every number of ranks that launch.slurm allows;
+            None: it is a job if that section has keys.
+        only: sections to check. Others are not checked, and invalid keys there get their defaults.
 
     Raises:
         ConfigErrors: lists all that is wrong, each with its place; also `.problems`.
@@ -68,7 +73,7 @@ def load(
         folder = Path(path).parent
         files = [file.name for file in folder.iterdir()] if folder.is_dir() else []
         close = nearest(Path(path).name, files)
-        why = "no such file" + (f"; did you mean {folder / close}?" if close else "")
+        why = "there is no such file" + (f"; did you mean {folder / close}?" if close else "")
     except OSError as error:
         run = Path(path) / RESOLVED
         why = f"cannot be read: {error.strerror}"
@@ -91,7 +96,7 @@ def loads(
     job: bool | None = False,
     only: Collection[str] = SECTION_NAMES,
 ) -> RunConfig:
-    """Read a run from YAML text, which errors call `source`; the rest is as in `load`."""
+    """Read a run from YAML text, which errors call `source`; other arguments as in `load`."""
     draft = _PartialConfig(source, read(text, source))
     for override in overrides:
         draft.override(override)
@@ -102,10 +107,13 @@ def loads(
     draft.invalid |= others
     draft.check(config, world_size, bool(config.launch.slurm) if job is None else job)
     problems = [p for p in draft.problems if p.path.partition(".")[0] not in others]
-    # the run folder holds it without aliases, and its job reads it again
+    # resolved.yaml in the run folder has no aliases, and the job must be able to read it
     may_grow = not problems and ("&" in text or len(text) > MAX_BYTES // 8)
     if may_grow and (size := len(config.to_yaml().encode())) > MAX_BYTES:
-        why = f"has {size:,} bytes with its aliases written out; {MAX_BYTES:,} are allowed"
+        why = (
+            f"has {size:,} bytes with its aliases written out, more than the {MAX_BYTES:,} "
+            "allowed; write less"
+        )
         problems.append(Problem(source, None, "", why))
     if problems:
         in_order = sorted(problems, key=lambda p: (p.file.startswith(_OVERRIDE), p.line or 0))
@@ -114,7 +122,7 @@ def loads(
 
 
 def override_problems(overrides: Sequence[str]) -> list[Problem]:
-    """What is wrong with overrides whatever the file holds: their form, names and types."""
+    """Return what is wrong with overrides whatever the file holds: their form, names and types."""
     draft = _PartialConfig("", read("", ""))
     for override in overrides:
         draft.override(override)
@@ -124,7 +132,7 @@ def override_problems(overrides: Sequence[str]) -> list[Problem]:
 
 
 class _PartialConfig:
-    """Values with their places on the way to a RunConfig, and the problems met so far."""
+    """The values of a file and overrides before they are a RunConfig, and the problems so far."""
 
     def __init__(self, source: str, document: YamlDocument) -> None:
         self.source = source
@@ -136,7 +144,7 @@ class _PartialConfig:
         value = document.value
         if isinstance(value, dict):
             self.values = cast(dict[str, Any], value)
-        elif value is not None:  # the bad path "" stands for all: no rule has anything to say
+        elif value is not None:  # the invalid path "" covers all keys, so no rule is checked
             self._report(SourceLocation(source, 1), "", _unfit_section("", value))
 
     def _report(self, location: SourceLocation, path: str, text: str) -> None:
@@ -147,23 +155,23 @@ class _PartialConfig:
         return KeyLocations(self.source, self.locations).of(path)
 
     def override(self, text: str) -> None:
-        """Set one value over those of the file."""
+        """Set one value in place of that of the file."""
         location = SourceLocation(_OVERRIDE + text)
         name, equals, value = (part.strip() for part in text.partition("="))
         path = tuple(name.split("."))
         if not equals or not all(path) or len(path) > MAX_DEPTH or max(map(len, path)) > MAX_KEY:
-            why = "an override is section.key=value, e.g. train.steps=100"
+            why = "write an override as section.key=value, such as train.steps=100"
             self.problems.append(Problem(*location, "", why))
             return
         if undone := [old for old in self._overridden if f"{old}.".startswith(f"{name}.")]:
-            why = f"would undo another override of {undone[0]}; give one of them"
+            why = f"would undo the override of {undone[0]}; remove one of them"
             self._report(location, name, why)
             return
         self._overridden.append(name)
         document = read(value, location.file, path, location)
         plain = isinstance(document.value, str) and value[:1] not in ("'", '"', "|", ">")
         if plain and document.value != value:
-            why = f"would be read as {_shown(document.value)}; put the value in YAML's quotes"
+            why = f"would be read as {_shown(document.value)}; put it in quotes of YAML"
             self._report(location, name, why)
             return
         self.problems += document.problems
@@ -177,7 +185,7 @@ class _PartialConfig:
             inside = parent.get(path[end - 1])
             if not isinstance(inside, dict):
                 if inside is not None and ".".join(path[:end]) in SECTIONS:
-                    return  # the file has no mapping here, which is a problem of the file
+                    return  # the file has no mapping here, which is reported for the file
                 inside = parent[path[end - 1]] = dict[str, Any]()
                 self.locations[path[:end]] = location
             parent = cast(dict[str, Any], inside)
@@ -199,11 +207,11 @@ class _PartialConfig:
             return
         location = self._location(("model", "weights"))
         try:
-            found = model_keys(read_config(folder), f"{folder}/{CONFIG}")
+            sizes = model_keys(read_config(folder), f"{folder}/{CONFIG}")
         except ConfigError as error:
             self._report(location, "model.weights", str(error))
             return
-        for key, value in found.items():
+        for key, value in sizes.items():
             if key not in section:
                 section[key], self.locations["model", key] = value, location
             elif section[key] != value and key not in FREE_KEYS:
@@ -213,35 +221,35 @@ class _PartialConfig:
                 self._report(self._location(("model", key)), f"model.{key}", why)
 
     def _fill_vocab(self, section: dict[str, Any]) -> None:
-        """Of a transformers model, all that data need to know of it."""
+        """Set model.vocab from the config.json of a transformers model; data needs only that."""
         location, folder = self._location(("model", "hf")), section["hf"]
         try:
-            read = read_config(folder)
+            settings = read_config(folder)
         except ConfigError as error:
             self._report(location, "model.hf", str(error))
             return
-        found = read["vocab_size"] if "vocab_size" in read else inner_vocabulary(read)
-        if type(found) is not int:
-            why = f"{folder} has vocab_size={_shown(found)}; it needs the number of token ids"
+        vocab = settings["vocab_size"] if "vocab_size" in settings else inner_vocabulary(settings)
+        if type(vocab) is not int:
+            why = f"{folder} has vocab_size={_shown(vocab)}; set it to the number of token ids"
             self._report(location, "model.hf", why)
         elif "vocab" not in section:
-            section["vocab"], self.locations["model", "vocab"] = found, location
-        elif section["vocab"] != found:
-            why = f"{_shown(section['vocab'])}, but {folder} has {_shown(found)}; remove it"
+            section["vocab"], self.locations["model", "vocab"] = vocab, location
+        elif section["vocab"] != vocab:
+            why = f"{_shown(section['vocab'])}, but {folder} has {_shown(vocab)}; remove it"
             self._report(self._location(("model", "vocab")), "model.vocab", why)
 
     def validate(self) -> RunConfig:
-        """The run; what pydantic refuses is reported in our words and replaced by its default."""
+        """Return the run; values that pydantic refuses are reported and replaced by defaults."""
         while True:
             try:
                 return RunConfig.model_validate(self.values)
             except ValidationError as error:
-                found = error.errors(include_url=False, include_context=False, include_input=False)
+                errors = error.errors(include_url=False, include_context=False, include_input=False)
             seen: set[Keys] = set()
-            for item in found:
+            for item in errors:
                 loc, unknown = item["loc"], item["type"] == "extra_forbidden"
                 path = loc if unknown else _key_of(loc)
-                if path in seen:  # both branches of a union, two items of a list
+                if path in seen:  # a second error for both branches of a union, or items of a list
                     continue
                 seen.add(path)
                 if len(self.problems) >= MAX_PROBLEMS:
@@ -250,12 +258,12 @@ class _PartialConfig:
                 inside: Any = self.values
                 for key in path[:-1]:
                     inside = inside[key]
-                value, name = inside.pop(path[-1]), dotted(path)  # the rest is looked at without it
+                value, name = inside.pop(path[-1]), dotted(path)  # validate the rest without it
                 if unknown:
                     text, meant = unknown_key(path[:-1], str(path[-1]))
                     self.invalid |= meant
                 elif any(b == name or b.startswith((f"{name}.", f"{name}[")) for b in self.invalid):
-                    continue  # it, or a part of it, could not be read, which has been said
+                    continue  # it, or a part of it, could not be read, which is reported already
                 elif name in SECTIONS:
                     text = _unfit_section(name, value)
                 else:
@@ -269,22 +277,24 @@ class _PartialConfig:
             self.problems.append(Problem(*self._location(tuple(path.split("."))), path, text))
 
     def _culprit(self, keys: Sequence[str]) -> str:
-        """The key to point at: one given as an override, or in the file, or the first."""
+        """Return the key to report: one that was overridden, else in the file, else the first."""
         locations = {key: self.locations.get(tuple(key.split("."))) for key in keys}
         written = {key: location for key, location in locations.items() if location}
-        late = [key for key, location in written.items() if location.file.startswith(_OVERRIDE)]
-        return [*late, *written, keys[0]][0]
+        overridden = [x for x, location in written.items() if location.file.startswith(_OVERRIDE)]
+        return [*overridden, *written, keys[0]][0]
 
 
 def _key_of(loc: Keys) -> Keys:
-    """The key or section a pydantic location lies in, without union branches and list indices, but
-    for those of a list of sections."""
+    """Return the key or section of a pydantic location.
+
+    It leaves out branches of unions, and list indices except those of a list of sections.
+    """
     ends = (loc[:end] for end in range(len(loc), 0, -1))
     return next((p for p in ends if dotted(p) in SECTIONS or _field_of(p) is not None), loc)
 
 
 def _field_of(path: Keys) -> FieldInfo | None:
-    """A key of the file, or of a section in a list."""
+    """Return the schema's field at `path`, in the file or in a section of a list."""
     if dotted(path) in KEYS:
         return KEYS[dotted(path)]
     section = _section_of(path[:-1])
@@ -292,7 +302,7 @@ def _field_of(path: Keys) -> FieldInfo | None:
 
 
 def _section_of(path: Keys) -> type[Section] | None:
-    """The section at this path, which may be one of a list."""
+    """Return the section class at `path`, which may be a member of a list."""
     is_item = bool(path) and isinstance(path[-1], int)
     return ITEMS.get(dotted(path[:-1])) if is_item else SECTIONS.get(dotted(path))
 
@@ -316,7 +326,7 @@ def _unfit_value(path: Keys, value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value as the user wrote it, with its kind: quotes distinguish "4" from 4."""
+    """Return a value and its kind for a message: quotes distinguish "4" from 4."""
     match value:
         case None:
             return "nothing (null)"
@@ -358,19 +368,19 @@ _ELSEWHERE = {
     "learning_rate": "optim.lr",
     **dict.fromkeys(("num_epochs", "num_train_epochs", "max_epochs"), "train.epochs"),
 }
-"""What other trainers call a key, where ours looks otherwise."""
+"""Names of other trainers -> the key here, if the two are not similar."""
 _FAR = 0.85
-"""For names of other sections, of which some looks like anything."""
+"""Least similarity to a key of another section; there are many, so some looks like anything."""
 
 
 def unknown_key(path: Keys, key: str) -> tuple[str, frozenset[str]]:
-    """What to say of a key that the section at `path` lacks, and the paths it may stand for.
+    """Return the message for an unknown key of the section at `path`, and the paths it may mean.
 
-    Where a key of that name belongs, else the nearest of the section, or one very near of any
-    other, or valid names.
+    The message names the sections that have a key of this name, else the nearest key of this
+    section, else a very similar key of another, else the valid keys.
     """
-    found = _section_of(path)
-    here, section = {} if found is None else found.model_fields, dotted(path)
+    section_class = _section_of(path)
+    here, section = {} if section_class is None else section_class.model_fields, dotted(path)
     if section not in SECTIONS:
         close = nearest(key, here)
         hint = f"did you mean {close}?" if close else f"valid here: {', '.join(here)}"
@@ -387,5 +397,5 @@ def unknown_key(path: Keys, key: str) -> tuple[str, frozenset[str]]:
         return f"unknown key; valid here: {', '.join(here)}", frozenset()
     top = SECTIONS[""].model_fields if section else ()
     shown = [f"{path} at the top level" if path in top else path for path in options]
-    what = "misplaced key" if belongs else "unknown key"
-    return f"{what}; did you mean {' or '.join(shown)}?", frozenset(options)
+    kind = "misplaced key" if belongs else "unknown key"
+    return f"{kind}; did you mean {' or '.join(shown)}?", frozenset(options)

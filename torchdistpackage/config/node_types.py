@@ -1,4 +1,4 @@
-"""Types of keys that speak of a job's nodes, beside those of types.py."""
+"""Types of keys about the nodes of a job, besides those of types.py."""
 
 import re
 from typing import Annotated, cast
@@ -12,7 +12,7 @@ _PATH = TypeAdapter[str](Path)
 
 
 def _node_path(value: str) -> str:
-    """A path in which variables are of the node: what they stand for is only known there."""
+    """Check a path with variables of the node, whose values are known only there."""
     _PATH.validate_python(_NODE_VARIABLE.sub("_", value))
     return value
 
@@ -22,7 +22,7 @@ def _pair(value: object) -> object:
 
 
 def _span(value: tuple[int, int]) -> tuple[int, int]:
-    if not 0 <= value[1] - value[0] < 1024:  # each is planned before Slurm may choose it
+    if not 0 <= value[1] - value[0] < 1024:  # a plan is made for each number in the span
         raise ValueError("no span of nodes")
     return value
 

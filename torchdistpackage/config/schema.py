@@ -453,7 +453,7 @@ class LaunchSection(Section):
 
 
 class LogSection(Section):
-    """What the run logs and draws."""
+    """The lines, files and services to which the run logs."""
 
     every: k.Steps = Field(default=10, description="Number of steps between lines of the log.")
     verbose: bool = Field(

@@ -1,9 +1,9 @@
-"""The options of a Slurm job under Slurm's own names, with ours: `launch.slurm`.
+"""Check `launch.slurm`: options of a Slurm job under Slurm's own names, and a few of this package.
 
-An option that cannot be is refused here, not in a queue. What is in OPTIONS goes into the
-header of the batch script as it is written, EXTRA says what the script does around it, and RESERVED
-is refused with what to use instead. Dashes and underscores are the same. How many nodes, tasks and
-GPUs they make of a run stands in job_geometry.py.
+An impossible option is refused here, before it waits in a queue. OPTIONS go into the header of the
+batch script as written, EXTRA changes what the script does around the ranks, and RESERVED is
+refused with what to use instead. Dashes and underscores mean the same. job_geometry.py computes
+nodes, tasks and GPUs from these options.
 """
 
 import re
@@ -17,7 +17,10 @@ from torchdistpackage.config.errors import MAX_PROBLEMS, nearest
 
 @dataclass(frozen=True, slots=True)
 class OptionType:
-    """What an option takes. flag: true is the bare option. many: a list is joined with commas."""
+    """The type of an option's value.
+
+    flag: the value true means the option without a value. many: a list is joined with commas.
+    """
 
     expected: str
     fits: Callable[[str], bool]
@@ -26,7 +29,7 @@ class OptionType:
 
 
 def _matching(pattern: str) -> Callable[[str], bool]:
-    compiled = re.compile(pattern, re.ASCII)  # Slurm knows no other digits
+    compiled = re.compile(pattern, re.ASCII)  # Slurm accepts ASCII digits only
     return lambda text: bool(compiled.fullmatch(text))
 
 
@@ -40,22 +43,22 @@ def _is_time(text: str) -> bool:
 
 _SPAN = r"[1-9]\d{0,5}(-[1-9]\d{0,5}(:[1-9]\d{0,5})?)?"
 MAX_CHOICES = 1024
-"""Different numbers of nodes; each is a world on which the rules are tried."""
+"""Most numbers of nodes that a job may choose from, because the rules are checked for each."""
 _MAX_TEXT = 4096
-"""Characters of an option: a line of the script."""
+"""Most characters of an option, which is one line of the script."""
 
 
 def node_counts(text: str) -> tuple[int, ...]:
-    """Every number of nodes that `4`, `4-8`, `1-9:4` or `2,4` allows, ascending; () if wrong."""
+    """Return every number of nodes that `4`, `4-8`, `1-9:4` or `2,4` allows, or () if invalid."""
     counts: set[int] = set()
     if len(text) <= _MAX_TEXT and re.fullmatch(f"{_SPAN}(,{_SPAN})*", text, re.ASCII):
         for span in text.split(","):
             bounds, _, step = span.partition(":")
             first, _, last = bounds.partition("-")
-            found = range(int(first), int(last or first) + 1, int(step or 1))
-            if not 0 < len(found) <= MAX_CHOICES:
+            numbers = range(int(first), int(last or first) + 1, int(step or 1))
+            if not 0 < len(numbers) <= MAX_CHOICES:
                 return ()
-            counts.update(found)
+            counts.update(numbers)
             if len(counts) > MAX_CHOICES:
                 return ()
     return tuple(sorted(counts))
@@ -105,44 +108,44 @@ OPTIONS: dict[str, OptionType] = {
     "signal": _SIGNAL,
     "distribution": _BLOCK,
 }
-"""Those of sbatch's long options that a run may choose; a Slurm may know fewer or forbid some."""
+"""The long options of sbatch that a run may set; a site's Slurm may lack or forbid some."""
 
 EXTRA: dict[str, str] = {
-    "container": "words put before the command of every task, e.g. apptainer exec --nv train.sif",
-    "srun": "a list of more options for srun, e.g. [--container-image=train.sqsh]",
-    "modules": "a list of modules to load",
-    "conda": "name or folder of a conda environment",
-    "prologue": "a list of lines of shell that run on the first node before the ranks start",
-    "files": "a list of files or globs that go into the snapshot of the code",
+    "container": "words to put before the command of every task, such as apptainer exec --nv a.sif",
+    "srun": "a list of more options for srun, such as [--container-image=train.sqsh]",
+    "modules": "a list of environment modules to load",
+    "conda": "the name or folder of a conda environment to activate",
+    "prologue": "a list of shell lines to run on the first node before the ranks start",
+    "files": "a list of files or globs to copy into the snapshot of the code",
 }
-"""What is no option of sbatch."""
+"""Keys of this package, which are no options of sbatch."""
 
 _LAYOUT = "every task sees all GPUs of its node"
 _CLEAN = "the job gets a clean environment; set variables in launch.slurm.prologue"
 RESERVED: dict[str, str] = {
     **dict.fromkeys(("output", "error"), "both go to logs/main.log in the run folder; set run.dir"),
-    "input": "no rank reads an input; use data.path",
-    "open-mode": "the main log is always appended to, or a requeue would erase it",
-    "job-name": "the job has the name of the run; set run.name",
+    "input": "ranks read no standard input; use data.path",
+    "open-mode": "the main log is always appended to, so that a requeue does not erase it",
+    "job-name": "the job gets the name of the run; set run.name",
     "array": "use tdp submit --sweep key=value,value",
     "requeue": "set launch.requeue.mode to requeue",
     "no-requeue": "set launch.requeue.mode to never or chain",
     "no-kill": "a job that lost a node cannot go on; set launch.requeue.mode to requeue",
-    "wrap": "the script is written for you; lines of your own go to launch.slurm.prologue",
+    "wrap": "tdp submit writes the script; put lines of your own into launch.slurm.prologue",
     **dict.fromkeys(("export", "export-file", "get-user-env"), _CLEAN),
-    "chdir": "the job works in the folder that you submit from; change to it first",
+    "chdir": "the job works in the folder that you submit from; cd to it first",
     "test-only": "use tdp submit --dry-run",
     "wait": "use tdp submit --follow",
-    **dict.fromkeys(("parsable", "quiet", "verbose"), "its answer is read by this package"),
-    "clusters": "a job is looked for where it was submitted; submit on that cluster's login node",
+    **dict.fromkeys(("parsable", "quiet", "verbose"), "this package parses sbatch's answer"),
+    "clusters": "tdp jobs asks only the local cluster; submit on that cluster's login node",
     "cpus-per-gpu": "use launch.slurm.cpus-per-task",
     "ntasks-per-gpu": "use launch.slurm.ntasks-per-node",
     "gpus-per-socket": f"{_LAYOUT}; use launch.slurm.gpus-per-node",
-    **dict.fromkeys(("gpu-bind", "tres-bind"), f"{_LAYOUT}, the fastest way; leave it out"),
+    **dict.fromkeys(("gpu-bind", "tres-bind"), f"{_LAYOUT}, the fastest way; remove it"),
     "tres-per-task": "use launch.slurm.cpus-per-task and launch.slurm.gpus-per-node",
     **dict.fromkeys(("uid", "gid"), "the job is yours"),
 }
-"""Options of sbatch that this package sets, or that do not go with what it sets."""
+"""Options of sbatch that this package sets, or that conflict with what it sets."""
 
 _SRUN_STATED = {
     **dict.fromkeys(("nodes", "N", "ntasks", "n", "ntasks-per-node"), "layout of the tasks"),
@@ -154,16 +157,16 @@ _SRUN_STATED = {
 }
 
 Found = tuple[str, str]
-"""Key as written, and what is wrong with it."""
+"""A key as the file spells it, and what is wrong with it."""
 
 
 def canonical_name(key: str) -> str:
-    """Slurm's spelling: ntasks_per_node is ntasks-per-node."""
+    """Return a key in Slurm's spelling: ntasks-per-node for ntasks_per_node."""
     return key.replace("_", "-")
 
 
 def is_text(key: str, value: object) -> bool:
-    """Whether an option passes on what was written; others take a number or a truth for one."""
+    """Return whether an option takes the text as written, such as 007, not a number or bool."""
     kind = OPTIONS.get(canonical_name(key))
     if kind is None:
         return canonical_name(key) in EXTRA
@@ -173,23 +176,23 @@ def is_text(key: str, value: object) -> bool:
 
 
 def problems(section: Mapping[str, object]) -> tuple[Found, ...]:
-    """What is wrong with each key of `launch.slurm` by itself, in the order of the keys."""
-    found: list[Found] = []
+    """Return what is wrong with each key of `launch.slurm` by itself, in the order of the keys."""
+    problems: list[Found] = []
     seen: dict[str, str] = {}
     for key, value in section.items():
         name = canonical_name(key)
         first = seen.setdefault(name, key)
-        same = f"says the same as {first}; keep one of them"
+        same = f"means the same as {first}; keep one of them"
         if text := _problem(name, value) if first == key else same:
-            found.append((key, text))
-        if len(found) >= MAX_PROBLEMS:  # the advice for a name takes long
+            problems.append((key, text))
+        if len(problems) >= MAX_PROBLEMS:  # looking for advice takes time for each
             break
-    return tuple(found)
+    return tuple(problems)
 
 
 def _problem(name: str, value: Any) -> str | None:
     if name in RESERVED:
-        return f"is not for a run to set: {RESERVED[name]}"
+        return f"cannot be set here: {RESERVED[name]}"
     if name in EXTRA:
         return None if value is None else _problem_of_extra(name, value)
     if name not in OPTIONS:
@@ -216,7 +219,7 @@ def _problem_of_extra(name: str, value: Any) -> str | None:
     items: list[object] = value if is_list else [value]
     if (is_list and name == "conda") or not all(isinstance(x, str) and x for x in items):
         kind = "a text" if name == "conda" else "texts in a list"
-        return f"wants {kind}: {EXTRA[name]}; got {shown}"
+        return f"wants {kind} ({EXTRA[name]}), got {shown}"
     try:
         words = words_of(name, value)
     except ValueError as error:
@@ -229,7 +232,7 @@ def _problem_of_extra(name: str, value: Any) -> str | None:
         if not word.startswith("-"):
             return f"wants options, each a text that begins with a dash, got {word!r}"
         if stated in _SRUN_STATED:
-            return f"may not change the {_SRUN_STATED[stated]}, as {word} does; leave it out"
+            return f"must not change the {_SRUN_STATED[stated]}, as {word} does; remove it"
     return None
 
 
@@ -246,10 +249,10 @@ def _plain(value: Any, many: bool) -> str | None:
 
 
 def words_of(name: str, value: Any) -> tuple[str, ...]:
-    """The value of one of EXTRA as words, or as lines for the prologue.
+    """Return the value of a key of EXTRA as words, or for the prologue as lines.
 
     Raises:
-        ValueError: a command in one text has a quote that is not closed.
+        ValueError: a command has a quote that is not closed.
     """
     if value is None:
         return ()
@@ -263,15 +266,15 @@ def words_of(name: str, value: Any) -> tuple[str, ...]:
 
 
 def header(section: Mapping[str, object]) -> dict[str, str | None]:
-    """Options of sbatch with their texts in Slurm's spelling; None: the bare option."""
-    known = ((canonical_name(key), value) for key, value in section.items())
+    """Return the options of sbatch and their values in Slurm's spelling; None for a bare option."""
+    options = ((canonical_name(key), value) for key, value in section.items())
     return {
         name: None if value is True else _plain(value, OPTIONS[name].many)
-        for name, value in known
+        for name, value in options
         if name in OPTIONS and value is not None and value is not False
     }
 
 
 def extra_of(section: Mapping[str, object], name: str) -> tuple[str, ...]:
-    """Words or lines of one of EXTRA; () where it is left out."""
+    """Return the words or lines of a key of EXTRA; () if the section lacks it."""
     return words_of(name, next((v for k, v in section.items() if canonical_name(k) == name), None))

@@ -1,4 +1,4 @@
-"""The ids that stand before and behind each text, as a tokenizer's files have them. No torch."""
+"""The ids of begin and end of text, as a tokenizer's files define them. No torch."""
 
 from collections.abc import Mapping
 from itertools import takewhile
@@ -16,87 +16,92 @@ from torchdistpackage.config.types import TextEnd
 from torchdistpackage.errors import DataError
 
 _END_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
-"""Names of the end of text, where no file of the tokenizer says which it is."""
+"""Usual names of the end-of-text token, tried if no file of the tokenizer names it."""
 
 
 class TextEnds(NamedTuple):
-    """Ids before and behind each text."""
+    """Ids to put before and after each text."""
 
     bos: tuple[int, ...] = ()
     eos: tuple[int, ...] = ()
 
     def lacking(self, ids: list[int]) -> "TextEnds":
-        """What `ids` of a text do not have yet of both ends; no token counts for both."""
+        """Return the ends that `ids` of a text lack; no token counts for both ends."""
         begun = self.bos if tuple(ids[: len(self.bos)]) == self.bos else ()
         ended = len(ids) - len(begun) >= len(self.eos) and tuple(ids[-len(self.eos) :]) == self.eos
         return TextEnds(() if begun else self.bos, () if self.eos and ended else self.eos)
 
     def around(self, ids: list[int]) -> list[int]:
-        """`ids` of a text with both ends; one that the text has already is not added again."""
+        """Return `ids` of a text with both ends; an end that is there is not added again."""
         bos, eos = self.lacking(ids)
         return [*bos, *ids, *eos]
 
 
 def text_ends(tokenizer: Path, bos: TextEnd = "auto", eos: TextEnd = "auto") -> TextEnds:
-    """What stands around each text. bos: auto is what the tokenizer's template puts before a text;
-    on is that, or else its bos_token. eos: auto is its eos_token, if it has one.
+    """Return the ids to put around each text.
+
+    Args:
+        tokenizer: folder with a tokenizer.json, or that file.
+        bos: auto takes what the tokenizer's template puts before a text; on takes that, or else its
+            bos_token; off takes none.
+        eos: auto takes the tokenizer's eos_token if it has one; on demands one; off takes none.
 
     Raises:
         DataError: a choice is on, and the tokenizer has no such token; a file names one that is no
             token; or the files are no tokenizer's.
     """
     file = tokenizer_file(tokenizer)
-    found, names = read_tokenizer(file), special_tokens(file.parent)
-    first = () if bos == "off" else _before_text(found.get("post_processor"), file)
+    content, names = read_tokenizer(file), special_tokens(file.parent)
+    first = () if bos == "off" else _before_text(content.get("post_processor"), file)
     if bos == "on" and not first:
-        first = (_named("bos", found, names, file),)
+        first = (_named("bos", content, names, file),)
     last = None if eos == "off" else end_of_text(tokenizer)
     if last is None and (eos == "on" or (eos == "auto" and "eos_token" in names)):
-        last = _named("eos", found, names, file)
+        last = _named("eos", content, names, file)
     return TextEnds(first, () if last is None else (last,))
 
 
 def end_of_text(tokenizer: Path) -> int | None:
-    """The token that ends a text: the eos_token that is named, or one of the usual names.
+    """Return the id that ends a text: the named eos_token, or else a token with a usual name.
 
     Raises:
         DataError: the files are no tokenizer's.
     """
     file = tokenizer_file(tokenizer)
-    found, name = read_tokenizer(file), special_tokens(file.parent).get("eos_token")
-    ids = (token_id(found, x) for x in (_END_NAMES if name is None else (name,)))
+    content, name = read_tokenizer(file), special_tokens(file.parent).get("eos_token")
+    ids = (token_id(content, x) for x in (_END_NAMES if name is None else (name,)))
     return next((x for x in ids if x is not None), None)
 
 
-def _named(kind: str, found: Mapping[str, Any], names: Mapping[str, str], file: Path) -> int:
-    """The id of the bos_token or eos_token."""
+def _named(kind: str, content: Mapping[str, Any], names: Mapping[str, str], file: Path) -> int:
+    """Return the id of the bos_token or eos_token."""
     if (name := names.get(f"{kind}_token")) is None:
         raise DataError(
             f"data.{kind}=on, but the tokenizer {file} adds no such token by itself, and no file "
             f"next to it names a {kind}_token; name one in {file.parent / SETTINGS[-1]}, or set "
             f"data.{kind} to auto or off"
         )
-    if (number := token_id(found, name)) is None:
+    if (number := token_id(content, name)) is None:
         raise DataError(
-            f"the {kind}_token of {file.parent} is {name!r}, which is no token of {file.name}; "
-            f"name one that is, or set data.{kind} to off"
+            f"the {kind}_token of {file.parent} is {name!r}, which {file.name} does not have; name "
+            f"one that it has, or set data.{kind} to off"
         )
     return number
 
 
 def _before_text(processor: Any, file: Path) -> tuple[int, ...]:
-    """What a post_processor of tokenizer.json, None if there is none, puts before a single text."""
-    found = cast(dict[str, Any], processor or {})
+    """Return the ids that a post_processor of tokenizer.json (or None) puts before a text."""
+    settings = cast(dict[str, Any], processor or {})
     try:
-        kind = found.get("type")
+        kind = settings.get("type")
         if kind == "TemplateProcessing":
-            pieces = cast(list[dict[str, Any]], found["single"])
+            pieces = cast(list[dict[str, Any]], settings["single"])
             first = takewhile(lambda piece: "SpecialToken" in piece, pieces)
-            tokens = found["special_tokens"]
+            tokens = settings["special_tokens"]
             return tuple(x for piece in first for x in tokens[piece["SpecialToken"]["id"]]["ids"])
         if kind in ("BertProcessing", "RobertaProcessing"):
-            return (found["cls"][1],)
-        steps = cast(list[Any], found["processors"] if kind == "Sequence" else [])
+            return (settings["cls"][1],)
+        steps = cast(list[Any], settings["processors"] if kind == "Sequence" else [])
         return next((ids for step in steps if (ids := _before_text(step, file))), ())
     except (AttributeError, KeyError, TypeError, IndexError) as error:
         raise DataError(f"{file} has a post_processor of an unknown form: {error!r}") from error

@@ -1,7 +1,7 @@
-"""The kinds of value a key may hold, with their limits and words, and the base of all sections.
+"""The types of keys, with their limits and descriptions, and the base class of all sections.
 
-Types are strict: a string is no number, a bool is no int; an int will do for a float, and an
-integral float such as 4.0 for a count. How large a number may be stands with its key in the schema.
+Types are strict: a string is no number, a bool is no int. An int is accepted for a float, and a
+whole float such as 4.0 for a count. Upper limits of numbers are with their keys in the schema.
 """
 
 import re
@@ -34,28 +34,28 @@ SCHEDULES = (*(name for name in GENERATORS if name != "forward"), AUTO, CUSTOM)
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a key takes, in words; `choices` are the valid names, for "did you mean"."""
+    """A description of what a key takes; `choices` are the valid names, for "did you mean"."""
 
     text: str
     choices: tuple[str, ...] = ()
 
 
 def expected_of(field: FieldInfo) -> Expected:
-    """What a key takes: the `Expected` of its type, else as the type and its limits say."""
+    """Return what a key takes: the `Expected` of its type, or a text from type and limits."""
     return _expected(field.annotation, field.metadata)
 
 
 def _expected(kind: Any, limits: Iterable[Any]) -> Expected:
     limits = [x for m in limits for x in (m.metadata if isinstance(m, FieldInfo) else [m])]
-    if said := [x for x in limits if isinstance(x, Expected)]:
-        return said[-1]
+    if explicit := [x for x in limits if isinstance(x, Expected)]:
+        return explicit[-1]
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _expected(args[0], (*args[1:], *limits))
     if origin in (Union, UnionType):
-        found = [_expected(arg, ()) for arg in args]
-        text = ", or ".join(x.text for x in found)
-        return Expected(text, tuple(choice for x in found for choice in x.choices))
+        branches = [_expected(arg, ()) for arg in args]
+        text = ", or ".join(x.text for x in branches)
+        return Expected(text, tuple(choice for x in branches for choice in x.choices))
     if kind is NoneType:
         return Expected("null")
     if kind is bool or origin is Literal:
@@ -74,7 +74,7 @@ def _whole(value: object) -> object:
 
 
 def _sequence(value: object) -> object:
-    """YAML has lists, a frozen value has tuples."""
+    """Turn a list of YAML into a tuple, because sections are frozen."""
     return tuple(cast(list[object], value)) if isinstance(value, list) else value
 
 
@@ -82,7 +82,7 @@ Listed = BeforeValidator(_sequence)
 
 
 def _different(names: tuple[str, ...]) -> AfterValidator:
-    """Each of `names` at most once."""
+    """Return a validator of tuples that hold each of `names` at most once."""
 
     def check(value: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(value)) != len(value) or not set(value) <= set(names):
@@ -97,7 +97,7 @@ def _enum(names: tuple[str, ...]) -> FieldInfo:
 
 
 def _schedule(value: str) -> str:
-    """One name for all spellings: zb_h1 and ZB-H1 are zb-h1."""
+    """Return the one name of a schedule for all spellings: zb-h1 for zb_h1 and ZB-H1."""
     name = value if value in SCHEDULES else canonical(value)
     if name not in SCHEDULES:
         raise ValueError("no such schedule")
@@ -105,11 +105,11 @@ def _schedule(value: str) -> str:
 
 
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-"""What ends a line, or the text itself, on its way into a script or a call of the system."""
+"""Characters that would end a line of a script, or a path in a system call."""
 _FOR_A_SHELL = re.compile(r"^~|\$[A-Za-z_{]")
-"""What is expanded in a shell, and here is part of a name."""
+"""What a shell would expand, but here would become a part of a name."""
 MAX_NAME_BYTES = 200
-"""Of a folder's name, which file systems end at 255: what a sweep adds has to fit as well."""
+"""Most bytes of a run's name: file systems allow 255, and a sweep adds to the name."""
 _MAX_PATH_BYTES, _MAX_PART_BYTES = 4000, 255
 
 
@@ -139,14 +139,14 @@ MAX_CHUNKS = 64
 MAX_MLP_RATIO = 1024
 MAX_HEADS = 1 << 16
 MAX_LENGTH = 1 << 27
-"""Tokens of a sequence."""
+"""Most tokens of a sequence."""
 MAX_WIDTH = 1 << 28
-"""Channels between the two products of an MLP."""
+"""Most channels between the two matmuls of an MLP."""
 MAX_PROCS = 4096
-"""Processes on one machine."""
+"""Most processes on one machine."""
 MAX_STEPS = 1_000_000_000
 MAX_TIME = 1_000_000
-"""In seconds more than 11 days: what waits longer waits for ever, and the clocks of systems end."""
+"""Longest time in seconds, more than 11 days: system calls overflow at larger values."""
 
 _Whole = BeforeValidator(_whole)
 Count = Annotated[int, Field(ge=1), _Whole]
@@ -177,7 +177,7 @@ Betas = Annotated[
     Expected("a list of two numbers from 0 to below 1, e.g. [0.9, 0.95]"),
 ]
 
-_A_PATH = "a path written out, without ~ or $NAME or control characters, names up to 255 bytes"
+_A_PATH = "a path without ~, $NAME or control characters, names of at most 255 bytes"
 Path = Annotated[str, Field(min_length=1), AfterValidator(_path), Expected(_A_PATH)]
 PathOrNull = Path | None
 FolderName = Annotated[
@@ -231,7 +231,7 @@ ScheduleName = Annotated[
 ]
 
 SIGNALS = ("USR1", "USR2", "TERM", "HUP")
-"""Signals that may mean: save and end. The others have meanings of their own."""
+"""Signals that a run may take as a request to save and exit; others have meanings of their own."""
 
 
 Signals = Annotated[
@@ -242,7 +242,7 @@ Signals = Annotated[
 ]
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
-"""Services that a run can log to. Each is the name of its package and of the extra."""
+"""Services that a run can log to; each has the name of its package and of the extra."""
 TrackerNames = Annotated[
     tuple[Annotated[str, _enum(TRACKERS)], ...],
     BeforeValidator(_sequence),
@@ -287,14 +287,14 @@ _STEP_RANGE = re.compile(r"([1-9]\d{0,8})\.\.([1-9]\d{0,8})")
 
 
 def _step_range(value: object) -> object:
-    """10 is 10..10."""
+    """Turn a single step into a range: 10 into 10..10."""
     one = type(value) in (int, str) and str(value).isdecimal()
     return f"{value}..{value}" if one else value
 
 
 def _ascends(value: str) -> str:
-    found = _STEP_RANGE.fullmatch(value)
-    if found is None or int(found[1]) > int(found[2]) or int(found[2]) >= int(found[1]) + 100:
+    match = _STEP_RANGE.fullmatch(value)
+    if match is None or int(match[1]) > int(match[2]) or int(match[2]) >= int(match[1]) + 100:
         raise ValueError("no range of steps")
     return value
 
@@ -361,14 +361,14 @@ DateOrNull = (
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused, types strict."""
+    """Base class of all sections: frozen, strict types, unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _empty_means_defaults(cls, value: object) -> object:
-        """`log:` with nothing under it, because all its keys are commented out."""
+        """Take a section without keys, such as `log:` with all keys commented out, as defaults."""
         return {} if value is None else value
 
     def __hash__(self) -> int:
@@ -379,17 +379,17 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 def default(section: type[SectionT]) -> SectionT:
-    """A section as a key: left out it holds its defaults; its docstring describes it."""
+    """Return the field of a subsection: it has its defaults, and its docstring describes it."""
     return Field(default_factory=section, description=section.__doc__)
 
 
 class NamedSection(Section):
-    """A section that takes one of our names, or the user's own code by import path."""
+    """Base class of a section that takes a built-in name, or the user's code by import path."""
 
     @model_validator(mode="before")
     @classmethod
     def _target_needs_no_name(cls, value: Any) -> Any:
-        """The default name steps back for what replaces it; a name that was written does not."""
+        """Remove the default name if another key replaces it; a name that was written stays."""
         if not isinstance(value, dict):
             return value
         keys = cast(dict[str, Any], value)

@@ -1,7 +1,7 @@
-"""Which values of a file are texts, so that what was written reaches them: 007 is no 7.
+"""Restore the written characters of keys that take a text, so that 007 stays 007.
 
-YAML takes a plain 012345, 1e3 or true for a number or a truth. Where a key wants a text alone,
-such as an account, a path or a name, the characters of the file count.
+YAML reads a plain 012345, 1e3 or true as a number or bool. If a key takes only a text, such as an
+account, a path or a name, the characters in the file count.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,10 +18,12 @@ _SLURM = ("launch", "slurm")
 
 
 def restore(values: dict[str, Any], texts: Mapping[Keys, str], field_of: FieldOf) -> None:
-    """Put the written text in place of each value that is to be a text.
+    """Replace each value by its written text if its key takes only a text.
 
-    texts: place of a plain scalar that YAML takes for no text, and its characters. field_of: the
-    key of the schema at a place.
+    Args:
+        values: the content of the file, which is changed.
+        texts: place and characters of each plain scalar that YAML did not read as a text.
+        field_of: returns the key of the schema at a place.
     """
     for path, text in texts.items():
         inside: Any = values
@@ -29,7 +31,7 @@ def restore(values: dict[str, Any], texts: Mapping[Keys, str], field_of: FieldOf
             for key in path[:-1]:
                 inside = inside[key]
             value = inside[path[-1]]
-        except (KeyError, IndexError, TypeError):  # of a key that was given twice
+        except (KeyError, IndexError, TypeError):  # the key was given twice, which is an error
             continue
         if _wants_text(path, field_of, value):
             inside[path[-1]] = text
@@ -45,7 +47,7 @@ def _wants_text(path: Keys, field_of: FieldOf, value: object) -> bool:
 
 
 def _is_text(kind: Any, inside: Keys) -> bool:
-    """Whether a value of this type holds a text at `inside`, and could hold nothing else there."""
+    """Return whether a value of this type can hold only a text at `inside`."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _is_text(args[0], inside)

@@ -1,7 +1,7 @@
-"""YAML text to plain values and the place of every key, and back.
+"""Read YAML text into plain values and the place of every key, and write values as YAML.
 
-A scalar means what YAML 1.2 says, read or written: `1e-4` is a float, `yes` and
-`2024-01-01` are strings, `010` is ten. Reading goes over composed nodes, which know their lines.
+Scalars follow YAML 1.2: `1e-4` is a float, `yes` and `2024-01-01` are strings, `010` is ten.
+Reading converts composed nodes, because these know their lines.
 """
 
 import re
@@ -16,10 +16,10 @@ Keys = tuple[str | int, ...]
 """Keys and list indices from the top of the file."""
 
 MAX_BYTES = 1 << 18
-"""Of a file, in UTF-8."""
+"""Most bytes of a file, in UTF-8."""
 MAX_KEY = 200
 MAX_TEXT = 1 << 16
-"""Characters of a text; of a key MAX_KEY, of a number MAX_NUMBER."""
+"""Most characters of a text; MAX_KEY for a key, MAX_NUMBER for a number."""
 MAX_NUMBER = 100
 
 _TAG = "tag:yaml.org,2002:"
@@ -37,10 +37,10 @@ _SCALARS = {
     ),
     "merge": (r"<<\Z", ["<"]),
 }
-"""Plain scalars that are no text, by kind: what they look like, and their first characters."""
+"""Plain scalars that are no text, by kind: their pattern, and their possible first characters."""
 
 _RESOLVERS: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-"""The table in the shape PyYAML wants: first character -> (tag, pattern) in order."""
+"""The same table as PyYAML takes it: first character -> (tag, pattern) in order."""
 for _kind, (_pattern, _first) in _SCALARS.items():
     for _character in _first:
         _RESOLVERS.setdefault(_character, []).append((_TAG + _kind, re.compile(_pattern)))
@@ -51,7 +51,7 @@ class _DocumentLoader(BoundedLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    # The same table: the dumper quotes a text that the loader would take for something else.
+    # The loader's table, so that the dumper quotes a text that would be read as something else.
     yaml_implicit_resolvers = _RESOLVERS
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -63,7 +63,7 @@ def _flow_list(dumper: _Dumper, data: Any) -> yaml.Node:
 
 
 def _text(dumper: _Dumper, data: str) -> yaml.Node:
-    # In plain and single-quoted texts YAML folds more line breaks than it writes, e.g. U+0085.
+    # Double quotes: in other texts YAML folds line breaks that it does not write, such as U+0085.
     return yaml.ScalarNode(_TAG + "str", data, style=None if data.isprintable() else '"')
 
 
@@ -73,34 +73,37 @@ _Dumper.add_representer(tuple, _flow_list)
 
 
 def write(value: dict[str, Any]) -> str:
-    """YAML of plain values: one key a line, lists in one line, keys in the given order."""
+    """Return YAML of plain values: one key on a line, lists on one line, keys in their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)
 
 
 def dotted(path: Keys) -> str:
-    """("optim", "betas", 0) is optim.betas[0]."""
+    """Return keys as a dotted path: optim.betas[0] for ("optim", "betas", 0)."""
     return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).removeprefix(".")
 
 
 def keys_of(path: str) -> Keys:
-    """The other way: optim.betas[0] is ("optim", "betas", 0)."""
-    parts = (re.fullmatch(r"(.*?)(?:\[(\d+)\])?", part) for part in path.split("."))
-    pairs = [(found[1], found[2]) for found in parts if found]
+    """Return the keys of a dotted path: ("optim", "betas", 0) for optim.betas[0]."""
+    matches = (re.fullmatch(r"(.*?)(?:\[(\d+)\])?", part) for part in path.split("."))
+    pairs = [(match[1], match[2]) for match in matches if match]
     return tuple(x for key, index in pairs for x in ([key] if index is None else [key, int(index)]))
 
 
 def read(
     text: str, file: str, root: Keys = (), given: SourceLocation | None = None
 ) -> "YamlDocument":
-    """Read one YAML document; never raises, what is wrong is in `problems`.
+    """Read one YAML document; it never raises, but adds what is wrong to `problems`.
 
     Args:
-        root: path of the value, when it is an override.
-        given: place of an override; its own lines mean nothing.
+        text: the YAML text.
+        file: name of its file, for problems.
+        root: path of the value, if it is an override.
+        given: place of the override, whose own line numbers mean nothing.
     """
     document = YamlDocument(file, given)
     if (size := len(text.encode(errors="surrogatepass"))) > MAX_BYTES:
-        document.report(1, root, f"has {size:,} bytes; {MAX_BYTES:,} are allowed")
+        why = f"has {size:,} bytes, more than the {MAX_BYTES:,} allowed; write less"
+        document.report(1, root, why)
         return document
     try:
         node = _DocumentLoader(text).get_single_node()
@@ -108,8 +111,9 @@ def read(
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         why = ", ".join(part for part in (error.problem, error.context) if part)
-        what = "usable" if isinstance(error, BoundError) else "valid"
-        document.report(None if mark is None else mark.line + 1, root, f"not {what} YAML: {why}")
+        adjective = "usable" if isinstance(error, BoundError) else "valid"
+        text = f"not {adjective} YAML: {why}"
+        document.report(None if mark is None else mark.line + 1, root, text)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         why = f"character {error.character:#x} is not allowed"
@@ -120,10 +124,10 @@ def read(
 
 
 class YamlDocument:
-    """What a text says: its value, where each key stands, and what is wrong with it.
+    """The content of a YAML text: its value, the place of each key, and its problems.
 
-    invalid: dotted paths whose values cannot be trusted, e.g. keys given twice. texts: how plain
-    scalars that YAML takes for numbers or truths are written.
+    invalid: dotted paths whose values cannot be trusted, such as keys given twice. texts: the
+        characters of plain scalars that YAML reads as numbers or bools.
     """
 
     def __init__(self, file: str, given: SourceLocation | None) -> None:
@@ -133,9 +137,9 @@ class YamlDocument:
         self.texts: dict[Keys, str] = {}
         self.problems: list[Problem] = []
         self.invalid: set[str] = set()
-        self._open: list[int] = []  # ids of the nodes around this one: an alias may close a circle
+        self._open: list[int] = []  # ids of the enclosing nodes, to find an alias to one of them
         self._nodes = 0
-        self._at: object = None  # of the key at the top: nodes of aliases stand elsewhere
+        self._at: object = None  # place of the top key, because nodes of aliases have others
 
     def location(self, line: int | None) -> SourceLocation:
         return self.given or SourceLocation(self.file, line)
@@ -146,13 +150,13 @@ class YamlDocument:
 
     def _go_on(self, node: yaml.Node) -> None:
         if len(self.problems) >= MAX_PROBLEMS:
-            why = f"more than {MAX_PROBLEMS} problems; mend those before"
+            why = f"more than {MAX_PROBLEMS} problems; fix the ones above first"
             raise BoundError(why, node.start_mark)
 
     def convert(self, node: yaml.Node, path: Keys) -> Any:
         line = node.start_mark.line + 1
         if id(node) in self._open:
-            self.report(line, path, f"the alias stands for a value that holds itself (line {line})")
+            self.report(line, path, f"the alias refers to a value that contains it (line {line})")
             return None
         self._nodes += 1
         self._go_on(node)
@@ -214,10 +218,10 @@ class YamlDocument:
         return out
 
     def _look_into(self, node: yaml.Node, path: Keys, first: Any) -> None:
-        """Add what a section given twice says the second time, so that it is checked as well."""
-        before = dict(self.locations)
+        """Add the keys of a section that is given a second time, so that they are checked too."""
+        first_locations = dict(self.locations)
         second = self.convert(node, path)
-        self.locations |= before
+        self.locations |= first_locations
         if isinstance(first, dict) and isinstance(second, dict):
             merged = cast(dict[str, Any], first)
             merged |= {**cast(dict[str, Any], second), **merged}
@@ -241,20 +245,20 @@ class YamlDocument:
                 case "int":
                     return int(text, 0 if text[:2] in ("0x", "0o") else 10)
                 case "float":
-                    # Python writes inf and nan without the dot of YAML.
+                    # Python reads inf and nan without the dot of YAML.
                     return float(re.sub(r"\.(?=[iInN])", "", text))
                 case _:
                     why = f"the tag {node.tag} is not allowed; write a plain value"
         except (ValueError, KeyError):
-            why = f"{text[:40]!r} is no {kind}"
+            why = f"{text[:40]!r} is not a valid {kind}"
         self.report(node.start_mark.line + 1, path, why)
         return None
 
 
 def _unfit_text(text: str, most: int) -> str | None:
-    """Why no file or process takes a text; what else a key may hold its kind says."""
+    """Return why a text is too long or cannot be encoded, or None."""
     if len(text) > most:
-        return f"has {len(text):,} characters; {most:,} are allowed"
+        return f"has {len(text):,} characters, more than the {most:,} allowed"
     if bad := re.search("[\ud800-\udfff]", text):
-        return f"has the character {ord(bad[0]):#x}, which is half of one"
+        return f"has the character {ord(bad[0]):#x}, which is half of a surrogate pair; remove it"
     return None
