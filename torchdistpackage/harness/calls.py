@@ -117,7 +117,7 @@ def _drawn(ranks: int | Tensor, places: Tensor) -> Tensor:
 
 
 def _ones(num_ranks: int, dtype: torch.dtype) -> int:
-    """What each rank adds to its own numbers."""
+    """Return what a rank puts into elements of other ranks: 1, or 0 if sums would be inexact."""
     return int(num_ranks + LARGEST <= _EXACT_TO.get(dtype, 2**24))
 
 
@@ -132,7 +132,7 @@ def _places(first: int, number: int, like: Like) -> Tensor:
 def make_input(
     operation: str, ranks: Sequence[int], index: int, num_elements: int, like: Like
 ) -> Tensor:
-    """What the rank at `index` of `ranks` gives; `num_elements` are those counted."""
+    """Return the input of the rank at `index` of `ranks`; `num_elements` are those counted."""
     spec = COLLECTIVES[operation]
     if spec.is_sum:
         return reduce_input(ranks[index], ranks, num_elements, like)
@@ -142,7 +142,7 @@ def make_input(
 def expected(
     operation: str, ranks: Sequence[int], index: int, num_elements: int, like: Like
 ) -> Tensor | None:
-    """What that rank must have afterwards; None where it receives nothing."""
+    """Return what that rank must have afterwards; None if it receives nothing."""
     spec, size = COLLECTIVES[operation], len(ranks)
     if spec.is_message:
         only_sends = operation == "p2p" and index == 0

@@ -168,7 +168,7 @@ def _walk(kinds: Sequence[GroupClass], thread: GuardedThread) -> None:
 
 
 def _wrong_members(mode: str) -> Iterator[str]:
-    """Whether the group is of other ranks than its name says; they would wait for each other."""
+    """Yield a problem if the group has other ranks than its name says: they would deadlock."""
     members, ranks = list(primitives.ranks_of(tpc.get_group(mode))), tpc.get_ranks_in_group(mode)
     if members != ranks:
         yield (

@@ -1,7 +1,7 @@
-"""From what each rank saw of a test to one verdict for all. No torch.
+"""Combine what each rank saw of a test into one verdict. No torch.
 
-A rank that waits is a witness and not the culprit. Blamed is the rank that did not come, else the
-one that failed, else a connection that all came to and that delivered nothing.
+A rank that waits is a witness, not the culprit. The verdict blames the rank that did not come, else
+the rank that failed, else a connection that delivered nothing although all ranks came.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,10 +50,10 @@ class _JsonText:
 
 @dataclass(frozen=True, slots=True)
 class StuckAt:
-    """Where a rank could not go on.
+    """The operation in which a rank got stuck.
 
-    step: its number, the same on all ranks. what: operation and group. ranks: its members.
-    error: what the backend said; "": the rank still waited when its time was up.
+    step: its number, the same on all ranks. what: operation and group. ranks: members of the group.
+    error: message of the back end; "": the rank still waited at its timeout.
     """
 
     step: int
@@ -77,7 +77,10 @@ class RankReport(_JsonText):
 
 @dataclass(frozen=True, slots=True)
 class Verdict(_JsonText):
-    """What all ranks learn. times_s: of each group, the slowest rank's. advice: what to do."""
+    """The verdict, which all ranks get.
+
+    times_s: time of the slowest rank of each group. advice: what to do.
+    """
 
     problems: tuple[str, ...] = ()
     speaker: int = 0

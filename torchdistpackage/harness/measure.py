@@ -297,7 +297,10 @@ HELD_S, LONGEST_S = 3e-4, 2e-2
 
 @dataclass
 class CallTimes:
-    """Of one call by iteration. host_s: what the host took to issue it; empty where it blocks."""
+    """Times of one call, one for each iteration.
+
+    host_s: time that the host took to issue the call; empty if the call blocks the host.
+    """
 
     seconds: list[float] = field(default_factory=list[float])
     host_s: list[float] = field(default_factory=list[float])
@@ -364,7 +367,7 @@ def _host_s(call: AnyCall) -> float:
 
 
 def _cycles_per_s() -> float:
-    """Of torch's sleeping kernel."""
+    """Return how many cycles torch's sleeping kernel takes in a second."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     cycles = 1_000_000
     torch.cuda._sleep(cycles)  # the first launch loads the kernel

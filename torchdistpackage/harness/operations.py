@@ -36,7 +36,7 @@ class CollectiveSpec:
     tested: tuple[str, ...] = ("float32",)
 
     def input_bytes(self, counted_bytes: int, size: int) -> int:
-        """What each rank gives.
+        """Return the bytes of each rank's input.
 
         Raises:
             LayoutError: the counted bytes do not fall into equal parts.
@@ -44,11 +44,11 @@ class CollectiveSpec:
         return self._buffer_bytes(self.input_is_part, counted_bytes, size)
 
     def output_bytes(self, counted_bytes: int, size: int) -> int:
-        """What each rank gets; raises as `input_bytes`."""
+        """Return the bytes of each rank's output; raises as `input_bytes`."""
         return self._buffer_bytes(self.output_is_part, counted_bytes, size)
 
     def bus_bytes_per_s(self, counted_bytes: int, size: int, time_s: float) -> float:
-        """The bus bandwidth of one run that took `time_s`."""
+        """Return the bus bandwidth of one call that took `time_s`."""
         return counted_bytes / time_s * self.bus_factor(size)
 
     def _buffer_bytes(self, is_part: bool, counted_bytes: int, size: int) -> int:

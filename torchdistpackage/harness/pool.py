@@ -68,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a job. `keeps_group`: the default group is still the one it found."""
+    """The answer of a rank to a job. keeps_group: the job left the default group as it was."""
 
     outcome: Result | Failure
     keeps_group: bool

@@ -211,7 +211,7 @@ class _PoolWorker:
         return all(word == b"True" for word in said)
 
     def _lost_messages(self) -> bool:
-        """What is under way in the world would be taken for messages of the next job."""
+        """Return whether messages are in flight, which the next job would take for its own."""
         assert self._default is not None
         # A receive posted ahead of a call may still wait for the message of that number.
         return is_interrupted(self._default) or state_of(self._default).expected > 0

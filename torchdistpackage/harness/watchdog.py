@@ -234,7 +234,7 @@ class HangWatchdog(Heartbeat):
 
     @property
     def report(self) -> Path:
-        """Where the report will be."""
+        """Return the path of the report."""
         return self._folder.report
 
     # -- around the loop ---------------------------------------------------------------
@@ -303,7 +303,7 @@ class HangWatchdog(Heartbeat):
 
     @property
     def _limit_s(self) -> float:
-        """Of what the loop does now."""
+        """Return the time limit of what the loop does now."""
         if self.num_slow:
             return self.slow_timeout_s
         return self.timeout_s if self.num_steps > 1 else self.first_timeout_s
@@ -311,7 +311,7 @@ class HangWatchdog(Heartbeat):
     # -- what this rank says -----------------------------------------------------------
 
     def _write(self, *, answering: bool = False, **changes: Any) -> None:
-        """This rank's file anew, with what it does now."""
+        """Write this rank's file again, with what it does now."""
         with self._writing:
             dump = replace(self._dump, **changes)
             if answering:
@@ -333,7 +333,7 @@ class HangWatchdog(Heartbeat):
             self._folder.write(self._dump)
 
     def _stacks(self) -> Iterator[str]:
-        """Of all threads but the watch; that of the loop first."""
+        """Yield the stacks of all threads except the watchdog's, that of the loop first."""
         names = {t.ident: _named(t) for t in threading.enumerate()}
         frames = sys._current_frames()
         frames.pop(self._thread.ident or 0, None)

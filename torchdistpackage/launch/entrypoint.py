@@ -191,31 +191,31 @@ def missing_module(target: str, folders: Sequence[str]) -> str:
 
 
 def main_is_loading() -> bool:
-    """Whether this process is a rank that still runs the top level of what holds its function."""
+    """Return whether this process is a rank that is still importing the file of its function."""
     return bool(_loading)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the function returned, pickled: only the caller knows its classes by the right names."""
+    """A returned value, pickled, because only the caller can import its classes by their names."""
 
     value: bytes
 
 
 def pack_arguments(*args: object, **kwargs: object) -> bytes:
-    """Arguments for `load_and_call`."""
+    """Pack arguments for `load_and_call`."""
     return pack((args, kwargs))
 
 
 def load_and_call(reference: EntryPoint, args: bytes) -> object:
-    """What the function returns for these arguments of `pack_arguments`; it is loaded first."""
+    """Load a function, call it with arguments of `pack_arguments`, and return its result."""
     function = reference.resolve()
     positional, named = cast(tuple[tuple[object, ...], dict[str, object]], unpack(args))
     return function(*positional, **named)
 
 
 def run_catching(rank: int, function: Callable[..., object], *args: object) -> Result | Failure:
-    """What `function` returns or how it fails, either of them ready to be sent."""
+    """Call `function`, and return its result or its failure in a form that can be sent."""
     try:
         return Result(pack(function(*args)))
     except BaseException as error:
@@ -289,7 +289,10 @@ def _pack_by_value(value: object) -> bytes:
 
 
 def _is_found(func: Callable[..., object], reference: EntryPoint) -> bool:
-    """Whether the file of a script has it: a session that began with a script goes on by hand."""
+    """Return whether the file of a script defines `func`.
+
+    An interactive session that began with a script may define more functions by hand.
+    """
     code = getattr(inspect.unwrap(func), "__code__", None)
     if code is None or not reference.is_main or reference.file is None:
         return True

@@ -46,7 +46,7 @@ _IGNORED = (
 
 
 class _Child(NamedTuple):
-    """What a new child knows about itself when it comes back from the fork."""
+    """What a new child gets from the fork: its request, file descriptors and the server's pid."""
 
     request: ForkRequest
     fds: list[int]

@@ -51,12 +51,13 @@ _HANDLES: set[int] = set()
 
 @dataclass(frozen=True, slots=True)
 class LockHolder:
-    """What a lock file says.
+    """The content of a lock file: the process that holds the lock.
 
-    doing: in words. boot, namespace, born: the kernel's boot, the namespace of `pid` and when the
-    process was started, in clock ticks since that boot. job, restart, step: of Slurm, "" without;
-    batch: the steps of that job run one after the other. elastic, round: id and restart of
-    torchrun. flocked: the file is locked by the kernel as well. token: of this lock alone.
+    doing: what it does, for people. boot, namespace, born: id of the kernel's boot, namespace of
+    `pid`, and when the process was started, in clock ticks since that boot. job, restart, step:
+    those of Slurm, "" without; batch: the steps of that job run one after the other. elastic,
+    round: run id and restart of torchrun. flocked: the kernel locks the file too. token: a random
+    text that no other lock has.
     """
 
     doing: str
@@ -88,7 +89,7 @@ class LockHolder:
 
 
 def this_process(doing: str, env: Mapping[str, str]) -> LockHolder:
-    """What this process would write into a lock file; not flocked yet."""
+    """Return this process as the holder of a lock that the kernel has not locked yet."""
     boot, namespace = "", 0
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -148,7 +149,7 @@ def _why_gone(
 
 
 def _precedes(holder: LockHolder, own: LockHolder) -> bool:
-    """Whether what started `own` has ended `holder` before."""
+    """Return whether `own` is a later start of the same job, so that `holder` has ended."""
     if holder.job and holder.job == own.job:
         if own.restart != holder.restart:
             return own.restart > holder.restart
@@ -158,7 +159,7 @@ def _precedes(holder: LockHolder, own: LockHolder) -> bool:
 
 
 def _slurm_says(holder: LockHolder, own: LockHolder, runner: Runner) -> str | None:
-    """Why the holder's step is over; None if it is not, "" if no one knows."""
+    """Return why the holder's step is over; None if it is not over, "" if that is not known."""
     try:
         if holder.job == own.job:
             ran = runner(["squeue", "-h", "-s", "-j", holder.job, "-o", "%i"])
@@ -351,7 +352,7 @@ os.register_at_fork(after_in_child=lambda: _close(*_HANDLES))
 
 
 def _flock(handle: int) -> bool | None:
-    """Whether the kernel locked it; None where it cannot say."""
+    """Lock a file by the kernel; return whether it worked, None if the file system cannot lock."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -362,8 +363,8 @@ def _flock(handle: int) -> bool | None:
 
 
 def _read(path: Path) -> tuple[LockHolder | None, float, bool]:
-    """What it says, None if it is incomplete; seconds since the last heartbeat; and whether the
-    kernel locks it no more.
+    """Return the holder (None if the file is incomplete), the seconds since its last heartbeat, and
+    whether the kernel has released the lock.
 
     By the file system's clock, which all machines share; the file is opened, because NFS shows
     what is new only then.

@@ -43,7 +43,7 @@ def prepare_folder(config: RunConfig, resume: str) -> Path:
 
 
 def cannot_write(folder: Path, error: OSError) -> LaunchError:
-    """What to say of a run folder that takes nothing."""
+    """Return the error for a run folder that cannot be written."""
     return LaunchError(
         f"the run folder {folder} cannot be written: {error.strerror} ({error.filename}); make "
         f"room, or set run.dir or run.name"
@@ -52,10 +52,11 @@ def cannot_write(folder: Path, error: OSError) -> LaunchError:
 
 @contextmanager
 def only_writer(folder: Path, *, forks: bool = False) -> Generator[Lock | None]:
-    """Be the only process, on all machines, that lets ranks write to the run folder.
+    """Hold the lock of a run folder, so that no process on any machine writes to it besides.
 
-    forks: this process has yet to fork, so the heartbeats (`Lock.keep`) are its fork's to send.
-    None is the lock of a folder whose parent cannot be written to.
+    Yields the lock, or None if the folder's parent cannot be written.
+
+    forks: this process will fork, and the fork must send the heartbeats (`Lock.keep`).
 
     Raises:
         HeldError: another run writes there.

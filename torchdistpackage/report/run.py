@@ -248,7 +248,7 @@ def _starts(run: Run) -> list[RunStart]:
 
 
 def last_sign_s(run: Run) -> float | None:
-    """When the run last wrote a row: the latest sign of life of a start without an end."""
+    """Return when the run last wrote a row, which shows when a start without an end was alive."""
     times = [x for row in run.ranks[-1:] if (x := number(row.get("at_s"))) is not None]
     with contextlib.suppress(OSError):
         times.append(run.files.metrics.stat().st_mtime)
@@ -307,11 +307,11 @@ def when(time_s: float) -> str:
 
 
 def busy_excess(row: Row, mesh: Mesh) -> list[float]:
-    """By rank how many percent longer than the median of its peers it was busy.
+    """Return for each rank how many percent longer it was busy than the median of its peers.
 
-    Peers are the ranks of one pipe index; without axes all ranks.
+    Peers are the ranks with the same pipe index; without axes all ranks.
     """
-    phases = [numbers(held) for held in mapping(row, "phases").values()]
+    phases = [numbers(times) for times in mapping(row, "phases").values()]
     busy = [sum(x) for x in zip(*phases, strict=False)]
     stage = _stages(mesh, len(busy))
     middle = {

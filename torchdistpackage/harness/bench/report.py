@@ -51,7 +51,7 @@ class SlowLinks:
 
     @property
     def exclude(self) -> str:
-        """For sbatch; "" where no host is to be left out."""
+        """Return the option for sbatch that excludes these hosts; "" if there are none."""
         return f"--exclude={','.join(self.hosts)}" if self.hosts else ""
 
 
@@ -260,10 +260,10 @@ class BenchReport(BaseModel, frozen=True):
         )
 
     def profile(self) -> Profile:
-        """What it says about the cluster.
+        """Return the cluster profile of this report.
 
         Raises:
-            ConfigError: it says nothing; it needs two sizes or more.
+            ConfigError: no operation was measured at two sizes or more.
         """
         if not self.lines:
             raise ConfigError(

@@ -135,7 +135,7 @@ def _size(text: str) -> int:
 
 
 def parts_of(text: str, what: str) -> Sequence[str]:
-    """What stands between commas; nothing is a ConfigError."""
+    """Return the parts of a text between commas; raises ConfigError if there are none."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
         raise ConfigError(f"no {what} is named in {text!r}; write one, or several with commas")

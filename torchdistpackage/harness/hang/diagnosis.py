@@ -92,7 +92,7 @@ def diagnose(
 
 
 class Hang:
-    """What is known of a hang; see `diagnose`."""
+    """All that is known about a hang; `diagnose` makes the report of it."""
 
     def __init__(
         self,
@@ -340,7 +340,7 @@ class Hang:
         return lines
 
     def _waiting(self) -> list[str]:
-        """Who waits for whom."""
+        """Return the lines that say which rank waits for which."""
         alike: dict[tuple[object, ...], list[RankWait]] = {}
         for wait in self.waits:
             call, own = wait.call, wait.rank if wait.call.peer is not None or wait.other else -1
@@ -379,7 +379,7 @@ class Hang:
         return [f"{self.describe_rank(ranks[0])} {what}" for what, ranks in said.items()]
 
     def _stacks(self, culprits: Sequence[Suspect], blamed: Sequence[Suspect]) -> list[str]:
-        """Of all ranks that answered and are not above."""
+        """Return the stacks of all ranks that answered and were not shown above."""
         above = {(c.rank, (c.detail,)) for c in blamed[:SHOWN_RANKS]}
         left = [(self.dumps[rank].stacks, rank) for rank in sorted(self.answered)]
         left = [(stacks, rank) for stacks, rank in left if (rank, stacks) not in above]

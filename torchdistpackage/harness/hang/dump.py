@@ -72,24 +72,24 @@ class Process:
 
 
 class State(StrEnum):
-    """What a rank last wrote of itself."""
+    """The kind of a rank's last dump."""
 
-    HERE = "here"  # it trains, as far as it has said
-    DUMPED = "dumped"  # this is what it does in the hang
-    RAISED = "raised"  # it left its loop by an exception
-    LEFT = "left"  # it has ended its loop
+    HERE = "here"  # it was training when it wrote this
+    DUMPED = "dumped"  # it wrote what it does in the hang
+    RAISED = "raised"  # an exception ended its loop
+    LEFT = "left"  # its loop has ended
 
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """What a rank says of itself; JSON.
+    """The state of a rank, which it writes to a file as JSON.
 
-    step: the steps it has begun; over_s: how long the last one has taken, of limit_s. snapshot: of
-    comm.flight_recorder. stacks: a text for each thread, the main one first. error: an
-    environment.failure.Failure as JSON. neighbours: letters of the other processes of its host, by
-    rank. failure: where its supervisor looks for its failure. reports: it waits for the report
-    before it ends. flights: what its device has not ended, None where that is not known (`more`:
-    yet).
+    step: number of steps it has begun; over_s: how long the last one has taken, of limit_s.
+    snapshot: that of comm.flight_recorder. stacks: a text for each thread, the main one first.
+    error: an environment.failure.Failure as JSON. neighbours: states of the other processes of its
+    host (letters of /proc), by rank. failure: file in which its supervisor expects its failure.
+    reports: whether it waits for the report before it ends. flights: calls that its device has not
+    finished, None if not known (`more`: not known yet).
     """
 
     rank: int
@@ -110,12 +110,12 @@ class Dump:
 
     @property
     def answers(self) -> bool:
-        """Whether it has said all that it will say."""
+        """Return whether the rank has written its last dump."""
         return self.state is not State.HERE
 
 
 def from_json(text: str) -> Dump:
-    """Back from JSON; ValueError, TypeError, KeyError: it is none."""
+    """Read a dump from JSON; raises ValueError, TypeError or KeyError if it is none."""
     fields: dict[str, Any] = json.loads(text)
     return Dump(
         **fields
@@ -159,15 +159,15 @@ class Folder:
         atomic_write(self._of(dump), json.dumps(asdict(dump)))
 
     def read(self, ranks: Iterable[int] | None = None) -> dict[int, Dump]:
-        """What ranks (default: all that have come) say; what cannot be read is left out."""
-        paths, found = self._paths(), dict[int, Dump]()
+        """Return the dumps of ranks (default: all that wrote one), without unreadable ones."""
+        paths, dumps = self._paths(), dict[int, Dump]()
         for rank in sorted(paths) if ranks is None else ranks:
             with contextlib.suppress(ValueError, TypeError, KeyError, OSError):
-                found[rank] = from_json(paths[rank].read_text(encoding="utf-8"))
-        return found
+                dumps[rank] = from_json(paths[rank].read_text(encoding="utf-8"))
+        return dumps
 
     def read_host(self, host: str) -> dict[int, Dump]:
-        """The same of the ranks of one host."""
+        """Return the dumps of the ranks of one host."""
         return self.read(r for r, path in self._paths().items() if path.stem.endswith(f"@{host}"))
 
     def num_reporting(self, *, below: int) -> int:
@@ -181,13 +181,13 @@ class Folder:
         return num
 
     def stacks(self, ranks: Iterable[int]) -> dict[int, str]:
-        """What the C side of silent ranks has left."""
-        paths, found = self._paths(), dict[int, str]()
+        """Return the stacks that faulthandler has written for ranks that cannot run Python."""
+        paths, stacks = self._paths(), dict[int, str]()
         for rank in ranks:
             with contextlib.suppress(OSError, KeyError):
                 text = paths[rank].with_suffix(".stacks").read_text(encoding="utf-8")
-                found |= {rank: text} if text else {}
-        return found
+                stacks |= {rank: text} if text else {}
+        return stacks
 
     def raise_alarm(self) -> None:
         _append(self._alarm)
@@ -228,11 +228,11 @@ class Folder:
 
 
 class Nearby:
-    """What the ranks of a host that watch over `shared` exchange on its own disk.
+    """A folder on the host's own disk through which its ranks share the polling of `shared`.
 
-    One of them looks there every `every_s` for all. None is in charge: the first to find that none
-    has looked for a while looks, and says so, and so replaces one that is stopped or gone. Where
-    there is no place of the user's own, each rank looks for itself.
+    One rank of the host looks into `shared` every `every_s` for all of them. No rank is in charge:
+    the first one to see that nobody has looked for a while looks, and notes that it did, and so
+    replaces a rank that is stopped or gone. Without a private folder each rank looks by itself.
     """
 
     def __init__(self, shared: Path, every_s: float) -> None:
@@ -243,7 +243,7 @@ class Nearby:
         self._alarm = own and own / f"{known}.alarm"
 
     def is_due(self) -> bool:
-        """Whether it is up to this rank to look now; if so, the others take it that it does."""
+        """Return whether this rank must look now; if so, the other ranks rely on it."""
         if self._looked is None:
             return True
         try:
@@ -315,7 +315,7 @@ def _space() -> str:
 
 
 def _make(path: Path) -> bool:
-    """Whether it could be made here and now: others may come at the same moment."""
+    """Create a file; return False if another process created it first."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:

@@ -31,7 +31,10 @@ def loop_of(stacks: Sequence[str]) -> str:
 
 
 def innermost(stacks: Sequence[str]) -> str:
-    """Where the loop is: `"loader.py", line 31, in batch`; in libraries only if nowhere else."""
+    """Return where the loop is, such as `"loader.py", line 31, in batch`.
+
+    A place in a library is returned only if there is no other.
+    """
     lines = [x.strip() for x in loop_of(stacks).splitlines()]
     places = [x.removeprefix("File ") for x in lines if x.startswith("File ")]
     own = [place for place in places if not _LIBRARY.search(place)]
@@ -134,6 +137,9 @@ class CStacks:
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """What is registered stays for the life of the process; its object need not."""
-    known = WeakMethod(method)
-    return lambda: (known() or (lambda: None))()
+    """Return a function that calls `method` without keeping its object alive.
+
+    The registration lasts as long as the process, and the object need not.
+    """
+    reference = WeakMethod(method)
+    return lambda: (reference() or (lambda: None))()

@@ -51,14 +51,14 @@ class RecordedCall:
         return self.group, self.peer, self.operation if self.peer is not None else ""
 
     def differs(self, other: "RecordedCall") -> bool:
-        """Whether two calls of one number cannot be meant for each other."""
+        """Return whether two calls with the same number cannot belong together."""
         if self.peer is None and self.operation != other.operation:
             return True
         same_shape = self.peer is not None or self.operation in _ONE_SHAPE
         return self.dtype != other.dtype or (same_shape and self.shape != other.shape)
 
     def __str__(self) -> str:
-        """Where a rank waits: `RECV_F stage 2 microbatch 5`, `all_reduce number 41 of data`."""
+        """Return the call, such as `RECV_F stage 2 microbatch 5` or `all_reduce number 41`."""
         if self.peer is None:
             return f"{self.operation} number {self.sequence} of {self._group}"
         if self.action:
@@ -71,13 +71,13 @@ class RecordedCall:
 
     @property
     def numbered(self) -> str:
-        """What both sides of a disagreement share."""
-        what = "collective" if self.peer is None else "message"
-        return f"{what} number {self.sequence} of {self._group}"
+        """Return the number of the call in its group, which both sides of a disagreement share."""
+        kind = "collective" if self.peer is None else "message"
+        return f"{kind} number {self.sequence} of {self._group}"
 
     @property
     def called(self) -> str:
-        """`all_reduce float32[1000]`."""
+        """Return operation and tensor, such as `all_reduce float32[1000]`."""
         return f"{self.operation} {self._tensor}".rstrip()
 
     @property

@@ -61,7 +61,10 @@ class Transfer:
             at += len(room)
 
     def is_ready(self, patience_s: float) -> bool:
-        """Whether `wait` returns at once. gloo does not report messages, so a thread waits."""
+        """Return whether `wait` would return at once.
+
+        gloo does not report whether a message has arrived, so a thread waits for it.
+        """
         if not self._works:
             return True
         if self._waiter is None:
@@ -226,12 +229,12 @@ class Guard:
         self._before = _bits(self.x).clone()
 
     def poison(self) -> None:
-        """What is written must be neither read nor written before the call is done."""
+        """Fill the output with a pattern: nobody may read or write it until the call ends."""
         if self.written:
             _bits(self.x).fill_(_pattern(self.x))
 
     def lift(self) -> str:
-        """Take the poison away; what was done to the tensor meanwhile, if anything."""
+        """Check and remove the pattern; return what was done to the tensor meanwhile, or ""."""
         storage = self.x.untyped_storage()
         if storage.nbytes() < self._nbytes or storage.data_ptr() != self.pointer:
             return GIVEN_BACK

@@ -79,13 +79,13 @@ class LateGroup(OwnGroup):
         return self._transport.gloo
 
     def shutdown(self) -> None:
-        """What is still in flight shows when the job ends."""
+        """Forget this group; calls still in flight are reported when the job ends."""
         world.forget(self)
 
     # -- from issue to delivery ----------------------------------------------------------
 
     def deliver_next(self) -> None:
-        """Deliver the first call that is not."""
+        """Deliver the first call that has not been delivered."""
         self.calls.popleft().deliver()
 
     def collective(self, call: Collective, is_async: bool) -> LateWork:

@@ -58,5 +58,5 @@ class Order:
         return not self._early and self._draws is None
 
     def completes(self) -> bool:
-        """Whether the next call of a queue completes now."""
+        """Return whether the next call of a queue completes now."""
         return self._early or (self._draws is not None and self._draws.random() < 0.5)

@@ -31,7 +31,7 @@ from torchdistpackage.thread_ranks.own_backend import Tensors
 
 
 class _Now(threading.local):
-    """Of each thread."""
+    """The current stream of each thread."""
 
     stream = 0
 
@@ -41,7 +41,7 @@ _histories: list[History] = []
 
 
 class StreamDouble:
-    """In place of `torch.cuda.Stream`; with a `stream_id`, the one that has it."""
+    """A replacement of `torch.cuda.Stream`; `stream_id` names an existing one."""
 
     device_index, device_type = 0, 1
 
@@ -73,7 +73,7 @@ class StreamDouble:
 
 
 class EventDouble:
-    """In place of `torch.cuda.Event`."""
+    """A replacement of `torch.cuda.Event`."""
 
     def __init__(self, enable_timing: bool = False, **_: object):
         self._number: int | None = None
@@ -117,7 +117,10 @@ def _on(stream: StreamDouble | None) -> Iterator[None]:
 
 
 class _StreamsDouble:
-    """In place of ZeRO's `CudaStreams`. All is in host memory here, so what is pinned is marked."""
+    """A replacement of ZeRO's `CudaStreams`.
+
+    All tensors are in host memory here, so those that would be pinned are marked.
+    """
 
     def __init__(self, device: torch.device):
         self.stream, self.current, self.on = StreamDouble, _current, _on

@@ -31,10 +31,10 @@ class GroupKind:
 
 @dataclass(frozen=True)
 class LintReport:
-    """Whether every group saw one order of calls and everybody came to the end.
+    """The result of a lint: whether every group saw one order of calls and all ranks finished.
 
-    finding: the first thing that is wrong, or None. kinds: one for each kind of group.
-    unknown: what could not be looked at, in words. results: what `step` returned on each rank.
+    finding: the first problem, or None. kinds: one for each kind of group. unknown: what could not
+    be checked, in words. results: what `step` returned on each rank.
     calls: each rank's calls in order, as (ranks of the group, call, peer of a message).
     """
 
@@ -72,7 +72,7 @@ class LintReport:
 
 
 def group_kinds(groups: Iterable[LintGroup]) -> tuple[GroupKind, ...]:
-    """Of groups of one name and size; those that saw no call are left out."""
+    """Return one kind for all groups of the same name and size, without groups that saw no call."""
     alike: dict[tuple[str, int], list[LintGroup]] = {}
     for group in groups:
         if group.num_calls or group.num_messages:

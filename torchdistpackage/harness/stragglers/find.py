@@ -100,9 +100,9 @@ class Straggler:
 
 
 def same_work(mesh: Mesh, everywhere: Collection[str] = ()) -> dict[str, list[Sequence[int]]]:
-    """For each phase the groups of ranks that do the same work: those with one pipe index.
+    """Return for each phase the groups of ranks that do the same work: those of one pipe index.
 
-    everywhere: phases in which all ranks do.
+    everywhere: phases in which all ranks do the same work.
     """
     stages = list(mesh.groups(axis for axis in mesh.names if axis != "pipe"))
     return {phase: [range(mesh.size)] if phase in everywhere else stages for phase in PHASES}
@@ -167,14 +167,14 @@ def fastest_of(times: Times, groups: Iterable[Sequence[int]], phases: Collection
 
 
 def _typical(rows: Iterable[Sequence[float]]) -> list[float]:
-    """In each step the lower median: of two ranks the faster one is the measure."""
+    """Return the lower median of each step, so that of two ranks the faster one counts."""
     return [sorted(column)[(len(column) - 1) // 2] for column in zip(*rows, strict=True)]
 
 
 def _expected(
     ranks: Sequence[int], rows: Sequence[Sequence[float]], cost: Cost
 ) -> Iterator[tuple[int, list[float], float]]:
-    """(rank, what its steps should take by those of the others, how wrong that may be)."""
+    """Yield (rank, times its steps should take judging by the other ranks, their uncertainty)."""
     of = cost.of_rank
     ranks = [rank for rank in ranks if of[rank] > 0]
     for rank in ranks if len(ranks) > 1 else ():

@@ -45,7 +45,7 @@ class CodePaths:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What the runs of one array share. max_parallel: how many may run at a time; None: all."""
+    """A job array of several runs. max_parallel: most runs at a time; None for all."""
 
     folder: Path
     max_parallel: int | None = None
@@ -55,7 +55,7 @@ class Sweep:
         return self.folder / "sweep.sbatch"
 
     def log(self, index: int) -> Path:
-        """A link to the main log of a task's run: Slurm knows only the index."""
+        """Return a link to the main log of a task's run, because Slurm knows only the index."""
         return self.folder / f"{index}.log"
 
 
@@ -98,16 +98,16 @@ class BatchJob:
 
     @property
     def script(self) -> str:
-        """Where the text will be."""
+        """Return the path of the batch script."""
         return self.record.script
 
     @property
     def restarts_in_job(self) -> int:
-        """Times that the ranks may be started anew in one start of the job."""
+        """Return how many times the ranks may be restarted in one start of the job."""
         return self.config.launch.requeue.in_job_restarts if self.trains else 0
 
     def extra(self, name: str) -> tuple[str, ...]:
-        """Words or lines of an option of our own: container, srun, modules, conda, prologue."""
+        """Return the words or lines of container, srun, modules, conda or prologue."""
         return extra_of(self.config.launch.slurm, name)
 
 
@@ -238,10 +238,15 @@ def code_paths(
     imports: Iterable[str],
     env: Mapping[str, str],
 ) -> CodePaths:
-    """Where a job that runs from `folder` finds modules.
+    """Return the folders from which a job in `folder` imports modules.
 
-    here: the current folder. imports: folders that this process imports from. Each that has
-    files in the snapshot is replaced by its counterpart; of the others those in PYTHONPATH stay.
+    Args:
+        snapshot: the copied code.
+        folder: where the snapshot is.
+        here: the current folder.
+        imports: folders that this process imports from. One with files in the snapshot is replaced
+            by its copy; of the others only those in PYTHONPATH stay.
+        env: environment of this process.
     """
     held = {parent.as_posix() for item in snapshot.items for parent in Path(item.name).parents}
     here, root = here.resolve(), snapshot.tree.root
@@ -311,7 +316,7 @@ def _axis(text: str) -> tuple[str, list[str]]:
 
 
 def _split(text: str) -> list[str]:
-    """At the commas that are in no bracket and no quotes: a value may be a list."""
+    """Split a text at its commas outside of brackets and quotes, because a value may be a list."""
     parts, depth, quote = [""], 0, ""
     for character in text:
         if quote:

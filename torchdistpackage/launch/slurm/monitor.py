@@ -90,7 +90,10 @@ class Stop:
 def next_step(
     history: Sequence[Attempt], info: JobInfo, now_s: float, limits: ResubmitLimits
 ) -> Wait | Resubmit | Stop:
-    """What to do about the job now. history: all submissions so far, the present one last."""
+    """Return what to do about the job now: wait, submit it again, or stop.
+
+    history: all submissions so far, the present one last.
+    """
     silent_s = now_s - history[-1].seen_s
     if info.outcome is Outcome.FAILED:
         return _after_death(history, now_s, limits)
@@ -161,7 +164,7 @@ class RunTarget:
         return progress(self._run.files).step or 0
 
     def word(self) -> Decision | None:
-        """What its ranks decided when the newest job ended."""
+        """Return what the ranks decided when the newest job ended."""
         return last_decision(self._now())
 
     def resubmit(self) -> str:
@@ -169,7 +172,7 @@ class RunTarget:
 
 
 class ScriptTarget:
-    """A batch script of any kind; submitted when this is made."""
+    """A batch script of any kind, which the constructor submits."""
 
     def __init__(self, script: Path, env: Mapping[str, str], runner: Runner = run_command) -> None:
         self._script, self._env, self._runner = script, env, runner

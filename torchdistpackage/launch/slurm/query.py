@@ -100,13 +100,13 @@ def slurm_time(time_s: float) -> str:
 
 
 class Outcome(StrEnum):
-    """What a state means for who waits for the job."""
+    """The meaning of a job's state for a program that waits for the job."""
 
-    ALIVE = "alive"  # waits, runs, or will run again: hands off
+    ALIVE = "alive"  # it waits, runs, or will run again: leave it alone
     SUCCEEDED = "succeeded"
-    FAILED = "failed"  # died of something that was not anybody's wish
-    CANCELLED = "cancelled"  # ended by the user or an administrator, and that is final
-    UNKNOWN = "unknown"  # Slurm does not know the job, yet or any more, or we not the word
+    FAILED = "failed"  # it ended, and nobody asked it to
+    CANCELLED = "cancelled"  # the user or an administrator ended it for good
+    UNKNOWN = "unknown"  # Slurm does not know the job yet or any more, or we do not know the state
 
 
 _STATES = {
@@ -261,9 +261,9 @@ def _seconds(text: str) -> float | None:
 
 
 def _exit_code(state: str, code: int, signum: int) -> int | None:
-    """As a shell would say it; None of a job that lives.
+    """Return the exit code as a shell would; None for a job that is not over.
 
-    A signal above 64 is none of the kernel's: Slurm notes 125 where memory ran out.
+    A signal above 64 is not the kernel's: Slurm notes 125 when a job ran out of memory.
     """
     if signum > 64 or OUTCOMES.get(state) is Outcome.ALIVE:
         return None
@@ -272,7 +272,7 @@ def _exit_code(state: str, code: int, signum: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class QueryResult:
-    """jobs: every id that was asked for. notes: what could not be asked, and why, for people."""
+    """The answer of Slurm. jobs: every requested id. notes: queries that failed, and why."""
 
     jobs: Mapping[str, JobInfo]
     notes: tuple[str, ...] = ()

@@ -1,12 +1,12 @@
-"""When a run has to end and whether it comes back; and the job that asks Slurm for it itself.
+"""Decide when a run must end and whether it is requeued; and requeue a job that has no script.
 
-What decides looks at no clock, signal or file: callers bring what was measured. Times are in
-seconds, and points in time count from 1970.
+The functions that decide read no clock, signal or file: callers pass what was measured. Times are
+in seconds, and points in time count from 1970.
 
-Where no batch script of ours waits for the decision, the job requeues itself. One process of it
-asks, once, after all ranks have ended, and only while the job runs: in any other state Slurm is
-ending or requeueing it already. TDP_BATCH says that what started the ranks asks: the script of
-`tdp submit`, or submitit.
+If no batch script of `tdp submit` waits for the decision, the job requeues itself. One process of
+it asks Slurm, once, after all ranks have ended, and only while the job runs: in any other state
+Slurm is ending or requeueing it already. TDP_BATCH means that the program which started the ranks
+(the script of `tdp submit`, or submitit) asks Slurm instead.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _WAITS_S = (0.0, 1.0, 4.0)
 
 
 class RequeueDecision(StrEnum):
-    """What happens when all ranks have ended; first word of the decision file."""
+    """What the batch script does when all ranks have ended; first word of the decision file."""
 
     FINISHED = "finished"
-    REQUEUE = "requeue"  # the same job again, under its id
-    CHAIN = "chain"  # a new job, behind this one
-    STOP = "stop"  # saved, and not to come back by itself
-    AGAIN = "again"  # a rank died; all anew in this job, from what is saved
+    REQUEUE = "requeue"  # put the same job back in the queue, under its id
+    CHAIN = "chain"  # submit a new job that depends on this one
+    STOP = "stop"  # the state is saved; do not run again without the user
+    AGAIN = "again"  # a rank died: restart all ranks in this job, from the last checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What all ranks agreed on, and why, in a line for people and for the batch script."""
+    """The decision of all ranks and its reason, as one line for people and the batch script."""
 
     word: RequeueDecision
     reason: str
@@ -182,10 +182,10 @@ def decide_in_job(
 def decide(
     reason: str, steps: Sequence[int], step: int, limits: RequeueSection, in_job: int = 0
 ) -> Decision:
-    """What becomes of a run that was asked to end for `reason` and saved `step`.
+    """Return what to do with a run that was asked to end for `reason` and saved `step`.
 
-    steps: where each start of this job began, the present one last. in_job: see
-    `restart_denied_reason`.
+    steps: the step at which each start of this job began, the present one last. in_job: see
+        `restart_denied_reason`.
     """
     reason = f"after step {step}: {reason}"
     if limits.mode == "never":
@@ -196,13 +196,13 @@ def decide(
 
 
 def read_decision(files: RunDir, env: Mapping[str, str]) -> Decision | None:
-    """What the ranks of this start agreed on; None if they came to no end."""
+    """Return the decision of the ranks of this start; None if they left none."""
     path = files.decision(attempt_id(env))
     return Decision.parse(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def restart_denied(files: RunDir, start: Start, limits: RequeueSection) -> str:
-    """Why this start, which Slurm made of itself, is not to train; "" if it is."""
+    """Return why this start, which Slurm began by itself, must not train; "" if it may."""
     starts = series_of(files, start)
     steps = [s.step for s in starts[:-1]]
     why = restart_denied_reason(steps, start.step, limits, in_job(starts))
@@ -241,9 +241,9 @@ def may_requeue(
     runner: Runner = run_command,
     sleep: Callable[[float], object] = time.sleep,
 ) -> bool:
-    """Whether this job is one that can come back and that no one else requeues or cancels.
+    """Return whether this job can be requeued, and nobody else is requeueing or cancelling it.
 
-    A job that is ended by its time limit may still be requeued while its processes save.
+    A job at its time limit may still be requeued while its processes save.
 
     Raises:
         LaunchError: Slurm does not answer.
@@ -283,10 +283,10 @@ def requeue_self(
 def _facts(
     env: Mapping[str, str], runner: Runner, sleep: Callable[[float], object]
 ) -> dict[str, str]:
-    """What scontrol shows of this job; asked again while it shows nothing.
+    """Return what scontrol shows of this job; ask again while it shows nothing.
 
     Raises:
-        LaunchError: it fails, or goes on showing nothing.
+        LaunchError: scontrol fails, or still shows nothing.
     """
     job = requeue_id(env)
     for wait_s in _WAITS_S:

@@ -26,12 +26,12 @@ _STEP_ENDS_S = 60
 
 
 def goes_on_with_fewer(job: BatchJob) -> bool:
-    """Whether ranks are started anew on the nodes that are left."""
+    """Return whether the script restarts the ranks on the remaining nodes after a node was lost."""
     return job.config.launch.elastic.nodes is not None and job.restarts_in_job > 0
 
 
 def srun(job: BatchJob) -> str:
-    """The words that start the ranks."""
+    """Return the shell command that starts the ranks."""
     of = ("_tdp_nodes", "_tdp_ntasks")
     more = ""
     if goes_on_with_fewer(job):

@@ -221,16 +221,16 @@ def starts(run: SubmittedRun, record: Submission | None = None) -> list[Start]:
 
 
 def decision(files: RunDir, start: Start) -> Decision | None:
-    """What the ranks of a start agreed on when they ended."""
+    """Return the decision of the ranks of a start; None if they left none."""
     try:
-        said = read_regular(files.decision(start.start), _TAIL_BYTES)
-        return Decision.parse(said.decode(errors="replace"))
+        content = read_regular(files.decision(start.start), _TAIL_BYTES)
+        return Decision.parse(content.decode(errors="replace"))
     except (OSError, LaunchError):
         return None
 
 
 def attempt_results(run: SubmittedRun) -> list[AttemptResult]:
-    """Every start of the run, with how it ended as far as that is known."""
+    """Return every start of the run, with how it ended as far as that is known."""
     files = run.files
     return [
         AttemptResult(s, decision(files, s), tuple(read_failure_reports(files.failures(s.start))))
@@ -239,18 +239,18 @@ def attempt_results(run: SubmittedRun) -> list[AttemptResult]:
 
 
 def last_decision(run: SubmittedRun) -> Decision | None:
-    """What the ranks decided in the last start of the latest submission."""
+    """Return the decision of the ranks in the last start of the latest submission."""
     latest = starts(run, run.latest)
     return decision(run.files, latest[-1]) if latest else None
 
 
 def restarts(run: SubmittedRun, info: JobInfo) -> int:
-    """How often the latest job came back."""
+    """Return how often the latest job was restarted."""
     return max(info.restarts or 0, len(starts(run, run.latest)) - 1, 0)
 
 
 def status(run: SubmittedRun, info: JobInfo, now_s: float) -> Status:
-    """How the run is: as Slurm says, or where Slurm says nothing, as the run itself left it."""
+    """Return the status of a run, from Slurm or, if Slurm has none, from the run's files."""
     if info.state:
         reason = f"by uid {info.by}" if info.by.isdigit() else f"by {info.by}" if info.by else ""
         return Status(info.state, info.outcome, reason or info.reason)

@@ -228,17 +228,17 @@ class CodeSnapshot:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know before the job runs from it."""
+        """Return what the user should know about the copied code before the job runs."""
         notes = list(self.tree.notes)
-        held = {item.source for item in self.items}
-        if lost := [name for name in self.tree.untracked if self.tree.root / name not in held]:
+        copied = {item.source for item in self.items}
+        if lost := [name for name in self.tree.untracked if self.tree.root / name not in copied]:
             notes.append(
                 f"not in the snapshot, because git does not track them: {some(lost)}; `git add` "
                 f"what the job imports, or name it in launch.slurm.files"
             )
         if self.num_bytes > LARGE_BYTES:
             size = f"the snapshot of the code has {self.num_bytes >> 20} MiB"
-            notes.append(f"{size}; is there data in the repository?")
+            notes.append(f"{size}; check that there is no data in the repository")
         return tuple(notes)
 
 

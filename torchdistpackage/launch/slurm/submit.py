@@ -1,7 +1,7 @@
-"""From a checked configuration to a job in the queue.
+"""Submit a checked configuration to Slurm.
 
-Everything is worked out before anything is written, and everything is written before sbatch is
-called; a submission that is refused leaves no trace in Slurm.
+Everything is computed before anything is written, and everything is written before sbatch is
+called, so a submission that is refused leaves no trace in Slurm.
 """
 
 import contextlib
