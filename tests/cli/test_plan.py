@@ -255,7 +255,7 @@ def test_a_file_that_is_not_there_is_answered_with_the_nearest(refusal, command)
 def test_overrides_pass_the_same_checks(refusal, command):
     said = refusal(command, TINY, "train.stepz=3", "optim.lr", "model.dim=wide")
     assert "command line: train.stepz=3: unknown key" in said
-    assert "an override is section.key=value" in said
+    assert "write an override as section.key=value" in said
     assert "wants a whole number" in said
 
 
@@ -333,8 +333,8 @@ def test_every_line_fits_a_terminal_of_80_columns(brief, plan, monkeypatch, case
 def test_a_data_file_that_is_not_here_is_a_warning(plan, refusal, tmp_path):
     absent, source = f"data.path={tmp_path}/none.txt", "data.name=text"
     (warning,) = [x for x in plan(TINY, source, absent).split("\n\n") if x.startswith("warning")]
-    assert f"{tmp_path}/none.txt is not there" in " ".join(warning.split())
-    assert "none.txt is not there" in refusal("train", TINY, source, absent)
+    assert f"{tmp_path}/none.txt does not exist" in " ".join(warning.split())
+    assert "none.txt does not exist" in refusal("train", TINY, source, absent)
 
 
 def test_keys_of_chats_that_nobody_uses_are_a_warning(plan, tmp_path):

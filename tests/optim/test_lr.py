@@ -102,9 +102,9 @@ def test_every_shipped_configuration_can_be_tried_for_a_few_steps(file):
         ("{schedule: polynomial, schedule_args: {lr_end: 1.0}}", "lr_end=1 is not below"),
         (
             "{schedule: warmup_stable_decay, schedule_args: {decay_type: x, num_decay_steps: 1}}",
-            "decay_type=x; use one of linear, cosine, 1-sqrt",
+            "decay_type=x is unknown; use one of linear, cosine, 1-sqrt",
         ),
-        ("{schedule: inverse_sqrt, schedule_args: {timescale: 0}}", "timescale=0; use"),
+        ("{schedule: inverse_sqrt, schedule_args: {timescale: 0}}", "timescale=0 is not above 0"),
     ],
 )
 def test_what_a_schedule_does_not_take_is_refused(optim, text):
