@@ -368,7 +368,7 @@ def test_files_that_are_not_there_are_refused_before_the_queue_unless_the_job_fe
 ):
     words = ("submit", "run.yaml", "data.name=text", "data.path=gone")
     assert main([*words]) == 2
-    assert "data.path=gone: gone is not there" in capsys.readouterr().err
+    assert "data.path=gone: gone does not exist" in capsys.readouterr().err
     assert calls(work) == [] and not (work / "runs").exists()
     assert main([*words, "launch.slurm.prologue=[mkdir gone]"]) == 0
     (work / "there").mkdir()

@@ -192,7 +192,7 @@ def test_sources_that_do_not_do_are_named_before_ranks_start(tdp, tmp_path):
     sources = [{"path": f"{tmp_path}/{name}"} for name in names]
     words = ["train", str(tmp_path / "run.yaml"), *RUN, f"run.dir={tmp_path}", *found[1:]]
     code, said = tdp([*words, f"data.sources={json.dumps(sources)}"])
-    assert code == 2 and "data.sources[1].path" in said and "gone.jsonl is not there" in said
+    assert code == 2 and "data.sources[1].path" in said and "gone.jsonl does not exist" in said
     del sources[1]
     sources[2]["name"] = "jsonl"
     code, said = tdp([*words, f"data.sources={json.dumps(sources)}"])

@@ -98,7 +98,7 @@ def test_sets_that_are_missing_or_wrong_are_named_before_ranks_start(tdp, tmp_pa
     (tmp_path / "val.jsonl").write_text('{"text": 3}\n')
     words = ["train", str(tmp_path / "run.yaml"), *RUN, *where]
     code, said = tdp(words)
-    assert code == 2 and "data.eval.web" in said and "web.jsonl is not there" in said
+    assert code == 2 and "data.eval.web" in said and "web.jsonl does not exist" in said
     (tmp_path / "web.jsonl").write_text("")
     code, said = tdp(words)
     assert code == 2 and "web.jsonl holds no token" in said and "val.jsonl:1: field 'text'" in said
