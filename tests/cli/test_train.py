@@ -48,7 +48,7 @@ def test_procs_is_an_override_like_any_other(called, monkeypatch, capsys):
     assert main(["train", TINY, "--procs", "3"]) == 2
     assert "needs 4 processes but launch.local.procs is 3" in capsys.readouterr().err
     assert main(["train", TINY, "--procs", "4", "launch.local.procs=2"]) == 2
-    assert "another override of launch.local.procs" in capsys.readouterr().err
+    assert "would undo the override of launch.local.procs" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_is_not_there_is_refused_before_a_rank_starts(tmp_path, capsys):
