@@ -262,7 +262,7 @@ def test_a_folder_of_each_node_is_named_in_full_and_its_variables_are_set():
     assert expanded("/shm/$USER/${JOB}x", {"USER": "me", "JOB": "7"}) == Path("/shm/me/7x")
     with pytest.raises(CheckpointError, match=r"local_dir=/shm/\$A\$B: A, B is not set here"):
         expanded("/shm/$A$B", {"B": ""})
-    with pytest.raises(CheckpointError, match="it is tmp/x here, no absolute path"):
+    with pytest.raises(CheckpointError, match="it is tmp/x here; use an absolute path"):
         expanded("$A/x", {"A": "tmp"})
 
 

@@ -126,7 +126,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused_before_a_rank_starts(tmp_path
     run = tmp_path / "gpt_tiny"
     step = checkpoint(run / "checkpoints")
     expected = {
-        str(tmp_path): "has no manifest.json, so it is no complete checkpoint",
+        str(tmp_path): "has no manifest.json, so it is not a complete checkpoint",
         str(run): f"it is no checkpoint, but has some; name one, such as {step}",
         str(step.parent): f"it is no checkpoint, but has some; name one, such as {step}",
         "": "--resume '': there is no such folder",

@@ -1,8 +1,8 @@
 """Data parallelism: ranks with equal parameters and different batches average their gradients.
 
-The mechanism, in the order in which to read it. Below the wrapper no file imports an option.
+The files in reading order. Below the wrapper no file imports an option.
 
-Reference       reference: DDP and ZeRO-1 in the plainest way; tests hold everything else equal.
+Reference       reference: DDP and ZeRO-1 in the plainest way; tests compare everything with it.
 Wrapper         naive_ddp (NaiveDDP), wrapper_state (names, copies, pickles, changed modules).
 One backward    reducer (which backward counts, when a bucket is launched), ready (which gradients
                 are final; several reducers in one backward), grad_hooks (on parameters and on what
@@ -15,8 +15,8 @@ Options enter at three seams: `ReadyPolicy` (ready), `BucketComm` with its `Comm
 (bucket_comm) and `BucketPlanner` (bucket_plan). naive_ddp imports options, which makes them, and
 hands them to the reducer as `ReducerParts`.
 
-Options         options: makes of what a user asked for what the reducer is given.
-Schedules       scheduled_ready (a pipeline says which backwards are the last).
+Options         options: turns a user's options into the objects that the reducer takes.
+Schedules       scheduled_ready (a pipeline tells which backwards are the last).
 Sizes           bucket_tuning: measures the first steps and chooses a plan.
 Fewer bytes     comm_hooks (bf16, fp16, PowerSGD), sparse_grads (of sparse embeddings).
 Checks          param_sync (initial values, buffers, replicas that differ, unused parameters), join

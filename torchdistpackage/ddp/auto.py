@@ -1,15 +1,15 @@
-"""One call for data parallelism: all-reduces or ZeRO, the one whose step is shorter here.
+"""One call for data parallelism, which chooses all-reduces or ZeRO by their step time.
 
-What a step and the link take is measured (`measure`), what each design would make of it is computed
-(`StepCost`), and the first rank decides for all. The loop around both is the same: forward,
-backward, `step`, `zero_grad`.
+`measure` times a step and the link, `StepCost` predicts the step of each design from these times,
+and the first rank decides for all. The training loop is the same for both: forward, backward,
+`step`, `zero_grad`.
 
-The model: each design is as slow as its longest chain. All-reduces begin with the first bucket of
-the backward and the optimizer waits for the last; ZeRO's sums and gathers use the whole step but
-meet at its boundary, where one bucket's sum and gather are waited for. So slow links want ZeRO and
-fast ones all-reduces.
+The model: each design takes as long as its longest chain. All-reduces start with the first bucket
+of the backward, and the optimizer waits for the last one. ZeRO's reduce-scatters and all-gathers
+overlap the full step, but the step's boundary waits for those of one bucket. So slow links favour
+ZeRO and fast links all-reduces.
 
-A trial leaves gradients, buffers and the state of torch's random numbers as they were.
+A trial restores gradients, buffers and torch's random state.
 """
 
 import logging
@@ -47,13 +47,14 @@ _COMPRESSED = {
 }
 
 WORTH_IT = 0.03
-"""Part of a step that ZeRO must save to be taken: the model is no closer to the truth."""
+"""Share of a step that ZeRO must save to be chosen; smaller differences are within the error."""
 
 NUM_TRIALS, NUM_BUCKETS = 3, 4
-"""Trials, of which the shortest counts: other work on the machine only makes one longer."""
+"""Number of trials, of which the shortest counts, and of buckets in each trial of the link. Other
+work on the machine can only lengthen a trial."""
 
 PASSES_OF_ADAM = 3.5
-"""It reads four numbers for each parameter and writes three."""
+"""Passes over memory of an Adam step: it reads four numbers for each parameter and writes three."""
 
 
 def data_parallel(
@@ -69,23 +70,22 @@ def data_parallel(
     num_grad_acc_iter: int = 1,
     reduce_op: str = "avg",
 ) -> tuple[nn.Module, Optimizer]:
-    """Choose by measurement: NaiveDDP(module) and `optimizer`, or `module` and a ZeroOptimizer.
+    """Return NaiveDDP(module) and `optimizer`, or `module` and a ZeroOptimizer, the faster pair.
 
     All ranks call it, with an optimizer over the module's parameters.
 
-    loss_of: computes the loss of a typical batch: `lambda net: loss_fn(net(x), y)`. It runs
-        four times, forward and backward; gradients, buffers and torch's random numbers are left
-        as they were.
-    group: ranks that hold the same parameters and make one choice; default: tpc's data (and
-        context) ranks, or all ranks, and one choice for all ranks.
-    mode: "ddp" or "zero" selects one without a measurement.
-    wire_dtype: torch.bfloat16 or torch.float16, in which gradients, and with ZeRO parameters, are
-        sent.
+    loss_of: computes the loss of a typical batch: `lambda net: loss_fn(net(x), y)`. It runs four
+        times, forward and backward, and gradients, buffers and torch's random state are restored.
+    group: ranks that hold the same parameters and make one choice. Default: tpc's data (and
+        context) ranks, or all ranks, with one choice for all ranks.
+    mode: "ddp" or "zero" selects a design without measuring.
+    wire_dtype: torch.bfloat16 or torch.float16, the dtype in which gradients travel, and with ZeRO
+        also parameters.
     layouts, bucket_cap_mb, num_grad_acc_iter, reduce_op: as in both classes.
 
     Raises:
-        LayoutError: mode is "zero", but the optimizer cannot update a part of the parameters.
-        ValueError: `mode` or `wire_dtype` is none of those above.
+        LayoutError: mode is "zero", but the optimizer needs full parameters.
+        ValueError: `mode` or `wire_dtype` is not one of those above.
     """
     if mode not in ("auto", "ddp", "zero"):
         raise ValueError(f"mode is {mode!r}; use 'auto', 'ddp' or 'zero'")
@@ -118,24 +118,30 @@ def _zero_is_faster(
     layouts: Mapping[str, Layout] | None,
     wire_dtype: torch.dtype | None,
 ) -> bool:
-    """Whether ZeRO's step is the shorter one, as the first rank has it; one line in its log."""
+    """Return the first rank's answer to whether ZeRO's step is shorter; log one line there."""
     among = batch_group() if group is None else group
-    everybody = world() if group is None else group
-    if everybody.size() == 1 or not any(p.requires_grad for p in module.parameters()):
+    deciders = world() if group is None else group
+    if deciders.size() == 1 or not any(p.requires_grad for p in module.parameters()):
         return False
     work, bytes_per_s = measure(module, loss_of, among, wire_dtype)
-    why = _unshareable(module, optimizer, layouts)
-    shards = not why and scatters(work, bytes_per_s, among.size())
-    shards = bool(primitives.broadcast_object(shards, everybody))
-    if everybody.rank() == 0:
+    obstacle = _unshareable(module, optimizer, layouts)
+    shards = not obstacle and scatters(work, bytes_per_s, among.size())
+    shards = bool(primitives.broadcast_object(shards, deciders))
+    if deciders.rank() == 0:
         _LOG.info(
             "data parallel: %s of %d ranks%s; expected ms a step: all-reduces %.1f, ZeRO-1 %.1f, "
             "from forward %.1f, backward %.1f, optimizer %.1f, messages %.1f, %.1f MB at %.0f MB/s",
-            *("ZeRO-1" if shards else "all-reduces", among.size(), why),
+            "ZeRO-1" if shards else "all-reduces",
+            among.size(),
+            obstacle,
             all_reduced_s(work, bytes_per_s) * 1e3,
             scattered_s(work, bytes_per_s, among.size()) * 1e3,
-            *(work.forward_s * 1e3, work.backward_s * 1e3, work.optimizer_s * 1e3),
-            *(work.exchange_s * 1e3, work.num_bytes / 1e6, bytes_per_s / 1e6),
+            work.forward_s * 1e3,
+            work.backward_s * 1e3,
+            work.optimizer_s * 1e3,
+            work.exchange_s * 1e3,
+            work.num_bytes / 1e6,
+            bytes_per_s / 1e6,
         )
     return shards
 
@@ -143,9 +149,9 @@ def _zero_is_faster(
 def _unshareable(
     module: nn.Module, optimizer: Optimizer, layouts: Mapping[str, Layout] | None
 ) -> str:
-    """Why ZeRO cannot have them, or nothing."""
-    own = collect(module) if layouts is None else layouts
-    split = [name for name, p in module.named_parameters() if is_cut(own.get(name), p)]
+    """Return why ZeRO cannot shard this module and optimizer, or ""."""
+    declared = collect(module) if layouts is None else layouts
+    split = [name for name, p in module.named_parameters() if is_cut(declared.get(name), p)]
     try:
         requires_whole_params(optimizer, split=split)
     except LayoutError as error:
@@ -159,10 +165,11 @@ def _unshareable(
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """One step of one rank: seconds of computing, bytes of gradients on the wire, and of a bucket.
+    """Costs of one step of one rank: seconds of computing, and bytes of gradients on the wire.
 
-    exchange_s: of this rank's processor for all the messages of a step; ZeRO adds and copies more,
-    by about a half.
+    bucket_bytes: bytes of one bucket.
+    exchange_s: processor time for all messages of a step with all-reduces. ZeRO adds and copies
+        more and needs about half as much again.
     """
 
     forward_s: float
@@ -174,7 +181,7 @@ class StepCost:
 
 
 def all_reduced_s(work: StepCost, bytes_per_s: float) -> float:
-    """Seconds a step with all-reduces; bytes_per_s: at which gradients are all-reduced."""
+    """Return the seconds of a step with all-reduces of `bytes_per_s`."""
     part = min(1.0, work.bucket_bytes / max(1, work.num_bytes))
     computed_s = work.forward_s + work.backward_s + work.exchange_s
     first_s = work.forward_s + work.backward_s * part
@@ -184,7 +191,10 @@ def all_reduced_s(work: StepCost, bytes_per_s: float) -> float:
 
 
 def scattered_s(work: StepCost, bytes_per_s: float, num_ranks: int) -> float:
-    """Seconds a step with ZeRO at the same rate: a sum and a gather are an all-reduce."""
+    """Return the seconds of a step with ZeRO at the same rate.
+
+    A reduce-scatter and an all-gather together take as long as one all-reduce.
+    """
     part = min(1.0, work.bucket_bytes / max(1, work.num_bytes))
     computed_s = work.forward_s + work.backward_s + work.optimizer_s / num_ranks
     boundary_s = work.bucket_bytes / bytes_per_s
@@ -196,12 +206,12 @@ def scattered_s(work: StepCost, bytes_per_s: float, num_ranks: int) -> float:
 
 
 def scatters(work: StepCost, bytes_per_s: float, num_ranks: int) -> bool:
-    """Whether ZeRO's step is the shorter one, by more than is in doubt."""
+    """Return whether ZeRO's step is shorter by more than the model's error."""
     most_s = (1 - WORTH_IT) * all_reduced_s(work, bytes_per_s)
     return num_ranks > 1 and scattered_s(work, bytes_per_s, num_ranks) < most_s
 
 
-# -- what is measured ----------------------------------------------------------------------
+# -- measurement ---------------------------------------------------------------------------
 
 
 def measure(
@@ -210,9 +220,10 @@ def measure(
     group: Group,
     wire_dtype: torch.dtype | None = None,
 ) -> tuple[StepCost, float]:
-    """A step of this rank, and bytes a second of an all-reduce over the group; all ranks call it.
+    """Measure this rank's step, and the bytes per second of an all-reduce; all ranks call it.
 
-    loss_of: computes the loss of one batch. wire_dtype: in which gradients travel, if another.
+    loss_of: computes the loss of one batch.
+    wire_dtype: dtype in which gradients travel, if not their own.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     device = trained[0].device
@@ -221,9 +232,9 @@ def measure(
     forward_s, backward_s, pass_s = map(min, zip(*times[1:], strict=True))
     default_bytes = bucket_sizes(queued=primitives.is_queued(group)).default_bytes
     bytes_per_s, busy_s = _measure_link(group, device, default_bytes)
-    # gradients are summed in fp32 at least
-    sent = [wire_dtype.itemsize if wire_dtype else max(4, p.itemsize) for p in trained]
-    sizes = [p.numel() * itemsize for p, itemsize in zip(trained, sent, strict=True)]
+    # gradients are summed in at least fp32, so that is what travels without a wire_dtype
+    element_bytes = [wire_dtype.itemsize if wire_dtype else max(4, p.itemsize) for p in trained]
+    sizes = [p.numel() * itemsize for p, itemsize in zip(trained, element_bytes, strict=True)]
     work = StepCost(
         forward_s,
         backward_s,
@@ -241,34 +252,42 @@ def _times_s(
     trained: Sequence[nn.Parameter],
     device: torch.device,
 ) -> tuple[float, float, float]:
-    """Seconds of a forward, a backward, and reading and writing each gradient once."""
+    """Return the seconds of a forward, of a backward, and of reading and writing each gradient
+    once.
+    """
     for p in trained:
         p.grad = None
     now = clock_of(device)
-    at = [now()]
+    moments = [now()]
     loss = loss_of(module)
-    at.append(now())
+    moments.append(now())
     loss.backward()
-    at.append(now())
+    moments.append(now())
     dense = [p.grad for p in trained if p.grad is not None and not p.grad.is_sparse]
-    if dense:  # as optimizers do it: many small ones take a call or two
+    if dense:  # in one fused call, as optimizers do
         torch._foreach_mul_(dense, 1)
-    at.append(now())
-    return seconds(at[0], at[1]), seconds(at[1], at[2]), seconds(at[2], at[3])
+    moments.append(now())
+    return (
+        seconds(moments[0], moments[1]),
+        seconds(moments[1], moments[2]),
+        seconds(moments[2], moments[3]),
+    )
 
 
 def _measure_link(group: Group, device: torch.device, bucket_bytes: int) -> tuple[float, float]:
-    """Bytes a second, and seconds a byte that this rank's processor is busy with it."""
+    """Return an all-reduce's bytes per second, and this rank's processor seconds per byte."""
     buckets = [torch.zeros(bucket_bytes // 4, device=device) for _ in range(NUM_BUCKETS)]
     num_bytes = sum(bucket.nbytes for bucket in buckets)
-    now, times, busy = clock_of(device), [], []
+    now = clock_of(device)
+    times: list[float] = []
+    busy: list[float] = []
     for _ in range(1 + NUM_TRIALS):
-        primitives.all_reduce(buckets[0][:1], group)  # all ranks are there
+        primitives.all_reduce(buckets[0][:1], group)  # wait until all ranks are ready to measure
         begin, begin_busy_s = now(), time.process_time()
         for pending in [primitives.start_all_reduce(bucket, group) for bucket in buckets]:
             pending.wait()
         times.append(seconds(begin, now()))
         busy.append(time.process_time() - begin_busy_s)
-    # a device's own engines do it, and its host only waits
+    # on a GPU the device's own engines do the work, and the host only waits
     busy_s = 0.0 if device.type != "cpu" else min(busy[1:]) / num_bytes
     return num_bytes / min(times[1:]), busy_s

@@ -1,8 +1,8 @@
-"""Which gradients share a bucket, and how large buckets are: a plan that is equal on all ranks.
+"""The plan of buckets: which gradients share one, and how large they are. It is equal on all ranks.
 
-Parameters are taken in the order in which a backward finishes them, roughly the reverse of that
-of registration, and packed into flat buckets by (dtype, device, group). A bucket ends with one
-extra element for each member, its used flag. This file is arithmetic and imports no torch.
+`plan_buckets` takes parameters in the order in which a backward finishes them, roughly the reverse
+of registration, and packs them into flat buckets by (dtype, device, group). A bucket ends with one
+used flag for each member. This file is arithmetic and imports no torch.
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -15,33 +15,42 @@ ALIGN_BYTES = 64
 """Members start on a cache line, so that copies and kernels run at full width."""
 
 SLIGHT = 1 / 16
-"""Part of the cap up to which what lies in a bucket waits for one more, of whatever size."""
+"""Share of the cap below which a bucket takes one more member, however large."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketSizes:
-    """default_bytes: where nothing is measured, or not yet. candidates_bytes: what
-    `BucketTuner` chooses from."""
+    """Bucket sizes for one kind of link.
+
+    default_bytes: size without, or before, a measurement.
+    candidates_bytes: sizes that `BucketTuner` chooses from.
+    """
 
     default_bytes: int
     candidates_bytes: tuple[int, ...]
 
 
 _SMALL = tuple(n * MIB for n in (1, 2, 4, 8, 16, 32))
-"""Below these the processor's work for one more call costs what its bytes save."""
+"""Smaller buckets would cost more processor time for calls than they save in waiting."""
 HOST = BucketSizes(4 * MIB, _SMALL)
 QUEUED = BucketSizes(32 * MIB, (*_SMALL, 64 * MIB, 128 * MIB))
 """A link between devices carries 4 MiB in less time than the host takes to issue the call."""
 
 
 def bucket_sizes(*, queued: bool) -> BucketSizes:
-    """queued: whether calls run on a stream of their group, as NCCL's do (`Transport.queued`)."""
+    """Return the bucket sizes for a transport.
+
+    queued: calls run on a stream of their group, as NCCL's do (`Transport.queued`).
+    """
     return QUEUED if queued else HOST
 
 
 @dataclass(frozen=True, slots=True)
 class BucketEntry:
-    """One parameter: its place in the module, its size, and what it may share a bucket with."""
+    """One parameter to pack: its index in the module, its size, and its key.
+
+    key: entries with equal keys may share a bucket.
+    """
 
     index: int
     num_elements: int
@@ -51,7 +60,10 @@ class BucketEntry:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Members in order, and in elements: where each and the used flags start, and the length."""
+    """One planned bucket: its members in order, and offsets in elements.
+
+    used_flags: offset of the used flags. num_elements: length, with the flags.
+    """
 
     key: Hashable
     members: tuple[int, ...]
@@ -62,7 +74,10 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """Arguments of `plan_buckets`. order: indices, first gradient first; None: as registered."""
+    """Arguments of `plan_buckets`.
+
+    order: indices, the first gradient first; None: the reverse of registration.
+    """
 
     cap_bytes: int
     first_bytes: int | None = None
@@ -70,13 +85,15 @@ class BucketPlan:
 
 
 class BucketPlanner(Protocol):
-    """Chooses plans by what it sees of reductions; bucket_tuning.py has one.
+    """An object that watches reductions and chooses a plan; bucket_tuning.py has one.
 
-    is_over: it needs to see no more. begin: a reduction begins. came: the gradient of parameter
-    `index` is there. arrived: all buckets were launched, if `num_bytes` is 0; then, for each in
-    order: its sum has arrived. decide: after a reduction, the plan from here on, the same on all
-    ranks, None as it is; `late` are indices whose gradients may come again until the end of a
-    backward.
+    is_over: it needs no more reductions.
+    begin: a reduction begins.
+    came: the gradient of parameter `index` is computed.
+    arrived: with `num_bytes` 0, all buckets were launched; then, called for each bucket in order,
+        its sum has arrived.
+    decide: called after a reduction; returns the plan from now on, the same on all ranks, or None
+        to keep it. `late`: indices whose gradients may change until the end of a backward.
     """
 
     @property
@@ -94,34 +111,37 @@ def plan_buckets(
     order: Sequence[int] | None = None,
     first_bytes: int | None = None,
 ) -> tuple[Bucket, ...]:
-    """Pack entries, as their gradients come, into buckets of at most `cap_bytes`.
+    """Pack entries, in the order of their gradients, into buckets of at most `cap_bytes`.
 
-    order: indices of the entries, the first gradient first; by default the last entry's is.
-    first_bytes: cap of the very first bucket. A larger entry has a bucket of its own, but for
-    slight ones that come just before: the bias of a matrix would else cost a call. Buckets are
-    ordered by their last member, which is when they can leave.
+    A larger entry gets its own bucket, together with slight ones just before it: otherwise the bias
+    of a matrix would cost a call. Buckets are ordered by their last member, after which they can be
+    launched.
+
+    order: indices of the entries, the first gradient first; default: the last entry first.
+    first_bytes: cap of the very first bucket.
     """
     by_index = {entry.index: entry for entry in entries}
     coming = list(entries)[::-1] if order is None else [by_index[index] for index in order]
-    place = {entry.index: n for n, entry in enumerate(coming)}
-    found: list[list[BucketEntry]] = []
-    last: dict[Hashable, list[BucketEntry]] = {}  # those that still take members
+    position = {entry.index: n for n, entry in enumerate(coming)}
+    packed: list[list[BucketEntry]] = []
+    open_members: dict[Hashable, list[BucketEntry]] = {}  # the bucket of each key to fill next
     used_bytes: dict[Hashable, int] = {}
     for entry in coming:
-        size, members = _aligned(entry) * entry.element_bytes, last.get(entry.key)
+        size, members = _aligned(entry) * entry.element_bytes, open_members.get(entry.key)
         used = used_bytes.get(entry.key, 0)
-        is_first = bool(found) and members is found[0]
+        is_first = bool(packed) and members is packed[0]
         limit = first_bytes if is_first and first_bytes is not None else cap_bytes
         if members is None or (used + size > limit and used > limit * SLIGHT):
-            members, used = last[entry.key], used_bytes[entry.key] = [], 0
-            found.append(members)
+            members, used = open_members[entry.key], used_bytes[entry.key] = [], 0
+            packed.append(members)
         members.append(entry)
         used_bytes[entry.key] = used + size
-    found.sort(key=lambda members: place[members[-1].index])
-    return tuple(_bucket(members) for members in found)
+    packed.sort(key=lambda members: position[members[-1].index])
+    return tuple(_bucket(members) for members in packed)
 
 
 def _bucket(entries: Sequence[BucketEntry]) -> Bucket:
+    """Lay out entries one after another, aligned, with their used flags at the end."""
     offsets: list[int] = []
     end = 0
     for entry in entries:
@@ -132,5 +152,6 @@ def _bucket(entries: Sequence[BucketEntry]) -> Bucket:
 
 
 def _aligned(entry: BucketEntry) -> int:
+    """Return the elements of an entry, rounded up to whole cache lines."""
     step = max(1, ALIGN_BYTES // entry.element_bytes)
     return -(-entry.num_elements // step) * step

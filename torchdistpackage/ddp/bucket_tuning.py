@@ -1,14 +1,14 @@
-"""Bucket order and sizes that fit a run: measured in its first reductions, chosen by a model.
+"""A tuner that measures a run's first reductions and chooses the order and sizes of its buckets.
 
-Ranks measure different times, so one of them decides for all whose gradients meet: the first rank
-of the largest group. Where that group does not contain all groups of all its ranks, the order stays
-that of registration.
+Ranks measure different times, so the first rank of the largest group decides for all ranks whose
+gradients meet. If that group does not contain all groups of its ranks, the order stays that of
+registration.
 
-The first reduction, in which nothing leaves early, shows the order of gradients and the rate of the
-link. From when gradients are there, at the soonest of a few (other work on the machine only makes
-them late), `choose_plan` finds the sizes: a step ends when the last bucket has arrived, buckets
-travel one after another, and each can begin when its last gradient is there. Small buckets begin
-early and cost a call each.
+The first reduction launches nothing early, and shows the order of gradients and the rate of the
+link. Then `choose_plan` finds the sizes from the earliest time of each gradient in a few steps,
+because other work on the machine can only delay one. It assumes that a step ends when the last
+bucket has arrived, that buckets travel one after another, and that a bucket can start when its last
+gradient is computed. Small buckets start early, but each costs a call.
 """
 
 import zlib
@@ -26,20 +26,20 @@ from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.predict.links import LinkModel
 
 ORDERED, SIZED = 1, 3
-"""After how many reductions the order, and the sizes, are settled."""
+"""Numbers of reductions after which the order and the sizes are settled."""
 
 NUM_CALLS = 8
-"""Small calls that are timed; the shortest is what a call takes."""
+"""Number of small calls that are timed; the shortest is the cost of a call."""
 
 NOT_WORTH_IT = 0.005
-"""Part of the time by which fewer buckets may be slower and still be taken."""
+"""Share of the time by which a plan with fewer buckets may be slower and still be chosen."""
 
 
 class BucketTuner:
-    """The tuner of one reducer. Collective calls are those of `decide`, at the end of a reduction.
+    """The tuner of one reducer. Only `decide` makes collective calls, at the end of a reduction.
 
-    cap_bytes: bucket size until something is known. candidates_bytes: others to choose from; none:
-    that size stays.
+    cap_bytes: bucket size before the measurement.
+    candidates_bytes: sizes to choose from; with none, `cap_bytes` stays.
     """
 
     def __init__(self, specs: Sequence[ParamSpec], cap_bytes: int, candidates_bytes: Sequence[int]):
@@ -59,22 +59,22 @@ class BucketTuner:
         return self._rounds >= (SIZED if self._candidates_bytes else ORDERED)
 
     def begin(self) -> None:
-        """A reduction begins."""
+        """Forget the times of the last reduction, because a new one begins."""
         self._came: dict[int, Moment] = {}
         self._stops: list[tuple[Moment, int]] = []
 
     def came(self, index: int) -> None:
-        """The gradient of parameter `index` is there."""
+        """Note the time at which the gradient of parameter `index` was computed."""
         self._came[index] = self._now()
 
     def arrived(self, num_bytes: int) -> None:
-        """All buckets have been sent, if 0; then, for each in order: its sum has arrived."""
+        """Note the time at which a bucket's sum arrived, or with 0 bytes all were launched."""
         self._stops.append((self._now(), num_bytes))
 
     def decide(self, late: Collection[int]) -> BucketPlan | None:
-        """The packing from here on, the same on all ranks; None: as it is.
+        """Return the plan from now on, the same on all ranks, or None to keep the current one.
 
-        late: indices whose gradients may come again until the end of a backward.
+        late: indices whose gradients may change until the end of a backward.
         """
         self._rounds += 1
         self._note_soonest()
@@ -88,75 +88,84 @@ class BucketTuner:
             self._order = self._agreed(order)
             return BucketPlan(self._cap_bytes, order=self._order)
         if self._rounds == SIZED:
-            mine = BucketPlan(self._cap_bytes)
+            plan = BucketPlan(self._cap_bytes)
             if self._group is not None and self._group.rank() == 0:
                 entries = [s.entry(i) for i, s in self._specs]
                 sizes = self._candidates_bytes
-                mine = choose_plan(entries, self._soonest_s, self._order, self._link, sizes)
-            cap, first = self._agreed((mine.cap_bytes, mine.first_bytes or mine.cap_bytes))
+                plan = choose_plan(entries, self._soonest_s, self._order, self._link, sizes)
+            cap, first = self._agreed((plan.cap_bytes, plan.first_bytes or plan.cap_bytes))
             return BucketPlan(cap, first, self._order)
         return None
 
-    def _agreed(self, mine: Sequence[int]) -> tuple[int, ...]:
-        """The numbers of the group's first rank."""
+    def _agreed(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Return the numbers of the group's first rank."""
         assert self._group is not None
-        words = torch.tensor(mine, dtype=torch.int64, device=self._device)
-        return tuple(primitives.broadcast(words, self._group).tolist())
+        message = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        return tuple(primitives.broadcast(message, self._group).tolist())
 
     # -- which group decides -------------------------------------------------------------
 
     def _largest(self) -> Group | None:
-        """The largest group, if for all its ranks it has all their others inside.
+        """Return the largest group, if it contains all other groups of all its ranks; else None.
 
-        Collective over every group of this rank, in one order.
+        It makes one all-reduce over every group of this rank, in the same order on all ranks.
         """
         groups: dict[tuple[int, ...], Group] = {ranks_of(s.group): s.group for _, s in self._specs}
         largest = max(groups, key=lambda ranks: (len(ranks), [-r for r in ranks]))
         is_inside = all(set(largest).issuperset(ranks) for ranks in groups)
-        places = {key: place for place, key in enumerate(groups)}
+        numbers = {key: number for number, key in enumerate(groups)}
         facts = [
-            (i, s.name, s.parameter.numel(), places[ranks_of(s.group)]) for i, s in self._specs
+            (i, s.name, s.parameter.numel(), numbers[ranks_of(s.group)]) for i, s in self._specs
         ]
         digest = zlib.crc32(repr(facts).encode())
         is_same: dict[tuple[int, ...], bool] = {}
         for ranks, group in sorted(groups.items(), key=lambda item: item[0]):
-            says = is_inside and ranks == largest
-            words = torch.tensor([says, digest, -digest], dtype=torch.int64, device=self._device)
-            said = primitives.all_reduce(words, group, primitives.MIN).tolist()
-            is_same[ranks] = said[0] == 1 and said[1] == -said[2]
+            agrees = is_inside and ranks == largest
+            message = torch.tensor(
+                [agrees, digest, -digest], dtype=torch.int64, device=self._device
+            )
+            answer = primitives.all_reduce(message, group, primitives.MIN).tolist()
+            is_same[ranks] = answer[0] == 1 and answer[1] == -answer[2]
         return groups[largest] if is_same[largest] else None
 
-    # -- what was measured ---------------------------------------------------------------
+    # -- measurement --------------------------------------------------------------------
 
     def _note_soonest(self) -> None:
-        zero = next(iter(self._came.values()), 0.0)
-        for index, at in self._came.items():
-            took_s = seconds(zero, at)
+        """Keep the earliest time of each gradient, relative to the first gradient of its
+        reduction.
+        """
+        begin = next(iter(self._came.values()), 0.0)
+        for index, moment in self._came.items():
+            took_s = seconds(begin, moment)
             self._soonest_s[index] = min(took_s, self._soonest_s.get(index, took_s))
 
     def _measure(self, group: Group) -> LinkModel:
-        """The rate of buckets that were all sent at once, and what a small call takes."""
-        # when the first has arrived, all ranks are there
+        """Return the rate of buckets that were all launched at once, and the cost of a
+        small call.
+        """
+        # count from the arrival of the first bucket, which shows that all ranks have launched
         stops = self._stops[1:] if len(self._stops) > 2 else self._stops
         took_s = seconds(stops[0][0], stops[-1][0])
         num_bytes = sum(size for _, size in stops[1:])
-        word = torch.zeros(1, device=self._device)
+        number = torch.zeros(1, device=self._device)
         times = [self._now()]
         for _ in range(NUM_CALLS):
-            primitives.all_reduce(word, group)
+            primitives.all_reduce(number, group)
             times.append(self._now())
-        # other work on the machine only makes a call longer
-        call_s = min(seconds(before, after) for before, after in pairwise(times))
+        # take the minimum: other work on the machine can only lengthen a call
+        call_s = min(seconds(start, stop) for start, stop in pairwise(times))
         return LinkModel(call_s, max(num_bytes, 1) / max(took_s, 1e-6))
 
 
 def arrival_order(
     indices: Sequence[int], ready_s: Mapping[int, float], late: Collection[int]
 ) -> tuple[int, ...]:
-    """`indices` in the order in which their gradients came.
+    """Return `indices` in the order of their gradients, with late and missing ones last.
 
-    ready_s: when, of those that came. late: those that may come again until the end of a backward.
-    These and the ones that did not come go last: they hold up their bucket and all after it.
+    Late and missing ones delay their bucket and all later buckets.
+
+    ready_s: time of each gradient that was computed.
+    late: indices whose gradients may change until the end of a backward.
     """
 
     def key(index: int) -> tuple[bool, bool, float, int]:
@@ -171,14 +180,17 @@ def end_s(
     ready_s: Mapping[int, float],
     link: LinkModel,
 ) -> float:
-    """When the last bucket has arrived, on the clock of `ready_s`; what never came is last."""
+    """Return the arrival time of the last bucket, on the clock of `ready_s`.
+
+    Gradients that were not computed count as ready last.
+    """
     element_bytes = {entry.index: entry.element_bytes for entry in entries}
     last_s = max(ready_s.values(), default=0.0)
     free_s = -inf
     for bucket in buckets:
         begin_s = max(ready_s.get(i, last_s) for i in bucket.members)
         size = bucket.num_elements * element_bytes[bucket.members[0]]
-        # not link.seconds(size): plans of equal time are told apart by this order of the sums
+        # not link.seconds(size): this order of additions decides between plans of equal time
         free_s = max(free_s, begin_s) + link.latency_s + size / link.bytes_per_s
     return free_s
 
@@ -190,7 +202,9 @@ def choose_plan(
     link: LinkModel,
     candidates_bytes: Sequence[int],
 ) -> BucketPlan:
-    """Bucket size and first bucket with which the last gradient arrives earliest."""
+    """Return the sizes of buckets, and of the first one, with which the last gradient arrives
+    earliest.
+    """
     begin_s = min(ready_s.values(), default=0.0)
     tried: list[tuple[float, int, BucketPlan]] = []
     for cap in candidates_bytes:

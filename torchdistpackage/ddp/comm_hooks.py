@@ -1,12 +1,13 @@
 """Communication hooks that send fewer bytes: `bf16_compress`, `fp16_compress`, `PowerSGD`.
 
-A hook (`CommHook` in bucket_comm.py) gives back in the bucket what the plain reduction would, only
-less exactly, and keeps the used flags at its end, which count ranks, zero or positive.
+A hook (`CommHook` in bucket_comm.py) leaves in the bucket an approximation of the plain reduction,
+and keeps the used flags at its end, which count ranks, zero or positive.
 
-PowerSGD is algorithms 1 and 2 of arXiv:1905.13727. A matrix M (rows, cols) goes as P = M Q (rows,
-rank), is made orthonormal after the sum, and as M^T P (cols, rank), which is the next step's Q: one
-power iteration a step, from a warm start. What P Q^T misses of my own M is added to my next M, so
-that all that was ever sent and what ranks still keep is together the sum of all gradients.
+PowerSGD is algorithms 1 and 2 of arXiv:1905.13727. For a matrix M (rows, cols), ranks sum
+P = M Q (rows, rank), make it orthonormal, and sum M^T P (cols, rank), which is the Q of the next
+step: one power iteration a step, from a warm start. Each rank adds what P Q^T misses of its own M
+to its next M. So everything sent so far and what ranks still keep add up to the sum of all
+gradients.
 """
 
 import math
@@ -25,20 +26,20 @@ from torchdistpackage.ddp.bucket_comm import BucketMember, CommWork, Start
 
 
 def bf16_compress(flat: Tensor, group: Group, op: object = primitives.SUM) -> CommWork:
-    """Half the bytes of fp32: numbers are rounded to 8 bits, and so are their sums."""
+    """Reduce in bf16, half the bytes of fp32. Gradients and their sums are rounded to 8 bits."""
     return _narrow(flat, group, op, torch.bfloat16)
 
 
 def fp16_compress(flat: Tensor, group: Group, op: object = primitives.SUM) -> CommWork:
-    """Half the bytes of fp32, in 11 bits: smaller rounding than bf16, and a smaller range.
+    """Reduce in fp16, half the bytes of fp32, with less rounding and less range than bf16.
 
-    It overflows beyond 65504, where the result does: a mean is divided before it is summed.
+    It overflows only if the result exceeds 65504, because a mean is divided before the sum.
     """
     return _narrow(flat, group, op, torch.float16)
 
 
 def narrowed(dtype: torch.dtype, start: Start = primitives.start_all_reduce) -> Start:
-    """`start`, given floats that are wider than `dtype` as `dtype`."""
+    """Return `start` with floats wider than `dtype` cast to `dtype`."""
     return partial(_narrow, dtype=dtype, start=start)
 
 
@@ -49,6 +50,7 @@ def _narrow(
     dtype: torch.dtype,
     start: Start = primitives.start_all_reduce,
 ) -> CommWork:
+    """Cast the bucket to a narrower dtype if that saves bytes, and start to reduce the copy."""
     narrower = flat.is_floating_point() and flat.element_size() > dtype.itemsize
     if group.size() == 1 or not narrower:
         return start(flat, group, op)
@@ -57,7 +59,7 @@ def _narrow(
 
 
 class _Narrowed:
-    """Rounded numbers on their way."""
+    """A reduction in flight of a narrower copy; `wait` writes it back to the bucket."""
 
     __slots__ = ("_flat", "_pending", "_wire")
 
@@ -75,13 +77,13 @@ class _Narrowed:
 class PowerSGD:
     """PowerSGD with error feedback. One object serves any number of buckets.
 
-    rank: columns of the two factors. Of a matrix (n, m), (n + m) * rank elements are sent instead
-        of n * m; sent uncompressed are tensors that would not become smaller, vectors, and dtypes
-        other than fp32 and fp64.
+    rank: columns of the two factors. For a matrix (n, m), ranks send (n + m) * rank elements
+        instead of n * m. Vectors, matrices that would not become smaller, and dtypes other than
+        fp32 and fp64 are sent uncompressed.
     num_exact_steps: number of first steps that reduce everything exactly.
-    seed: of the first Q, the same on all ranks.
+    seed: seed of the first Q, the same on all ranks.
 
-    Keeps as many bytes as the compressed gradients take, by parameter; a pickle leaves them out.
+    It keeps an error of the gradient's size for each compressed parameter; pickles omit these.
     """
 
     def __init__(self, rank: int = 4, *, num_exact_steps: int = 0, seed: int = 0):
@@ -92,7 +94,7 @@ class PowerSGD:
         self._matrices = WeakTensorKeyDictionary()
 
     def bind(self, members: Sequence[BucketMember], num_elements: int) -> Start:
-        """The start of one bucket; what was kept for its members in another one stays."""
+        """Return the start function of one bucket; state of its members from old buckets stays."""
         matrices: list[_Matrix] = []
         plain: list[tuple[int, int]] = []
         end = 0
@@ -126,8 +128,8 @@ class PowerSGD:
         is_wide = flat.dtype in (torch.float32, torch.float64)
         if group.size() == 1 or is_exact or not (is_wide and matrices):
             return primitives.start_all_reduce(flat, group, op)
-        self.underway.append(begun := _Underway(self, matrices, plain, flat, group, op))
-        return begun
+        self.underway.append(reduction := _Underway(self, matrices, plain, flat, group, op))
+        return reduction
 
     def __getstate__(self) -> dict[str, int]:
         return {"rank": self.rank, "num_exact_steps": self.num_exact_steps, "seed": self.seed}
@@ -137,7 +139,7 @@ class PowerSGD:
 
 
 def _as_matrix(member: BucketMember) -> tuple[int, int]:
-    """(rows, cols) of the member as it lies in memory, as near to square as its dims allow."""
+    """Return (rows, cols) of the member in memory order, as near to square as its dims allow."""
     by_stride = sorted(zip(member.stride, member.shape, strict=True), reverse=True)
     num_elements, rows = math.prod(member.shape), 1
     cuts: list[tuple[int, int]] = []
@@ -149,7 +151,7 @@ def _as_matrix(member: BucketMember) -> tuple[int, int]:
 
 
 class _Matrix:
-    """One member: where it lies, its Q, what was lost so far, and how long it goes as it is."""
+    """State of one member: its place, its Q, its error so far, and its remaining exact steps."""
 
     def __init__(self, rows: int, cols: int, rank: int, num_exact: int, seed: int):
         self.start, self.rows, self.cols, self.rank = 0, rows, cols, rank
@@ -159,10 +161,11 @@ class _Matrix:
         self.lost: Tensor | None = None
 
     def of(self, flat: Tensor) -> Tensor:
+        """Return the member's elements in the bucket as a matrix."""
         return flat[self.start : self.start + self.rows * self.cols].view(self.rows, self.cols)
 
     def correct(self, flat: Tensor) -> Tensor:
-        """My gradient, in the bucket, with what was lost of it before."""
+        """Add this rank's error of earlier steps to its gradient in the bucket, and return it."""
         matrix = self.of(flat)
         if self.lost is None:
             self.q, self.lost = self.q.to(matrix), torch.zeros_like(matrix)
@@ -170,7 +173,7 @@ class _Matrix:
 
 
 class _Underway:
-    """P on its way; then, after `send_q`, Q."""
+    """One compressed reduction in flight: first P and then, after `send_q`, Q."""
 
     def __init__(
         self,
@@ -189,56 +192,57 @@ class _Underway:
         self._second: _FusedAllReduce | None = None
 
     def wait(self) -> None:
-        """Leave P Q^T, what came in both messages, in the bucket.
+        """Wait for Q, and leave P Q^T in the bucket.
 
-        Those that left earlier send their Q first, and all that have left send theirs now, so that
-        no Q waits for the one before it.
+        First all reductions in flight send their Q, in the order of their launches, so that the Q
+        of one bucket does not wait for that of another.
         """
-        for begun in self._hook.underway:
-            begun.send_q()
+        for reduction in self._hook.underway:
+            reduction.send_q()
         self._hook.underway.remove(self)
         qs = cast(_FusedAllReduce, self._second).wait()
         for matrix, p, q in zip(self._matrices, self._ps, qs, strict=True):
             torch.mm(p, q.T, out=matrix.of(self._flat))
-            # one step that was not finite must not spoil all that follow
+            # keep Q finite: one step with NaN must not spoil all later steps
             matrix.q = q.nan_to_num(0.0, 0.0, 0.0)
 
     def send_q(self) -> None:
+        """Wait for the sum of P, make it orthonormal, and start to sum Q."""
         if self._second is not None:
             return
         arrived = self._first.wait()
         sums, plain = arrived[: len(self._matrices)], arrived[len(self._matrices) :]
-        for part, came in zip(self._plain, plain, strict=True):
-            part.copy_(came)
-        if primitives.is_queued(self._group):  # a processor has no launches to save
+        for part, reduced in zip(self._plain, plain, strict=True):
+            part.copy_(reduced)
+        if primitives.is_queued(self._group):  # batching saves kernel launches, which CPUs have not
             self._ps = _orthonormal(sums)
         else:
             self._ps = [torch.linalg.qr(p).Q for p in sums]
         qs = []
         for matrix, p in zip(self._matrices, self._ps, strict=True):
-            mine = matrix.of(self._flat)
-            qs.append(q := mine.T @ p)
+            corrected = matrix.of(self._flat)
+            qs.append(q := corrected.T @ p)
             lost = cast(Tensor, matrix.lost)
-            torch.addmm(mine, p, q.T, alpha=-1, out=lost)
+            torch.addmm(corrected, p, q.T, alpha=-1, out=lost)
             lost.nan_to_num_(0.0, 0.0, 0.0)
         self._second = _FusedAllReduce(qs, self._group, self._op)
 
 
 def _orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Q of each, (rows, rank); those of one shape are factored in one call."""
-    alike: dict[torch.Size, list[int]] = {}
+    """Return an orthonormal basis Q of each matrix, with one call for all of one shape."""
+    by_shape: dict[torch.Size, list[int]] = {}
     for index, matrix in enumerate(matrices):
-        alike.setdefault(matrix.shape, []).append(index)
-    found = list(matrices)
-    for indices in alike.values():
+        by_shape.setdefault(matrix.shape, []).append(index)
+    bases = list(matrices)
+    for indices in by_shape.values():
         qs = torch.linalg.qr(torch.stack([matrices[index] for index in indices])).Q
         for index, q in zip(indices, qs, strict=True):
-            found[index] = q
-    return found
+            bases[index] = q
+    return bases
 
 
 class _FusedAllReduce:
-    """Tensors that are reduced as one."""
+    """Several tensors in one all-reduce."""
 
     def __init__(self, parts: list[Tensor], group: Group, op: object):
         self._shapes = [part.shape for part in parts]

@@ -1,12 +1,14 @@
 """The memory of one bucket: gradients side by side, each the `.grad` of its parameter.
 
-A parameter's `.grad` is a view of the bucket or nothing. What autograd or the user put there
-instead (a fresh one, after `set_to_none`) is copied in and dropped. Where another reducer has the
-parameter too, its gradient stays in whichever bucket it came to until the other one sends.
+A parameter's `.grad` is a view of the bucket or None. If autograd or the user puts another tensor
+there (autograd does after `set_to_none`), it is copied in and dropped. If another reducer has the
+parameter too, its gradient stays in the first bucket that it reached until the other one sends.
 
-A mean is divided before it is summed, while a gradient is copied in: that costs no pass of its own.
-Gradients of bf16 and fp16 parameters live here in fp32, in which autograd then adds up; for an
-optimizer that wants them in the parameters' dtype `cast_grads` makes copies and frees the memory.
+For a mean, gradients are divided before the sum, while they are copied in, which needs no extra
+pass.
+
+Gradients of bf16 and fp16 parameters are kept here in fp32, in which autograd accumulates them. For
+an optimizer that wants the parameters' dtype, `cast_grads` makes copies and frees the memory.
 """
 
 from collections.abc import Sequence
@@ -24,9 +26,9 @@ _living: "WeakValueDictionary[int, GradBucket]" = WeakValueDictionary()
 
 
 class GradBucket:
-    """`flat` holds `num_elements`; the gradient of member i begins at `offsets[i]`.
+    """A flat tensor of `num_elements`, in which the gradient of member i begins at `offsets[i]`.
 
-    divide: by what gradients are divided before they leave.
+    divide: number that gradients are divided by before they are sent.
     """
 
     def __init__(
@@ -46,17 +48,18 @@ class GradBucket:
         self._parameters = [m.parameter for m in members]
         self._offsets = list(offsets)
         self._start = self.flat.data_ptr()
-        self._addresses = [view.data_ptr() for view in self.views]  # 0 of an empty one
+        self._addresses = [view.data_ptr() for view in self.views]  # 0 for an empty view
         _living[id(self.flat)] = self
         self._num_bytes = self.flat.untyped_storage().nbytes()
         if self.is_wider:
             for member in members:
-                member.parameter.grad_dtype = None  # `.grad` is now this fp32, now a narrow copy
+                # allow both: `.grad` is this fp32 view or, after cast_grads, a narrow copy
+                member.parameter.grad_dtype = None
 
     def absorb(self, member: int, *, is_final: bool = False) -> None:
-        """Move the gradient that autograd or the user made for this member in here.
+        """Copy in the gradient that autograd or the user made for this member.
 
-        is_final: nothing is added to it before it leaves.
+        is_final: nothing is added to it before it is sent, so it can be divided now.
         """
         self.allocate()
         view = self.views[member]
@@ -70,34 +73,35 @@ class GradBucket:
             view.copy_(grad)
 
     def is_divided(self, member: int) -> bool:
-        """Whether it is too late to add to this gradient."""
+        """Return whether this gradient is divided already, so that nothing may be added to it."""
         return member in self._divided
 
     def undivide(self) -> None:
-        """The backward failed before they left: multiply again what was divided on the way in."""
+        """After a backward that failed before sending, multiply divided gradients back."""
         for member in self._divided:
             self.views[member].mul_(self._divide)
         self._divided.clear()
 
     def complete(self) -> list[int]:
-        """Bring in what is elsewhere, or zeros, and divide; returns members without gradient."""
+        """Copy in gradients that are elsewhere, or zeros, divide, and return the unused members."""
         self.allocate()
         self._come_back()
         grads = [parameter.grad for parameter in self._parameters]
-        without: list[int] = []
-        # A model has thousands of parameters: one comparison of each in C, and not in Python.
+        unused: list[int] = []
+        # A model has thousands of parameters: `map` compares them in C, not in Python.
         if not all(map(is_, grads, self.views)):
             for member, (grad, view) in enumerate(zip(grads, self.views, strict=True)):
                 if grad is None:
                     view.zero_()
-                    without.append(member)
+                    unused.append(member)
                 elif (grad := _taken(view, self.members[member], shared_too=True)) is not None:
                     view.copy_(grad)
         if self._divide > 1:
             self._divide_rest()
-        return without
+        return unused
 
     def _divide_rest(self) -> None:
+        """Divide the gradients that are not divided yet."""
         divided, self._divided = self._divided, set()
         if not divided:
             self.flat.div_(self._divide)
@@ -105,38 +109,42 @@ class GradBucket:
             torch._foreach_div_(rest, self._divide)
 
     def _come_back(self) -> None:
-        """Views that were given other memory, by `.grad.data = ` or `module.to`, lie here again."""
+        """Move views back that got other memory through `.grad.data = ` or `module.to`."""
         start = self.flat.data_ptr()
         if start != self._start:
-            self._addresses = [at and at - self._start + start for at in self._addresses]
+            self._addresses = [
+                address and address - self._start + start for address in self._addresses
+            ]
             self._start = start
-        found = [view.data_ptr() for view in self.views]
-        if found == self._addresses:
+        addresses = [view.data_ptr() for view in self.views]
+        if addresses == self._addresses:
             return
         for member, view in enumerate(self.views):
-            if found[member] != self._addresses[member]:
+            if addresses[member] != self._addresses[member]:
                 home = self.members[member].view(self.flat, self._offsets[member])
                 home.copy_(view.detach())
                 view.data = home
 
     def cast_grads(self) -> None:
-        """Each `.grad` in its parameter's dtype, and no memory here until it is needed again."""
+        """Give each `.grad` its parameter's dtype, and free this memory until it is needed
+        again.
+        """
         for spec, view in zip(self.members, self.views, strict=True):
             if spec.parameter.grad is view:
                 spec.parameter.grad = view.to(spec.parameter.dtype)
         self.flat.untyped_storage().resize_(0)
 
     def detach_views(self) -> list[int]:
-        """Give each gradient that lives here memory of its own; returns whose these are."""
-        left: list[int] = []
+        """Give each gradient in this bucket its own memory, and return their members."""
+        detached: list[int] = []
         for member, (spec, view) in enumerate(zip(self.members, self.views, strict=True)):
             if spec.parameter.grad is view:
                 spec.parameter.grad = view.clone()
-                left.append(member)
-        return left
+                detached.append(member)
+        return detached
 
     def allocate(self) -> None:
-        """Have memory: gradients are about to come."""
+        """Allocate the memory, if it was freed, for gradients about to be computed."""
         storage = self.flat.untyped_storage()
         if storage.nbytes() < self._num_bytes:
             storage.resize_(self._num_bytes)
@@ -144,12 +152,12 @@ class GradBucket:
 
 
 def move(views: Sequence[Tensor], members: Sequence[ParamSpec]) -> None:
-    """Copy each member's gradient to its view, which takes its place, many at a time."""
+    """Copy many gradients to their views at once, and make each view the `.grad`."""
     homes: list[Tensor] = []
     grads: list[Tensor] = []
     for view, spec in zip(views, members, strict=True):
         parameter, grad = spec.parameter, spec.parameter.grad
-        # a call for each would be as long as the copy, and nearly all are plain
+        # Nearly all gradients are plain. Calling `_taken` for each would take as long as the copy.
         if grad is None or grad.is_sparse or grad.requires_grad or grad._base is not None:
             grad = _taken(view, spec)
         else:
@@ -162,9 +170,9 @@ def move(views: Sequence[Tensor], members: Sequence[ParamSpec]) -> None:
 
 
 def _taken(view: Tensor, spec: ParamSpec, *, shared_too: bool = False) -> Tensor | None:
-    """The gradient to copy to `view`, which has taken its place; None if it stays where it is.
+    """Make `view` the `.grad`, and return the gradient to copy to it; None if it stays in place.
 
-    shared_too: also one in the bucket of another reducer.
+    shared_too: also take a gradient that is in the bucket of another reducer.
     """
     parameter, grad = spec.parameter, spec.parameter.grad
     if grad is None or grad is view:
@@ -178,5 +186,5 @@ def _taken(view: Tensor, spec: ParamSpec, *, shared_too: bool = False) -> Tensor
     if not shared_too and base is not None and base is not view._base and id(base) in _living:
         return None
     parameter.grad = view
-    # after backward(create_graph=True) it is part of a graph, which no sum can be
+    # after backward(create_graph=True) the gradient belongs to a graph, but the sum must not
     return grad.detach() if grad.requires_grad else grad

@@ -1,11 +1,12 @@
-"""Hooks on parameters, for gradients that have come, and on outputs, for backwards that begin.
+"""Hooks on parameters, called when gradients are computed, and on outputs, when backwards begin.
 
-torch keeps the hooks of a parameter where the garbage collector does not look. A hook that held its
-owner, and so the model, would keep both for ever; these hold it weakly, and go with it.
+torch keeps a parameter's hooks where the garbage collector does not look. A hook that held its
+owner, and so the model, would keep both alive for ever. These hooks hold the owner weakly and are
+removed with it.
 
-Gradients may come on several streams of a device, while a collective waits only for the stream that
-launches it. So all that is done with the gradients of one backward is done on one stream of each
-device, that of its first gradient, which waits for the rest.
+Autograd may compute gradients on several streams of a device, but a collective waits only for the
+stream that launches it. So all work on the gradients of one backward runs on one stream of each
+device, the stream of its first gradient, which waits for the others.
 """
 
 import gc
@@ -21,9 +22,11 @@ from torchdistpackage.comm.nested import map_tensors
 from torchdistpackage.ddp.param_spec import ParamSpec
 
 OnGradReady = Callable[[ReferenceType, int, Tensor], None]
-"""Takes a weak reference to the hooks' owner, the number of a parameter, and the parameter."""
+"""A function of a weak reference to the hooks' owner, the number of a parameter, and the
+parameter.
+"""
 StreamId = tuple[int, int, int]
-"""A stream, as torch has it: its id, and the index and kind of its device."""
+"""torch's numbers for a stream: its id, and the index and type of its device."""
 
 
 class Removable(Protocol):
@@ -31,10 +34,11 @@ class Removable(Protocol):
 
 
 class GradHooks:
-    """Hooks on `parameters` until `remove`, or the end of `owner`. also: removed with them.
+    """Hooks on `parameters` that last until `remove`, or until `owner` is collected.
 
-    on_grad_ready: called when a gradient is there. exclusive: no other may hook these parameters,
-    nor `claims`, which have no hooks.
+    on_grad_ready: called when a gradient is computed.
+    exclusive: no other owner may hook these parameters, nor `claims`, which have no hooks.
+    also: other hooks to remove with these.
     """
 
     def __init__(
@@ -46,11 +50,12 @@ class GradHooks:
         also: Iterable[Removable] = (),
         claims: Iterable[nn.Parameter] = (),
     ):
-        me, self.exclusive = ref(owner), exclusive
+        owner_ref = ref(owner)  # weak: torch's list of hooks would keep the owner alive
+        self.exclusive = exclusive
         self.ids = frozenset(map(id, (*parameters, *claims)))
         on_grad_ready = on_one_stream(on_grad_ready, parameters)
         handles: list[Removable] = [
-            p.register_post_accumulate_grad_hook(partial(on_grad_ready, me, i))
+            p.register_post_accumulate_grad_hook(partial(on_grad_ready, owner_ref, i))
             for i, p in enumerate(parameters)
         ]
         handles += also
@@ -70,9 +75,9 @@ _all: WeakSet[GradHooks] = WeakSet()
 
 
 def hooked_names(specs: Sequence[ParamSpec], *, exclusive: bool = False) -> list[str]:
-    """Names of the parameters that hooks of an owner in use lie on.
+    """Return the names of parameters that have hooks of a living owner.
 
-    exclusive: only hooks that must stay the only ones.
+    exclusive: count only hooks that must be the only ones.
     """
 
     def find() -> list[str]:
@@ -81,7 +86,7 @@ def hooked_names(specs: Sequence[ParamSpec], *, exclusive: bool = False) -> list
 
     if not find():
         return []
-    gc.collect()  # an owner that was dropped may only wait for this
+    gc.collect()  # a dropped owner may be alive only until the next collection
     return find()
 
 
@@ -92,46 +97,49 @@ def remove_hooks(handles: Iterable[Removable]) -> None:
 
 
 def on_one_stream(on_grad_ready: OnGradReady, parameters: Iterable[Tensor]) -> OnGradReady:
-    """`on_grad_ready`, which then runs on one stream of each device in a backward."""
+    """Wrap `on_grad_ready` so that in a backward it runs on one stream of each device."""
     if all(device_index(parameter) is None for parameter in parameters):
         return on_grad_ready
-    mains: dict[int, tuple[int, StreamId]] = {}
+    chosen_streams: dict[int, tuple[int, StreamId]] = {}
 
-    def on_main(me: ReferenceType, index: int, parameter: Tensor) -> None:
+    def on_main(owner_ref: ReferenceType, index: int, parameter: Tensor) -> None:
         device, task = device_index(parameter), torch._C._current_graph_task_id()
-        if device is None:  # of a model that is on a device in part
-            return on_grad_ready(me, index, parameter)
-        here = current_stream(device)
-        main = mains.get(device)
-        if main is None or main[0] != task:
-            if main is not None and main[1] != here:  # of a backward that is nested in this one,
-                # or around it, as checkpoints have them: its gradients lie in the same buckets
-                stream_of(here).wait_stream(stream_of(main[1]))
-            main = mains[device] = task, here
-        if main[1] == here:  # the usual way: no stream has become an object
-            return on_grad_ready(me, index, parameter)
-        stream = stream_of(main[1])
-        stream.wait_stream(stream_of(here))
+        if device is None:  # a parameter on the CPU of a model that is partly on a device
+            return on_grad_ready(owner_ref, index, parameter)
+        current = current_stream(device)
+        chosen = chosen_streams.get(device)
+        if chosen is None or chosen[0] != task:
+            if chosen is not None and chosen[1] != current:
+                # The last stream belongs to a backward around or inside this one, as activation
+                # checkpointing nests them. Its gradients are in the same buckets, so wait for it.
+                stream_of(current).wait_stream(stream_of(chosen[1]))
+            chosen = chosen_streams[device] = task, current
+        if chosen[1] == current:  # the usual case, without creating stream objects
+            return on_grad_ready(owner_ref, index, parameter)
+        stream = stream_of(chosen[1])
+        # this gradient is computed on the current stream, and used on the chosen one
+        stream.wait_stream(stream_of(current))
         if parameter.grad is not None:
-            parameter.grad.record_stream(stream)  # its memory may go once it is copied there
+            # keep the allocator from reusing the gradient's memory before the copy there ends
+            parameter.grad.record_stream(stream)
         with torch.cuda.stream(stream):
-            return on_grad_ready(me, index, parameter)
+            return on_grad_ready(owner_ref, index, parameter)
 
     return on_main
 
 
 def device_index(parameter: Tensor) -> int | None:
-    """The index of its device; None on a CPU."""
+    """Return the index of a parameter's CUDA device; None on a CPU."""
     return parameter.get_device() if parameter.is_cuda else None
 
 
 def current_stream(device: int) -> StreamId:
-    """The stream on which this thread gives work to `device`."""
+    """Return the stream on which this thread gives work to `device`."""
     return torch._C._cuda_getCurrentStream(device)
 
 
 def stream_of(numbers: StreamId) -> torch.cuda.Stream:
-    """The stream that has these numbers."""
+    """Return the stream that has these numbers."""
     stream_id, device, kind = numbers
     return torch.cuda.Stream(stream_id=stream_id, device_index=device, device_type=kind)
 
@@ -140,10 +148,12 @@ def stream_of(numbers: StreamId) -> torch.cuda.Stream:
 
 
 def on_backward_start(outputs: object, hook: Callable[[Tensor], None]) -> object:
-    """The same outputs; `hook(gradient)` runs when a backward comes to one of their tensors.
+    """Return the outputs with a hook: `hook(gradient)` runs when a backward reaches a tensor.
 
-    outputs: as `map_tensors` has them. Where no tensor requires a gradient, each is replaced by
-    one that does, though nothing behind it gets any; otherwise those stay as they are.
+    If no tensor requires a gradient, each is replaced by one that does, through which no gradient
+    passes. Otherwise tensors without a gradient stay as they are.
+
+    outputs: a tensor, or a structure that `map_tensors` can walk.
     """
     if isinstance(outputs, Tensor):
         return (_hooked if outputs.requires_grad else _anchored)(hook, outputs)
@@ -152,21 +162,23 @@ def on_backward_start(outputs: object, hook: Callable[[Tensor], None]) -> object
 
 
 def tensors_in(outputs: object) -> list[Tensor]:
-    """All that `map_tensors` finds."""
-    found: list[Tensor] = []
-    map_tensors(outputs, lambda x: found.append(x) or x)
-    return found
+    """Return all tensors that `map_tensors` finds."""
+    tensors: list[Tensor] = []
+    map_tensors(outputs, lambda x: tensors.append(x) or x)
+    return tensors
 
 
 def _hooked(hook: Callable[[Tensor], None], output: Tensor) -> Tensor:
+    """Register the hook on an output that requires a gradient."""
     if output.requires_grad:
-        # a parameter that is returned is there in the next forward too, its hooks would add up
+        # hook a view of a returned parameter: on the parameter itself hooks would pile up
         output = output.view_as(output) if output.is_leaf else output
         output.register_hook(hook)
     return output
 
 
 def _anchored(hook: Callable[[Tensor], None], output: Tensor) -> Tensor:
+    """Make an output require a gradient, and register the hook on it."""
     if output.is_floating_point() or output.is_complex():
         output = _GraphAnchor.apply(output, torch.empty(0, requires_grad=True))
         output.register_hook(hook)
@@ -174,7 +186,7 @@ def _anchored(hook: Callable[[Tensor], None], output: Tensor) -> Tensor:
 
 
 class _GraphAnchor(torch.autograd.Function):
-    """Identity that puts a tensor into the graph though nothing in it wants a gradient."""
+    """Identity that makes a tensor part of the graph and passes no gradient on."""
 
     @staticmethod
     def forward(ctx, x: Tensor, anchor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Ranks with fewer batches than others: they stay and shadow what the others send.
+"""Uneven numbers of batches: ranks that have run out shadow the collectives of the others.
 
-Before each collective of a wrapper the ranks with data announce it to all, and those without any
-take part in it, until no rank announces one. A shadow sends its gradients not yet reduced, then
-zeros. At the end all follow a rank that went on longest.
+Before each collective of a wrapper, ranks with data announce it to all, and ranks without data take
+part in it, until no rank announces one. A shadowing rank first sends gradients that it has not
+reduced yet, and then zeros. At the end all ranks copy the state of a rank that continued longest.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ from torchdistpackage.errors import CommError
 
 
 class _JoinState(IntEnum):
-    """Announcement of a rank; BUFFERS: a forward before which buffers follow."""
+    """What a rank announces that it will do. BUFFERS: a forward after a broadcast of buffers."""
 
     DONE = 0
     FORWARD = 1
@@ -40,23 +40,23 @@ def join(
     enable: bool = True,
     throw_on_early_termination: bool = False,
 ) -> Iterator[None]:
-    """Run the loop over this rank's batches inside; leaving waits for the ranks that have more.
+    """Run the loop over this rank's batches in the block; leaving it waits for ranks with more.
 
-    optimizers: those whose state, too, is to be the same on all ranks afterwards. Parameters
-        and buffers always are. Each rank steps and schedules only for its own batches.
-    divide_by_initial_world_size: the mean counts ranks without data as zeros; else it is that of
-        the ranks which still have data, as if each batch's loss were scaled.
-    enable: False if all ranks have the same number of batches: then nothing is exchanged.
-    throw_on_early_termination: as soon as one rank has no data left, raise on all.
+    It costs a small exchange on the host for each forward and each reduction. Zero the gradients in
+    every step. Only forwards of `ddp` itself and its reductions are shadowed. Other collectives of
+    the loop, such as clipping by the norm over all ranks, need all ranks to call them.
 
-    Costs a small exchange on the host for each forward and each reduction. Zero gradients
-    every step. Only forwards of `ddp` itself and its reductions are shadowed: other collectives
-    of the loop, in a clipping by the norm over all ranks for example, need all ranks to be there.
+    optimizers: those whose state must be equal on all ranks afterwards too; parameters and buffers
+        always are. Each rank calls step and its scheduler only for its own batches.
+    divide_by_initial_world_size: the mean counts ranks without data as zeros. Otherwise it is the
+        mean over ranks that still have data, as if each batch's loss were scaled.
+    enable: False if all ranks have the same number of batches, to exchange nothing.
+    throw_on_early_termination: raise on all ranks as soon as one has no data left.
 
     Raises:
-        CommError: a rank has no data left and `throw_on_early_termination`; ranks do
-            different things; groups are not the wrapper's; or the module has a SyncBatchNorm, whose
-            forward cannot be shadowed.
+        CommError: a rank has no data left and `throw_on_early_termination` is set, ranks announce
+            different things, the groups are not the wrapper's, or the module has a SyncBatchNorm,
+            whose forward cannot be shadowed.
     """
     if not enable or ddp.group.size() == 1:
         yield
@@ -81,19 +81,21 @@ def join(
 
 
 def _check_groups(ddp: NaiveDDP, optimizers: Sequence[Optimizer]) -> None:
-    whole = set(primitives.ranks_of(ddp.group))
+    """Refuse parameters whose group is not the wrapper's, where ranks could not follow."""
+    wrapper_ranks = set(primitives.ranks_of(ddp.group))
     for name, _, group in ddp.replicas():
         ranks = primitives.ranks_of(group)
-        if not whole.issuperset(ranks) or (optimizers and len(ranks) < len(whole)):
+        if not wrapper_ranks.issuperset(ranks) or (optimizers and len(ranks) < len(wrapper_ranks)):
             raise CommError(
                 f"join: parameter {name} is shared by ranks {ranks}, the wrapper's group has "
-                f"{len(whole)}; give no optimizers where groups differ, and equally many batches "
+                f"{len(wrapper_ranks)}; give no optimizers where groups differ, and equally "
+                f"many batches "
                 f"to ranks of which some are outside the wrapper's group"
             )
 
 
 class _JoinContext:
-    """One rank's part in it."""
+    """The announcements and the shadowing of one rank."""
 
     def __init__(self, ddp: NaiveDDP, divide_by_all: bool, throw: bool):
         self._ddp, self._divide_by_all, self._throw = ddp, divide_by_all, throw
@@ -101,11 +103,11 @@ class _JoinContext:
         self._through = on_cpu(ddp.group)
         self._ranks = primitives.ranks_of(ddp.group)
         self._active = self._ranks
-        self._num_said = dict.fromkeys(self._ranks, 0)
+        self._num_announced = dict.fromkeys(self._ranks, 0)
 
     @contextmanager
     def announcing(self) -> Iterator[None]:
-        """Inside, each forward and each reduction is announced."""
+        """Announce each forward and each reduction inside the block."""
         ddp = self._ddp
         handles = [ddp.register_forward_pre_hook(self._forwarding)]
         if not self._divide_by_all:
@@ -122,42 +124,45 @@ class _JoinContext:
                 handle.remove()
 
     def shadow(self) -> None:
-        """Take part until no rank has data."""
+        """Take part in the others' collectives until no rank has data."""
         ddp = self._ddp
         try:
-            while (word := self._say(_JoinState.DONE)) is not _JoinState.DONE:
-                if word is _JoinState.BUFFERS:
+            while (state := self._announce(_JoinState.DONE)) is not _JoinState.DONE:
+                if state is _JoinState.BUFFERS:
                     ddp.follow_buffers()
-                elif word is _JoinState.REDUCTION:
+                elif state is _JoinState.REDUCTION:
                     self._shadow_reduction()
         finally:
             ddp.source = self._source
 
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
-        """All as on a rank of each group that had data for longest."""
+        """Copy parameters, buffers and optimizers from the rank of each group with the
+        most data.
+        """
         for group, members in for_each_group(self._ddp.replicas(), min_size=2):
             broadcast_tensors([replica.tensor for replica in members], group, self._last(group))
         group = self._ddp.group
         for optimizer in optimizers:
-            mine = primitives.ranks_of(group)[group.rank()] == self._last(group)
-            state = optimizer.state_dict() if mine else None
+            is_last = primitives.ranks_of(group)[group.rank()] == self._last(group)
+            state = optimizer.state_dict() if is_last else None
             theirs = broadcast_tensor_dict(state, group, self._last(group))
-            if not mine:
+            if not is_last:
                 optimizer.load_state_dict(theirs)
 
     def _last(self, group: Group) -> int:
-        return max(primitives.ranks_of(group), key=self._num_said.__getitem__)
+        """Return the rank of the group that announced most often."""
+        return max(primitives.ranks_of(group), key=self._num_announced.__getitem__)
 
-    def _say(self, word: _JoinState) -> _JoinState:
-        """Announce it to all; returns what ranks with data do next, DONE if there are none."""
-        said = primitives.all_gather(torch.tensor([int(word)]), self._through).tolist()
-        self._active = tuple(r for r, w in zip(self._ranks, said, strict=True) if w)
+    def _announce(self, state: _JoinState) -> _JoinState:
+        """Announce a state to all ranks; return that of ranks with data, or DONE if none has."""
+        states = primitives.all_gather(torch.tensor([int(state)]), self._through).tolist()
+        self._active = tuple(r for r, s in zip(self._ranks, states, strict=True) if s)
         for rank in self._active:
-            self._num_said[rank] += 1
-        words = {_JoinState(w) for w in said if w}
-        if len(words) > 1:
+            self._num_announced[rank] += 1
+        active_states = {_JoinState(s) for s in states if s}
+        if len(active_states) > 1:
             doing = ", ".join(
-                f"{r}: {_JoinState(w).name}" for r, w in zip(self._ranks, said, strict=True)
+                f"{r}: {_JoinState(s).name}" for r, s in zip(self._ranks, states, strict=True)
             )
             raise CommError(
                 f"join: ranks with data do not do the same next ({doing}); run the same loop on "
@@ -171,24 +176,28 @@ class _JoinContext:
             )
         if self._active:
             self._ddp.source = self._active[0]
-        return words.pop() if words else _JoinState.DONE
+        return active_states.pop() if active_states else _JoinState.DONE
 
     def _forwarding(self, *_: object) -> None:
+        """Announce a forward, before it runs."""
         ddp = self._ddp
         follows = ddp.broadcast_buffers and ddp.training and not ddp.reducer.only_accumulates
-        self._say(_JoinState.BUFFERS if follows else _JoinState.FORWARD)
+        self._announce(_JoinState.BUFFERS if follows else _JoinState.FORWARD)
 
     def _launching(self, bucket: int) -> None:
+        """Announce a reduction, before its first bucket is launched."""
         if bucket == 0:
-            self._say(_JoinState.REDUCTION)
+            self._announce(_JoinState.REDUCTION)
         self._on_launch(bucket)
 
     def _scaled(self, module: nn.Module, inputs: object, outputs: object) -> object:
+        """Scale gradients so that the mean counts only ranks with data."""
         if not torch.is_grad_enabled():
             return outputs
         return map_tensors(outputs, partial(_scaled, len(self._ranks) / len(self._active)))
 
     def _shadow_reduction(self) -> None:
+        """Take part in one reduction, with gradients not yet reduced or with zeros."""
         reducer = self._ddp.reducer
         if not reducer.open:
             for parameter in reducer.parameters:
@@ -199,7 +208,10 @@ class _JoinContext:
 
 
 def _scaled(by: float, output: Tensor) -> Tensor:
-    """A view whose gradients from outside are scaled; those from another output have been."""
+    """Return a view that scales gradients arriving from outside the module.
+
+    Gradients from another output of the module are scaled there.
+    """
     if output.requires_grad:
         output = output.view_as(output)
         output.register_hook(partial(torch.mul, other=by))

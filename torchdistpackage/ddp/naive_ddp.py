@@ -1,7 +1,7 @@
 """NaiveDDP: data parallelism for any module, in Python, overlapped with the backward.
 
-The wrapper equalises parameters and buffers once and gives every gradient to the reducer.
-`loss.backward()` returns with reduced gradients; nothing needs to be called after it.
+The wrapper makes parameters and buffers equal once, and gives every gradient to the reducer.
+`loss.backward()` returns with reduced gradients; the caller need not call anything after it.
 """
 
 import logging
@@ -36,40 +36,40 @@ class NaiveDDP(Wrapper):
     """Wrap `module` so that gradients are averaged over the ranks that hold the same parameters.
 
     module: on its device. It may use parameters differently on each rank, share and freeze them,
-        checkpoint (reentrant or not), and return tensors in any nested structure.
+        checkpoint activations (reentrant or not), and return tensors in any nested structure.
     sync: reduce at the end of the backward instead of during it.
-    bucket_cap_mb: size of a bucket in MiB; None: chosen by measurement in the first steps, and
-        until then 4, over NCCL 32.
+    bucket_cap_mb: size of a bucket in MiB. None: chosen by measurement in the first steps; until
+        then 4, or 32 over NCCL.
     gradient_as_bucket_view: accepted for compatibility; `.grad` always is a view of its bucket.
-    process_group: ranks that hold the same parameters; default tpc's data (and context) ranks,
-        or all ranks where tpc is not set up.
-    dp_rank0: global rank whose values are broadcast at the start; default the group's first.
+    process_group: ranks that hold the same parameters; default: tpc's data (and context) ranks, or
+        all ranks if tpc is not set up.
+    dp_rank0: global rank whose values are broadcast at the start; default: the group's first.
     reduce_op: "avg", or "sum" (then zero gradients every step).
-    num_grad_acc_iter: n reduces in every n-th backward only, such as a pipeline's number of
-        microbatches; the others accumulate.
-    layouts: name -> Layout: axes of tpc over which gradients are summed (partial sums, tied
-        stages). Default: the layouts of the module's layers (docs/data_parallel.md). A parameter
-        that is not listed counts as replicated over the group.
-    strict: raise on all ranks, by name, when some rank leaves parameters unused.
+    num_grad_acc_iter: reduce only in every n-th backward, for example n micro-batches; the other
+        backwards accumulate.
+    layouts: name -> Layout, with the axes of tpc over which gradients are summed (partial sums,
+        tied stages). Default: the layouts of the module's layers (docs/data_parallel.md). A
+        parameter that is not listed counts as replicated over the group.
+    strict: raise on all ranks, naming parameters that some rank left unused.
     broadcast_buffers: broadcast buffers from the group's first rank before a training forward.
-    reduce_dtype: dtype in which gradients are sent and summed over ranks, if narrower than that in
-        which they add up here, such as torch.bfloat16; default: the latter.
-    comm_hook: communication hook (comm_hooks.py) in place of the all-reduce.
-    fp32_grads: leave gradients of bf16 and fp16 parameters in fp32, in which they are summed, for
-        an optimizer that accepts them, such as torch's SGD, Muon and Adafactor, but not its Adam
-        and AdamW; else `.grad` is a copy in the parameter's dtype.
-    keep_order: keep the buckets' order of registration and size, instead of rebuilding them in
-        the order of the gradients, so that every step makes the same calls.
+    reduce_dtype: dtype in which gradients are sent and summed over ranks, such as torch.bfloat16;
+        default: the dtype in which this rank accumulates them.
+    comm_hook: communication hook (comm_hooks.py) to use instead of the all-reduce.
+    fp32_grads: leave gradients of bf16 and fp16 parameters in fp32, in which they are summed.
+        torch's SGD, Muon and Adafactor accept that, but Adam and AdamW do not. By default `.grad`
+        is a copy in the parameter's dtype.
+    keep_order: keep buckets in the order of registration and at their size, so that every step
+        makes the same calls. By default they are rebuilt in the order of the gradients.
 
     Parameters that the module gains later, or that are no longer frozen, are added at the next
     forward, on all ranks. Those frozen or removed later count as unused until `refresh()`.
-    A deep copy, or one from a pickle, has its own reducer over the same ranks. Names in
+    A deep copy or unpickled copy has its own reducer over the same ranks. Names in
     `module._ddp_params_and_buffers_to_ignore` are not touched. State dicts have the module's names.
 
     Raises:
-        CommError: `dp_rank0` is not in a parameter's group, or modules differ between ranks; in
-            a training forward: it returns no tensor; in a backward: this was dropped before it, and
-            it is not the first one over its graph, or that was compiled.
+        CommError: `dp_rank0` is not in a parameter's group, or modules differ between ranks. A
+            training forward raises it if it returns no tensor. A backward raises it if the wrapper
+            was dropped and this is not the first backward of its graph, or the graph was compiled.
         LayoutError: layers split parameters over ranks of the group.
         ValueError: invalid options, all of them.
     """
@@ -134,7 +134,7 @@ class NaiveDDP(Wrapper):
         return self._reducer.watch(outputs, survives=True)
 
     def _check_reachable(self, outputs: object) -> None:
-        """No backward could be seen to come if there were no tensor to hook."""
+        """Refuse outputs without a tensor: no hook could tell that a backward begins."""
         if isinstance(outputs, Tensor) or not self._reducer.parameters or tensors_in(outputs):
             return
         raise CommError(
@@ -146,30 +146,35 @@ class NaiveDDP(Wrapper):
 
     @property
     def reducer(self) -> Reducer:
-        """Owns the gradients; `hold` and `release` are `no_sync` without a block."""
+        """The reducer that owns the gradients; its `hold` and `release` are `no_sync` in
+        two calls.
+        """
         if self._reducer is None:
             self._start()
         return self._reducer
 
     def refresh(self) -> None:
-        """Own the parameters that the module has now; the new ones start from the first rank's.
+        """Own the parameters that the module has now; set new ones to the first rank's values.
 
-        Collective; to be called only after parameters were frozen or removed.
+        All ranks call it together. It is needed only after parameters were frozen or removed.
         """
-        known = set(map(id, self.reducer.parameters))
+        owned_ids = set(map(id, self.reducer.parameters))
         self._read_layouts()
         replicas = self.replicas()
         self._options.verify_params_match(replicas)
-        new = [r for r in replicas if id(r.tensor) not in known]
+        new = [r for r in replicas if id(r.tensor) not in owned_ids]
         self._options.sync_module_states(new, self.source)
         self._start()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards of forwards made inside only accumulate."""
+        """Let backwards of forwards made in this block accumulate gradients without reducing."""
         return self.reducer.no_sync()
 
     def reduce_gradients(self) -> None:
-        """Reduce what has not been. Needed only after backwards of the bare module's outputs."""
+        """Reduce gradients that are not reduced yet.
+
+        It is needed only after backwards of the bare module's outputs.
+        """
         self.reducer.finish()
 
     sync_comm = reduce_gradients
@@ -183,16 +188,19 @@ class NaiveDDP(Wrapper):
         self._options.sync_module_states(self._own_buffers(), self.source)
 
     def replicas(self) -> list[ReplicatedTensor]:
-        """Replicated parameters, frozen ones too, and buffers, by the names of layouts."""
-        own, names = self._own_parameters(), {n: x.name for n, x in self._layouts.items()}
-        found = [ReplicatedTensor(names.get(n, n), p, self._get_group(n, p)) for n, p in own]
-        return found + self._own_buffers()
+        """Return replicated parameters, frozen ones too, and buffers, by the names of layouts."""
+        names = {n: x.name for n, x in self._layouts.items()}
+        parameters = [
+            ReplicatedTensor(names.get(n, n), p, self._get_group(n, p))
+            for n, p in self._own_parameters()
+        ]
+        return parameters + self._own_buffers()
 
     def _start(self) -> None:
-        """Make the reducer, or let it own what there is now."""
+        """Create the reducer, or give it the parameters that the module has now."""
         specs = [self._share(n, p) for n, p in self._own_parameters() if p.requires_grad]
-        # alone, gradients are what autograd makes, unless they must be added up in more bits, or
-        # are of experts, to whom the tokens of several batches came
+        # On one rank autograd's gradients are final, except those to accumulate in fp32, and those
+        # of experts, which are divided because they saw the tokens of several batches.
         specs = [s for s in specs if s.group.size() > 1 or s.divide > 1 or s.is_wider]
         if names := hooked_names(specs, exclusive=True):
             raise CommError(
@@ -216,24 +224,28 @@ class NaiveDDP(Wrapper):
             _LOG.info("%s: %d buckets", type(self.module).__name__, self._reducer.num_buckets)
 
     def _read_layouts(self) -> None:
-        own = self._own_parameters()
-        self._layouts = layouts_of(self.module, own, self._given, self._ranks_given)
+        """Find the layouts of the parameters, and refuse parameters that the group cuts."""
+        parameters = self._own_parameters()
+        self._layouts = layouts_of(self.module, parameters, self._given, self._ranks_given)
         if self._layouts:
             tpc.prepare(sums=self._layouts.values())
-        for named in ((n, p) for n, p in own if n not in self._layouts):
+        for named in ((n, p) for n, p in parameters if n not in self._layouts):
             refuse_cut([named], ranks_of(self._get_group(*named)), "NaiveDDP")
 
     def _get_group(self, name: str, parameter: nn.Parameter) -> Group:
-        """Ranks over which this gradient is summed. Override to choose for each parameter."""
+        """Return the ranks over which this gradient is summed. A subclass may override it."""
         return sum_group(self._layouts.get(name), self.group)
 
     def _share(self, name: str, parameter: nn.Parameter) -> ParamSpec:
+        """Return the spec of a parameter, with its group and divisor."""
         group, layout = self._get_group(name, parameter), self._layouts.get(name)
         return ParamSpec.from_layout(name, parameter, layout, group, mean=self._options.mean)
 
     def _own_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the module's parameters, except ignored ones."""
         return [(n, p) for n, p in self.module.named_parameters() if n not in self._ignored]
 
     def _own_buffers(self) -> list[ReplicatedTensor]:
+        """Return the module's buffers, except ignored ones."""
         buffers = self.module.named_buffers()
         return [ReplicatedTensor(n, b, self.group) for n, b in buffers if n not in self._ignored]

@@ -1,7 +1,7 @@
-"""The options of NaiveDDP, resolved: planner, sparse gradients, hooks, checks of replicas.
+"""Resolution of NaiveDDP's options: planner, sparse gradients, hooks, checks of replicas.
 
-NaiveDDP imports this file. The reducer imports none of it: it gets what is made here as its
-`ReducerParts`, so that who follows a gradient meets an option only where it is set.
+NaiveDDP imports this file. The reducer does not: it gets the objects made here as its
+`ReducerParts`. So a reader who follows a gradient meets an option only where it is set.
 """
 
 import logging
@@ -30,10 +30,11 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class ResolvedOptions:
-    """The options of one NaiveDDP and of its copies, also those from a pickle.
+    """The options of one NaiveDDP and of its copies, including unpickled ones.
 
-    plans: whether order and sizes of buckets follow what is measured. given_bytes: of a bucket, 0
-    to measure. mean: whether gradients are averaged. The others are as NaiveDDP has them.
+    plans: whether measurements decide the order and sizes of buckets.
+    given_bytes: size of a bucket; 0: decided by measurement.
+    mean: whether gradients are averaged. Other fields are as in NaiveDDP.
     """
 
     module: InitVar[nn.Module]
@@ -51,7 +52,7 @@ class ResolvedOptions:
     sync_module_states = staticmethod(param_sync.sync_module_states)
 
     def __post_init__(self, module: nn.Module) -> None:
-        """Raises ValueError: names all options that make no sense."""
+        """Raise ValueError with all invalid options."""
         problems = common_problems(
             module, self.reduce_op, self.bucket_cap_mb, self.num_grad_acc_iter
         )
@@ -84,9 +85,9 @@ class ResolvedOptions:
     def prepare(
         self, module: nn.Module, specs: Sequence[ParamSpec]
     ) -> tuple[list[ParamSpec], ReducerParts]:
-        """The parameters as they are to be reduced, and the reducer's parts.
+        """Return the parameters as they are to be reduced, and the reducer's parts.
 
-        Collective where a group has four ranks or more, the first time.
+        The first call is collective if a group has four ranks or more.
         """
         marked = mark_sparse(module, specs)
         if self._by_node is None:
@@ -104,10 +105,11 @@ class ResolvedOptions:
         )
 
     def __getstate__(self) -> dict[str, object]:
-        """Hooks have groups, which no pickle holds."""
+        """Leave out the hooks by node: they hold groups, which cannot be pickled."""
         return {**vars(self), "_by_node": None}
 
     def _make_bucket_comm(self, bucket: Bucket, members: Sequence[ParamSpec]) -> BucketComm:
+        """Create the communication of a bucket, with the hook of its group."""
         if members[0].sparse_rows:
             return SparseGrad(members[0])
         hook = self.comm_hook
@@ -117,13 +119,16 @@ class ResolvedOptions:
         return AllReduceBucket(bucket, members, hook=hook, keep_wide=self.fp32_grads)
 
     def _log(self, name: str, specs: Sequence[ParamSpec]) -> None:
+        """Log the options that change what gradients cost or how they travel."""
         wider = [s for s in specs if s.is_wider]
         if wider:
             dtype = str(wider[0].parameter.dtype).removeprefix("torch.")
             cast = f"cast to {dtype} (fp32_grads=True keeps it)"
             _LOG.info(
                 "%s: gradients of %d %s elements are summed in fp32, 4 bytes each; .grad is %s",
-                *(name, sum(s.parameter.numel() for s in wider), dtype),
+                name,
+                sum(s.parameter.numel() for s in wider),
+                dtype,
                 "fp32 too" if self.fp32_grads else cast,
             )
         if self.reduce_dtype is not None:
@@ -131,19 +136,20 @@ class ResolvedOptions:
         if self._has_own_hook:
             _LOG.info("%s: gradients travel as %s has them", name, self.comm_hook)
             if self._by_node:
-                # A hook that wraps the default one looks like any other, and only the default
-                # itself may be replaced: all ranks must end with what the hook makes.
+                # A hook that wraps the default one looks like any other hook, so it is not replaced
+                # by node: all ranks must end with what this hook computes.
                 _LOG.info(
                     "%s: over ranks %s that takes the place of the all-reduce by node, which the "
                     "default hook would be",
-                    *(name, " and ".join(map(str, self._by_node))),
+                    name,
+                    " and ".join(map(str, self._by_node)),
                 )
 
 
 def common_problems(
     module: object, reduce_op: object, bucket_cap_mb: object, num_grad_acc_iter: object
 ) -> list[str]:
-    """A text for each mistake in the arguments that NaiveDDP and ZeroOptimizer share."""
+    """Return a sentence for each mistake in the arguments that NaiveDDP and ZeroOptimizer share."""
     problems: list[str] = []
     if not isinstance(module, nn.Module):
         problems.append(f"module is of type {type(module).__name__}; give a torch.nn.Module")
@@ -159,7 +165,7 @@ def common_problems(
 
 
 def dtype_problems(dtypes: Mapping[str, object]) -> list[str]:
-    """A text for each of these options that is neither a dtype of floats nor None."""
+    """Return a sentence for each of these options that is neither a float dtype nor None."""
     return [
         f"{name} is {dtype!r}; give a torch.dtype of floats, or None"
         for name, dtype in dtypes.items()
@@ -168,25 +174,27 @@ def dtype_problems(dtypes: Mapping[str, object]) -> list[str]:
 
 
 def reduce_op_problems(reduce_op: object) -> list[str]:
+    """Return a sentence if `reduce_op` is neither "avg" nor "sum"."""
     if isinstance(reduce_op, str) and reduce_op.lower() in ("avg", "sum"):
         return []
     return [f"reduce_op is {reduce_op!r}; use 'avg' or 'sum'"]
 
 
 def refuse(problems: Sequence[str]) -> None:
-    """Raises ValueError: the problems, if there are any."""
+    """Raise ValueError with the problems, if there are any."""
     if problems:
         raise ValueError("; ".join(problems))
 
 
 def _sizes() -> BucketSizes:
+    """Return the bucket sizes for the transport of the world group."""
     return bucket_sizes(queued=primitives.is_queued(world()))
 
 
 def _hooks_by_node(specs: Sequence[ParamSpec]) -> dict[tuple[int, ...], CommHook]:
-    """Hooks of groups whose nodes have several ranks each, at least two and two; collective."""
-    found = {
+    """Return hooks for groups of at least two nodes with at least two ranks each; collective."""
+    hooks = {
         ranks_of(group): hierarchical_all_reduce(group)
         for group, _ in for_each_group(specs, min_size=4)
     }
-    return {ranks: start for ranks, start in found.items() if start is not None}
+    return {ranks: start for ranks, start in hooks.items() if start is not None}

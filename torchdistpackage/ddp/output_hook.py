@@ -1,8 +1,9 @@
-"""The hook of what a forward returned: a backward that comes to it finds its reducer there.
+"""The hook on a forward's outputs, through which a backward finds its reducer.
 
-It holds the reducer weakly, so that one that is dropped takes its hooks off the parameters at once.
-It keeps the reducer's state until a backward has come. If the reducer is gone by then, another one
-takes over that state, for as long as this backward runs: `NaiveDDP(model)(x).sum().backward()`.
+It holds the reducer weakly, so that a dropped reducer takes its hooks off the parameters at once.
+It keeps the reducer's state until a backward has run. If the reducer is gone by then, a new one
+takes
+over that state for as long as this backward runs: `NaiveDDP(model)(x).sum().backward()`.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torchdistpackage.errors import CommError
 
 
 class WatchingReducer(Protocol):
-    """The part of a `Reducer` that this uses; `me`, which refers to it, is part of its state."""
+    """The part of a `Reducer` that this file uses. `me` is a weak reference in its state."""
 
     me: ReferenceType
 
@@ -29,18 +30,18 @@ class WatchingReducer(Protocol):
 def output_hook(
     reducer: WatchingReducer, made_in: int, wait: bool, survives: bool
 ) -> Callable[[Tensor], None]:
-    """Leads a backward from the outputs of one forward to `reducer`.
+    """Return a hook for the outputs of one forward that tells `reducer` of a backward.
 
-    made_in, wait: as `Reducer.reached` has them. survives: whether a backward may come after the
-    reducer was dropped; else it is refused, as it is where torch.compile traces the forward, which
-    would keep a copy of the state.
+    made_in, wait: as in `Reducer.reached`.
+    survives: allow a backward after the reducer was dropped. Otherwise it is refused, and always
+        under torch.compile, whose graph would keep a copy of the state.
     """
-    kept = KeptState(reducer) if survives and not torch.compiler.is_compiling() else None
-    return partial(_reached, ref(reducer), kept, made_in, wait)
+    state = KeptState(reducer) if survives and not torch.compiler.is_compiling() else None
+    return partial(_reached, ref(reducer), state, made_in, wait)
 
 
 class KeptState:
-    """The state of `reducer`, whoever has it, until `let_go`."""
+    """The state of `reducer`, kept alive until `let_go`, whichever reducer uses it."""
 
     __slots__ = ("_kind", "_me", "_state")
 
@@ -49,36 +50,38 @@ class KeptState:
         self._state: dict[str, Any] | None = vars(reducer)
 
     def find(self) -> WatchingReducer | None:
-        """The reducer, or who has its state now."""
-        found = self._me()
-        if found is None and self._state is not None:
+        """Return the reducer that has the state now, creating one if the first was dropped."""
+        reducer = self._me()
+        if reducer is None and self._state is not None:
+            # under the lock, so that two threads of autograd do not create two reducers
             with ARMING:
-                found = self._state["me"]()
-                if found is None:
-                    found = self._kind.__new__(self._kind)
-                    found.__dict__ = self._state
-                    found.hook_parameters()
-            self._me = ref(found)
-        return found
+                reducer = self._state["me"]()
+                if reducer is None:
+                    reducer = self._kind.__new__(self._kind)
+                    reducer.__dict__ = self._state
+                    reducer.hook_parameters()
+            self._me = ref(reducer)
+        return reducer
 
     def let_go(self) -> None:
-        """A graph may outlive its backward, and the buckets need not."""
+        """Drop the state after a backward: a graph may live on, but need not keep the buckets."""
         self._state = None
 
 
 def _reached(
-    me: "ReferenceType[WatchingReducer]",
-    kept: KeptState | None,
+    reducer_ref: "ReferenceType[WatchingReducer]",
+    state: KeptState | None,
     made_in: int,
     wait: bool,
     grad: Tensor,
 ) -> None:
-    reducer = me() if kept is None else kept.find()
+    """Tell the reducer that a backward has reached an output, or raise if it is gone."""
+    reducer = reducer_ref() if state is None else state.find()
     if reducer is None:
         raise CommError(
             "a backward came to what a NaiveDDP or ZeroOptimizer returned that was dropped since, "
             "so that its gradients would not be reduced; keep it until the last backward through "
             "its outputs is over"
         )
-    if reducer.reached(made_in, wait) and kept is not None:
-        kept.let_go()
+    if reducer.reached(made_in, wait) and state is not None:
+        state.let_go()

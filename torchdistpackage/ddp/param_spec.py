@@ -1,9 +1,9 @@
-"""A parameter and the ranks with which it shares its gradient, by its layout.
+"""A parameter with the group over which its gradient is summed, as its layout says.
 
-A wrapper works by the layouts that it was given, else by those of the parameters. A layout speaks
-of axes, so it counts where tpc's mesh has them and the wrapper sums over tpc's batch ranks.
-Elsewhere a layer sums partial gradients over its own group, and the wrapper over the group that it
-was given, which must not be one that cuts a parameter.
+A wrapper uses the layouts passed to it, or else those on the parameters. A layout names axes, so it
+applies only if tpc's mesh has them and the wrapper sums over tpc's batch ranks. Otherwise a layer
+sums partial gradients over its own group, and the wrapper sums over the group passed to it, which
+must not cut a parameter.
 """
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ Named = Iterable[tuple[str, Tensor]]
 
 
 class ReplicatedTensor(NamedTuple):
-    """A tensor of which every rank of `group` holds a copy."""
+    """A tensor that every rank of `group` holds a copy of."""
 
     name: str
     tensor: Tensor
@@ -36,10 +36,12 @@ class ReplicatedTensor(NamedTuple):
 class ParamSpec:
     """A parameter whose gradient is summed over `group`, then divided by `divide`.
 
-    deferred: after all others, when the step's messages have gone, as it must be with a weight of
-    several stages: a sum that one begins before it has sent what the other still waits for stops
-    both, on one group always and on two where a device runs one after another. sparse_rows: it
-    travels as rows (sparse_grads.py), in no bucket. bucket: only equal numbers share a bucket.
+    deferred: sum it after all others, when the step's messages have been sent. A weight shared by
+        several stages needs this: if one stage starts the sum before it sends a message that the
+        other waits for, both hang. That always happens on one group, and on two groups if a device
+        runs their calls one after another.
+    sparse_rows: it travels as rows (sparse_grads.py), in no bucket.
+    bucket: only specs with equal numbers share a bucket.
     """
 
     name: str
@@ -61,10 +63,11 @@ class ParamSpec:
         mean: bool = True,
         over: Collection[int] | None = None,
     ) -> "ParamSpec":
-        """The spec of a parameter with this layout, whose gradient is summed over `group`.
+        """Return the spec of a parameter with this layout, whose gradient is summed over `group`.
 
-        mean: over the layout's batches where ranks are summed that it names, else over ranks.
-        over: the ranks that are summed in the end, where `group` is not all of them.
+        mean: divide by the number of the layout's batches if its ranks are summed, or else by the
+            number of ranks.
+        over: all ranks that are summed in the end, if `group` is only some of them.
         """
         over = ranks_of(group) if over is None else over
         divide = len(over) if mean else 1
@@ -75,40 +78,44 @@ class ParamSpec:
 
     @property
     def key(self) -> Hashable:
-        """Gradients with equal keys may travel in one bucket."""
+        """Key of the gradient; those with equal keys may share a bucket."""
         p, alone = self.parameter, self.name if self.sparse_rows else ""
         kind = p.dtype, p.device, ranks_of(self.group)
         return *kind, self.divide, self.deferred, alone, self.bucket
 
     @property
     def is_early(self) -> bool:
-        """Whether its bucket may leave while the backward runs."""
+        """True if its bucket may be launched while the backward runs."""
         return not (self.deferred or self.sparse_rows)
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """In which gradients are added up: fp32 for narrower floats."""
+        """The dtype in which gradients accumulate: fp32 for narrower floats."""
         dtype = self.parameter.dtype
         return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
     @property
     def is_wider(self) -> bool:
-        """Whether gradients are added up in another dtype than the parameter's."""
+        """True if gradients accumulate in another dtype than the parameter's."""
         return self.sum_dtype != self.parameter.dtype
 
     def entry(self, index: int) -> BucketEntry:
-        """The parameter as a plan of buckets sees it."""
+        """Return the parameter as an entry for the plan of buckets."""
         num = 0 if self.sparse_rows else self.parameter.numel()
         return BucketEntry(index, num, self.sum_dtype.itemsize, self.key)
 
     def view(self, flat: Tensor, offset: int) -> Tensor:
-        """The part of a bucket from `offset` on, with the parameter's own strides if dense."""
+        """Return the view of a bucket from `offset` on, with the parameter's own strides if
+        dense.
+        """
         like = torch.empty_like(self.parameter, device="meta")
         return flat.as_strided(like.shape, like.stride(), offset)
 
 
 def batch_group() -> Group:
-    """Ranks that see different tokens: tpc's data and context axes, else everybody."""
+    """Return the ranks that see different tokens: tpc's data and context axes, or else all
+    ranks.
+    """
     if tpc.is_set:
         return tpc.groups.along(tpc.topology.dense, BATCH_AXES)
     return resolve_group(None, "data")
@@ -120,10 +127,11 @@ def layouts_of(
     given: Mapping[str, Layout] | None,
     over: Iterable[int] | None = None,
 ) -> Layouts:
-    """Layouts by which gradients are summed, of the parameters `named` that follow one.
+    """Return the layouts by which gradients of the parameters `named` are summed.
 
-    given: if not None, these alone. over: ranks over which the wrapper sums what is not listed;
-    None: tpc's batch ranks, or all.
+    given: if not None, use only these.
+    over: ranks over which the wrapper sums parameters that are not listed; None: tpc's batch ranks,
+        or all ranks.
     """
     given = None if given is None else dict(given)
     if module is not None:
@@ -134,12 +142,12 @@ def layouts_of(
         return {}
     if over is not None and {*over} != {*tpc.topology.dense.group(tpc.rank, BATCH_AXES)}:
         return {}
-    found = {name: x for name, p in named if (x := layout_of(p)) and follows(x, p)}
-    return {name: layout for name, layout in found.items() if not layout.is_whole}
+    layouts = {name: x for name, p in named if (x := layout_of(p)) and follows(x, p)}
+    return {name: layout for name, layout in layouts.items() if not layout.is_whole}
 
 
 def follows(layout: Layout, parameter: Tensor) -> bool:
-    """Whether tpc's mesh says over which ranks this parameter is cut."""
+    """Return whether tpc's mesh tells over which ranks this parameter is cut."""
     if not tpc.is_set:
         return False
     mesh, cut = tpc.topology.view(layout.view), {*layout.split_axes, *layout.unreduced}
@@ -152,39 +160,40 @@ def follows(layout: Layout, parameter: Tensor) -> bool:
 
 
 def group_of(parameter: Tensor) -> Group | None:
-    """The ranks that cut a parameter, or each have a part of its gradient, as its layer has it."""
+    """Return the ranks that each hold a shard of a parameter, or a partial sum of its gradient."""
     mark = mark_of(parameter)
     return None if mark is None else cast(Group | None, mark.group)
 
 
 def refuse_cut(named: Named, over: Sequence[int], who: str) -> None:
-    """Raise LayoutError if one of these is cut, or partly summed, over several ranks of `over`."""
+    """Raise LayoutError if several ranks of `over` cut a parameter, or hold partial gradients."""
     ranks = {*over}
-    found = [
+    cut_parameters = [
         (name, group)
         for name, p in named
         if (group := group_of(p)) is not None
         and not cast(Layout, layout_of(p)).is_whole
         and len(ranks & {*ranks_of(group)}) > 1
     ]
-    if found:
-        name, group = found[0]
+    if cut_parameters:
+        name, group = cut_parameters[0]
         raise LayoutError(
-            f"{who} takes ranks {tuple(over)} to hold the same parameters, but {len(found)} are "
+            f"{who} takes ranks {tuple(over)} to hold the same parameters, but "
+            f"{len(cut_parameters)} are "
             f"cut over ranks {ranks_of(group)}, {name} for one: give it a group of ranks that hold "
             f"the same, or set up tpc with that axis before the model is made"
         )
 
 
 def summed_over(layout: Layout) -> tuple[int, ...]:
-    """Ranks whose gradients are summed."""
+    """Return the ranks whose gradients are summed."""
     return gradient_ranks(layout, tpc.topology.view(layout.view), tpc.rank)
 
 
 def sum_group(layout: Layout | None, group: Group, over: Collection[int] | None = None) -> Group:
-    """Group over which a gradient is summed: `group` where there is no layout, or it says so.
+    """Return the group over which a gradient is summed: the layout's, or `group` without one.
 
-    over: the ranks that count as `group`'s, where it is not all of them.
+    over: the ranks that count as those of `group`, if it is only some of them.
     """
     ranks = None if layout is None else summed_over(layout)
     same = ranks is None or {*ranks} == {*(ranks_of(group) if over is None else over)}
@@ -192,18 +201,24 @@ def sum_group(layout: Layout | None, group: Group, over: Collection[int] | None 
 
 
 def take_over(specs: Iterable[ParamSpec]) -> list[Mark]:
-    """Marks of the parameters whose layers need not sum, as they are summed here; to `remove`."""
-    taken: list[Mark] = []
+    """Claim partial gradients that these specs sum, so that layers do not sum them.
+
+    Return the marks, whose `remove` gives the claim back.
+    """
+    marks: list[Mark] = []
     for s in specs:
         mark, group = mark_of(s.parameter), group_of(s.parameter)
         if mark is None or group is None:
             continue
-        parts = ranks_of(group)
+        summing_ranks = ranks_of(group)
         if mark.layout.is_shared:
-            parts = [parts[i] for i in holders_along(mark.layout, len(parts), group.rank())]
+            summing_ranks = [
+                summing_ranks[i]
+                for i in holders_along(mark.layout, len(summing_ranks), group.rank())
+            ]
         elif not mark.layout.unreduced:
             continue
-        if {*parts} <= {*ranks_of(s.group)}:
+        if {*summing_ranks} <= {*ranks_of(s.group)}:
             mark.num_reducers += 1
-            taken.append(mark)
-    return taken
+            marks.append(mark)
+    return marks

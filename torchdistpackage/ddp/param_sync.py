@@ -1,14 +1,14 @@
-"""Equal parameters and buffers on the ranks of a group: sent once, and compared.
+"""Broadcast and comparison of parameters and buffers, which a group's ranks must hold alike.
 
-A difference raises on every rank of its group, and says which tensor, on which ranks.
+A difference raises on every rank of its group, naming the tensor and the ranks.
 
-Before values are sent, the ranks compare names and shapes by 16 bytes each, and exchange lists only
-where these differ. Values go in one broadcast for many tensors of a dtype and device, cut where it
-would be longer than `MESSAGE_BYTES`, so that no copy of a whole model is ever made.
+Before they send values, ranks compare 16-byte digests of names and shapes, and exchange the lists
+only if these differ. One broadcast carries many tensors of a dtype and device, up to
+`MESSAGE_BYTES`, so that no rank makes a copy of a full model.
 
-To compare values, the bits of a tensor, taken as 64-bit words in a table, are summed by column and
-by row, modulo 2**64, each sum times an odd number of its own: one flipped bit always changes the
-result, and so do two small changes that a plain sum would let cancel.
+To compare values, each rank takes the bits of a tensor as a table of 64-bit words, sums it by
+column and by row modulo 2**64, and multiplies each sum by an odd number of its own. One flipped
+bit always changes the result, and so do two small changes that would cancel in a plain sum.
 """
 
 import hashlib
@@ -34,8 +34,10 @@ _ODD = 0x5851F42D4C957F2D
 
 
 class Difference(NamedTuple):
-    """A tensor whose bits are not the same on `ranks` (global). odd: those in the minority, or
-    none where there is no majority, as with two ranks."""
+    """A tensor whose bits differ among `ranks` (global).
+
+    odd: the ranks in the minority; empty if there is no majority, as with two ranks.
+    """
 
     name: str
     ranks: tuple[int, ...]
@@ -48,17 +50,17 @@ class Difference(NamedTuple):
 
 
 def verify_params_match(replicas: Iterable[ReplicatedTensor]) -> None:
-    """Return if all ranks of each group name the same tensors in it, of equal shapes and dtypes.
+    """Check that all ranks of each group have the same tensors, of equal shapes and dtypes.
 
     Raises:
-        CommError: they do not; with the first difference and both sides, on all ranks of the group.
-            Or one of them cannot be sent.
+        CommError: they differ, or a tensor cannot be sent. All ranks of the group raise it, with
+            the first difference and both sides.
     """
     for group, members in for_each_group(replicas, min_size=2):
         facts = [(r.name, _kind(r.tensor)) for r in members]
         digest = hashlib.sha256(repr(facts).encode()).digest()
-        mine = [int.from_bytes(digest[at : at + 8], "big", signed=True) for at in (0, 8)]
-        if _all_equal(torch.tensor(mine, device=primitives.device_of(group)), group):
+        words = [int.from_bytes(digest[start : start + 8], "big", signed=True) for start in (0, 8)]
+        if _all_equal(torch.tensor(words, device=primitives.device_of(group)), group):
             _check_sendable(facts)
             continue
         lists = primitives.gather_objects(facts, group)
@@ -67,44 +69,46 @@ def verify_params_match(replicas: Iterable[ReplicatedTensor]) -> None:
 
 @torch.no_grad()
 def sync_module_states(replicas: Iterable[ReplicatedTensor], source: int | None = None) -> None:
-    """Set all of them to those of global rank `source`, by default the first of each group.
+    """Set all tensors to those of global rank `source`, by default the first of each group.
 
     Raises:
         CommError: `source` is not in one of the groups.
     """
     for group, members in for_each_group(replicas, min_size=2):
-        # not through autograd's count of changes: batch norm saves buffers that it never reads
+        # through .data, which leaves autograd's version counters alone: batch norm saves buffers
+        # for a backward that never reads them, and a new version would make it raise
         for tensors in _messages([r.tensor.data for r in members if r.tensor.numel()]):
             _broadcast(tensors, group, primitives.source_in(group, source))
 
 
 def find_differences(replicas: Iterable[ReplicatedTensor]) -> list[Difference]:
-    """Tensors that are not the same to the bit on all ranks of their groups; collective.
+    """Return the tensors whose bits differ between ranks of their groups; collective.
 
-    Reads every tensor twice, on its device, and waits for that device once for each group.
+    It reads every tensor twice, on its device, and waits for the device once for each group.
     """
-    found: list[Difference] = []
+    differences: list[Difference] = []
     for group, members in for_each_group(replicas, min_size=2):
         table = torch.stack([_hash(r.tensor).to(primitives.device_of(group)) for r in members])
         if _all_equal((table * _odd_numbers(len(members), table)[:, None]).sum(0), group):
             continue
         ranks = ranks_of(group)
         tables = primitives.all_gather(table[None], group).tolist()
-        for place, replica in enumerate(members):
-            hashes = [tuple(of_rank[place]) for of_rank in tables]
+        for index, replica in enumerate(members):
+            hashes = [tuple(of_rank[index]) for of_rank in tables]
             common, number = Counter(hashes).most_common(1)[0]
             if number < len(ranks):
                 majority = 2 * number > len(ranks)
                 odd = [r for r, h in zip(ranks, hashes, strict=True) if majority and h != common]
-                found.append(Difference(replica.name, ranks, tuple(odd)))
-    return found
+                differences.append(Difference(replica.name, ranks, tuple(odd)))
+    return differences
 
 
 def check_replicas(replicas: Iterable[ReplicatedTensor]) -> None:
-    """`find_differences`, as an error: call it every so many steps, after the optimizer's.
+    """Raise if replicas differ in any bit; call it now and then, after the optimizer's step.
 
     Raises:
-        CommError: replicas differ; names tensors and ranks, on all ranks of these tensors' groups.
+        CommError: replicas differ. All ranks of these tensors' groups raise it, naming tensors and
+            ranks.
     """
     differences = find_differences(replicas)
     if differences:
@@ -117,10 +121,13 @@ def check_replicas(replicas: Iterable[ReplicatedTensor]) -> None:
 
 
 def check_unused_parameters(specs: Sequence[ParamSpec], has_grad: Sequence[bool]) -> None:
-    """Compare over each group which of its parameters got a gradient, `has_grad` on this rank.
+    """Check that every parameter got a gradient on all ranks of its group.
+
+    has_grad: whether each got a gradient on this rank.
 
     Raises:
-        CommError: some rank did not use some; on all ranks of the group, by name.
+        CommError: some rank did not use some parameters. All ranks of the group raise it, with the
+            names.
     """
     used_here = {id(s): used for s, used in zip(specs, has_grad, strict=True)}
     unused: list[str] = []
@@ -137,21 +144,22 @@ def check_unused_parameters(specs: Sequence[ParamSpec], has_grad: Sequence[bool]
 
 
 def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors that travel together; a large one alone."""
-    alike: dict[object, list[Tensor]] = {}
-    left_bytes: dict[object, int] = {}
+    """Yield lists of tensors to send in one message; a large tensor is alone in its list."""
+    by_kind: dict[object, list[Tensor]] = {}
+    free_bytes: dict[object, int] = {}
     for x in tensors:
         kind = x.dtype, x.device
-        if kind in alike and left_bytes[kind] < x.nbytes:
-            yield alike.pop(kind)
-        if kind not in alike:
-            alike[kind], left_bytes[kind] = [], MESSAGE_BYTES
-        alike[kind].append(x)
-        left_bytes[kind] -= x.nbytes
-    yield from alike.values()
+        if kind in by_kind and free_bytes[kind] < x.nbytes:
+            yield by_kind.pop(kind)
+        if kind not in by_kind:
+            by_kind[kind], free_bytes[kind] = [], MESSAGE_BYTES
+        by_kind[kind].append(x)
+        free_bytes[kind] -= x.nbytes
+    yield from by_kind.values()
 
 
 def _broadcast(tensors: list[Tensor], group: Group, source: int) -> None:
+    """Broadcast tensors of one dtype and device in one message."""
     if len(tensors) == 1 and tensors[0].is_contiguous():
         primitives.broadcast(tensors[0], group, source)
         return
@@ -165,6 +173,7 @@ def _broadcast(tensors: list[Tensor], group: Group, source: int) -> None:
 
 
 def _check_sendable(facts: Sequence[tuple[str, str]]) -> None:
+    """Refuse lazy tensors, and expanded ones, which cannot be received into."""
     for name, kind in facts:
         if kind == LAZY:
             raise CommError(f"{name} is {kind}: run one forward of the module before wrapping it")
@@ -176,6 +185,7 @@ def _check_sendable(facts: Sequence[tuple[str, str]]) -> None:
 
 
 def _kind(x: Tensor) -> str:
+    """Return the shape and dtype of a tensor as text."""
     if is_lazy(x):
         return LAZY
     kind = f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
@@ -183,47 +193,51 @@ def _kind(x: Tensor) -> str:
     return f"{kind} {EXPANDED}" if is_expanded else kind
 
 
-def _all_equal(mine: Tensor, group: Group) -> bool:
-    rows = primitives.all_gather(mine[None], group)
+def _all_equal(tensor: Tensor, group: Group) -> bool:
+    """Return whether all ranks of the group pass equal tensors."""
+    rows = primitives.all_gather(tensor[None], group)
     return bool((rows == rows[0]).all())
 
 
 def _first_difference(lists: Sequence[Sequence[tuple[str, str]]], group: Group) -> str:
+    """Return a sentence about the first rank that differs from the group's first one."""
     ranks, first = ranks_of(group), lists[0]
     rank, theirs = next((r, x) for r, x in zip(ranks, lists, strict=True) if x != first)
-    ours, others = dict(first), dict(theirs)
-    where = f"ranks {ranks[0]} and {rank} do not hold the same parameters and buffers"
-    for name in [*ours, *others]:
-        if ours.get(name) != others.get(name):
+    first_kinds, other_kinds = dict(first), dict(theirs)
+    lead = f"ranks {ranks[0]} and {rank} do not hold the same parameters and buffers"
+    for name in [*first_kinds, *other_kinds]:
+        if first_kinds.get(name) != other_kinds.get(name):
             return (
-                f"{where}: {name} is {ours.get(name, 'absent')} on rank {ranks[0]} and "
-                f"{others.get(name, 'absent')} on rank {rank} ({len(ours)} and {len(others)} "
+                f"{lead}: {name} is {first_kinds.get(name, 'absent')} on rank {ranks[0]} and "
+                f"{other_kinds.get(name, 'absent')} on rank {rank} ({len(first_kinds)} and "
+                f"{len(other_kinds)} "
                 f"in all); build the same module on both"
             )
-    place, (mine, other) = next(
+    index, (first_entry, other_entry) = next(
         (i, pair) for i, pair in enumerate(zip(first, theirs, strict=True)) if pair[0] != pair[1]
     )
     return (
-        f"{where}: number {place} is {mine[0]} on rank {ranks[0]} and {other[0]} on rank {rank}; "
+        f"{lead}: number {index} is {first_entry[0]} on rank {ranks[0]} and {other_entry[0]} on "
+        f"rank {rank}; "
         f"register them in the same order on both"
     )
 
 
 def _hash(x: Tensor) -> Tensor:
-    """(2) int64 of the bits of `x`, on its device."""
+    """Return two int64 hashes (2,) of the bits of `x`, on its device."""
     bits = x.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
     if bits.storage_offset() % WORD_BYTES:
         bits = bits.clone()
     row_bytes = COLUMNS * WORD_BYTES
     end = bits.numel() // row_bytes * row_bytes
-    whole = bits[:end].view(torch.int64).view(-1, COLUMNS)
+    table = bits[:end].view(torch.int64).view(-1, COLUMNS)
     last = bits.new_zeros(row_bytes)
     last[: bits.numel() - end] = bits[end:]
     rest = last.view(torch.int64)
-    columns, rows = whole.sum(0) + rest, torch.cat([whole.sum(1), rest.sum()[None]])
+    columns, rows = table.sum(0) + rest, torch.cat([table.sum(1), rest.sum()[None]])
     return torch.stack([(s * _odd_numbers(len(s), s)).sum() for s in (columns, rows)])
 
 
 def _odd_numbers(count: int, like: Tensor) -> Tensor:
-    """`count` different odd numbers modulo 2**64."""
+    """Return `count` different odd numbers modulo 2**64."""
     return torch.arange(1, count + 1, device=like.device).mul_(_ODD).mul_(2).add_(1)

@@ -1,26 +1,26 @@
-"""When gradients are final and buckets may be launched.
+"""Rules that decide when gradients are final and buckets may be launched.
 
-All ranks of a group launch the same buckets in the same order. So of the reducers of one backward,
-`BackwardQueue` lets the one that was armed first launch all its early buckets first, and all launch
-theirs before any is finished, also where a bucket is late because a parameter was not used. One
-that shares a parameter with an earlier one waits until that is finished: its gradient is a mean
-that is still on its way. Autograd has a thread for each device, so one launches at a time.
+All ranks of a group launch the same buckets in the same order. If a backward has several reducers,
+`BackwardQueue` lets the one armed first launch all its early buckets first, and all launch theirs
+before any is finished, even if a bucket is late because a parameter was not used. A reducer that
+shares a parameter with an earlier one waits until that is finished, because the gradient is a mean
+still in flight. Autograd has a thread for each device, so a lock lets one launch at a time.
 
 [Note: order of buckets] A collective has no name: what a rank sends first meets what another sends
-first. But gradients come in another order on each rank, where threads of autograd race or ranks run
-other branches of a model. So a bucket that is complete waits until all before it have left
-(`Reducer.launch_complete`), and one that never completes leaves at the end of the backward
-(`Reducer.launch_early`). The cost is that a late gradient holds up what is complete behind it, so
-buckets are packed anew in the order in which gradients came (bucket_tuning.py).
+first. But each rank may compute gradients in another order, because threads of autograd race, or
+ranks run different branches of a model. So a complete bucket waits until all before it have been
+launched (`Reducer.launch_complete`), and one that never completes is launched at the end of the
+backward (`Reducer.launch_early`). The cost is that a late gradient delays the complete buckets
+behind it. So buckets are packed again in the order in which gradients came (bucket_tuning.py).
 
-[Note: gradients that repeat] A hook cannot tell the last gradient of a parameter from one before
-it, and a bucket that left with a part of it would be wrong on all ranks without a word. So in the
-first reduction nothing leaves before the backward is over, and a parameter that was seen in a
-nested backward never leaves early again (`Reducer.mark_repeating`). One that repeats for the first
-time after its bucket has left is an error by name (`came_late`).
+[Note: gradients that repeat] A hook cannot tell a parameter's last gradient in a backward from an
+earlier one. A bucket launched with an incomplete gradient would silently be wrong on all ranks. So
+the first reduction launches nothing before the backward is over, and a parameter seen in a nested
+backward is never launched early again (`Reducer.mark_repeating`). If one repeats for the first time
+after its bucket was launched, that is an error with its name (`came_late`).
 
-Where a caller knows which gradients are final, a `ReadyPolicy` says so, as that of
-scheduled_ready.py does.
+If a caller knows which gradients are final, a `ReadyPolicy` tells, as that of scheduled_ready.py
+does.
 """
 
 from collections.abc import Collection, Iterable
@@ -50,10 +50,10 @@ class LaunchingReducer(Protocol):
 
 
 class ReadyPolicy(Protocol):
-    """Decides which gradients are final, in place of the backward that armed the reducer.
+    """A rule for which gradients are final, instead of the end of the backward.
 
-    is_last: whether the gradient that has just come to this slot is final. late: the error for one
-    that came after the bucket of this slot had left.
+    is_last: return whether the gradient just computed for this slot is final.
+    late: return the error for a gradient computed after its slot's bucket was launched.
     """
 
     def is_last(self, slot: GradSlot, parameter: Tensor) -> bool: ...
@@ -61,10 +61,11 @@ class ReadyPolicy(Protocol):
 
 
 class ScheduledReady(Protocol):
-    """By what a caller of `Reducer.scheduled()` says which backwards are the last.
+    """The interface by which a caller of `Reducer.scheduled()` tells which backwards are the last.
 
-    last_backward: backwards inside bring the last gradients of the parameters that they reach, but
-    for those with these ids. complete: these get no more, whether or not they got any.
+    last_backward: backwards in this block compute the last gradients of all parameters that they
+        reach, except those with these ids.
+    complete: these parameters get no more gradients, whether or not they got any.
     """
 
     def last_backward(self, still_pending: Collection[int] = ()) -> AbstractContextManager: ...
@@ -72,7 +73,7 @@ class ScheduledReady(Protocol):
 
 
 class BackwardQueue:
-    """Reducers of graph task `task`, in the order in which it came to their outputs."""
+    """The reducers of one backward (graph task), in the order in which it reached their outputs."""
 
     def __init__(self, task: int):
         self._task, self._launching = task, Lock()
@@ -81,16 +82,21 @@ class BackwardQueue:
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def enqueue(self, reducer: LaunchingReducer, wait: bool) -> None:
-        """wait: whether the end of the task finishes it."""
-        last = self._rounds[-1]
-        mine = set(map(id, reducer.parameters)) if last else set()
-        if all(mine.isdisjoint(map(id, other.parameters)) for other, _ in last):
-            last.append((reducer, wait))
+        """Add a reducer, in a later round if it shares a parameter with one of this round.
+
+        wait: whether the end of the backward waits for its sums.
+        """
+        round_ = self._rounds[-1]
+        own_ids = set(map(id, reducer.parameters)) if round_ else set()
+        if all(own_ids.isdisjoint(map(id, other.parameters)) for other, _ in round_):
+            round_.append((reducer, wait))
         else:
             self._rounds.append([(reducer, wait)])
 
     def launch_ready(self) -> None:
-        """Launch what is complete, up to the first reducer that still has early buckets."""
+        """Launch complete buckets, up to the first reducer that still has early buckets to
+        launch.
+        """
         with self._launching:
             for reducer, _ in self._rounds[0]:
                 reducer.launch_complete()
@@ -98,6 +104,7 @@ class BackwardQueue:
                     return
 
     def _end(self) -> None:
+        """Launch what is left when the backward is over, round after round, and finish it."""
         rounds, self._rounds = self._rounds, [[]]
         for armed in rounds:
             for reducer, _ in armed:
@@ -107,16 +114,18 @@ class BackwardQueue:
 
 
 ARMING = Lock()
-"""Held while a reducer is armed for a backward and enqueued."""
+"""Lock held while a reducer is armed and enqueued. Autograd's threads may reach outputs at once,
+and the reducer must be armed only once."""
 _of_task: WeakValueDictionary[int, BackwardQueue] = WeakValueDictionary()
 
 
 def queue_of(task: int) -> BackwardQueue:
-    """That of a task, made by the first call, which runs in that task."""
+    """Return the queue of a graph task; the first call creates it, inside that task."""
     return _of_task.get(task) or _of_task.setdefault(task, BackwardQueue(task))
 
 
 def came_late(spec: ParamSpec) -> CommError:
+    """Return the error for a gradient computed after its bucket was launched."""
     return CommError(
         f"parameter {spec.name} received a gradient after it was taken for complete: call "
         f"finish() before the next backward, and where reentrant checkpointing uses it at times, "
@@ -125,9 +134,9 @@ def came_late(spec: ParamSpec) -> CommError:
 
 
 def gives_any(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether the backward that runs gives any of them its `.grad`."""
+    """Return whether the running backward gives any of these parameters its `.grad`."""
     edges = map(torch.autograd.graph.get_gradient_edge, parameters)
     try:
         return any(torch._C._will_engine_execute_node(edge.node) for edge in edges)
-    except RuntimeError:  # so torch answers of a leaf that autograd.grad was asked for
+    except RuntimeError:  # torch raises for a leaf that is an input of autograd.grad
         return False

@@ -1,18 +1,18 @@
-"""Sums gradients over groups while the backward still runs, in one fixed order of buckets.
+"""The reducer, which sums gradients over groups during the backward, in one fixed order of buckets.
 
-The way of a gradient: `watch` hooks a module's outputs; the first such hook to run in a backward
-*arms* the reducer for that backward (autograd calls it a graph task); `_accumulated` runs for each
-gradient that is there; a bucket is launched when its members are complete and all before it were
-launched, or, if it is `deferred` (param_spec.py), in `finish`, which waits for all. So every rank
-issues the same collectives in the same order, whatever order gradients come in.
+The path of a gradient: `watch` hooks a module's outputs. The first such hook to run in a backward
+*arms* the reducer for that backward (autograd calls it a graph task). `_accumulated` runs for each
+computed gradient. A bucket is launched when its members are complete and all buckets before it were
+launched; a `deferred` one (param_spec.py) is launched in `finish`, which waits for all. So every
+rank issues the same collectives in the same order, in whatever order gradients are computed.
 
-Gradients of a backward nested inside, as reentrant checkpointing has them, may come again, so their
-buckets wait for the end; which parameters do so is learned in the first reduction, in which
-therefore nothing leaves early. Or a `ReadyPolicy` (ready.py) says which gradients are final.
+A nested backward, as in reentrant checkpointing, may add to a gradient again, so such buckets wait
+for the end. The first reduction, which launches nothing early, shows which parameters these are.
+Or a `ReadyPolicy` (ready.py) tells which gradients are final.
 
-Nothing that outlives a call keeps the reducer, neither what it owns nor an output that it watches:
-a layer whose partial sums it sums instead does so again as soon as the reducer is dropped. Its
-state may live on for a backward that is still to come (output_hook.py).
+Nothing that outlives a call keeps the reducer alive, neither its parameters nor watched outputs. A
+layer whose partial gradients it sums does so itself again once the reducer is dropped. The
+reducer's state may live on for a backward still to come (output_hook.py).
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -48,37 +48,39 @@ from torchdistpackage.errors import CommError
 
 
 class ReductionPhase(Enum):
-    """IDLE: nothing was launched. REDUCING: buckets may be. SENT: all early ones were."""
+    """Phase of a reduction. IDLE: not begun. REDUCING: buckets may be launched. SENT: all early
+    buckets are."""
 
     IDLE, REDUCING, SENT = "idle", "reducing", "sent"
 
 
-# Members of an enum cost an attribute look-up each time, and the hook runs for every gradient.
+# globals, because the hook runs for every gradient and an enum member costs an attribute look-up
 _IDLE, _REDUCING, _SENT = ReductionPhase
 _current_graph_task_id = torch._C._current_graph_task_id
 
 
 class Reducer:
-    """Owns the gradients of its parameters; see the module's text.
+    """The owner of its parameters' gradients, which it reduces; see the module's docstring.
 
-    specs: the parameters, and over which group each is summed.
+    specs: the parameters, each with the group over which it is summed.
     cap_bytes: size of a bucket.
     num_backwards: reduce once every `num_backwards` backwards.
-    overlap: False launches all at the end. exclusive: no wrapper may own these parameters too.
-    parts: what the owner's options ask for.
+    overlap: False launches all buckets at the end.
+    exclusive: no other wrapper may own these parameters.
+    parts: objects that the owner made from its options.
 
-    Others may read these, and change them by methods of this class alone:
+    Other files may read these attributes, and change them only by methods of this class:
 
-    phase: what was launched of the reduction that runs (`ReductionPhase`).
-    next_bucket: the first bucket that was not launched.
-    pending_counts: of each bucket, how many gradients are awaited before it may leave. A policy
+    phase: progress of the current reduction (`ReductionPhase`).
+    next_bucket: the first bucket that is not launched.
+    pending_counts: for each bucket, the number of gradients that it still waits for. A policy
         changes it by `complete` and `hold_back`.
-    leaves_early: whether buckets leave during a backward; not before one reduction has shown which
-        gradients come several times.
-    only_accumulates: backwards of forwards made meanwhile leave their gradients unreduced (`hold`).
+    leaves_early: whether buckets are launched during a backward; only after one reduction has shown
+        which gradients repeat.
+    only_accumulates: backwards of forwards made now leave their gradients unreduced (`hold`).
     open: a forward or a gradient waits for a reduction.
-    grad_buckets: the memory of the gradients, and what becomes of each bucket.
-    on_launch: for tests and debugging; called with the number of each bucket that is launched.
+    grad_buckets: the memory of the gradients, and the communication of each bucket.
+    on_launch: for tests and debugging; called with the number of each bucket before its launch.
     """
 
     def __init__(
@@ -97,33 +99,33 @@ class Reducer:
         self.only_accumulates = self.open = False
         self._policy: ReadyPolicy | None = None
         self._queue: Callable[[], BackwardQueue | None] = lambda: None
-        self._task = -1  # the graph task that armed us, -1 for none
+        self._task = -1  # the graph task that armed this reducer, -1 for none
         self._num_done = 0  # backwards since the last reduction
         self._own(specs, parts or ReducerParts())
 
     # -- one backward: watched, reached, launched, finished ---------------------------------
 
     def watch(self, outputs: object, *, wait: bool = True, survives: bool = False) -> object:
-        """The same outputs, whose backward will reduce; call it on what a forward returns.
+        """Return a forward's outputs, hooked so that their backward reduces.
 
-        outputs: a tensor, or tuples, lists, dicts and dataclasses of them. Those without gradient
-        get an anchor, so that a loss that uses no parameter still reduces, with zeros.
+        outputs: a tensor, or tuples, lists, dicts and dataclasses of them. If none requires a
+            gradient they get an anchor, so that a loss that uses no parameter still reduces zeros.
         wait: whether the end of that backward waits for the sums; if not, `finish()` does.
-        survives: whether it reduces also where this reducer was dropped since; else it is refused.
+        survives: reduce even if this reducer is dropped before; otherwise that raises.
         """
         if not self.specs:
             return outputs
         current = torch._C._current_graph_task_id()
         if current == -1:
-            # no backward is running, so whatever is still armed ended in an exception
+            # no backward is running, so one that is still armed ended in an exception
             if self._task != -1:
                 self._abandon()
             if self.only_accumulates and self.phase is _SENT:
-                self.finish()  # what accumulates now is not of the sums under way
+                self.finish()  # gradients that accumulate now must not mix with sums in flight
             if not self.open and self.phase is _IDLE:
                 self._repack()
         elif self._task == -1 and not self.only_accumulates:
-            # recomputed inside the backward of another: that one is the outermost
+            # this forward is recomputed inside another backward, which is the outermost one
             self._arm(current, wait)
         if self.only_accumulates or not torch.is_grad_enabled():
             return outputs
@@ -131,11 +133,12 @@ class Reducer:
         return on_backward_start(outputs, output_hook(self, current, wait, survives))
 
     def reached(self, made_in: int, wait: bool) -> bool:
-        """A backward is at an output that a forward made in graph task `made_in`.
+        """Arm the reducer for a backward that has reached an output; return whether it reduces.
 
-        Returns whether it is one that reduces.
+        made_in: the graph task in which a forward made the output; -1: outside of any.
         """
         current = torch._C._current_graph_task_id()
+        # autograd's threads may reach two outputs at once, and only one may arm the reducer
         with ARMING:
             if current == self._task or (made_in != -1 and made_in == self._task):
                 return True
@@ -147,6 +150,7 @@ class Reducer:
             return True
 
     def _arm(self, task: int, wait: bool) -> None:
+        """Begin to follow one backward, and begin a reduction if it is the last to accumulate."""
         if self.phase is not _IDLE:
             self.finish()
         self._task = task
@@ -158,7 +162,7 @@ class Reducer:
         queue.enqueue(self, wait)
 
     def begin(self) -> None:
-        """Buckets may leave from here on, if they may not already."""
+        """Begin a reduction, so that buckets may be launched, unless one has begun."""
         if self.phase is _IDLE:
             self._repack()
             if self._planner is not None:
@@ -167,42 +171,44 @@ class Reducer:
 
     @property
     def has_early(self) -> bool:
-        """Whether buckets are still to leave in the backward that runs."""
+        """True if the running backward still has early buckets to launch."""
         return self.phase is _REDUCING and self.next_bucket < self.grad_buckets.num_early
 
     def launch_complete(self) -> None:
-        """Launch the early buckets that are complete."""
-        # in turn, also where later ones are complete: [Note: order of buckets] of ready.py
+        """Launch early buckets in order, up to the first that is not complete."""
+        # in order, even if later buckets are complete: see [Note: order of buckets] in ready.py
         while self.has_early and self.pending_counts[self.next_bucket] == 0:
             self._launch(self.next_bucket)
             self.next_bucket += 1
 
     def _launch_until(self, end: int) -> None:
+        """Launch all buckets before `end`, complete or not."""
         for b in range(self.next_bucket, end):
             self._launch(b)
         self.next_bucket, self.phase = end, _SENT
 
     def _launch(self, b: int) -> None:
+        """Launch one bucket, with the staged gradients copied in."""
         self.grad_buckets.flush_staged()
         self.on_launch(b)
         self.grad_buckets.bucket_comms[b].launch()
 
     def launch_early(self, task: int) -> None:
-        """Graph task `task`, the outermost, is over: launch the early buckets, complete or not."""
-        # `num_early` and no further: what is deferred is shared with other stages, whose backwards
-        # may not be over on this rank, and waits for `finish`
+        """Launch the early buckets, complete or not, when the outermost graph task is over."""
+        # Deferred buckets wait for `finish`: other stages share them, and the backwards of those
+        # may not be over on this rank.
         if self._task == task and self.phase is _REDUCING:
             self._launch_until(self.grad_buckets.num_early)
 
     def end(self, task: int, wait: bool) -> None:
-        """All reducers of graph task `task` have launched their early buckets."""
+        """End the backward, once all reducers of graph task `task` have launched early buckets."""
         if self._task == task:
             self._task = -1
             if wait and self.phase is _SENT:
                 self.finish()
 
     def finish(self) -> None:
-        """Launch what was not and wait for all sums. Idempotent: a second call does nothing."""
+        """Launch all remaining buckets and wait for all sums; a second call does nothing."""
         if self.phase is _IDLE and not self.open:
             return
         self.begin()
@@ -219,20 +225,21 @@ class Reducer:
             self._next_plan = planner.decide([s.index for s in buckets.slots if s.may_repeat])
             self._planner = None if planner.is_over else planner
         self._reset(_IDLE)
-        # this reduction has shown what repeats: [Note: gradients that repeat] of ready.py
+        # This reduction has shown which gradients repeat, so the next one may launch early: see
+        # [Note: gradients that repeat] in ready.py.
         self.leaves_early, self.open, self._num_done = self._overlap, False, 0
         if self._check_used is not None:
             self._check_used(self.specs, buckets.take_has_grad())
 
     def _abandon(self) -> None:
-        """An exception ended a backward: let what has left arrive, and start over."""
+        """After an exception in a backward, wait for launched buckets, and start over."""
         self._task, self._num_done = -1, 0
         for bucket_comm in self.grad_buckets.bucket_comms:
             bucket_comm.abandon()
         self.grad_buckets.drop_staged()
         self._reset(_IDLE)
 
-    # -- what else callers use ---------------------------------------------------------------
+    # -- other methods for callers -----------------------------------------------------------
 
     @property
     def num_buckets(self) -> int:
@@ -240,23 +247,23 @@ class Reducer:
 
     @property
     def holders(self) -> list[Tensor]:
-        """The tensors besides the parameters that hold reduced gradients, as ZeRO's shards do."""
+        """Tensors other than parameters that hold reduced gradients, such as ZeRO's shards."""
         return [x for bucket_comm in self.grad_buckets.bucket_comms for x in bucket_comm.holders]
 
     def complete(self, slot: GradSlot) -> None:
-        """One gradient of the slot's bucket is awaited no more; `launch_complete` may follow."""
+        """Count one gradient of the slot's bucket as final; `launch_complete` may follow."""
         self.pending_counts[slot.bucket] -= 1
 
     def hold_back(self, slot: GradSlot) -> None:
-        """One more gradient of the slot's bucket is awaited before it leaves."""
+        """Let the slot's bucket wait for one more gradient before its launch."""
         self.pending_counts[slot.bucket] += 1
 
     def mark_repeating(self, slot: GradSlot) -> None:
-        """Its gradients may come several times in a backward: its bucket waits for the ends."""
+        """Note that a backward may add to this gradient again, so its bucket waits for the end."""
         slot.may_repeat = True
 
     def hold(self) -> None:
-        """Backwards of forwards made from now on only accumulate, until `release`."""
+        """Let backwards of forwards made from now on only accumulate, until `release`."""
         self.only_accumulates = True
 
     def release(self) -> None:
@@ -264,7 +271,7 @@ class Reducer:
         self.only_accumulates = False
 
     def follow(self, policy: ReadyPolicy) -> BackwardQueue:
-        """Let `policy` say which gradients are final, while what this returns is kept."""
+        """Let `policy` tell which gradients are final, as long as the returned queue is alive."""
         queue = BackwardQueue(-1)
         queue.enqueue(self, False)
         self._policy, self._queue = policy, ref(queue)
@@ -272,12 +279,13 @@ class Reducer:
 
     @contextmanager
     def scheduled(self) -> Iterator[ScheduledReady]:
-        """A run of backwards of which the caller says which are the last, by what this yields.
+        """Run a block of backwards in which the caller tells which ones are the last.
 
-        Backwards of the block only accumulate where it does not say so. What is complete leaves
-        at once, the rest at the end of the block, in `finish()` what is deferred.
+        It yields the object to tell it to; other backwards of the block only accumulate. Complete
+        buckets are launched at once, the others at the end of the block, deferred ones in
+        `finish()`.
         """
-        self.watch(())  # nothing runs: forget a backward that failed
+        self.watch(())  # no backward runs now, so this drops one that failed
         if self.phase is not _IDLE:
             self.finish()
         if self._scheduled_ready is None:
@@ -302,22 +310,22 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """`hold` inside the block; as before it after."""
-        before, self.only_accumulates = self.only_accumulates, True
+        """Let backwards of forwards made in the block only accumulate."""
+        previous, self.only_accumulates = self.only_accumulates, True
         try:
             yield
         finally:
-            self.only_accumulates = before
+            self.only_accumulates = previous
 
     def grad_ready_hook(self) -> OnGradReady:
-        """Called for each gradient that is there."""
+        """Return the hook to call for each computed gradient."""
         return _accumulated
 
     def renew(self, specs: Sequence[ParamSpec], parts: ReducerParts) -> None:
-        """Own these parameters from here on, on all ranks; gradients that are there stay.
+        """Own these parameters from now on, on all ranks; existing gradients stay.
 
         Raises:
-            CommError: a reduction has begun that is not finished.
+            CommError: a reduction has begun and is not finished.
         """
         if self.phase is not _IDLE:
             raise CommError("parameters changed during a reduction; call finish() before")
@@ -334,6 +342,9 @@ class Reducer:
         parts: ReducerParts,
         moving: Collection[nn.Parameter] = (),
     ) -> None:
+        """Take these parameters, with new buckets and hooks.
+        moving: parameters whose gradients move to the new buckets.
+        """
         self.specs, self.leaves_early = list(specs), False
         self.parameters = tuple(s.parameter for s in specs)
         self.grad_buckets = GradBuckets(self.specs, parts, BucketPlan(self._cap_bytes), moving)
@@ -343,31 +354,35 @@ class Reducer:
         self.hook_parameters()
 
     def hook_parameters(self) -> None:
-        """Hook the parameters until `remove()`, or the end of this."""
+        """Hook the parameters until `remove()`, or until this reducer is collected."""
         self.me = ref(self)
-        hook, taken = self.grad_ready_hook(), take_over(self.specs)
-        self._grad_hooks = GradHooks(hook, self, self.parameters, self._exclusive, taken)
+        hook, claims = self.grad_ready_hook(), take_over(self.specs)
+        self._grad_hooks = GradHooks(hook, self, self.parameters, self._exclusive, claims)
 
     def _repack(self) -> None:
-        """Go over to the plan that was agreed on last, before anything leaves in the old one."""
+        """Switch to the plan agreed on last, before a bucket of the old one is launched."""
         plan, self._next_plan = self._next_plan, None
         if plan is not None:
             self._pack(plan)
 
-    # It asks groups for their ranks, on which the compiler of torch 2.11 stumbles. The first call
-    # loads torch._dynamo, as the step of torch's own optimizers has done by then.
+    # Not compiled, because it asks groups for their ranks, which torch 2.11 cannot trace. The first
+    # call imports torch._dynamo, which the step of torch's optimizers has imported by then.
     @_disable_dynamo
     def _pack(self, plan: BucketPlan) -> None:
+        """Pack the buckets by this plan, moving the gradients."""
         self.grad_buckets.pack(plan, self.grad_buckets.leave())
         self._reset(_IDLE)
 
     def _reset(self, phase: ReductionPhase) -> None:
+        """Start a phase, with no bucket launched and all gradients pending."""
         self.phase, self.next_bucket = phase, 0
         self.pending_counts = [len(bucket.members) for bucket in self.grad_buckets.buckets]
 
 
 def _accumulated(me: "ref[Reducer]", index: int, parameter: Tensor) -> None:
-    """Hook of a parameter, as quick as can be: this backward has added all to its gradient."""
+    """Handle one parameter's accumulated gradient; this hook runs for every gradient, so
+    be fast.
+    """
     if (self := me()) is None:
         return
     buckets, phase = self.grad_buckets, self.phase
@@ -382,7 +397,7 @@ def _accumulated(me: "ref[Reducer]", index: int, parameter: Tensor) -> None:
         is_final = policy.is_last(slot, parameter)
     elif _current_graph_task_id() == self._task:
         is_final = self.leaves_early and phase is _REDUCING and not slot.may_repeat
-    else:  # of a backward inside the one that armed us, and so may be others
+    else:  # this backward runs inside the one that armed the reducer, so others may follow
         is_final = False
         self.mark_repeating(slot)
         if slot.bucket_comm.gradients.is_divided(slot.member):
@@ -401,5 +416,5 @@ def _accumulated(me: "ref[Reducer]", index: int, parameter: Tensor) -> None:
         self.pending_counts[bucket] -= 1
         if not self.pending_counts[bucket] and bucket == self.next_bucket:
             queue = self._queue()
-            assert queue is not None  # the backward, or the block, that runs keeps it
+            assert queue is not None  # the running backward or block keeps it alive
             queue.launch_ready()

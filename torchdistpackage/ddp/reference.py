@@ -1,6 +1,6 @@
-"""References: what NaiveDDP and ZeroOptimizer compute, written in the plainest way.
+"""Reference implementations of NaiveDDP and ZeroOptimizer, written in the plainest way.
 
-Nothing here overlaps, packs or hooks anything. Tests hold NaiveDDP and ZeRO stage 1 equal to these.
+Nothing here overlaps, packs or hooks anything. Tests compare NaiveDDP and ZeRO stage 1 with them.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ from torchdistpackage.comm.tpc import resolve_group
 
 
 class ReferenceDDP(nn.Module):
-    """Data parallelism: wrap `module`; after each backward whose gradients count, `average()`."""
+    """Data parallelism by hand: wrap `module`, and call `average()` after the last backward."""
 
     def __init__(self, module: nn.Module, group: Group | None = None):
         super().__init__()
@@ -27,7 +27,7 @@ class ReferenceDDP(nn.Module):
         return self.module(*args, **kwargs)
 
     def average(self) -> None:
-        """Every gradient becomes its mean over the group; a rank without one counts as zero."""
+        """Replace every gradient by its mean over the group; a missing gradient counts as zero."""
         for parameter in self.module.parameters():
             is_used = parameter.grad is not None
             used = torch.tensor([is_used], dtype=torch.int32, device=parameter.device)
@@ -41,11 +41,12 @@ class ReferenceDDP(nn.Module):
 class ReferenceZero1:
     """ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054): each rank updates 1/N of the model.
 
-    All numbers of the model lie in one flat tensor, which is cut evenly. A rank's optimizer has one
-    parameter, its shard, and so optimizer state for that shard alone.
+    All parameters lie in one flat tensor, which is cut evenly. A rank's optimizer has one
+    parameter, its shard, and so it keeps state for that shard alone.
 
-    parameters: of one dtype and device, equal on all ranks.
-    optimizer_fn: makes an element-wise optimizer of a list of parameters, e.g. `torch.optim.AdamW`.
+    parameters: parameters of one dtype and device, equal on all ranks.
+    optimizer_fn: creates an element-wise optimizer for a list of parameters, for example
+        `torch.optim.AdamW`.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class ReferenceZero1:
         self.optimizer = optimizer_fn([self.shard])
 
     def step(self) -> None:
-        """Average the gradients of all ranks, update the own shard, gather all shards."""
+        """Average the gradients of all ranks, update this rank's shard, and gather all shards."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         total = [primitives.all_reduce(grad.clone(), self.group) for grad in grads]
         self.shard.grad = self._own_shard(total) / self.group.size()
@@ -77,7 +78,7 @@ class ReferenceZero1:
             parameter.grad = None
 
     def _own_shard(self, tensors: list[Tensor]) -> Tensor:
-        """This rank's part of the flat tensor, which is padded with zeros to equal parts."""
+        """Return this rank's shard of the flat tensor, which zeros pad to equal shards."""
         flat, size = torch.cat([x.flatten() for x in tensors]), self.group.size()
         flat = torch.cat([flat, flat.new_zeros(-len(flat) % size)])
         return flat.view(size, -1)[self.group.rank()].clone()

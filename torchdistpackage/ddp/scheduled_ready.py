@@ -1,10 +1,11 @@
-"""Which gradients are final where the caller runs backwards by a plan, as pipelines do.
+"""The policy of final gradients for callers that run backwards by a plan, as pipelines do.
 
-The caller runs the backwards of many microbatches and stages and says which are the last, in the
-same order on all ranks of a group, since they run one program. A parameter that gets several
-gradients in one block (a module that reentrant checkpointing runs twice, a backward function that
-calls backward twice) is complete at its end. Which do is learned in the first reduction, in which
-therefore nothing leaves before all is done.
+The caller runs the backwards of many micro-batches and stages and tells which are the last, in the
+same order on all ranks of a group, because they run one program. A parameter may get several
+gradients in one block: a module that reentrant checkpointing runs twice, or a backward function
+    that
+calls backward twice. Such a parameter is complete at the end of the reduction. The first reduction,
+which launches nothing before the end, shows which parameters these are.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -19,20 +20,21 @@ from torchdistpackage.errors import CommError
 
 
 class LastBackwardPolicy(ReadyPolicy, ScheduledReady):
-    """Says which gradients of a reducer are final, by what its caller says of the backwards."""
+    """A policy that knows which gradients are final from its caller's plan of backwards."""
 
     def __init__(self, reducer: Reducer):
         self._reducer = reducer
         self._indices: dict[int, int] = {}
         self._complete: set[int] = set()
         self._pending: frozenset[int] | None = None  # None outside of `last_backward`
-        self._came: set[int] = set()  # in the block that runs, of those that wait for its end
+        # indices that got a gradient in this block and wait for the end of the reduction
+        self._came: set[int] = set()
 
     @contextmanager
     def last_backward(self, still_pending: Collection[int] = ()) -> Iterator[None]:
-        """Backwards inside bring the last gradients of the parameters that they reach.
+        """Mark backwards in the block as the last ones of the parameters that they reach.
 
-        still_pending: ids of parameters that get more after it.
+        still_pending: ids of parameters that get more gradients after it.
         """
         self._begin()
         self._pending = frozenset(still_pending)
@@ -43,10 +45,10 @@ class LastBackwardPolicy(ReadyPolicy, ScheduledReady):
             self._pending = None
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
-        """These get no more gradients, whether or not they got any."""
+        """Mark parameters that get no more gradients, whether or not they got any."""
         self._begin()
-        found = {self._indices[id(p)] for p in parameters if id(p) in self._indices}
-        new = found - self._complete
+        indices = {self._indices[id(p)] for p in parameters if id(p) in self._indices}
+        new = indices - self._complete
         self._complete |= new
         reducer = self._reducer
         if reducer.leaves_early:
@@ -55,10 +57,10 @@ class LastBackwardPolicy(ReadyPolicy, ScheduledReady):
             reducer.launch_complete()
 
     def is_last(self, slot: GradSlot, parameter: Tensor) -> bool:
-        """Whether the gradient is final and was not said to be by `complete`.
+        """Return whether the gradient just computed for the slot is final.
 
         Raises:
-            CommError: it was.
+            CommError: the parameter was complete before.
         """
         index = slot.index
         if index in self._complete:
@@ -74,10 +76,12 @@ class LastBackwardPolicy(ReadyPolicy, ScheduledReady):
         return True
 
     def late(self, slot: GradSlot) -> CommError:
+        """Return the error for a gradient computed after its bucket was launched."""
         return came_late(slot.spec)
 
     def _begin(self) -> None:
+        """Begin the reduction, and look up the parameters in the first call."""
         self._reducer.begin()
         if not self._indices:
-            # only now: a wrapper takes new parameters in at its first forward
+            # looked up late, because a wrapper may add parameters in its first forward
             self._indices = {id(s.parameter): i for i, s in enumerate(self._reducer.specs)}

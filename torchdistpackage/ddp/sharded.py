@@ -1,6 +1,6 @@
-"""What an optimizer that shards shows to clipping, scaling, pipelines, checkpoints and training.
+"""The interface of a sharded optimizer for clipping, scaling, pipelines, checkpoints and training.
 
-None of these knows which optimizer it is: they ask a `ShardedOptimizer`, and `owners_of` finds the
+None of these knows the optimizer's class: they use a `ShardedOptimizer`, and `owners_of` finds the
 one that has a parameter.
 """
 
@@ -21,11 +21,12 @@ from torchdistpackage.layout.layout import Layout
 
 @dataclass(frozen=True, eq=False)
 class ParamShard:
-    """Elements [start, stop) of one parameter in memory order: those that this rank owns.
+    """Elements [start, stop) of one parameter in memory order, which this rank owns.
 
-    tensor: what the inner optimizer steps, 1-D, or of the parameter's shape where `whole`: one rank
-        owns all of it; its `.grad` is set once the sum is here.
-    member: number of the parameter in its bucket. offset: of the elements in my slice of it.
+    tensor: the tensor that the inner optimizer updates: 1-D, or in the parameter's shape if
+        `whole`, when one rank owns all of it. Its `.grad` is set once the sum has arrived.
+    member: number of the parameter in its bucket.
+    offset: position of the elements in this rank's slice of the bucket.
     """
 
     tensor: nn.Parameter
@@ -50,7 +51,7 @@ class ParamShard:
         return self.spec.group
 
     def view(self, slice_: Tensor) -> Tensor:
-        """My elements in a tensor that is laid out like my slice."""
+        """Return this shard's elements of a tensor that is laid out like this rank's slice."""
         if self.whole:
             return self.spec.view(slice_, slice_.storage_offset() + self.offset)
         return slice_.narrow(0, self.offset, self.stop - self.start)
@@ -58,12 +59,12 @@ class ParamShard:
 
 @dataclass(frozen=True)
 class ParamPartition:
-    """A parameter, which rank owns which elements, and what the inner optimizer holds instead.
+    """A parameter, the elements that each rank owns, and the tensor that the inner optimizer has.
 
     bounds: rank i of `spec.group` owns elements bounds[i] to bounds[i + 1] of the parameter
-        flattened in memory order; all zero where frozen.
-    mine: the inner optimizer's own, as `ParamShard.tensor`; None where nothing is owned here.
-    master: `mine` is a copy in another dtype and not memory of the parameter.
+        flattened in memory order; all zero if it is frozen.
+    mine: the inner optimizer's tensor, as `ParamShard.tensor`; None if this rank owns nothing.
+    master: `mine` is a copy in another dtype, not memory of the parameter.
 
     Nothing here reads an element of the parameter, which may not be gathered.
     """
@@ -84,12 +85,12 @@ class ParamPartition:
 
     @property
     def range(self) -> tuple[int, int]:
-        """My elements."""
+        """The elements [start, stop) that this rank owns."""
         index = self.group.rank()
         return self.bounds[index], self.bounds[index + 1]
 
     def flat(self, value: Tensor) -> Tensor:
-        """A tensor of the parameter's shape as one dim, in the parameter's memory order."""
+        """Return a tensor of the parameter's shape flattened in the parameter's memory order."""
         strides = self.spec.parameter.stride()
         if value.stride() != strides:
             buffer = torch.empty_strided(
@@ -99,18 +100,19 @@ class ParamPartition:
         return value.as_strided((value.numel(),), (1,), value.storage_offset())
 
     def shaped(self, flat: Tensor) -> Tensor:
-        """The reverse of `flat`."""
+        """Return a flat tensor in the parameter's shape, the inverse of `flat`."""
         parameter = self.spec.parameter
         return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
 
 
 @runtime_checkable
 class ShardedOptimizer(Protocol):
-    """An optimizer that keeps a part of each parameter here: ZeroOptimizer.
+    """An optimizer that keeps a shard of each parameter on every rank, such as ZeroOptimizer.
 
-    state: of what the inner optimizer steps. shards: what this rank owns, a piece of a parameter
-    each. partitions: for each param group its parameters; `bounds` of each say who has which
-    elements, all zero where it is frozen. reducer: sums the gradients.
+    state: state of the tensors that the inner optimizer updates.
+    shards: the shards that this rank owns.
+    partitions: the parameters of each param group, with the elements that each rank owns.
+    reducer: sums the gradients.
     """
 
     state: Any
@@ -122,7 +124,7 @@ class ShardedOptimizer(Protocol):
         """Wait until parameters are full and current."""
 
     def arrive(self) -> None:
-        """Wait until no parameter is on its way."""
+        """Wait for gathers in flight, without starting others."""
 
 
 OWNERS: WeakSet[ShardedOptimizer] = WeakSet()
@@ -130,17 +132,24 @@ OWNERS: WeakSet[ShardedOptimizer] = WeakSet()
 
 
 def owners_of(parameters: Iterable[Tensor]) -> list[ShardedOptimizer]:
-    """Optimizers in use to which some of these parameters belong, in their order."""
-    given = list(parameters) if OWNERS else []
-    found = _owners(given)
-    if found and any(p.grad is not None for p in given):
-        del found
-        gc.collect()  # one that was dropped may only wait for this
-        found = _owners(given)
-    return found
+    """Return the living optimizers that own some of these parameters, in the parameters' order."""
+    parameters = list(parameters) if OWNERS else []
+    owners = _owners(parameters)
+    if owners and any(p.grad is not None for p in parameters):
+        del owners
+        gc.collect()  # a dropped optimizer may be alive only until the next collection
+        owners = _owners(parameters)
+    return owners
 
 
 def _owners(parameters: Sequence[Tensor]) -> list[ShardedOptimizer]:
-    of = {id(h.spec.parameter): x for x in OWNERS for members in x.partitions for h in members}
-    found = {id(x): x for p in parameters if p.requires_grad and (x := of.get(id(p))) is not None}
-    return list(found.values())
+    by_id = {
+        id(member.spec.parameter): x
+        for x in OWNERS
+        for members in x.partitions
+        for member in members
+    }
+    owners = {
+        id(x): x for p in parameters if p.requires_grad and (x := by_id.get(id(p))) is not None
+    }
+    return list(owners.values())

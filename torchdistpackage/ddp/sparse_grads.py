@@ -1,9 +1,8 @@
-"""Gradients of which few rows are not zero travel as those rows and their numbers.
+"""Reduction of sparse gradients, which travel as their nonzero rows with the rows' numbers.
 
 These are the gradients of `nn.Embedding(sparse=True)`, which stay sparse and are in no bucket.
-Ranks first exchange how many rows each has, in the order of all reductions, and what follows from
-these counts is the same on all. Each rank names a row once, and all add the rows up in group order,
-so that all end with equal bits.
+Ranks first exchange how many rows each has, and all take the same decisions from these counts. Each
+rank sends a row once, and all add the rows in group order, so that all end with equal bits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,37 +16,37 @@ from torchdistpackage.comm.primitives import Work
 from torchdistpackage.ddp.param_spec import ParamSpec
 
 DENSE, UNUSED = -1, -2
-"""Instead of a count: the gradient here is dense; there is none."""
+"""Values instead of a count: the gradient on this rank is dense; this rank has no gradient."""
 
 
 def mark_sparse(module: nn.Module, specs: Sequence[ParamSpec]) -> list[ParamSpec]:
-    """The same, of which those of embeddings of `module` with sparse gradients are marked so."""
+    """Return the specs, with those of the module's sparse embeddings marked as sparse."""
     sparse = {id(m.weight) for m in module.modules() if _is_sparse(m)}
     return [replace(s, sparse_rows=True) if id(s.parameter) in sparse else s for s in specs]
 
 
 class UnbucketedGrad:
-    """In place of a bucket's gradients, for one whose gradient stays where it is made."""
+    """A stand-in for a bucket's memory, for a gradient that stays where autograd put it."""
 
     def __init__(self, spec: ParamSpec):
         self.members, self.views = (spec,), (None,)
 
     def absorb(self, member: int, *, is_final: bool = False) -> None:
-        """A gradient came; it stays where it is."""
+        """Leave the gradient where it is."""
 
     def is_divided(self, member: int) -> bool:
-        """It is divided only after the sum."""
+        """Return False: the gradient is divided only after the sum."""
         return False
 
     def detach_views(self) -> list[int]:
-        """No gradient lies in this memory."""
+        """Return no members: no gradient lies in this memory."""
         return []
 
 
 class SparseGrad:
-    """The `BucketComm` of a sparse gradient.
+    """The `BucketComm` of a sparse gradient, with a coalesced sum.
 
-    The sum is coalesced. If the gradient is dense on some rank, the sum is dense on all.
+    If the gradient is dense on some rank, the sum is dense on all.
     """
 
     holders: Sequence[Tensor] = ()
@@ -65,8 +64,8 @@ class SparseGrad:
             if grad.is_sparse:
                 self._grad = self._grad.coalesce()
                 count = self._grad._nnz()
-        word = torch.tensor([count], device=parameter.device)
-        self._counts = primitives.all_gather(word, self._group, async_op=True)
+        own_count = torch.tensor([count], device=parameter.device)
+        self._counts = primitives.all_gather(own_count, self._group, async_op=True)
 
     def wait(self) -> None:
         assert self._counts is not None
@@ -89,7 +88,7 @@ class SparseGrad:
             gathered = list(self._all_rows(ids, rows, counts))
             ids = torch.cat([ids for ids, _ in gathered])[None]
             rows = torch.cat([rows for _, rows in gathered])
-            # enabled or not: without an answer torch warns, and 2.11 asks for it in this form
+            # the argument is explicit because torch warns without it, and 2.11 takes only this form
             with torch.sparse.check_sparse_tensor_invariants(enable=False):
                 total = torch.sparse_coo_tensor(ids, rows, parameter.shape).coalesce()
         parameter.grad = total.div_(divide).to(parameter.dtype)
@@ -102,11 +101,12 @@ class SparseGrad:
     def _all_rows(
         self, ids: Tensor, rows: Tensor, counts: Sequence[int]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """(ids, rows) of each rank."""
+        """Return (ids, rows) of each rank."""
         sizes = [max(count, 0) for count in counts]
         both = [primitives.all_gather(x, self._group, sizes, True) for x in (ids, rows)]
         return zip(*(work.wait().split(sizes) for work in both), strict=True)
 
 
 def _is_sparse(module: nn.Module) -> bool:
+    """Return whether a module is an embedding with sparse gradients."""
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse

@@ -1,9 +1,8 @@
 """Batch normalisation over the batches of all ranks.
 
-Every rank normalises with the mean and variance of all batches together, as one process would that
-sees all of them, however unevenly they are cut. Means and variances of the parts are joined as
-in Chan, Golub, LeVeque (1983), through a collective that autograd sees, so that the backward needs
-no formula of its own.
+Every rank normalises with the mean and variance of all batches together, as one process would,
+however unevenly the batches are cut. It joins the ranks' means and variances as in Chan, Golub,
+LeVeque (1983), through a differentiable collective, so the backward needs no formula of its own.
 """
 
 import copy
@@ -18,17 +17,17 @@ from torchdistpackage.comm.tpc import resolve_group
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """torch's module of that name, which on CUDA it is; on the CPU it works too.
+    """torch's SyncBatchNorm on CUDA, and one that works on the CPU too.
 
-    x (N, C, ...) -> the same shape; N may differ between the ranks and be 0 on some. `eval()` needs
-    no other rank. All ranks call it in the same order, in the backward too: with a wrapper whose
-    ranks use different parameters, give it a `process_group` of its own.
+    x (N, C, ...) -> the same shape; N may differ between ranks and be 0 on some. After `eval()` it
+    needs no other rank. All ranks call it in the same order, in the backward too. If ranks use
+    different parameters of a wrapper, give it a `process_group` of its own.
 
-    process_group: default tpc's data ranks, or everybody, where a forward first needs it; so it
-        is too after unpickling. A deepcopy shares it.
+    process_group: default: tpc's data ranks, or all ranks, looked up in the first forward, also
+        after unpickling. A deep copy shares it.
 
     Raises:
-        ValueError: the whole batch has one value a channel, or x has fewer than 2 dims.
+        ValueError: all ranks together have one value for each channel, or x has fewer than 2 dims.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,6 +36,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if x.is_cuda or not self.training:
             return super().forward(x)
         self._check_input_dim(x)
+        # statistics in fp32: half precision would lose small differences of a variance
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         mean, variance, count = _moments(wide, self.process_group)
         if count < 2:
@@ -54,15 +54,15 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return out.to(x.dtype)
 
     def _follow(self, mean: Tensor, variance: Tensor) -> None:
-        """Move the running statistics; `momentum` None: they are the means over all steps."""
+        """Update the running statistics; with `momentum` None they are means over all steps."""
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         weight = self.momentum
         if weight is None:
             weight = 1.0 / self.num_batches_tracked.item()
-        for running, now in ((self.running_mean, mean), (self.running_var, variance)):
+        for running, current in ((self.running_mean, mean), (self.running_var, variance)):
             assert running is not None
-            running.lerp_(now.to(running.dtype), weight)
+            running.lerp_(current.to(running.dtype), weight)
 
     def __deepcopy__(self, memo: dict) -> "SyncBatchNorm":
         memo[id(self.process_group)] = self.process_group
@@ -76,15 +76,16 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 def convert_sync_batchnorm(module: nn.Module, group: Group | None = None) -> nn.Module:
-    """`module` with every batch norm in it replaced by `SyncBatchNorm` over `group`.
+    """Replace every batch norm in `module` by a `SyncBatchNorm` over `group`; return the module.
 
-    The new modules hold the old parameters and buffers, so names and optimizers stay right. A
-    `module` that is a batch norm itself is returned as a new one.
+    The new modules hold the old parameters and buffers, so names and optimizers stay valid. If
+    `module` itself is a batch norm, a new module is returned.
     """
     return _converted(module, group, {})
 
 
 def _converted(module: nn.Module, group: Group | None, done: dict[nn.Module, nn.Module]):
+    """Convert a module and its children in place; `done` holds the converted ones."""
     if module in done:
         return done[module]
     if isinstance(module, _BatchNorm):
@@ -98,6 +99,7 @@ def _converted(module: nn.Module, group: Group | None, done: dict[nn.Module, nn.
 
 
 def _synchronised(norm: _BatchNorm, group: Group | None) -> SyncBatchNorm:
+    """Return a SyncBatchNorm with the parameters and buffers of a batch norm."""
     sync = SyncBatchNorm(
         norm.num_features,
         norm.eps,
@@ -114,21 +116,21 @@ def _synchronised(norm: _BatchNorm, group: Group | None) -> SyncBatchNorm:
 
 
 def _moments(x: Tensor, group: Group) -> tuple[Tensor, Tensor, int]:
-    """Mean and variance of each channel over the batches of all ranks, and how many values."""
+    """Return the mean and variance of each channel over all ranks, and the number of values."""
     dims = [0, *range(2, x.dim())]
     count = x.numel() // x.shape[1]
     mean = x.sum(dims) / max(count, 1)
     spread = (x - _on_channels(mean, x)).square().sum(dims)
-    mine = torch.cat([x.new_tensor([count]), mean, spread])
-    counts, means, spreads = collectives.all_gather(mine[None], 0, group).split(
+    own_moments = torch.cat([x.new_tensor([count]), mean, spread])
+    counts, means, spreads = collectives.all_gather(own_moments[None], 0, group).split(
         [1, x.shape[1], x.shape[1]], dim=1
     )
     total = counts.sum()
-    whole = (counts * means).sum(0) / total
-    between = (counts * (means - whole).square()).sum(0)
-    return whole, (spreads.sum(0) + between) / total, int(total)
+    total_mean = (counts * means).sum(0) / total
+    between = (counts * (means - total_mean).square()).sum(0)
+    return total_mean, (spreads.sum(0) + between) / total, int(total)
 
 
 def _on_channels(values: Tensor, x: Tensor) -> Tensor:
-    """(C) -> (1, C, 1, ...) of x (N, C, ...)."""
+    """Reshape (C,) to (1, C, 1, ...), to broadcast over x (N, C, ...)."""
     return values.view(1, -1, *[1] * (x.dim() - 2))

@@ -6,9 +6,9 @@ from weakref import WeakMethod
 
 
 class WeakHook:
-    """A hook on a module: calls `function`, if a method as long as its object lives.
+    """A hook that calls `function`; a bound method only as long as its object is alive.
 
-    A module that is copied or pickled is a plain one afterwards: there the hook does nothing.
+    On a copied or unpickled module the hook does nothing.
     """
 
     def __init__(self, function: Callable[..., object]):
@@ -27,8 +27,9 @@ class WeakHook:
 
 
 def _get_noop() -> Callable[..., None]:
+    """Return `noop`, when unpickling a `WeakHook`."""
     return noop
 
 
 def noop(*args) -> None:
-    """Stands for a `WeakHook` on a copy."""
+    """Do nothing, in place of a `WeakHook` on a copied module."""
