@@ -1,9 +1,9 @@
-"""A module that wraps another and communicates over a group: names, copies, pickles, changes.
+"""The base of modules that wrap another and use a group: names, copies, pickles and changes.
 
-Names are those of the plain module everywhere, so that what is saved under them loads with any
-wrapper and with none; of parameters with several the first counts. A copy, also from a pickle, is a
-wrapper of its own over the same ranks: groups and hooks can be neither copied nor pickled, so what
-belongs to a process is made anew there.
+Names are those of the plain module everywhere, so that a state dict loads with any wrapper and
+without one; a parameter with several names has the first. A copied or unpickled wrapper is an
+independent wrapper over the same ranks. Groups and hooks can be neither copied nor pickled, so the
+copy creates its own.
 """
 
 from collections import OrderedDict
@@ -23,7 +23,10 @@ _requires_grad, _values = attrgetter("requires_grad"), methodcaller("values")
 
 
 class Wrapper(nn.Module):
-    """Holds `module`. process_group: default tpc's batch ranks, or everybody without tpc."""
+    """A module that wraps `module`.
+
+    process_group: default: tpc's batch ranks, or all ranks without tpc.
+    """
 
     _of_this_process: tuple[str, ...] = ("_group",)
     """Attributes that are None after unpickling, until they are needed."""
@@ -39,14 +42,14 @@ class Wrapper(nn.Module):
 
     @property
     def group(self) -> Group:
-        """Ranks that see different batches."""
+        """The ranks that see different batches."""
         if self._group is None:
-            given = self._ranks_given
-            self._group = batch_group() if given is None else group_again(given)
+            ranks = self._ranks_given
+            self._group = batch_group() if ranks is None else group_again(ranks)
         return self._group
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *args, **kwargs):
-        """Load as any module does; takes the names of the wrapped one, and the wrapper's too."""
+        """Load a state dict with the names of the wrapped module, or with the wrapper's own."""
         state: OrderedDict[str, Tensor] = OrderedDict(state_dict)
         versions = getattr(state_dict, "_metadata", None)
         if versions is not None:
@@ -57,7 +60,7 @@ class Wrapper(nn.Module):
         return super().load_state_dict(state, *args, **kwargs)
 
     def _own_names(self) -> str:
-        """How names begin that can only be the wrapper's: a child may be called `module` too."""
+        """Return the prefix of the wrapper's own names; a child may be called `module` too."""
         return "module.module." if hasattr(self.module, "module") else "module."
 
     def __getstate__(self) -> dict[str, object]:
@@ -69,15 +72,17 @@ class Wrapper(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Wrapper":
         copy = memo[id(self)] = type(self).__new__(type(self))
-        kept = {name: self.__dict__[name] for name in self._shared_by_copies}
-        state = {k: v for k, v in self.__getstate__().items() if k not in kept}
+        shared = {name: self.__dict__[name] for name in self._shared_by_copies}
+        state = {k: v for k, v in self.__getstate__().items() if k not in shared}
         copy.__setstate__(deepcopy(state, memo))
-        copy.__dict__.update(kept)
+        copy.__dict__.update(shared)
         return copy
 
 
 class ModuleWatch:
-    """Whether `module` has gained parameters, and has buffers: one pass in C for every forward."""
+    """A watch for changes of a module's parameters, cheap enough for every forward (one
+    pass in C).
+    """
 
     def __init__(self, module: nn.Module):
         modules = list(module.modules())
@@ -87,13 +92,13 @@ class ModuleWatch:
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
 
     def has_changed(self) -> bool:
-        """Whether modules or parameters came, went or were replaced, or frozen ones are no more."""
-        now = self._all()
-        is_same = len(now) == len(self._known) and all(map(is_, now, self._known))
+        """Return whether modules or parameters were added, removed, replaced or unfrozen."""
+        current = self._all()
+        is_same = len(current) == len(self._known) and all(map(is_, current, self._known))
         return not is_same or any(map(_requires_grad, self._frozen))
 
     def has_buffers(self) -> bool:
-        """Whether there are any; those of modules that came later do not count."""
+        """Return whether the module has buffers, not counting modules that were added later."""
         return any(self._buffers)
 
     def _all(self) -> list[object]:
@@ -101,33 +106,33 @@ class ModuleWatch:
 
 
 def _strip(module: nn.Module, state: dict[str, Tensor], prefix: str, local: dict) -> None:
-    """The module's own names in `state_dict`, not those of the wrapper."""
+    """Rename the wrapper's entries of a state dict to the module's own names."""
     old = f"{prefix}module."
     for key in [key for key in state if key.startswith(old)]:
         state[prefix + key.removeprefix(old)] = state.pop(key)
     versions, inside = getattr(state, "_metadata", {}), old[:-1]
-    # under both names: a plain module looks for its own, and a wrapper inside others for its own
+    # versions go under both names: a plain module looks up its own, a nested wrapper looks up its
     for name in [name for name in versions if f"{name}.".startswith(old)]:
         versions[(prefix[:-1] + name.removeprefix(inside)).removeprefix(".")] = versions[name]
 
 
 def _add(module: "Wrapper", state: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """The reverse of `_strip`, before loading; names of the wrapper may stand there too."""
-    known = prefix + module._own_names()
-    for key in [k for k in state if k.startswith(prefix) and not k.startswith(known)]:
+    """Undo `_strip` before loading; entries that have the wrapper's names already stay."""
+    own_prefix = prefix + module._own_names()
+    for key in [k for k in state if k.startswith(prefix) and not k.startswith(own_prefix)]:
         state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """`model` without NaiveDDP, torch's data parallel and torch.compile, in any order."""
+    """Return `model` without NaiveDDP, torch's data parallel and torch.compile, in any order."""
     wrappers = Wrapper | DistributedDataParallel | DataParallel
-    # torch.compile's wrapper is known by what it holds: importing its class takes seconds
+    # recognise torch.compile's wrapper by its attribute: importing its class takes seconds
     inside = model.module if isinstance(model, wrappers) else getattr(model, "_orig_mod", None)
     return unwrap_model(inside) if isinstance(inside, nn.Module) else model
 
 
 def aliases(module: nn.Module) -> dict[str, str]:
-    """Further name -> first name, of the parameters and buffers that have several."""
+    """Return further name -> first name, for parameters and buffers with several names."""
     first: dict[object, str] = {}
     both = (module.named_parameters, module.named_buffers)
     named = chain.from_iterable(names(remove_duplicate=False) for names in both)

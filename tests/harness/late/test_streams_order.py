@@ -132,7 +132,7 @@ MISTAKES = {
         r"stream 1 reads",
     ),
     "gradients of another stream": (
-        (grad_hooks, "on_one_stream", "stream.wait_stream(stream_of(here))"),
+        (grad_hooks, "on_one_stream", "stream.wait_stream(stream_of(current))"),
         "two streams",
         r"on stream 0 .* memory that .* on stream 1 writes",
     ),

@@ -1,12 +1,12 @@
-"""The buckets of a ZeroOptimizer, and an optimizer's step a few of them at a time.
+"""The buckets of a ZeroOptimizer, and an optimizer's step a few buckets at a time.
 
-What the optimizer sees while it steps are its own groups with a part of their parameters, so
-options that a scheduler changed, and per-parameter state, are where they always are.
+During a step the optimizer sees its own groups with some of their parameters. So options that a
+scheduler changed, and the state of each parameter, are in their usual places.
 
-A call costs the host 0.1 to 0.4 ms, so where the host only issues what a device does, a thousand
-buckets must not be a thousand calls; yet the first call must not wait for the last sum, nor the
-first gather for the last call. So calls halve what is left while sums come in, and double what is
-done while parameters go out.
+A call costs the host 0.1 to 0.4 ms. If the host only issues a device's work, a thousand buckets
+must not become a thousand calls. But the first call must not wait for the last sum, nor the first
+gather for the last call. So while sums arrive each call takes half of the remaining buckets, and
+while parameters are sent each call takes as many as were done before.
 """
 
 from collections import OrderedDict
@@ -38,12 +38,12 @@ from torchdistpackage.layout.partition import greedy_partition
 MakeStore = Callable[[torch.device], MasterStore]
 
 AT_ONCE_BYTES = 128 * 2**20
-"""Bytes of parameters that may wait for a call: a step by `foreach` copies all it is given."""
+"""Most bytes of parameters in one call, because a `foreach` step copies all its arguments."""
 
 
 @dataclass(frozen=True)
 class ShardedBucket:
-    """Its parameters, its gradients, and what of them this rank owns.
+    """One bucket: its parameters, its gradients, and the shards that this rank owns.
 
     is_whole: each member has one owner. is_rounded: parameters have fewer digits than their
     masters. gathers: parameters are gathered only where they are used (stage 3).
@@ -58,27 +58,27 @@ class ShardedBucket:
     gathers: bool
 
     def wait(self) -> None:
-        """Wait until the host may read the sum and write what is stepped, where it keeps them."""
+        """Wait until the host may read the summed gradients and write the parameters it steps."""
         self.bucket_comm.wait_offloaded()
         self.parameters.wait()
 
     def partitions(self) -> list[ParamPartition]:
-        """For each member, who owns what of it."""
-        layout, mine = self.layout, {shard.member: shard.tensor for shard in self.shards}
+        """Return the partition of each member: which rank owns which elements."""
+        layout, own_tensors = self.layout, {shard.member: shard.tensor for shard in self.shards}
         kind = self.is_whole, self.is_rounded
         return [
-            ParamPartition(spec, layout.bounds_of(member), mine.get(member), *kind)
+            ParamPartition(spec, layout.bounds_of(member), own_tensors.get(member), *kind)
             for member, spec in enumerate(layout.members)
         ]
 
 
 @dataclass
 class BucketSharder:
-    """Makes the buckets of one optimizer.
+    """A maker of the buckets of one optimizer.
 
-    on_read: as ParamBuffer has it.
-    owner_of: name -> index in its group, where each parameter has one owner. make_store: for copies
-    of slices of a device, if they are elsewhere.
+    on_read: as in ParamBuffer.
+    owner_of: name -> index in its group, if each parameter has one owner.
+    make_store: creates the store for copies of a device's slices, if they are kept elsewhere.
     """
 
     options: ZeroOptions
@@ -90,18 +90,19 @@ class BucketSharder:
     _stores: dict[torch.device, MasterStore] = field(default_factory=dict)
 
     @contextmanager
-    def stepping(self, buckets: Sequence[ShardedBucket], some: Sequence[int]) -> Iterator[None]:
-        """Around a call that steps those of these numbers."""
-        for b in some:
+    def stepping(self, buckets: Sequence[ShardedBucket], numbers: Sequence[int]) -> Iterator[None]:
+        """Surround a call that steps the buckets with these numbers."""
+        for b in numbers:
             buckets[b].wait()
         with ExitStack() as around:
             for store in self._stores.values():
                 around.enter_context(store.stepping())
             yield
-        for b in some:
+        for b in numbers:
             buckets[b].bucket_comm.stepped()
 
     def cut(self, bucket: Bucket, members: Sequence[ParamSpec]) -> ShardedBucket:
+        """Create one bucket, with its parameters cut into shards."""
         options, first, is_whole = self.options, members[0], self.owner_of is not None
         replicas, itemsize = self.sharing.replicas_of(first), options.narrowest_bytes(first)
         if self.owner_of is not None:
@@ -123,11 +124,11 @@ class BucketSharder:
 
 
 def whole_owners(specs: Iterable[ParamSpec]) -> dict[str, int]:
-    """name -> index in its group of the rank that owns it all; each owns about as much."""
+    """Return name -> index of the rank in its group that owns it all, dealt out by size."""
     owner_of: dict[str, int] = {}
     for group, members in for_each_group(specs):
         shares = greedy_partition([s.parameter.numel() for s in members], group.size())
-        owner_of |= {members[i].name: owner for owner, some in enumerate(shares) for i in some}
+        owner_of |= {members[i].name: owner for owner, share in enumerate(shares) for i in share}
     return owner_of
 
 
@@ -137,14 +138,18 @@ def held_by_group(
     alone: Iterable[ParamShard],
     sharing: ReplicaGroups,
 ) -> list[list[ParamPartition]]:
-    """Of each parameter of the user's groups, in their order; no rank owns what is frozen.
+    """Return the partition of each parameter, in the user's groups; no rank owns frozen ones.
 
     alone: parameters that are in no bucket.
     """
-    partitions = {id(h.spec.parameter): h for bucket in buckets for h in bucket.partitions()}
+    partitions = {
+        id(partition.spec.parameter): partition
+        for bucket in buckets
+        for partition in bucket.partitions()
+    }
     for shard in alone:
-        bounds, mine = (shard.start, shard.stop), shard.tensor
-        partitions[id(mine)] = ParamPartition(shard.spec, bounds, mine, shard.whole)
+        bounds, own_tensor = (shard.start, shard.stop), shard.tensor
+        partitions[id(own_tensor)] = ParamPartition(shard.spec, bounds, own_tensor, shard.whole)
     for p in parameters_of(optimizer):
         if id(p) not in partitions:
             spec = sharing.of(p)
@@ -153,10 +158,12 @@ def held_by_group(
 
 
 class PartialStep:
-    """Steps `inner` by parts, each some of its parameters.
+    """A step of `inner` in parts, each with some of its parameters.
 
-    one_by_one: each in a call of its own, where the host itself waits for sums, or steps. around:
-    each call, given its parts. What is in no part waits for nobody (`step_rest`).
+    Parameters in no part wait for no sum (`step_rest`).
+
+    one_by_one: step each part in a call of its own, because the host waits for sums or computes.
+    around: a context for each call, which gets the numbers of its parts.
     """
 
     def __init__(
@@ -178,15 +185,15 @@ class PartialStep:
         for number, group in enumerate(inner.param_groups):
             for p in group["params"]:
                 part = part_of.get(id(p))
-                of = self._rest if part is None else self._parts[part]
-                of.setdefault(number, []).append(p)
+                by_group = self._rest if part is None else self._parts[part]
+                by_group.setdefault(number, []).append(p)
 
     @contextmanager
     def once(self) -> Iterator[None]:
-        """All parts are stepped inside: hooks that users put on the step run once, around them."""
+        """Run users' step hooks once around the block, in which all parts are stepped."""
         inner = self._inner
-        before, after = inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks
-        for hook in before.values():
+        pre_hooks, post_hooks = inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks
+        for hook in pre_hooks.values():
             hook(inner, (), {})
         inner._optimizer_step_pre_hooks = OrderedDict()
         inner._optimizer_step_post_hooks = OrderedDict()
@@ -194,66 +201,69 @@ class PartialStep:
         try:
             yield
         finally:
-            inner._optimizer_step_pre_hooks = before
-            inner._optimizer_step_post_hooks = after
-        for hook in after.values():
+            inner._optimizer_step_pre_hooks = pre_hooks
+            inner._optimizer_step_post_hooks = post_hooks
+        for hook in post_hooks.values():
             hook(inner, (), {})
 
     def landed(self, part: int) -> None:
-        """The gradients of `part` are there: step it, or let it wait for more."""
+        """Step `part`, whose gradients have arrived, or let it wait for more parts."""
         self._landed.append(part)
         if self._is_enough(self._landed, -(-self._num_left // 2)):
-            some, self._landed = self._landed, []
-            self._num_left -= len(some)
-            self.step(some)
+            ready, self._landed = self._landed, []
+            self._num_left -= len(ready)
+            self.step(ready)
 
     def in_turn(self, parts: Iterable[int]) -> Iterator[int]:
-        """Step `parts`, all of which are there, in this order; each comes back once it is."""
-        some: list[int] = []
+        """Step `parts`, whose gradients have all arrived, in this order; yield each once
+        stepped.
+        """
+        batch: list[int] = []
         num_done, parts = 0, list(parts)
         for part in parts:
-            some.append(part)
-            if part == parts[-1] or self._is_enough(some, num_done):
-                self.step(some)
-                yield from some
-                num_done += len(some)
-                some = []
+            batch.append(part)
+            if part == parts[-1] or self._is_enough(batch, num_done):
+                self.step(batch)
+                yield from batch
+                num_done += len(batch)
+                batch = []
 
     def all_at_once(self) -> None:
-        """Of what a class does across parameters no part may be left out."""
+        """Step everything in one call, for a class that computes across parameters."""
         with self._around(range(len(self._parts))):
             self._inner.step()
 
     def step_rest(self) -> None:
-        """Step what is in no part."""
+        """Step the parameters that are in no part."""
         if self._rest:
             self._step_only(self._rest)
 
     def step(self, parts: Sequence[int]) -> None:
         """Step the parameters of `parts` that have gradients, in one call."""
-        some: dict[int, list[Tensor]] = {}
+        by_group: dict[int, list[Tensor]] = {}
         for part in parts:
             for number, params in self._parts[part].items():
-                some[number] = some[number] + params if number in some else params
+                by_group[number] = by_group[number] + params if number in by_group else params
         with self._around(parts):
-            if some:
-                self._step_only(some)
+            if by_group:
+                self._step_only(by_group)
 
-    def _step_only(self, some: Mapping[int, list[Tensor]]) -> None:
-        """Step these of the groups of these numbers."""
+    def _step_only(self, by_group: Mapping[int, list[Tensor]]) -> None:
+        """Step these parameters, given by the number of their group."""
         inner, groups = self._inner, self._inner.param_groups
-        whole = {number: groups[number]["params"] for number in some}
-        inner.param_groups = [groups[number] for number in some]
+        all_params = {number: groups[number]["params"] for number in by_group}
+        inner.param_groups = [groups[number] for number in by_group]
         try:
-            for number, params in some.items():
+            for number, params in by_group.items():
                 groups[number]["params"] = params
             inner.step()
         finally:
             inner.param_groups = groups
-            for number, params in whole.items():
+            for number, params in all_params.items():
                 groups[number]["params"] = params
 
     def _is_enough(self, parts: Sequence[int], num_parts: int) -> bool:
+        """Return whether these parts are worth a call."""
         if len(parts) >= num_parts:
             return True
         return sum(self._num_bytes[part] for part in parts) >= self._at_once_bytes

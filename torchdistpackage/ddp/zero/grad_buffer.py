@@ -1,9 +1,9 @@
-"""A bucket's gradients: this rank's own on their way in, and the slice of their sum that it owns.
+"""A bucket's gradients: those of this rank, and the slice of their sum that it owns.
 
-A gradient is in the buffer, with `.grad` as its view, from when it is complete until the bucket
-leaves; then `.grad` is None. The slice counts until the optimizer has stepped: sums of several
-backwards before that add up, and the first after it begins anew. `ParamShard.tensor.grad` is a view
-of it for every shard that some rank used, None for the others, as one process has it.
+A gradient is in the buffer, with `.grad` as its view, from its completion until the bucket is sent;
+then `.grad` is None. The slice is valid until the optimizer has stepped: sums of several backwards
+before the step add up, and the first one after it starts from zero. `ParamShard.tensor.grad` is a
+view of the slice for every shard that some rank used, and None for the others, as in one process.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,37 +23,37 @@ from torchdistpackage.ddp.zero.param_buffer import MasterStore
 from torchdistpackage.ddp.zero.param_shard import FlatLayout
 
 UNDER_WAY = 2
-"""Where memory is saved: how many buckets may still be under way when another leaves, and how many
-are expected ahead, where the back end can say so (`posts_ahead`)."""
+"""Number of buckets that may be in flight when another is sent, and that are expected ahead, if
+memory is saved and the back end can post receives early (`posts_ahead`)."""
 EXPECTED = 16
-"""Elsewhere: how many are expected ahead. To say so waits while gloo reads from that connection, so
-it is said early."""
+"""Number of buckets expected ahead if memory is not saved. Posting a receive waits while gloo reads
+from that connection, so it is done early."""
 
 
 class SumPhase(Enum):
-    """Where the sum of a bucket is.
+    """Phase of a bucket's sum.
 
-    IDLE: nothing is under way. EXPECTED: this rank can receive what others send of it. SENT: the
-    sum over the group is under way. LANDED: it has come; that over replicas, if any, is under way.
+    IDLE: nothing is in flight. EXPECTED: this rank can receive what others send. SENT: the sum over
+    the group is in flight. LANDED: it has arrived, and the sum over replicas, if any, is in flight.
     """
 
     IDLE, EXPECTED, SENT, LANDED = "idle", "expected", "sent", "landed"
 
 
 class ReduceScatterBucket:
-    """The gradients of `layout`, of whose sum each rank ends with its own slice.
+    """The communication of a bucket whose sum is scattered, so that each rank gets its own slice.
 
-    layout: which parameter lies where, and which rank owns what.
-    options: of the optimizer; this reads them where it does what they ask for.
-    shards: what this rank owns; their `.grad` becomes the sum.
-    flags: which parameters were used, of all buckets over the group.
-    store: where sums are kept, if not beside the parameters.
+    layout: the place of each parameter, and the elements that each rank owns.
+    options: the options of the optimizer.
+    shards: the shards that this rank owns; their `.grad` becomes the sum.
+    flags: the used flags of all buckets over the group.
+    store: the place for sums, if not beside the parameters.
 
-    Other objects set these four before the first backward, and nothing else:
+    Other objects set these four attributes before the first backward, and no others:
 
-    left, settled: called when the gradients have left, and when the shards have their sum.
-    following: the buckets that leave next, as many as are expected ahead.
-    frees_first: the bucket whose memory must be free before this one leaves.
+    left, settled: called when the gradients are sent, and when the shards have their sum.
+    following: the buckets that are sent next, as many as are expected ahead.
+    frees_first: the bucket whose memory must be free before this one is sent.
     """
 
     left: Callable[[], object] = staticmethod(lambda: None)
@@ -76,7 +76,7 @@ class ReduceScatterBucket:
         self.gradients = GradBuffer(layout, frees, self._first_gradient)
         self._slice = layout.mine(self.gradients.flat)
         self.gradients.free()
-        # whether the sum is kept elsewhere than in the slice of the buffer that it arrives in
+        # the sum arrives in a slice of the buffer; True if it is kept in other memory
         self._is_apart = frees or store is not None or dtype != self._slice.dtype
         self._store = store or MasterStore()
         self.total = self._store.allocate(self._slice, dtype) if self._is_apart else self._slice
@@ -89,26 +89,26 @@ class ReduceScatterBucket:
         self.phase = SumPhase.IDLE
         self._start_sum: Callable[[], Work] | None = None  # while EXPECTED
         self._work: CommWork | None = None  # while SENT or LANDED
-        self._without: list[int] = []  # places of members without gradient, of what was sent last
-        # A backward failed after other buckets of it had left: what comes next is dropped here,
-        # since ranks keep the sums of all buckets or of none.
+        self._without: list[int] = []  # members without a gradient when it was sent last
+        # A backward failed after other buckets of it were sent: the next sum is dropped, because
+        # ranks keep the sums of all buckets or of none.
         self._is_lost = False
-        # Between two steps sums of several backwards add up in `total`.
+        # `total` has a sum since the last step, to which those of further backwards are added.
         self._has_sum = False
-        # The `.grad` of the shards are of a step that is over; the next sum replaces them all.
+        # The optimizer has used the shards' `.grad`; the next sum replaces them.
         self._was_stepped = False
-        # Where total is the slice of the buffer: a copy, while gradients come in over it.
+        # If `total` is the slice of the buffer: a copy of it while new gradients overwrite it.
         self._total_before: Tensor | None = None
 
     @property
     def launched(self) -> bool:
-        """Whether its gradients have left and their sum has not been waited for."""
+        """True if its gradients were sent and nothing has waited for their sum."""
         return self._work is not None
 
     def launch(self) -> None:
         self._without = self.gradients.complete()
-        # What waits for what: at most UNDER_WAY buffers are full where memory is saved, so the sum
-        # of the bucket that many before must have come, and its buffer be free, before this leaves.
+        # If memory is saved, at most UNDER_WAY buffers may be full. So this waits for the sum of
+        # the bucket that many before, which frees its buffer, before it is sent.
         if self.frees_first is not None:
             self.frees_first.land()
         self.expect()
@@ -123,7 +123,7 @@ class ReduceScatterBucket:
         self.left()
 
     def expect(self) -> None:
-        """Be ready for what others send of this bucket."""
+        """Post the receives of this bucket, so that other ranks can send."""
         if self.phase is SumPhase.IDLE:
             layout, flat = self.layout, self.gradients.flat
             self.gradients.have_memory()
@@ -133,7 +133,7 @@ class ReduceScatterBucket:
             self.phase = SumPhase.EXPECTED
 
     def land(self) -> None:
-        """Wait for the sum over the group; if there are replicas, begin that over them."""
+        """Wait for the sum over the group, and start the sum over replicas, if there are any."""
         if self.phase is not SumPhase.SENT:
             return
         assert self._work is not None
@@ -152,6 +152,7 @@ class ReduceScatterBucket:
             self._add_to_total()
             self._flags.land()
         self._work, self.phase = None, SumPhase.IDLE
+        # land the next sums now, so that their copies to the store run during this bucket's step
         for bucket_comm in self.following[: self._store.ahead]:
             bucket_comm.land()
         for shard, view in zip(self.shards, self._views, strict=True):
@@ -178,25 +179,25 @@ class ReduceScatterBucket:
         self._flags.forget()
 
     def wait_offloaded(self) -> None:
-        """Wait until the host may read the sum, and write it."""
+        """Wait until the host may read and write the sum."""
         self._store.wait(self.total)
 
     def stepped(self) -> None:
-        """The optimizer has used the gradients."""
+        """Note that the optimizer has used the gradients."""
         self._has_sum, self._was_stepped = False, True
 
     def drop(self) -> None:
-        """Forget all gradients, of the shards and of the parameters."""
+        """Drop all gradients, of the shards and of the parameters."""
         for shard in self.shards:
             shard.tensor.grad = None
         if not self.gradients.empty:
             self.gradients.release()
-            if self.phase is not SumPhase.EXPECTED:  # else its memory is what others send to
+            if self.phase is not SumPhase.EXPECTED:  # otherwise other ranks send to this memory
                 self.gradients.free()
         self._has_sum, self._total_before = False, None
 
     def zero(self) -> None:
-        """Set all gradients to zero that there are."""
+        """Set all existing gradients to zero."""
         self.wait_offloaded()
         for shard in self.shards:
             if shard.tensor.grad is not None:
@@ -206,7 +207,7 @@ class ReduceScatterBucket:
         self._was_stepped, self._total_before = False, None
 
     def _first_gradient(self) -> None:
-        """A gradient is about to come into the empty buffer."""
+        """Prepare the empty buffer for the first gradient of a backward."""
         if self._is_apart:
             self._store.free(self.total)
         elif self._has_sum:
@@ -214,17 +215,17 @@ class ReduceScatterBucket:
             self._total_before = self.total.clone()
 
     def _zero_dropped(self, total: Tensor) -> None:
-        """Begin anew where the user threw away what there was, by `.grad = None` of a shard.
+        """Set the sum to zero for shards whose `.grad` the user set to None.
 
-        total: `self.total`, or a copy; parameters, which may be absent, are not asked.
+        total: `self.total`, or a copy of it. It does not touch parameters, which may be absent.
         """
-        by = total.storage_offset() - self.total.storage_offset()
-        for shard, v in zip(self.shards, self._views, strict=True):
+        offset = total.storage_offset() - self.total.storage_offset()
+        for shard, view in zip(self.shards, self._views, strict=True):
             if shard.tensor.grad is None:
-                total.as_strided(v.shape, v.stride(), v.storage_offset() + by).zero_()
+                total.as_strided(view.shape, view.stride(), view.storage_offset() + offset).zero_()
 
     def _add_to_total(self) -> None:
-        """The slice has the sum of this backward: add it to those since the last step."""
+        """Add the sum of this backward, which is in the slice, to those since the last step."""
         if self._total_before is not None:
             self._slice.add_(self._total_before)
             self._total_before = None
@@ -240,7 +241,7 @@ class ReduceScatterBucket:
 
 
 def line_up(bucket_comms: Sequence[ReduceScatterBucket], *, saves_memory: bool) -> None:
-    """Set, of buckets in the order in which they leave, what is expected and waited for."""
+    """Link buckets, in the order in which they are sent, to those they expect and wait for."""
     for i, bucket_comm in enumerate(bucket_comms):
         bucket_comm.following = bucket_comms[i + 1 :][: UNDER_WAY if saves_memory else EXPECTED]
         if saves_memory and i >= UNDER_WAY:
@@ -248,9 +249,9 @@ def line_up(bucket_comms: Sequence[ReduceScatterBucket], *, saves_memory: bool) 
 
 
 class GradBuffer(GradBucket):
-    """This rank's own gradients of one bucket, laid out as the parameters are.
+    """This rank's gradients of one bucket, laid out as the parameters are.
 
-    freed: give the memory back while it is empty. begins: called before the first gradient.
+    freed: free the memory while it is empty. begins: called before the first gradient.
     """
 
     def __init__(self, layout: FlatLayout, freed: bool, begins: Callable[[], object]):
@@ -266,76 +267,78 @@ class GradBuffer(GradBucket):
             self.have_memory()
 
     def have_memory(self) -> None:
-        """Gaps between members stay as they are: their sum is not read."""
+        """Allocate the memory; gaps between members stay uninitialised, as nothing reads
+        their sum.
+        """
         if self._freed:
             self.flat.untyped_storage().resize_(self._num_bytes)
 
     def release(self) -> None:
-        """They have left: no `.grad` shows the memory any more."""
+        """Take the memory away from every `.grad`, once the gradients are sent."""
         for spec in self.members:
             spec.parameter.grad = None
         self._divided.clear()
         self.empty = True
 
     def free(self) -> None:
-        """The sum has been made, so the memory may go."""
+        """Free the memory, once the sum has arrived."""
         if self._freed:
             self.flat.untyped_storage().resize_(0)
 
     def zero(self) -> None:
-        """Set to zero what is here."""
+        """Set the gradients in this buffer to zero."""
         for spec, view in zip(self.members, self.views, strict=True):
             if spec.parameter.grad is view:
                 view.zero_()
 
 
 class UsedFlags:
-    """Which parameters some rank used in a backward, of all buckets over one group.
+    """Flags of the parameters that some rank used in a backward, for all buckets over one group.
 
-    One small sum after the last bucket, which a rank reads only where it left something unused
-    itself, once for all, so that the usual step does not wait for it.
+    There is one small all-reduce after the last bucket. A rank reads it only if it left a parameter
+    unused, once for all flags, so the usual step does not wait for it.
     """
 
     def __init__(self, group: Group, replicas: Group | None, device: torch.device):
         self._group, self.replicas, self._device = group, replicas, device
         self._num_flags = self._num_buckets = self._num_left = 0
-        self._without: list[int] = []  # flags of members without gradient, of buckets that left
+        self._without: list[int] = []  # flags of members without gradient, of buckets already sent
         self._flags: torch.Tensor | None = None
         self._work: Work | None = None
         self._num_sums = 0
         self._read: list[int] | None = None  # the sum, once read
 
     def add(self, num_members: int) -> int:
-        """Another bucket; returns the place of its first flag."""
+        """Add a bucket, and return the index of its first flag."""
         first = self._num_flags
         self._num_flags += num_members
         self._num_buckets += 1
         self._num_left = self._num_buckets
         return first
 
-    def leave(self, first: int, without: Iterable[int]) -> None:
-        """A bucket leaves, `without` gradients at these places; the last of all begins the sum."""
-        self._without += [first + member for member in without]
+    def leave(self, first: int, unused: Iterable[int]) -> None:
+        """Note the unused members of a bucket that was sent; the last bucket starts the sum."""
+        self._without += [first + member for member in unused]
         self._num_left -= 1
         if self._num_left == 0:
             self._num_left, self._num_sums, self._read = self._num_buckets, 1, None
             self._work = start_all_reduce(self._mine(), self._group)
 
     def land(self) -> None:
-        """If flags go on to replicas, let them; every rank calls it before it settles."""
+        """Start the sum over replicas, if there are any; every rank calls it before it settles."""
         if self.replicas is not None and self._num_sums == 1 and self._work is not None:
             self._num_sums = 2
             self._work = start_all_reduce(self._work.wait(), self.replicas)
 
     def used(self, flag: int) -> bool:
-        """Whether some rank had a gradient; the first to ask waits for the device, for all."""
+        """Return whether some rank had a gradient; the first call waits for the device."""
         assert self._work is not None
         if self._read is None:
             self._read = self._work.wait().tolist()
         return self._read[flag] != 0
 
     def forget(self) -> None:
-        """The backward failed: let what has left arrive, and begin anew."""
+        """After a failed backward, wait for a sum in flight, and start over."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -343,9 +346,9 @@ class UsedFlags:
         self._num_left = self._num_buckets
 
     def _mine(self) -> torch.Tensor:
-        """My flags, on the device without a wait of the host."""
+        """Return this rank's flags on the device, without letting the host wait."""
         if self._work is not None:
-            self._work.wait()  # last step's, in the same memory
+            self._work.wait()  # last step's sum uses the same memory
         if self._flags is None:
             self._flags = torch.empty(self._num_flags, dtype=torch.int32, device=self._device)
         set_used_flags(self._flags, self._without)

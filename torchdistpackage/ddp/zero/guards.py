@@ -1,7 +1,7 @@
-"""Checks that what a ZeroOptimizer steps still reaches its module.
+"""Checks that a ZeroOptimizer's steps still reach its module.
 
-It does only as long as the parameters are the same objects with the same memory, and have one
-optimizer. Each of these is checked, and an error names the parameter.
+They do only as long as the parameters are the same objects with the same memory, and have one
+optimizer. These checks cover each of that, and errors name the parameter.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from torchdistpackage.errors import LayoutError
 
 
 class ParamGuards:
-    """Ties an optimizer to `module`, if it has one, and to the parameters of these layouts.
+    """A guard that ties an optimizer to its module, if it has one, and to its parameters.
 
     layouts: each with its memory. given: all parameters of the optimizer, frozen ones too.
     """
@@ -35,15 +35,15 @@ class ParamGuards:
             for layout, flat in layouts
         ]
         given = list(given)
-        ours = {id(s.parameter): s.name for s in given if s.parameter.requires_grad}
+        trained_names = {id(s.parameter): s.name for s in given if s.parameter.requires_grad}
         self._registered: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = [
             (m._parameters, key, p)
             for m in (() if module is None else module.modules())
             if not isinstance(m, torch.jit.ScriptModule)
             for key, p in m._parameters.items()
-            if p is not None and id(p) in ours
+            if p is not None and id(p) in trained_names
         ]
-        self._names = ours
+        self._names = trained_names
         self._frozen = [s for s in given if not s.parameter.requires_grad]
         self._cut = False
         self._end = finalize(self, remove_hooks, self.handles)
@@ -62,13 +62,13 @@ class ParamGuards:
                 f"rank owns and now require gradients: {', '.join(unfrozen[:3])}; freeze them "
                 f"again, or remove() this one, wrap a new one and load its state_dict() into it"
             )
-        # of one that is absent too the address is all that counts
+        # only addresses are read, so this works for absent parameters too
         with torch._C.DisableTorchFunctionSubclass():
             for flat, layout, offsets in self._layouts:
                 first = flat.data_ptr()
                 for spec, offset in zip(layout.members, offsets, strict=True):
                     p = spec.parameter
-                    if p.data_ptr() != first + offset and p.numel():  # without elements it has none
+                    if p.data_ptr() != first + offset and p.numel():  # an empty one has no address
                         raise LayoutError(
                             f"parameter {spec.name} ({p.dtype}, {p.device}) was given other "
                             f"memory than this optimizer steps, by p.data = ..., "
@@ -79,10 +79,10 @@ class ParamGuards:
         self.check_objects()
 
     def check_objects(self) -> None:
-        """Raise LayoutError if a parameter of the module is another object than it was."""
+        """Raise LayoutError if a parameter of the module was replaced by another object."""
         for parameters, key, p in self._registered:
-            now = parameters.get(key)
-            if now is p or now is None:
+            current = parameters.get(key)
+            if current is p or current is None:
                 continue
             assert self._module is not None
             if all(other is not p for other in self._module.parameters()):
@@ -93,7 +93,7 @@ class ParamGuards:
                 )
 
     def cut(self) -> None:
-        """Take all hooks off the module, and give the gathered parameters memory of their own."""
+        """Remove all hooks from the module, and give the gathered parameters their own memory."""
         self._end()
         for _, layout, _ in self._layouts:
             for spec in layout.members:
@@ -102,14 +102,14 @@ class ParamGuards:
 
 
 def refuse_others(specs: Sequence[ParamSpec], module: nn.Module | None) -> None:
-    """Raise if these parameters are of another module, or a gradient has an owner already.
+    """Refuse parameters of another module, and those whose gradients have an owner already.
 
     Raises:
         LayoutError: a parameter belongs to another optimizer or wrapper.
         ValueError: the optimizer is over another module.
     """
-    own = None if module is None else {id(p) for p in module.parameters()}
-    if specs and own is not None and own.isdisjoint(id(s.parameter) for s in specs):
+    module_ids = None if module is None else {id(p) for p in module.parameters()}
+    if specs and module_ids is not None and module_ids.isdisjoint(id(s.parameter) for s in specs):
         raise ValueError(
             f"none of the optimizer's {len(specs)} parameters is in the module; build it over "
             f"those of this module"
@@ -121,4 +121,4 @@ def refuse_others(specs: Sequence[ParamSpec], module: nn.Module | None) -> None:
             f"that optimizer first, or wrap the plain module"
         )
     for s in specs:
-        wait_gathered(s.parameter)
+        wait_gathered(s.parameter)  # an earlier optimizer's gather may still be in flight

@@ -1,10 +1,10 @@
-"""Masters, sums of gradients and what the optimizer steps in host memory.
+"""Offload of masters, summed gradients and the optimizer's step to host memory.
 
-The optimizer's state follows by itself: an optimizer makes it where its parameters are.
+The optimizer's state follows, because an optimizer creates it on the device of its parameters.
 
-The device never waits for the host, and the host waits once a bucket, for the
-gradients that its step is about to read. Copies run on two streams, one for each direction, from
-and to pinned memory; what writes where another copy reads or writes waits for its event.
+The device never waits for the host. The host waits once for each bucket, for the gradients that its
+step is about to read. Copies run on two streams, one for each direction, from and to pinned memory.
+An operation that writes where a copy reads or writes waits for that copy's event.
 """
 
 import os
@@ -21,18 +21,22 @@ from torchdistpackage.ddp.zero.shard_bounds import SLICE_BYTES
 from torchdistpackage.errors import LayoutError
 
 AHEAD = 2
-"""Buckets on their way down while one is stepped: one that travels and one that is next."""
+"""Number of buckets on the way to the host during a step: one that travels and the next."""
 
 PIECE_BYTES = 64 * 2**20
-"""The next piece is about as large as all before it, at most this unless one tensor needs more."""
+"""Largest piece of memory, unless one tensor needs more. A piece is about as large as all
+before it.
+"""
 
-CopyEvent = Any  # torch.cuda's, or a test's double of it
+CopyEvent = Any  # torch.cuda.Event, or a test's double of it
 
 
 class Offload(MasterStore):
-    """Copies in host memory of slices of one device; on the CPU, plain copies.
+    """A store that keeps copies of one device's slices in host memory.
 
-    bytes: kept so far, without the optimizer's state. streams: of the device, by default CUDA's.
+    bytes: bytes allocated so far, without the optimizer's state.
+    streams: the copy streams; by default those of a CUDA device. A CPU has none, and copies in
+        order.
     """
 
     def __init__(self, device: torch.device, streams: "CopyStreams | None" = None):
@@ -43,8 +47,9 @@ class Offload(MasterStore):
             self.ahead = AHEAD
             self._arena = Arena(streams.pinned)
             self._down, self._up = streams.stream(), streams.stream()
-            self._came: dict[int, CopyEvent] = {}  # by address of what is kept: copied there
-            self._read: dict[int, CopyEvent] = {}  # and copied from there
+            # by address in host memory: the end of the last copy to it, and of the last from it
+            self._came: dict[int, CopyEvent] = {}
+            self._read: dict[int, CopyEvent] = {}
 
     def allocate(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         self.bytes += like.numel() * dtype.itemsize
@@ -56,29 +61,35 @@ class Offload(MasterStore):
         if self._streams is None:
             super().offload(host, device)
             return
-        # cast here: a copy that casts may go through memory that is not pinned, and wait
+        # cast on the device: a casting copy may go through pageable memory, and block the host
         device = device.to(host.dtype)
+        # the kernels that compute the source must have finished
         self._down.wait_event(self._streams.current().record_event())
-        if (read := self._read.get(host.data_ptr())) is not None:
-            self._down.wait_event(read)
+        if (last_read := self._read.get(host.data_ptr())) is not None:
+            # an earlier copy to the device may still read this host memory
+            self._down.wait_event(last_read)
         self._streams.copy(self._down, host, device)
         self._came[host.data_ptr()] = self._down.record_event()
 
     def to_device(self, host: Tensor, device: Tensor) -> None:
-        """The current stream waits and the host does not."""
+        """Copy host memory to the device; the current stream waits for it, and the host
+        does not.
+        """
         if self._streams is None:
             super().to_device(host, device)
             return
-        current, kept = self._streams.current(), host
+        current, stored = self._streams.current(), host
         if host.dtype != device.dtype:
             self.wait(host)
             num_bytes = device.numel() * device.itemsize
             host = self._streams.pinned(num_bytes).view(device.dtype).copy_(host)
+        # kernels issued before may still use the destination
         self._up.wait_event(current.record_event())
-        if (came := self._came.get(kept.data_ptr())) is not None:
+        if (came := self._came.get(stored.data_ptr())) is not None:
+            # the copy to host memory must have ended before it is read
             self._up.wait_event(came)
         self._streams.copy(self._up, device, host)
-        event = self._read[kept.data_ptr()] = self._up.record_event()
+        event = self._read[stored.data_ptr()] = self._up.record_event()
         current.wait_event(event)
 
     def here(self, host: Tensor) -> Tensor:
@@ -90,6 +101,7 @@ class Offload(MasterStore):
 
     def free(self, host: Tensor) -> None:
         if self._streams is not None and (came := self._came.get(host.data_ptr())) is not None:
+            # kernels that overwrite the source must wait until it is copied to the host
             self._streams.current().wait_event(came)
 
     def wait(self, *hosts: Tensor) -> None:
@@ -98,28 +110,30 @@ class Offload(MasterStore):
         for events in (self._came, self._read):
             for address in [host.data_ptr() for host in hosts] or list(events):
                 if (event := events.pop(address, None)) is not None:
-                    event.synchronize()
+                    event.synchronize()  # here the host waits: its step reads or writes this memory
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Inside, torch has this rank's share of the cores: the device's ranks do not compute."""
-        before = torch.get_num_threads()
-        threads = before if self._streams is None else max(before, cores_of_a_rank())
-        if threads == before:
+        """Give torch this rank's share of the cores: the step runs there while the device waits."""
+        previous = torch.get_num_threads()
+        threads = previous if self._streams is None else max(previous, cores_of_a_rank())
+        if threads == previous:
             yield
             return
         torch.set_num_threads(threads)
         try:
             yield
         finally:
-            torch.set_num_threads(before)
+            torch.set_num_threads(previous)
 
 
 class Arena:
-    """Many tensors in a few large pieces of `memory`, which are given back all together.
+    """An allocator of many tensors in a few large pieces of `memory`, which are freed together.
 
-    Pieces are powers of two, to which torch rounds each tensor of pinned memory up, by a third in
-    the mean. Here the rest of a piece is for the tensors that follow. num_bytes: of the pieces.
+    torch rounds each pinned tensor up to a power of two, which wastes a third on average. So pieces
+    are powers of two, and the rest of a piece serves later tensors.
+
+    num_bytes: bytes of all pieces.
     """
 
     def __init__(self, memory: Callable[[int], Tensor]):
@@ -128,46 +142,49 @@ class Arena:
         self.num_bytes = 0
 
     def take(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """An empty one (num_elements,)."""
+        """Return an uninitialised tensor (num_elements,)."""
         needed = num_elements * dtype.itemsize
         size_bytes = -(-needed // SLICE_BYTES) * SLICE_BYTES
-        rest = next((i for i, rest in enumerate(self._rests) if len(rest) >= size_bytes), None)
-        if rest is None:
-            as_before = 1 << max(0, min(self.num_bytes, PIECE_BYTES).bit_length() - 1)
-            size = max(1 << max(0, size_bytes - 1).bit_length(), as_before)
-            rest = len(self._rests)
+        number = next((i for i, rest in enumerate(self._rests) if len(rest) >= size_bytes), None)
+        if number is None:
+            doubled = 1 << max(0, min(self.num_bytes, PIECE_BYTES).bit_length() - 1)
+            size = max(1 << max(0, size_bytes - 1).bit_length(), doubled)
+            number = len(self._rests)
             self._rests.append(self._memory(size))
             self.num_bytes += size
-        piece = self._rests[rest]
-        self._rests[rest] = piece[size_bytes:]
+        piece = self._rests[number]
+        self._rests[number] = piece[size_bytes:]
         return piece[:needed].view(dtype)
 
 
 class CopyStreams(CudaStreams):
-    """Streams on which slices are copied to pinned host memory and back."""
+    """Streams that copy slices to pinned host memory and back."""
 
     def stream(self) -> Stream:
-        """Another one."""
+        """Return a new stream."""
         return torch.cuda.Stream(self._device)
 
     def copy(self, stream: Stream, to: Tensor, source: Tensor) -> None:
         """Copy on `stream` between the device and pinned memory, of one dtype."""
         with self.on(stream):
             to.copy_(source, non_blocking=True)
+        # keep the allocator from reusing the device's side before the copy has ended
         (source if source.is_cuda else to).record_stream(stream)
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Host memory (num_bytes,) that a device copies from and to by itself."""
+        """Return pinned host memory (num_bytes,), which a device can copy from and to on its
+        own.
+        """
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def streams_of(device: torch.device) -> CopyStreams | None:
-    """None where there are none: the host does all, in order."""
+    """Return the copy streams of a device; None for a CPU, which copies in order."""
     return CopyStreams(device) if device.type == "cuda" else None
 
 
 def cores_of_a_rank() -> int:
-    """Cores for this process, which the ranks of the node share unless each is bound."""
+    """Return the number of cores for this process; ranks of a node share them unless bound."""
     everything = os.cpu_count() or 1
     free = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else everything
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free == everything else 1
@@ -175,7 +192,7 @@ def cores_of_a_rank() -> int:
 
 
 def check_offload(optimizer: Optimizer) -> None:
-    """Raise LayoutError if a param group asks for a step in a CUDA graph."""
+    """Raise LayoutError if a param group wants its step in a CUDA graph."""
     for number, group in enumerate(optimizer.param_groups):
         if group.get("capturable"):
             raise LayoutError(

@@ -1,10 +1,10 @@
-"""ZeRO: each rank holds, and steps, its part of the optimizer (Rajbhandari et al., 2019).
+"""ZeroOptimizer: each rank holds and steps its shard (Rajbhandari et al. 2019, arXiv:1910.02054).
 
-Source: arXiv:1910.02054. A reduce-scatter and a gather cost what an all-reduce does, so the link
-that data parallelism leaves idle during the forward carries half of it. A bucket's gradients are
-summed to their owners while the backward runs (grad_buffer.py); `step` steps each bucket as its sum
-lands and sends the parameters back, which arrive during the next forward, where each read of one
-waits for it (param_buffer.py).
+A reduce-scatter and an all-gather together cost as much as an all-reduce. So the link, which plain
+data parallelism leaves idle during the forward, carries half of the bytes then. During the backward
+each bucket's gradients are summed to their owners (grad_buffer.py). `step` steps each bucket when
+its sum arrives, and sends the parameters back. They arrive during the next forward, in which each
+read of a parameter waits for it (param_buffer.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -52,24 +52,24 @@ from torchdistpackage.ddp.zero.stage3 import (
 )
 
 UNLIMITED_BYTES = 2**62
-"""Buckets are filled by module (shard_bounds.group_by_module), not by the reducer."""
+"""Cap that never limits: `shard_bounds.group_by_module` fills the buckets, not the reducer."""
 
 
 class ZeroOptimizer(ShardedOptimizerBase):
     """Shard `optimizer` over the ranks that hold the same parameters; the loop stays the same.
 
-    optimizer: of any class of torch.optim, or your own, made with parameters of `module` in any
-        param groups. The groups then hold this rank's shards.
-    module: not wrapped, but its forward gets hooks. None: gradients are reduced in `step`.
-    keywords: those of `ZeroOptions`: stage, group, layouts, overlap, wire_dtype, ... `options` is
-        the value that they make.
+    optimizer: of any class of torch.optim, or your own, over parameters of `module` in any param
+        groups. The groups then hold this rank's shards.
+    module: it is not wrapped, but its forward gets hooks. None: gradients are reduced in `step`.
+    keywords: those of `ZeroOptions`: stage, group, layouts, overlap, wire_dtype, ... They are kept
+        as the attribute `options`.
 
     A parameter's `.grad` is None once its reduction has started. `reducer.finish()` waits for the
     reduced gradients, which are the `.grad` of the shards in param_groups; `step` calls it too.
     Over a group of one rank nothing is reduced: a float32 parameter is its own shard in all stages.
 
     Raises:
-        LayoutError: the optimizer cannot update a part of the parameters.
+        LayoutError: the optimizer needs full parameters, and some are split over other ranks.
         ValueError: invalid options, all of them; stage 3 without a module.
     """
 
@@ -91,8 +91,8 @@ class ZeroOptimizer(ShardedOptimizerBase):
         self._freed = WholeParams()
         sharing = ReplicaGroups.over(optimizer, module, options)
         specs = sharing.trained(optimizer, module)
-        # [Note: groups of one rank] Nothing of these travels and nothing is saved by cutting them,
-        # so no hook sees their gradients and nothing is copied: a step costs what a plain one does
+        # [Note: groups of one rank] Sharding such parameters saves nothing and nothing is sent. So
+        # they get no hooks and no copies, and their step costs as much as a plain one.
         has_alone = sharing.has_alone
         self._alone = [
             whole_shard(s, sharing.layouts) for s in specs if not options.offload and has_alone(s)
@@ -134,47 +134,50 @@ class ZeroOptimizer(ShardedOptimizerBase):
         around = partial(self._cutter.stepping, self._buckets)
         one_by_one = options.offload or not is_queue
         self._stepping = PartialStep(optimizer, pieces, one_by_one=one_by_one, around=around)
-        # what another class does across parameters it must do once
+        # a class that is not torch's may compute across parameters, so it steps once for all
         self._by_bucket = type(optimizer).__module__.startswith("torch.optim.")
         self._order = [*reversed(range(len(self._buckets)))]
-        given = [h.spec for members in self.partitions for h in members]
+        all_specs = [h.spec for members in self.partitions for h in members]
         handles = [] if module is None else self._hooks_on(module)
-        self._attach(given, handles)
+        self._attach(all_specs, handles)
 
-    def _attach(self, given: list[ParamSpec], handles: list[Removable]) -> None:
-        """Watch over the parameters `given`; `remove` takes `handles` off too."""
+    def _attach(self, specs: list[ParamSpec], handles: list[Removable]) -> None:
+        """Guard the optimizer's parameters, and hook the module to gather them.
+
+        handles: hooks that `remove` must remove too.
+        """
         module, buckets = self._module, self._buckets
         layouts = [(bucket.layout, bucket.parameters.flat) for bucket in buckets]
-        self._guards = ParamGuards(module, layouts, given)
+        self._guards = ParamGuards(module, layouts, specs)
         self._guards.handles += handles
         if module is None:
             return
-        keeps = not self.options.reshard_after_forward
+        keeps_until_backward = not self.options.reshard_after_forward
         order = [bucket.parameters for bucket in reversed(buckets) if bucket.gathers]
         if order:
-            self._freed = coordinator = ParamCoordinator(module, order, keeps)
+            self._freed = coordinator = ParamCoordinator(module, order, keeps_until_backward)
             self._guards.handles += coordinator.handles
-        self._guards.handles += gather_ahead(module, self.stage < 3 or keeps)
+        self._guards.handles += gather_ahead(module, self.stage < 3 or keeps_until_backward)
 
-    # -- what callers use --------------------------------------------------------------
+    # -- methods for callers -----------------------------------------------------------
 
     @property
     def stage(self) -> int:
-        """What is sharded: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
+        """Stage: 1 shards the optimizer's state, 2 gradients too, 3 parameters too."""
         return self.options.stage
 
     @property
     def shards(self) -> list[ParamShard]:
-        """The pieces of parameters that this rank owns."""
+        """The shards of parameters that this rank owns."""
         return [*self._alone, *(shard for bucket in self._buckets for shard in bucket.shards)]
 
     def step(self, closure: Callable[[], object] | None = None):
-        """Wait for the sums, step what this rank owns, and begin to gather the parameters.
+        """Wait for the sums, step this rank's shards, and start to gather the parameters.
 
         closure: computes the loss and its gradients; its value is returned.
 
         Raises:
-            LayoutError: a parameter is no longer frozen, or no longer what is stepped.
+            LayoutError: a frozen parameter was unfrozen, or a parameter was replaced or moved.
         """
         loss = None
         if closure is not None:
@@ -188,9 +191,9 @@ class ZeroOptimizer(ShardedOptimizerBase):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, or set those to zero that there are."""
+        """Drop all gradients, or set existing ones to zero."""
         if any(bucket.bucket_comm.launched for bucket in self._buckets):
-            self.reducer.finish()
+            self.reducer.finish()  # sums in flight would arrive later as gradients
         for bucket in self._buckets:
             (bucket.bucket_comm.drop if set_to_none else bucket.bucket_comm.zero)()
         for shard in self._alone:
@@ -202,23 +205,23 @@ class ZeroOptimizer(ShardedOptimizerBase):
     def finish(self) -> None:
         """Wait until all parameters are gathered and current on this rank.
 
-        In stage 3 all ranks call it, and they stay gathered until the next backward or step.
+        In stage 3 all ranks call it, and parameters stay gathered until the next backward or step.
         """
         self._freed.fetch_all()
         self.arrive()
 
     def arrive(self) -> None:
-        """Wait for the parameters that are on their way; what is freed stays so.
+        """Wait for gathers in flight; freed parameters stay freed.
 
-        Only then may the pieces that this rank owns be read, for example to save them.
+        Only then may this rank's shards be read, for example to save them.
         """
         for bucket in self._buckets:
             bucket.parameters.arrive()
 
     def remove(self) -> None:
-        """Leave the module as a plain one; all ranks call it.
+        """Turn the module into a plain one again; all ranks call it.
 
-        Afterwards this has its state to save or load elsewhere, and can no longer step.
+        Afterwards the optimizer keeps its state, to save it or load it elsewhere, but cannot step.
         """
         self._settle()
         self.finish()
@@ -228,7 +231,7 @@ class ZeroOptimizer(ShardedOptimizerBase):
         self.forget()
 
     def refresh_masters(self) -> None:
-        """Set the optimizer's copies to the parameters, after these were written to."""
+        """Set the optimizer's copies to the parameters, after a user wrote to these."""
         self.finish()
         for bucket in self._buckets:
             bucket.parameters.refresh()
@@ -236,6 +239,7 @@ class ZeroOptimizer(ShardedOptimizerBase):
     # -- one step ----------------------------------------------------------------------
 
     def _step(self) -> None:
+        """Step all buckets as their sums arrive, and send their parameters."""
         for bucket in reversed(self._buckets):
             if not bucket.gathers:
                 bucket.parameters.expect()
@@ -248,10 +252,9 @@ class ZeroOptimizer(ShardedOptimizerBase):
             self._stepping.step_rest()
         else:
             self._stepping.all_at_once()
-        # [Note: gathers under the next forward] What the forward reads first goes first, on all
-        # ranks alike, wherever they waited: a module that reads a parameter still on its way waits
-        # for it (UngatheredParameter), so the order of gathers is the order of the forward, the
-        # reverse of that in which the sums came.
+        # [Note: gathers under the next forward] All ranks send first what the forward reads first,
+        # the reverse of the order in which sums arrive. A module that reads a parameter in flight
+        # waits for it (UngatheredParameter), so this order lets the forward wait least.
         order = sorted(self._order, key=lambda b: not self._goes_early(b))
         if self._by_bucket and not self._lands_in_step:
             order = self._stepping.in_turn(order)
@@ -261,27 +264,30 @@ class ZeroOptimizer(ShardedOptimizerBase):
         self._freed.stepped()
 
     def _send(self, bucket: int) -> None:
+        """Start the gather of a bucket, unless stage 3 gathers it on use."""
         if not self._buckets[bucket].gathers:
             self._buckets[bucket].parameters.send()
 
     def _goes_early(self, bucket: int) -> bool:
-        """Whether the bucket is gathered before the last one is stepped.
+        """Return whether the bucket is gathered before the last one is stepped.
 
-        The sum of the last bucket comes in while the one before it is stepped already. Sent at
-        once, its parameters use the link while that last sum is stepped, which else were idle.
-        All other buckets wait, since the forward reads them in the other order.
+        This is the last but one. It is stepped while the last sum arrives. Sent at once, its
+        parameters use the link during the last step, when it would be idle. All other buckets wait,
+        because the forward reads them in the opposite order.
         """
         return self.stage < 3 and bucket == len(self._buckets) - 2
 
     def _left(self, bucket: int) -> None:
+        """Free a bucket's parameters once its gradients are sent (stage 3)."""
         if self._buckets[bucket].gathers:
             self._freed.release(self._buckets[bucket].parameters)
 
     def _settled(self, bucket: int) -> None:
-        """The sums of a bucket are in its shards, in the order in which they were begun."""
+        """Step a bucket whose sum has arrived, if this happens inside `step`."""
         if not self._in_step:
             if not self._overlap or torch._C._current_graph_task_id() == -1:
-                self._buckets[bucket].wait()  # the next backward, which adds to them, reads none
+                # callers may read the shards now; inside a backward nobody reads them
+                self._buckets[bucket].wait()
             return
         self._lands_in_step = True
         self._stepping.landed(bucket)
@@ -291,11 +297,12 @@ class ZeroOptimizer(ShardedOptimizerBase):
     # -- hooks -------------------------------------------------------------------------
 
     def _hooks_on(self, module: nn.Module) -> list[Removable]:
-        before_state = WeakHook(self._before_state_dict)
+        """Hook the module's forward, and its saving and loading."""
+        settle_first = WeakHook(self._before_state_dict)
         return [
             module.register_forward_hook(WeakHook(self._watch)),
-            module.register_state_dict_pre_hook(before_state),
-            module.register_load_state_dict_pre_hook(before_state),
+            module.register_state_dict_pre_hook(settle_first),
+            module.register_load_state_dict_pre_hook(settle_first),
             module.register_load_state_dict_post_hook(WeakHook(self._loaded)),
         ]
 
@@ -315,12 +322,14 @@ class ZeroOptimizer(ShardedOptimizerBase):
         self.refresh_masters()
 
     def _settle(self) -> None:
+        """Wait for all sums, gathers and copies in flight."""
         self.reducer.finish()
         self.arrive()
         for bucket in self._buckets:
             bucket.wait()
 
     def _make_bucket_comm(self, bucket: Bucket, members: Sequence[ParamSpec]) -> BucketComm:
+        """Create one bucket, and its communication for the reducer."""
         number, sharded = len(self._buckets), self._cutter.cut(bucket, members)
         sharded.bucket_comm.left = partial(WeakHook(self._left), number)
         sharded.bucket_comm.settled = partial(WeakHook(self._settled), number)
@@ -329,4 +338,4 @@ class ZeroOptimizer(ShardedOptimizerBase):
 
 
 def _unhooked(me: object, index: int, parameter: Tensor) -> None:
-    """What is stepped itself is claimed, and no hook of it is called."""
+    """Stand in for a hook: parameters on one rank are claimed but not hooked."""

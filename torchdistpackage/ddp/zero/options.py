@@ -1,7 +1,7 @@
-"""The options of ZeroOptimizer: one frozen value, which all its parts read.
+"""The options of ZeroOptimizer: one frozen value that all its files read.
 
-Nothing here does what an option asks for: whoever does reads the field. So a new option is its
-lines here, and its use.
+This file does not implement the options; the code that does reads the fields. So a new option is a
+few lines here, and its use.
 """
 
 import inspect
@@ -26,7 +26,7 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 class ZeroKeywords(TypedDict, total=False):
-    """The fields of `ZeroOptions` as keywords, for those who check types."""
+    """The fields of `ZeroOptions` as keywords, for type checkers."""
 
     stage: int
     group: Group | None
@@ -49,9 +49,10 @@ class ZeroOptions:
     """The keywords of `ZeroOptimizer`.
 
     stage: 1 shards the optimizer's state, 2 gradients too, 3 parameters too.
-    group: ranks to shard over; default tpc's data (and context) ranks, or all ranks where tpc is
-        not set up. replicas: ranks that hold the same shard; as in HSDP `group` may be a node and
-        `replicas` the ranks of the same index on all nodes.
+    group: ranks to shard over; default: tpc's data (and context) ranks, or all ranks if tpc is not
+        set up.
+    replicas: ranks that hold the same shard. As in HSDP, `group` may be a node and `replicas` the
+        ranks of the same index on all nodes.
     layouts: name -> Layout, as in NaiveDDP; default: those of the module's layers.
     overlap: communicate during backward and forward; False waits at the end of the backward and
         of `step`.
@@ -60,14 +61,15 @@ class ZeroOptions:
         masters keep at least float32.
     reduce_dtype: dtype in which gradients are sent; default: `wire_dtype`.
     offload: keep masters, optimizer state and reduced gradients in host memory, and step there.
-    num_grad_acc_iter: n lets stage 1 reduce in every n-th backward only, such as a pipeline's
-        number of microbatches; stages 2 and 3, which keep no full gradients, reduce in each.
+    num_grad_acc_iter: stage 1 reduces only in every n-th backward, for example after n
+        micro-batches; stages 2 and 3, which keep no full gradients, reduce in each.
     reduce_op: "avg", or "sum".
     reshard_after_forward: in stage 3, free parameters between forward and backward too; all
         ranks must then run the same submodules.
     whole: give each parameter one owner, for an optimizer that needs full parameters; default:
         True for all classes that are not known to be element-wise.
-    master_dtype: of the masters of bf16 and fp16 parameters; torch.bfloat16: no masters.
+    master_dtype: dtype of the masters of bf16 and fp16 parameters; with torch.bfloat16, bf16
+        parameters have no masters.
     """
 
     stage: int = 1
@@ -86,10 +88,10 @@ class ZeroOptions:
     master_dtype: torch.dtype | None = None
 
     def check(self, optimizer: Optimizer, module: nn.Module | None) -> None:
-        """Raise ValueError with all that is wrong with these options, or with what they are for."""
-        given = nn.Module() if module is None else module
+        """Raise ValueError with all invalid options, and an invalid optimizer or module."""
+        module_or_empty = nn.Module() if module is None else module
         problems = common_problems(
-            given, self.reduce_op, self.bucket_cap_mb, self.num_grad_acc_iter
+            module_or_empty, self.reduce_op, self.bucket_cap_mb, self.num_grad_acc_iter
         )
         if self.stage not in (1, 2, 3):
             problems.append(f"stage is {self.stage!r}; use 1, 2 or 3")
@@ -103,91 +105,93 @@ class ZeroOptions:
 
     @property
     def mean(self) -> bool:
-        """Whether gradients are averaged."""
+        """True if gradients are averaged."""
         return self.reduce_op.lower() == "avg"
 
     @property
     def frees_gradients(self) -> bool:
-        """Whether full gradients are freed once they are summed."""
+        """True if full gradients are freed once they are summed."""
         return self.stage > 1
 
     @property
     def num_backwards(self) -> int:
-        """Gradients are reduced once in as many backwards."""
+        """Number of backwards for each reduction."""
         return self.num_grad_acc_iter if self.stage == 1 else 1
 
-    # -- of the parameters of one bucket, by the first of them -----------------------------
+    # -- answers about one bucket, from its first parameter ---------------------------------
 
     def gathers(self, first: ParamSpec) -> bool:
-        """Whether its parameters are gathered only where they are used."""
-        # stages that hold one weight are not in the same places at the same time, so a gather amid
-        # the forward of one would wait for the other's
+        """Return whether its parameters are gathered only where they are used."""
+        # Not for a weight shared by pipeline stages: these run their forwards at different times,
+        # so a gather inside one forward would wait for the other stage.
         return self.stage == 3 and not first.deferred
 
     def param_dtype(self, first: ParamSpec) -> torch.dtype | None:
-        """The dtype in which its parameters are sent, if it is narrower than their own."""
+        """Return the dtype in which its parameters are sent, if narrower than their own."""
         return _if_narrower(self.wire_dtype, first.parameter.dtype)
 
     def grad_dtype(self, first: ParamSpec) -> torch.dtype | None:
-        """The dtype in which its gradients are sent, if it is narrower than that of the sum."""
+        """Return the dtype in which its gradients are sent, if narrower than that of the sum."""
         return _if_narrower(self.reduce_dtype or self.wire_dtype, first.sum_dtype)
 
     def shard_dtype(self, first: ParamSpec) -> torch.dtype:
-        """The dtype of what the optimizer steps, and of its gradients."""
+        """Return the dtype of the shards that the optimizer steps, and of their gradients."""
         dtype = first.parameter.dtype
-        # fp32 where gradients are added up in it, unless `master_dtype` is set
+        # fp32 if gradients accumulate in it, so that small updates are not lost, unless the user
+        # sets `master_dtype`
         return dtype if first.sum_dtype == dtype else self.master_dtype or first.sum_dtype
 
     def is_rounded(self, first: ParamSpec) -> bool:
-        """Whether its parameters have fewer digits than what is stepped."""
+        """Return whether its parameters have fewer digits than the shards that are stepped."""
         is_wider = self.shard_dtype(first) != first.parameter.dtype
         return is_wider or self.param_dtype(first) is not None
 
     def narrowest_bytes(self, first: ParamSpec) -> int:
-        """Bytes of an element in the narrowest dtype that its slices have."""
+        """Return the bytes of an element in the narrowest dtype of its slices."""
         dtypes = first.parameter.dtype, self.param_dtype(first), self.grad_dtype(first)
         return min(x.itemsize for x in dtypes if x is not None)
 
 
 def with_options(init: Init) -> Init:
-    """Show the fields of `ZeroOptions` in the signature of `init`, in place of its `**options`."""
-    own = [*inspect.signature(init).parameters.values()][:-1]
+    """Show the fields of `ZeroOptions` in the signature of `init` instead of its `**keywords`."""
+    parameters = [*inspect.signature(init).parameters.values()][:-1]
     options = inspect.signature(ZeroOptions).parameters.values()
-    init.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+    init.__signature__ = inspect.Signature([*parameters, *options])  # type: ignore[attr-defined]
     return init
 
 
 def _if_narrower(sent: torch.dtype | None, dtype: torch.dtype) -> torch.dtype | None:
+    """Return `sent` if it is a narrower float dtype than `dtype`, else None."""
     is_narrower = sent is not None and dtype.is_floating_point and sent.itemsize < dtype.itemsize
     return sent if is_narrower else None
 
 
 def replica_group(group: Group | None, among: Group | None = None) -> Group | None:
-    """Ranks of `among` with my place in their own `group`; None where there is one group.
+    """Return the ranks of `among` with this rank's index in their own `group`; None for one group.
 
-    They hold the same shard where each group shards: shards inside a node make the gather cheap,
-    and what is summed inside a node is summed once more over the same index of all nodes.
+    If each group shards, these ranks hold the same shard. Sharding inside a node makes gathers
+    cheap, and gradients summed inside nodes are summed again over the same index of all nodes. All
+    ranks of `among` call it.
 
-    group: a part of `among` of equal size on each rank, such as `setup_node_groups()` gives; None
-        is all of them. among: ranks that see different batches; default all.
-
-    All ranks of `among` call it.
+    group: ranks of `among`, equally many for each rank, such as those of `setup_node_groups()`;
+        None: all of them.
+    among: ranks that see different batches; default: all ranks.
 
     Raises:
         TopologyError: the groups do not tile `among` evenly.
     """
     among = resolve_group(among, "global")
     rank = ranks_of(among)[among.rank()]
-    mine = ranks_of(among if group is None else group)
-    groups = sorted(set(cast(list[tuple[int, ...]], primitives.gather_objects(mine, among))))
-    held = sorted(r for ranks in groups for r in ranks)
-    if held != sorted(ranks_of(among)) or len({len(ranks) for ranks in groups}) > 1:
+    own_ranks = ranks_of(among if group is None else group)
+    groups = sorted(set(cast(list[tuple[int, ...]], primitives.gather_objects(own_ranks, among))))
+    covered = sorted(r for ranks in groups for r in ranks)
+    if covered != sorted(ranks_of(among)) or len({len(ranks) for ranks in groups}) > 1:
         raise TopologyError(
             f"groups {groups} do not tile ranks {ranks_of(among)} evenly, so shards have no "
             f"replicas; give every rank one group, all of one size"
         )
     if len(groups) == 1:
         return None
-    index = mine.index(rank)
-    made = tpc.groups if tpc.is_set else Groups(rank)
-    return made.of([ranks[index] for ranks in groups], name=f"place {index} of each group")
+    index = own_ranks.index(rank)
+    cache = tpc.groups if tpc.is_set else Groups(rank)
+    return cache.of([ranks[index] for ranks in groups], name=f"place {index} of each group")

@@ -1,14 +1,15 @@
-"""A bucket's parameters: the own slice is stepped, all are gathered, and reads wait for that.
+"""A bucket's parameters: the optimizer steps this rank's slice, and reads wait for the gather.
 
-Parameters are views of one flat tensor, of which this rank owns a slice. Where the optimizer may
-work on that slice itself it does; else it works on `master`, a copy of the slice that is wider, or
-elsewhere, or there while the rest is freed, and each gather begins with writing it back.
+Parameters are views of one flat tensor, of which this rank owns a slice. The optimizer works on
+that slice if it can. Otherwise it works on `master`, a copy of the slice: in a wider dtype, in
+other memory, or kept while the rest is freed. Each gather then begins by writing the master back.
 
-While its elements travel a parameter is an `UngatheredParameter`, and whatever reads its elements
-first makes its buffer `wait_gathered`. So no hook has to know which module uses which parameter.
+While its elements are in flight a parameter is an `UngatheredParameter`, and an operation that
+reads its elements first makes its buffer `wait_gathered`. So no hook needs to know which module
+uses which parameter.
 
-Masters, sums of gradients and what the optimizer steps are copies of slices in a `MasterStore`: on
-the slices' own device here; offload.py has another store.
+Masters and summed gradients are copies of slices in a `MasterStore`: here on the slices' own
+device; offload.py has another store.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from torchdistpackage.ddp.zero.options import ZeroOptions
 from torchdistpackage.ddp.zero.param_shard import FlatLayout
 
 Need = WeakMethod[Callable[["ParamBuffer"], None]]
-"""Called when a freed parameter is read, to `fetch` it or raise why not."""
+"""A method called when a freed parameter is read, which must `fetch` it or raise."""
 
 
 class ParamBuffer:
-    """Takes over the parameters of `layout`; afterwards they are views of `flat`.
+    """The flat memory of one bucket's parameters, which become views of it.
 
-    layout: which parameter lies where, and which rank owns what.
-    options: of the optimizer; this reads them where it does what they ask for.
+    layout: the place of each parameter, and the elements that each rank owns.
+    options: the options of the optimizer.
     replicas: ranks with a copy of this rank's slice.
-    store: where the copy is that the optimizer works on, if it is elsewhere.
-    on_read: called where parameters are freed; its owner is kept while they are.
+    store: the place of the copy that the optimizer works on, if it is elsewhere.
+    on_read: called when a freed parameter is read; its owner is kept alive while they are freed.
 
-    Others may read these; methods of this class alone change them:
+    Other files may read these attributes; only methods of this class change them:
 
-    flat: all parameters side by side; without memory while `is_free`.
+    flat: all parameters side by side; it has no memory while `is_free`.
     slice: the part of `flat` that this rank owns.
-    master: the copy that is stepped, or None.
-    is_free: the memory of `flat` was given back, until `fetch` (stage 3).
+    master: the copy that the optimizer steps, or None.
+    is_free: the memory of `flat` is freed until `fetch` (stage 3).
     """
 
     def __init__(
@@ -58,8 +59,8 @@ class ParamBuffer:
         first = layout.members[0]
         self.layout, self._wire_dtype = layout, options.param_dtype(first)
         self._on_read = on_read if options.gathers(first) else None
-        # While freed: keeps the optimizer that can fetch, even where its user has dropped it, since
-        # the module's parameters are of no use without it.
+        # While parameters are freed, keep the optimizer alive that can fetch them, even if its user
+        # has dropped it: without it the module is unusable.
         self._keeps_owner: Callable[[ParamBuffer], None] | None = None
         self._store = store or MasterStore()
         self._parameters = [spec.parameter for spec in layout.members]
@@ -76,49 +77,50 @@ class ParamBuffer:
         is_copy = options.is_rounded(first) or options.gathers(first) or store is not None
         master_dtype = options.shard_dtype(first)
         self.master = self._store.allocate(self.slice, master_dtype) if is_copy else None
-        # rounded for the wire straight from there: mine is overwritten by what all others have
+        # Round for the wire directly from the master. The gather overwrites this rank's slice too,
+        # so that all ranks end with the same rounded parameters.
         self._sends_master = store is None and self._wire_dtype is not None
         self.refresh()
         self._num_bytes = self.flat.untyped_storage().nbytes()
         self._start_gather: Callable[[], Work] | None = None  # of the gather that is expected
-        self._work: Work | None = None  # the gather under way
+        self._work: Work | None = None  # the gather in flight
         self._streams = streams_of(self.flat.device)
-        self._began_on: Stream | None = None  # the stream on which the gather was begun
+        self._began_on: Stream | None = None  # the stream that started the gather
         self.is_free = False
 
     @property
     def values(self) -> Tensor:
-        """The elements that I own, on which the optimizer works."""
+        """The elements that this rank owns and the optimizer steps."""
         return self.slice if self.master is None else self.master
 
     def refresh(self) -> None:
-        """Masters become what the parameters are."""
+        """Set the master to the parameters."""
         if self.master is not None:
             self._store.offload(self.master, self.slice)
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the host may write to what the optimizer works on."""
+        """Wait until the host may write to the elements that the optimizer steps."""
         if self.master is not None:
             self._store.wait(self.master)
 
     def expect(self) -> None:
-        """Be ready for what others send; the parameters are not read from here until `arrive`."""
+        """Post the receives of a gather; nothing may read the parameters until `arrive`."""
         self.arrive()
-        layout, mine = self.layout, self.master if self._sends_master else None
+        layout, own_slice = self.layout, self.master if self._sends_master else None
         self._start_gather = prepost_all_gather_v(
-            self.flat, layout.bounds, layout.group, wire_dtype=self._wire_dtype, mine=mine
+            self.flat, layout.bounds, layout.group, wire_dtype=self._wire_dtype, mine=own_slice
         )
 
     def send(self) -> None:
-        """The optimizer has stepped: begin the gather. Parameters are absent until `arrive`."""
+        """Start the gather after a step; the parameters are absent until `arrive`."""
         self.changed()
         self._begin_gather()
         if self.layout.group.size() > 1:
             self._mark_ungathered()
 
     def arrive(self) -> None:
-        """Wait for the gather, if there is one."""
+        """Wait for the gather in flight, if there is one."""
         if self._work is not None:
             self._wait_on_streams() if self._streams is not None else self._work.wait()
             self._work = None
@@ -126,7 +128,7 @@ class ParamBuffer:
                 mark_gathered(parameter, kind)
 
     def free(self) -> None:
-        """Give back the memory of all but my master. Parameters are absent until `fetch`."""
+        """Free the memory of all but this rank's master; parameters are absent until `fetch`."""
         if not self.is_free:
             self.arrive()
             self._mark_ungathered()
@@ -134,33 +136,35 @@ class ParamBuffer:
             if self._on_read is not None:
                 self._keeps_owner = self._on_read()
             if self._streams is not None:
-                # a forward may read them on another stream than that on which they were made
+                # the allocator only knows the stream that allocated the memory, but a forward may
+                # still read it on this one
                 self._streams.keep(self.flat)
-            # views that autograd keeps are of this storage, so it is the same that comes back
+            # resize the storage instead of replacing it: views that autograd saved use it
             self.flat.untyped_storage().resize_(0)
 
     def fetch(self) -> None:
-        """Begin to gather what was freed; all ranks of the group call it."""
+        """Start to gather freed parameters; all ranks of the group call it."""
         if self.is_free:
             self.flat.untyped_storage().resize_(self._num_bytes)
             self.is_free, self._keeps_owner = False, None
             self._begin_gather()
 
     def wait_gathered(self, parameter: nn.Parameter) -> None:
-        """Return when it is gathered, or raise and say what the caller should do."""
+        """Wait until a parameter is gathered, or raise an error that says what to do."""
         if self._on_read is not None and (need := self._on_read()) is not None:
             need(self)
         self.arrive()
 
     def changed(self) -> None:
-        """A graph of before this step that is still alive must see that its weights changed."""
+        """Raise the version counters, so that an older graph notices that its weights changed."""
         torch.autograd.graph.increment_version(self._parameters)
 
     def _wait_on_streams(self) -> None:
-        """Also on the stream that began the gather, after which others are ordered."""
+        """Wait for the gather on the stream that started it, and on the current stream."""
         assert self._work is not None and self._streams is not None
         reader, began_on = self._streams.current(), self._began_on
         assert began_on is not None
+        # wait on the stream that started the gather too: work ordered after it relies on that
         with self._streams.on(began_on):
             self._work.wait()
         if reader != began_on:
@@ -171,6 +175,7 @@ class ParamBuffer:
             mark_ungathered(parameter, self)
 
     def _begin_gather(self) -> None:
+        """Write the master back and start the gather."""
         if self._start_gather is None:
             self.expect()
         if self.master is not None and not self._sends_master:
@@ -182,7 +187,7 @@ class ParamBuffer:
 
 
 class UngatheredParameter(nn.Parameter):
-    """A parameter whose elements are elsewhere for now: its buffer can `wait_gathered` them."""
+    """A parameter whose elements are absent for now; its buffer can `wait_gathered` them."""
 
     source: ParamBuffer
 
@@ -190,11 +195,12 @@ class UngatheredParameter(nn.Parameter):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func not in _PASSIVE:
             for parameter in [*_ungathered_in(args), *_ungathered_in((kwargs or {}).values())]:
-                wait_gathered(parameter)  # unless it came together with one before it
+                wait_gathered(parameter)  # no wait if an earlier one of its bucket brought it
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    # both note the class before they read the elements, so they begin anew once it is right
+    # Both calls would copy or pickle this class, so they wait, which gives the parameter its own
+    # class back, and start again.
 
     def __deepcopy__(self, memo):
         self.source.wait_gathered(self)
@@ -206,25 +212,26 @@ class UngatheredParameter(nn.Parameter):
 
 
 def wait_gathered(parameter: Tensor) -> None:
-    """Return when its elements are there."""
+    """Wait until the elements of a parameter are there."""
     if type(parameter) is UngatheredParameter:
         parameter.source.wait_gathered(parameter)
 
 
 def mark_ungathered(parameter: nn.Parameter, source: ParamBuffer) -> None:
-    """Note that the elements of `parameter` are elsewhere from now on."""
+    """Mark the elements of `parameter` as absent."""
     parameter.__class__ = UngatheredParameter
     parameter.source = source
 
 
 def mark_gathered(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
-    """Its elements are there; `kind` is the class it had."""
+    """Mark the elements of `parameter` as present, giving it back its class `kind`."""
     if type(parameter) is UngatheredParameter:
         parameter.__class__ = kind
         del parameter.source
 
 
 def _ungathered_in(values) -> Iterator[UngatheredParameter]:
+    """Yield all ungathered parameters in nested arguments."""
     for value in values:
         if type(value) is UngatheredParameter:
             yield value
@@ -234,83 +241,112 @@ def _ungathered_in(values) -> Iterator[UngatheredParameter]:
             yield from _ungathered_in(value.values())
 
 
-_METHODS = (
-    *("dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point"),
-    *("nelement", "numel", "register_hook", "register_post_accumulate_grad_hook"),
-    *("requires_grad_", "size", "stride", "__hash__", "__len__"),
-)
-_ATTRIBUTES = (
-    *("device", "dtype", "grad", "grad_dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf"),
-    *("is_sparse", "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape"),
-)
+_METHODS = [
+    "dim",
+    "element_size",
+    "get_device",
+    "is_complex",
+    "is_contiguous",
+    "is_floating_point",
+    "nelement",
+    "numel",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "size",
+    "stride",
+    "__hash__",
+    "__len__",
+]
+_ATTRIBUTES = [
+    "device",
+    "dtype",
+    "grad",
+    "grad_dtype",
+    "grad_fn",
+    "is_cpu",
+    "is_cuda",
+    "is_leaf",
+    "is_sparse",
+    "itemsize",
+    "layout",
+    "nbytes",
+    "ndim",
+    "requires_grad",
+    "shape",
+]
 _PASSIVE = {
     *(getattr(Tensor, name) for name in _METHODS),
     *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
     *(getattr(Tensor, name).__set__ for name in ("grad", "grad_dtype", "requires_grad")),
     Tensor.grad.__delete__,
 }
-"""Functions of torch that read no element."""
+"""Functions of torch that read no element, so they need not wait."""
 
 
-Stream = Any  # torch.cuda's, or a test's double of it
+Stream = Any  # torch.cuda.Stream, or a test's double of it
 
 
 class MasterStore:
-    """Copies of slices on their own device, in order on the current stream.
+    """A store of copies of slices on their own device, in order on the current stream.
 
-    `host` is memory from `allocate`, `device` a slice of a bucket. ahead: buckets whose sums land
-    before one is stepped, so that copies have begun meanwhile.
+    In its methods, `host` is memory from `allocate`, and `device` a slice of a bucket.
+
+    ahead: number of further buckets whose sums are awaited before one is stepped, so that their
+        copies have started.
     """
 
     ahead = 0
 
     def allocate(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """An empty tensor of the shape of `like`."""
+        """Return an uninitialised tensor of the shape of `like`."""
         return torch.empty_like(like, dtype=dtype)
 
     def offload(self, host: Tensor, device: Tensor) -> None:
-        """Begin to copy; `device` may go at once, and be overwritten after `free(host)`."""
+        """Start to copy `device` to `host`; `device` may be overwritten after `free(host)`."""
         if host is not device:
             host.copy_(device)
 
     def to_device(self, host: Tensor, device: Tensor) -> None:
-        """Copy and cast on the current stream; `host` must stay as it is until `wait(host)`."""
+        """Copy and cast `host` to `device` on the current stream; keep `host` until
+        `wait(host)`.
+        """
         device.copy_(host)
 
     def here(self, host: Tensor) -> Tensor:
-        """`host`, or a copy of it, where slices are, to be added to on the current stream."""
+        """Return `host`, or a copy of it on the slices' device, to add to on the current stream."""
         return host
 
     def free(self, host: Tensor) -> None:
-        """Let kernels that follow on the current stream overwrite what was copied to `host`."""
+        """Let later kernels on the current stream overwrite the slice that was copied to `host`."""
 
     def wait(self, *hosts: Tensor) -> None:
-        """The host waits until it may read and write these, by default all; the device goes on."""
+        """Let the host wait until it may read and write these copies, by default all of them."""
 
     def stepping(self) -> AbstractContextManager[object]:
-        """Around a step of what is kept here."""
+        """Surround a step of the copies in this store."""
         return nullcontext()
 
 
 class CudaStreams:
-    """The streams of one device."""
+    """Operations on the CUDA streams of one device."""
 
     def __init__(self, device: torch.device):
         self._device = device
 
     def current(self) -> Stream:
-        """The one that computes, as the caller's thread has it."""
+        """Return the current stream of the caller's thread."""
         return torch.cuda.current_stream(self._device)
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
-        """Inside, it is the current one."""
+        """Make `stream` the current one in the block."""
         return torch.cuda.stream(stream)
 
     def keep(self, x: Tensor) -> None:
-        """The memory of `x` is not given away before the current stream is done with it."""
+        """Keep the allocator from reusing the memory of `x` before the current stream is done."""
         x.record_stream(self.current())
 
 
 def streams_of(device: torch.device) -> CudaStreams | None:
-    """None where there are none: the host does all, in order."""
+    """Return the streams of a device; None for a CPU, which works in order."""
     return CudaStreams(device) if device.type == "cuda" else None

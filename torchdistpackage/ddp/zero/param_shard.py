@@ -1,8 +1,8 @@
-"""The part of a bucket's parameters that each rank owns, and what the inner optimizer steps of it.
+"""The layout of a bucket's parameters in flat memory, and the shards that each rank owns.
 
-Ranks own consecutive ranges of a bucket, in group order; a shard is the range of one parameter. So
-state, norms, checkpoints and the skipping of unused parameters go by parameter, as without
-sharding, and every rank knows without a message what the others own.
+Ranks own consecutive ranges of a bucket, in group order; a shard is the part of such a range in one
+parameter. So state, norms, checkpoints and the skipping of unused parameters work by parameter, as
+without sharding, and every rank knows what the others own without a message.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,23 +38,25 @@ class FlatLayout:
         return self.bounds[-1]
 
     def mine(self, flat: Tensor) -> Tensor:
-        """My slice."""
+        """Return this rank's slice of a flat tensor."""
         index = self.group.rank()
         return flat[self.bounds[index] : self.bounds[index + 1]]
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Each member's part, in its shape."""
+        """Return the view of each member in a flat tensor, in the member's shape."""
         return [m.view(flat, at) for m, at in zip(self.members, self.offsets, strict=True)]
 
     def bounds_of(self, member: int) -> tuple[int, ...]:
-        """The bounds within one member: rank r owns these of its elements."""
+        """Return bounds within one member: rank r owns elements bounds[r] to bounds[r + 1]."""
         size, offset = self.members[member].parameter.numel(), self.offsets[member]
         return tuple(min(max(bound - offset, 0), size) for bound in self.bounds)
 
 
 def shard_evenly(bucket: Bucket, members: Sequence[ParamSpec], itemsize: int) -> FlatLayout:
-    """Every rank owns equally many elements. itemsize: bytes of one in the narrowest dtype that
-    slices have."""
+    """Lay out a bucket so that every rank owns equally many elements.
+
+    itemsize: bytes of an element in the narrowest dtype of its slices.
+    """
     bounds = even_bounds(bucket.used_flags, members[0].group.size(), itemsize)
     return FlatLayout(tuple(members), bucket.offsets, bounds)
 
@@ -62,9 +64,9 @@ def shard_evenly(bucket: Bucket, members: Sequence[ParamSpec], itemsize: int) ->
 def shard_by_owner(
     members: Sequence[ParamSpec], owner_of: Mapping[str, int], itemsize: int
 ) -> FlatLayout:
-    """Every member belongs to one rank.
+    """Lay out a bucket so that every member belongs to one rank.
 
-    owner_of: name -> index in the group. itemsize: as of `shard_evenly`.
+    owner_of: name -> index of its owner in the group. itemsize: as in `shard_evenly`.
     """
     first, owners = members[0], [owner_of[spec.name] for spec in members]
     sizes = [spec.parameter.numel() for spec in members]
@@ -76,7 +78,10 @@ def shard_by_owner(
 def make_shards(
     layout: FlatLayout, values: Tensor, layouts: Mapping[str, Layout], whole: bool
 ) -> list[ParamShard]:
-    """My shards of a bucket, in memory order; `values` are the elements that I own."""
+    """Return this rank's shards of a bucket, in memory order.
+
+    values: the elements that this rank owns.
+    """
     order = sorted(range(len(layout.members)), key=layout.offsets.__getitem__)
     offsets = [layout.offsets[member] for member in order]
     sizes = [layout.members[member].parameter.numel() for member in order]
@@ -84,14 +89,16 @@ def make_shards(
     for piece in pieces(offsets, sizes, layout.bounds, layout.group.rank()):
         member = order[piece.member]
         spec, tensor = layout.members[member], nn.Parameter(values.new_empty(0))
-        where = member, piece.start, piece.stop, piece.offset
-        shard = ParamShard(tensor, spec, *where, layouts.get(spec.name), whole)
+        layout_ = layouts.get(spec.name)
+        shard = ParamShard(
+            tensor, spec, member, piece.start, piece.stop, piece.offset, layout_, whole
+        )
         shard.tensor.data = shard.view(values)
         shards.append(shard)
     return shards
 
 
 def whole_shard(spec: ParamSpec, layouts: Mapping[str, Layout]) -> ParamShard:
-    """A parameter that no other rank has, and which is stepped itself."""
+    """Return the shard of a parameter that only this rank has, and that is stepped itself."""
     p = spec.parameter
     return ParamShard(p, spec, 0, 0, p.numel(), 0, layouts.get(spec.name), True)

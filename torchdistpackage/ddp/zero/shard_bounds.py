@@ -1,12 +1,12 @@
-"""Which parameters share a bucket, which elements each rank owns, and who may own parts. No torch.
+"""Arithmetic of ZeRO's buckets and shards, and the optimizers that may see shards. No torch.
 
 The members of a bucket lie side by side in one flat tensor. Rank i owns elements bounds[i] to
-bounds[i + 1] of it, multiples of `SLICE_BYTES`; what it owns of one member is a ShardRange. Every
-element of every member lies in exactly one range over the ranks.
+bounds[i + 1] of it, at multiples of `SLICE_BYTES`; its part of one member is a ShardRange. Every
+element of every member lies in exactly one range.
 
-A parameter may be cut anywhere only if each element's update reads that element alone. Optimizers
-that are known to be so are listed; all others get whole parameters, one owner each, and what needs
-all of them at once is refused.
+A parameter may be cut anywhere only if each element's update reads that element alone.
+`ELEMENTWISE` lists the optimizers known to work so. All others get full parameters with one owner
+each, and those that need all parameters at once are refused.
 """
 
 from collections import Counter
@@ -18,12 +18,15 @@ from torchdistpackage.ddp.bucket_plan import ALIGN_BYTES, SLIGHT
 from torchdistpackage.errors import LayoutError
 
 SLICE_BYTES = 128
-"""Slices begin at its multiples in the narrowest dtype; NCCL and fused optimizers are slow else."""
+"""Alignment of slices, in the narrowest dtype: without it NCCL and fused optimizers are slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleParam:
-    """A parameter: the module it belongs to, its bytes, and what it may share a bucket with."""
+    """A parameter to assign to a bucket.
+
+    unit: the module it belongs to. key: parameters with equal keys may share a bucket.
+    """
 
     unit: str
     num_bytes: int
@@ -31,13 +34,13 @@ class ModuleParam:
 
 
 def group_by_module(members: Sequence[ModuleParam], cap_bytes: int) -> list[int]:
-    """The bucket number of each, for members in the order of registration.
+    """Return the bucket number of each member, for members in the order of registration.
 
-    The parameters of one module stay together, since their gradients come together: a bias in the
-    bucket before would hold that up until its module is done. Buckets are filled from the last
-    member on, as gradients come, up to `cap_bytes`; a larger module has one of its own, but for
-    slight ones that come just before: a bias without a name, or a norm, would else cost two calls.
-    Numbers ascend in this order, over all keys.
+    The parameters of one module stay together, because their gradients come together: a bias in
+    another bucket would delay that bucket until its module is done. Buckets are filled from the
+    last member on, as gradients come, up to `cap_bytes`. A larger module gets its own bucket,
+    together with slight ones just before it, because a norm alone would cost two calls. Numbers
+    ascend in this order, over all keys.
     """
     unit_bytes: Counter[tuple[Hashable, str]] = Counter()
     for member in members:
@@ -62,7 +65,7 @@ def group_by_module(members: Sequence[ModuleParam], cap_bytes: int) -> list[int]
 
 @dataclass(frozen=True, slots=True)
 class ShardRange:
-    """Elements [start, stop) of a member, in the order of its memory; `offset` into my slice."""
+    """Elements [start, stop) of a member in memory order, at `offset` of their owner's slice."""
 
     member: int
     start: int
@@ -75,9 +78,9 @@ class ShardRange:
 
 
 def even_bounds(num_elements: int, num_ranks: int, itemsize: int) -> tuple[int, ...]:
-    """Slices of one length, so the last bounds may lie beyond the end: the bucket is padded.
+    """Return bounds of equally long slices; the last may lie beyond the end, where padding is.
 
-    For optimizers that treat every element alike, and so do not care where a parameter is cut.
+    They suit optimizers that treat every element alike, for which a parameter may be cut anywhere.
     itemsize: bytes of an element in the narrowest dtype that slices have.
     """
     length = _aligned(-(-num_elements // num_ranks), itemsize)
@@ -85,9 +88,10 @@ def even_bounds(num_elements: int, num_ranks: int, itemsize: int) -> tuple[int, 
 
 
 def bounds_of(lengths: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Slices of at least these lengths, all of one where that pads the bucket by `SLIGHT` at most.
+    """Return bounds of slices of at least these lengths, for parameters that are not cut.
 
-    For whole parameters. A back end sends slices of one length as one call, others as a call each.
+    All slices get the same length if that pads the bucket by `SLIGHT` at most, because a back end
+    sends equal slices in one call, and others in a call each.
     """
     lengths = [_aligned(length, itemsize) for length in lengths]
     if max(lengths) * len(lengths) <= sum(lengths) * (1 + SLIGHT):
@@ -102,22 +106,26 @@ def owned_bounds(
     element_bytes: int,
     itemsize: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(where each member begins, bounds), where all of a member belongs to one rank.
+    """Return (offset of each member, bounds) for members that each belong to one rank.
 
-    owners: index of the rank of each. element_bytes: of a parameter. itemsize: see `even_bounds`.
+    owners: index of each member's rank. element_bytes: bytes of a parameter's element.
+    itemsize: as in `even_bounds`.
     """
-    lengths, starts, step = [0] * num_ranks, list[int](), max(1, ALIGN_BYTES // element_bytes)
+    lengths = [0] * num_ranks
+    starts: list[int] = []
+    step = max(1, ALIGN_BYTES // element_bytes)
     for size, owner in zip(sizes, owners, strict=True):
         starts.append(lengths[owner])  # in the slice of the owner
         lengths[owner] += -(-size // step) * step
     bounds = bounds_of(lengths, itemsize)
-    return tuple(bounds[owner] + at for owner, at in zip(owners, starts, strict=True)), bounds
+    return tuple(bounds[owner] + start for owner, start in zip(owners, starts, strict=True)), bounds
 
 
 def pieces(
     offsets: Sequence[int], sizes: Sequence[int], bounds: Sequence[int], index: int
 ) -> tuple[ShardRange, ...]:
-    """Ranges that the rank at `index` owns; member i is the sizes[i] elements from offsets[i] on.
+    """Return the ranges that the rank at `index` owns; member i has sizes[i] elements at
+    offsets[i].
 
     Raises:
         LayoutError: members overlap or are not in ascending order, bounds descend or leave
@@ -154,15 +162,26 @@ def _check(offsets: Sequence[int], sizes: Sequence[int], bounds: Sequence[int]) 
         )
 
 
-# -- which optimizers may see parts of parameters ---------------------------------------------
+# -- optimizers that may see shards of parameters ---------------------------------------------
 
 ELEMENTWISE = frozenset(
     {
-        *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
-        *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
     }
 )
-"""Classes of torch.optim, exactly these: a class made from one may do anything."""
+"""Classes of torch.optim with an element-wise update. Subclasses do not count: they may do
+anything.
+"""
 
 MATRIXWISE = frozenset({"Adafactor", "Muon"})
 """Classes of torch.optim whose update of an element reads its rows and columns."""
@@ -173,20 +192,19 @@ REFUSED = {
 }
 
 SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
-"""State of torch.optim's classes that is one number a parameter, whatever its shape."""
+"""State entries of torch.optim that are one number for a parameter of any shape."""
 
 
 def requires_whole_params(
     optimizer: object, whole: bool | None = None, split: Sequence[str] = ()
 ) -> bool:
-    """Whether `optimizer` gets whole parameters; False lets them be cut anywhere.
+    """Return whether `optimizer` needs full parameters; if not, they may be cut anywhere.
 
-    whole: what the user knows of an own class; None takes whole parameters for every class that is
-    not known. split: names of parameters of which each rank holds a part (tensor parallelism).
+    whole: the user's answer for a class of their own; None: True for every unknown class.
+    split: names of parameters that tensor parallelism splits.
 
     Raises:
-        LayoutError: the class cannot work on a part of the parameters, or needs whole ones and
-            there are none.
+        LayoutError: the class cannot be sharded, or needs full parameters and some are split.
     """
     kind = type(optimizer)
     bases = {c.__name__ for c in kind.__mro__ if _is_torch(c)}
@@ -201,14 +219,14 @@ def requires_whole_params(
                 f"param group {number} of {kind.__name__} is differentiable, but what follows its "
                 f"step, the gather of parameters, has no gradient; set it to False"
             )
-    known = kind.__name__ if _is_torch(kind) else ""
+    class_name = kind.__name__ if _is_torch(kind) else ""
     if bases & MATRIXWISE and whole is False:
         raise LayoutError(
             f"{kind.__name__} reads rows and columns of a parameter, so whole=False would train "
             f"differently; leave whole= out"
         )
-    needs = known not in ELEMENTWISE if whole is None else whole
-    if needs and split and known not in ELEMENTWISE:
+    needs = class_name not in ELEMENTWISE if whole is None else whole
+    if needs and split and class_name not in ELEMENTWISE:
         raise LayoutError(
             f"{kind.__name__} needs whole parameters, but {len(split)} are split over ranks of "
             f"the model: {', '.join(sorted(split)[:5])}; use one of "
@@ -218,4 +236,5 @@ def requires_whole_params(
 
 
 def _is_torch(kind: type) -> bool:
+    """Return whether a class is one of torch.optim's."""
     return kind.__module__.startswith("torch.optim.")

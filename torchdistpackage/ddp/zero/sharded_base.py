@@ -1,7 +1,8 @@
-"""An optimizer around another that holds shards: to schedulers, hooks and savers, the user's own.
+"""The base of an optimizer around another, which looks to schedulers and savers like the user's
+own.
 
-Param groups, options and state are the inner optimizer's own objects, asked for each time, so that
-a learning rate changes for both. state_dict.py saves and loads.
+Param groups, options and state are the inner optimizer's own objects, looked up each time, so that
+a new learning rate applies to both. state_dict.py saves and loads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,23 +17,27 @@ from torchdistpackage.errors import CheckpointError, LayoutError
 
 
 class ShardedOptimizerBase(Optimizer):
-    """Takes the user's parameters out of `inner` and puts the shards held here in their place.
+    """An optimizer that replaces the parameters in `inner` by this rank's shards.
 
-    inner: as the user built it; its state is kept. partitions: of each of its param groups, the
-    parameters in order. Subclasses define `step`, `zero_grad`, `_settle` and `refresh_masters`.
+    Subclasses define `step`, `zero_grad`, `_settle` and `refresh_masters`.
+
+    inner: the optimizer as the user built it; its state is kept.
+    partitions: the parameters of each of its param groups, in order.
     """
 
     def __init__(self, inner: Optimizer, partitions: Sequence[Sequence[ParamPartition]]):
-        before = inner.state_dict()
+        initial = inner.state_dict()
         self.inner, self.partitions = inner, [list(members) for members in partitions]
         OWNERS.add(self)
-        # Optimizer.__init__ would make groups of its own; this gives us its hooks
+        # sets up Optimizer's hooks; Optimizer.__init__ would create param groups too
         self.__setstate__({})
         for group, members in zip(inner.param_groups, self.partitions, strict=True):
-            group["params"][:] = [h.mine for h in members if h.mine is not None]
-        if before["state"]:  # Adagrad has some from the start, others may have been loaded
+            group["params"][:] = [
+                partition.mine for partition in members if partition.mine is not None
+            ]
+        if initial["state"]:  # Adagrad has state from the start, and others may have loaded some
             inner.state.clear()
-            self._saver.load_whole(before)
+            self._saver.load_whole(initial)
 
     @property
     def param_groups(self) -> list[dict]:
@@ -40,7 +45,7 @@ class ShardedOptimizerBase(Optimizer):
 
     @property
     def state(self) -> dict:
-        """States of the pieces held here, by piece."""
+        """The state of each shard on this rank."""
         return self.inner.state
 
     @property
@@ -48,7 +53,7 @@ class ShardedOptimizerBase(Optimizer):
         return self.inner.defaults
 
     def add_param_group(self, param_group: dict) -> None:
-        """Raise LayoutError: what each rank owns is settled at the start."""
+        """Raise LayoutError, because the shards of each rank are fixed at the start."""
         raise LayoutError(
             f"{type(self).__name__} cannot take a param group later: its {len(self.param_groups)} "
             f"groups are cut and laid out over the ranks; give all groups to the optimizer before "
@@ -56,56 +61,58 @@ class ShardedOptimizerBase(Optimizer):
         )
 
     def refresh_masters(self) -> None:
-        """Set masters to the parameters, after these were written to."""
+        """Set masters to the parameters, after a user wrote to these."""
 
     def _settle(self) -> None:
-        """Wait for everything in flight, so that parameters and state are whole and current."""
+        """Wait for everything in flight, so that parameters and state are complete and current."""
 
     def forget(self) -> None:
-        """Give up its parameters; from here on it owns none."""
+        """Give up the ownership of all parameters."""
         OWNERS.discard(self)
 
     @property
     def _saver(self) -> StateSaver:
-        """Made for each call, as it keeps this."""
+        """A saver, created for each call because it refers to this optimizer."""
         return StateSaver(self, self.inner, self.partitions, self.refresh_masters)
 
     def state_dict(self, *, to: int | None = None, cpu: bool = False) -> dict:
-        """All of the state, as the plain optimizer has it, and a "master" where one is kept.
+        """Return the full state, in the plain optimizer's form, with a "master" where one is kept.
 
-        Collective: all ranks call it, also where one of them saves. to: index, in the group that
-        shares, of the rank that gets the state, on the others it stays empty; default all. cpu:
-        tensors go there.
+        All ranks call it, even if only one of them saves.
+
+        to: index, in the sharding group, of the rank that gets the state; the other ranks get an
+            empty one. Default: all ranks get it.
+        cpu: move tensors to the CPU.
 
         Raises:
             CheckpointError: ranks hold different kinds of state for one parameter.
-            CommError: `to` is no index in a group, or other ranks have not called it in time.
+            CommError: `to` is not an index in a group, or other ranks did not call it in time.
         """
         self.expect_all("ZeroOptimizer.state_dict()")
         self._settle()
         return self._saver.state_dict(to, cpu)
 
     def expect_all(self, what: str) -> None:
-        """Raise CommError if other ranks that share do not call `what`, which is collective."""
-        members = (partition for some in self.partitions for partition in some)
+        """Raise CommError if other ranks do not call the collective function `what` in time."""
+        members = (partition for group in self.partitions for partition in group)
         for group, _ in for_each_group(members, min_size=2):
             expect_all(what, group)
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Take my part of a dict of `state_dict`, of any size and stage, or of a plain optimizer.
+        """Load a full state: of a plain optimizer, or of `state_dict` at any size and stage.
 
-        Every rank gives the same dict; nothing is sent. Without masters in it they are set to the
-        parameters, so load the model first. Tensors are copied, and cast as the inner optimizer's
-        own `load_state_dict` does.
+        Every rank passes the same dict; nothing is sent. If it has no masters they are set to the
+        parameters, so load the model first. Tensors are copied, and cast as in the inner
+        optimizer's `load_state_dict`.
 
         Raises:
-            CheckpointError: it is of other parameters.
+            CheckpointError: the state belongs to other parameters.
         """
         self._settle()
         self._saver.load_state_dict(dict(state_dict))
 
     def shard_state_dict(self) -> dict:
-        """The state that this rank holds, without messages; loads at the same size and stage alone.
+        """Return this rank's state, without messages; it loads only at the same size and stage.
 
         {"state": {i: ...}, "ranges": {i: (start, stop)}, "param_groups": [...]}, numbered as in
         `state_dict`. The inner optimizer's tensors are its own, not copies, as torch has it.
@@ -117,7 +124,7 @@ class ShardedOptimizerBase(Optimizer):
         """Take back this rank's own `shard_state_dict`.
 
         Raises:
-            CheckpointError: parameters are cut otherwise here.
+            CheckpointError: the parameters are cut differently.
         """
         self._settle()
         self._saver.load_shard_state_dict(state_dict)

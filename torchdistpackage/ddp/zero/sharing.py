@@ -1,4 +1,6 @@
-"""Which ranks share each parameter of an optimizer: from a module, its layouts, and groups."""
+"""Groups of ranks that share each parameter of an optimizer, from its module, layouts and
+groups.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,10 +30,11 @@ from torchdistpackage.layout.mark import layout_of
 
 @dataclass(frozen=True)
 class ReplicaGroups:
-    """Parameters without layout are shared by `group` and copied over `replicas`.
+    """The groups that shard and replicate parameters; those without layout use `group`.
 
-    names: id of a parameter -> its name. mean: gradients are divided by the number of batches.
-    both: ranks of `group` and of replicas. cut: names of parameters of which a part is here.
+    names: id of a parameter -> its name. replicas: ranks with the same shard, or None.
+    mean: divide gradients by the number of batches.
+    both: ranks of `group` and of its replicas. cut: names of parameters that layers split.
     """
 
     names: Mapping[int, str]
@@ -49,10 +52,10 @@ class ReplicaGroups:
         module: nn.Module | None,
         options: ZeroOptions,
     ) -> "ReplicaGroups":
-        """Collective over `replicas`, whose members learn what ranks the others share with.
+        """Find the groups for an optimizer's parameters; collective over `replicas`.
 
         Raises:
-            LayoutError: ranks that share cut a parameter.
+            LayoutError: ranks of the sharding group split a parameter.
         """
         names = names_of(optimizer, module)
         named = [(names[id(p)], p) for p in parameters_of(optimizer)]
@@ -72,44 +75,47 @@ class ReplicaGroups:
         return cls(names, group, replicas, followed, options.mean, both, cut)
 
     def of(self, parameter: nn.Parameter) -> ParamSpec:
+        """Return the spec of a parameter, with its group and divisor."""
         layout = self.layouts.get(name := self.names[id(parameter)])
         group = sum_group(layout, self.group, self.both)
         over = self.both if layout is None else summed_over(layout)
         return ParamSpec.from_layout(name, parameter, layout, group, mean=self.mean, over=over)
 
     def trained(self, optimizer: Optimizer, module: nn.Module | None) -> list[ParamSpec]:
-        """The optimizer's parameters that are not frozen, in the order of `module`."""
-        given = {id(p): p for p in parameters_of(optimizer)}
+        """Return the optimizer's parameters that are not frozen, in the order of `module`."""
+        by_id = {id(p): p for p in parameters_of(optimizer)}
         order = () if module is None else module.parameters()
-        ordered = {id(p): p for p in order if id(p) in given} | given
+        ordered = {id(p): p for p in order if id(p) in by_id} | by_id
         return [self.of(p) for p in ordered.values() if p.requires_grad]
 
     def replicas_of(self, spec: ParamSpec) -> Group | None:
-        """Ranks with a copy of this rank's shard."""
+        """Return the ranks with a copy of this rank's shard."""
         return self.replicas if ranks_of(spec.group) == ranks_of(self.group) else None
 
     def has_alone(self, spec: ParamSpec) -> bool:
-        """Whether this rank shares it with nobody, and autograd's own gradient can be stepped."""
+        """Return whether only this rank has it, so that autograd's own gradient can be stepped."""
         plain = spec.divide == 1 and not (spec.is_wider or spec.deferred or spec.sparse_rows)
         return plain and spec.group.size() == 1 and self.replicas_of(spec) is None
 
     def replicated(
         self, module: nn.Module | None, specs: Sequence[ParamSpec]
     ) -> Iterator[list[ReplicatedTensor]]:
-        """Buffers, and parameters that are not in `specs`: over groups, then over replicas."""
+        """Yield buffers, and parameters not in `specs`, first over groups and then over
+        replicas.
+        """
         if module is None:
             return
         trained = {id(s.parameter) for s in specs}
         frozen = [(n, p) for n, p in module.named_parameters() if id(p) not in trained]
-        found = [ReplicatedTensor(n, p, self.of(p).group) for n, p in frozen]
-        found += [ReplicatedTensor(name, x, self.group) for name, x in module.named_buffers()]
-        yield found
+        tensors = [ReplicatedTensor(n, p, self.of(p).group) for n, p in frozen]
+        tensors += [ReplicatedTensor(name, x, self.group) for name, x in module.named_buffers()]
+        yield tensors
         if self.replicas is not None:
-            yield [ReplicatedTensor(x.name, x.tensor, self.replicas) for x in found]
+            yield [ReplicatedTensor(x.name, x.tensor, self.replicas) for x in tensors]
 
 
 def is_cut(layout: Layout | None, parameter: Tensor) -> bool:
-    """Whether this rank holds a part of it only."""
+    """Return whether this rank holds only a shard of a parameter."""
     if layout is None or not layout.split_axes:
         return False
     if follows(layout, parameter):
@@ -119,7 +125,7 @@ def is_cut(layout: Layout | None, parameter: Tensor) -> bool:
 
 
 def assign_buckets(specs: Sequence[ParamSpec], cap_bytes: int) -> list[ParamSpec]:
-    """The same, each with the number of its bucket."""
+    """Return the specs, each with the number of its bucket."""
     units = [s.name.rpartition(".")[0] or s.name for s in specs]
     sizes = [s.parameter.numel() * s.sum_dtype.itemsize for s in specs]
     members = map(ModuleParam, units, sizes, [s.key for s in specs])
@@ -128,18 +134,18 @@ def assign_buckets(specs: Sequence[ParamSpec], cap_bytes: int) -> list[ParamSpec
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """The parameters of its param groups, in their order."""
+    """Return the parameters of the optimizer's param groups, in their order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def names_of(optimizer: Optimizer, module: nn.Module | None) -> dict[int, str]:
-    """id of a parameter -> the module's name for it, else the optimizer's, else its number."""
+    """Return id -> name: the module's name, or else the optimizer's, or else a number."""
     names: dict[int, str] = {}
     for number, group in enumerate(optimizer.param_groups):
-        known = group.get("param_names") or [
+        group_names = group.get("param_names") or [
             f"group {number} parameter {i}" for i in range(len(group["params"]))
         ]
-        names |= {id(p): name for p, name in zip(group["params"], known, strict=True)}
+        names |= {id(p): name for p, name in zip(group["params"], group_names, strict=True)}
     if module is not None:
         names |= {id(p): name for name, p in module.named_parameters()}
     return names

@@ -1,13 +1,13 @@
-"""Parameters are gathered before a module reads them: in stage 3, where they are freed between
-uses, and in every stage before a part that torch.compile made one function.
+"""Gathers before a module reads its parameters: in stage 3, and before compiled submodules.
 
-In stage 3 freed buckets come back in one order, that of the forward, and in a backward its reverse,
-so that ranks agree whatever parts of the module each of them runs; a bucket that a rank has no use
-for is fetched all the same. A read of an ungathered parameter moves this rank along that order, and
-`PREFETCH` more than asked for are then on their way.
+Stage 3 frees parameters between uses. Freed buckets are fetched in one order, that of the forward,
+and in a backward in its reverse. So ranks agree whatever submodules each of them runs; a rank also
+fetches buckets that it does not use. A read of an ungathered parameter moves the rank along this
+order, and `PREFETCH` further buckets are fetched ahead.
 
-Nothing of ours is compiled: a compiled module reads its parameters without asking their class, and
-would take hooks into its graph, so both are dealt with before it runs and after.
+Compiled code contains none of this: a compiled module reads its parameters without looking at their
+class, and would trace hooks into its graph. So its parameters are gathered before it runs, and
+handled after.
 """
 
 from collections import OrderedDict
@@ -26,38 +26,39 @@ from torchdistpackage.ddp.zero.param_buffer import ParamBuffer, wait_gathered
 from torchdistpackage.errors import CommError, LayoutError
 
 PREFETCH = 2
-"""Buckets under way beyond the one that is read: one that travels and one that is next."""
+"""Number of buckets fetched ahead of the one that is read: one that travels and the next."""
 
 Before = Callable[[nn.Module, tuple], object]
 After = Callable[[nn.Module, tuple, object], object]
 
 
 class WholeParams:
-    """Parameters that are never freed, as those of stages 1 and 2: there is nothing to do."""
+    """The coordinator of stages 1 and 2, which never free parameters; it does nothing."""
 
     @property
     def has_freed(self) -> bool:
-        """Whether parameters are in pieces, which only all ranks together can bring."""
+        """True if some parameters are freed, so that all ranks must gather them together."""
         return False
 
     def on_read(self, parameters: ParamBuffer) -> None:
-        """An ungathered parameter is read."""
+        """Handle a read of an ungathered parameter."""
 
     def release(self, parameters: ParamBuffer) -> None:
-        """A backward, or what comes after it, has all gradients of these."""
+        """Free a bucket, once a backward has all its gradients."""
 
     def fetch_all(self) -> None:
-        """Gather all that is freed; all ranks call it."""
+        """Gather all freed buckets; all ranks call it."""
 
     def stepped(self) -> None:
-        """The parameters have new values."""
+        """Handle new values of the parameters after a step."""
 
 
 class ParamCoordinator(WholeParams):
-    """Frees and fetches the buckets of `module`; `order` is that of its forward.
+    """The coordinator of stage 3, which frees and fetches the buckets of `module`.
 
-    keeps: parameters stay from forward to backward; else each is freed after the forward of the
-    modules that own it, and fetched again.
+    order: the buckets in the order of the forward.
+    keeps: keep parameters from forward to backward. Otherwise a bucket is freed after the forward
+        of the modules that own it, and fetched again.
     """
 
     def __init__(self, module: nn.Module, order: Sequence[ParamBuffer], keeps: bool):
@@ -65,16 +66,18 @@ class ParamCoordinator(WholeParams):
         self._indices = range(len(order))
         self._index_of = {id(parameters): index for index, parameters in enumerate(order)}
         self._is_back = False
-        self._next = 0  # in the order of the direction
+        self._next = 0  # position in the order of the current direction
         self._in_forward = False
-        self._task = -1  # the graph task of the backward that runs
+        self._task = -1  # graph task of the running backward
         self._owned = _owned_buckets(module, order)
         self._owners = [
             {m for m, indices in self._owned.items() if i in indices} for i in self._indices
         ]
-        self._waiting = [set(owners) for owners in self._owners]  # have not run in this forward
+        # owners of each bucket that have not run in this forward
+        self._waiting = [set(owners) for owners in self._owners]
         self._running: list[nn.Module] = []
-        self._pinned: set[int] = set()  # read while none of their owners ran
+        # buckets read while none of their owners ran, whose last use is therefore not known
+        self._pinned: set[int] = set()
         called = _called(module)
         self.handles: list[Removable] = [
             each.register_forward_pre_hook(WeakHook(self._enter), prepend=True) for each in called
@@ -87,10 +90,11 @@ class ParamCoordinator(WholeParams):
             parameters.free()
 
     def on_read(self, parameters: ParamBuffer) -> None:
-        """An ungathered parameter is read.
+        """Fetch the buckets up to the one that is read.
 
         Raises:
-            CommError: it is freed, and where it is read not all ranks do so.
+            CommError: the parameter is freed and read outside of forward and backward, where other
+                ranks may not read it.
         """
         if not self._in_forward and torch._C._current_graph_task_id() == -1:
             if parameters.is_free:
@@ -102,25 +106,27 @@ class ParamCoordinator(WholeParams):
                 )
             return
         index = self._index_of[id(parameters)]
-        # no exit of an owner would tell when it may be freed
+        # if no owner runs, no exit hook will tell when the bucket may be freed
         if self._owners[index].isdisjoint(self._running):
             self._pinned.add(index)
         self._fetch_until(index)
-        parameters.fetch()  # freed since the order came by
+        parameters.fetch()  # it may have been freed again after its turn in the order
 
     @property
     def has_freed(self) -> bool:
         return any(parameters.is_free for parameters in self._order)
 
     def fetch_all(self) -> None:
-        """All ranks call it: everything is whole until it is used or stepped."""
+        """Gather all buckets, which stay gathered until their next use or step; all ranks
+        call it.
+        """
         for parameters in self._order:
             parameters.fetch()
         for parameters in self._order:
             parameters.arrive()
 
     def stepped(self) -> None:
-        """The numbers are new: free the old ones, and send for the first of the next forward."""
+        """Free the old values after a step, and fetch the first buckets of the next forward."""
         for parameters in self._order:
             parameters.changed()
             parameters.free()
@@ -129,7 +135,7 @@ class ParamCoordinator(WholeParams):
             parameters.fetch()
 
     def release(self, parameters: ParamBuffer) -> None:
-        """A backward, or what comes after it, has all gradients of these."""
+        """Free a bucket, once a backward has all its gradients."""
         if self._is_back and not self._keep_until_backward:
             self._fetch_until(self._index_of[id(parameters)], ahead=0)
         parameters.free()
@@ -137,10 +143,11 @@ class ParamCoordinator(WholeParams):
     # -- the order ---------------------------------------------------------------------
 
     def _turn(self, is_back: bool) -> None:
+        """Start over in the order of the forward, or in its reverse."""
         self._is_back, self._next = is_back, 0
 
     def _fetch_until(self, index: int, ahead: int = PREFETCH) -> None:
-        """Fetch all up to `place` in this direction, and some beyond."""
+        """Fetch all buckets up to `index` in this direction, and `ahead` more."""
         indices = self._indices[::-1] if self._is_back else self._indices
         end = indices.index(index) + 1 + ahead
         for i in indices[self._next : end]:
@@ -150,12 +157,16 @@ class ParamCoordinator(WholeParams):
     # -- forward -----------------------------------------------------------------------
 
     def _enter(self, module: nn.Module, args: object) -> None:
+        """Start the order of a forward."""
         self._in_forward = True
         self._turn(is_back=False)
         self._running.clear()
         self._waiting = [set(owners) for owners in self._owners]
 
     def _exit(self, module: nn.Module, args: object, outputs: object) -> object:
+        """End a forward: fetch the rest of the order, and free what the backward does not read
+        first.
+        """
         self._in_forward = False
         self._fetch_until(len(self._order) - 1, ahead=0)
         if not torch.is_grad_enabled():
@@ -163,7 +174,7 @@ class ParamCoordinator(WholeParams):
                 parameters.free()
             return outputs
         if not self._keep_until_backward and torch._C._current_graph_task_id() == -1:
-            # the backward begins with the last
+            # keep the last bucket, which the backward reads first
             for index in self._indices[:-1]:
                 if index not in self._pinned:
                     self._order[index].free()
@@ -173,6 +184,7 @@ class ParamCoordinator(WholeParams):
         self._running.append(module)
 
     def _owner_exits(self, module: nn.Module, args: object, outputs: object) -> object:
+        """Free a module's buckets after its forward, and hook its outputs."""
         self._running.remove(module)
         indices = self._owned[module]
         if torch._C._current_graph_task_id() == -1:
@@ -185,12 +197,14 @@ class ParamCoordinator(WholeParams):
     # -- backward ----------------------------------------------------------------------
 
     def _hooked(self, indices: Sequence[int], output: Tensor) -> Tensor:
-        # a leaf, as a parameter that is returned, has no backward here, and lives on
+        # a leaf, such as a returned parameter, has no backward here and would keep its hooks
+        """Let the backward fetch these buckets when it reaches the output."""
         if output.requires_grad and not output.is_leaf:
             output.register_hook(partial(self._backward_needs, indices))
         return output
 
     def _backward_begins(self, grad: Tensor) -> None:
+        """Start the reverse order in the first hook of a backward."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
@@ -203,12 +217,12 @@ class ParamCoordinator(WholeParams):
         self._have(indices)
 
     def _have(self, indices: Sequence[int]) -> None:
-        """Parameters that autograd is about to read, which no class shows."""
+        """Fetch and await buckets that autograd is about to read without asking their class."""
         for index in reversed(indices):
             if self._order[index].is_free:
                 self._fetch_until(index)
                 self._order[index].fetch()
-            # autograd reads the saved tensor itself, past every hook that could wait for a gather
+            # wait here: autograd reads the saved tensor directly, and no hook could wait for it
             self._order[index].arrive()
 
     def _backward_ends(self) -> None:
@@ -219,15 +233,16 @@ class ParamCoordinator(WholeParams):
 
 
 def _called(module: nn.Module) -> list[nn.Module]:
-    """The modules that a user calls: `module`, or those in it where it is a list."""
+    """Return the modules that a user calls: `module`, or its children if it has no forward."""
     if type(module).forward is not nn.Module.forward:
         return [module]
-    return [found for child in module.children() for found in _called(child)]
+    return [called for child in module.children() for called in _called(child)]
 
 
 def _owned_buckets(module: nn.Module, order: Sequence[ParamBuffer]) -> dict[nn.Module, list[int]]:
-    """For each submodule with parameters of its own, which buckets these are in; of a compiled one
-    all are its own."""
+    """Return the buckets of each submodule's own parameters; a compiled submodule owns all
+    its own.
+    """
     index_of = {
         id(spec.parameter): index
         for index, parameters in enumerate(order)
@@ -235,8 +250,8 @@ def _owned_buckets(module: nn.Module, order: Sequence[ParamBuffer]) -> dict[nn.M
     }
     owned: dict[nn.Module, list[int]] = {}
     for m in eager_parts(module):
-        own = m.parameters(recurse=is_compiled(m))
-        indices = {index_of[id(p)] for p in own if id(p) in index_of}
+        own_parameters = m.parameters(recurse=is_compiled(m))
+        indices = {index_of[id(p)] for p in own_parameters if id(p) in index_of}
         if indices:
             owned[m] = sorted(indices)
     return owned
@@ -246,9 +261,9 @@ def _owned_buckets(module: nn.Module, order: Sequence[ParamBuffer]) -> dict[nn.M
 
 
 class ForwardHooks:
-    """Calls what `module.compile()` made, with hooks around it that are not compiled.
+    """A compiled call of a module with hooks around it that are not compiled.
 
-    It is not copied with the module, as torch has it.
+    Like torch's compiled call, it is not copied with the module.
     """
 
     def __init__(self, module: nn.Module):
@@ -267,6 +282,7 @@ class ForwardHooks:
         return outputs
 
     def add(self, before: Before, after: After | None) -> list[RemovableHandle]:
+        """Add hooks, and return the handles that remove them."""
         handles = [RemovableHandle(self._before)]
         self._before[handles[0].id] = before
         if after is not None:
@@ -276,9 +292,9 @@ class ForwardHooks:
 
 
 def gather_ahead(module: nn.Module, may_follow: bool) -> list[Removable]:
-    """Before a compiled part of `module` runs, its parameters come.
+    """Hook `module` so that parameters are gathered before a compiled submodule runs.
 
-    may_follow: whether parts may be compiled later on.
+    may_follow: allow submodules to be compiled later.
     """
     eager: list[nn.Module] = []
     handles: list[Removable] = []
@@ -292,8 +308,10 @@ def gather_ahead(module: nn.Module, may_follow: bool) -> list[Removable]:
 
 
 def around(module: nn.Module, before: Before, after: After | None = None) -> list[RemovableHandle]:
-    """Calls, eagerly, `before(module, args)` and `after(module, args, outputs)`, which returns the
-    outputs or None, whenever the module runs."""
+    """Call `before(module, args)` and `after(module, args, outputs)` whenever the module runs.
+
+    Both run eagerly, also around a compiled module. `after` returns new outputs or None.
+    """
     before, after = WeakHook(before), None if after is None else WeakHook(after)
     if module._compiled_call_impl is None:
         handles = [module.register_forward_pre_hook(before)]
@@ -304,12 +322,12 @@ def around(module: nn.Module, before: Before, after: After | None = None) -> lis
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """By `module.compile()`, or it is what `torch.compile(module)` returned."""
+    """Return whether a module was compiled, by `module.compile()` or `torch.compile(module)`."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def eager_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """It and its submodules as eager code calls them; of a compiled one no parts."""
+    """Yield a module and its submodules, without those inside compiled ones."""
     seen: set[nn.Module] = set()
     left = [module]
     while left:
@@ -322,9 +340,10 @@ def eager_parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def may_overlap(module: nn.Module | None, stage: int) -> bool:
-    """Whether parameters may travel while it runs: scripted parts do not ask for them.
+    """Return whether gathers may overlap the forward: scripted modules read without waiting.
 
-    Raises LayoutError in stage 3, where they would have to.
+    Raises:
+        LayoutError: stage 3 with scripted modules, whose parameters would be absent.
     """
     scripted = [
         name
@@ -340,13 +359,13 @@ def may_overlap(module: nn.Module | None, stage: int) -> bool:
 
 
 def wait_all_gathered(module: nn.Module, args: tuple) -> None:
-    """All parameters of the module are here afterwards."""
+    """Wait until all parameters of the module are gathered."""
     for parameter in module.parameters():
         wait_gathered(parameter)
 
 
 def _look(eager: list[nn.Module], may_follow: bool, module: nn.Module, args: tuple) -> None:
-    """One of these may have been compiled since the last forward."""
+    """Hook submodules that were compiled since the last forward, or refuse them."""
     for m in eager:
         call = m._compiled_call_impl
         if call is not None and type(call) is not ForwardHooks:

@@ -1,8 +1,8 @@
-"""The state of parameters, gathered from the ranks that own pieces of them.
+"""Gathering of parameters' state from the ranks that own shards of them.
 
-Before anything travels every rank learns from the owners which entries there are, of which shapes
-and dtypes (`exchange_schema`); numbers come with that. Then pieces travel together, a batch at a
-time (`batched_gather`), and a rank that gets nothing never holds more than what it sends.
+First every rank learns from the owners which entries exist, with their shapes and dtypes
+(`exchange_schema`); plain numbers come with that. Then shards are gathered in batches
+(`batched_gather`), and a rank that gets no result never holds more than it sends.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -19,11 +19,11 @@ from torchdistpackage.ddp.sharded import ParamPartition
 from torchdistpackage.errors import CheckpointError, CommError
 
 BATCH_BYTES = 32 * 2**20
-"""Bytes of whole tensors in a batch, which a gather needs beside its result; a larger one travels
-alone."""
+"""Most bytes of full tensors in a batch, the memory that a gather needs beside its result. A larger
+tensor is a batch of its own."""
 
 _PLAIN = (bool, int, float, complex, str, type(None))
-"""Values that can be keys of a dict, so that equal forms become one."""
+"""Types that are hashable, so that equal entries can be sent once."""
 
 State = dict[Hashable, object]
 """State of one parameter: key -> tensor, number, or whatever the optimizer keeps."""
@@ -31,11 +31,11 @@ State = dict[Hashable, object]
 
 @dataclass(frozen=True)
 class StateEntry:
-    """One entry of a parameter's state: what every rank must know to make it.
+    """The description of one state entry, from which every rank can create it.
 
-    shape: of a tensor that its owner has in one; None where it is the parameter's, cut or not.
-    value: itself, if no tensor travels: numbers and all that is not a tensor. on_cpu: whatever the
-    parameter's device.
+    shape: shape of a tensor that its owner has in full; None: the parameter's shape, cut or not.
+    on_cpu: it is on the CPU, whatever the parameter's device.
+    value: the value itself, for numbers and other objects that are not sent as tensors.
     """
 
     key: Hashable
@@ -50,9 +50,10 @@ StateEntries = tuple[StateEntry, ...]
 
 @dataclass(frozen=True)
 class GatherItem:
-    """A flat tensor of which rank i of the group has elements bounds[i] to bounds[i + 1].
+    """A flat tensor to gather; rank i of the group has elements bounds[i] to bounds[i + 1].
 
-    mine: my elements, 1-D on any device; None where there are none. device: where it travels.
+    device: device of the messages.
+    mine: this rank's elements, 1-D on any device; None if it has none.
     """
 
     bounds: tuple[int, ...]
@@ -65,44 +66,52 @@ class GatherItem:
         return self.bounds[-1] * self.dtype.itemsize
 
     def length(self, index: int) -> int:
+        """Return the number of elements of the rank at `index`."""
         return self.bounds[index + 1] - self.bounds[index]
 
 
 def gather_states(
     mine: Sequence[tuple[ParamPartition, State]], *, to: int | None = None, cpu: bool = False
 ) -> dict[Hashable, State]:
-    """The gathered state of each parameter, by its place in `mine`, this rank's part of it.
-
-    to: index, in each group that shares, of the rank that gets the state, default all. cpu: put
-    tensors there; else they are on the parameter's device, or on the CPU if offloaded.
+    """Return the gathered state of each parameter, by its position in `mine`.
 
     All ranks call it. It needs memory for the result and one batch.
 
+    mine: each parameter with this rank's part of its state.
+    to: index, in each sharding group, of the rank that gets the state; default: all ranks get it.
+    cpu: put tensors on the CPU; otherwise they are on the parameter's device, or on the CPU if they
+        were offloaded.
+
     Raises:
         CheckpointError: ranks hold different kinds of state for one parameter.
-        CommError: `to` is no index in a group.
+        CommError: `to` is not an index in a group.
     """
     states: dict[Hashable, State] = {i: {} for i in range(len(mine))}
     number = {id(partition): i for i, (partition, _) in enumerate(mine)}
-    for group, some in for_each_group(partition for partition, _ in mine if partition.bounds[-1]):
-        receives, members = to is None or group.rank() == to, [number[id(p)] for p in some]
-        forms = exchange_schema(group, {i: mine[i] for i in members})
+    for group, partitions in for_each_group(
+        partition for partition, _ in mine if partition.bounds[-1]
+    ):
+        receives = to is None or group.rank() == to
+        members = [number[id(p)] for p in partitions]
+        entries = exchange_schema(group, {i: mine[i] for i in members})
         waiting: list[tuple[int, StateEntry]] = []
         items: list[GatherItem] = []
         for i in members:
             partition, state = mine[i]
-            for form in forms[i]:
-                if form.dtype is not None and form.value is None:
-                    waiting.append((i, form))
-                    items.append(item_of(partition, form, state))
+            for entry in entries[i]:
+                if entry.dtype is not None and entry.value is None:
+                    waiting.append((i, entry))
+                    items.append(item_of(partition, entry, state))
                 if receives:
-                    states[i][form.key] = made_of(form, partition)  # keeps the place of a key
-        for (i, form), flat in zip(waiting, batched_gather(items, group, to), strict=True):
+                    states[i][entry.key] = made_of(
+                        entry, partition
+                    )  # also reserves the key's position
+        for (i, entry), flat in zip(waiting, batched_gather(items, group, to), strict=True):
             if flat is not None:
-                flat = flat.cpu() if cpu or form.on_cpu else flat
+                flat = flat.cpu() if cpu or entry.on_cpu else flat
                 partition = mine[i][0]
-                states[i][form.key] = (
-                    partition.shaped(flat) if form.shape is None else flat.view(form.shape)
+                states[i][entry.key] = (
+                    partition.shaped(flat) if entry.shape is None else flat.view(entry.shape)
                 )
     return states
 
@@ -110,19 +119,20 @@ def gather_states(
 def exchange_schema(
     group: Group, mine: Mapping[int, tuple[ParamPartition, State]]
 ) -> dict[int, StateEntries]:
-    """The pieces that the owners of each parameter have of it."""
-    known: dict[StateEntries, StateEntries] = {}  # equal ones travel once
-    forms: list[StateEntries | None] = []
+    """Return the state entries that the owners of each parameter have."""
+    # one object for equal entries, which pickle then writes once
+    unique: dict[StateEntries, StateEntries] = {}
+    sent: list[StateEntries | None] = []
     for partition, state in mine.values():
-        own = tuple(entry_of(partition, key, value) for key, value in state.items())
-        if all(isinstance(form.value, _PLAIN) for form in own):
-            own = known.setdefault(own, own)
-        forms.append(None if partition.mine is None else own)
-    of_ranks = gather_objects(forms, group)
+        own_entries = tuple(entry_of(partition, key, value) for key, value in state.items())
+        if all(isinstance(entry.value, _PLAIN) for entry in own_entries):
+            own_entries = unique.setdefault(own_entries, own_entries)
+        sent.append(None if partition.mine is None else own_entries)
+    of_ranks = gather_objects(sent, group)
     result: dict[int, StateEntries] = {}
     for i, of_one in zip(mine, zip(*of_ranks, strict=True), strict=True):
-        owned = [one for one in of_one if one is not None]
-        layouts = {tuple((f.key, f.dtype, f.shape) for f in one) for one in owned}
+        owned = [entries for entries in of_one if entries is not None]
+        layouts = {tuple((f.key, f.dtype, f.shape) for f in entries) for entries in owned}
         if len(layouts) > 1:
             raise CheckpointError(
                 f"ranks {ranks_of(group)} have different state for {mine[i][0].name}: "
@@ -134,6 +144,7 @@ def exchange_schema(
 
 
 def entry_of(partition: ParamPartition, key: Hashable, value: object) -> StateEntry:
+    """Describe one value of this rank's state."""
     if not isinstance(value, Tensor):
         return StateEntry(key, value=value)
     on_cpu = value.device.type == "cpu"
@@ -144,56 +155,63 @@ def entry_of(partition: ParamPartition, key: Hashable, value: object) -> StateEn
     return StateEntry(key, value.dtype, tuple(value.shape), on_cpu)
 
 
-def item_of(partition: ParamPartition, form: StateEntry, state: State) -> GatherItem:
-    assert form.dtype is not None
+def item_of(partition: ParamPartition, entry: StateEntry, state: State) -> GatherItem:
+    """Return the gather of one state entry that is sent as a tensor."""
+    assert entry.dtype is not None
     spec = partition.spec
-    value = state.get(form.key)
-    mine = value if isinstance(value, Tensor) else None
+    value = state.get(entry.key)
+    own_elements = value if isinstance(value, Tensor) else None
     bounds = partition.bounds
-    if form.shape is not None:  # from the first owner, in one
+    if entry.shape is not None:  # the first owner sends all of it
         owner = next(r for r in range(spec.group.size()) if bounds[r] < bounds[r + 1])
-        size = torch.Size(form.shape).numel()
+        size = torch.Size(entry.shape).numel()
         bounds = tuple(0 if r <= owner else size for r in range(len(bounds)))
-        mine = mine.reshape(-1) if mine is not None and spec.group.rank() == owner else None
-    elif partition.whole and mine is not None:
-        mine = partition.flat(mine)
-    return GatherItem(bounds, form.dtype, spec.parameter.device, mine)
+        own_elements = (
+            own_elements.reshape(-1)
+            if own_elements is not None and spec.group.rank() == owner
+            else None
+        )
+    elif partition.whole and own_elements is not None:
+        own_elements = partition.flat(own_elements)
+    return GatherItem(bounds, entry.dtype, spec.parameter.device, own_elements)
 
 
-def made_of(form: StateEntry, partition: ParamPartition) -> object:
-    """A value that did not travel as a tensor."""
-    if form.dtype is None or form.value is None:
-        return form.value
-    device = torch.device("cpu") if form.on_cpu else partition.spec.parameter.device
-    return torch.tensor(form.value, dtype=form.dtype, device=device)
+def made_of(entry: StateEntry, partition: ParamPartition) -> object:
+    """Create a value that was not sent as a tensor."""
+    if entry.dtype is None or entry.value is None:
+        return entry.value
+    device = torch.device("cpu") if entry.on_cpu else partition.spec.parameter.device
+    return torch.tensor(entry.value, dtype=entry.dtype, device=device)
 
 
 def batched_gather(
     items: Sequence[GatherItem], group: Group, to: int | None = None
 ) -> Iterator[Tensor | None]:
-    """Yield each item whole, 1-D in memory of its own, in order.
+    """Yield each gathered item in order, as a 1-D tensor with its own memory.
 
-    to: index in the group of the rank that gets them; the others get None. Default: all do.
-    All ranks of the group call it with the same items, and take all of them.
+    All ranks of the group call it with the same items, and iterate over all of them.
+
+    to: index in the group of the rank that gets them; the others get None. Default: all ranks.
 
     Raises:
-        CommError: `to` is no index in the group.
+        CommError: `to` is not an index in the group.
     """
     if to is not None and not 0 <= to < group.size():
         raise CommError(
-            f"to={to} is no rank of a group of {group.size()}, whose ranks are 0 to "
-            f"{group.size() - 1} here, by their place; give one of these"
+            f"to={to} is no index in a group of {group.size()} ranks; use an index from 0 to "
+            f"{group.size() - 1}"
         )
     for batch in _batches(items):
         yield from _gather(batch, group, to)
 
 
 def _batches(items: Sequence[GatherItem]) -> Iterator[list[GatherItem]]:
+    """Yield items of one dtype and device in batches of at most BATCH_BYTES."""
     batch: list[GatherItem] = []
     num_bytes = 0
     for item in items:
-        alike = batch and (item.dtype, item.device) == (batch[0].dtype, batch[0].device)
-        if batch and (not alike or num_bytes + item.num_bytes > BATCH_BYTES):
+        is_same_kind = batch and (item.dtype, item.device) == (batch[0].dtype, batch[0].device)
+        if batch and (not is_same_kind or num_bytes + item.num_bytes > BATCH_BYTES):
             yield batch
             batch, num_bytes = [], 0
         batch.append(item)
@@ -203,19 +221,23 @@ def _batches(items: Sequence[GatherItem]) -> Iterator[list[GatherItem]]:
 
 
 def _gather(batch: Sequence[GatherItem], group: Group, to: int | None) -> Iterator[Tensor | None]:
-    """The batch lies rank after rank, and for each rank item after item."""
-    me, bounds = group.rank(), [0]
+    """Gather one batch, in a buffer ordered by rank, and then by item."""
+    own_index, bounds = group.rank(), [0]
     for index in range(group.size()):
         bounds.append(bounds[-1] + sum(item.length(index) for item in batch))
-    receives = to is None or to == me
-    start, stop = (bounds[me], bounds[me + 1]) if receives else (0, bounds[me + 1] - bounds[me])
+    receives = to is None or to == own_index
+    start, stop = (
+        (bounds[own_index], bounds[own_index + 1])
+        if receives
+        else (0, bounds[own_index + 1] - bounds[own_index])
+    )
     length = bounds[-1] if receives else stop
     flat = torch.empty(length, dtype=batch[0].dtype, device=batch[0].device)
-    mine = [item.mine for item in batch if item.mine is not None]
-    at = start
-    for piece in mine:
-        flat[at : at + piece.numel()].copy_(piece)
-        at += piece.numel()
+    own_pieces = [item.mine for item in batch if item.mine is not None]
+    position = start
+    for piece in own_pieces:
+        flat[position : position + piece.numel()].copy_(piece)
+        position += piece.numel()
     if to is None:
         start_all_gather_v(flat, bounds, group).wait()
     elif group.size() > 1:
@@ -229,7 +251,7 @@ def _gather(batch: Sequence[GatherItem], group: Group, to: int | None) -> Iterat
 
 
 def _collect(flat: Tensor, bounds: Sequence[int], group: Group, to: int) -> None:
-    """Fill `flat` on rank `to` of the group; on the others it is what they send."""
+    """Send `flat` to rank `to` of the group, which receives all of them into its own."""
     post, ranks, buffer = Post(group), ranks_of(group), flat.view(torch.uint8)
     if group.rank() != to:
         post.send([buffer], ranks[to])
@@ -242,10 +264,11 @@ def _collect(flat: Tensor, bounds: Sequence[int], group: Group, to: int) -> None
 
 
 def _unpack(batch: Sequence[GatherItem], flat: Tensor, bounds: Sequence[int]) -> Iterator[Tensor]:
-    at = list(bounds[:-1])
+    """Yield the items of a gathered batch, each joined from its pieces."""
+    starts = list(bounds[:-1])
     for item in batch:
         pieces: list[Tensor] = []
-        for index, start in enumerate(at):
+        for index, start in enumerate(starts):
             pieces.append(flat[start : start + item.length(index)])
-            at[index] += item.length(index)
+            starts[index] += item.length(index)
         yield torch.cat(pieces)
