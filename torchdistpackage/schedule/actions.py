@@ -1,8 +1,9 @@
-"""Actions of a pipeline rank, as tiny values that print as papers write them.
+"""Actions of a pipeline rank, as small values that print as in papers.
 
-`2F0` is stage 2, forward, microbatch 0; `2SEND_F0` sends that forward's output on. A
-`Batch` is a set of messages posted together. A program is a tuple of such steps for one pipe
-index, a schedule one program for each; both print and parse back.
+`2F0` is stage 2, forward, micro-batch 0; `2SEND_F0` sends that forward's output to the next stage.
+A `Batch` is a set of messages posted together. A program is a tuple of such steps for one pipe
+index, and a schedule has one program for each index. A schedule prints as text that `parse` reads
+back.
 """
 
 import re
@@ -15,10 +16,10 @@ from torchdistpackage.errors import ScheduleError
 
 
 class ActionKind(StrEnum):
-    """F, B, I and W compute; the others move the output of an F on, or a gradient back.
+    """Kinds of actions: F, B, I and W compute; the others send or receive outputs and gradients.
 
-    A schedule may split the backward B: I gives the gradient of the stage's input, which the stage
-    before waits for, W those of its weights, for which no rank waits.
+    A schedule may split the backward B in two. I computes the gradient of the stage's input, which
+    the previous stage waits for. W computes the gradients of its weights, which no rank waits for.
     """
 
     F = "F"
@@ -36,7 +37,7 @@ class ActionKind(StrEnum):
 
     @property
     def gives_gradient(self) -> bool:
-        """Whether the gradient of the stage's input is there after it."""
+        """True if it computes the gradient of the stage's input."""
         return self in (ActionKind.B, ActionKind.I)
 
     @property
@@ -48,7 +49,7 @@ _COMPUTES = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})
 
 
 class Action(NamedTuple):
-    """One thing that one stage does for one microbatch; a tuple, as schedules hold thousands."""
+    """An action of one stage for one micro-batch; a tuple, because schedules hold thousands."""
 
     stage: int
     kind: ActionKind
@@ -64,18 +65,18 @@ class Action(NamedTuple):
 
     @property
     def send(self) -> "Action | None":
-        """The message that hands on what this computation gives; None of a W or of a message."""
+        """The message that sends this computation's result; None for a W or a message."""
         kind = _SENDS.get(self.kind)
         return None if kind is None else Action(self.stage, kind, self.microbatch)
 
     @property
     def match(self) -> "Action":
-        """The action of the peer that this message meets: a send's receive, and back."""
+        """The peer's action for this message: the receive of a send, and the send of a receive."""
         return Action(self.peer, _MATCH[self.kind], self.microbatch)
 
     @property
     def result(self) -> "Action":
-        """B for an I, as what uses the gradient of a stage's input takes either; else itself."""
+        """The action whose result others use: B for an I, which give the same gradient."""
         return self._replace(kind=ActionKind.B) if self.kind is ActionKind.I else self
 
 
@@ -89,7 +90,7 @@ _MATCH = {a: b for pair in _PAIRS for a, b in (pair, pair[::-1])}
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Messages of one rank that are posted together, so none waits for another."""
+    """Messages of one rank that are posted together, so that none waits for another."""
 
     actions: tuple[Action, ...]
 
@@ -103,10 +104,10 @@ Program = tuple[Step, ...]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Who computes what when: one program for each pipe index.
+    """The program of every pipe index, for one step.
 
-    num_stages: pieces of the model in order; more than there are programs where a pipe index
-        has several (*chunks*).
+    num_stages: number of consecutive pieces of the model; more than programs if a pipe index has
+        several stages (*chunks*).
     placement: for each stage the pipe index that runs it.
     """
 
@@ -126,12 +127,12 @@ class Schedule:
         return any(a.kind.gives_gradient for program in self.programs for a in flatten(program))
 
     def stages_of(self, index: int) -> tuple[int, ...]:
-        """The stages that pipe index `index` runs, ascending."""
-        return tuple(s for s, place in enumerate(self.placement) if place == index)
+        """Return the stages that pipe index `index` runs, ascending."""
+        return tuple(s for s, rank in enumerate(self.placement) if rank == index)
 
 
 def flatten(program: Iterable[Step]) -> Iterable[Action]:
-    """The actions of a program in order, batches opened."""
+    """Yield the actions of a program in order, with batches opened."""
     for step in program:
         yield from step.actions if isinstance(step, Batch) else (step,)
 
@@ -141,21 +142,21 @@ _HEAD = re.compile(r"(\S+) stages=(\d+) microbatches=(\d+) placement=([\d,]*)")
 
 
 def parse_action(text: str) -> Action:
-    """Read what `str(action)` wrote; raises ScheduleError where it is no action."""
-    found = _ACTION.fullmatch(text)
-    if not found:
+    """Parse the text of an action; raise ScheduleError if it is none."""
+    match = _ACTION.fullmatch(text)
+    if not match:
         raise ScheduleError(
             f"{text[:40]!r} is not an action; write stage, kind, microbatch, such as 2F0 or "
             f"1SEND_B3 (kinds: {', '.join(ActionKind)})"
         )
-    return Action(int(found[1]), ActionKind(found[2]), int(found[3]))
+    return Action(int(match[1]), ActionKind(match[2]), int(match[3]))
 
 
 def parse(text: str) -> Schedule:
-    """Read what `str(schedule)` wrote; raises ScheduleError that names the first bad line."""
+    """Parse the text of a schedule; raise ScheduleError that names the first bad line."""
     head, *lines = text.strip().splitlines() or [""]
-    found = _HEAD.fullmatch(head)
-    if not found:
+    match = _HEAD.fullmatch(head)
+    if not match:
         raise ScheduleError(f"{head!r} is no schedule header; it reads {_HEAD.pattern}")
     programs: list[Program] = []
     for line in lines:
@@ -163,5 +164,5 @@ def parse(text: str) -> Schedule:
             tuple(map(parse_action, step.split("+"))) for step in line.split(":", 1)[-1].split()
         ]
         programs.append(tuple(s[0] if len(s) == 1 else Batch(s) for s in steps))
-    placement = tuple(int(i) for i in found[4].split(",") if i)
-    return Schedule(found[1], int(found[2]), int(found[3]), placement, tuple(programs))
+    placement = tuple(int(i) for i in match[4].split(",") if i)
+    return Schedule(match[1], int(match[2]), int(match[3]), placement, tuple(programs))

@@ -1,8 +1,8 @@
-"""An order made for measured costs and a memory cap: never longer than the best stock one.
+"""A search for an order that suits measured costs and a memory cap, never longer than stock orders.
 
-Candidates are the stock orders, each as it is, with all backwards split and with none; the best
-list-scheduled one; and what local search makes of the best (`order_search.py`). The shortest that
-fits is taken, of several as short the one that holds least.
+The candidates are the stock orders, each as it is, with all backwards split and with none; the best
+list-scheduled order; and the results of local search from the best (`order_search.py`). It chooses
+the shortest that fits, and among equally short ones the one that holds the least memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from torchdistpackage.schedule.passes import lower
 NAME = "auto"
 
 _TRIALS = 300_000
-"""Computations to time in local improvement, about half a second."""
+"""Number of computations to time in local search, about half a second."""
 
 
 def synthesize(
@@ -33,16 +33,16 @@ def synthesize(
     memory_cap: float | Sequence[float] | None = None,
     stage_bytes: Sequence[float] | None = None,
 ) -> Schedule:
-    """The shortest order found for `costs`, with its messages, fused and checked.
+    """Return the shortest order found for `costs`, with its messages, fused and checked.
 
-    The same arguments give the same order, on every rank and machine. It is named `auto`, or
-    `auto:NAME` where no better one was found than the stock order of that name.
+    The same arguments give the same order on every rank and machine. It is named `auto`, or
+    `auto:NAME` if the search found nothing better than the stock order of that name.
 
-    placement: for each stage its rank. None: the better of round and round (`interleaved`) and down
-        and up (`zb-v`).
-    memory_cap: what a rank may hold, one number for all or one a rank. Each microbatch of each
-        stage counts from its F to its B, or W if split: as 1, or as its number in stage_bytes.
-        None: twice what 1F1B's first rank holds, more only for a stock order that is shorter.
+    placement: for each stage its rank. None: the better of looped (`interleaved`) and zigzag
+        (`zb-v`).
+    memory_cap: limit on what a rank holds, one number for all or one a rank. Each micro-batch of
+        each stage counts from its F to its B, or W if split: as 1, or as its number in stage_bytes.
+        None: twice what 1F1B's first rank holds, and more only for a stock order that is shorter.
 
     Raises:
         ScheduleError: a count below 1; costs, placement or bytes of another number of stages; a
@@ -70,27 +70,27 @@ def synthesize(
     return lower(work.schedule(name, order), costs)
 
 
-Found = tuple[float, str, Order, TaskGraph]
-"""Makespan, name and order of a candidate, and the work that it orders."""
+Candidate = tuple[float, str, Order, TaskGraph]
+"""Makespan, name and order of a candidate, and its task graph."""
 
 
-def _shortest(found: Sequence[Found]) -> Found:
-    """The order, of the shortest ones, whose fullest rank holds least; then the first."""
-    longest = min(length for length, *_ in found) * (1 + 1e-9)
-    tied = [candidate for candidate in found if candidate[0] <= longest]
-    return min(tied, key=lambda f: max(f[3].held(f[2])))
+def _shortest(candidates: Sequence[Candidate]) -> Candidate:
+    """Return the shortest candidate; among equal ones that whose fullest rank holds least."""
+    longest = min(length for length, *_ in candidates) * (1 + 1e-9)
+    tied = [candidate for candidate in candidates if candidate[0] <= longest]
+    return min(tied, key=lambda c: max(c[3].held(c[2])))
 
 
-def _best(work: TaskGraph, chunks: int, cap: float | Sequence[float] | None) -> Found:
-    """The best on one placement."""
+def _best(work: TaskGraph, chunks: int, cap: float | Sequence[float] | None) -> Candidate:
+    """Return the best order on one placement."""
     capacity = _capacity(work, cap)
     listed = rule_search(work, capacity)
-    candidates: list[Found] = [
+    candidates: list[Candidate] = [
         (work.makespan(order), name, order, work)
         for name, order in _stock(work, chunks)
         if cap is None or _fits(work.held(order), capacity)
     ]
-    # Of two alike the first: a stock one, which has a known name, before what was found.
+    # The sort is stable, so of two equally long orders a stock one with its name comes first.
     candidates.append((work.makespan(listed), NAME, listed, work))
     candidates.sort(key=lambda c: c[0])
     trials = _TRIALS // (3 * work.size)
@@ -104,15 +104,18 @@ def _best(work: TaskGraph, chunks: int, cap: float | Sequence[float] | None) -> 
     return _shortest(candidates)
 
 
-def _fits(held: Sequence[float], limits: Sequence[float]) -> bool:
-    return all(now <= limit * (1 + 1e-9) for now, limit in zip(held, limits, strict=True))
+def _fits(peaks: Sequence[float], limits: Sequence[float]) -> bool:
+    """Return whether no rank holds more than its limit, up to rounding."""
+    return all(peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, limits, strict=True))
 
 
 def _stock(work: TaskGraph, chunks: int) -> Iterator[tuple[str, Order]]:
-    """Every stock order on this placement: as it is, with no backward split, with all split."""
+    """Yield every stock order on this placement: as it is, with no backward split, with
+    all split.
+    """
     schedules = [g(work.num_ranks, work.num_microbatches, chunks) for g in GENERATORS.values()]
-    known: list[Order] = []
-    # Degraded ones last: most are another one's order under a longer name.
+    yielded: list[Order] = []
+    # Degraded orders (`~`) come last, because most equal another order under a longer name.
     for schedule in sorted(schedules, key=lambda s: "~" in s.name):
         if schedule.placement != work.placement or not schedule.has_backward:
             continue
@@ -124,13 +127,13 @@ def _stock(work: TaskGraph, chunks: int) -> Iterator[tuple[str, Order]]:
             (NAME, split),
             (NAME, merge_backward(work, split)),
         ):
-            if variant not in known:
-                known.append(variant)
+            if variant not in yielded:
+                yielded.append(variant)
                 yield name, variant
 
 
 def _none_split(work: TaskGraph, order: Order) -> Order:
-    """The order with a B where it has an I, and no W."""
+    """Return the order with a B for each I, and without W."""
     size = work.size
     return [
         [
@@ -143,7 +146,7 @@ def _none_split(work: TaskGraph, order: Order) -> Order:
 
 
 def _all_split(work: TaskGraph, order: Order) -> Order:
-    """The order with an I and at once its W where it has a B."""
+    """Return the order with each B replaced by an I and its W right after."""
     size = work.size
 
     def split(number: int) -> tuple[int, ...]:
@@ -155,12 +158,12 @@ def _all_split(work: TaskGraph, order: Order) -> Order:
 
 
 def _capacity(work: TaskGraph, cap: float | Sequence[float] | None) -> tuple[float, ...]:
-    """Microbatches that each rank may hold, at most all that there are."""
-    once = work.room()
-    everything = [x * work.num_microbatches for x in once]
-    given = list(cap) if isinstance(cap, Sequence) else [cap] * work.num_ranks
+    """Return the memory that each rank may hold, at most that of all micro-batches."""
+    one_microbatch = work.room()
+    all_microbatches = [x * work.num_microbatches for x in one_microbatch]
+    caps = list(cap) if isinstance(cap, Sequence) else [cap] * work.num_ranks
     if cap is None:
-        given = [2 * work.num_ranks * x for x in once]
-    if len(given) != work.num_ranks:
-        raise ScheduleError(f"{NAME}: memory caps of {len(given)} ranks for {work.num_ranks} ranks")
-    return tuple(map(min, given, everything))  # type: ignore[arg-type]
+        caps = [2 * work.num_ranks * x for x in one_microbatch]
+    if len(caps) != work.num_ranks:
+        raise ScheduleError(f"{NAME}: memory caps of {len(caps)} ranks for {work.num_ranks} ranks")
+    return tuple(map(min, caps, all_microbatches))  # type: ignore[arg-type]

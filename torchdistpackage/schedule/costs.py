@@ -1,18 +1,18 @@
-"""How long the actions of a schedule take, stage by stage: as a value and as a file.
+"""Costs of a schedule's actions, stage by stage, as a value and as a file.
 
-YAML (or JSON), one number a stage in each row, in any unit, as only ratios change an order; a run
-writes seconds:
+The file is YAML (or JSON) with one number a stage in each row. Any unit will do, because only
+ratios change an order; a run writes seconds:
 
     forward: [0.8, 1.0]
     backward: [1.7, 2.0]      # default: input + weight
-    input: [0.9, 1.0]         # the parts of a backward that is split; default: halves of it
+    input: [0.9, 1.0]         # the halves of a split backward; default: half of it each
     weight: [0.8, 1.0]
     message: [0.1, 0.1]       # default: 0
-    pieces:                   # optional: forward and backward of each piece, whatever the cut
+    pieces:                   # optional: forward and backward of each piece, for any cut
       embed: [0.0, 0.1]
 
-One number in place of a row is meant for every stage; anchors are not read. Costs by piece time
-any cut of the model, costs by stage only the cut that they are of.
+A single number instead of a row applies to every stage. YAML aliases are refused. Costs by piece
+can time any cut of the model; costs by stage only the cut that was measured.
 """
 
 import math
@@ -35,11 +35,12 @@ ROWS = ("forward", "backward", "input", "weight", "message")
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """One number a stage in each tuple.
+    """Costs of the actions, one number a stage in each tuple.
 
-    forward: an F. backward: a B. input, weight: an I and a W, which together may cost more than
-    the B that they replace. message: to bring the stage's output to the next, or a
-    gradient back from there, when the two are on different ranks.
+    forward: an F. backward: a B.
+    input, weight: an I and a W, which together may cost more than the B that they replace.
+    message: sending the stage's output to the next stage, or a gradient back, if the two are on
+        different ranks.
     """
 
     forward: tuple[float, ...]
@@ -65,15 +66,16 @@ class StageCosts:
         message: float = 0.0,
         backward: float | None = None,
     ) -> Self:
-        """All stages alike; backward defaults to input + weight."""
+        """Return equal costs for all stages; `backward` defaults to input + weight."""
         full = input + weight if backward is None else backward
         return cls(*((x,) * num_stages for x in (forward, full, input, weight, message)))
 
     @classmethod
     def of(cls, costs: "Costs", num_stages: int) -> "StageCosts":
-        """`costs` stage by stage; raises ScheduleError where they are of another number of stages.
+        """Return `costs` stage by stage; raise ScheduleError for another number of stages.
 
-        Of kinds, I and W default to halves of B, B to their sum, a message is the largest named.
+        For costs by kind, I and W default to half of B, B defaults to their sum, and a message
+        costs the largest of the messages named.
         """
         if isinstance(costs, StageCosts):
             if len(costs.forward) != num_stages:
@@ -94,7 +96,7 @@ class StageCosts:
 
 
 Costs = Mapping[ActionKind, float] | StageCosts
-"""Costs by kind, the same for all stages (kinds left out cost nothing), or stage by stage."""
+"""Costs by kind, equal for all stages (missing kinds cost nothing), or costs stage by stage."""
 
 PIECES = "pieces"
 MAX_BYTES = 1 << 21
@@ -112,7 +114,8 @@ class PieceCosts:
 class CostsFile:
     """The contents of a file of costs.
 
-    rows: numbers by name; one alone is meant for every stage. source: its name, for errors.
+    rows: numbers by name; a single number applies to every stage.
+    source: name of the file, for errors.
     """
 
     rows: Mapping[str, tuple[float, ...]]
@@ -121,12 +124,14 @@ class CostsFile:
 
     @property
     def num_stages(self) -> int | None:
-        """That the rows are of; None if each is one number."""
+        """Number of stages in the rows; None if each row is one number."""
         longest = max(map(len, self.rows.values()))
         return longest if longest > 1 else None
 
     def of(self, num_stages: int) -> StageCosts:
-        """The costs of the stages as measured; raises ScheduleError for another number of them."""
+        """Return the measured costs of the stages; raise ScheduleError for another number
+        of them.
+        """
         for name, row in self.rows.items():
             if len(row) not in (1, num_stages):
                 raise ScheduleError(
@@ -145,13 +150,18 @@ class CostsFile:
         return StageCosts(**wide)
 
     def of_cut(self, cut: Sequence[Sequence[str]]) -> StageCosts:
-        """Costs of stages that hold these pieces: sums over them, split as the file's stages are;
-        raises as `check_pieces`."""
+        """Return costs of stages that hold these pieces, as sums over them.
+
+        The backward is split in the ratio of the file's stages.
+
+        Raises:
+            ScheduleError: as in `check_pieces`.
+        """
         self.check_pieces([name for names in cut for name in names])
         c = self.of(self.num_stages or 1)
         halves, full = sum(c.input) + sum(c.weight), sum(c.backward)
         share = sum(c.input) / halves if halves else 0.5
-        more = halves / full if full else 1.0  # a split backward over a full one
+        more = halves / full if full else 1.0  # cost of a split backward relative to a full one
         backward = tuple(sum(self.pieces[n].backward for n in names) for names in cut)
         return StageCosts(
             tuple(sum(self.pieces[n].forward for n in names) for names in cut),
@@ -162,12 +172,12 @@ class CostsFile:
         )
 
     def weights(self, names: Sequence[str]) -> list[float]:
-        """The cost of each piece, forward and backward together; raises as `check_pieces`."""
+        """Return the cost of each piece, forward plus backward; raise as `check_pieces`."""
         self.check_pieces(names)
         return [self.pieces[name].forward + self.pieces[name].backward for name in names]
 
     def check_pieces(self, names: Sequence[str]) -> None:
-        """Raises ScheduleError, with names, where a piece is not in the file."""
+        """Raise ScheduleError, naming pieces, if the file lacks some."""
         missing = [name for name in names if name not in self.pieces]
         if missing:
             raise ScheduleError(
@@ -177,15 +187,15 @@ class CostsFile:
 
 
 def read_costs(path: str | Path) -> CostsFile:
-    """The costs in a file; raises ScheduleError with file and key where it does not hold them."""
-    found = _parse(read_text(Path(path), "file of costs"), str(path))
-    if isinstance(found, ScheduleError):
-        raise found.with_traceback(None)
-    return found
+    """Read a file of costs; raise ScheduleError with file and key if it is invalid."""
+    costs = _parse(read_text(Path(path), "file of costs"), str(path))
+    if isinstance(costs, ScheduleError):
+        raise costs.with_traceback(None)
+    return costs
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a file of at most MAX_BYTES; raises ScheduleError where it cannot be read."""
+    """Return the text of a file of at most MAX_BYTES; raise ScheduleError if it cannot be read."""
     try:
         return read_regular(path, MAX_BYTES).decode("utf-8-sig")
     except (OSError, ValueError) as error:
@@ -194,7 +204,9 @@ def read_text(path: Path, what: str) -> str:
 
 
 class _CostsLoader(BoundedLoader):
-    """Without aliases, of which a few hundred bytes stand for gigabytes."""
+    """A YAML loader that refuses aliases, with which a few hundred bytes can expand to
+    gigabytes.
+    """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if cast(Any, self).check_event(yaml.AliasEvent):
@@ -204,7 +216,7 @@ class _CostsLoader(BoundedLoader):
 
 @lru_cache(maxsize=4)
 def _parse(text: str, path: str) -> CostsFile | ScheduleError:
-    """Rules of the configuration ask for the same file many times, also for a bad one."""
+    """Parse the text, and cache the result or error: configuration rules read a file many times."""
     try:
         return _costs_of(text, path)
     except ScheduleError as error:
@@ -212,30 +224,31 @@ def _parse(text: str, path: str) -> CostsFile | ScheduleError:
 
 
 def _costs_of(text: str, path: str) -> CostsFile:
+    """Parse and check a document of costs."""
     try:
-        found: object = yaml.load(text, Loader=_CostsLoader)
+        document: object = yaml.load(text, Loader=_CostsLoader)
     except yaml.YAMLError as error:
         raise ScheduleError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     except (ValueError, ArithmeticError, TypeError, AttributeError, LookupError) as error:
-        # a tag on a value that is none, or a number of thousands of digits
+        # for example a tag on an unsuitable value, or a number of thousands of digits
         raise ScheduleError(f"{path} is not YAML: {error!r}") from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise ScheduleError(
-            f"{path} holds a {type(found).__name__}; costs are rows such as `forward: [1, 1]`"
+            f"{path} holds a {type(document).__name__}; costs are rows such as `forward: [1, 1]`"
         )
-    held = cast(dict[str, object], found)
-    unknown = [str(key)[:40] for key in held if key not in (*ROWS, PIECES)][:10]
+    content = cast(dict[str, object], document)
+    unknown = [str(key)[:40] for key in content if key not in (*ROWS, PIECES)][:10]
     if unknown:
         raise ScheduleError(
             f"{path} has unknown keys {', '.join(unknown)}; there are {', '.join(ROWS)}, {PIECES}"
         )
-    rows = {name: _row(f"{path}: {name}", held[name]) for name in ROWS if name in held}
+    rows = {name: _row(f"{path}: {name}", content[name]) for name in ROWS if name in content}
     if "forward" not in rows or ("backward" not in rows and not {"input", "weight"} <= {*rows}):
         raise ScheduleError(
             f"{path} has rows {', '.join(rows) or 'of no costs'}; it needs forward, and backward "
             f"or both of input and weight"
         )
-    costs = CostsFile(rows, _pieces(f"{path}: {PIECES}", held.get(PIECES, {})), path)
+    costs = CostsFile(rows, _pieces(f"{path}: {PIECES}", content.get(PIECES, {})), path)
     costs.of(costs.num_stages or 1)
     return costs
 
@@ -243,7 +256,7 @@ def _costs_of(text: str, path: str) -> CostsFile:
 def costs_text(
     costs: StageCosts, pieces: Mapping[str, PieceCosts] | None = None, note: str = ""
 ) -> str:
-    """The text that `read_costs` reads. note: a first line for people."""
+    """Return costs as text that `read_costs` reads. note: a comment for its first line."""
     lines = [f"# {note}"] if note else []
     lines += [f"{name}: [{_numbers(getattr(costs, name))}]" for name in ROWS]
     if pieces:
@@ -257,9 +270,10 @@ def _numbers(row: Sequence[float]) -> str:
 
 
 def _row(where: str, value: object) -> tuple[float, ...]:
+    """Return the numbers of a row; raise ScheduleError if one is not finite or below zero."""
     numbers: list[float] = []
     for item in cast(list[object], value) if isinstance(value, list) else [value]:
-        try:  # YAML 1.1 takes 1e-3, which has no point, for a text
+        try:  # YAML 1.1 reads 1e-3 as text, because it has no decimal point
             numbers.append(math.nan if isinstance(item, bool) else float(cast(float, item)))
         except (TypeError, ValueError, OverflowError):
             numbers.append(math.nan)
@@ -271,19 +285,21 @@ def _row(where: str, value: object) -> tuple[float, ...]:
 
 
 def _shown(value: object) -> str:
+    """Return a value as text for messages."""
     try:
         return f"{value!r}"[:80]
-    except ValueError:  # Python writes no number of thousands of digits
+    except ValueError:  # Python refuses to print numbers of thousands of digits
         return "a number too large"
 
 
 def _pieces(where: str, value: object) -> dict[str, PieceCosts]:
+    """Return the costs of the pieces; raise ScheduleError if one is invalid."""
     if not isinstance(value, dict):
         raise ScheduleError(f"{where} is {_shown(value)}; write `name: [forward, backward]`")
-    found: dict[str, PieceCosts] = {}
+    pieces: dict[str, PieceCosts] = {}
     for name, pair in cast(dict[str, object], value).items():
         row = _row(f"{where}.{name}", pair)
         if len(row) != 2:
             raise ScheduleError(f"{where}.{name} has {len(row)} numbers; write [forward, backward]")
-        found[str(name)] = PieceCosts(*row)
-    return found
+        pieces[str(name)] = PieceCosts(*row)
+    return pieces

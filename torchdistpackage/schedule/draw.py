@@ -1,7 +1,8 @@
-"""Pictures of timelines: a table of characters, an SVG, a PNG with the same boxes, a Chrome trace.
+"""Drawings of timelines: a text table, an SVG, a PNG with the same boxes, a Chrome trace.
 
-All put one row to a pipe index and time to the right, one box to each computation, exactly where
-the timeline has it. matplotlib, for the PNG, is an optional extra, imported late.
+Each draws one row for a pipe index, with time to the right and one box for each computation,
+exactly where the timeline has it. matplotlib, which the PNG needs, is an optional extra and
+imported late.
 """
 
 import json
@@ -37,15 +38,15 @@ _WORDS = {
 
 
 def table(timeline: Timeline, unit: float = 1.0, columns: int | None = None) -> str:
-    """One line a rank; a cell is one unit of time wide, `.` is idle.
+    """Return a text table with one line a rank; a cell is one unit of time wide, `.` is idle.
 
-    A box opens with its action, without the stage where a rank has only one. Times are rounded to
-    full cells, so let `unit` divide them, or be well below the shortest action.
+    A box begins with its action, without the stage if a rank has only one. Times are rounded to
+    full cells, so choose a `unit` that divides them, or that is well below the shortest action.
 
-    columns: of characters; what is longer goes on below, all ranks together. None: any number.
+    columns: width in characters; longer tables continue below, all ranks together. None: no limit.
     """
     stages = [sorted({s.action.stage for s in _compute(row)}) for row in timeline.spans]
-    full = any(len(found) > 1 for found in stages)
+    full = any(len(row_stages) > 1 for row_stages in stages)
     labels = [
         [(s, str(s.action) if full else str(s.action)[len(str(s.action.stage)) :]) for s in row]
         for row in map(_compute, timeline.spans)
@@ -63,31 +64,35 @@ def table(timeline: Timeline, unit: float = 1.0, columns: int | None = None) -> 
     per_line = num_cells if columns is None else (columns - len("  0 | ") + 1) // (width + 1)
     per_line = max(per_line, 1)
     return "\n\n".join(
-        "\n".join(f"{i:>3} | " + " ".join(row[at : at + per_line]) for i, row in enumerate(rows))
-        for at in range(0, max(num_cells, 1), per_line)
+        "\n".join(
+            f"{i:>3} | " + " ".join(row[offset : offset + per_line]) for i, row in enumerate(rows)
+        )
+        for offset in range(0, max(num_cells, 1), per_line)
     )
 
 
 def svg(timeline: Timeline, measured: Timeline | None = None) -> str:
-    """A picture of a timeline: one `rect` with a `data-action` for each computation.
+    """Return an SVG of a timeline, with one `rect` and its `data-action` for each computation.
 
     The box of a span starts at x = LEFT_PX + start * px and is (end - start) * px wide, where px =
-    `px_per_unit(timeline)`. Colours distinguish F, B, I and W, lighter ones later chunks.
+    `px_per_unit(timeline)`. Colours distinguish F, B, I and W; later chunks are lighter.
 
-    measured: drawn below on the same time axis, in seconds; each is a group (`g`) with its
-    `data-timeline`. Its waits for messages are grey, with a `data-wait` as `data-action`.
+    measured: a second timeline to draw below on the same time axis, in seconds. Each timeline is a
+        group (`g`) with its `data-timeline`. Waits for messages are grey, with a `data-wait`.
     """
     panels = _panels(timeline, measured)
     return _svg(panels, px_per_unit(*(shown for shown, _ in panels.values())))
 
 
 def png(timeline: Timeline, measured: Timeline | None = None) -> bytes:
-    """The same picture as a PNG. Raises ConfigError: matplotlib is not installed."""
+    """Return the same picture as a PNG. Raises ConfigError if matplotlib is not installed."""
     return _png(_panels(timeline, measured))
 
 
 def px_per_unit(*timelines: Timeline) -> float:
-    """UNIT_PX for the shortest computation of the first, less if a picture would be too wide."""
+    """Return UNIT_PX for the first timeline's shortest computation, less if the picture were too
+    wide.
+    """
     longest = max(timeline.total for timeline in timelines)
     durations = [s.end - s.start for row in timelines[0].spans for s in _compute(row)]
     shortest = min((d for d in durations if d > 0), default=1.0)
@@ -95,7 +100,7 @@ def px_per_unit(*timelines: Timeline) -> float:
 
 
 Panels = dict[str, tuple[Timeline, str]]
-"""Name -> a timeline and the line above it."""
+"""Name -> a timeline and its caption."""
 
 
 def _panels(timeline: Timeline, measured: Timeline | None) -> Panels:
@@ -106,7 +111,7 @@ def _panels(timeline: Timeline, measured: Timeline | None) -> Panels:
 
 
 def head(timeline: Timeline, unit: str = "units") -> str:
-    """Name, length, bubble and memory in one line."""
+    """Return name, length, bubble and memory of a timeline in one line."""
     live = "/".join(map(str, timeline.peak_live))
     return (
         f"{timeline.name}: {timeline.total:.4g} {unit}, bubble {timeline.bubble:.1%}, "
@@ -115,20 +120,20 @@ def head(timeline: Timeline, unit: str = "units") -> str:
 
 
 def colours(row: tuple[Span, ...]) -> dict[tuple[int, ActionKind], str]:
-    """Colours of each (stage, kind) of a rank: by kind, further stages (chunks) nearer to white."""
+    """Return the colour of each (stage, kind) of a rank: by kind, and lighter for later chunks."""
     stages = sorted({span.action.stage for span in row if not span.action.kind.is_message})
-    found = {(span.action.stage, span.action.kind): WAIT_COLOUR for span in row}
+    result = {(span.action.stage, span.action.kind): WAIT_COLOUR for span in row}
     for i, stage in enumerate(stages):
         white = 0.5 * i / max(1, len(stages) - 1)
         for kind, colour in COLOURS.items():
-            parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+            parts = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
             pale = (round(part + (255 - part) * white) for part in parts)
-            found[stage, kind] = "#" + "".join(f"{part:02x}" for part in pale)
-    return found
+            result[stage, kind] = "#" + "".join(f"{part:02x}" for part in pale)
+    return result
 
 
 def ticks(total: float) -> list[float]:
-    """Round times from 0 to `total`, some _TICKS of them."""
+    """Return round times from 0 to `total`, about _TICKS of them."""
     if total <= 0:
         return [0.0]
     rough = total / _TICKS
@@ -138,6 +143,7 @@ def ticks(total: float) -> list[float]:
 
 
 def _svg(panels: Panels, px: float) -> str:
+    """Return the SVG of the panels, one below the other."""
     timelines = [timeline for timeline, _ in panels.values()]
     total = max(timeline.total for timeline in timelines)
     parts: list[str] = []
@@ -160,6 +166,7 @@ def _svg(panels: Panels, px: float) -> str:
 
 
 def _row(index: int, row: tuple[Span, ...], top: int, px: float) -> list[str]:
+    """Return the SVG elements of one rank's row."""
     parts = [f'<text x="6" y="{top + 16}">pipe {index}</text>']
     fills = colours(row)
     for span in row:
@@ -180,7 +187,7 @@ def _row(index: int, row: tuple[Span, ...], top: int, px: float) -> list[str]:
 
 
 def _axis(timelines: list[Timeline], total: float, top: int, px: float) -> list[str]:
-    """Times below the rows, and what the colours mean."""
+    """Return the SVG elements of the time axis and the legend."""
     parts: list[str] = []
     for time in ticks(total):
         x = LEFT_PX + time * px
@@ -195,17 +202,19 @@ def _axis(timelines: list[Timeline], total: float, top: int, px: float) -> list[
 
 
 def legend(timelines: Iterable[Timeline]) -> dict[str, str]:
-    """The colour of each word, for what the timelines hold."""
+    """Return label -> colour for the kinds in the timelines."""
     kinds = {s.action.kind for timeline in timelines for row in timeline.spans for s in row}
-    words = {_WORDS[kind]: colour for kind, colour in COLOURS.items() if kind in kinds}
-    return words | ({"wait": WAIT_COLOUR} if kinds - COLOURS.keys() else {})
+    labels = {_WORDS[kind]: colour for kind, colour in COLOURS.items() if kind in kinds}
+    return labels | ({"wait": WAIT_COLOUR} if kinds - COLOURS.keys() else {})
 
 
 def _compute(row: tuple[Span, ...]) -> list[Span]:
+    """Return the spans of a row that compute."""
     return [span for span in row if not span.action.kind.is_message]
 
 
 def _png(panels: Panels) -> bytes:
+    """Draw the panels with matplotlib."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
@@ -251,10 +260,12 @@ _US = 1e6
 
 
 def trace(timeline: Timeline, measured: Timeline | None = None) -> str:
-    """A Chrome trace: a process for each timeline, in it a thread for each pipe rank.
+    """Return a Chrome trace: a process for each timeline, with a thread for each pipe rank.
 
-    For chrome://tracing and ui.perfetto.dev; a unit of time is shown as a second. Arrows lead from
-    what is sent to what waits for it. measured: a second process; its waits are slices too.
+    chrome://tracing and ui.perfetto.dev show it, with one unit of time as a second. Arrows lead
+    from an action to the one that waits for its message.
+
+    measured: a second timeline, whose waits are slices too.
     """
     timelines = {timeline.name: timeline}
     if measured is not None:
@@ -275,7 +286,7 @@ def trace(timeline: Timeline, measured: Timeline | None = None) -> str:
 
 
 def slice_event(span: Span, process: int, rank: int) -> dict[str, Any]:
-    """One action as a complete event of a Chrome trace."""
+    """Return one action as a complete event of a Chrome trace."""
     stage, kind, microbatch = span.action
     return {
         "ph": "X",
@@ -292,23 +303,25 @@ def slice_event(span: Span, process: int, rank: int) -> dict[str, Any]:
 def message_arrows(
     rows: Iterable[tuple[dict[str, int], Iterable[Span]]], name: str
 ) -> list[dict[str, Any]]:
-    """Two flow events a message: from inside the slice that sends it to the start of its user.
+    """Return two flow events a message, from inside the slice that sends it to its user's start.
 
-    rows: of each rank its track (`pid`, `tid`) and its spans. name: sets these messages apart.
+    rows: for each rank its track (`pid`, `tid`) and its spans. name: prefix of the messages' ids.
     """
-    at = {span.action: (track, span) for track, row in rows for span in row}
+    slices = {span.action: (track, span) for track, row in rows for span in row}
     arrows: list[dict[str, Any]] = []
-    for action, (track, span) in at.items():
+    for action, (track, span) in slices.items():
         if (send := action.send) is None:
             continue
-        # a backward or its first half feeds either of the stage before
+        # a B or an I sends to the B or the I of the previous stage
         kinds = (ActionKind.F,) if action.kind is ActionKind.F else (ActionKind.B, ActionKind.I)
         users = (Action(send.peer, kind, action.microbatch) for kind in kinds)
-        found = next((at[user] for user in users if user in at), None)
-        if found is None or found[0] == track:
+        user_slice = next((slices[user] for user in users if user in slices), None)
+        if user_slice is None or user_slice[0] == track:
             continue
         shared = {"name": "message", "cat": "message", "id": f"{name}:{action}"}
         middle = (span.start + span.end) / 2
         arrows.append({"ph": "s", "ts": middle * _US, **shared, **track})
-        arrows.append({"ph": "f", "bp": "e", "ts": found[1].start * _US, **shared, **found[0]})
+        arrows.append(
+            {"ph": "f", "bp": "e", "ts": user_slice[1].start * _US, **shared, **user_slice[0]}
+        )
     return arrows

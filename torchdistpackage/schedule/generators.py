@@ -1,8 +1,9 @@
-"""The schedules by name: each a compute order, made ready to run by `build`.
+"""The named schedules: each generator gives a compute order, which `build` makes ready to run.
 
-A generator says only which rank computes what in which order, for any number of ranks, microbatches
-and chunks; messages are added by the passes. Where the published schedule does not reach, the
-order is the nearest legal one, and its name says so after a `~`, such as `interleaved~uneven`.
+A generator decides only which rank computes what in which order, for any number of ranks,
+micro-batches and chunks; the passes add messages. For numbers that the published schedule does not
+cover, the order is the nearest legal one, and its name says so after a `~`, as in
+`interleaved~uneven`.
 """
 
 import re
@@ -28,7 +29,7 @@ from torchdistpackage.schedule.orders import (
 from torchdistpackage.schedule.passes import lower
 
 Generator = Callable[[int, int, int], Schedule]
-"""(ranks, microbatches, chunks), each 1 or more, to a Schedule of computations only."""
+"""A function (ranks, micro-batches, chunks), each 1 or more, -> a Schedule of computations only."""
 
 GENERATORS: dict[str, Generator] = {
     "forward": forward_only,
@@ -44,11 +45,11 @@ GENERATORS: dict[str, Generator] = {
 }
 
 TWO_CHUNKS = frozenset({"interleaved", "looped-bfs", "interleaved-zb", "zb-v", "dualpipe-v"})
-"""Schedules that have two stages a rank unless they are asked for another number."""
+"""Schedules that have two stages a rank by default."""
 
 MAX_CELLS = (1 << 15, 1 << 12)
-"""Microbatches times stages of a schedule that is made, by name or by a search (`auto`): larger
-ones take minutes."""
+"""Most micro-batches times stages of a schedule built by name, and by a search (`auto`); larger
+ones would take minutes."""
 
 _OTHER_NAMES = {
     "interleaved1f1b": "interleaved",
@@ -58,9 +59,12 @@ _OTHER_NAMES = {
 
 
 def canonical(name: str) -> str:
-    """The name in GENERATORS of any spelling, torch's names too; raises ScheduleError for no name.
+    """Return the name in GENERATORS for any spelling, including torch's names.
 
     Case, `-` and `_` do not count.
+
+    Raises:
+        ScheduleError: no schedule has this name.
     """
     plain = re.sub(r"[-_ ]", "", name.lower()).removeprefix("schedule")
     spellings = {ours.replace("-", ""): ours for ours in GENERATORS} | _OTHER_NAMES
@@ -70,17 +74,17 @@ def canonical(name: str) -> str:
 
 
 def num_chunks(name: str, chunks: int | None = None) -> int:
-    """Stages on each rank: `chunks`, or as many as the schedule of this name in GENERATORS has."""
+    """Return the stages on each rank: `chunks`, or the default of the schedule of this name."""
     return chunks or (2 if name in TWO_CHUNKS else 1)
 
 
 def build(name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None) -> Schedule:
-    """The named schedule with its messages, fused and checked: ready to run or draw.
+    """Return the named schedule with its messages, fused and checked, ready to run or draw.
 
-    chunks: stages a rank; None means the schedule's own number, 1 or 2.
+    chunks: stages a rank; None: the schedule's default, 1 or 2.
 
     Raises:
-        ScheduleError: no generator by that name, or a count below 1.
+        ScheduleError: no generator has that name, or a count is below 1.
     """
     ours = canonical(name)
     chunks = num_chunks(ours) if chunks is None else chunks
@@ -93,7 +97,7 @@ def build(name: str, num_ranks: int, num_microbatches: int, chunks: int | None =
 
 
 def evaluation(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """Forwards alone on the placement of `schedule`, with messages: what eval_step runs."""
+    """Return a schedule of forwards only on the placement of `schedule`, as eval_step runs it."""
     if num_microbatches < 1:
         raise ScheduleError(f"{num_microbatches} microbatches to evaluate; use 1 or more")
     work = TaskGraph(schedule.placement, num_microbatches)

@@ -1,10 +1,10 @@
-"""List scheduling: each rank, whenever free, does the first thing on its list that is possible.
+"""List scheduling: a free rank starts the first computation on its list that is possible.
 
-A rank never starts what would hold more than its capacity, and leaves room for the later chunks of
-what it starts, so no list deadlocks. Priorities are data (`Rules`); gradients of weights fill the
-gaps, as in the automatic schedules of Zero Bubble Pipeline Parallelism (arXiv:2401.10241, section
-3), and are joined to the first half of their backward again where the split gains nothing
-(`merge_backward`).
+A rank never starts a computation that would exceed its memory capacity, and it keeps memory for the
+later chunks of what it starts, so no list deadlocks. Priorities are data (`Rules`). Gradients of
+weights (W) fill gaps, as in the automatic schedules of Zero Bubble Pipeline Parallelism
+(arXiv:2401.10241, section 3). `merge_backward` joins them with the first half of their backward
+again if the split gains nothing.
 """
 
 import heapq
@@ -18,16 +18,17 @@ from torchdistpackage.schedule.engine import BACKWARD, FORWARD, INPUT, WEIGHT, O
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """A rank's preferences, and its limits.
+    """The preferences and limits of list scheduling.
 
-    priority: (forward, backward) of each stage: with several possible, the lowest number starts.
-    capacity: what each rank may hold, in the unit of TaskGraph.weights.
-    ahead: how many forwards each stage may be ahead of its backwards; the warm-up's depth.
-    split: how many of the first and of the last microbatches of each stage have their backward
-        split; the Ws of those fill gaps.
-    max_deferred_w: how many Ws each rank may owe; with more it runs one before all else.
-    min_gap_fill: the share of a W that must fit into a gap for the W to start in it.
-    backward: False leaves only forwards.
+    priority: (forward, backward) of each stage; of several possible computations the one with the
+        lowest number starts.
+    capacity: memory that each rank may hold, in the unit of TaskGraph.weights.
+    ahead: number of forwards that each stage may be ahead of its backwards, the warm-up's depth.
+    split: numbers of first and of last micro-batches of each stage whose backward is split; their
+        Ws fill gaps.
+    max_deferred_w: number of Ws that each rank may defer; with more it runs one before all else.
+    min_gap_fill: share of a W that must fit into a gap for the W to start in it.
+    backward: False schedules only forwards.
     """
 
     priority: tuple[tuple[float, float], ...]
@@ -45,7 +46,10 @@ class Rules:
         priority: tuple[tuple[float, float], ...],
         capacity: tuple[float, ...] | None = None,
     ) -> Self:
-        """Every backward split, and no limit but the capacity; None: a rank may hold all."""
+        """Return rules that split every backward, with no limit but the capacity.
+
+        capacity: None: a rank may hold everything.
+        """
         m, everything = work.num_microbatches, (work.size,) * work.num_ranks
         return cls(
             priority,
@@ -57,17 +61,17 @@ class Rules:
 
 
 def deepest_first(num_stages: int) -> tuple[tuple[float, float], ...]:
-    """The latest stage first, its backward before its forward: what is begun gets finished."""
+    """Return priorities that prefer the latest stage, and its backward before its forward."""
     return tuple((-s, -s - 0.5) for s in range(num_stages))
 
 
 def backward_first(num_stages: int) -> tuple[tuple[float, float], ...]:
-    """Any backward before any forward; of those what is nearest to its end."""
+    """Return priorities that prefer any backward, and then whatever is nearest to its end."""
     return tuple((num_stages - s, s - num_stages) for s in range(num_stages))
 
 
 class _RankState:
-    """One rank on its way: its clock, what it holds, and its stages' candidates in turn."""
+    """State of one rank during scheduling: its clock, its memory, and its candidates in order."""
 
     def __init__(self, stages: list[int], rules: Rules, late: int) -> None:
         self.program: list[int] = []
@@ -80,28 +84,31 @@ class _RankState:
             ((kind, s) for s in stages for kind in kinds), key=lambda c: rules.priority[c[1]][c[0]]
         )
         self.pending: list[tuple[int, int]] = []
-        """(stage, microbatch) of each W that may run, the newest last."""
+        """(stage, micro-batch) of each W that may run, the newest last."""
 
 
 def list_order(work: TaskGraph, rules: Rules) -> Order:
-    """The order that `rules` give, at the costs of `work`; raises ScheduleError where a capacity
-    does not even hold one microbatch of each stage of its rank."""
+    """Return the order that `rules` give for the costs of `work`.
+
+    Raises:
+        ScheduleError: a rank's capacity does not hold one micro-batch of each of its stages.
+    """
     m, size, cost, delay = work.num_microbatches, work.size, work.cost, work.delay
     last = work.num_stages - 1
     placement, weights = work.placement, work.weights
     ahead, split, limits = rules.ahead, rules.split, _limits(work, rules)
     ranks = [
-        _RankState(mine, rules, late)
-        for mine, late in zip(work.stages, rules.max_deferred_w, strict=True)
+        _RankState(rank_stages, rules, late)
+        for rank_stages, late in zip(work.stages, rules.max_deferred_w, strict=True)
     ]
-    # Next microbatch of each stage and, by kind, when what it waits for is there.
+    # Next micro-batch of each stage, and the time at which its input is ready, both by kind.
     nexts = [[0] * work.num_stages, [0] * work.num_stages]
     ready = [[math.inf] * size, [math.inf] * size]
     ready[FORWARD][:m] = [0.0] * m
     events = [(0.0, r) for r in range(len(ranks))]
 
     def pick(rank: _RankState, now: float) -> tuple[int, int, float]:
-        """(kind, stage, when it may start) of the first possible; kind -1 if there is none."""
+        """Return (kind, stage, earliest start) of the first possible one; kind -1 if none is."""
         if len(rank.pending) > rank.late:
             return WEIGHT, rank.pending[-1][0], now
         soonest, full = math.inf, False
@@ -170,34 +177,35 @@ def list_order(work: TaskGraph, rules: Rules) -> Order:
 
 
 def _limits(work: TaskGraph, rules: Rules) -> list[float]:
-    """For each stage what its rank may hold at most when it starts a forward of it.
+    """Return for each stage the most that its rank may hold when it starts a forward of it.
 
-    Below the capacity by one of it and of each later stage of the rank: otherwise a rank full of
-    early stages could wait for ever for room for the late ones.
+    The limit leaves room for one micro-batch of this and of each later stage of the rank. Otherwise
+    a rank full of early stages could wait for ever for room for the late ones.
     """
     limits = [0.0] * work.num_stages
-    for r, mine in enumerate(work.stages):
+    for r, rank_stages in enumerate(work.stages):
         capacity = rules.capacity[r]
-        # sums may be a little over for rounding
-        left = capacity * (1 + 1e-9)
-        for s in reversed(mine):
-            left -= work.weights[s]
-            limits[s] = left
-        if left < 0:
+        # allow for rounding in sums of weights
+        limit = capacity * (1 + 1e-9)
+        for s in reversed(rank_stages):
+            limit -= work.weights[s]
+            limits[s] = limit
+        if limit < 0:
             raise ScheduleError(
                 f"rank {r} may hold {capacity:g}, but one microbatch of each of its stages "
-                f"{mine} takes {capacity - left:g}; allow at least that much"
+                f"{rank_stages} takes {capacity - limit:g}; allow at least that much"
             )
     return limits
 
 
 def merge_backward(work: TaskGraph, order: Order, allowance: float = 0.0) -> Order:
-    """The order with a B for each I whose message can wait until a W in the next place has ended.
+    """Replace an I and the W that follows it by a B, if no rank needs the I's message earlier.
 
-    No computation starts later than before. A full backward runs through autograd once and keeps
-    nothing for its second half; a split one pays only if a rank waits for the first. That W may be
-    of another microbatch: if it takes as long, the two change places. allowance: how much later
-    than it is used a message may arrive; above 0 a computation may start later.
+    No computation then starts later than before. A full backward runs autograd once and keeps
+    nothing for a second half; a split one pays only if a rank waits for the first half. The W that
+    follows may be of another micro-batch: if it takes as long, the two Ws change places.
+
+    allowance: time by which a message may arrive late; above 0 a computation may start later.
     """
     size, cost, needs = work.size, work.cost, work.needs
     _, arrived = work.arrivals(order)
@@ -208,30 +216,31 @@ def merge_backward(work: TaskGraph, order: Order, allowance: float = 0.0) -> Ord
                 slot = work.gives[number]
                 start = arrived[slot] - work.delay[slot] - cost[number]
                 latest[needs[number]] = start + allowance + work.tiny
-    gone = -1
+    removed = -1
     joined: Order = []
     for program in order:
-        places = {number: i for i, number in enumerate(program)}
+        index_of = {number: i for i, number in enumerate(program)}
         program = list(program)
         for i in range(len(program) - 1):
             first, second = program[i], program[i + 1]
             if first // size != INPUT or second // size != WEIGHT:
                 continue
-            own, joint = first + size * (WEIGHT - INPUT), first + size * (BACKWARD - INPUT)
+            own_weight = first + size * (WEIGHT - INPUT)
+            full = first + size * (BACKWARD - INPUT)
             slot = work.gives[first]
-            longer = cost[joint] - cost[first]
-            if longer > cost[own] + work.tiny or cost[own] != cost[second]:
+            longer = cost[full] - cost[first]
+            if longer > cost[own_weight] + work.tiny or cost[own_weight] != cost[second]:
                 continue
             if slot in latest and arrived[slot] + longer > latest[slot]:
                 continue
-            program[places[own]], places[second] = second, places[own]
-            program[i], program[i + 1] = joint, gone
-        joined.append(_by_age(work, [number for number in program if number != gone]))
+            program[index_of[own_weight]], index_of[second] = second, index_of[own_weight]
+            program[i], program[i + 1] = full, removed
+        joined.append(_by_age(work, [number for number in program if number != removed]))
     return joined
 
 
 def _by_age(work: TaskGraph, program: list[int]) -> list[int]:
-    """The program with the Ws of each stage, in the places that they have, oldest first."""
+    """Return the program with each stage's Ws, in their positions, sorted oldest first."""
     size, m = work.size, work.num_microbatches
     weights: dict[int, list[int]] = {}
     for number in sorted(n for n in program if n // size == WEIGHT):

@@ -1,12 +1,12 @@
-"""The search for a short order: over sets of rules for list scheduling, then by local changes.
+"""A search for a short order: over rules of list scheduling, and then by local changes.
 
-What is tried depends on the work alone, never on the clock, so every rank finds the same. From a
-few starts one preference after the other is set to its best value; the rest of the budget goes into
-random changes of two at once (with a fixed seed).
+The trials depend only on the work, never on the clock, so every rank finds the same order. From a
+few starts the search sets one preference after another to its best value. The rest of the budget
+goes into random changes of two preferences at once, with a fixed seed.
 
-Local search changes the critical path of an order and keeps what makes it shorter: the chain of
-computations, each of which starts the moment the one before it ends or its message arrives, from
-the start of the step to its end.
+Local search changes the critical path of an order and keeps changes that shorten it. The critical
+path is the chain of computations from the start of the step to its end, each of which starts the
+moment the one before it ends or its message arrives.
 """
 
 import math
@@ -25,31 +25,34 @@ from torchdistpackage.schedule.list_scheduling import (
 )
 
 _BUDGET = 100_000
-"""Computations to list-schedule in all, about half a second."""
+"""Number of computations to list-schedule in all, about half a second."""
 
 _FEWEST, _MOST = 12, 300
-"""Sets of rules to try, however large or small an order is."""
+"""Fewest and most sets of rules to try, for orders of any size."""
 
 
 def rule_search(work: TaskGraph, capacity: tuple[float, ...]) -> Order:
-    """The shortest order found in which no rank holds more than its capacity (see Rules); raises as
-    `list_order`."""
-    found = _RuleSearch(work)
+    """Return the shortest order found in which no rank exceeds its capacity (see Rules).
+
+    Raises:
+        ScheduleError: as in `list_order`.
+    """
+    search = _RuleSearch(work)
     trials = min(max(_BUDGET // (3 * work.size), _FEWEST), _MOST)
     choices = _choices(work, _capacities(work, capacity))
     starts = _starts(work, choices["capacity"][0])
     for number, start in enumerate(starts, 1):
-        found.coordinate_descent(start, choices, trials * number // (len(starts) + 1))
-    found.random_restarts(choices, trials)
-    return found.order
+        search.coordinate_descent(start, choices, trials * number // (len(starts) + 1))
+    search.random_restarts(choices, trials)
+    return search.order
 
 
 Choices = dict[str, list[Any]]
-"""For each preference of Rules the values worth a try."""
+"""The values to try for each preference of Rules."""
 
 
 class _RuleSearch:
-    """The orders that have been tried, and the best of them."""
+    """A search over rules, with the results tried so far and the best order."""
 
     def __init__(self, work: TaskGraph) -> None:
         self._work = work
@@ -60,7 +63,9 @@ class _RuleSearch:
         self.order: Order = []
 
     def coordinate_descent(self, rules: Rules, choices: Choices, trials: int) -> None:
-        """Set one preference after the other to its best value while that gains something."""
+        """Set one preference after another to its best value, as long as that shortens the
+        order.
+        """
         length = self._try(rules)
         moved = True
         while moved:
@@ -70,12 +75,12 @@ class _RuleSearch:
                     if self._is_over(trials):
                         return
                     changed = replace(rules, **{name: value})
-                    now = self._try(changed)
-                    if now < length:
-                        rules, length, moved = changed, now, True
+                    changed_length = self._try(changed)
+                    if changed_length < length:
+                        rules, length, moved = changed, changed_length, True
 
     def random_restarts(self, choices: Choices, trials: int) -> None:
-        """Set two preferences of the best at random, again and again."""
+        """Change two random preferences of the best rules, again and again."""
         draw = random.Random(0)
         for _ in range(2 * trials):
             if self._is_over(trials) or self._rules is None:
@@ -84,14 +89,16 @@ class _RuleSearch:
             self._try(replace(self._rules, **{n: draw.choice(choices[n]) for n in names}))
 
     def _is_over(self, trials: int) -> bool:
+        """Return whether the budget is spent or the lower bound reached."""
         return len(self._tried) >= trials or self._length <= self._lowest + self._work.tiny
 
     def _try(self, rules: Rules) -> float:
+        """Return the length of the order by `rules`, and keep it if it is the best."""
         if rules in self._tried:
             return self._tried[rules]
         listed = list_order(self._work, rules)
         best = math.inf
-        # where no rank waits for the first half, or everywhere
+        # join backwards where no rank waits for the first half, and then everywhere
         for allowance in (0.0, math.inf):
             order = merge_backward(self._work, listed, allowance)
             length = self._work.makespan(order)
@@ -103,7 +110,7 @@ class _RuleSearch:
 
 
 def _starts(work: TaskGraph, capacity: tuple[float, ...]) -> list[Rules]:
-    """Everything split; nothing split, as 1F1B; and, as ZB-H1, what fills and drains the pipe."""
+    """Return three starts: all backwards split, none as in 1F1B, and the ends' as in ZB-H1."""
     num_stages = work.num_stages
     split = Rules.unlimited(work, deepest_first(num_stages), capacity)
     ends = tuple((rank, rank) for rank in work.placement)
@@ -112,7 +119,7 @@ def _starts(work: TaskGraph, capacity: tuple[float, ...]) -> list[Rules]:
 
 
 def _capacities(work: TaskGraph, capacity: tuple[float, ...]) -> list[tuple[float, ...]]:
-    """Limits on what ranks hold, little first: from 1F1B's first rank to all they can."""
+    """Return memory limits, smallest first: from that of 1F1B's first rank to the full capacity."""
     least = [all_stages * work.num_ranks for all_stages in work.room()]
     scaled = [
         tuple(min(most, factor * x) for most, x in zip(capacity, least, strict=True))
@@ -122,6 +129,7 @@ def _capacities(work: TaskGraph, capacity: tuple[float, ...]) -> list[tuple[floa
 
 
 def _choices(work: TaskGraph, capacities: list[tuple[float, ...]]) -> Choices:
+    """Return the values to try for each preference."""
     m, num_stages, num_ranks = work.num_microbatches, work.num_stages, work.num_ranks
     unlimited = (m * num_stages,) * num_ranks
     ends = ((1, 0, 1, 0), (1, 0, 0, 0), (0, 0, 1, 0), (1, 1, 1, 1), (2, 0, 1, 0), (2, 0, 2, 0))
@@ -162,19 +170,23 @@ def _choices(work: TaskGraph, capacities: list[tuple[float, ...]]) -> Choices:
 
 
 def _ahead(work: TaskGraph, factor: float, *, full: bool) -> tuple[int, ...]:
-    """For each stage how many forwards a rank can start until a microbatch is back, or so.
+    """Return about how many forwards a stage can start until its first micro-batch is back.
 
-    That is the way to the last stage and back over the time in which the slowest rank does one
-    microbatch, times `factor`; `full`: backwards are.
+    This is the time to the last stage and back, divided by the time of one micro-batch on the
+    slowest rank, times `factor`.
+
+    full: backwards are not split.
     """
     c, m = work.costs, work.num_microbatches
-    cycle = max(sum(c.forward[s] + c.backward[s] for s in mine) for mine in work.stages)
-    ahead, way = [0] * work.num_stages, 0.0
+    cycle = max(
+        sum(c.forward[s] + c.backward[s] for s in rank_stages) for rank_stages in work.stages
+    )
+    ahead, round_trip = [0] * work.num_stages, 0.0
     for s in reversed(range(work.num_stages)):
-        way += c.forward[s] + (c.backward[s] if full else c.input[s])
+        round_trip += c.forward[s] + (c.backward[s] if full else c.input[s])
         if s < work.num_stages - 1:
-            way += 2 * work.delay[s * m]
-        ahead[s] = min(m, max(1, math.ceil(factor * way / cycle - 1e-9))) if cycle else m
+            round_trip += 2 * work.delay[s * m]
+        ahead[s] = min(m, max(1, math.ceil(factor * round_trip / cycle - 1e-9))) if cycle else m
     return tuple(ahead)
 
 
@@ -182,9 +194,9 @@ Fits = Callable[[Order], bool]
 
 
 def local_search(work: TaskGraph, order: Order, fits: Fits, trials: int) -> Order:
-    """The order, shortened by up to `trials` tried changes; never longer, and only such as fit.
+    """Return the order after up to `trials` tried changes, never longer, and one that fits.
 
-    Counted in trials and not in seconds, so that every rank that runs it gets the same.
+    It counts trials, not seconds, so that every rank gets the same result.
     """
     best, changes = _length(work, order), _changes(work, order)
     while trials > 0 and (changed := next(changes, None)) is not None:
@@ -196,19 +208,20 @@ def local_search(work: TaskGraph, order: Order, fits: Fits, trials: int) -> Orde
 
 
 def _length(work: TaskGraph, order: Order) -> tuple[float, float]:
-    """The makespan; of two alike the one whose ranks end earlier is nearer to a shorter one."""
+    """Return the makespan and, to compare equal ones, the sum of all ranks' ends."""
     ends, _ = work.arrivals(order)
     return max(ends), sum(ends)
 
 
 def _is_shorter(length: tuple[float, float], best: tuple[float, float], tiny: float) -> bool:
+    """Return whether a length is below `best` by more than rounding."""
     if abs(length[0] - best[0]) > tiny:
         return length[0] < best[0]
     return length[1] < best[1] - tiny
 
 
 def _changes(work: TaskGraph, order: Order) -> Iterator[Order]:
-    """The order with one change to its critical path, for each change that may shorten it."""
+    """Yield the order with one change to its critical path, for each change that may shorten it."""
     times = _OrderTimes(work, order)
     size = work.size
     for rank, i, at_once in times.critical():
@@ -222,10 +235,8 @@ def _changes(work: TaskGraph, order: Order) -> Iterator[Order]:
             split = [*program[:i], program[i] - size * (BACKWARD - INPUT), *program[i + 1 :]]
             changed += [[*split[:g], weight, *split[g:]] for g in times.gaps(rank, i)]
         if kind == WEIGHT:
-            without = program[:i] + program[i + 1 :]
-            changed += [
-                [*without[: g - 1], program[i], *without[g - 1 :]] for g in times.gaps(rank, i)
-            ]
+            rest = program[:i] + program[i + 1 :]
+            changed += [[*rest[: g - 1], program[i], *rest[g - 1 :]] for g in times.gaps(rank, i)]
             changed.append(_whole(work, program, i))
         for new in changed:
             if new is not None:
@@ -233,19 +244,19 @@ def _changes(work: TaskGraph, order: Order) -> Iterator[Order]:
 
 
 def _swapped(work: TaskGraph, program: list[int], i: int) -> list[int] | None:
-    """The program with i before i - 1, unless it uses that or is the next of its kind."""
+    """Return the program with i - 1 and i swapped, or None if i needs i - 1 or must follow it."""
     size, m = work.size, work.num_microbatches
-    before, number = program[i - 1], program[i]
-    kinds = before // size, number // size
-    uses_it = before % size == number % size or work.needs[number] == work.gives[before]
-    alike = WEIGHT not in kinds and (kinds[0] == FORWARD) == (kinds[1] == FORWARD)
-    if uses_it or (alike and before % size // m == number % size // m):
+    previous, number = program[i - 1], program[i]
+    kinds = previous // size, number // size
+    uses_it = previous % size == number % size or work.needs[number] == work.gives[previous]
+    same_direction = WEIGHT not in kinds and (kinds[0] == FORWARD) == (kinds[1] == FORWARD)
+    if uses_it or (same_direction and previous % size // m == number % size // m):
         return None
-    return [*program[: i - 1], number, before, *program[i + 1 :]]
+    return [*program[: i - 1], number, previous, *program[i + 1 :]]
 
 
 def _whole(work: TaskGraph, program: list[int], i: int) -> list[int] | None:
-    """The program with the W at i joined to its I, if the full takes less than both."""
+    """Return the program with the W at i joined to its I, or None if that costs no less."""
     size, cost = work.size, work.cost
     weight = program[i]
     first, full = weight - size * (WEIGHT - INPUT), weight + size * (BACKWARD - WEIGHT)
@@ -255,7 +266,7 @@ def _whole(work: TaskGraph, program: list[int], i: int) -> list[int] | None:
 
 
 class _OrderTimes:
-    """When the computations of an order start, and on what each has waited."""
+    """The start and end times of an order's computations, and its critical path."""
 
     def __init__(self, work: TaskGraph, order: Order) -> None:
         self._work, self._order = work, order
@@ -267,7 +278,7 @@ class _OrderTimes:
         }
 
     def critical(self) -> Iterator[tuple[int, int, bool]]:
-        """(rank, place, whether it starts the moment the one before ends), from the end back."""
+        """Yield the critical path backwards: (rank, index, starts when the one before ends)."""
         rank = self._ends.index(max(self._ends))
         i = len(self._order[rank]) - 1
         while True:
@@ -283,11 +294,11 @@ class _OrderTimes:
                 return
 
     def gaps(self, rank: int, i: int) -> Iterator[int]:
-        """The next place after i before which the rank waits, and its end."""
+        """Yield the next index after i at which the rank waits, and the end of its program."""
         length = len(self._order[rank])
-        for place in range(i + 2, length):
-            if self._start(rank, place) > self._end(rank, place - 1) + self._work.tiny:
-                yield place
+        for index in range(i + 2, length):
+            if self._start(rank, index) > self._end(rank, index - 1) + self._work.tiny:
+                yield index
                 break
         yield length
 

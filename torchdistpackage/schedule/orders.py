@@ -1,16 +1,16 @@
-"""Orders of the schedules by name, on two placements of stages.
+"""Orders of the named schedules, on two placements of stages.
 
-On the looped placement are GPipe, 1F1B, their forms with chunks, and with split backwards. Where
-backwards are split (Zero Bubble Pipeline Parallelism, arXiv:2401.10241), the gradient of a stage's
-input goes on at once, that of its weights (W) waits for a time in which the rank would be idle.
-With F = I = W = 1 and free messages all that remains is that rank r starts r forwards late.
+The looped placement has GPipe and 1F1B, with chunks and with split backwards. With split backwards
+(Zero Bubble Pipeline Parallelism, arXiv:2401.10241), the gradient of a stage's input is sent at
+once, and the gradient of its weights (W) is computed when the rank would be idle. With F = I = W =
+1 and free messages the only bubble left is that rank r starts r forwards late.
 
-On the zigzag placement are ZB-V and DualPipeV, two stages a rank, first and last together: down the
-ranks, then up again. The loss is on rank 0, so its backwards begin as soon as the first microbatch
-is back, and all ranks hold alike.
+The zigzag placement has ZB-V and DualPipeV, with two stages a rank: down the ranks, then up again.
+So the first and the last stage are on rank 0, which also has the loss. Its backwards start as soon
+as the first micro-batch is back, and all ranks hold equal memory.
 
-A generator takes any number of ranks, microbatches and chunks (stages a rank). Where one has the
-order of another for that number of chunks, the name says so after a `~`.
+A generator takes any number of ranks, micro-batches and chunks (stages a rank). If it gives the
+order of another generator for these numbers, the name says so after a `~`.
 """
 
 from collections import deque
@@ -29,37 +29,37 @@ from torchdistpackage.schedule.list_scheduling import (
 
 
 def looped(num_ranks: int, chunks: int) -> tuple[int, ...]:
-    """The rank of each stage: round and round, so a microbatch passes each rank `chunks` times."""
+    """Return the rank of each stage in rounds, so a micro-batch passes each rank `chunks` times."""
     return tuple(range(num_ranks)) * chunks
 
 
 def gpipe(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
-    """All forwards, then all backwards (GPipe, arXiv:1811.06965).
+    """Return all forwards, then all backwards (GPipe, arXiv:1811.06965).
 
-    Every stage holds all microbatches at its peak.
+    Every stage holds all micro-batches at its peak.
     """
     name = "gpipe" if chunks == 1 else "gpipe~looped"
     return _breadth_first(name, num_ranks, num_microbatches, chunks)
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
-    """Breadth-first pipeline parallelism (arXiv:2211.05953): GPipe with several chunks.
+    """Return breadth-first pipeline parallelism (arXiv:2211.05953): GPipe with several chunks.
 
-    A stage runs all that it has in a row, and holds all microbatches at its peak.
+    A stage runs all its forwards in a row, and holds all micro-batches at its peak.
     """
     name = "looped-bfs" if chunks > 1 else "looped-bfs~gpipe"
     return _breadth_first(name, num_ranks, num_microbatches, chunks)
 
 
 def forward_only(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
-    """Every stage runs its forwards in order: evaluation and generation."""
+    """Return forwards only, in order on every stage, for evaluation and generation."""
     return _breadth_first("forward", num_ranks, num_microbatches, chunks, backward=False)
 
 
 def _breadth_first(
     name: str, num_ranks: int, num_microbatches: int, chunks: int, *, backward: bool = True
 ) -> Schedule:
-    """Stage by stage all forwards, then, from the last stage, all backwards."""
+    """Return all forwards stage by stage and then, from the last stage, all backwards."""
     num_stages, microbatches = num_ranks * chunks, range(num_microbatches)
     programs: list[Program] = []
     for rank in range(num_ranks):
@@ -72,10 +72,10 @@ def _breadth_first(
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
-    """One forward, one backward in turn (PipeDream-Flush, arXiv:2006.09503).
+    """Return one forward and one backward in turn (PipeDream-Flush, arXiv:2006.09503).
 
-    Stage s of p runs p - s forwards before its first backward and never holds the activations
-    of more microbatches than that. Several chunks are interleaved 1F1B.
+    Stage s of p runs p - s forwards before its first backward, and never holds the activations of
+    more micro-batches than that. With several chunks it is interleaved 1F1B.
     """
     if chunks > 1:
         return interleave("1f1b~interleaved", num_ranks, num_microbatches, chunks)
@@ -91,11 +91,12 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
 
 
 def interleaved(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
-    """1F1B over groups of p microbatches (Megatron-LM, arXiv:2104.04473, section 2.2).
+    """Return 1F1B over groups of p micro-batches (Megatron-LM, arXiv:2104.04473, section 2.2).
 
     Rank r of p runs 2 (p - r - 1) + (v - 1) p + 1 forwards before its first backward and never
-    holds more. Published for m a multiple of p; for another m (`~uneven`) some groups are larger,
-    and the second p in the formula is the size of the first. One chunk is 1F1B.
+    holds more, for v chunks. It is published for m a multiple of p. For another m (`~uneven`) some
+    groups are larger, and the second p in the formula is the size of the first. With one chunk it
+    is 1F1B.
     """
     name = "interleaved~uneven" if num_microbatches % num_ranks else "interleaved"
     name = "interleaved~1f1b" if chunks == 1 else name
@@ -103,9 +104,9 @@ def interleaved(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
-    """1F1B with W put off: s microbatches on stage s (section 2.3.1 of Zero Bubble).
+    """Return 1F1B with W deferred by s micro-batches on stage s (section 2.3.1 of Zero Bubble).
 
-    Every rank holds p microbatches at its peak, as 1F1B's first does. Several chunks are
+    Every rank holds p micro-batches at its peak, like 1F1B's first rank. With several chunks it is
     interleaved zero bubble.
     """
     name = "zb-h1" if chunks == 1 else "zb-h1~interleaved"
@@ -113,12 +114,12 @@ def zb_h1(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
 
 
 def zb_h2(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
-    """Twice the warm-up of ZB-H1, W put off twice as far: no rank waits once it runs (2.3.2).
+    """Return ZB-H1 with twice the warm-up and W deferred twice as far (section 2.3.2).
 
-    Ranks end as late as they started, so a step alone gains nothing over ZB-H1, but the next
-    one can start before the last rank ends. Every rank holds 2 p - 1 microbatches at its peak.
-    Published for m >= 2 p - 1; with fewer (`~short`) ranks wait. Several chunks are interleaved
-    zero bubble.
+    No rank waits once it runs. Ranks end as late as they started, so a single step gains nothing
+    over ZB-H1, but the next step can start before the last rank ends. Every rank holds 2 p - 1
+    micro-batches at its peak. It is published for m >= 2 p - 1; with fewer (`~short`) ranks wait.
+    With several chunks it is interleaved zero bubble.
     """
     p = num_ranks
     if chunks > 1:
@@ -130,10 +131,11 @@ def zb_h2(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
 
 
 def interleaved_zb(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
-    """Interleaved 1F1B with W put off, as in ZB-H1: r backwards of a stage on rank r.
+    """Return interleaved 1F1B with W deferred by r backwards on rank r, as in ZB-H1.
 
-    A rank holds (v + 1) p - 1 microbatches of a stage at its peak, as the first rank of interleaved
-    1F1B. For an m that is no multiple of p (`~uneven`) see there. One chunk is ZB-H1.
+    A rank holds (v + 1) p - 1 micro-batches of a stage at its peak, like the first rank of
+    interleaved 1F1B. For an m that is not a multiple of p (`~uneven`) see `interleaved`. With one
+    chunk it is ZB-H1.
     """
     name = "interleaved-zb~uneven" if num_microbatches % num_ranks else "interleaved-zb"
     name = "interleaved-zb~zb-h1" if chunks == 1 else name
@@ -143,16 +145,16 @@ def interleaved_zb(num_ranks: int, num_microbatches: int, chunks: int) -> Schedu
 def interleave(
     name: str, num_ranks: int, num_microbatches: int, chunks: int, *, split: bool = False
 ) -> Schedule:
-    """Interleaved 1F1B, or 1F1B for one chunk, under any name.
+    """Return interleaved 1F1B, or 1F1B for one chunk, under any name.
 
-    split: backwards are, and on rank r a W comes r backwards later than its I: zero bubble.
+    split: split backwards, and run a W on rank r r backwards later than its I (zero bubble).
     """
     p, work = num_ranks, TaskGraph(looped(num_ranks, chunks), num_microbatches)
-    # Of p microbatches, or more where m is no multiple of p: with less than p a rank would wait
-    # for the first of a group to come round.
+    # Groups of p micro-batches, or more if m is not a multiple of p: in a smaller group a rank
+    # would wait for its first micro-batch to come round.
     groups = even_sizes(num_microbatches, max(1, num_microbatches // p))
-    # The first group goes through all chunks but the last. Then, until a forward that leaves here
-    # is back as a gradient, a rank runs two for each rank behind it: that forward and one more.
+    # First the first group passes all chunks but the last. Then a micro-batch travels to the last
+    # rank and back, in which time this rank runs two forwards for each rank behind it.
     first = (chunks - 1) * groups[0] + 1
     ahead = [p - r if chunks == 1 else 2 * (p - r - 1) + first for r in range(p)]
     if not split:
@@ -167,11 +169,12 @@ def warmup_steady(
     late: Sequence[int] | None = None,
     groups: Sequence[int] | None = None,
 ) -> Order:
-    """The order in turns on the looped placement.
+    """Return an order that alternates forwards and backwards after a warm-up, on the looped
+    placement.
 
-    ahead: for each rank the forwards before its first backward. late: for each rank how many
-    backwards later than its I a W comes; None leaves backwards unsplit. groups: how many
-    microbatches a stage runs in a row; None means all.
+    ahead: for each rank the number of forwards before its first backward.
+    late: for each rank the number of backwards by which a W comes after its I; None: no split.
+    groups: numbers of micro-batches that a stage runs in a row; None: all.
     """
     groups = groups or [work.num_microbatches]
     order: Order = []
@@ -192,6 +195,7 @@ def warmup_steady(
 
 
 def _in_groups(work: TaskGraph, kind: int, stages: list[int], groups: Sequence[int]) -> list[int]:
+    """Return the numbers of one kind, group by group, each through all stages."""
     numbers: list[int] = []
     first = 0
     for group in groups:
@@ -203,17 +207,18 @@ def _in_groups(work: TaskGraph, kind: int, stages: list[int], groups: Sequence[i
 
 
 def zigzag(num_ranks: int, chunks: int) -> tuple[int, ...]:
-    """The rank of each stage: down, up, down and so on."""
+    """Return the rank of each stage: down, up, down and so on."""
     down = tuple(range(num_ranks))
     return tuple(r for chunk in range(chunks) for r in (down[::-1] if chunk % 2 else down))
 
 
 def zb_v(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
-    """ZB-V (Pipeline Parallelism with Controllable Memory, arXiv:2405.15362, section 3).
+    """Return ZB-V (Pipeline Parallelism with Controllable Memory, arXiv:2405.15362, section 3).
 
-    A rank holds 2 p microbatches of a stage at its peak: what 1F1B's first rank holds of stages
-    twice as large. Published for two chunks and m >= 2 p. Fewer microbatches (`~short`) or more
-    chunks (`~zigzag`) are list-scheduled within the same memory; one chunk is ZB-H1.
+    A rank holds 2 p micro-batches of a stage at its peak, the memory of 1F1B's first rank with
+    stages twice as large. It is published for two chunks and m >= 2 p. With fewer micro-batches
+    (`~short`) or more chunks (`~zigzag`) it is list-scheduled within the same memory. With one
+    chunk it is ZB-H1.
     """
     if chunks == 1:
         return interleave("zb-v~zb-h1", num_ranks, num_microbatches, 1, split=True)
@@ -235,11 +240,11 @@ def zb_v(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
-    """DualPipeV: DeepSeek's DualPipe (arXiv:2412.19437, section 3.2.1) cut in half.
+    """Return DualPipeV: DeepSeek's DualPipe (arXiv:2412.19437, section 3.2.1) cut in half.
 
-    As in github.com/deepseek-ai/DualPipe, without running a forward and a backward at once. A
-    rank holds 2 p + 1 microbatches of a stage at its peak. Published for two chunks and
-    m >= 2 p; see `zb_v` for the rest.
+    It follows github.com/deepseek-ai/DualPipe, without running a forward and a backward at once. A
+    rank holds 2 p + 1 micro-batches of a stage at its peak. It is published for two chunks and
+    m >= 2 p; see `zb_v` for other numbers.
     """
     if chunks == 1:
         return interleave("dualpipe-v~zb-h1", num_ranks, num_microbatches, 1, split=True)
@@ -256,7 +261,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
         program.run("iWf", behind)
         program.run("FiWfIW", num_microbatches - 2 * num_ranks + rank + 1)
         program.run("iWfIW", behind)
-        # Of the last backwards the second half is split: its Ws fill the gaps until the end.
+        # half of the last backwards are split, and their Ws fill the gaps until the end
         half, odd = divmod(rank + 1, 2)
         program.run("iWIW", half)
         program.run("iWI", odd)
@@ -267,7 +272,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
 
 
 def _in_the_gaps(work: TaskGraph, capacity: int) -> Order:
-    """The shortest of a few list-scheduled orders in which no rank holds more than `capacity`."""
+    """Return the shortest of a few list-scheduled orders in which no rank exceeds `capacity`."""
     best: Order = []
     for priority in (deepest_first(work.num_stages), backward_first(work.num_stages)):
         order = list_order(work, Rules.unlimited(work, priority, (capacity,) * work.num_ranks))
@@ -279,16 +284,17 @@ def _in_the_gaps(work: TaskGraph, capacity: int) -> Order:
 
 
 def _degraded(name: str, work: TaskGraph, chunks: int) -> str:
+    """Return the name, with a suffix if the published schedule does not cover these numbers."""
     if chunks > 2:
         return f"{name}~zigzag"
     return f"{name}~short" if work.num_microbatches < 2 * work.num_ranks else name
 
 
 class _ProgramBuilder:
-    """A rank's program, written in letters, each the next microbatch of its kind.
+    """A builder of a rank's program from letters, each the next micro-batch of its kind.
 
-    F and I are of the rank's first stage, f and i of its second; W is the oldest one left of
-    either; a letter of which none is left is passed over.
+    F and I are for the rank's first stage, f and i for its second. W is the oldest one deferred on
+    either. A letter without micro-batches left is skipped.
     """
 
     def __init__(self, work: TaskGraph, rank: int) -> None:
@@ -308,6 +314,7 @@ class _ProgramBuilder:
         self._from_input_to_weight = work.size * (WEIGHT - INPUT)
 
     def run(self, letters: str, times: int) -> None:
+        """Append the computations of `letters`, `times` times."""
         for letter in letters * times:
             if letter == "W":
                 if self._weights:
@@ -319,5 +326,5 @@ class _ProgramBuilder:
                     self._weights.append(number + self._from_input_to_weight)
 
     def with_all_weights(self) -> list[int]:
-        """The numbers, and at the end what Ws are left."""
+        """Return the program, with the remaining Ws at its end."""
         return [*self._numbers, *self._weights]

@@ -1,15 +1,16 @@
-"""Schedule to schedule: add the messages that a compute order needs, batch them, post them early.
+"""Passes over schedules: add the messages that a compute order needs, batch them, post them early.
 
-`lower` makes of a compute order what a rank can run, `check` says whether a schedule can run:
-complete, in order, and never stuck.
+`lower` turns a compute order into a schedule that ranks can run. `check` verifies that a schedule
+can
+run: it is complete, in order, and never gets stuck.
 
-A pass never reorders computation. Messages are placed along one global order of everything that
-happens, so each rank's program is a part of that order, and no rank can wait for one that waits
-for it. That stays true when neighbouring messages are posted together.
+A pass never reorders computations. It places messages along one global order of all events, so each
+rank's program follows that order, and ranks cannot wait for each other in a circle. This stays true
+if adjacent messages are posted together.
 
-Messages are checked as *unbuffered*: a send ends only when its receive has been posted, and
-the other way round. Real transports buffer sometimes; a program that is safe here is safe
-on all of them. They match the messages between two ranks by order, so that is checked too.
+`check` treats messages as *unbuffered*: a send ends only when its receive is posted, and vice
+versa. Real transports sometimes buffer; a program that is safe here is safe on all of them.
+Transports match the messages between two ranks by order, so `check` verifies the order too.
 """
 
 from collections import Counter, defaultdict
@@ -32,13 +33,14 @@ from torchdistpackage.schedule.engine import DEFAULT_COSTS, replay
 
 
 def check(schedule: Schedule) -> None:
-    """Raise unless every action is there once, in a possible order, and all ranks finish.
+    """Check that every action is there once, in a possible order, and that all ranks finish.
 
-    Each microbatch on each stage needs an F and, in a schedule with backwards, either a B or one
-    I and one W; stages on different ranks need a message both ways, those on one rank none.
+    Each micro-batch on each stage needs an F and, in a schedule with backwards, either a B or one I
+    and one W. Adjacent stages on different ranks need a message each way; those on one rank need
+    none.
 
     Raises:
-        ScheduleError: lists what is missing, doubled, misplaced, or what each rank waits for.
+        ScheduleError: lists what is missing, doubled or misplaced, or what each rank waits for.
     """
     _check_complete(schedule, messages=True)
     _check_order(schedule)
@@ -47,12 +49,13 @@ def check(schedule: Schedule) -> None:
 
 
 def check_computations(schedule: Schedule) -> None:
-    """`check` of a schedule that has no messages yet, as far as its computations show."""
+    """Check the computations of a schedule that has no messages yet."""
     _check_complete(schedule, messages=False)
     _check_order(schedule)
 
 
 def _check_complete(schedule: Schedule, *, messages: bool) -> None:
+    """Raise ScheduleError if actions are missing, doubled, unexpected or misplaced."""
     p, num_ranks = schedule.num_stages, len(schedule.programs)
     placement = schedule.placement
     if len(placement) != p or not set(placement) <= set(range(num_ranks)):
@@ -60,12 +63,12 @@ def _check_complete(schedule: Schedule, *, messages: bool) -> None:
             f"{schedule.name} places {p} stages on {placement} with {num_ranks} programs; give "
             f"each stage a pipe index from 0 to {num_ranks - 1}"
         )
-    found = Counter(a for program in schedule.programs for a in flatten(program))
-    expected = _expected(schedule, found.keys(), messages=messages)
+    counts = Counter(a for program in schedule.programs for a in flatten(program))
+    expected = _expected(schedule, counts.keys(), messages=messages)
     problems = {
-        "missing": expected - found.keys(),
-        "unexpected": found.keys() - expected,
-        "listed twice": {a for a, count in found.items() if count > 1},
+        "missing": expected - counts.keys(),
+        "unexpected": counts.keys() - expected,
+        "listed twice": {a for a, count in counts.items() if count > 1},
         "on the wrong rank": {
             a
             for i, program in enumerate(schedule.programs)
@@ -80,9 +83,10 @@ def _check_complete(schedule: Schedule, *, messages: bool) -> None:
         )
 
 
-def _expected(schedule: Schedule, found: Iterable[Action], *, messages: bool) -> set[Action]:
+def _expected(schedule: Schedule, actions: Iterable[Action], *, messages: bool) -> set[Action]:
+    """Return the actions that the schedule must have."""
     K, placement = ActionKind, schedule.placement
-    split = {(a.stage, a.microbatch) for a in found if a.kind in (K.I, K.W)}
+    split = {(a.stage, a.microbatch) for a in actions if a.kind in (K.I, K.W)}
     expected: set[Action] = set()
     for s in range(schedule.num_stages):
         cut = messages and s > 0 and placement[s] != placement[s - 1]
@@ -100,21 +104,21 @@ def _expected(schedule: Schedule, found: Iterable[Action], *, messages: bool) ->
 
 
 def _check_order(schedule: Schedule) -> None:
-    """On its own rank each action comes after what it uses."""
+    """Raise ScheduleError if an action comes before one that it uses on its own rank."""
     for index, program in enumerate(schedule.programs):
-        made_at = {a.result: (i, a) for i, step in enumerate(program) for a in flatten([step])}
-        for i, action in made_at.values():
+        produced_at = {a.result: (i, a) for i, step in enumerate(program) for a in flatten([step])}
+        for i, action in produced_at.values():
             for need in _needs(action, schedule):
-                made, used = made_at.get(need, (-1, need))
-                if made >= i:
+                produced, used = produced_at.get(need, (-1, need))
+                if produced >= i:
                     raise ScheduleError(
                         f"{schedule.name}: rank {index} runs {action} at step {i} but {used}, "
-                        f"which it uses, only at step {made}; move it before"
+                        f"which it uses, only at step {produced}; move it before"
                     )
 
 
 def _needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """The results that `action` uses, which must be there before it starts."""
+    """Return the results that `action` uses, which must exist before it starts."""
     s, kind, m = action
 
     def from_stage(other: int, sent: ActionKind, receive: ActionKind) -> tuple[Action, ...]:
@@ -137,17 +141,17 @@ def _needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def _check_pairs(schedule: Schedule) -> None:
-    """Of any two ranks, one receives in the order in which the other sends."""
+    """Raise ScheduleError unless each rank receives in the order in which its peer sends."""
     placement = schedule.placement
     sent: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
-    taken: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+    received: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     for action in (a for program in schedule.programs for a in flatten(program)):
         if action.kind.is_send:
             sent[placement[action.stage], placement[action.peer]].append(action)
         elif action.kind.is_message:
-            taken[placement[action.peer], placement[action.stage]].append(action)
+            received[placement[action.peer], placement[action.stage]].append(action)
     for (source, target), sends in sent.items():
-        for send, receive in zip_longest(sends, taken[source, target]):
+        for send, receive in zip_longest(sends, received[source, target]):
             if receive is None or send is None or send.match != receive:
                 raise ScheduleError(
                     f"{schedule.name}: rank {source} sends {send} to rank {target}, which "
@@ -157,16 +161,16 @@ def _check_pairs(schedule: Schedule) -> None:
 
 
 def _check_unbuffered(schedule: Schedule) -> None:
-    """Run all programs; a batch ends when all its messages have been posted on both ends."""
+    """Run all programs, where a batch ends when both sides have posted all its messages."""
     programs = schedule.programs
-    at, unmet = [0] * len(programs), [0] * len(programs)
+    positions, unmet = [0] * len(programs), [0] * len(programs)
     posted: dict[Action, int] = {}
     runnable = list(range(len(programs)))
     while runnable:
         rank = runnable.pop()
         program = programs[rank]
-        while at[rank] < len(program) and not unmet[rank]:
-            for action in flatten([program[at[rank]]]):
+        while positions[rank] < len(program) and not unmet[rank]:
+            for action in flatten([program[positions[rank]]]):
                 if not action.kind.is_message:
                     continue
                 peer = posted.pop(action.match, None)
@@ -176,15 +180,15 @@ def _check_unbuffered(schedule: Schedule) -> None:
                 else:
                     unmet[peer] -= 1
                     if not unmet[peer] and peer != rank:
-                        at[peer] += 1
+                        positions[peer] += 1
                         runnable.append(peer)
             if not unmet[rank]:
-                at[rank] += 1
+                positions[rank] += 1
     stuck = [
-        f"rank {i} at {program[at[i]]} waits for "
-        f"{_some({a.match for a in flatten([program[at[i]]]) if a in posted})}"
+        f"rank {i} at {program[positions[i]]} waits for "
+        f"{_some({a.match for a in flatten([program[positions[i]]]) if a in posted})}"
         for i, program in enumerate(programs)
-        if at[i] < len(program)
+        if positions[i] < len(program)
     ]
     if stuck:
         raise ScheduleError(
@@ -194,27 +198,31 @@ def _check_unbuffered(schedule: Schedule) -> None:
 
 
 def _some(actions: set[Action]) -> str:
+    """Return the first five actions as text, for messages."""
     more = f" and {len(actions) - 5} more" if len(actions) > 5 else ""
     return ", ".join(map(str, sorted(actions)[:5])) + more
 
 
 def lower(schedule: Schedule, costs: Costs = DEFAULT_COSTS) -> Schedule:
-    """The schedule with its messages, fused and checked: ready to run; raises as `check`."""
+    """Return the schedule with its messages, fused and checked, ready to run; raise as `check`."""
     lowered = fuse_messages(add_messages(schedule, costs))
     check(lowered)
     return lowered
 
 
 def add_messages(schedule: Schedule, costs: Costs = DEFAULT_COSTS) -> Schedule:
-    """Each send where its action ends, its receive at the same point of the other rank's program.
+    """Place each send where its action ends, and its receive at that time in the peer's program.
 
-    The points are those of the simulation at `costs`; messages already there are placed anew.
-    Stages on one rank need no message. Raises ScheduleError where the order cannot run.
+    The times are those of a simulation with `costs`. Existing messages are placed again. Adjacent
+    stages on one rank need no message.
+
+    Raises:
+        ScheduleError: the order cannot run.
     """
     programs: list[list[Step]] = [[] for _ in schedule.programs]
     placement = schedule.placement
     ended: list[Action] = []
-    now = 0.0
+    time = 0.0
 
     def deliver() -> None:
         for send in ended:
@@ -223,11 +231,12 @@ def add_messages(schedule: Schedule, costs: Costs = DEFAULT_COSTS) -> Schedule:
         ended.clear()
 
     for action, start, end in sorted(replay(schedule, costs), key=lambda span: span.end):
-        # Actions that end together come first, then their messages, side by side, to be fused. One
-        # that takes no time may use a message of this very moment.
-        if end > now or start == end:
+        # Place actions that end together first, and then their messages side by side, so that they
+        # are fused. An action that takes no time may use a message of this moment, so deliver
+        # first.
+        if end > time or start == end:
             deliver()
-            now = end
+            time = end
         programs[placement[action.stage]].append(action)
         send = action.send
         is_between = send is not None and 0 <= send.peer < len(placement)
@@ -238,20 +247,24 @@ def add_messages(schedule: Schedule, costs: Costs = DEFAULT_COSTS) -> Schedule:
 
 
 def fuse_messages(schedule: Schedule, apart: ActionKind | None = None) -> Schedule:
-    """Adjacent messages of a rank become one batch, receives first, else in their order.
+    """Join adjacent messages of a rank into one batch, receives first, otherwise in their order.
 
-    Receives first because a transport may drain only into posted receives: posted the other way
-    round, both directions of a link alternate. apart: a kind of message that stays alone.
+    Receives come first because a transport may deliver only into posted receives; with sends first,
+    the two directions of a link would take turns.
+
+    apart: a kind of message that is never batched.
     """
     fused = tuple(_fuse(program, apart) for program in schedule.programs)
     return replace(schedule, programs=fused)
 
 
 def receives_ahead(schedule: Schedule, ahead: int) -> Schedule:
-    """Post each receive `ahead` computations earlier, for transports where that holds up nothing.
+    """Post each receive `ahead` computations earlier, for transports where a receive blocks
+    nothing.
 
-    All receives of a rank keep their order. An executor of the result must not wait for a batch
-    at once, only for the message that the next computation uses: it is not unbuffered-safe.
+    All receives of a rank keep their order. The result is not safe without buffers: an executor
+    must not wait for a whole batch at once, but only for the message that the next computation
+    uses.
     """
     if ahead < 0:
         raise ValueError(f"receives can be posted 0 or more computations ahead, not {ahead}")
@@ -260,7 +273,8 @@ def receives_ahead(schedule: Schedule, ahead: int) -> Schedule:
 
 
 def _ahead(program: Program, ahead: int) -> Program:
-    steps: list[list[Action]] = [[]]  # each with the messages that follow it
+    """Move each receive of a program `ahead` computations earlier."""
+    steps: list[list[Action]] = [[]]  # a computation with the messages that follow it
     for action in flatten(program):
         if not action.kind.is_message:
             steps.append([action])
@@ -271,6 +285,7 @@ def _ahead(program: Program, ahead: int) -> Program:
 
 
 def _fuse(program: Program, apart: ActionKind | None) -> Program:
+    """Join adjacent messages of a program into batches."""
     fused: list[Step] = []
 
     def is_batched(action: Action) -> bool:

@@ -1,8 +1,8 @@
-"""The schedule that a user means: by name, as a value, or as a table in a file; and such tables.
+"""Resolution of a user's schedule: a name, a value, or a table in a file; and reading such tables.
 
-They are in the CSV format of torch.distributed.pipelining. A line is a pipe rank, a cell an action
-(`2F0`), an empty cell nothing. Only the computations count: messages in a file are laid out for the
-program that wrote it, and are placed anew here.
+Tables use the CSV format of torch.distributed.pipelining: a line is a pipe rank, a cell an action
+(`2F0`), and an empty cell nothing. Only the computations of a file are used. Its messages suit the
+program that wrote it, so they are placed again here.
 """
 
 import csv
@@ -25,17 +25,17 @@ _Cell = tuple[Action, int, int]
 """A computation, its line, and the number of its cell in that line."""
 
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
-# Sharded parameters gather, free and reduce themselves here, and a send keeps its tensor until it
-# is done: hooks and works see when, not the schedule. torch waits for sends by name from 2.15 on.
+# Actions that torch lists and this package does not need: hooks gather, free and reduce sharded
+# parameters, and a send keeps its tensor until it is done. torch 2.15 adds waits for sends.
 _PASSED_OVER = re.compile(r"\d+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB])\d*")
 
 
 def to_csv(schedule: Schedule, *, messages: bool = False, waits: bool = False) -> str:
-    """One line a pipe rank, as torch's `_load_csv` reads it.
+    """Return the schedule as CSV text that torch's `_load_csv` reads, one line a pipe rank.
 
-    messages: list them too (torch's format "compute_comms"), one by one in an order in which
-        no rank waits for ever; else only what computes ("compute_only"): torch adds its own.
-    waits: end a line by the waits for its sends, which torch asks for from 2.15 on.
+    messages: list messages too (torch's format "compute_comms"), one by one, in an order without
+        deadlock. Otherwise list only computations ("compute_only"), and torch adds its messages.
+    waits: end a line with the waits for its sends, which torch requires from 2.15 on.
     """
     if messages:
         schedule = add_messages(schedule)
@@ -51,23 +51,25 @@ def to_csv(schedule: Schedule, *, messages: bool = False, waits: bool = False) -
 
 
 def csv_text(path: Path) -> str:
-    """The text of a file of at most MAX_BYTES; raises ScheduleError where it cannot be read."""
+    """Return the text of a CSV file of at most MAX_BYTES; raise ScheduleError if it cannot be
+    read.
+    """
     return read_text(path, "CSV file of text")
 
 
 def from_csv(text: str, name: str = "custom") -> Schedule:
-    """The schedule of `to_csv` or of torch's `_dump_csv`, with messages, fused and checked.
+    """Parse the text of `to_csv` or of torch's `_dump_csv`; add messages, fuse and check them.
 
-    The line of a stage's actions is its place; there are as many stages and microbatches as the
-    highest numbers say. An overlapped pair counts as its two actions, one after the other.
+    The line of a stage's actions is its pipe rank. The highest numbers give the numbers of stages
+    and micro-batches. An overlapped pair counts as its two actions, one after the other.
 
     Raises:
-        ScheduleError: a cell does not read (the text names line and cell), a stage is on two
-            lines, or the schedule is incomplete or out of order.
+        ScheduleError: a cell is invalid (the message names line and cell), a stage is on two lines,
+            or the schedule is incomplete or out of order.
     """
     try:
         lines = list(csv.reader(io.StringIO(text.strip())))
-    except csv.Error as error:  # a quote that spans the file, a carriage return alone
+    except csv.Error as error:  # for example an open quote, or a lone carriage return
         raise ScheduleError(f"{name}: no CSV: {error}; write actions between commas") from error
     rows = [_row(line, texts) for line, texts in enumerate(lines, 1)]
     if not rows:
@@ -95,7 +97,10 @@ def from_csv(text: str, name: str = "custom") -> Schedule:
 
 
 def _num_microbatches(cells: list[_Cell]) -> int:
-    """As the highest number says, if its stage has so many forwards, which finds a typing error."""
+    """Return the number of micro-batches; raise if the highest number has too few forwards.
+
+    That finds a mistyped number.
+    """
     highest, line, number = max(cells, key=lambda cell: cell[0].microbatch)
     count = 1 + highest.microbatch
     forwards = sum(a.kind is ActionKind.F and a.stage == highest.stage for a, _, _ in cells)
@@ -109,6 +114,7 @@ def _num_microbatches(cells: list[_Cell]) -> int:
 
 
 def _row(line: int, texts: list[str]) -> list[_Cell]:
+    """Return the computations of one line with their line and cell numbers."""
     cells = [
         (action, line, number)
         for number, text in enumerate(texts, 1)
@@ -120,6 +126,7 @@ def _row(line: int, texts: list[str]) -> list[_Cell]:
 
 
 def _actions(line: int, number: int, text: str) -> list[Action]:
+    """Return the computations in one cell: one, or two of an overlapped pair."""
     overlap = _OVERLAP.fullmatch(text)
     parts = [part.strip() for part in overlap[1].split(";")] if overlap else [text]
     try:
@@ -142,14 +149,16 @@ def resolve_schedule(
     chunks: int | None = None,
     costs: CostsOrder | None = None,
 ) -> Schedule:
-    """`order` for so many pipe ranks, with its messages, checked.
+    """Return the schedule that `order` stands for, on `num_ranks` pipe ranks, with messages,
+    checked.
 
-    num_microbatches, chunks: not needed for a schedule or a table, which say them. costs: of each
-        stage, for `auto`, which looks for the fastest order with stage s on rank s % p.
+    num_microbatches, chunks: not needed for a schedule or a table, which contain them.
+    costs: costs of each stage, for `auto`, which searches the fastest order with stage s on rank
+        s % p.
 
     Raises:
-        ScheduleError: no such name, the order cannot run, it is of other numbers, or a value
-            is none of these.
+        ScheduleError: the name is unknown, the order cannot run or has other numbers, or an
+            argument has the wrong type.
     """
     _check_values(order, num_microbatches, chunks, costs)
     if isinstance(order, str) and order.lower().endswith(".csv"):
@@ -173,13 +182,13 @@ def resolve_schedule(
     chunks = chunks or 1
     if not isinstance(costs, StageCosts):
         costs = read_costs(costs).of(num_ranks * chunks)
-    # the stages are built already, so their places are not to be chosen
+    # the stages exist already, so the search must not choose their ranks
     placement = tuple(stage % num_ranks for stage in range(num_ranks * chunks))
     return synthesize(num_ranks, num_microbatches, costs, chunks=chunks, placement=placement)
 
 
 def has_backward(schedule: Schedule) -> Schedule:
-    """`schedule`, which trains. Raises ScheduleError: it has no backwards."""
+    """Return `schedule`; raise ScheduleError if it has no backwards."""
     if not schedule.has_backward:
         raise ScheduleError(
             f"schedule {schedule.name} has no backwards, so a step would train nothing; use one "
@@ -190,7 +199,7 @@ def has_backward(schedule: Schedule) -> Schedule:
 
 
 def _check_values(order: object, num_microbatches: object, chunks: object, costs: object) -> None:
-    """Types of values that come from a user."""
+    """Raise ScheduleError if a user's argument has the wrong type."""
     if not isinstance(order, Schedule | str | Path):
         raise ScheduleError(
             f"schedule is {order!r}; give a name, auto, a Schedule, or a CSV file or its text"
@@ -203,20 +212,21 @@ def _check_values(order: object, num_microbatches: object, chunks: object, costs
 
 
 def _fitting(
-    given: Schedule, num_ranks: int, num_microbatches: int | None, chunks: int | None
+    schedule: Schedule, num_ranks: int, num_microbatches: int | None, chunks: int | None
 ) -> Schedule:
-    """`given` with messages, if it is of these numbers."""
-    asked = (
-        ("pipe ranks", num_ranks, len(given.programs)),
-        ("microbatches", num_microbatches, given.num_microbatches),
-        ("stages", chunks and chunks * num_ranks, given.num_stages),
+    """Return a schedule with messages; raise ScheduleError if it has other numbers than asked."""
+    comparisons = (
+        ("pipe ranks", num_ranks, len(schedule.programs)),
+        ("microbatches", num_microbatches, schedule.num_microbatches),
+        ("stages", chunks and chunks * num_ranks, schedule.num_stages),
     )
-    for what, wanted, has in asked:
-        if wanted is not None and wanted != has:
+    for what, expected, actual in comparisons:
+        if expected is not None and expected != actual:
             raise ScheduleError(
-                f"schedule {given.name} is of {has} {what}, asked are {wanted}; give one that fits"
+                f"schedule {schedule.name} is of {actual} {what}, asked are {expected}; give "
+                f"one that fits"
             )
-    if not any(a.kind.is_message for program in given.programs for a in flatten(program)):
-        return lower(given)
-    check(given)
-    return given
+    if not any(a.kind.is_message for program in schedule.programs for a in flatten(program)):
+        return lower(schedule)
+    check(schedule)
+    return schedule

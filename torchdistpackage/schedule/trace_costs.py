@@ -1,12 +1,12 @@
-"""Spans of a run, read: clocks put right, the cost of each action, and why ranks idled.
+"""Analysis of a run's spans: align the clocks, derive the cost of each action, explain idle time.
 
-Each rank times its own actions on its own clock. A message that was waited for was used when it
-arrived, and the quickest such one each way took the same time: that gives both the difference of
-two clocks and the time of a message.
+Each rank times its actions on its own clock. A rank that waited for a message used it the moment it
+arrived. The quickest such messages each way are assumed to take equal time, which gives both the
+difference of two clocks and the time of a message.
 
-A bubble is attributed by simulating the schedule with one more of what was measured at a time; a
-reason is what the bubble grows by. Imbalance is what unequal stages add, host time what the gaps
-between a rank's actions add on all ranks, message wait the rest.
+To explain a bubble, the schedule is simulated with one more measured effect at a time, and each
+effect is what the bubble grows by. Imbalance is the effect of unequal stages, host time that of
+gaps between a rank's actions, and message wait the rest.
 """
 
 import math
@@ -23,26 +23,28 @@ from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.engine import Span, Timeline, busy, simulate
 
 Spans = Sequence[Sequence[Span]]
-"""For each pipe index the spans of one step, in seconds of that rank's clock."""
+"""The spans of one step for each pipe index, in seconds of that rank's clock."""
 
 _SHORT = 0.02
-"""A wait below this share of a computation is no wait: the message was there."""
+"""Share of a computation's time below which a wait counts as none: the message was there."""
 
 
 def costs_of(
     spans: Spans, num_stages: int, average: Callable[[list[float]], float] = median
 ) -> StageCosts:
-    """Seconds of the actions of each stage; what never ran follows from its parts.
+    """Return the seconds of each stage's actions, and derive those of kinds that never ran.
 
-    message: of the quickest between the two ranks, from the end of what sends it to the start of
-    what uses it. Of a stage that ran only B, I and W are parts of it as on the other stages. Raises
-    ScheduleError: a stage has no forward in the spans.
+    A message takes the time of the quickest one between two ranks, from the end of its action to
+    the start of its user. If a stage ran only B, its I and W divide B as on the other stages.
+
+    Raises:
+        ScheduleError: a stage has no forward in the spans.
     """
-    taken: defaultdict[tuple[ActionKind, int], list[float]] = defaultdict(list)
+    durations: defaultdict[tuple[ActionKind, int], list[float]] = defaultdict(list)
     for row in spans:
         for action, start, end in row:
-            taken[action.kind, action.stage].append(end - start)
-    if absent := [s for s in range(num_stages) if not taken[ActionKind.F, s]]:
+            durations[action.kind, action.stage].append(end - start)
+    if absent := [s for s in range(num_stages) if not durations[ActionKind.F, s]]:
         raise ScheduleError(
             f"no forward of stage {', '.join(map(str, absent))} among the spans of {len(spans)} "
             f"pipe ranks; pass those of every rank, of a step with all {num_stages} stages"
@@ -51,8 +53,8 @@ def costs_of(
     zeros = (0.0,) * num_stages
 
     def by_stage(kind: ActionKind, default: Sequence[float] = zeros) -> tuple[float, ...]:
-        found = [taken[kind, s] for s in range(num_stages)]
-        return tuple(average(x) if x else y for x, y in zip(found, default, strict=True))
+        rows = [durations[kind, s] for s in range(num_stages)]
+        return tuple(average(x) if x else y for x, y in zip(rows, default, strict=True))
 
     first, second, full = by_stage(ActionKind.I), by_stage(ActionKind.W), by_stage(ActionKind.B)
     parts = sum(first) + sum(second)
@@ -60,19 +62,19 @@ def costs_of(
     first = by_stage(ActionKind.I, [b * share for b in full])
     second = by_stage(ActionKind.W, [b * (1 - share) for b in full])
     full = by_stage(ActionKind.B, [i + w for i, w in zip(first, second, strict=True)])
-    place = {span.action.stage: rank for rank, rows in enumerate(spans) for span in rows}
+    rank_of = {span.action.stage: rank for rank, rows in enumerate(spans) for span in rows}
     quickest = _quickest(spans)
     message = [
-        0.0 if place[s] == place[s + 1] else _link(quickest, place[s], place[s + 1])[0]
+        0.0 if rank_of[s] == rank_of[s + 1] else _link(quickest, rank_of[s], rank_of[s + 1])[0]
         for s in range(num_stages - 1)
     ]
     return StageCosts(by_stage(ActionKind.F), full, first, second, (*message, 0.0))
 
 
 def aligned(spans: Spans) -> list[list[Span]]:
-    """The spans on one clock, which starts with the first computation; waits before are cut off.
+    """Return the spans on one clock that starts with the first computation, without earlier waits.
 
-    Where the messages of one direction were all early, it is off by what one of the other takes.
+    If all messages of one direction were early, it is wrong by the time of one in the other.
     """
     quickest = _quickest(spans)
     shift, reached = {0: 0.0}, [0]
@@ -85,24 +87,26 @@ def aligned(spans: Spans) -> list[list[Span]]:
         [Span(a, start - shift.get(r, 0.0), end - shift.get(r, 0.0)) for a, start, end in row]
         for r, row in enumerate(spans)
     ]
-    zero = min((s.start for row in moved for s in row if not s.action.kind.is_message), default=0.0)
+    origin = min(
+        (s.start for row in moved for s in row if not s.action.kind.is_message), default=0.0
+    )
     return [
-        [Span(a, max(0.0, start - zero), end - zero) for a, start, end in row if end > zero]
+        [Span(a, max(0.0, start - origin), end - origin) for a, start, end in row if end > origin]
         for row in moved
     ]
 
 
 class _Quickest(NamedTuple):
-    """Times of the messages from one rank to another."""
+    """The quickest message from one rank to another."""
 
     early: bool
-    """Whether all were there before they were needed: then even the quickest took less."""
+    """True if all arrived before they were needed, so that even the quickest took less time."""
     time_s: float
-    """Least from the end of what sent one, on that clock, to the start of its use, on the other."""
+    """Least time from the sender's end, on its clock, to the user's start, on its own clock."""
 
 
 def _quickest(spans: Spans) -> dict[tuple[int, int], _Quickest]:
-    """The quickest messages by (from, to)."""
+    """Return the quickest messages by (from, to)."""
     users: dict[Action, tuple[int, float]] = {}
     waits: dict[Action, float] = {}
     for rank, row in enumerate(spans):
@@ -113,7 +117,7 @@ def _quickest(spans: Spans) -> dict[tuple[int, int], _Quickest]:
                 users[action.result] = (rank, start)
     computing = [end - start for row in spans for a, start, end in row if not a.kind.is_message]
     short = _SHORT * median(computing) if computing else 0.0
-    found: dict[tuple[int, int], _Quickest] = {}
+    quickest: dict[tuple[int, int], _Quickest] = {}
     for rank, row in enumerate(spans):
         for action, _, end in row:
             send = action.send
@@ -121,22 +125,22 @@ def _quickest(spans: Spans) -> dict[tuple[int, int], _Quickest]:
                 continue
             to, start = users.get(action.result._replace(stage=send.peer), (rank, 0.0))
             if to != rank:
-                best = found.get((rank, to), _Quickest(True, math.inf))
+                best = quickest.get((rank, to), _Quickest(True, math.inf))
                 early = best.early and waits.get(send.match, 0.0) <= short
-                found[rank, to] = _Quickest(early, min(best.time_s, start - end))
-    return found
+                quickest[rank, to] = _Quickest(early, min(best.time_s, start - end))
+    return quickest
 
 
 def _link(quickest: dict[tuple[int, int], _Quickest], a: int, b: int) -> tuple[float, float]:
-    """Time of a message between two ranks, and how far the clock of `b` is ahead of that of `a`.
+    """Return the time of a message between two ranks, and by how much b's clock is ahead of a's.
 
-    With messages one way only, as in evaluation, the clocks are assumed to agree; if those of one
-    way were all early, those of the other to have taken no time.
+    With messages in one direction only, as in evaluation, it assumes that the clocks agree. If all
+    messages of one direction were early, it assumes that those of the other took no time.
     """
     there, back = quickest.get((a, b)), quickest.get((b, a))
     if there is None or back is None:
-        one = there or back
-        return (0.0 if one is None else max(0.0, one.time_s)), 0.0
+        only = there or back
+        return (0.0 if only is None else max(0.0, only.time_s)), 0.0
     if there.early != back.early:
         return 0.0, -back.time_s if there.early else there.time_s
     return max(0.0, (there.time_s + back.time_s) / 2), (there.time_s - back.time_s) / 2
@@ -146,10 +150,11 @@ def _link(quickest: dict[tuple[int, int], _Quickest], a: int, b: int) -> tuple[f
 class BubbleAttribution:
     """A measured step and its simulation; prints as one line of a log.
 
-    measured, predicted: in seconds; predicted with the measured mean costs, messages included.
-    alone: for each pipe index the bubble of the schedule with all stages equal, messages free.
-    imbalance, host, message_wait: for each pipe index what each adds, as shares of the step;
-        with `alone` they sum to the measured bubbles. Negative where a reason helps a rank.
+    measured, predicted: timelines in seconds; the prediction uses the measured mean costs, with
+        messages.
+    alone: for each pipe index the bubble of the schedule with equal stages and free messages.
+    imbalance, host, message_wait: for each pipe index the part that each adds, as shares of the
+        step; with `alone` they sum to the measured bubbles. Negative if an effect helps a rank.
     """
 
     measured: Timeline
@@ -175,8 +180,8 @@ class BubbleAttribution:
 def attribute_bubble(schedule: Schedule, spans: Spans) -> BubbleAttribution:
     """Compare one measured step of `schedule` with simulations of it.
 
-    spans: of every pipe index, from `Executor.run(record=True)`: its computations and, under
-        the kind of the message, its waits.
+    spans: spans of every pipe index, from `Executor.run(record=True)`: computations and, under the
+        message's kind, waits.
 
     Raises:
         ScheduleError: a stage of the schedule has no forward in the spans.
@@ -200,7 +205,7 @@ def attribute_bubble(schedule: Schedule, spans: Spans) -> BubbleAttribution:
 
 
 def _host_s(row: Sequence[Span]) -> float:
-    """Seconds an action besides computing and waiting, between a rank's first and last span."""
+    """Return seconds an action that a rank neither computed nor waited, within its spans."""
     computations = sum(not span.action.kind.is_message for span in row)
     if not computations:
         return 0.0
@@ -209,11 +214,12 @@ def _host_s(row: Sequence[Span]) -> float:
 
 
 def _plus(costs: StageCosts, more: Sequence[float]) -> StageCosts:
+    """Return costs with `more` added to every computation of each stage."""
     computations = (costs.forward, costs.backward, costs.input, costs.weight)
     return StageCosts(*(tuple(map(add, row, more)) for row in computations), message=costs.message)
 
 
 def _equal(costs: StageCosts) -> StageCosts:
-    """All stages as the mean of them."""
+    """Return costs in which every stage has the mean of all stages."""
     means = [fmean(row) for row in (costs.forward, costs.input, costs.weight)]
     return StageCosts.uniform(len(costs.forward), *means, backward=fmean(costs.backward))
