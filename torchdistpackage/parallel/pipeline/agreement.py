@@ -1,8 +1,8 @@
-"""The ranks of a pipeline agree on what they are about to do, before anything is sent.
+"""Agreement of a pipeline's ranks on their next call, before anything is sent.
 
-A mistake that one rank can see is raised by all of them, with what each one saw, so no rank waits
-for a message that never comes. Numbers of the host are compared over a group for host memory, so
-that no device is waited for.
+If one rank sees a mistake, all ranks raise it, with what each one saw. So no rank waits for a
+message that never comes. Ranks compare numbers over a group for host memory, so that none waits
+for a device.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import CommError, ScheduleError
 
 Settings = tuple[tuple[str, object], ...]
-"""(what it is, its value) of all that must be the same on all ranks."""
+"""(name, value) of everything that must be the same on all ranks."""
 
 
 def agree_on_settings(group: Group, settings: Settings, problem: str) -> None:
-    """Raises ScheduleError, on every rank, where settings differ or a rank has a problem."""
-    seen = primitives.gather_objects((settings, problem), on_cpu(group))
-    rows: list[tuple[Settings, str]] = seen  # type: ignore[assignment]
+    """Raise ScheduleError, on every rank, if settings differ or a rank has a problem."""
+    gathered = primitives.gather_objects((settings, problem), on_cpu(group))
+    rows: list[tuple[Settings, str]] = gathered  # type: ignore[assignment]
     if problems := by_rank([text for _, text in rows]):
         raise ScheduleError(problems)
     for values in zip(*(row for row, _ in rows), strict=True):
@@ -34,10 +34,10 @@ def agree_on_settings(group: Group, settings: Settings, problem: str) -> None:
 
 
 class StepAgreement:
-    """The next step of this rank, on its way to the others; nothing may be sent before `settle`.
+    """An exchange of what this rank is about to do; nothing may be sent before `settle`.
 
-    num_samples: 0 without tensors. note: numbers for the others, who find them in `notes`, by pipe
-    index, once all have settled.
+    num_samples: samples of this rank's inputs; 0 without tensors.
+    note: numbers for the other ranks, which find them in `notes`, by pipe index, after `settle`.
     """
 
     def __init__(
@@ -54,9 +54,10 @@ class StepAgreement:
         self._rows = primitives.all_gather(row, self._group, async_op=True)
 
     def settle(self) -> int:
-        """Samples of the batch, 0 where no rank brings a tensor.
+        """Wait for the other ranks; return the samples of the batch, 0 if no rank has a tensor.
 
-        Raises CommError: on every rank: calls or numbers of samples differ, or one has a problem.
+        Raises:
+            CommError: on every rank: calls or numbers of samples differ, or a rank has a problem.
         """
         rows = self._rows.wait().tolist()
         self.notes = [(row[3], row[4]) for row in rows]
@@ -69,17 +70,17 @@ class StepAgreement:
                 f"the ranks of a pipeline must make the same calls in the same order; by pipe rank "
                 f"they call {', '.join(map(str, calls))}"
             )
-        seen = [row[1] for row in rows]
-        if len(known := {n for n in seen if n}) > 1:
+        samples = [row[1] for row in rows]
+        if len(counts := {n for n in samples if n}) > 1:
             raise CommError(
                 f"inputs of one step must have one number of samples along dim 0; by pipe rank "
-                f"they have {seen} (0: no tensors)"
+                f"they have {samples} (0: no tensors)"
             )
-        return known.pop() if known else 0
+        return counts.pop() if counts else 0
 
 
 def by_rank(texts: Sequence[str]) -> str:
-    """The texts of the pipe ranks, equal ones once; empty ones are left out."""
+    """Join the texts of the pipe ranks, each once with its ranks, without empty ones."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text:
@@ -88,7 +89,7 @@ def by_rank(texts: Sequence[str]) -> str:
 
 
 def _named(ranks: Sequence[int], num_ranks: int) -> str:
-    """`pipe rank 1`, `pipe ranks 0, 2`, `all pipe ranks`."""
+    """Return ranks as text: `pipe rank 1`, `pipe ranks 0, 2`, `all pipe ranks`."""
     if 1 < len(ranks) == num_ranks:
         return "all pipe ranks"
     return f"pipe rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

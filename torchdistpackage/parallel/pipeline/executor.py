@@ -1,13 +1,13 @@
-"""Runs one rank's program of a checked schedule over real messages.
+"""The executor, which runs one rank's program of a checked schedule with real messages.
 
-The program is the one that was checked, made once into a list of bound functions. Messages are
-begun where it says and waited for only where their content is needed, which is never earlier than
-the check assumed, so the run cannot deadlock. Where a posted receive holds up nothing (gloo),
-receives are posted ahead of their place.
+It turns the checked program once into a list of bound functions. It starts messages where the
+program says, and waits for a message only when its content is needed. That is never earlier than
+the check assumed, so a run cannot deadlock. On transports where a posted receive blocks nothing
+(gloo), it posts receives ahead of their place.
 
-In its first run the executor sends a description ahead of each message; later runs send tensors
-alone, and a stage whose output then differs is refused before anything is sent. `dynamic_shapes`
-sends the description every time.
+In its first run the executor sends a description before each message. Later runs send only tensors,
+and refuse a stage whose output has changed before anything is sent. `dynamic_shapes` sends the
+description every time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,12 +39,13 @@ __all__ = ["Backward", "Executor", "Forward", "Recording", "autograd"]
 
 
 class Executor:
-    """One rank's side of a schedule. Reusable step after step.
+    """An executor of one rank's program, reusable step after step.
 
-    schedule: a checked one, with as many programs as the group has ranks.
-    group: the pipe group; its order is that of the schedule's pipe indices.
-    device: where messages arrive. timeout_s: how long one may take (gloo; NCCL's watchdog has its
-    own limit). dynamic_shapes: messages may change their form in every microbatch and run.
+    schedule: a checked schedule, with as many programs as the group has ranks.
+    group: the pipe group, in the order of the schedule's pipe indices.
+    device: device that messages arrive on.
+    timeout_s: limit for one message on gloo; NCCL's watchdog has its own.
+    dynamic_shapes: allow messages to change their shapes in every micro-batch and run.
 
     Raises:
         ScheduleError: the schedule is for another number of ranks.
@@ -102,26 +103,26 @@ class Executor:
         around: Callable[[ActionKind], AbstractContextManager[object]] | None = None,
         record: bool = False,
     ) -> None:
-        """One pass over all microbatches. Without a backward in the schedule no graph is kept.
+        """Run all micro-batches once. Without a backward in the schedule no graph is kept.
 
-        forward, backward: see the types. backward None is autograd's, which can be split; a
-            caller's own is not.
-        parameters: of each stage here; says which parameters several stages share. Without it a
-            reducer sums in the last backward of this rank only, or in `finish()`.
-        reducer: one or several, which reduce in the last backward of each parameter only; the
-            caller calls `finish()` before the next run. To accumulate over runs give it to the last
-            one only: a sum, unlike a mean, would count the others again. Without one, wrap the run
-            in the reducer's `no_sync()` where modules have hooks.
-        weights: of the loss of each microbatch in the sum whose gradient is wanted; default 1.
-        keep: called with each output of a stage here.
-        around: a context for each computation, by its kind.
-        record: `spans` says afterwards when each computation and each wait for a message began and
+        forward, backward: see the types. `backward` None: autograd's backward, which can be split;
+            a caller's own cannot.
+        parameters: parameters of each stage on this rank, which show what several stages share.
+            Without them a reducer sums only in this rank's last backward, or in `finish()`.
+        reducer: one or several, which reduce each parameter in its last backward only; the caller
+            calls `finish()` before the next run. To accumulate over runs, pass it only to the last
+            run: a sum, unlike a mean, would count earlier runs again. Without a reducer, wrap the
+            run in its `no_sync()` if modules have hooks.
+        weights: weight of each micro-batch's loss in the sum to differentiate; default 1.
+        keep: called with each output of a stage on this rank.
+        around: returns a context for each computation, by its kind.
+        record: let `spans` return when each computation and each wait for a message began and
             ended, in seconds from the start of the run; on CUDA in the time of the stream.
 
         Raises:
-            CommError: a peer did not answer in time, a message changed its form with
-                `dynamic_shapes` off, or an exception ended an earlier step over the group, after
-                which messages between ranks are out of step.
+            CommError: a peer did not answer in time, a message changed its shape without
+                `dynamic_shapes`, or an exception ended an earlier step over the group, after which
+                messages between ranks no longer match.
         """
         refuse_interrupted(self.group)
         steps = self._steps
@@ -143,9 +144,13 @@ class Executor:
                 with ExitStack() as reducing, torch.set_grad_enabled(self._trains):
                     if reducers and self._trains:
                         ready = [reducing.enter_context(r.scheduled()) for r in reducers]
-                        every = [p for r in reducers for p in r.parameters]
-                        given = parameters or dict.fromkeys(steps.stages, every)
-                        program = LastBackwardNotifier(ready, steps.stages, given).within(program)
+                        all_parameters = [p for r in reducers for p in r.parameters]
+                        stage_parameters = parameters or dict.fromkeys(steps.stages, all_parameters)
+                        # Wrapped last, so that the notifications include the caller's contexts and
+                        # come before the recording's second clock reading.
+                        program = LastBackwardNotifier(
+                            ready, steps.stages, stage_parameters
+                        ).within(program)
                     (recording.run if recording else run)(program)
                 steps.end()
                 self.clock.stop()
@@ -156,15 +161,14 @@ class Executor:
 
 
 def run(program: Sequence[ProgramStep]) -> None:
-    """Run all steps in order. Besides computing and messages a step costs what this loop does."""
+    """Run all steps in order. This loop is all that a step costs beside computing and messages."""
     for step in program:
         recorder.action = step.action
         step.call(step.number)
 
 
 class Recording:
-    """Runs a program, with a reading of the clock (on CUDA an event) before and after each
-    computation and each wait for a message."""
+    """A record of a program's run: clock times (CUDA events) around computations and waits."""
 
     def __init__(self, device: torch.device):
         self._now = clock_of(device)
@@ -172,7 +176,7 @@ class Recording:
         self._marks: list[tuple[Action, Moment, Moment]] = []
 
     def run(self, program: Sequence[ProgramStep]) -> None:
-        """All steps, in order."""
+        """Run all steps in order, and note the times."""
         now = self._now
         for step in program:
             recorder.action = step.action
@@ -184,7 +188,7 @@ class Recording:
                 self._marks.append((step.action, since, now()))
 
     def spans(self) -> list[Span]:
-        """Seconds from the start of the run. On CUDA this waits for the end of it."""
+        """Return the spans in seconds from the start of the run; on CUDA this waits for its end."""
         began = self.began
         return [
             Span(a, seconds(began, start), seconds(began, end)) for a, start, end in self._marks

@@ -1,15 +1,15 @@
-"""Links from one stage to the next, and back: by messages, or in memory on one rank.
+"""Links between adjacent stages, in both directions: by messages, or in memory on one rank.
 
-What a stage is given has no graph behind it. Members that want a gradient become leaves, whose
-gradients go back to the stage they came from, zeros where a microbatch did not use one.
+A stage's input has no graph behind it. Members that need a gradient become leaves, whose gradients
+go back to the previous stage, as zeros if a micro-batch did not use one.
 
 [Note: What a sent output holds]
-1F1B keeps as many microbatches in a stage as there are stages after it. Their outputs would add to
-that, though the backward needs an output's edge in the graph alone, and not its numbers. So
-`SendLink.send` puts that edge in the place of the output (`graph_root`), and the memory is held by
-the work of the send, which the program keeps until the message has left. A caller's own backward is
-given the output itself, so `keeps_outputs` keeps it then, and its send is waited for together with
-the gradient, which comes later anyway.
+1F1B keeps as many micro-batches in a stage as there are stages after it. Their outputs would take
+memory too, although the backward needs only an output's edge in the graph, not its numbers. So
+`SendLink.send` replaces the output by that edge (`graph_root`). The work of the send keeps the
+memory, and the program keeps the work until the message has been sent. A caller's own backward
+needs the output itself. Then `keeps_outputs` keeps it, and `arrive` waits for its send together
+with the gradient, which arrives later anyway.
 """
 
 import torch
@@ -32,16 +32,16 @@ from torchdistpackage.errors import CommError
 Root = Tensor | GradientEdge
 """A tensor, or an edge of the graph, at which a backward begins."""
 Output = Message | tuple[Root | None, ...]
-"""Outputs of a stage; once sent, the roots of those members that want a gradient."""
+"""Outputs of a stage; once sent, the graph roots of the members that need a gradient."""
 
 _DONE = Work()
-"""A send that has left, or that never was."""
+"""The work of a send that has ended or never began."""
 _NOTHING = Incoming((), _DONE)
-"""Stands for a message where none is on its way."""
+"""A placeholder for a micro-batch without a message in flight."""
 
 
 class StageInput:
-    """Inputs of a stage, and the gradients that go back for them.
+    """Inputs of a stage, and the gradients that it sends back for them.
 
     takes_gradients: whether the schedule has backwards.
     """
@@ -51,21 +51,21 @@ class StageInput:
         self.leaves: list[list[Tensor]] = [[] for _ in range(num_microbatches)]
 
     def take(self, m: int) -> Message:
-        """The input of microbatch `m`, for its forward."""
+        """Return the input of micro-batch `m` for its forward, and release it."""
         raise NotImplementedError
 
     def owed(self, m: int) -> list[Tensor]:
-        """Gradients of the leaves of `m`, which are released."""
+        """Return the gradients of the leaves of `m`, and release the leaves."""
         leaves, self.leaves[m] = self.leaves[m], []
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
 
     def reset(self) -> None:
-        """Release what an interrupted run has left."""
+        """Release what an interrupted run left."""
         self.leaves[:] = [[] for _ in self.leaves]
 
 
 class LocalLink(StageInput):
-    """A link between two stages of one rank: they share the memory, and there is no message."""
+    """A link between two stages of one rank, which share memory and need no message."""
 
     def __init__(self, num_microbatches: int, takes_gradients: bool, outputs: list[Message]):
         super().__init__(num_microbatches, takes_gradients)
@@ -87,17 +87,18 @@ class LocalLink(StageInput):
         return members[0] if isinstance(output, Tensor) else tuple(members)
 
     def gradients(self, m: int) -> tuple[Tensor | None, ...]:
-        """The gradients of `m`, one for each member of what the stage before gave."""
+        """Return the gradients of `m`, one for each member of the previous stage's output."""
         num, wanting = self._shapes[m]
         back = dict(zip(wanting, self.owed(m), strict=True))
         return tuple(map(back.get, range(num)))
 
 
 class RecvLink(StageInput):
-    """The link from a stage on another rank, `peer`.
+    """The link from the previous stage, on rank `peer`.
 
-    headers: where the descriptions of messages come from. dynamic: each message has one; else the
-    first run's are agreed on, and `templates` has them, by microbatch.
+    headers: channel for the descriptions of messages.
+    dynamic: each message has a description. Otherwise those of the first run hold for later runs;
+        `templates` has them, by micro-batch.
     """
 
     def __init__(
@@ -114,19 +115,19 @@ class RecvLink(StageInput):
         self._incoming: list[Incoming] = [_NOTHING] * num_microbatches
 
     def knows(self, m: int) -> bool:
-        """Whether the form of message `m` is known without a header."""
+        """Return whether the shapes of message `m` are known without a header."""
         return self.templates[m] is not None and not self._dynamic
 
     def learn(self, m: int) -> None:
-        """Wait for the header of `m`."""
+        """Wait for the header of message `m`."""
         self.templates[m] = self._headers.receive_header(self.peer)
 
     def receive(self, channel: P2PChannel | Post, m: int) -> None:
-        """Begin to receive message `m`."""
+        """Start to receive message `m`."""
         self._incoming[m] = expect_payload(channel, self.templates[m], self.peer)
 
     def arrive(self, m: int) -> None:
-        """Wait for the message."""
+        """Wait for message `m`."""
         self._incoming[m].work.wait()
 
     def take(self, m: int) -> Message:
@@ -142,16 +143,16 @@ class RecvLink(StageInput):
         self._incoming[:] = [_NOTHING] * len(self._incoming)
 
     def send(self, channel: P2PChannel | Post, m: int) -> Work:
-        """The gradients of `m` on their way back."""
+        """Start to send the gradients of `m` back."""
         return send_gradients(channel, self.templates[m], self.owed(m), self.peer)
 
 
 class SendLink:
-    """The link to a stage on another rank, `peer`; it refuses messages of another form than agreed.
+    """The link to the next stage, on rank `peer`; it refuses messages of other shapes than agreed.
 
-    trains: whether the schedule has backwards. headers, dynamic: as of `RecvLink`.
-    keeps_outputs: until their backward, for a caller's own one; see [Note: What a sent output
-    holds]. `StageRunner.begin` sets it.
+    trains: whether the schedule has backwards. headers, dynamic: as in `RecvLink`.
+    keeps_outputs: keep outputs until their backward, for a caller's own backward; see [Note: What a
+        sent output holds]. `StageRunner.begin` sets it.
     """
 
     def __init__(
@@ -171,24 +172,25 @@ class SendLink:
         self._incoming: list[Incoming] = [_NOTHING] * num
 
     def announce(self, m: int) -> None:
-        """Send the header of `m`, if the peer waits for one.
+        """Send the header of `m` if the peer waits for one; otherwise check the output's shapes.
 
-        Raises CommError: the output is not of the form agreed on, or not where messages are.
+        Raises:
+            CommError: the output has other shapes than agreed, or is on another device.
         """
         template, output, device = self.templates[m], self._outputs[m], self._headers.device
         if template is None or self._dynamic:
             self.templates[m] = self._headers.send_header(describe(output, device), self.peer)
         elif not template.matches(output):
-            agreed, found = template.description, describe(output, device)
+            agreed, actual = template.description, describe(output, device)
             raise CommError(
-                f"stage {self.stage} sends {found} for microbatch {m}, but agreed on {agreed} in "
+                f"stage {self.stage} sends {actual} for microbatch {m}, but agreed on {agreed} in "
                 f"the first step; keep shapes and dtypes, and let what will ever have "
                 f"requires_grad=True have it in the first step (to freeze it later is fine), or "
                 f"set dynamic_shapes"
             )
 
     def send(self, channel: P2PChannel | Post, m: int) -> Work:
-        """The output of `m` on its way."""
+        """Start to send the output of `m`."""
         tensors = tensors_of(self._outputs[m])
         work = send_payload(channel, self.templates[m], tensors, self.peer)
         if self.keeps_outputs:
@@ -198,31 +200,32 @@ class SendLink:
         return work
 
     def reset(self) -> None:
-        """Release what an interrupted run has left."""
+        """Release what an interrupted run left."""
         num = len(self._incoming)
         self._incoming[:], self._sends[:] = [_NOTHING] * num, [_DONE] * num
 
     def receive(self, channel: P2PChannel | Post, m: int) -> None:
-        """Begin to receive the gradients that come back for `m`."""
+        """Start to receive the gradients that come back for `m`."""
         self._incoming[m] = expect_gradients(channel, self.templates[m], self.peer)
 
     def arrive(self, m: int) -> None:
-        """Wait for the gradients; their sender has received the output."""
+        """Wait for the gradients of `m`; their sender has then received the output."""
         self._incoming[m].work.wait()
         self._sends[m].wait()
         self._sends[m] = _DONE
 
     def gradients(self, m: int) -> tuple[Tensor | None, ...]:
-        """The gradients of `m`, one for each member of the output."""
+        """Return the gradients of `m`, one for each member of the output."""
         incoming, self._incoming[m] = self._incoming[m], _NOTHING
         return self.templates[m].scatter_grads(incoming.buffers)
 
 
 def graph_root(x: Tensor | None) -> Root | None:
-    """The root of `x` in its graph, which the root keeps alive."""
+    """Return the root of `x` in its graph, which keeps the graph alive."""
     if x is None or not x.requires_grad:
         return None
     edge = get_gradient_edge(x)
-    # a Python function's node does not own what is behind it; newer torches add one that does
+    # The edge of a Python autograd function does not keep the graph behind it alive, unless a newer
+    # torch adds an owner as a third element. Then keep the tensor instead.
     owns = not isinstance(edge.node, torch._C._FunctionBase) or any(edge[2:])
     return edge if owns else x

@@ -1,10 +1,10 @@
-"""The loss of a step: of its microbatches, over the replicas, and on its way to the pipe ranks.
+"""The loss of a step: over its micro-batches, over replicas, and its broadcast to the pipe ranks.
 
-It does not depend on the number of microbatches, be it a mean over samples or (sum, count). A mean
-is weighted by the samples of its microbatch. Sums are divided by the counts of all microbatches and
-replicas; these are known only after the last forward, so gradients are of the sum until then, and
-`LossDivision` divides what the step has added to them. Both are kept as [sum, count] in float64, a
-mean with the count 1.
+The loss does not depend on the number of micro-batches, whether it is a mean over samples or (sum,
+count). A mean is weighted by the samples of its micro-batch. A sum is divided by the counts of all
+micro-batches and replicas. These are known only after the last forward, so gradients are first
+those of the sum, and `LossDivision` divides what the step has added to them. Both kinds are kept
+as [sum, count] in float64, a mean with the count 1.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,17 +30,18 @@ from torchdistpackage.parallel.pipeline.microbatches import form_of, is_scalar, 
 from torchdistpackage.parallel.pipeline.stage_runner import Weight
 
 IGNORED = -100
-"""The target that torch's losses leave out of a mean by default."""
+"""The target that torch's losses ignore by default."""
 TAG = 0x7E0
-"""The tag of `LossBroadcast`, apart from those of a pass, its headers and the debug mode."""
+"""The tag of `LossBroadcast`, different from those of a pass, its headers and the debug mode."""
 
 
 class Losses:
-    """The losses of one step, which come in any order.
+    """The losses of one step's micro-batches, added in any order.
 
-    sizes: samples of each microbatch. scale: factor of the gradient. counted: whether they are
-    (sum, count), None before the first step. reads: whether a number in host memory may be read.
-    totals: [sum, count] of passes before, in float64, to which these are added.
+    sizes: samples of each micro-batch. scale: factor of the gradient.
+    counted: whether losses are (sum, count); None before the first step.
+    reads: whether a number in host memory may be read.
+    totals: [sum, count] of earlier passes, in float64, to add to.
     """
 
     def __init__(
@@ -55,22 +56,27 @@ class Losses:
         self._sizes, self._scale, self._reads = sizes, scale, reads
         self.counted, self._num = counted, 0
         self.totals = totals
-        """[sum, count]; of means [their mean, 1]. In one tensor from the first microbatch on: a
-        number allocated among the large tensors of each would break up the memory they leave."""
+        """[sum, count], or [mean, 1] for means. It is one tensor from the first micro-batch on,
+        because small tensors allocated among the large ones of each would fragment memory."""
         self.dtype = torch.float32
         self.weights: list[Weight] = [1.0] * len(sizes)
-        """The weight of each loss in the sum whose gradient is wanted, once the loss has come."""
+        """The weight of each loss in the sum to differentiate, once the loss is known."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether those of all microbatches have come."""
+        """True if the losses of all micro-batches are added."""
         return self._num == len(self._sizes)
 
     def put(self, m: int, value: object, targets: object = None, loss: object = None) -> Tensor:
-        """Add that of microbatch `m`; returns the number to differentiate, with the weight above.
+        """Add the loss of micro-batch `m`; return the number to differentiate, with its weight
+        above.
 
-        targets, loss: for the text of an error. Raises CommError: it is neither, not what the first
-        one was, or a mean over no targets.
+        targets, loss: for error messages.
+
+        Raises:
+            CommError: it is neither a number nor (sum, count), not what the first one was, or a
+            mean
+                over no targets.
         """
         counted = is_counted(value)
         if self.counted not in (None, counted):
@@ -111,12 +117,15 @@ class Losses:
 
 
 def totals_on(device: torch.device, number: int = 2) -> Tensor:
-    """Room for sums, as (loss sum, count): 2**24 tokens and one more are one number in float32."""
+    """Return zeros for sums such as [loss sum, count], in float64.
+
+    In float32 a count would stop growing at 2**24 tokens.
+    """
     return torch.zeros(number, dtype=torch.float64, device=device)
 
 
 def is_counted(value: object) -> bool:
-    """Whether this is (sum, count)."""
+    """Return whether a loss is (sum, count)."""
     if not (isinstance(value, tuple | list) and len(value) == 2):
         return False
     total, count = value
@@ -125,9 +134,9 @@ def is_counted(value: object) -> bool:
 
 
 def mean_of(totals: Tensor, dtype: torch.dtype | None, counted: bool | None) -> Tensor:
-    """The mean in `dtype` of [sum, count], 0 where nothing was counted.
+    """Return the mean of [sum, count] in `dtype`, 0 if nothing was counted.
 
-    counted: of (sum, count), and not a mean already, whose count is 1.
+    counted: the totals are a sum and a count; False: they are a mean and 1.
     """
     mean = totals.new_empty((), dtype=dtype)
     if not counted:
@@ -136,13 +145,15 @@ def mean_of(totals: Tensor, dtype: torch.dtype | None, counted: bool | None) -> 
 
 
 class LossDivision:
-    """Reduces the gradients of one step over replicas, and divides them if losses are (sum, count).
+    """The reduction of one step's gradients over replicas, and their division for (sum, count)
+    losses.
 
-    Where losses are known to count, reduction waits for the division, as steps before may have left
-    gradients that are not reduced yet.
+    If losses are known to be (sum, count), the reduction waits for the division, because earlier
+    steps may have left gradients that are not reduced yet.
 
-    counted: None before the first step. reducers: of the parameters. holders: where gradients are,
-    of a step that may count. reduces: whether this step is to.
+    counted: None before the first step. reducers: reducers of the parameters.
+    holders: tensors that hold the gradients of a step that may need the division.
+    reduces: whether this step reduces.
     """
 
     def __init__(
@@ -162,17 +173,18 @@ class LossDivision:
 
     @contextmanager
     def run(self) -> Iterator[Sequence[Reducer]]:
-        """The forwards and backwards stand inside; gives the reducers that may reduce in them."""
+        """Surround forwards and backwards, and yield the reducers that may reduce in them."""
         with reducing(self._reducers, bool(self._early)) as early:
             yield early
         for reducer in self._early:
             reducer.finish()
 
     def divide(self, totals: Tensor, num_samples: int) -> Tensor:
-        """Divide the gradients after a run of losses that count; returns everybody's [sum, count].
+        """Divide the gradients after a run with (sum, count) losses; return all replicas' totals.
 
-        The divisor is the mean count of the replicas; `Losses` has divided by the samples already.
-        The mean over replicas is the sum of all by all counts then, whenever it is taken.
+        The divisor is the mean count of the replicas, and `Losses` has already divided by the
+        samples. So the mean over replicas, taken before or after, is the total sum by the total
+        count.
         """
         group, num_replicas = _replicas(self._reducers), 1
         if group is not None and group.size() > 1:
@@ -192,23 +204,23 @@ class LossDivision:
 
 
 def _replicas(reducers: Sequence[Reducer]) -> Group | None:
-    """Ranks that are at this one's place in other replicas; None where that is not known."""
+    """Return this rank's counterparts in the other replicas; None if they are not known."""
     if tpc.is_set:
         return tpc.groups.along(tpc.topology.dense, BATCH_AXES)
     return next((spec.group for reducer in reducers for spec in reducer.specs), None)
 
 
 class LossBroadcast:
-    """The loss of a step on its way from the rank that has it to all of `group`.
+    """The broadcast of a step's loss from the rank that has it to all of `group`.
 
-    On gloo it is a message over a connection of its own, sent after the last forward, while
-    backwards still run; a device queue runs in one order on all ranks, so there it is a broadcast
-    after everything else.
+    On gloo it is a message over its own connection, sent after the last forward while backwards
+    still run. A device queue runs in one order on all ranks, so there it is a broadcast after
+    everything else.
 
-    It is of means always or of (sum, count) always (`counted`, None before the first step), and has
-    the dtype of the first step's, or float32 if wider.
+    All losses are means, or all are (sum, count) (`counted`, None before the first step). The
+    result has the dtype of the first step's loss, or float32 if that is wider.
 
-    source: its global rank. device: where the loss is. timeout_s: how long it may take (gloo).
+    source: global rank with the loss. device: device of the loss. timeout_s: limit on gloo.
     """
 
     def __init__(self, group: Group, source: int, device: torch.device, timeout_s: float | None):
@@ -224,7 +236,7 @@ class LossBroadcast:
         self._works: list[Work] = []
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step: on ranks without the loss, start to receive it."""
         self._value = None
         self._works.clear()
         if not self._is_source and self._goes_alone():
@@ -232,7 +244,7 @@ class LossBroadcast:
             self._works.append(self._channel.receive([self._value], self._source))
 
     def publish(self, losses: Losses) -> None:
-        """On the source, send the loss of this step."""
+        """Send the loss of this step, on the source."""
         self._mine, self._value = (losses.counted, losses.dtype), losses.totals
         if self._goes_alone():
             self._works += [self._channel.send([self._value], rank) for rank in self._others]
@@ -257,6 +269,7 @@ class LossBroadcast:
         return value
 
     def _goes_alone(self) -> bool:
+        """Return whether the loss is a message of its own, not a broadcast at the end."""
         return self.dtype is not None and self._channel.is_direct and not recorder.checks
 
     def _buffer(self) -> Tensor:
@@ -268,7 +281,7 @@ def _divisor(totals: Tensor) -> Tensor:
 
 
 def _refuse_nothing(m: int, value: Tensor, targets: object, loss: object) -> None:
-    """Raises CommError: the loss is nan, and all targets are those that losses leave out."""
+    """Raise CommError if the loss is NaN because all targets are ignored ones."""
     if not value.isnan():
         return
     ignored = getattr(loss, "ignore_index", IGNORED)

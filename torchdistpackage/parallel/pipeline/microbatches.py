@@ -1,8 +1,8 @@
-"""A batch as microbatches: cut along dim 0, run through the stages of a rank, and joined again.
+"""Micro-batches: a batch is cut along dim 0, run through the stages of a rank, and joined again.
 
-Samples are dealt out as evenly as can be, the longer microbatches first, and a mean over
-microbatches is weighted by their samples, so that it is the mean over the batch. Everything is cut
-before the first microbatch starts; what runs for each looks up lists and calls the stage.
+Samples are dealt out as evenly as possible, larger micro-batches first. A mean over micro-batches
+is weighted by their samples, so it is the mean over the batch. Everything is cut before the first
+micro-batch starts, so each micro-batch only looks up lists and calls the stage.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,15 +26,16 @@ from torchdistpackage.parallel.pipeline.stages import OwnedStages, Signature
 
 Named = dict[str, object]
 Finish = Callable[[int, object], Tensor]
-"""(microbatch, output of the last stage) -> its loss."""
+"""A function (micro-batch, output of the last stage) -> its loss."""
 
 
 @dataclass
 class StepInputs:
-    """The inputs of a step. sizes: samples of each microbatch. whole: inputs not cut.
+    """The inputs of a step.
 
-    settle: waits for the others' agreement, at the last moment before anything is computed or sent.
-    before: called when the step begins.
+    sizes: samples of each micro-batch. whole: names of inputs that are not cut.
+    settle: waits for the other ranks' agreement, at the last moment before computing or sending.
+    before: functions to call when the step begins.
     """
 
     args: tuple[object, ...]
@@ -45,21 +46,22 @@ class StepInputs:
     before: list[Callable[[], object]] = field(default_factory=list)
 
     def args_of_first(self) -> Sequence[tuple[object, ...]]:
+        """Return the positional arguments of the first stage, for each micro-batch."""
         return cast(Sequence[tuple[object, ...]], cut(self.args, self.sizes))
 
     def inputs_of(self, takes: Callable[[str], bool]) -> Sequence[Named]:
-        """The keyword inputs that a stage takes, for each microbatch."""
-        whole = {n: x for n, x in self.inputs.items() if n in self.whole and takes(n)}
+        """Return the keyword inputs that a stage takes, for each micro-batch."""
+        uncut = {n: x for n, x in self.inputs.items() if n in self.whole and takes(n)}
         parts = {n: x for n, x in self.inputs.items() if n not in self.whole and takes(n)}
         if not parts:
-            return [whole] * len(self.sizes)
+            return [uncut] * len(self.sizes)
         cuts = cast(Sequence[Named], cut(parts, self.sizes))
-        return [part | whole for part in cuts] if whole else cuts
+        return [part | uncut for part in cuts] if uncut else cuts
 
 
 def run_microbatches(
     executor: Executor,
-    own: OwnedStages,
+    owned_stages: OwnedStages,
     batch: StepInputs,
     finish: Finish | None,
     *,
@@ -67,24 +69,29 @@ def run_microbatches(
     weights: Sequence[Weight] | None = None,
     keep_outputs: bool = False,
 ) -> object:
-    """Run all microbatches; returns the last stage's outputs, joined, if they are to be kept.
+    """Run all micro-batches; return the last stage's outputs, joined, if `keep_outputs`.
 
-    finish: None where there is no loss. weights: of each microbatch's loss.
+    finish: computes the loss; None without one. weights: weight of each micro-batch's loss.
     """
-    last, calls, skipping = own.num_stages - 1, own.calls, bool(own.skips)
-    named = {s: batch.inputs_of(own.signatures[s].takes) for s in calls}
-    args = batch.args_of_first() if own.has_first else ()
+    last, calls, skipping = (
+        owned_stages.num_stages - 1,
+        owned_stages.calls,
+        bool(owned_stages.skips),
+    )
+    named = {s: batch.inputs_of(owned_stages.signatures[s].takes) for s in calls}
+    args = batch.args_of_first() if owned_stages.has_first else ()
     outputs: dict[int, object] = {}
 
     def forward(s: int, m: int, received: Message) -> Message:
-        call, given = calls[s], named[s][m]
+        call, inputs = calls[s], named[s][m]
+        passing: Members = {}
         if s == 0:
-            output, passing = call.first(args[m], given), {}
+            output = call.first(args[m], inputs)
         elif skipping:
-            message, mine, passing = call.unpack(received)
-            output = call.later(message, {**mine, **given})
+            message, taken_skips, passing = call.unpack(received)
+            output = call.later(message, {**taken_skips, **inputs})
         else:
-            output, passing = call.later(received, given), {}
+            output = call.later(received, inputs)
         if s < last:
             message = cast(Message, output)
             return call.pack(message, passing) if skipping else message
@@ -92,7 +99,7 @@ def run_microbatches(
             outputs[m] = detached(output)
         return None if finish is None else finish(m, output)
 
-    parameters = own.parameters() if reducers else None
+    parameters = owned_stages.parameters() if reducers else None
     if batch.settle is not None:
         batch.settle()
     with step_over(executor.group):
@@ -102,38 +109,46 @@ def run_microbatches(
     return joined([outputs[m] for m in sorted(outputs)], batch.sizes) if outputs else None
 
 
-def input_problem(args: Sequence[object], inputs: Mapping[str, object], own: OwnedStages) -> str:
-    """The mistake in these inputs for any stage, or for the first where it is here; or ""."""
-    if unknown := sorted(name for name in inputs if not own.is_taken(name)):
-        return f"no stage has a parameter {', '.join(unknown)}; they have {', '.join(own.names())}"
-    if not own.has_first:
+def input_problem(
+    args: Sequence[object], inputs: Mapping[str, object], owned_stages: OwnedStages
+) -> str:
+    """Return the mistake in these inputs for any stage, or for a first stage on this rank;
+    or "".
+    """
+    if unknown := sorted(name for name in inputs if not owned_stages.is_taken(name)):
+        return f"no stage has a parameter {', '.join(unknown)}; they have {', '.join(owned_stages.names())}"
+    if not owned_stages.has_first:
         return ""
-    first = own.signatures[0]
+    first = owned_stages.signatures[0]
     misfit = first.misfit(len(args), [name for name in inputs if first.takes(name)])
     return f"stage 0 {misfit} (what the loss needs goes to targets=)" if misfit else ""
 
 
-def loss_problem(loss: Signature | None, targets: object, own: OwnedStages) -> str:
-    """The mistake in `targets` for the loss, where the last stage is here; or "".
+def loss_problem(loss: Signature | None, targets: object, owned_stages: OwnedStages) -> str:
+    """Return the mistake in `targets` for the loss, if the last stage is on this rank; or "".
 
-    loss: None: the last stage returns it.
+    loss: signature of the loss; None: the last stage returns the loss.
     """
-    if not own.has_last or (loss is None and (targets is None or own.last_names_targets)):
+    if not owned_stages.has_last or (
+        loss is None and (targets is None or owned_stages.last_names_targets)
+    ):
         return ""
     if loss is None:
         return "nothing takes the targets: there is no loss= and the last stage does not name them"
     misfit = loss.misfit(1 if targets is None else 2)
-    given = "output" if targets is None else "output and targets"
-    return f"the loss {misfit}; it is called with {given}" if misfit else ""
+    arguments = "output" if targets is None else "output and targets"
+    return f"the loss {misfit}; it is called with {arguments}" if misfit else ""
 
 
-# -- cut and joined ------------------------------------------------------------------------------
+# -- cutting and joining -------------------------------------------------------------------------
 
 _CONTAINERS: dict[str, Any] = {"mapping": Mapping, "dataclasses": False}
 
 
 def sizes_of(num_samples: int, num_microbatches: int) -> list[int]:
-    """Samples in each microbatch; raises CommError if they are fewer than microbatches."""
+    """Return the samples in each micro-batch; raise CommError if they are fewer than
+    micro-batches.
+    """
     if num_samples < num_microbatches:
         raise CommError(
             f"{num_samples} samples cannot fill {num_microbatches} microbatches; "
@@ -143,35 +158,36 @@ def sizes_of(num_samples: int, num_microbatches: int) -> list[int]:
 
 
 def leaves_of(tree: object) -> Iterator[object]:
-    """Leaves of tuples, lists and mappings, in order; a dataclass is one, and is not cut."""
+    """Yield the leaves of tuples, lists and mappings, in order; a dataclass is one leaf."""
     return nested.leaves_of(tree, **_CONTAINERS)
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """Tensors that have samples."""
+    """Yield the tensors that have samples."""
     return (x for x in leaves_of(value) if isinstance(x, Tensor) and x.dim())
 
 
 def form_of(value: object) -> object:
-    """Plain values, without contents, from which the form of a stage's output follows."""
+    """Return shapes, dtypes and types of a value, without its contents."""
     return map_trees(_form, value)
 
 
 def _form(x: object) -> object:
+    """Return the form of one leaf."""
     if isinstance(x, Tensor):
         return [*x.shape], x.dtype, x.requires_grad
     return x if isinstance(x, int | str | None) else type(x).__name__
 
 
 def samples_in(named: Sequence[tuple[str, object]]) -> tuple[int, str]:
-    """(length along dim 0 of all tensors in the values, 0 without any; what is wrong, or "").
+    """Return (length along dim 0 of all tensors, 0 without tensors; the mistake, or "").
 
-    named: (what an error calls it, value).
+    named: (name in messages, value).
     """
-    found = [(name, x.shape[0]) for name, value in named for x in tensors_in(value)]
-    lengths = {length for _, length in found}
+    named_lengths = [(name, x.shape[0]) for name, value in named for x in tensors_in(value)]
+    lengths = {length for _, length in named_lengths}
     if len(lengths) > 1:
-        seen = ", ".join(f"{name} {length}" for name, length in dict.fromkeys(found))
+        seen = ", ".join(f"{name} {length}" for name, length in dict.fromkeys(named_lengths))
         return 0, f"inputs of one step must have one number of samples along dim 0, not {seen}"
     if 0 in lengths:
         return 0, "the batch has 0 samples; give 1 or more"
@@ -179,41 +195,42 @@ def samples_in(named: Sequence[tuple[str, object]]) -> tuple[int, str]:
 
 
 def cut(value: object, sizes: Sequence[int]) -> Sequence[object]:
-    """The part of each microbatch: views of tensors, other values as they are.
+    """Return the part of each micro-batch: slices of tensors, and other values unchanged.
 
-    Containers stay of their class. One microbatch is the value as it is.
+    Containers keep their class. A single micro-batch is the value itself.
     """
     if len(sizes) == 1:
         return [value]
     parts = {id(x): x.split([*sizes]) for x in tensors_in(value)}
 
-    def of(m: int) -> object:
+    def part_of(m: int) -> object:
         return map_leaves(lambda x: parts[id(x)][m], value, lambda x: id(x) in parts, **_CONTAINERS)
 
-    return [of(m) for m in range(len(sizes))]
+    return [part_of(m) for m in range(len(sizes))]
 
 
 def detached(output: object) -> object:
-    """The same without its graph."""
+    """Return the same value without its graph."""
     return map_trees(lambda x: x.detach() if isinstance(x, Tensor) else x, output)
 
 
 def is_scalar(x: object) -> bool:
-    """Whether it is a number for a microbatch. One of a sample has a dim, if of length 1."""
+    """Return whether it is one number for a micro-batch; numbers by sample have a dim."""
     return isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point()
 
 
 def joined(outputs: Sequence[object], sizes: Sequence[int]) -> object:
-    """Scalars averaged by samples, batches joined along dim 0, members one by one."""
+    """Join the outputs of micro-batches: scalars averaged by samples, others along dim 0."""
     return map_trees(lambda *leaves: _joined(leaves, sizes), *outputs)
 
 
 def _joined(leaves: tuple[Any, ...], sizes: Sequence[int]) -> object:
+    """Join one leaf of all micro-batches."""
     first = leaves[0]
     if is_scalar(first):
         shares = (n / sum(sizes) for n in sizes)
-        wide = reduce(torch.promote_types, (x.dtype for x in leaves), torch.float32)
-        return sum(x.to(wide) * share for x, share in zip(leaves, shares, strict=True))
+        sum_dtype = reduce(torch.promote_types, (x.dtype for x in leaves), torch.float32)
+        return sum(x.to(sum_dtype) * share for x, share in zip(leaves, shares, strict=True))
     if isinstance(first, Tensor) and first.dim():
         return torch.cat(leaves)
     return first if len(leaves) == 1 or first is None else list(leaves)

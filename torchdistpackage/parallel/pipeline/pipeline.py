@@ -1,4 +1,4 @@
-"""The pipeline in a training loop of your own.
+"""The class Pipeline, for a training loop of your own.
 
     pipe = Pipeline(stage, loss=loss_fn, schedule="1f1b", num_microbatches=8)
     for x, y in batches:
@@ -6,10 +6,10 @@
         loss = pipe.step(x, targets=y)
         optimizer.step()
 
-A step computes the mean loss of its batch, and leaves the gradient of that, whatever the schedule
-and the number of microbatches, also where the batch does not divide, and with a loss of (sum,
-count) where targets do not all count. All pipe ranks make the same calls; each may bring all of the
-batch or only what its own stages need.
+A step computes the mean loss of its batch and its gradient, for any schedule and any number of
+micro-batches, even if the batch does not divide evenly. With a loss of (sum, count) some targets
+may not count. All pipe ranks make the same calls; each may pass the full batch or only what its own
+stages need.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -50,25 +50,25 @@ class Pipeline:
 
     stages: this rank's stage, or the list of its stages in ascending order, or {number: stage}
         (`schedule.stages_of`); modules or functions, on their device, with or without NaiveDDP.
-    loss: `loss(output, targets)` of the last stage's output, or `loss(output)` without targets: the
-        mean over its samples as a number without dims, or (sum of losses, how many were summed),
-        which is divided by all counts together. None: the last stage returns that itself, and may
-        name `targets`.
+    loss: `loss(output, targets)` of the last stage's output, or `loss(output)` without targets. It
+        returns the mean over its samples as a number without dims, or (sum of losses, number
+        summed), which is divided by the total count. None: the last stage returns that itself, and
+        may have a parameter `targets`.
     schedule: a name (`tdp schedule --help` lists them), a Schedule, a CSV file or its text, or
-        `auto` with `costs` (or the file of them). chunks: stages on a rank; None: the
-        schedule's own number.
-    group: pipe ranks in order; default tpc's.
-    reducer: of gradients over replicas (a NaiveDDP, a ZeroOptimizer, or their reducer), in the last
-        backward of each parameter; default that of the NaiveDDP around the stages.
-    dynamic_shapes: shapes may change with every microbatch and step; else they are agreed in the
-        first step, and a change is refused before it is sent.
-    skips: members of a dict that a stage gives to later stages, by name: they go to stages whose
-        forward names them, the others pass them on.
-    whole: keyword inputs that are not cut into microbatches.
-    device: where messages arrive; default that of the stages.
-    timeout_s: how long a message may take (gloo).
-    check: compare what the ranks bring before anything is sent, by one small collective a call on
-        the host; False leaves mistakes to the message that waits.
+        `auto` with `costs` (or a file of them).
+    chunks: stages on a rank; None: the schedule's default.
+    group: pipe ranks in order; default: tpc's.
+    reducer: reducer of gradients over replicas (a NaiveDDP, a ZeroOptimizer, or their reducer), in
+        the last backward of each parameter; default: that of the NaiveDDP around the stages.
+    dynamic_shapes: allow shapes to change with every micro-batch and step. Otherwise ranks agree on
+        shapes in the first step, and a change is refused before it is sent.
+    skips: names of dict members that a stage gives to later stages. They go to stages whose forward
+        names them; stages between pass them on.
+    whole: keyword inputs that are not cut into micro-batches.
+    device: device that messages arrive on; default: that of the stages.
+    timeout_s: limit of a message on gloo.
+    check: compare the ranks' inputs before anything is sent, with one small collective a call on
+        the host. Without it a mistake shows only when a message times out.
 
     Raises:
         ScheduleError: on every rank: no such schedule, or stages and schedule do not fit.
@@ -110,18 +110,20 @@ class Pipeline:
         self.executor = Executor(
             self.schedule, self._group, dynamic_shapes=dynamic_shapes, **options
         )
-        """It runs training steps; it owns the channels and what is under way."""
-        # To read a loss would stop a device that is queued, so only there nobody looks for nan.
+        """The executor of training steps, which owns the channels and the messages in flight."""
+        # Reading a loss would wait for a queued device, so NaN is looked for only without a queue.
         self._reads = not is_queued(self._group)
         source = ranks_of(self._group)[self.schedule.placement[-1]]
         self._loss_broadcast = LossBroadcast(self._group, source, self._own.device, timeout_s)
-        """It brings the loss to all ranks, and alone knows whether losses are (sum, count)."""
+        """The broadcast of the loss to all ranks; it alone knows whether losses are (sum,
+        count).
+        """
         self._accumulates = False
-        """Whether steps leave gradients for a later one to reduce; `no_sync` alone sets it."""
+        """True if steps leave gradients for a later one to reduce; only `no_sync` sets it."""
         self._evaluators: dict[int, Executor] = {}
-        """Executors of evaluations, by number of microbatches; `_evaluator` makes them."""
+        """Executors of evaluations, by number of micro-batches; `_evaluator` creates them."""
         self._first_sizes: list[int] | None = None
-        """Samples in the microbatches of the first step, which `_sizes` sets and then demands."""
+        """Samples in the micro-batches of the first step, which `_sizes` sets and then requires."""
         self.outputs: object = None
         """The last stage's outputs of a call with `keep_outputs`, joined along dim 0, on its rank;
         None after a call without. Each call sets it."""
@@ -139,19 +141,20 @@ class Pipeline:
         keep_outputs: bool = False,
         **inputs: object,
     ) -> Tensor:
-        """Forward and backward of a batch; gradients add to what is there.
+        """Run forward and backward of a batch; return the mean loss, without graph, on every rank.
 
-        args: of the first stage. targets: of the loss. inputs: of the stages that name them. All
-            tensors in them are cut along dim 0; ranks without such a stage may leave them out.
+        Gradients are added to existing ones.
+
+        args: arguments of the first stage. targets: targets of the loss. inputs: inputs of the
+            stages that name them. All tensors in them are cut along dim 0. Ranks without such a
+            stage may leave them out.
         loss_scale: factor of the gradient alone, such as 1 / (number of steps that accumulate).
         keep_outputs: keep the last stage's outputs in `outputs`.
 
-        Returns the mean loss over the batch, without graph, on every pipe rank.
-
         Raises:
-            CommError: on every rank: samples do not fit, no one names an input, or ranks differ; on
-                the sender: a shape changed without `dynamic_shapes`; on a rank where an exception
-                ended an earlier step over the group.
+            CommError: on every rank: samples do not fit, no stage names an input, or ranks differ.
+                On the sender: a shape changed without `dynamic_shapes`. Also on a rank where an
+                exception ended an earlier step over the group.
         """
         has_backward(self.schedule)
         batch = self._batch("step", args, targets, inputs, None)
@@ -175,13 +178,15 @@ class Pipeline:
         keep_outputs: bool = False,
         **inputs: object,
     ) -> Tensor:
-        """Mean loss over a batch, on every pipe rank, with stages in `eval()` and no graph.
+        """Return the mean loss over a batch, on every rank, with stages in `eval()` and no graph.
 
-        num_microbatches: default as in training, at most as many as there are samples. The other
-        arguments are those of `step`. Random states, modes and shapes of training stay.
+        Random states, modes and the agreed shapes of training are unchanged.
+
+        num_microbatches: default: as in training, at most the number of samples. The other
+            arguments are those of `step`.
 
         Raises:
-            CommError: as `step`.
+            CommError: as in `step`.
         """
         batch = self._batch("eval_step", args, targets, inputs, num_microbatches)
         with self._own.evaluating():
@@ -191,7 +196,7 @@ class Pipeline:
     def predict(
         self, *args: object, num_microbatches: int | None = None, **inputs: object
     ) -> object:
-        """Outputs of the last stage over a batch, joined along dim 0, on its rank; else None.
+        """Return the last stage's outputs over a batch, joined along dim 0, on its rank; else None.
 
         Stages are in `eval()`; the other arguments are those of `eval_step`.
         """
@@ -202,12 +207,12 @@ class Pipeline:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Steps inside only accumulate; the first one after it reduces all."""
-        before, self._accumulates = self._accumulates, True
+        """Let steps in the block only accumulate; the first step after it reduces everything."""
+        previous, self._accumulates = self._accumulates, True
         try:
             yield
         finally:
-            self._accumulates = before
+            self._accumulates = previous
 
     # -- one pass ------------------------------------------------------------------------
 
@@ -220,7 +225,7 @@ class Pipeline:
         keep_outputs: bool,
         reducers: Sequence[Reducer] = (),
     ) -> Tensor:
-        """Run all microbatches; returns [sum, count] of this replica, of means [their mean, 1]."""
+        """Run all micro-batches; return this replica's [sum, count], or [mean, 1] for means."""
         broadcast, loss = self._loss_broadcast, self._loss
         losses = Losses(batch.sizes, loss_scale, broadcast.counted, reads=self._reads)
         batch.before.append(broadcast.begin)
@@ -250,15 +255,18 @@ class Pipeline:
             return broadcast.result()
 
     def _holders(self, counted: bool | None) -> list[Tensor]:
-        """The tensors that hold gradients of this rank at the end of a step that may count, in the
-        first one reduced gradients too."""
+        """Return the tensors whose gradients a (sum, count) loss divides at the end of a step.
+
+        The first step, in which reducers may have run already, includes holders of reduced
+        gradients.
+        """
         if counted is False:
             return []
-        own = [p for mine in self._own.parameters().values() for p in mine]
-        return own if counted else [*own, *self._reducers.holders]
+        own_parameters = [p for members in self._own.parameters().values() for p in members]
+        return own_parameters if counted else [*own_parameters, *self._reducers.holders]
 
     def _check_divisible(self) -> None:
-        """Raise CommError if a stage is a function, whose parameters are not known."""
+        """Raise CommError if a stage is a function, because its parameters are not known."""
         functions = [s for s, stage in self._own.modules.items() if not isinstance(stage, Module)]
         if functions:
             raise CommError(
@@ -266,7 +274,7 @@ class Pipeline:
                 f"parameters are known whose gradients could be divided; give a module"
             )
 
-    # -- what is agreed on -----------------------------------------------------------------
+    # -- agreement of the ranks ------------------------------------------------------------
 
     def _batch(
         self,
@@ -276,7 +284,9 @@ class Pipeline:
         inputs: Named,
         num_microbatches: int | None,
     ) -> StepInputs:
-        """The inputs of a call, with sizes that all ranks agree on, or the same error on all."""
+        """Return the inputs of a call with sizes that all ranks agree on; errors are equal
+        on all.
+        """
         refuse_interrupted(self._group)
         if self._loss is None and targets is not None and self._own.last_names_targets:
             inputs = {**inputs, "targets": targets}
@@ -289,24 +299,27 @@ class Pipeline:
             num_microbatches = None
         parts = [(key, x) for key, x in inputs.items() if key not in self._whole]
         what = name if num_microbatches is None else f"{name} of {num_microbatches} microbatches"
-        seen, differing = samples_in((("arguments", args), ("targets", targets), *parts))
+        samples, differing = samples_in((("arguments", args), ("targets", targets), *parts))
         problem = problem or differing
         if not self._check:
             if problem:
                 raise CommError(problem)
-            return StepInputs(args, inputs, self._sizes(name, seen, num_microbatches), self._whole)
-        agreement = StepAgreement(self._group, what, seen, problem)
+            return StepInputs(
+                args, inputs, self._sizes(name, samples, num_microbatches), self._whole
+            )
+        agreement = StepAgreement(self._group, what, samples, problem)
         settle = lambda: self._sizes(name, agreement.settle(), num_microbatches)  # noqa: E731
         first = self._first_sizes
-        if name == "step" and first is not None and seen in (0, sum(first)) and not problem:
-            # as before, so the others' answer is waited for when this rank is ready to send
+        if name == "step" and first is not None and samples in (0, sum(first)) and not problem:
+            # equal to the first step, so wait for the others' answer only when ready to send
             return StepInputs(args, inputs, first, self._whole, settle)
         return StepInputs(args, inputs, settle(), self._whole)
 
     def _sizes(self, name: str, total: int, num_microbatches: int | None) -> list[int]:
-        """The number of samples in each microbatch of `total` samples.
+        """Return the samples in each micro-batch of `total` samples.
 
-        Raises CommError: on every rank: too few, or another number than in the first step.
+        Raises:
+            CommError: on every rank: too few samples, or another number than in the first step.
         """
         number = num_microbatches or self.schedule.num_microbatches
         if name != "step" and num_microbatches is None and total:
@@ -326,7 +339,7 @@ class Pipeline:
         return sizes
 
     def _evaluator(self, batch: StepInputs) -> Executor:
-        """The executor of an evaluation, whose shapes may change with every call."""
+        """Return the executor of an evaluation, whose shapes may change with every call."""
         number = len(batch.sizes)
         if number not in self._evaluators:
             options = {"device": self._own.device, "timeout_s": self._timeout_s}

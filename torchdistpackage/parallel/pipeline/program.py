@@ -1,14 +1,18 @@
 """A rank's program as a list of bound functions, made once.
 
-Whatever can be known before a run (who is whose neighbour, which message a computation waits for,
-which boundary it crosses) is known when the list is made; a run calls one after another.
+Everything that can be known before a run (peers, the message that a computation waits for, the
+links) is resolved when the list is made. A run calls the functions one after another.
 
-There are four lists, for all ranks alike. While forms of messages are not known yet: one global
-order of all messages, in which a rank may wait for a header wherever it stands, as its sender waits
-only for what comes earlier. Then the program's own batches. Where posting a receive holds up
-nothing (gloo): each message alone, receives early, and over a connection for each way. In the debug
-mode the one global order again, each message alone: a comparison waits for the peer, and one of a
-batch would keep back a message that the peer needs before it comes to another of that batch.
+There are four lists, and all ranks use the same one:
+
+- learning, while the shapes of messages are not known: one global order of all messages. A rank may
+  wait for a header anywhere in it, because its sender waits only for earlier messages.
+- batched: the program's own batches.
+- ahead, on transports where posting a receive blocks nothing (gloo): each message alone, receives
+  early, and one connection for each direction.
+- compared, in the debug mode: the global order again, each message alone. A comparison waits for
+the
+  peer, and within a batch it would delay a message that the peer needs first.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +39,7 @@ from torchdistpackage.schedule.passes import add_messages, fuse_messages, receiv
 
 
 class StepKind(Enum):
-    """The kinds of steps: one begins messages, one waits for one, one computes."""
+    """Kinds of steps: BEGINS starts messages, WAITS waits for one, COMPUTES runs a stage."""
 
     BEGINS = "begins"
     WAITS = "waits"
@@ -46,17 +50,17 @@ class StepKind(Enum):
 class ProgramStep:
     """One call of a rank's program, `call(number)`.
 
-    The steps of a stage in the middle, for the forward of microbatch 3:
+    The steps of a middle stage for the forward of micro-batch 3:
 
         kind        call             number     action
         BEGINS      inlet.receive    3          RECV_F 3     posts the receive of its input
-        WAITS       inlet.arrive     3          RECV_F 3     waits until that is here
+        WAITS       inlet.arrive     3          RECV_F 3     waits until it has arrived
         COMPUTES    stage.forward    3          F 3          calls the stage
         BEGINS      send by outlet   3          SEND_F 3     posts the send of its output
 
-    and for its backward the same with `outlet` and `inlet` exchanged, RECV_B, B and SEND_B. Between
-    them are the steps of other microbatches. Where messages go in batches the two that begin them
-    are one `_exchange`, whose number is that of the batch.
+    Its backward has the same steps with `outlet` and `inlet` exchanged, RECV_B, B and SEND_B. Steps
+    of other micro-batches lie between. If messages go in batches, the two steps that start them are
+    one `_exchange`, whose number is that of the batch.
     """
 
     call: Callable[[int], object]
@@ -66,24 +70,24 @@ class ProgramStep:
 
 
 PREPOST = 2
-"""Computations by which receives are posted early: one in work, one to follow at once."""
+"""Number of computations by which receives are posted early: the current one and the next."""
 PREPOST_BYTES = 2**20
-"""Receives for messages up to here are posted early in any case: each notice of a posted receive
-wakes a thread of the sender, and many at a time wake it once."""
+"""Receives of up to this many bytes together are always posted early. Each posted receive notifies
+the sender and wakes one of its threads; many notices at a time wake it once."""
 SENDS_KEPT = 2
-"""Sends under way where the host waits for them, so that what they hold does not grow. On a queue a
-wait would hold up the stream that computes until the peer has received, so nothing waits before the
-end; there the queue keeps what was sent until it has left (NCCL by `record_stream`)."""
+"""Most sends in flight if the host waits for them, so that their memory does not grow. On a device
+queue such a wait would stall the computing stream until the peer has received. So there nothing
+waits before the end, and the queue keeps the memory until it is sent (NCCL by `record_stream`)."""
 
 
 class RankProgram:
-    """The stages of this rank, the links between them and to their neighbours, and the step lists.
+    """The stages of this rank, the links between them and to other ranks, and the step lists.
 
-    stages: the runner of each stage of this rank, by its number; an executor begins their runs.
-    timeout_s: how long a message may take; `limit` changes it.
+    Links keep messages in flight by micro-batch. `_sends` keeps the works of sends until they are
+    done, because a work holds the memory of its message.
 
-    The other fields are changed here alone. Links keep what is under way by microbatch, and the
-    works of sends are kept until they are done in `_sends`: a work holds the memory of its message.
+    stages: the runner of each stage of this rank, by number; an executor starts their runs.
+    timeout_s: limit of a message; `limit` changes it.
     """
 
     def __init__(
@@ -97,40 +101,39 @@ class RankProgram:
     ):
         self._schedule, self._group, self.timeout_s = schedule, group, timeout_s
         self._dynamic, self._trains = dynamic, schedule.has_backward
-        self._index = group.rank()  # of this rank in the schedule
-        self._knows = False  # whether the first run has agreed on the forms of all messages
+        self._index = group.rank()  # this rank's pipe index in the schedule
+        self._knows = False  # whether a first run has agreed on the shapes of all messages
         self._queued = is_queued(group)
         self._sends = SendQueue(None if self._queued else SENDS_KEPT)
         # one connection in the first run, then one for each direction: see `end`
         self._channel = P2PChannel(group, timeout_s)
         has_messages = any(a != b for a, b in pairwise(schedule.placement))
-        if has_messages:  # before a message: see comm/groups.py
+        if has_messages:  # connect before the first message: see comm/groups.py
             connect(group, neighbours=True)
         self._headers = TensorChannel(group, device, timeout_s) if has_messages else None
-        self._inlets: dict[int, RecvLink] = {}  # of stages whose input comes from another rank
-        self._outlets: dict[int, SendLink] = {}  # of stages whose output goes to another rank
+        self._inlets: dict[int, RecvLink] = {}  # links of stages with input from another rank
+        self._outlets: dict[int, SendLink] = {}  # links of stages with output to another rank
         self.stages: dict[int, StageRunner] = {}
         self._join(clock)
-        self._batches: list[tuple[Action, ...]] = []  # what `_exchange(number)` posts
-        self._lists: dict[
-            str, list[ProgramStep]
-        ] = {}  # the four lists above, each made when first used
+        self._batches: list[tuple[Action, ...]] = []  # messages that `_exchange(number)` posts
+        # the four lists above, each made when first used
+        self._lists: dict[str, list[ProgramStep]] = {}
 
     def limit(self, timeout_s: float | None) -> None:
-        """How long a message may take from now on."""
+        """Set how long a message may take from now on."""
         self.timeout_s = timeout_s
         self._channel.limit(timeout_s)
         if self._headers is not None:
             self._headers.limit(timeout_s)
 
-    # -- the life of a run ---------------------------------------------------------------
+    # -- one run -------------------------------------------------------------------------
 
     def begin(self) -> list[ProgramStep]:
-        """The list of steps for this run."""
+        """Return the list of steps for this run."""
         if recorder.checks:
             return self._list("compared", lambda: add_messages(self._schedule), self._add_batch)
         if not self._knows:
-            # with a header received alone, a wait for it holds back nothing else
+            # receives of headers stay alone, so that waiting for one delays no other message
             learning = lambda: fuse_messages(  # noqa: E731
                 add_messages(self._schedule), apart=ActionKind.RECV_F
             )
@@ -141,11 +144,11 @@ class RankProgram:
         return self._list("ahead", ahead, self._add_early)
 
     def end(self) -> None:
-        """Wait for what is under way, and learn from a first run.
+        """Wait for everything in flight, and learn from a first run.
 
-        The forms of all messages are known then, so later runs post receives ahead. That is where
-        a second connection pays: on one alone a send waits while gloo reads from it, and making it
-        needs all ranks at one place, which the end of a run is.
+        After it the shapes of all messages are known, so later runs post receives ahead. For that a
+        second connection pays off, because on a single one a send waits while gloo reads from it.
+        Creating it needs all ranks at the same point, such as the end of a run.
         """
         self._sends.settle()
         if self._headers is not None:
@@ -160,7 +163,7 @@ class RankProgram:
         self._knows = not self._dynamic
 
     def reset(self) -> None:
-        """Release everything; after an exception, also what is under way."""
+        """Release everything, and after an exception also messages in flight."""
         self._sends.reset()
         if self._headers is not None:
             self._headers.reset()
@@ -168,7 +171,7 @@ class RankProgram:
             part.reset()
 
     def _ahead(self) -> int:
-        """How many computations ahead to post receives, as the sizes of all messages are known."""
+        """Return how many computations ahead to post receives, from the sizes of all messages."""
         sides = (*self._inlets.values(), *self._outlets.values())
         largest = max((t.num_bytes for side in sides for t in side.templates if t), default=0)
         return max(PREPOST, PREPOST_BYTES // max(1, largest))
@@ -176,20 +179,21 @@ class RankProgram:
     # -- stages and boundaries -----------------------------------------------------------
 
     def _join(self, clock: ComputeClock) -> None:
+        """Create the stages of this rank and the links around them."""
         schedule, ranks = self._schedule, ranks_of(self._group)
-        num, rank_of, before = schedule.num_microbatches, schedule.placement, None
+        num, rank_of, previous_link = schedule.num_microbatches, schedule.placement, None
         dynamic = self._dynamic
         for s in schedule.stages_of(self._index):
             outputs: list[Output] = [None] * num
             input_link = output_link = None
             if s > 0 and rank_of[s - 1] == self._index:
-                input_link = before
+                input_link = previous_link
             elif s > 0:
                 peer = ranks[rank_of[s - 1]]
                 input_link = RecvLink(num, self._trains, peer, self._headers, dynamic)
                 self._inlets[s] = input_link
             if s < schedule.num_stages - 1 and rank_of[s + 1] == self._index:
-                before = output_link = LocalLink(num, self._trains, outputs)
+                previous_link = output_link = LocalLink(num, self._trains, outputs)
             elif s < schedule.num_stages - 1:
                 peer = ranks[rank_of[s + 1]]
                 output_link = SendLink(s, outputs, self._trains, peer, self._headers, dynamic)
@@ -201,6 +205,7 @@ class RankProgram:
     def _list(
         self, name: str, schedule: Callable[[], Schedule], add: Callable[..., None]
     ) -> list[ProgramStep]:
+        """Return a list of steps, made from a schedule when first used."""
         if name not in self._lists:
             steps = self._lists[name] = []
             for step in schedule().programs[self._index]:
@@ -212,6 +217,7 @@ class RankProgram:
         return self._lists[name]
 
     def _add_computation(self, steps: list[ProgramStep], action: Action) -> None:
+        """Add a computation, and before it the wait for its message."""
         s, kind, m = action
         stage = self.stages[s]
         if kind is ActionKind.F and s in self._inlets:
@@ -229,6 +235,7 @@ class RankProgram:
         steps.append(ProgramStep(compute, m, action, StepKind.COMPUTES))
 
     def _add_early(self, steps: list[ProgramStep], _: object, messages: Sequence[Action]) -> None:
+        """Add a step for each message alone."""
         for action in messages:
             side, sends = self._side(action), action.kind.is_send
             post = partial(self._send, side) if sends else partial(side.receive, self._channel)
@@ -237,12 +244,14 @@ class RankProgram:
     def _add_batch(
         self, steps: list[ProgramStep], step: Action | Batch, messages: tuple[Action, ...]
     ) -> None:
+        """Add one step for all messages of a batch."""
         steps.append(ProgramStep(self._exchange, len(self._batches), step, StepKind.BEGINS))
         self._batches.append(messages)
 
     def _side(self, action: Action) -> RecvLink | SendLink:
-        is_input = action.kind in (ActionKind.RECV_F, ActionKind.SEND_B)
-        return (self._inlets if is_input else self._outlets)[action.stage]
+        """Return the link that a message uses."""
+        is_inlet = action.kind in (ActionKind.RECV_F, ActionKind.SEND_B)
+        return (self._inlets if is_inlet else self._outlets)[action.stage]
 
     # -- messages ------------------------------------------------------------------------
 
@@ -252,7 +261,7 @@ class RankProgram:
         self._await_later(side, side.send(self._channel, m))
 
     def _await_later(self, side: RecvLink | SendLink, work: Work) -> None:
-        """Keep the work of a send, unless the side keeps the output.
+        """Keep the work of a send, unless the link keeps the output.
 
         See [Note: What a sent output holds] in links.py.
         """
@@ -260,7 +269,7 @@ class RankProgram:
             self._sends.add(work)
 
     def _exchange(self, index: int) -> None:
-        """All messages of a batch as one; headers before, where one is due."""
+        """Post all messages of a batch together, after the headers that are due."""
         messages = self._batches[index]
         for action in messages:
             side, m, recorder.action = self._side(action), action.microbatch, action
@@ -279,12 +288,13 @@ class RankProgram:
                 self._await_later(side, side.send(post, m))
         work = post.go()
         if self._queued:
+            # one work for the whole batch: forget its tensors, which the queue keeps until sent
             work.forget()
             self._sends.add(work)
 
 
 def within(context: Callable[[], AbstractContextManager[object]], step: ProgramStep) -> ProgramStep:
-    """The same step, inside a context."""
+    """Return the same step, inside a context."""
 
     def inside(number: int) -> None:
         with context():

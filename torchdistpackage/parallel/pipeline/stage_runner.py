@@ -1,7 +1,7 @@
-"""One stage of this rank while a schedule runs: its forwards and backwards.
+"""The runner of one stage during a schedule: its forwards and backwards.
 
-What a microbatch holds between its forward and its backward is in lists by microbatch, and is
-released in the action that uses it last.
+State of a micro-batch between its forward and its backward is in lists by micro-batch, and is
+released by the action that uses it last.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,23 +19,25 @@ from torchdistpackage.parallel.pipeline.split_backward import (
 )
 
 Forward = Callable[[int, int, Message], Message]
-"""(stage, microbatch, what the stage before gave, None on the first) -> what goes on."""
+"""A function (stage, micro-batch, the previous stage's output, None on the first) -> output."""
 Backward = Callable[[int, int, Message, tuple[Tensor | None, ...] | None], None]
-"""(stage, microbatch, what Forward returned, gradients for its members, None on the last stage)."""
+"""A function of (stage, micro-batch, output of Forward, gradients for its members, None on
+the last).
+"""
 Keep = Callable[[int, int, Message], None]
 Weight = float | Tensor
-"""The gradient with which a microbatch's loss begins: its share of the loss of the step."""
+"""The gradient that a micro-batch's backward starts from: its share of the step's loss."""
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
 class StageRunner:
-    """Computes stage `stage`. A run starts with `begin`, and ends with `reset`.
+    """A runner that computes stage `stage`. A run starts with `begin` and ends with `reset`.
 
-    outputs: what the stage has given, by microbatch; the output link reads and releases it too.
-    input_link: where its input comes from, None on the first stage.
-    output_link: where its output goes, None on the last stage.
-    deferred: the weight gradients (W) that wait, by microbatch; grad_sync.py reads whose they are.
+    outputs: outputs of the stage, by micro-batch; the output link reads and releases them too.
+    input_link: source of its input, None on the first stage.
+    output_link: target of its output, None on the last stage.
+    deferred: waiting weight gradients (W), by micro-batch; grad_sync.py reads their parameters.
     """
 
     def __init__(
@@ -49,10 +51,11 @@ class StageRunner:
         self.stage, self._outputs = stage, outputs
         self.input_link, self._output_link, self._clock = input_link, output_link, clock
         self.deferred: list[Deferred | None] = [None] * len(outputs)
-        # Whether the stage changes its input in place, None until the first run has found out. A
-        # leaf must not be changed so, and an alias of it costs a node of autograd for each member.
+        # Whether the stage changes its input in place; None until the first run has shown it. A
+        # leaf must not be changed in place, and an alias of it costs an autograd node for each
+        # member.
         self._works_in_place: bool | None = None
-        # of a run: `begin` sets them, `reset` lets them go, with what they hold
+        # set by `begin` for one run, and released by `reset` with everything that they refer to
         self.forward_fn: Forward = _unset
         self.backward_fn: Backward | None = None
         self.keep: Keep | None = None
@@ -65,18 +68,18 @@ class StageRunner:
         keep: Keep | None,
         weights: Sequence[Weight] | None,
     ) -> None:
-        """Take what the run was given; see `Executor.run`."""
+        """Set the functions and weights of a run; see `Executor.run`."""
         self.forward_fn, self.backward_fn = forward, backward
         self.keep, self.weights = keep, weights
         if isinstance(self._output_link, SendLink):
             self._output_link.keeps_outputs = backward is not None
 
     def learned(self) -> None:
-        """The first run is over."""
+        """Note at the end of the first run whether the stage changes its input in place."""
         self._works_in_place = bool(self._works_in_place)
 
     def reset(self) -> None:
-        """Release the run's functions, and what an interrupted run has left."""
+        """Release the run's functions, and what an interrupted run left."""
         if self.input_link is not None:
             self.input_link.reset()
         self.forward_fn, self.backward_fn, self.keep, self.weights = _unset, None, None, None
@@ -84,6 +87,7 @@ class StageRunner:
         self.deferred[:] = [None] * len(self.deferred)
 
     def forward(self, m: int) -> None:
+        """Run the forward of micro-batch `m`."""
         input_link = self.input_link
         received = None if input_link is None else input_link.take(m)
         with self._clock:
@@ -96,6 +100,7 @@ class StageRunner:
         self._outputs[m] = output
 
     def _on_leaves(self, m: int, received: Message) -> Message:
+        """Call the forward on leaves, which it must not change in place."""
         try:
             return self.forward_fn(self.stage, m, received)
         except RuntimeError as error:
@@ -107,7 +112,7 @@ class StageRunner:
             raise
 
     def _on_aliases(self, m: int, received: Message, leaves: Sequence[Tensor]) -> Message:
-        """A leaf may not be changed in place, an alias may: whether that is needed shows here."""
+        """Call the forward on aliases of the leaves, and note whether it changes them in place."""
         versions = [x._version for x in leaves]
         output = self.forward_fn(self.stage, m, _aliased(received))
         if [x._version for x in leaves] != versions:
@@ -115,12 +120,13 @@ class StageRunner:
         return output
 
     def evaluate(self, m: int) -> None:
-        """`forward` where no backward follows: only what goes on is held."""
+        """Run the forward without a backward, so keep the output only if it is sent."""
         self.forward(m)
         if self._output_link is None:
             self._outputs[m] = None
 
     def backward(self, m: int) -> None:
+        """Run the full backward of micro-batch `m`."""
         output, gradients = self._end(m)
         with self._clock:
             if self.backward_fn is None:
@@ -129,7 +135,7 @@ class StageRunner:
                 self.backward_fn(self.stage, m, output, gradients)
 
     def backward_input(self, m: int) -> None:
-        """A caller's own backward is not split: all of it is here."""
+        """Run the first half of the backward of `m`, or all of a caller's own backward."""
         if self.backward_fn is not None:
             self.backward(m)
             return
@@ -141,6 +147,7 @@ class StageRunner:
                 self.deferred[m] = backward_input(roots, seeds, leaves)
 
     def backward_weight(self, m: int) -> None:
+        """Run the second half of the backward of `m`."""
         deferred, self.deferred[m] = self.deferred[m], None
         if deferred is not None:
             with self._clock:
@@ -150,7 +157,7 @@ class StageRunner:
         return 1.0 if self.weights is None else self.weights[m]
 
     def _end(self, m: int) -> tuple[Output, tuple[Tensor | None, ...] | None]:
-        """The output of `m`, no longer held here, and the gradients that came for it."""
+        """Release the output of `m`, and return it with the gradients received for it."""
         output, self._outputs[m] = self._outputs[m], None
         return output, None if self._output_link is None else self._output_link.gradients(m)
 
@@ -162,17 +169,17 @@ def autograd(
     gradients: tuple[Tensor | None, ...] | None,
     weight: Weight = 1.0,
 ) -> None:
-    """Backward of what was sent on from its gradients, or of a scalar loss on the last stage."""
+    """Run autograd's backward from the received gradients, or from the loss on the last stage."""
     roots, seeds = _roots(output, gradients, weight)
     if gradients is None and any(seed.numel() != 1 for seed in seeds):
-        torch.autograd.backward(roots)  # type: ignore[arg-type]  # which says what is wrong
+        torch.autograd.backward(roots)  # type: ignore[arg-type]  # raises torch's own error
     elif roots:
-        # what that does when all gradients are given, in a third of its time
+        # what torch.autograd.backward calls if all gradients are given, in a third of its time
         _run_backward(tuple(roots), tuple(seeds), False, False, (), True, True)
 
 
 def _aliased(message: Message) -> Message:
-    """The same, with a tensor of its own on the memory of each leaf, which may change in place."""
+    """Return the message with an alias of each leaf, which may be changed in place."""
     if isinstance(message, dict):
         return {key: _alias(x) for key, x in message.items()}
     return tuple(map(_alias, message)) if isinstance(message, tuple | list) else _alias(message)
@@ -183,6 +190,8 @@ def _alias(x: Tensor | None) -> Tensor | None:
 
 
 class _Alias(torch.autograd.Function):
+    """Identity whose output shares memory with a leaf and may be changed in place."""
+
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         return x.detach()
@@ -195,12 +204,12 @@ class _Alias(torch.autograd.Function):
 def _roots(
     output: Output, gradients: tuple[Tensor | None, ...] | None, weight: Weight
 ) -> tuple[list[Root], list[Tensor]]:
-    """The members to differentiate, and their gradients; of a loss its weight."""
+    """Return the members to differentiate with their gradients; for a loss, its weight."""
     if gradients is None:
         losses = [x for x in tensors_of(output) if x is not None and x.requires_grad]  # type: ignore[arg-type]
         if not isinstance(weight, Tensor):
             return [*losses], [torch.full_like(x, weight) for x in losses]
-        # of a number in host memory too: a copy to the device would wait for it each time
+        # multiply instead of copying the weight to the device, which would make the host wait
         return [*losses], [torch.ones_like(x).mul_(weight.reshape(())) for x in losses]
     pairs = [
         (x, g)
@@ -211,4 +220,5 @@ def _roots(
 
 
 def _unset(stage: int, m: int, received: Message) -> Message:
+    """Raise, because a stage has a forward only during a run."""
     raise RuntimeError(f"stage {stage} has no forward outside a run")

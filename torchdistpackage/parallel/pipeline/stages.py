@@ -1,11 +1,11 @@
-"""The stages of this rank: how each is called, and what all ranks agree on about them.
+"""The stages of this rank: how each is called, and the agreement of all ranks about them.
 
-What every rank must know of the others' stages (which inputs they name, how far a skip goes) is
-exchanged once, when the pipeline is made, and the signature of a stage's forward decides how it is
-called. A tuple goes in as positional arguments where the forward takes so many, a dict by name
-where it names every key; else either goes in as one argument. A keyword input goes to the stages
-that name it. A *skip* is a member of a dict that goes to the later stages that name it; those
-between pass it on without seeing it.
+When a pipeline is created, ranks exchange once what each must know of the others' stages: which
+inputs they name, and how far a skip goes. The signature of a stage's forward decides how it is
+called. A tuple is passed as positional arguments if the forward takes so many, and a dict by name
+if it names every key; otherwise either is passed as one argument. A keyword input goes to the
+stages that name it. A *skip* is a member of a dict that goes to later stages that name it; stages between
+pass it on unseen.
 """
 
 import inspect
@@ -31,15 +31,16 @@ from torchdistpackage.tools.undisturbed import in_eval, keep_random_states
 Stage = Callable[..., object]
 Stages = Stage | Sequence[Stage] | Mapping[int, Stage]
 _WRAPPED = ("module", "_orig_mod", "fn")
-"""Attributes in which wrappers that take anything keep what they call."""
+"""Attributes in which wrappers with `*args, **kwargs` keep the wrapped function."""
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The arguments of a forward. positional: names in order; any_*: takes `*args`, `**kwargs`.
+    """The parameters of a forward.
 
+    positional: names in order. any_positional, any_named: it has `*args`, `**kwargs`.
     required: names without a default, in order.
     """
 
@@ -51,16 +52,16 @@ class Signature:
 
     @classmethod
     def of(cls, stage: Stage) -> "Signature":
-        """The signature of `stage`, or of what it wraps if it takes anything.
+        """Return the signature of `stage`, or of the function that it wraps if it takes anything.
 
-        Some builtins have none; they are called with what comes.
+        Some builtins have no signature; they accept any positional arguments here.
         """
         called = stage.forward if isinstance(stage, nn.Module) else stage
         try:
-            found = list(inspect.signature(called).parameters.values())
+            parameters = list(inspect.signature(called).parameters.values())
         except (TypeError, ValueError):
             return cls((), frozenset(), any_positional=True, any_named=False)
-        kinds = {p.kind for p in found}
+        kinds = {p.kind for p in parameters}
         anything = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
         if kinds == anything:
             inside = (getattr(stage, name, None) for name in _WRAPPED)
@@ -68,37 +69,37 @@ class Signature:
             if inner is not None:
                 return cls.of(inner)
         return cls(
-            tuple(p.name for p in found if p.kind in _POSITIONAL),
-            frozenset(p.name for p in found if p.kind in _NAMED),
+            tuple(p.name for p in parameters if p.kind in _POSITIONAL),
+            frozenset(p.name for p in parameters if p.kind in _NAMED),
             inspect.Parameter.VAR_POSITIONAL in kinds,
             inspect.Parameter.VAR_KEYWORD in kinds,
-            tuple(p.name for p in found if p.default is p.empty and p.kind not in anything),
+            tuple(p.name for p in parameters if p.default is p.empty and p.kind not in anything),
         )
 
     def takes(self, name: str) -> bool:
         return self.any_named or name in self.named
 
-    def takes_positional(self, number: int, given: Mapping[str, object]) -> bool:
-        """Whether so many fit in addition to what is given by name."""
-        free = sum(name not in given for name in self.positional)
+    def takes_positional(self, number: int, by_name: Mapping[str, object]) -> bool:
+        """Return whether `number` positional arguments fit beside those given by name."""
+        free = sum(name not in by_name for name in self.positional)
         return self.any_positional or number <= free
 
-    def misfit(self, number: int, given: Collection[str] = ()) -> str:
-        """The mistake in a call of `number` arguments and these by name; or ""."""
+    def misfit(self, number: int, by_name: Collection[str] = ()) -> str:
+        """Return the mistake in a call with `number` arguments and these by name; or ""."""
         if number > len(self.positional) and not self.any_positional:
             names = f" ({', '.join(self.positional)})" if self.positional else ""
             return f"takes {len(self.positional)} positional arguments{names}, not {number}"
         filled = self.positional[:number]
-        if twice := [name for name in filled if name in given and name in self.named]:
+        if twice := [name for name in filled if name in by_name and name in self.named]:
             return f"is given {', '.join(twice)} by position and by name"
-        missing = [name for name in self.required if name not in filled and name not in given]
+        missing = [name for name in self.required if name not in filled and name not in by_name]
         return f"needs {', '.join(missing)}" if missing else ""
 
 
 class StageAdapter:
-    """One stage, ready to be called for a microbatch.
+    """One stage, ready to be called for a micro-batch.
 
-    skips: all names that are skips. onward: those that a later stage names.
+    skips: names of all skips. onward: those that a later stage names.
     """
 
     def __init__(self, stage: Stage, signature: Signature, skips: Sequence[str], onward: set[str]):
@@ -106,11 +107,11 @@ class StageAdapter:
         self._skips, self._forwarded = frozenset(skips), onward
 
     def first(self, args: tuple[object, ...], inputs: Mapping[str, object]) -> object:
-        """Call of the first stage, with the step's own arguments."""
+        """Call the first stage, with the step's own arguments."""
         return self._stage(*args, **inputs)
 
     def later(self, received: Message, inputs: Mapping[str, object]) -> object:
-        """Call of a stage that received a message."""
+        """Call a stage that received a message."""
         takes = self._signature
         if isinstance(received, dict):
             if takes.any_named or takes.named.issuperset(received):
@@ -120,16 +121,20 @@ class StageAdapter:
         return self._stage(received, **inputs)
 
     def unpack(self, received: Message) -> tuple[Message, Members, Members]:
-        """(message, skips that this stage takes, skips that go on)."""
+        """Return (message, skips that this stage takes, skips that are passed on)."""
         assert isinstance(received, dict)
         message, skips = unpack_message(received)
         if isinstance(message, dict) and len(message) == 1:
             (message,) = message.values()
-        mine = {name: x for name, x in skips.items() if name in self._signature.named}
-        return message, mine, {name: x for name, x in skips.items() if name in self._forwarded}
+        taken_skips = {name: x for name, x in skips.items() if name in self._signature.named}
+        return (
+            message,
+            taken_skips,
+            {name: x for name, x in skips.items() if name in self._forwarded},
+        )
 
     def pack(self, output: Message, skips: Members) -> Message:
-        """`output` with the skips that pass this stage or begin here."""
+        """Return `output` packed with the skips that pass this stage or start here."""
         if isinstance(output, dict):
             skips = skips | {name: x for name, x in output.items() if name in self._forwarded}
             output = {name: x for name, x in output.items() if name not in self._skips}
@@ -137,7 +142,10 @@ class StageAdapter:
 
 
 class OwnedStages:
-    """The stages of this rank, by number. signatures: of all stages, also those on other ranks."""
+    """The stages of this rank, by number.
+
+    signatures: those of all stages, also on other ranks.
+    """
 
     def __init__(
         self,
@@ -153,14 +161,14 @@ class OwnedStages:
         self.last_names_targets = "targets" in signatures[self.num_stages - 1].named
 
     def is_taken(self, name: str) -> bool:
-        """Whether some stage, here or elsewhere, has a parameter `name`."""
+        """Return whether some stage, on any rank, has a parameter `name`."""
         return any(signature.takes(name) for signature in self.signatures.values())
 
     def names(self) -> list[str]:
         return sorted({name for s in self.signatures.values() for name in s.named})
 
     def parameters(self) -> dict[int, list[nn.Parameter]]:
-        """The parameters that require a gradient now, by stage."""
+        """Return the parameters that require a gradient now, by stage."""
         return {
             stage: [p for p in module.parameters() if p.requires_grad]
             for stage, module in self.modules.items()
@@ -169,7 +177,7 @@ class OwnedStages:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside, modules are in `eval()`; after it modes and random states are as before."""
+        """Put modules in `eval()` in the block; restore modes and random states after it."""
         modules = [m for m in self.modules.values() if isinstance(m, nn.Module)]
         with keep_random_states(self.device), in_eval(*modules):
             yield
@@ -184,22 +192,26 @@ def agree_on_stages(
     device: torch.device | str | None,
     loss: object,
 ) -> tuple[Schedule, OwnedStages]:
-    """The schedule, and the stages of this rank, where they fit on all ranks.
+    """Return the schedule and this rank's stages, once all ranks agree that they fit.
 
-    order: schedule, microbatches, chunks, costs of `resolve_schedule`. lists: of names, `skips`
-    among them. alike: what else must be the same on all ranks. loss: None or a function. Raises
-    ScheduleError: on every rank: they do not fit on some rank, or ranks differ.
+    order: schedule, micro-batches, chunks and costs, as in `resolve_schedule`.
+    lists: lists of names, `skips` among them.
+    alike: other settings that must be equal on all ranks.
+    loss: None or a function.
+
+    Raises:
+        ScheduleError: on every rank: stages do not fit on some rank, or ranks differ.
     """
     schedule, text, modules, problem, skips = None, "none", {}, "", ()
-    wanted, num_microbatches, chunks, costs = order
+    schedule_order, num_microbatches, chunks, costs = order
     try:
-        schedule = resolve_schedule(wanted, group.size(), num_microbatches, chunks, costs)
+        schedule = resolve_schedule(schedule_order, group.size(), num_microbatches, chunks, costs)
         text = (
             f"{schedule.name} of {schedule.num_stages} stages and {schedule.num_microbatches} "
             f"microbatches ({crc32(str(schedule).encode()):08x})"
         )
         modules = _numbered(stages, schedule, group.rank())
-        names = {what: listed(what, given) for what, given in lists.items()}
+        names = {what: listed(what, names_given) for what, names_given in lists.items()}
         skips = names["skips"]
         if loss is not None and not callable(loss):
             raise ScheduleError(f"loss is {loss!r}; give a function of output and targets, or None")
@@ -207,9 +219,9 @@ def agree_on_stages(
         problem = str(error)
     agree_on_settings(group, (("schedule", text), ("skips", skips), *alike), problem)
     assert schedule is not None
-    mine = {stage: Signature.of(module) for stage, module in modules.items()}
+    own_signatures = {stage: Signature.of(module) for stage, module in modules.items()}
     signatures: dict[int, Signature] = {}
-    for theirs in primitives.gather_objects(mine, on_cpu(group)):
+    for theirs in primitives.gather_objects(own_signatures, on_cpu(group)):
         signatures |= cast(dict[int, Signature], theirs)
     until: dict[str, int] = {}
     for stage, signature in sorted(signatures.items()):
@@ -224,41 +236,45 @@ def agree_on_stages(
         stage: StageAdapter(module, signatures[stage], skips, onward[stage])
         for stage, module in modules.items()
     }
-    if device is None:  # without parameters or buffers, where messages of the group are
-        here = (m for m in modules.values() if isinstance(m, nn.Module))
-        tensors = (x for m in here for x in (*m.parameters(), *m.buffers()))
+    if device is None:  # that of the parameters, or else that of the group's messages
+        own_modules = (m for m in modules.values() if isinstance(m, nn.Module))
+        tensors = (x for m in own_modules for x in (*m.parameters(), *m.buffers()))
         device = next((x.device for x in tensors), None) or primitives.device_of(group)
     return schedule, OwnedStages(modules, calls, signatures, tuple(skips), torch.device(device))
 
 
 def listed(what: str, names: Sequence[str]) -> tuple[str, ...]:
-    """`names` as a tuple; raises ScheduleError for one str, whose letters would be the names, and
-    for what holds none."""
+    """Return `names` as a tuple; refuse a str, whose letters would count as names.
+
+    Raises:
+        ScheduleError: `names` is a str or not iterable.
+    """
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise ScheduleError(f"{what} is {names!r}; give a list of names: [{str(names)!r}]")
     return tuple(names)
 
 
 def _numbered(stages: Stages, schedule: Schedule, index: int) -> dict[int, Stage]:
-    """My stages by number; raises ScheduleError where the schedule places others on this rank."""
-    mine = schedule.stages_of(index)
+    """Return this rank's stages by number; raise ScheduleError if the schedule has others here."""
+    own_numbers = schedule.stages_of(index)
     if isinstance(stages, Mapping):
-        if set(stages) != set(mine):
+        if set(stages) != set(own_numbers):
             raise ScheduleError(
-                f"was given stages {sorted(stages)}, but {schedule.name} places {list(mine)} of "
+                f"was given stages {sorted(stages)}, but {schedule.name} places "
+                f"{list(own_numbers)} of "
                 f"{schedule.num_stages} stages on it"
             )
-        given = [stages[stage] for stage in mine]
+        stage_list = [stages[stage] for stage in own_numbers]
     else:
         # a Sequential can be called and iterated; it is one stage
         listed = isinstance(stages, list | tuple | nn.ModuleList)
-        given = list(cast(Sequence[Stage], stages)) if listed else [cast(Stage, stages)]
-    if len(given) != len(mine):
+        stage_list = list(cast(Sequence[Stage], stages)) if listed else [cast(Stage, stages)]
+    if len(stage_list) != len(own_numbers):
         raise ScheduleError(
-            f"was given {len(given)} stages, but {schedule.name} places {len(mine)} of "
-            f"{schedule.num_stages} on it: {list(mine)}; give a list of these"
+            f"was given {len(stage_list)} stages, but {schedule.name} places {len(own_numbers)} of "
+            f"{schedule.num_stages} on it: {list(own_numbers)}; give a list of these"
         )
-    wrong = [type(stage).__name__ for stage in given if not callable(stage)]
+    wrong = [type(stage).__name__ for stage in stage_list if not callable(stage)]
     if wrong:
         raise ScheduleError(f"a stage is a module or a function, not a {wrong[0]}")
-    return dict(zip(mine, given, strict=True))
+    return dict(zip(own_numbers, stage_list, strict=True))

@@ -1,9 +1,9 @@
-"""Weights that several pipe ranks hold: an embedding on the first stage that is the head's on the
-last.
+"""Weights that several pipe ranks hold, such as an embedding that is also the head's weight.
 
-Such a weight has one layout that lists all its holders; everything that takes layouts does the
-rest: NaiveDDP and ZeroOptimizer start the copies alike and sum their gradients when the step's
-messages have gone, `clip_grad_norm_` counts it once, checkpoints store it once.
+Such a weight has one layout that lists all its holders, and everything that uses layouts does the
+rest. NaiveDDP and ZeroOptimizer give the copies equal values and sum their gradients when the
+step's messages have been sent, `clip_grad_norm_` counts the weight once, and checkpoints store it
+once.
 """
 
 from typing import Any
@@ -21,22 +21,25 @@ from torchdistpackage.parallel.pipeline.agreement import by_rank
 
 
 def tie(stage: nn.Module, *, group: Group | None = None, **weights: str) -> dict[str, Layout]:
-    """Layouts of the parameters of `stage`, by their names in it; all pipe ranks call it together.
+    """Return the layouts of `stage`'s parameters, with tied weights; all pipe ranks call it
+    together.
 
-    stage: of this rank; of several, a ModuleList, in which ties are one Parameter.
+    stage: this rank's stage, or a ModuleList of its stages, in which ties are one Parameter.
     weights: a name of your choice = the parameter's name in `stage`, on each rank that holds it:
         `tie(stage, words="embedding.weight")` on the first, `tie(stage, words="head.weight")` on
-        the last, `tie(stage)` between. group: pipe ranks; default tpc's.
+        the last, `tie(stage)` between.
+    group: pipe ranks; default: tpc's.
 
     Raises:
-        ScheduleError: on every rank: no such parameter, one holder, or unequal shapes.
+        ScheduleError: on every rank: a parameter does not exist, only one rank holds it, or shapes
+            differ.
     """
     group = resolve_group(group, "pipe")
     layouts = collect(stage)
-    known = {w: layouts[name].shape for w, name in weights.items() if name in layouts}
+    shapes_here = {w: layouts[name].shape for w, name in weights.items() if name in layouts}
     unknown = [name for name in weights.values() if name not in layouts]
     problem = f"{type(stage).__name__} has no parameter {', '.join(unknown)}" if unknown else ""
-    rows: list[Any] = primitives.gather_objects((known, problem), on_cpu(group))
+    rows: list[Any] = primitives.gather_objects((shapes_here, problem), on_cpu(group))
     if problems := by_rank([text for _, text in rows]):
         raise ScheduleError(problems)
     for weight in sorted({w for shapes, _ in rows for w in shapes}):

@@ -1,4 +1,4 @@
-"""Where to cut a chain of pieces into stages: arithmetic on costs. This file imports no torch.
+"""Cuts of a chain of pieces into stages, as arithmetic on costs. This file imports no torch.
 
 `split_by_cost` judges a cut by the largest sum of costs on one rank, then by the largest stage.
 `refine` moves the edges of such a cut to where a simulated step of the schedule is shortest.
@@ -17,21 +17,22 @@ Cut = tuple[range, ...]
 """The pieces of each stage, in order."""
 
 _MOVES = [(width, by) for width in (1, 2) for by in (-2, -1, 1, 2)]
-"""How many neighbouring edges `refine` moves at once, and by how many pieces. Of 40 random chains
-in 4 stages 37 came to the best cut of all, on average within 0.2 %; by busiest rank alone 12, and
-3.4 %."""
+"""Moves of `refine`: the number of adjacent edges to move at once, and by how many pieces. With
+these, 37 of 40 random chains in 4 stages reached the best cut, within 0.2 % on average; by busiest
+rank alone 12 did, within 3.4 %."""
 _ROUNDING = 1e-9
 MOST_COMPUTATIONS = 200_000
-"""Steps to simulate in all, less than a second: a start does not wait longer for a cut."""
+"""Most computations to simulate in all, less than a second, which a start may wait for a cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """Memory that a rank may hold, and that the pieces hold, in bytes.
+    """Memory that a rank may hold, and that the pieces need, in bytes.
 
-    cap_bytes: of one rank. held_bytes: of each piece, weights, gradients, optimizer state.
-    live_bytes: of each piece, what one microbatch keeps from its forward to its backward. live: for
-    each stage the most such microbatches at a time (`Timeline.peak_live`).
+    cap_bytes: limit of one rank.
+    held_bytes: weights, gradients and optimizer state of each piece.
+    live_bytes: memory of each piece that one micro-batch keeps from its forward to its backward.
+    live: for each stage the most such micro-batches at a time (`Timeline.peak_live`).
     """
 
     cap_bytes: float
@@ -40,7 +41,7 @@ class MemoryLimit:
     live: Sequence[int]
 
     def holds(self, cut: Sequence[range], placement: Sequence[int]) -> bool:
-        """Whether no rank holds more than its cap."""
+        """Return whether no rank exceeds its limit."""
         span, full = _held(self), dict.fromkeys(placement, 0.0)
         for stage, pieces in enumerate(cut):
             full[placement[stage]] += span(stage, pieces.start, pieces.stop)
@@ -55,17 +56,19 @@ def split_by_cost(
     memory: MemoryLimit | None = None,
     crossing: Sequence[float] | None = None,
 ) -> Cut:
-    """Cut pieces 0..n-1 into consecutive ranges, the largest sum of costs as small as can be.
+    """Cut pieces 0..n-1 into consecutive ranges whose largest sum of costs is as small as possible.
+
+    It uses dynamic programming over stages and pieces. The result is exact for the busiest rank if
+    each runs one stage, and nearly so if they run several (`cut_search.KEPT`). For many pieces in
+    many stages it searches a good cut for about a second. With fewer pieces than stages, the last
+    stages are empty.
 
     placement: for each stage the pipe index that runs it (`Schedule.placement`); None: one each.
-    Where an index runs several, the largest sum over the stages of an index is made small first,
-    then the largest stage. memory: no rank may hold more than its cap. crossing: for each piece
-    what a cut before it adds to the stages on its two sides, where these are on two ranks.
-
-    By dynamic programming over stages and pieces; exact for the busiest rank where each runs one
-    stage, and but for what `cut_search.KEPT` leaves out where they run several. Of many pieces in
-    many stages a good cut is searched for, in about a second. With fewer pieces than stages, stages
-    without a piece stand last.
+        If an index runs several stages, it first minimises the largest sum of an index, and then
+        the largest stage.
+    memory: limit of each rank's memory.
+    crossing: for each piece the cost that a cut before it adds to the stages on both sides, if they
+        are on different ranks.
 
     Raises:
         ScheduleError: fewer than one stage, a placement of another number, a negative cost, a
@@ -90,7 +93,7 @@ def split_by_cost(
     stage_ranks, work = [*placement][:used], _sums(costs)
     time = work if crossing is None else _with_crossing(work, crossing, stage_ranks)
     if memory is None:
-        # a cut into equal parts, each overshot by less than a piece, is always there
+        # a bound: a cut into equal parts, each exceeded by less than one piece, always exists
         share = work(0, 0, num_pieces) / max(used, 1) + max(costs, default=0.0)
         share += 2 * max(crossing or (), default=0.0)
         busiest = max(map(stage_ranks.count, stage_ranks), default=0)
@@ -115,16 +118,16 @@ def split_by_cost(
 
 
 def refine(cut: Sequence[range], schedule: Schedule, step: Callable[[Cut], float]) -> Cut:
-    """The cut reached from `cut` by moves of its edges, each of which makes a step shorter.
+    """Improve a cut by moves of its edges, each of which makes a simulated step shorter.
 
-    The step counts, not the busiest rank: with few microbatches a stage before the busiest one
-    costs less than one behind it, and a message more than its bytes. No stage is emptied.
+    It compares steps, not the busiest ranks: with few micro-batches a stage before the busiest one
+    costs less than one behind it, and a message costs more than its bytes. No stage becomes empty.
 
-    schedule: whose steps are simulated; large ones are tried less often. step: how long one takes
-    with a cut; infinite where it does not fit.
+    schedule: the schedule to simulate; for a large one it tries fewer moves.
+    step: returns the time of a step with a cut, infinite if the cut does not fit.
     """
     tries = MOST_COMPUTATIONS // (2 * schedule.num_stages * schedule.num_microbatches)
-    found, shortest = tuple(cut), step(tuple(cut))
+    best, shortest = tuple(cut), step(tuple(cut))
     edges = [*(stage.start for stage in cut), cut[-1].stop]
     moved = True
     while moved:
@@ -136,40 +139,41 @@ def refine(cut: Sequence[range], schedule: Schedule, step: Callable[[Cut], float
                 if any(a >= b for a, b in pairwise(tried)):
                     continue
                 if (tries := tries - 1) <= 0:
-                    return found
+                    return best
                 other = tuple(range(a, b) for a, b in pairwise(tried))
                 if (length := step(other)) < shortest * (1 - _ROUNDING):
-                    found, shortest, edges, moved = other, length, tried, True
-    return found
+                    best, shortest, edges, moved = other, length, tried, True
+    return best
 
 
 def split_evenly(num_pieces: int, num_stages: int, *, longer_last: bool = False) -> Cut:
-    """Ranges whose lengths differ by at most one, longer ones first unless `longer_last`."""
+    """Return ranges whose lengths differ by at most one, longer ones first unless `longer_last`."""
     lengths = even_sizes(num_pieces, num_stages)
     ends = accumulate(reversed(lengths) if longer_last else lengths, initial=0)
     return tuple(range(a, b) for a, b in pairwise(ends))
 
 
 def _sums(values: Sequence[float]) -> Span:
-    """The sum over a stage's pieces, whichever stage it is."""
+    """Return a function that sums `values` over a stage's pieces, for any stage."""
     total = list(accumulate(values, initial=0.0))
     return lambda stage, first, end: total[end] - total[first]
 
 
 def _with_crossing(work: Span, crossing: Sequence[float], placement: Sequence[int]) -> Span:
-    """`work`, and what goes over the two ends of the stage to other ranks."""
+    """Return `work` plus the cost of crossing to other ranks at the two ends of the stage."""
     num_pieces = len(crossing)
     leaves = [a != b for a, b in pairwise(placement)]
 
     def time(stage: int, first: int, end: int) -> float:
-        taken = crossing[first] if stage and leaves[stage - 1] else 0.0
-        given = crossing[end] if end < num_pieces and leaves[stage] else 0.0
-        return taken + work(stage, first, end) + given
+        incoming = crossing[first] if stage and leaves[stage - 1] else 0.0
+        outgoing = crossing[end] if end < num_pieces and leaves[stage] else 0.0
+        return incoming + work(stage, first, end) + outgoing
 
     return time
 
 
 def _held(memory: MemoryLimit) -> Span:
+    """Return a function for the bytes that a rank holds for a stage."""
     num_bytes, live = _sums(memory.held_bytes), _sums(memory.live_bytes)
     return lambda stage, first, end: (
         num_bytes(stage, first, end) + memory.live[stage] * live(stage, first, end)

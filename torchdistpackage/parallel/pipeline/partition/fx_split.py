@@ -1,8 +1,9 @@
-"""Any model that torch.fx can trace, split into stages by measured time.
+"""Stages of any model that torch.fx can trace, cut by measured time.
 
-A cut may run through anything, a residual too: every value that is made on one side of it and used
-on the other goes across, alone as a tensor, several as a dict by name. A value that is used two
-stages on passes through the one between.
+A cut may go anywhere, also through a residual connection. Every value that is computed before the
+cut
+and used after it crosses it: a single one as a tensor, several as a dict by name. A value used two
+stages later passes through the stage between.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.tools.undisturbed import undisturbed
 
 BYTES_PER_S = 1e9
-"""The rate of a link when there is none to measure, so that cuts move to where less crosses."""
+"""Assumed rate of a link without a measurement, so that cuts move to where fewer bytes cross."""
 
 
 def split_traced(
@@ -42,16 +43,18 @@ def split_traced(
     group: Group | None = None,
     bytes_per_s: float | None = None,
 ) -> list[fx.GraphModule]:
-    """The stages of `model` in order; parameters keep their names.
+    """Return the stages of `model` in order; parameters keep their names.
 
-    The first stage takes what the model takes, each later one what the one before returned, the
-    last returns what the model returns. Operations are timed one by one on `example`, the model's
-    arguments for one microbatch. What depends on `training` outside of torch's own modules is
-    traced as it is now.
+    The first stage takes the model's arguments, each later one the output of the previous stage,
+    and the last returns the model's output. Operations are timed one by one on `example`, the
+    model's arguments for one micro-batch. Code that depends on `training`, outside of torch's own
+    modules, is traced for the current mode.
 
-    placement: for each stage the pipe index that runs it. leaves: classes of modules that are not
-    traced into. cap_bytes, live, schedule: see `layer_costs.split_measured`. group: see
-    `layer_costs.measure`. bytes_per_s: of links; None: measured in `group`.
+    placement: for each stage the pipe index that runs it.
+    leaves: classes of modules that are not traced into.
+    cap_bytes, live, schedule: see `layer_costs.split_measured`.
+    group: see `layer_costs.measure`.
+    bytes_per_s: rate of the links; None: measured in `group`.
 
     Raises:
         ScheduleError: the model cannot be traced, has too few places for a cut, or does not fit
@@ -81,7 +84,7 @@ def split_traced(
 
 
 class _CutPoint(NamedTuple):
-    """A cut before node `at`, `after_s` into the step."""
+    """A possible cut before node `at`, after which `after_s` seconds of the step have passed."""
 
     at: int
     after_s: float
@@ -89,6 +92,8 @@ class _CutPoint(NamedTuple):
 
 
 class _Tracer(fx.Tracer):
+    """A tracer that does not trace into modules of the given classes."""
+
     def __init__(self, leaves: tuple[type[nn.Module], ...]):
         super().__init__()
         self._leaves = leaves
@@ -98,6 +103,7 @@ class _Tracer(fx.Tracer):
 
 
 def _trace(model: nn.Module, leaves: tuple[type[nn.Module], ...]) -> fx.GraphModule:
+    """Trace a model; raise ScheduleError if torch.fx cannot."""
     try:
         return fx.GraphModule(model, _Tracer(leaves).trace(model))
     except (fx.proxy.TraceError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -111,46 +117,46 @@ def _trace(model: nn.Module, leaves: tuple[type[nn.Module], ...]) -> fx.GraphMod
 def _timed_run(
     traced: fx.GraphModule, nodes: Sequence[fx.Node], example: Sequence[object], rounds: int
 ) -> tuple[list[PieceCost], dict[fx.Node, object]]:
-    """Cost of each node, and the values of the last round."""
-    taken: list[list[PieceCost]] = [[] for _ in nodes]
+    """Return the cost of each node, and the values of the last round."""
+    measured: list[list[PieceCost]] = [[] for _ in nodes]
     values: dict[fx.Node, object] = {}
     with undisturbed(traced):
         for turn in range(rounds + 1):
-            given = iter(example)
-            for costs, node in zip(taken, nodes, strict=True):
+            arguments = iter(example)
+            for costs, node in zip(measured, nodes, strict=True):
                 if node.op == "placeholder":
                     default = node.args[0] if node.args else None
-                    values[node], cost = next(given, default), PieceCost(0.0, 0.0)
+                    values[node], cost = next(arguments, default), PieceCost(0.0, 0.0)
                 else:
-                    known = [values[n] for n in node.all_input_nodes]
+                    inputs = [values[n] for n in node.all_input_nodes]
                     values[node], cost = measure_call(
-                        _call(traced, node), known, _own(traced, node)
+                        _call(traced, node), inputs, _own(traced, node)
                     )
                 if turn:
                     costs.append(cost)
-    return [middle(costs) for costs in taken], values
+    return [middle(costs) for costs in measured], values
 
 
 def _call(traced: fx.GraphModule, node: fx.Node) -> Callable[..., object]:
-    """The node as a function of the values of its `all_input_nodes`."""
+    """Return the node as a function of the values of its `all_input_nodes`."""
 
-    def call(*given: object) -> object:
-        known = dict(zip(node.all_input_nodes, given, strict=True))
-        args = fx.node.map_arg(node.args, known.__getitem__)
-        kwargs = fx.node.map_arg(node.kwargs, known.__getitem__)
+    def call(*inputs: object) -> object:
+        values = dict(zip(node.all_input_nodes, inputs, strict=True))
+        args = fx.node.map_arg(node.args, values.__getitem__)
+        kwargs = fx.node.map_arg(node.kwargs, values.__getitem__)
         return getattr(fx.Interpreter(traced), node.op)(node.target, args, kwargs)
 
     return call
 
 
 def _own(traced: fx.GraphModule, node: fx.Node) -> list[Tensor]:
-    """The trained parameters that the node itself brings."""
-    found: list[object] = []
+    """Return the trained parameters that the node itself uses."""
+    candidates: list[object] = []
     if node.op == "call_module":
-        found += traced.get_submodule(str(node.target)).parameters()
+        candidates += traced.get_submodule(str(node.target)).parameters()
     elif node.op == "get_attr":
-        found.append(fx.Interpreter(traced).fetch_attr(str(node.target)))
-    return [p for p in found if isinstance(p, nn.Parameter) and p.requires_grad]
+        candidates.append(fx.Interpreter(traced).fetch_attr(str(node.target)))
+    return [p for p in candidates if isinstance(p, nn.Parameter) and p.requires_grad]
 
 
 def _cuts(
@@ -160,43 +166,43 @@ def _cuts(
     costs: Sequence[PieceCost],
     bytes_per_s: float,
 ) -> list[_CutPoint]:
-    """Places where a cut may be, and no other is as good."""
+    """Return the possible cuts, without those that a nearby cut with fewer bytes beats."""
     users: dict[int, list[int]] = {}
     for i, node in enumerate(nodes):
         for parameter in _own(traced, node):
             users.setdefault(id(parameter), []).append(i)
-    found: list[_CutPoint] = []
+    candidates: list[_CutPoint] = []
     after_s = 0.0
     first = sum(node.op == "placeholder" for node in nodes) + 1
     for at in range(len(nodes)):
-        shared = any(min(held) < at <= max(held) for held in users.values())
+        shared = any(min(indices) < at <= max(indices) for indices in users.values())
         across = [values[n] for n in _crossing(nodes, at)]
         if at >= first and not shared and all(isinstance(x, Tensor) for x in across):
-            found.append(_CutPoint(at, after_s, sum(x.nbytes for x in across)))  # type: ignore[union-attr]
+            candidates.append(_CutPoint(at, after_s, sum(x.nbytes for x in across)))  # type: ignore[union-attr]
         after_s += costs[at].step_s
 
     def is_worse(a: _CutPoint, b: _CutPoint) -> bool:
         return abs(a.after_s - b.after_s) < (a.num_bytes - b.num_bytes) / bytes_per_s
 
-    return [cut for cut in found if not any(is_worse(cut, other) for other in found)]
+    return [cut for cut in candidates if not any(is_worse(cut, other) for other in candidates)]
 
 
 def _crossing(nodes: Sequence[fx.Node], at: int) -> list[fx.Node]:
-    """Nodes before `at` that are used by those from there on, the graph's output included."""
-    before = set(nodes[:at])
-    return [n for n in nodes[:at] if any(user not in before for user in n.users)]
+    """Return the nodes before `at` whose values are used from `at` on, or by the output."""
+    earlier = set(nodes[:at])
+    return [n for n in nodes[:at] if any(user not in earlier for user in n.users)]
 
 
 def _stage(traced: fx.GraphModule, nodes: Sequence[fx.Node], a: int, b: int) -> fx.GraphModule:
-    """Nodes a to b as a module of its own, with the parameters that they use."""
+    """Return nodes a to b as a module, with the parameters that they use."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    taken = _crossing(nodes, a)
-    if len(taken) == 1:
-        copies[taken[0]] = graph.placeholder(taken[0].name)
-    elif taken:
+    inputs = _crossing(nodes, a)
+    if len(inputs) == 1:
+        copies[inputs[0]] = graph.placeholder(inputs[0].name)
+    elif inputs:
         received = graph.placeholder("received")
-        for node in taken:
+        for node in inputs:
             copies[node] = graph.call_function(getitem, (received, node.name))
     for node in nodes[a:b]:
         copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -204,13 +210,14 @@ def _stage(traced: fx.GraphModule, nodes: Sequence[fx.Node], a: int, b: int) -> 
         (output,) = traced.graph.find_nodes(op="output")
         graph.output(fx.node.map_arg(output.args[0], copies.__getitem__))
     else:
-        given = _crossing(nodes, b)
-        alone = len(given) == 1
-        graph.output(copies[given[0]] if alone else {n.name: copies[n] for n in given})
+        outputs = _crossing(nodes, b)
+        alone = len(outputs) == 1
+        graph.output(copies[outputs[0]] if alone else {n.name: copies[n] for n in outputs})
     return fx.GraphModule(traced, graph)
 
 
 def _sum(costs: Sequence[PieceCost], output_bytes: int) -> PieceCost:
+    """Return the summed cost of a piece's nodes."""
     names = ("forward_s", "backward_s", "parameter_bytes", "activation_bytes")
     sums = {name: sum(getattr(c, name) for c in costs) for name in names}
     return PieceCost(**sums, output_bytes=output_bytes)

@@ -1,10 +1,10 @@
-"""The blocks of a stage of a decoder, and what goes into the first of them and out of the last.
+"""Gates on a decoder stage's blocks: they feed its first block, and catch its last block's output.
 
-A family's own forward calls the blocks, with what it has made of its inputs. The first block of a
-stage takes in place of that what the stage before sent, and with sequence parallelism this rank's
-part. All blocks of a stage are of one class, those in the middle too, and all this is outside of a
-block's own call: so blocks that are alike share what `torch.compile` makes of one, and activation
-checkpointing, which calls a block again when other activations are here, repeats none of it.
+The model's own forward calls the blocks with what it computed from its inputs. The gate of a
+stage's first block replaces that by the message of the previous stage or, with sequence
+parallelism, by this rank's slice. All blocks of a stage have one class, and the gates are outside
+a block's own call. So equal blocks share one graph of `torch.compile`, and activation
+checkpointing, which calls a block again when other activations are stored here, does not repeat the gates.
 """
 
 from functools import cache
@@ -19,12 +19,14 @@ from torchdistpackage.errors import ScheduleError
 
 
 class BlockActivations:
-    """Of a stage's call: what enters its first block, what left its last one.
+    """The activations of a stage's call: the input of its first block, the output of its last.
 
-    is_first, is_last: of all stages. There the model's own forward comes before, and goes on.
-    group: of ranks that have a part each of the sequence between blocks; None: they have it whole.
-    is_other: whether the first block would have been given something else.
-    copies_input: whether the family's forward changes in place what it is given.
+    is_first, is_last: whether it is the model's first or last stage, where the model's own forward
+        runs before or after the blocks.
+    group: ranks that each have a slice of the sequence between blocks; None: no sequence
+        parallelism.
+    is_other: whether the gate has replaced the first block's input.
+    copies_input: whether the model's forward changes its input in place.
     """
 
     def __init__(self, is_first: bool, is_last: bool) -> None:
@@ -36,25 +38,35 @@ class BlockActivations:
 
     @property
     def num_shares(self) -> int:
-        """Ranks that have a part each of a sequence."""
+        """Number of ranks that share a sequence."""
         return 1 if self.group is None else self.group.size()
 
     def whole_like(self, x: Tensor) -> Tensor:
-        """x (B, S/n, D), or zeros for all positions where x is a part, or of several streams
-        (B, S, N, D): a family's forward takes its shapes from embedded tokens."""
+        """Return a tensor of the full sequence's shape, from which the model's forward takes
+        shapes.
+
+        It is x itself if x is (B, S, D), and zeros if x is a slice (B, S/n, D) or has several
+        streams (B, S, N, D).
+        """
         if self.num_shares == 1 and x.dim() == 3:
             return x.clone() if self.copies_input else x
         batch, length, *_, dim = x.shape
         return x.new_zeros(()).expand(batch, length * self.num_shares, dim)
 
-    def enter(self, given: Tensor, name: str) -> Tensor:
-        """What the first block gets, in place of what the family's forward gave it.
+    def enter(self, block_input: Tensor, name: str) -> Tensor:
+        """Return the input of the first block, instead of the one that the model's forward gave it.
+
+        name: class of the block, for the error.
 
         Raises:
-            ScheduleError: it is called outside of the stage's call. name: its class.
+            ScheduleError: the block is called outside of the stage's call.
         """
         if self.is_first:
-            return given if self.group is None else collectives.scatter(given, 1, self.group)
+            return (
+                block_input
+                if self.group is None
+                else collectives.scatter(block_input, 1, self.group)
+            )
         x = self.enters
         if x is None and self.is_other:
             raise ScheduleError(
@@ -62,13 +74,13 @@ class BlockActivations:
                 f"begins with; use a newer transformers, whose blocks checkpoint themselves, or "
                 f"no activation checkpointing"
             )
-        if x is None or given is x:
-            return given
+        if x is None or block_input is x:
+            return block_input
         self.is_other = True
         return x
 
     def leave(self, output: Any) -> Any:
-        """Keep what the last block returns; what the family's forward is to go on with."""
+        """Keep the last block's output; return what the model's forward continues with."""
         self.left = x = output[0] if isinstance(output, tuple | list) else output
         if self.group is None:
             return output
@@ -76,7 +88,7 @@ class BlockActivations:
         return type(output)((x, *output[1:])) if isinstance(output, tuple | list) else x
 
     def take(self) -> Tensor:
-        """The outputs; raises ScheduleError if the block was not called, or returned no tensor."""
+        """Return the last block's output; raise ScheduleError if it is missing or not a tensor."""
         if not isinstance(self.left, Tensor):
             raise ScheduleError(
                 "the longest list of modules in this model is not a row of blocks that hand on "
@@ -86,12 +98,14 @@ class BlockActivations:
 
 
 def make_gated(block: nn.Module, activations: BlockActivations, takes: bool, leaves: bool) -> None:
-    """Let a block have what enters its stage (takes), and keep what leaves it (leaves)."""
+    """Gate a block: it takes the stage's input (takes), or its output is kept (leaves)."""
     block.__class__ = _gated(type(block))
     block.__dict__["_gate"] = activations, takes, leaves
 
 
 class _GatedBlock:
+    """A block whose call passes through the gates of its stage."""
+
     _gate: tuple[BlockActivations, bool, bool]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -112,8 +126,10 @@ class _GatedBlock:
 
 @cache
 def _gated(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the gated subclass of a block's class, one for each class."""
     return type(kind.__name__, (_GatedBlock, kind), {"__module__": kind.__module__})
 
 
 def _new_gated(kind: type[nn.Module]) -> nn.Module:
+    """Create an empty gated block, when unpickling."""
     return nn.Module.__new__(_gated(kind))

@@ -1,10 +1,10 @@
-"""A Hugging Face decoder cut into stages along its list of blocks.
+"""Stages of a Hugging Face decoder, cut along its list of blocks.
 
-A stage is the model itself with fewer blocks. It runs the family's own forward, which makes masks
-and rotary tables, and the last one the family's own head and loss. Activations enter where the
-first of its blocks is called and leave where the last one returns. What other stages run before and
-after the blocks is left out. Whether the stages in a row compute what the model does is tried when
-they are made, so a family whose blocks share anything else is refused.
+A stage is the model itself with fewer blocks. It runs the model's own forward, which makes masks
+and rotary tables; the last stage also runs the model's own head and loss. Activations enter where
+the stage's first block is called and leave where its last block returns. Modules before and after
+the blocks that other stages run are left out. When stages are made, they are compared with the
+model, so a family whose blocks share anything else is refused.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,16 +25,15 @@ from torchdistpackage.parallel.pipeline.partition.gated_blocks import BlockActiv
 from torchdistpackage.tools.undisturbed import in_eval
 
 NUM_TOKENS = 8
-"""Tokens of the sequence on which stages are compared with their model."""
+"""Length of the sequence on which stages are compared with their model."""
 _OPTIONS = {"use_cache": False, "return_dict": True}
 
 
 class DecoderStage(nn.Module):
     """Consecutive blocks of a decoder; the first stage embeds, the last has the norm and the head.
 
-    Parameters keep the model's names. Calls of all stages take the same keywords.
-
-    Parts of a sequence, see `share_sequences`, are handed on between blocks and stages alone.
+    Parameters keep the model's names. Calls of all stages take the same keywords. With
+    `share_sequences`, only blocks and messages between stages work on slices of the sequence.
     """
 
     def __init__(
@@ -44,7 +43,10 @@ class DecoderStage(nn.Module):
         activations: BlockActivations,
         ends: Sequence[bool],
     ):
-        """base: the model's, cut. activations: of its blocks. ends: is it the first, the last?"""
+        """Create a stage from the cut base of `model`.
+
+        activations: those of its blocks. ends: whether it is the first and the last stage.
+        """
         super().__init__()
         self.config, self._prefix = model.config, base_name(model)
         self._activations, (self._is_first, self._is_last) = activations, ends
@@ -53,9 +55,10 @@ class DecoderStage(nn.Module):
             for name, child in model.named_children():
                 if name != self._prefix:
                     self.add_module(name, child)
-            # no module of ours, or names would change; it shares our modules
-            self.__dict__["_whole"] = whole = copy(model)
-            whole.__dict__["_modules"] = self._modules
+            # kept outside the module tree, because a submodule would change parameter names; it
+            # shares this stage's modules
+            self.__dict__["_model"] = model_copy = copy(model)
+            model_copy.__dict__["_modules"] = self._modules
 
     def forward(
         self,
@@ -65,43 +68,46 @@ class DecoderStage(nn.Module):
         labels: Tensor | None = None,
         **more: Any,
     ) -> Tensor:
-        """ids (B, S) on the first stage, else activations (B, S, D) as the stage before gave them.
+        """Run the stage: return activations or, on the last stage, logits (B, S, V) or the loss.
 
-        attention_mask, position_ids (B, S), more: of the model, the same for every stage. Returns
-        activations; on the last stage logits (B, S, V), or with labels (B, S) the model's loss.
+        x: ids (B, S) on the first stage, else activations (B, S, D) from the previous stage.
+        attention_mask, position_ids (B, S), more: the model's keywords, equal for every stage.
+        labels (B, S): with them the last stage returns the model's loss.
         """
-        given: dict[str, Any] = {"input_ids": x, **_OPTIONS, **more}
+        arguments: dict[str, Any] = {"input_ids": x, **_OPTIONS, **more}
         if not self._is_first:
-            given["inputs_embeds"] = self._activations.whole_like(given.pop("input_ids"))
+            arguments["inputs_embeds"] = self._activations.whole_like(arguments.pop("input_ids"))
         masks = {"attention_mask": attention_mask, "position_ids": position_ids}
-        given |= {name: value for name, value in masks.items() if value is not None}
+        arguments |= {name: value for name, value in masks.items() if value is not None}
         activations = self._activations
         activations.enters = None if self._is_first else x
         try:
             if not self._is_last:
-                getattr(self, self._prefix)(**given)
+                getattr(self, self._prefix)(**arguments)
                 return activations.take()
-            whole = self.__dict__["_whole"]
-            whole.training = self.training
+            model = self.__dict__["_model"]
+            model.training = self.training
             if labels is None:
-                return whole(**given).logits
-            return whole(**given, labels=labels).loss
+                return model(**arguments).logits
+            return model(**arguments, labels=labels).loss
         finally:
             activations.enters = activations.left = None
 
     @property
     def copies_input(self) -> bool:
-        """Whether the model is given a copy of the activations, as it writes into them."""
+        """True if the model gets a copy of the activations, because it writes into them."""
         return self._activations.copies_input
 
     @property
     def num_shares(self) -> int:
-        """Ranks that have a part each of a sequence between the blocks."""
+        """Number of ranks that each have a slice of the sequence between the blocks."""
         return self._activations.num_shares
 
     def share_sequences(self, group: Group) -> None:
-        """Activations between blocks are this rank's part (B, S/n, D) of the sequence; masks,
-        positions and what comes before and behind the blocks are of all."""
+        """Let blocks work on this rank's slice (B, S/n, D) of the sequence.
+
+        Masks, positions and the modules before and after the blocks still see the full sequence.
+        """
         self._activations.group = group
 
 
@@ -112,14 +118,17 @@ def decoder_stages(
     costs: Sequence[float] | None = None,
     check: bool = True,
 ) -> list[DecoderStage]:
-    """The stages of a causal language model of transformers, in order; they share its parameters.
+    """Return the stages of a transformers causal language model, which share its parameters.
 
-    The model runs once on a few tokens, without dropout. placement: for each stage the pipe index
-    that runs it. costs: of the embedding, each block, and the head; None: sizes of their matrices.
-    check: compare logits and loss of the stages in a row with the model's, but on the meta device.
+    The model runs once on a few tokens, without dropout.
+
+    placement: for each stage the pipe index that runs it.
+    costs: costs of the embedding, each block and the head; None: the sizes of their matrices.
+    check: compare logits and loss of all stages in a row with the model's, except on the meta
+        device.
 
     Raises:
-        ScheduleError: no list of blocks is found, it is shorter than the stages, or the stages do
+        ScheduleError: there is no list of blocks, it is shorter than the stages, or the stages do
             not compute what the model does.
     """
     base = model.get_submodule(base_name(model))
@@ -148,13 +157,14 @@ def decoder_stages(
 def decoder_stage(
     model: nn.Module, blocks: range, around: "BlockNeighbours | None" = None
 ) -> DecoderStage:
-    """One stage alone, of these blocks of a model, which may be on the meta device.
+    """Return one stage, with these blocks of a model, which may be on the meta device.
 
-    around: what a run of the model, or of a small copy, has shown; None: the model is run once.
-    Whether the stages in a row compute what the model does is not looked at.
+    It does not check that all stages in a row compute what the model does.
+
+    around: the findings of a run of the model or of a small copy; None: run the model once.
 
     Raises:
-        ScheduleError: no list of blocks is found.
+        ScheduleError: there is no list of blocks.
     """
     if around is None:
         base = model.get_submodule(base_name(model))
@@ -173,6 +183,7 @@ def _stage(model: nn.Module, blocks: range, around: "BlockNeighbours") -> Decode
 
 
 def _costs(model: nn.Module, blocks: Sequence[nn.Module]) -> list[float]:
+    """Return the sizes of the matrices of embedding (0), blocks and head."""
     heads = [m for name, m in model.named_children() if name != base_name(model)]
     matrices = [
         float(sum(p.numel() for p in module.parameters() if p.dim() > 1))
@@ -181,7 +192,7 @@ def _costs(model: nn.Module, blocks: Sequence[nn.Module]) -> list[float]:
     return [0.0, *matrices[: len(blocks)], sum(matrices[len(blocks) :])]
 
 
-# -- is it the model? ----------------------------------------------------------------------------
+# -- comparison with the model -------------------------------------------------------------------
 
 
 def _tokens(model: nn.Module) -> Tensor:
@@ -204,7 +215,7 @@ def _run(model: nn.Module, around: "BlockNeighbours") -> ParityRecord | None:
         with torch.no_grad(), in_eval(model), around.seen():
             record = record_results({} if ids.is_meta else parts_of(model), run)
     except (RuntimeError, NotImplementedError):
-        if ids.is_meta:  # where not all can be run
+        if ids.is_meta:  # some models cannot run on the meta device
             return None
         raise
     return None if ids.is_meta else record
@@ -213,7 +224,8 @@ def _run(model: nn.Module, around: "BlockNeighbours") -> ParityRecord | None:
 def stage_modules(stages: Sequence[DecoderStage]) -> dict[str, nn.Module]:
     """Return the modules of all stages by their names in the model.
 
-    Several stages run the base; it is that of the last, which ends as the model's does.
+    All stages have the base module; the result has the last stage's, which returns what the model's
+    does.
     """
     return {
         name: module
@@ -224,18 +236,18 @@ def stage_modules(stages: Sequence[DecoderStage]) -> dict[str, nn.Module]:
 
 
 def _compare(model: nn.Module, stages: Sequence[DecoderStage], expected: ParityRecord) -> None:
-    """Raises ScheduleError where the stages in a row differ from the model."""
+    """Raise ScheduleError if all stages in a row compute something else than the model."""
     x = ids = _tokens(model)
-    found = ParityRecord({})
+    actual = ParityRecord({})
     *rest, last = stages
     with torch.no_grad(), in_eval(*stages):
-        with recording(stage_modules(stages), found, first_call=True):
+        with recording(stage_modules(stages), actual, first_call=True):
             for stage in rest:
                 x = stage(x)
             logits = last(x)
-        found.results = [logits, last(x, labels=ids)]
-    # the same operations in the same order: not a bit may differ
-    if (finding := first_difference(expected, [found], {}, elementwise_within(0.0))) is not None:
+        actual.results = [logits, last(x, labels=ids)]
+    # tolerance 0: the same operations run in the same order, so not a bit may differ
+    if (finding := first_difference(expected, [actual], {}, elementwise_within(0.0))) is not None:
         raise ScheduleError(
             f"the {len(stages)} stages do not compute what {type(model).__name__} does "
             f"({finding.brief}): its blocks share more than their activations, masks and "
@@ -248,10 +260,12 @@ def _compare(model: nn.Module, stages: Sequence[DecoderStage], expected: ParityR
 
 
 class BlockNeighbours:
-    """Names of the modules next to the list of blocks, and next to what holds it, that are called
-    before the blocks and behind them: as registered, until a run has shown it.
+    """Names of the modules that the model calls before its blocks, and after them.
 
-    writes_input: whether the model changes the embedded tokens that it is given in place.
+    These are modules beside the list of blocks and beside its parents. Their order is that of
+    registration, until a run shows the order of calls.
+
+    writes_input: whether the model changes its embedded tokens in place.
     """
 
     def __init__(self, base: nn.Module, path: str):
@@ -273,25 +287,31 @@ class BlockNeighbours:
 
     @contextmanager
     def seen(self) -> Iterator[None]:
-        """A forward inside shows which are called when; the others stay on every stage."""
-        before, behind = set[str](), set[str]()
-        now = [before]
+        """Watch a forward in the block to see which modules run when; others stay on every
+        stage.
+        """
+        called_before, called_behind = set[str](), set[str]()
+        current = [called_before]
         handles = [
-            module.register_forward_pre_hook(lambda *_, name=name: now[0].add(name))
+            module.register_forward_pre_hook(lambda *_, name=name: current[0].add(name))
             for name, module in self._modules.items()
         ]
-        handles.append(self._first.register_forward_pre_hook(lambda *_: now.__setitem__(0, behind)))
+        handles.append(
+            self._first.register_forward_pre_hook(lambda *_: current.__setitem__(0, called_behind))
+        )
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-        self.before, self.behind = before - behind, behind - before
+        self.before, self.behind = called_before - called_behind, called_behind - called_before
 
 
 class SkippedModule(nn.Module):
-    """In place of what another stage runs before or behind the blocks: an embedding that adds
-    nothing, or something that changes nothing."""
+    """A stand-in for a module that another stage runs.
+
+    It returns its input or, for an embedding, a zero that adds nothing.
+    """
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -302,12 +322,14 @@ class SkippedModule(nn.Module):
 
 
 class KeptBlocks(nn.ModuleList):
-    """The blocks of a stage under the numbers that they have in the model; an index counts those
-    that are here, so that a forward that asks for the first one has it."""
+    """The blocks of a stage, under their numbers in the model.
+
+    An index counts only this stage's blocks, so that a forward that reads the first block finds it.
+    """
 
     def __getitem__(self, idx: Any) -> Any:
-        found = list(self._modules.values())[idx]
-        return nn.ModuleList(found) if isinstance(found, list) else found
+        selected = list(self._modules.values())[idx]
+        return nn.ModuleList(selected) if isinstance(selected, list) else selected
 
 
 def cut_blocks(
@@ -319,28 +341,28 @@ def cut_blocks(
     activations: BlockActivations,
     above: str = "",
 ) -> nn.Module:
-    """`base` with some of its blocks, which keep their names, and without what others run."""
+    """Return `base` with only some of its blocks, and without modules that other stages run."""
     short, step = copy(base), path[0]
     short._modules = dict(base._modules)
-    if "config" in vars(base):  # not in all encoders that a decoder holds
+    if "config" in vars(base):  # some inner encoders have none
         short.config = copy(base.config)
         num = len(base.get_submodule(".".join(path)))
         # a block of two sublayers each counts as two there
         is_apart = getattr(base.config, "num_layers", None) == num
         count = "num_layers" if is_apart else "num_hidden_layers"
         setattr(short.config, count, len(blocks))
-        if "layer_types" in vars(base.config):  # in others it is computed
+        if "layer_types" in vars(base.config):  # other configs compute it
             short.config.layer_types = [base.config.layer_types[i] for i in blocks]
     inner = base._modules[step]
     if len(path) > 1:
         name = f"{above}{step}."
         short._modules[step] = cut_blocks(inner, path[1:], blocks, ends, around, activations, name)
     else:
-        kept = KeptBlocks()
+        stage_blocks = KeptBlocks()
         for i in blocks:
-            kept.add_module(str(i), block := copy(inner[i]))
+            stage_blocks.add_module(str(i), block := copy(inner[i]))
             make_gated(block, activations, i == blocks[0], i == blocks[-1])
-        short._modules[step] = kept
+        short._modules[step] = stage_blocks
     is_first, is_last = ends
     for child, module in base._modules.items():
         if not _is_own(module):
@@ -353,15 +375,18 @@ def cut_blocks(
 
 
 def _is_own(module: nn.Module | None) -> bool:
-    """Whether one stage alone is to run it; tables of positions are made on each."""
+    """Return whether only one stage runs this module; every stage makes tables of positions."""
     if module is None:
         return False
     return isinstance(module, nn.Dropout) or any(True for _ in module.parameters())
 
 
 def base_name(model: nn.Module) -> str:
-    """Name of the child that has the blocks: what the class calls its base, if it has one of that
-    name, else the one with the longest list of modules."""
+    """Return the name of the child with the blocks.
+
+    It is the class's `base_model_prefix` if that child exists, or else the child with the longest
+    list of modules.
+    """
     prefix = model.base_model_prefix
     if isinstance(prefix, str) and isinstance(getattr(model, prefix, None), nn.Module):
         return prefix
@@ -369,7 +394,7 @@ def base_name(model: nn.Module) -> str:
 
 
 def path_to_blocks(base: nn.Module) -> str:
-    """Where the longest list of modules is, of those that are in no other."""
+    """Return the path of the longest list of modules, among those that are in no other list."""
     lists: dict[str, int] = {}
     for name, module in base.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{n}.") for n in lists):

@@ -1,8 +1,8 @@
-"""The cost of each piece of a model, measured here, and the cut and stage costs that follow.
+"""Measured costs of a model's pieces, and the cuts and stage costs that follow from them.
 
-Measuring leaves no trace: gradients are values, so no `.grad` changes and no hook fires;
-buffers and random states are put back. Times add up along a stage; of memory a stage holds its
-weights once, and its activations once for every live microbatch.
+Measuring leaves no trace: gradients are returned as values, so no `.grad` changes and no hook runs,
+and buffers and random states are restored. Times add up along a stage. A stage holds its weights
+once, and its activations once for every live micro-batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,16 +38,19 @@ Result = TypeVar("Result")
 STATE_FACTOR = 4.0
 """Bytes held for each byte of trained parameters: itself, its gradient, two moments of Adam."""
 LINK_BYTES = 2**20
-"""The message by which a link is measured: of the size of an activation."""
+"""Bytes of the message that measures a link, about the size of an activation."""
 
 
 @dataclass(frozen=True, slots=True)
 class PieceCost:
-    """The cost of one piece for one microbatch.
+    """The cost of one piece for one micro-batch.
 
-    forward_s, backward_s: of the full one. input_s: of the gradient of its input alone.
-    parameter_bytes: of those that are trained. activation_bytes: what autograd keeps from the
-    forward to the backward, parameters left out. output_bytes: what goes on to the next piece.
+    forward_s, backward_s: seconds of the forward and the full backward.
+    input_s: seconds of the gradient of its input alone.
+    parameter_bytes: bytes of its trained parameters.
+    activation_bytes: bytes that autograd keeps from the forward to the backward, without
+        parameters.
+    output_bytes: bytes of its output.
     """
 
     forward_s: float
@@ -72,18 +75,20 @@ def split_measured(
     bytes_per_s: float = inf,
     schedule: Schedule | None = None,
 ) -> tuple[range, ...]:
-    """For each stage its pieces, so that the busiest rank takes as little time as can be.
+    """Return the pieces of each stage, such that the busiest rank takes the least time.
 
-    placement: for each stage the pipe index that runs it. cap_bytes: no rank may hold more. live:
-    microbatches that a stage holds at worst (`Timeline.peak_live`); None: as in the schedule, or as
-    in 1F1B with microbatches enough, p - s. state_factor: bytes held for each of parameters.
-    bytes_per_s: of a link between ranks (`measure_link`): with two microbatches under way, as
-    between the last two stages of 1F1B, a message takes as much of a step as if both ranks
-    computed it.
-    schedule: the order that will run the stages; then its simulated step is made short instead.
+    placement: for each stage the pipe index that runs it.
+    cap_bytes: most memory of a rank.
+    live: most micro-batches that a stage holds at a time (`Timeline.peak_live`); None: those of the
+        schedule, or p - s as in 1F1B with enough micro-batches.
+    state_factor: bytes held for each byte of parameters.
+    bytes_per_s: rate of a link between ranks (`measure_link`). With two micro-batches in flight, as
+        between the last two stages of 1F1B, a message takes as much of a step as if both ranks
+        computed it.
+    schedule: the order that will run the stages; with it, the simulated step is minimised instead.
 
     Raises:
-        ScheduleError: nothing fits into cap_bytes, or the schedule is of another placement.
+        ScheduleError: nothing fits into cap_bytes, or the schedule has another placement.
     """
     if schedule is not None and schedule.placement != tuple(placement):
         raise ScheduleError(
@@ -124,10 +129,11 @@ def stage_costs(
     message_s: float = 0.0,
     bytes_per_s: float = inf,
 ) -> StageCosts:
-    """Costs of stages, by which schedules are simulated and synthesized.
+    """Return costs of stages, with which schedules are simulated and synthesized.
 
-    message_s: what any message between two ranks takes, in addition to its bytes over bytes_per_s.
-    The first stage's input needs no gradient, so there all of a backward is of the weights.
+    The first stage's input needs no gradient, so all of its backward is for the weights.
+
+    message_s: time of any message between two ranks, in addition to its bytes over bytes_per_s.
     """
 
     def row(name: str) -> tuple[float, ...]:
@@ -136,61 +142,63 @@ def stage_costs(
     backward = row("backward_s")
     inputs = (0.0, *row("input_s")[1:])
     weights = tuple(max(b - i, 0.0) for b, i in zip(backward, inputs, strict=True))
-    given = [sum(pieces[i].output_bytes for i in stage[-1:]) for stage in stages]
+    output_bytes = [sum(pieces[i].output_bytes for i in stage[-1:]) for stage in stages]
     link = LinkModel(message_s, bytes_per_s)
-    messages = tuple(link.seconds(num_bytes) for num_bytes in given)
+    messages = tuple(link.seconds(num_bytes) for num_bytes in output_bytes)
     return StageCosts(row("forward_s"), backward, inputs, weights, messages)
 
 
 def block_weights(num_pieces: int, first: float = 1.0, last: float = 1.0) -> list[float]:
-    """Costs in blocks: 1 a piece, but `first` for the embedding and `last` for the head."""
+    """Return costs in blocks: 1 a piece, but `first` for the embedding and `last` for the head."""
     weights = [1.0] * num_pieces
     if weights:
         weights[0], weights[-1] = first, last if num_pieces > 1 else max(first, last)
     return weights
 
 
-# -- measured ------------------------------------------------------------------------------------
+# -- measurement ---------------------------------------------------------------------------------
 
 
 def measure(
     pieces: Sequence[Piece], *microbatch: object, rounds: int = 3, group: Group | None = None
 ) -> list[PieceCost]:
-    """The cost of each piece, on the output of the piece before it.
+    """Measure the cost of each piece, on the output of the piece before it.
 
-    microbatch: arguments of the first piece. A tuple or a list is several arguments of the next
-    piece. rounds: a time is the median of so many microbatches, after one that warms up. group:
-    whose ranks all measure the same pieces; the median over them counts, so all decide alike.
+    The pieces must be on the device, in the mode and under the autocast of training. It needs
+    memory for the activations of one piece, not of all.
 
-    The pieces are to be on the device, in the mode and under the autocast of training. Memory for
-    the activations of one piece is needed, not of all.
+    microbatch: arguments of the first piece. A piece that returns a tuple or a list gives the next
+        one several arguments.
+    rounds: number of micro-batches whose median is the time, after one that warms up.
+    group: ranks that all measure the same pieces; their median is used, so that all decide alike.
     """
-    taken: list[list[PieceCost]] = [[] for _ in pieces]
+    measured: list[list[PieceCost]] = [[] for _ in pieces]
     with undisturbed(*(piece for piece in pieces if isinstance(piece, nn.Module))):
         for turn in range(rounds + 1):
-            given = microbatch
-            for costs, piece in zip(taken, pieces, strict=True):
-                output, cost = measure_call(piece, given)
-                given = tuple(output) if isinstance(output, tuple | list) else (output,)
+            arguments = microbatch
+            for costs, piece in zip(measured, pieces, strict=True):
+                output, cost = measure_call(piece, arguments)
+                arguments = tuple(output) if isinstance(output, tuple | list) else (output,)
                 if turn:
                     costs.append(cost)
-    found = [middle(costs) for costs in taken]
-    return found if group is None else agreed(found, group)
+    costs_by_piece = [middle(costs) for costs in measured]
+    return costs_by_piece if group is None else agreed(costs_by_piece, group)
 
 
 def measure_link(group: Group, *, num_bytes: int = LINK_BYTES, rounds: int = 3) -> float:
-    """Bytes a second of a message of `num_bytes` between neighbours of `group`; all ranks call it.
+    """Return the bytes per second of a message between adjacent ranks; all ranks call it.
 
-    Of the slowest pair, the same on all ranks. A group of one has no link: without limit.
+    It is the rate of the slowest pair, equal on all ranks, and infinite for a group of one.
     """
-    ranks, me, device = primitives.ranks_of(group), group.rank(), primitives.device_of(group)
+    ranks, index, device = primitives.ranks_of(group), group.rank(), primitives.device_of(group)
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     slowest_s = 0.0
-    for first in (0, 1):  # pairs that begin with an even rank, then those with an odd one
-        peer = me + 1 if me % 2 == first else me - 1
+    # pairs that begin with an even rank, then those with an odd one, so that a rank has one peer
+    for first in (0, 1):
+        peer = index + 1 if index % 2 == first else index - 1
         if not 0 <= peer < len(ranks):
             continue
-        both = (p2p.send, p2p.receive) if me < peer else (p2p.receive, p2p.send)
+        both = (p2p.send, p2p.receive) if index < peer else (p2p.receive, p2p.send)
         args = message, group, ranks[peer]
         there_and_back = lambda both=both, args=args: [step(*args) for step in both]  # noqa: E731
         times = [_timed(there_and_back, device)[1] / 2 for _ in range(rounds + 1)]
@@ -200,18 +208,26 @@ def measure_link(group: Group, *, num_bytes: int = LINK_BYTES, rounds: int = 3) 
 
 
 def measure_call(
-    fn: Callable[..., object], given: Sequence[object], trained: Sequence[Tensor] | None = None
+    fn: Callable[..., object],
+    inputs_given: Sequence[object],
+    trained: Sequence[Tensor] | None = None,
 ) -> tuple[object, PieceCost]:
-    """One call of `fn`: (what it returns, cost). trained: None: the module's parameters."""
+    """Call `fn` once; return its output and its cost.
+
+    trained: parameters to differentiate; None: those of the module.
+    """
     parameters = list(fn.parameters()) if isinstance(fn, nn.Module) else []
     if trained is None:
         trained = [p for p in parameters if p.requires_grad]
-    kept = _SavedBytes([*parameters, *trained])
-    device = next((x.device for x in (*_tensors(list(given)), *trained)), None)
+    saved_bytes = _SavedBytes([*parameters, *trained])
+    device = next((x.device for x in (*_tensors(list(inputs_given)), *trained)), None)
     inputs: list[Tensor] = []
     with torch.enable_grad():
-        arguments = map_trees(lambda x: _cut_off(x, inputs), list(given))
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(kept.note, lambda x: x):
+        arguments = map_trees(lambda x: _cut_off(x, inputs), list(inputs_given))
+    with (
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(saved_bytes.note, lambda x: x),
+    ):
         output, forward_s = _timed(lambda: fn(*arguments), device)
     ends = [x for x in _tensors(output) if x.requires_grad]
     grads = [torch.ones_like(x) for x in ends]
@@ -229,19 +245,19 @@ def measure_call(
         backward_s,
         input_s if trained else backward_s,
         sum(p.nbytes for p in trained),
-        kept.num_bytes,
+        saved_bytes.num_bytes,
         sum(x.nbytes for x in _tensors(output)),
     )
 
 
 def agreed(costs: Sequence[PieceCost], group: Group) -> list[PieceCost]:
-    """The median over the ranks of `group`, piece by piece."""
+    """Return the median over the ranks of `group`, piece by piece."""
     everyones = primitives.gather_objects(list(costs), group)
     return [middle(ranks) for ranks in zip(*everyones, strict=True)]  # type: ignore[arg-type]
 
 
 class _SavedBytes:
-    """Counts what autograd keeps, storages once, parameters not at all."""
+    """A counter of the bytes that autograd saves, each storage once, without parameters."""
 
     def __init__(self, parameters: Sequence[Tensor]):
         self._seen = {p.untyped_storage().data_ptr() for p in parameters}
@@ -256,8 +272,10 @@ class _SavedBytes:
 
 
 def _cut_off(x: object, leaves: list[Tensor]) -> object:
-    """A copy of a tensor, which a piece may change in place, off the graph that made it; its leaf
-    goes to `leaves` if it requires a gradient."""
+    """Return a copy of a tensor outside its graph, which a piece may change in place.
+
+    If the tensor requires a gradient, its new leaf is appended to `leaves`.
+    """
     if not isinstance(x, Tensor):
         return x
     leaf = x.detach()
@@ -271,7 +289,7 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 def _timed(call: Callable[[], Result], device: torch.device | None) -> tuple[Result, float]:
-    """The value of a call, and the seconds until the device has done it."""
+    """Return the value of a call, and the seconds until the device has done it."""
     now = clock_of(device or torch.device("cpu"))
     begin = now()
     result = call()
@@ -279,6 +297,6 @@ def _timed(call: Callable[[], Result], device: torch.device | None) -> tuple[Res
 
 
 def middle(costs: Sequence[PieceCost]) -> PieceCost:
-    """The median of each time over several costs of one piece."""
+    """Return the median of each time over several costs of one piece."""
     times = ("forward_s", "backward_s", "input_s")
     return replace(costs[0], **{t: median(getattr(c, t) for c in costs) for t in times})

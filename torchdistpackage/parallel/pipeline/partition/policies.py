@@ -1,7 +1,7 @@
-"""From a chain of pieces to the pieces of my stage, by a policy that has a name.
+"""Named policies that choose this rank's stage of a chain of pieces.
 
 Every rank builds the same chain and decides alike, by default from tpc's pipe group, so nothing is
-sent; of measured times, which differ, the medians over ranks decide.
+sent. Measured times differ between ranks, so their medians over the ranks decide.
 """
 
 from collections import OrderedDict
@@ -27,9 +27,9 @@ from torchdistpackage.parallel.pipeline.partition.sequential import (
 )
 
 Chain = list[Piece] | nn.Sequential | nn.ModuleList
-"""Pieces of a stage: a Sequential of a Sequential, a ModuleList of a ModuleList, else a list."""
+"""Pieces of a stage, in the type of the chain: a Sequential, a ModuleList, or else a list."""
 Parts = Chain | list[Chain]
-"""My stage; a list of my stages where a placement is given."""
+"""This rank's stage, or with a placement the list of its stages."""
 
 
 def partition_uniform(
@@ -40,11 +40,13 @@ def partition_uniform(
     head: float = 1.0,
     placement: Sequence[int] | None = None,
 ) -> Parts:
-    """My stage of pieces whose numbers differ by at most one, the last stages with one more.
+    """Return this rank's stage of a cut into equal numbers of pieces; the last stages may have one
+    more.
 
-    extra_len: pieces that the last stage holds beyond the sequence. embedding, head: how many
-    pieces the first and the last one count as. placement: for each stage the pipe index that runs
-    it, where an index runs several; then a list of stages is returned, balanced by index first.
+    extra_len: pieces that the last stage holds beyond the sequence.
+    embedding, head: numbers of pieces that the first and the last piece count as.
+    placement: for each stage the pipe index that runs it, if an index runs several. The result is
+        then a list of stages, balanced by index first.
     """
     if embedding == head == 1.0 and placement is None:
         num = len(flat_sequence) + extra_len
@@ -63,10 +65,11 @@ def partition_balanced(
     placement: Sequence[int] | None = None,
     **_: object,
 ) -> Parts:
-    """My stage of a cut whose largest number of parameters is as small as can be.
+    """Return this rank's stage of a cut with the smallest largest number of parameters.
 
     weights: factors by a piece's class, such as `{nn.Embedding: 0}`; a piece without parameters
-    weighs 1. placement: as in `partition_uniform`. Others are accepted for compatibility.
+        weighs 1.
+    placement: as in `partition_uniform`. Other arguments are accepted for compatibility.
     """
     factors = weights or {}
     costs = [num_parameters(piece) * factors.get(type(piece), 1.0) for piece in flat_sequence]
@@ -83,30 +86,32 @@ def partition_by_time(
     bytes_per_s: float | None = None,
     **options: object,
 ) -> Parts | nn.Module:
-    """My stage of a cut whose step is as fast as can be, by measured times.
+    """Return this rank's stage of the cut with the fastest step, by measured times.
 
-    model: a chain of pieces (a list, a Sequential), of which a part is returned; or any module that
-        torch.fx can trace, of which a module is returned (`fx_split.split_traced`).
+    model: a chain of pieces (a list, a Sequential), of which the result is a part; or any module
+        that torch.fx can trace, for which the result is a module (`fx_split.split_traced`).
     microbatch: the one argument of the model or first piece, or a tuple of several. Each rank runs
-        the full model on it a few times, `rounds` and one more, and the medians over ranks decide.
-    placement: as in `partition_uniform`; of a module, a list of modules is returned then.
-    group: the pipe group, tpc's unless given. bytes_per_s: of its links, which are measured unless
-        given; where less goes across a cut may be the better one.
-    options: schedule, cap_bytes and live, see `layer_costs.split_measured`; of a module more.
-        Without a schedule the busiest rank is made as fast as can be.
+        the full model on it `rounds` + 1 times, and the medians over ranks decide.
+    placement: as in `partition_uniform`; for a traced module the result is a list of modules.
+    group: the pipe group; default: tpc's.
+    bytes_per_s: rate of its links; None: measured. A cut that fewer bytes cross may be the better.
+    options: schedule, cap_bytes and live, see `layer_costs.split_measured`, and for a traced module
+        those of `split_traced`. Without a schedule the busiest rank's time is minimised.
 
     Raises:
         ScheduleError: no cut fits into cap_bytes, or the module cannot be traced or cut.
     """
     group = resolve_group(group, "pipe")
-    given = microbatch if isinstance(microbatch, tuple) else (microbatch,)
+    arguments = microbatch if isinstance(microbatch, tuple) else (microbatch,)
     stage_ranks = range(group.size()) if placement is None else placement
     if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
         options |= {"rounds": rounds, "group": group, "bytes_per_s": bytes_per_s}
-        stages = split_traced(model, given, stage_ranks, **options)
-        mine = [s for s, rank in zip(stages, stage_ranks, strict=True) if rank == group.rank()]
-        return mine[0] if placement is None else mine
-    costs = measure(model, *given, rounds=rounds, group=group)
+        stages = split_traced(model, arguments, stage_ranks, **options)
+        own_stages = [
+            s for s, rank in zip(stages, stage_ranks, strict=True) if rank == group.rank()
+        ]
+        return own_stages[0] if placement is None else own_stages
+    costs = measure(model, *arguments, rounds=rounds, group=group)
     if bytes_per_s is None:
         bytes_per_s = measure_link(group)
     ranges = split_measured(costs, stage_ranks, bytes_per_s=bytes_per_s, **options)
@@ -123,7 +128,9 @@ PARTITIONS: dict[str, Callable[..., object]] = {
 def flat_and_partition(
     sequence: Sequence[Piece], flat_level: int = 1, partition_policy: str = "uniform", **options
 ) -> object:
-    """`flatten_sequence`, then my stage by the named policy, which gets the options."""
+    """Flatten a sequence, and return this rank's stage by the named policy, which gets the
+    options.
+    """
     if partition_policy not in PARTITIONS:
         raise ScheduleError(
             f"no partition policy {partition_policy!r}; the names are {', '.join(PARTITIONS)}"
@@ -132,6 +139,7 @@ def flat_and_partition(
 
 
 def _split(costs: Sequence[float], placement: Sequence[int] | None) -> tuple[range, ...]:
+    """Return the cut of smallest largest cost."""
     num_stages = tpc.get_pp_size() if placement is None else len(placement)
     return split_by_cost(costs, num_stages, placement=placement)
 
@@ -142,6 +150,7 @@ def _mine(
     placement: Sequence[int] | None,
     index: int | None = None,
 ) -> Parts:
+    """Return this rank's pieces: one stage, or with a placement a list of stages."""
     index = tpc.get_pp_rank() if index is None else index
     if placement is None:
         return _part(pieces, ranges[index])
@@ -149,12 +158,12 @@ def _mine(
 
 
 def _part(pieces: Sequence[Piece], span: range) -> Chain:
-    """The pieces of `span`, in the container of the chain, under their names.
+    """Return the pieces of `span`, under their names, in a container of the chain's type.
 
-    Not by a slice: a subclass would be made anew by its own constructor.
+    It does not slice the chain, because a slice of a subclass calls the subclass's constructor.
     """
     if isinstance(pieces, nn.Sequential):
         named = list(pieces._modules.items())[span.start : span.stop]
         return nn.Sequential(OrderedDict(named))  # type: ignore[arg-type]
-    mine = list(pieces)[span.start : span.stop]
-    return nn.ModuleList(mine) if isinstance(pieces, nn.ModuleList) else mine  # type: ignore[arg-type]
+    selected = list(pieces)[span.start : span.stop]
+    return nn.ModuleList(selected) if isinstance(pieces, nn.ModuleList) else selected  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""A model as a flat chain of pieces, and the stages of a Sequential.
+"""Flat chains of a model's pieces, and the stages of a Sequential.
 
-A piece takes what the piece before it returned, so a chain may be cut anywhere. Every rank builds
-the same chain, which fixes names, initial weights and what is tied, and keeps the pieces of its
+A piece takes the output of the piece before it, so a chain may be cut anywhere. Every rank builds
+the same chain, which fixes names, initial weights and tied parameters, and keeps the pieces of its
 stages under their own names.
 """
 
@@ -18,7 +18,7 @@ from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cos
 Piece = nn.Module | Callable[..., object]
 
 OPENED = (nn.Sequential, nn.ModuleList, list, tuple)
-"""Containers that stand for the pieces in them."""
+"""Containers that are replaced by the pieces in them."""
 
 
 class CallableModule(nn.Module):
@@ -33,9 +33,9 @@ class CallableModule(nn.Module):
 
 
 class Residual(nn.Module):
-    """x + last(... first(x)): half of a pre-norm transformer block, x + attention(norm(x)).
+    """A residual branch, x + last(... first(x)), such as half of a pre-norm transformer block.
 
-    branch: modules by the names that they keep, such as those that they have in the block.
+    branch: modules by the names that they keep, such as those in the block.
     """
 
     def __init__(self, **branch: nn.Module):
@@ -51,11 +51,15 @@ class Residual(nn.Module):
 
 
 def halves(block: nn.Module, *branches: Sequence[str]) -> list[Residual]:
-    """A block that adds one branch after the other to its input, one piece a branch.
+    """Return one piece for each residual branch of a block, so that it can be cut between them.
 
-    branches: for each the names of its modules, such as ("norm1", "attention", "drop"), which the
-    pieces share with the block. A pipeline may then be cut between attention and MLP. Raises
-    ScheduleError where the block has no module of a name.
+    A pipeline may then be cut between attention and MLP.
+
+    branches: for each branch the names of its modules, such as ("norm1", "attention", "drop"), which
+        the pieces share with the block.
+
+    Raises:
+        ScheduleError: the block has no module of a name.
     """
     children = dict(block.named_children())
     for name in (name for names in branches for name in names):
@@ -67,22 +71,28 @@ def halves(block: nn.Module, *branches: Sequence[str]) -> list[Residual]:
 def flatten_model(
     model: nn.Module, layer_list: Sequence[str | Piece], return_list: bool = False
 ) -> nn.Sequential | list[nn.Module]:
-    """The pieces of `model` that `layer_list` names, in its order, as one chain.
+    """Return the pieces of `model` that `layer_list` names, in its order, as one chain.
 
     layer_list: attribute names (dotted ones too), modules or functions. Sequential and ModuleList
-    are opened one level. Raises ScheduleError for an unknown name, or what cannot be called.
+        are opened one level.
+
+    Raises:
+        ScheduleError: a name is unknown, or a piece cannot be called.
     """
     if isinstance(layer_list, str):
         raise ScheduleError(f"layer_list is {layer_list!r}; give a list of names: [{layer_list!r}]")
     pieces = [_named(model, item) if isinstance(item, str) else item for item in layer_list]
-    # one by one: errors count the pieces of an entry
+    # entry by entry, because errors count the pieces within an entry
     chain = [piece for item in pieces for piece in flatten_sequence([item])]
     return chain if return_list else nn.Sequential(*chain)
 
 
 def flatten_sequence(sequence: Iterable[Piece], level: int = 1) -> list[nn.Module]:
-    """Open Sequentials, ModuleLists and lists inside `sequence`, `level` deep; raises ScheduleError
-    where something in it cannot be called."""
+    """Open Sequentials, ModuleLists and lists inside `sequence`, `level` deep.
+
+    Raises:
+        ScheduleError: a piece cannot be called.
+    """
     chain: list[nn.Module] = []
     for piece in sequence:
         if level > 0 and isinstance(piece, OPENED):
@@ -107,16 +117,18 @@ def chunks_of(
     *,
     cut: Sequence[range] | None = None,
 ) -> tuple[dict[int, nn.Module], dict[str, Layout]]:
-    """({stage: its module} of pipe index `index`, layouts by "stage.name") of a model's stages.
+    """Return ({stage: its module} of pipe index `index`, layouts by "stage.name").
 
-    placement: for each stage the pipe index that runs it. cut: for each stage its children; None:
-    such that ranks hold as evenly many parameters as can be. In a layout a stage is a pipe index;
-    a parameter that several of them hold keeps one global name and lists all of them as tied. In
-    two chunks of one index it is one Parameter, listed under its first name.
+    In a layout a stage is a pipe index. A parameter that several of them hold keeps one global name
+    and lists all of them as tied. In two chunks of one index it is one Parameter, listed under its
+    first name.
+
+    placement: for each stage the pipe index that runs it.
+    cut: for each stage its children; None: balance the ranks' parameters.
 
     Raises:
-        ScheduleError: more than one stage is asked of a model that is not a Sequential, it has
-            fewer children than stages, or the cut is not of all of them.
+        ScheduleError: the model is not a Sequential and has more than one stage, it has fewer
+            children than stages, or the cut does not contain each child once.
     """
     if len(placement) == 1:
         layouts = collect(model)
@@ -141,27 +153,30 @@ def chunks_of(
         )
     first_name = {id(p): name for name, p in model.named_parameters()}
     holders: dict[int, set[int]] = {}
-    for place, span in zip(placement, cut, strict=True):
+    for rank, span in zip(placement, cut, strict=True):
         for parameter in (p for i in span for p in pieces[i][1].parameters()):
-            holders.setdefault(id(parameter), set()).add(place)
-    mine = [stage for stage, place in enumerate(placement) if place == index]
-    chunks = {stage: nn.Sequential(OrderedDict(pieces[i] for i in cut[stage])) for stage in mine}
-    found: dict[int, tuple[str, Layout]] = {}
+            holders.setdefault(id(parameter), set()).add(rank)
+    own_stages = [stage for stage, rank in enumerate(placement) if rank == index]
+    chunks = {
+        stage: nn.Sequential(OrderedDict(pieces[i] for i in cut[stage])) for stage in own_stages
+    }
+    placed_layouts: dict[int, tuple[str, Layout]] = {}
     for stage, chunk in chunks.items():
         named = dict(chunk.named_parameters())
         for name, layout in collect(chunk).items():
             key = id(named[name])
             placed = layout.named(first_name[key]).on(*holders[key])
-            found.setdefault(key, (f"{stage}.{name}", placed))
-    return dict(chunks), dict(found.values())
+            placed_layouts.setdefault(key, (f"{stage}.{name}", placed))
+    return dict(chunks), dict(placed_layouts.values())
 
 
 def num_parameters(piece: Piece) -> int:
-    """The number, at least 1."""
+    """Return the number of a piece's parameters, at least 1."""
     return sum(p.numel() for p in piece.parameters()) or 1 if isinstance(piece, nn.Module) else 1
 
 
 def _named(model: nn.Module, name: str) -> Piece:
+    """Return the module or function at a dotted name of the model."""
     piece: object = model
     for part in name.split("."):
         if not hasattr(piece, part):
@@ -171,6 +186,7 @@ def _named(model: nn.Module, name: str) -> Piece:
 
 
 def _no_such(model: nn.Module, name: str) -> ScheduleError:
+    """Return the error for a name that a model does not have."""
     return ScheduleError(
         f"{type(model).__name__} has no {name!r}; its children are "
         f"{', '.join(n for n, _ in model.named_children())}"
