@@ -16,7 +16,7 @@ from torch import Tensor
 from torchdistpackage.comm import nested
 from torchdistpackage.comm.groups import step_over
 from torchdistpackage.comm.nested import map_leaves, map_trees
-from torchdistpackage.comm.tensor_meta import Message
+from torchdistpackage.comm.tensor_meta import Members, Message
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError
 from torchdistpackage.layout.partition import even_sizes
@@ -116,7 +116,8 @@ def input_problem(
     or "".
     """
     if unknown := sorted(name for name in inputs if not owned_stages.is_taken(name)):
-        return f"no stage has a parameter {', '.join(unknown)}; they have {', '.join(owned_stages.names())}"
+        names = ", ".join(owned_stages.names())
+        return f"no stage has a parameter {', '.join(unknown)}; they have {names}"
     if not owned_stages.has_first:
         return ""
     first = owned_stages.signatures[0]
