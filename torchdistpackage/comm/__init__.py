@@ -1,16 +1,16 @@
-"""Communication between ranks, by the name of an axis or over a group of your own.
+"""Communication between ranks, over a named axis or a group of your own.
 
-Read in this order.
+The files in reading order.
 
 Start           runtime (`setup_distributed`), rendezvous_store (where ranks meet).
 Groups          creation (one group, its time limit, the default group), groups (those of one rank,
                 their companions, and which lost messages), tpc (their names).
-Calls           backends (where gloo and NCCL differ), group_state (what is known of a group),
-                dtypes, work (a call and what is left of it),
-                primitives (the collectives), transport/ (made of messages on gloo).
+Calls           backends (differences of gloo and NCCL), group_state (the state of a group), dtypes,
+                work (a call in flight), primitives (the collectives), transport/ (collectives made
+                of messages on gloo).
 Autograd        autograd (maps and their transposes), collectives (the public functions).
-Messages        p2p, tensor_meta (what a message says), tensor_channel (headers, payloads, and sends
-                that have not left), objects (anything that pickles).
+Messages        p2p, tensor_meta (descriptions of messages), tensor_channel (headers, payloads, and
+                sends in flight), objects (anything that pickles).
 Values          nested (containers inside each other: their leaves, and copies with other ones).
 Watching        flight_recorder (the last calls), debug_checks (calls are compared), moments (time
                 on a device).

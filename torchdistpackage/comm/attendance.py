@@ -1,7 +1,7 @@
-"""Methods that all ranks must call and that users call on rank 0 alone: who has come, in time.
+"""Attendance checks of methods that all ranks must call but users may call on rank 0 alone.
 
-Where only some ranks enter such a method, its collectives would wait for ever, or meet other calls
-of the ranks that went on. So the ranks first note in the store that they have come.
+If only some ranks enter such a method, its collectives would wait for ever, or meet other calls of
+the ranks that went on. So the ranks first note in the store that they have arrived.
 """
 
 import time
@@ -15,19 +15,23 @@ from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.errors import CommError
 
 LIMIT_S = 8.0
-"""Ranks that share a step are not apart for longer, but for the first, which saves and prints."""
+"""Limit for ranks that share a step, which are never further apart; rank 0 may be, when it
+saves.
+"""
 FIRST_CALL_LIMIT_S = 60.0
-"""For a call within a step, before which one rank may have compiled for longer than another."""
+"""Limit for the first call within a step, before which one rank may compile longer than another."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.1
 _NAMED = 8
 _calls: PerGroup[dict[str, int]] = PerGroup()
-"""Group -> how often each method has been entered."""
+"""Group -> number of calls of each method."""
 _num_without_peers = 0
 
 
 @contextmanager
 def without_peers() -> Iterator[None]:
-    """Inside, this process stands for all ranks of its groups, so none of them is waited for."""
+    """Wait for no other rank in the block, where this process stands for all ranks of its
+    groups.
+    """
     global _num_without_peers
     _num_without_peers += 1
     try:
@@ -37,23 +41,23 @@ def without_peers() -> Iterator[None]:
 
 
 def expect_all_once(what: str, group: Group) -> None:
-    """Do as `expect_all` at the first call of `what` alone, with FIRST_CALL_LIMIT_S.
+    """Run `expect_all` only at the first call of `what`, with FIRST_CALL_LIMIT_S.
 
-    For what is called in every step: a call that stands under `if rank == 0:` is missing from the
-    first one on, and later steps need not wait on the host.
+    It is for calls in every step: a call under `if rank == 0:` is missing from the first step on,
+    and later steps need not wait on the host.
     """
     if what not in _calls.get(group, {}):
         expect_all(what, group, limit_s=FIRST_CALL_LIMIT_S)
 
 
 def expect_all(what: str, group: Group, limit_s: float | None = None) -> None:
-    """Return when all ranks of `group` have called this for `what`, a method that is collective.
+    """Wait until all ranks of `group` have called this for the collective method `what`.
 
     If only the group's first rank is missing at the limit, it may be saving or printing, so the
-    others go on to wait in the collective itself.
+    others continue and wait in the collective itself.
 
     Raises:
-        CommError: others have not come within `limit_s`, by default LIMIT_S; names them.
+        CommError: other ranks did not call it within `limit_s`, by default LIMIT_S; names them.
     """
     if group.size() == 1 or _num_without_peers or not is_joined() or not is_alive(group):
         return  # threads and rehearsals have no store

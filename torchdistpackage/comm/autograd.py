@@ -1,14 +1,14 @@
-"""The collectives as linear maps over the ranks of a group, and how autograd goes through one.
+"""The collectives as linear maps over the ranks of a group, and their autograd.
 
-A map is a value that knows its transpose, and the backward of a map is the forward of
-its transpose, gone through in the same way. So gradients of gradients need nothing more.
+A map is a value that knows its transpose. The backward of a map is the forward of its transpose,
+run in the same way, so gradients of gradients need nothing more.
 
-Two kinds of tensors meet here. *Replicated*: equal on all ranks, and one thing, whose gradient is
-counted once. *Own*: each rank's is a thing by itself. `IdentityForward` leads from the first kind
-to the second and `Reduce` back; so do `Scatter` and `Gather`. The others stay within the second.
+Tensors are of two kinds. *Replicated*: equal on all ranks, one tensor whose gradient counts once.
+*Own*: each rank's tensor is independent. `IdentityForward` and `Scatter` map replicated tensors to
+own ones, `Reduce` and `Gather` map them back, and the others map own to own.
 
-While dynamo traces, a map is one operator (operators.py), which its `code` says, and the same class
-computes it from the collectives of a graph, forwards and backwards.
+While dynamo traces, a map is one operator (operators.py), described by its `code`. The same class
+computes the operator from a graph's collectives, forwards and backwards.
 """
 
 from collections.abc import Callable
@@ -24,16 +24,20 @@ from torchdistpackage.comm.primitives import Group
 from torchdistpackage.layout.partition import even_sizes
 
 Lengths = tuple[int, ...] | None
-"""Along one dim, by rank; None where all are equal."""
+"""Lengths along one dim, by rank; None: all are equal."""
 
 
 Code = tuple[str, tuple[int, ...], Lengths, Lengths]
-"""A map but for its group, as its operator takes it: its kind in `KINDS`, numbers and lengths."""
+"""A map without its group, as its operator takes it: its kind in `KINDS`, numbers and lengths."""
 
 
 class LinearMap(Protocol):
-    """Computes the map, not writing to its argument (but see `Reduce`), and gives that of its
-    gradients. calls: `primitives`, or `operators` in a graph."""
+    """A linear map over the ranks of a group, which also gives its transpose.
+
+    It does not write to its argument, except `Reduce` with in_place.
+
+    calls: `primitives`, or `operators` in a graph.
+    """
 
     @property
     def group(self) -> Group: ...
@@ -46,7 +50,7 @@ class LinearMap(Protocol):
 
 
 def apply(linear: LinearMap, x: Tensor) -> Tensor:
-    """`linear` of `x`; a node of autograd where `x` needs a gradient."""
+    """Apply `linear` to `x`, with a node of autograd if `x` needs a gradient."""
     if linear.group.size() == 1:
         return x
     if operators.is_traced():
@@ -56,10 +60,13 @@ def apply(linear: LinearMap, x: Tensor) -> Tensor:
         return linear(x)
     if torch.is_grad_enabled():
         return _LinearMapFunction.apply(x, linear)
-    return linear(x.detach())  # of which a view needs no gradient; of x itself it would
+    # detached, because a map that returns a view of x would return one that requires a gradient
+    return linear(x.detach())
 
 
 class _LinearMapFunction(torch.autograd.Function):
+    """Autograd of a map: its backward is the transpose."""
+
     @staticmethod
     def forward(ctx, x: Tensor, linear: LinearMap) -> Tensor:
         ctx.linear = linear
@@ -70,12 +77,13 @@ class _LinearMapFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         linear = ctx.linear.transposed()
-        # what `apply` would ask is known here, but where gradients of gradients are wanted
+        # call it directly, without the questions of `apply`, unless gradients of gradients are
+        # wanted
         return linear(grad) if not torch.is_grad_enabled() else apply(linear, grad), None
 
 
 class _TracedMapFunction(torch.autograd.Function):
-    """The same inside the operator, whose backward is of a graph too."""
+    """Autograd of a map inside its operator, with the graph's collectives in the backward too."""
 
     @staticmethod
     def forward(ctx, x: Tensor, linear: LinearMap) -> Tensor:
@@ -89,12 +97,12 @@ class _TracedMapFunction(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class IdentityForward:
-    """Replicated to own: each rank goes on with x for itself."""
+    """Replicated to own: each rank continues with x on its own."""
 
     group: Group
 
     def __call__(self, x: Tensor, calls: Any = primitives) -> Tensor:
-        return x if calls is primitives else x.view_as(x)  # an operator gives no input back
+        return x if calls is primitives else x.view_as(x)  # an operator must not return its input
 
     def transposed(self) -> LinearMap:
         return Reduce(self.group)
@@ -107,7 +115,7 @@ class IdentityForward:
 class Reduce:
     """Own to replicated: the sum over the group.
 
-    in_place: x is contiguous and has no other reader, so its memory takes the sum.
+    in_place: x is contiguous and has no other reader, so the sum goes into its memory.
     """
 
     group: Group
@@ -125,7 +133,7 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """Replicated to own: my part along `dim`."""
+    """Replicated to own: this rank's slice along `dim`."""
 
     group: Group
     dim: int
@@ -133,9 +141,9 @@ class Scatter:
 
     def __call__(self, x: Tensor, calls: Any = primitives) -> Tensor:
         sizes = self.sizes or even_sizes(x.shape[self.dim], self.group.size())
-        mine = self.group.rank()
-        # a part that were a view would keep all of it alive
-        return _fresh(x.narrow(self.dim, sum(sizes[:mine]), sizes[mine]))
+        index = self.group.rank()
+        # a copy, because a view would keep the full tensor alive
+        return _fresh(x.narrow(self.dim, sum(sizes[:index]), sizes[index]))
 
     def transposed(self) -> LinearMap:
         return Gather(self.group, self.dim, self.sizes)
@@ -146,7 +154,7 @@ class Scatter:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Own to replicated: the parts joined along `dim`."""
+    """Own to replicated: all slices joined along `dim`."""
 
     group: Group
     dim: int
@@ -165,7 +173,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class AllGather(Gather):
-    """Own to own: the parts joined along `dim`, of which each rank makes a use of its own."""
+    """Own to own: all slices joined along `dim`, which each rank uses in its own way."""
 
     def transposed(self) -> LinearMap:
         return ReduceScatter(self.group, self.dim, self.sizes)
@@ -176,7 +184,7 @@ class AllGather(Gather):
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter:
-    """Own to own: my part along `dim` of the sum over the group."""
+    """Own to own: this rank's slice along `dim` of the sum over the group."""
 
     group: Group
     dim: int
@@ -195,9 +203,9 @@ class ReduceScatter:
 
 @dataclass(frozen=True, slots=True)
 class AllToAll:
-    """Own to own: part i along `split_dim` goes to rank i; what arrives is joined along `join_dim`.
+    """Own to own: slice i along `split_dim` goes to rank i; arriving slices join along `join_dim`.
 
-    split_sizes: the lengths of my parts; join_sizes: of those that arrive.
+    split_sizes: lengths of this rank's slices. join_sizes: lengths of the arriving ones.
     """
 
     group: Group
@@ -208,7 +216,7 @@ class AllToAll:
 
     def __call__(self, x: Tensor, calls: Any = primitives) -> Tensor:
         shapes = self._arriving(x)
-        # parts of different shapes cannot be rows of one tensor, so all travel flat
+        # slices of different shapes cannot be rows of one tensor, so they travel flattened
         flat = _rows(x, self.split_dim).reshape(-1)
         numels = [prod(shape) for shape in shapes]
         if self.split_sizes is None and self.join_sizes is None:
@@ -235,12 +243,12 @@ class AllToAll:
         return self.split_sizes or even_sizes(x.shape[self.split_dim], self.group.size())
 
     def _arriving(self, x: Tensor) -> list[list[int]]:
-        """Shape of the part from each rank, `split_dim` first."""
-        mine = self._split(x)[self.group.rank()]
+        """Return the shape of the slice from each rank, `split_dim` first."""
+        own_length = self._split(x)[self.group.rank()]
         shapes = []
         for rank in range(self.group.size()):
             shape = list(x.shape)
-            shape[self.split_dim] = mine
+            shape[self.split_dim] = own_length
             if self.join_sizes is not None:
                 shape[self.join_dim] = self.join_sizes[rank]
             shapes.append([shape.pop(self.split_dim), *shape])
@@ -249,7 +257,7 @@ class AllToAll:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """Own to own: that of global rank `source`, on every rank."""
+    """Own to own: the tensor of global rank `source`, on every rank."""
 
     group: Group
     source: int
@@ -273,8 +281,8 @@ class ReduceTo:
 
     def __call__(self, x: Tensor, calls: Any = primitives) -> Tensor:
         total = calls.all_reduce(_fresh(x), self.group)
-        mine = primitives.ranks_of(self.group)[self.group.rank()]
-        return total if mine == self.source else total.zero_()
+        rank = primitives.ranks_of(self.group)[self.group.rank()]
+        return total if rank == self.source else total.zero_()
 
     def transposed(self) -> LinearMap:
         return Broadcast(self.group, self.source)
@@ -296,8 +304,8 @@ KINDS: dict[str, Callable[..., LinearMap]] = {
     "broadcast": lambda group, first, second, source: Broadcast(group, source),
     "reduce_to": lambda group, first, second, source: ReduceTo(group, source),
 }
-"""Kind of a map -> the map of a group, two lengths and its numbers, from its `code`. A map of
-another file adds its own."""
+"""Kind -> a function that builds the map from a group, two lengths and its numbers, as in `code`.
+Maps in other files add their own."""
 
 
 @operators.define_linear_map
@@ -309,6 +317,7 @@ def _run(
     first: list[int] | None,
     second: list[int] | None,
 ) -> Tensor:
+    """Compute a traced map: build it from its code, and apply it."""
     lengths = (None if sizes is None else tuple(sizes) for sizes in (first, second))
     linear = KINDS[kind](group, *lengths, *numbers)
     if torch.is_grad_enabled() and x.requires_grad:
@@ -317,15 +326,19 @@ def _run(
 
 
 def _fresh(x: Tensor) -> Tensor:
-    """A contiguous copy: `x` may be an expanded gradient, or what autograd holds. Its numbers are
-    in memory as they are; those of a lazily conjugated tensor differ."""
+    """Return a contiguous copy, because `x` may be an expanded gradient or a tensor that autograd
+    holds.
+
+    A lazily conjugated or negated tensor is resolved, because back ends read its memory.
+    """
     return x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 def _rows(x: Tensor, dim: int) -> Tensor:
-    """`dim` first, as the primitives cut and join."""
+    """Move `dim` to the front, where the primitives cut and join."""
     return x.movedim(dim, 0) if dim else x
 
 
 def _from_rows(rows: Tensor, dim: int) -> Tensor:
+    """Move the first dim back to `dim`, contiguous."""
     return rows.movedim(0, dim).contiguous() if dim else rows

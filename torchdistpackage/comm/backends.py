@@ -1,7 +1,8 @@
-"""Transports: how a group's back end carries its calls, and where its tensors live.
+"""Transports: properties of the back end that carries a group's calls, and the device of its
+tensors.
 
-Gloo and NCCL differ here. How calls of a group behave is asked of its `Transport`; a back
-end of another name says its own by `register_transport`.
+This file holds the differences of gloo and NCCL. Other files ask the group's `Transport` how its
+calls behave. Another back end registers its own with `register_transport`.
 """
 
 import atexit
@@ -19,15 +20,14 @@ from torchdistpackage.errors import CommError
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """How a back end carries calls, as far as the package must know.
+    """Properties of a back end's calls that the package needs.
 
-    queued: a call returns before it is done and runs later, in order, on a stream of the group;
-        `wait()` holds up the current stream and not the host, and p2p tags are ignored.
-    direct: parts of a collective go by point-to-point messages, each with a time limit.
-    averages: ReduceOp.AVG is there for floats.
-    device_type: where tensors must be.
-    host_backend: that of a group of the same ranks for what is in host memory, where calls of this
-        one are queued.
+    queued: a call returns before it is done, and runs later, in order, on a stream of the group.
+        `wait()` then makes the current stream wait, not the host. P2P tags are ignored.
+    direct: collectives are made of point-to-point messages, each with a time limit.
+    averages: ReduceOp.AVG exists for floats.
+    device_type: device that tensors must be on.
+    host_backend: back end of the companion group for host memory, if calls are queued.
     """
 
     name: str
@@ -44,18 +44,20 @@ _transports = {"gloo": GLOO, "nccl": NCCL}
 
 
 def register_transport(transport: Transport) -> None:
-    """Say how the back end of this name carries calls; the second one of a name replaces it."""
+    """Register the properties of a back end; a second one of the same name replaces the first."""
     _transports[transport.name] = transport
 
 
 def transport_of(group: dist.ProcessGroup) -> Transport:
-    """The transport of the group; if it has a back end for each kind of device, that in use."""
+    """Return the transport of the group; with a back end for each device type, that in use."""
     name = backend_of(group)
     return _transports.get(name) or Transport(name)
 
 
 def backend_of(group: dist.ProcessGroup) -> str:
-    """gloo, nccl, ...; of a group with one for each kind of device, that of the device in use."""
+    """Return the group's back end, such as gloo or nccl; with one for each device type, that in
+    use.
+    """
     name = dist.get_backend(group)
     if name != "undefined" and ":" not in name:
         return name
@@ -67,15 +69,15 @@ def is_nccl(group: dist.ProcessGroup) -> bool:
 
 
 def is_queued(group: dist.ProcessGroup) -> bool:
-    """Whether calls run on a stream of the group, as on NCCL."""
+    """Return whether calls run on a stream of the group, as on NCCL."""
     return transport_of(group).queued
 
 
 def require_host_memory(what: str, group: dist.ProcessGroup, x: Tensor) -> None:
-    """Refuse what lies on a device where parts travel as gloo's own messages.
+    """Refuse a tensor on a device for calls that are made of gloo's messages.
 
-    Those take any address for one in host memory, and the process would crash. gloo's all_reduce
-    and broadcast copy such tensors through the host themselves.
+    Those treat any address as host memory, and the process would crash. gloo's all_reduce and
+    broadcast copy such tensors through the host themselves.
 
     Raises:
         CommError: `x` is not in host memory.
@@ -89,7 +91,7 @@ def require_host_memory(what: str, group: dist.ProcessGroup, x: Tensor) -> None:
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors for this group live: my GPU under NCCL, else the CPU."""
+    """Return the device of tensors for this group: this rank's GPU under NCCL, or else the CPU."""
     if transport_of(group).device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(transport_of(group).device_type)
@@ -98,25 +100,28 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 # -- gloo's threads ------------------------------------------------------------------------
 
 _READERS = "gloo_tcp_loop"
-"""The name of gloo's threads that read its sockets, one for each group; they have none in torch
-2.11."""
+"""Name of gloo's threads that read its sockets, one for each group; in torch 2.11 they
+have none.
+"""
 _WORKERS = "pt_gloo_runloop"
-"""The name of the threads that run gloo's collectives, two for each group."""
+"""Name of the threads that run gloo's collectives, two for each group."""
 _TASKS = Path("/proc/self/task")
 
 
 def deprioritize(yielding: bool = True) -> int:
-    """Let gloo's reading threads yield to computing ones, or (False) interrupt as others do.
+    """Let gloo's reader threads yield to computing threads; return how many there are.
 
-    gloo's thread wakes with every byte that comes. Where all cores compute, it takes the core of a
-    thread that is often just about to post a message, finds the lock of that connection taken,
-    leaves the event to its next look at the socket (`Pair::handleEvents` in gloo's
-    transport/tcp/pair.cc), which comes at once, and so polls until the scheduler has mercy. On two
-    cores a pipeline step of small messages takes 1.6 to 2.3 times as long by that
-    (benchmarks/results/pipeline.md). A batch thread (SCHED_BATCH) waits for an idle core or the
-    end of a time slice; where a core is idle nothing changes. No rights are needed.
+    gloo's thread wakes with every byte that arrives. If all cores compute, it preempts a thread
+    that is often about to post a message and holds the lock of that connection. Then it leaves the
+    event to its next look at the socket (`Pair::handleEvents` in gloo's transport/tcp/pair.cc),
+    which comes at once, and so it polls until the scheduler switches. That makes a pipeline step
+    of small messages on two cores 1.6 to 2.3 times as long (benchmarks/results/pipeline.md). A
+    batch thread (SCHED_BATCH) waits for an idle core or the end of a time slice; with an idle core
+    nothing changes. It needs no privileges.
 
-    Returns how many there are: none without Linux's list of them, or where they have no name.
+    It finds none without Linux's /proc, or if the threads have no name.
+
+    yielding: False restores the normal policy.
     """
     policy = getattr(os, "SCHED_BATCH" if yielding else "SCHED_OTHER", None)
     if policy is None or not _TASKS.is_dir():
@@ -128,46 +133,47 @@ def deprioritize(yielding: bool = True) -> int:
                 os.sched_setscheduler(int(task.name), policy, os.sched_param(0))
                 number += 1
         except OSError:
-            continue  # it has ended, or a sandbox forbids it: then all stays as it was
+            continue  # the thread has ended, or a sandbox forbids it: then nothing changes
     return number
 
 
 def let_workers_rest(limit_s: float = 5.0, look_s: float = 0.005) -> None:
-    """Wait until no worker of gloo is busy; called when the interpreter is about to end.
+    """Wait until no worker of gloo is busy; it runs when the interpreter is about to end.
 
-    A worker lets go of the tensors of a call after the call is done and awaited, and takes the lock
-    of the interpreter for it. If that is being torn down by then, Python ends the thread, and with
-    it the process: "terminate called without an active exception" (pytorch/pytorch#179291).
-    Ending the groups would not do: who holds one keeps it, threads and all.
+    A worker releases a call's tensors after the call is done and awaited, and takes the
+    interpreter's lock for that. If the interpreter is shutting down by then, Python ends the
+    thread, and with it
+    the process: "terminate called without an active exception" (pytorch/pytorch#179291). Ending the
+    groups would not help, because whoever holds a group keeps its threads.
 
-    limit_s: for all of it; calls that peers have not joined take it. look_s: between two looks, in
-    which this thread gives the lock away.
+    limit_s: limit in all; calls that peers have not joined use all of it.
+    look_s: time between two looks, in which this thread releases the lock.
     """
     ends_at = time.monotonic() + limit_s
-    before, now = {"": ""}, _workers()
-    while now != before and time.monotonic() < ends_at:
+    previous, current = {"": ""}, _workers()
+    while current != previous and time.monotonic() < ends_at:
         time.sleep(look_s)
-        before, now = now, _workers()
+        previous, current = current, _workers()
 
 
 def _workers() -> dict[str, str]:
-    """How often each of gloo's workers has slept, by thread; one that is busy never repeats.
+    """Return for each of gloo's workers its number of context switches; a new value if it is busy.
 
-    One without work sleeps until it is woken (a futex without a time limit, its fourth argument);
-    one that waits for peers, or for the lock of the interpreter, sleeps for so long at most.
+    A worker without work sleeps in a futex without a time limit (its fourth argument). One that
+    waits for peers or for the interpreter's lock sleeps with a limit.
     """
-    found = {}
+    states = {}
     for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
         try:
             if (task / "comm").read_text().strip() == _WORKERS:
                 call = (task / "syscall").read_text().split()
                 lines = (task / "status").read_text().splitlines()
                 switches = [line for line in lines if "ctxt_switches" in line]
-                rests = len(call) > 4 and call[4] == "0x0"
-                found[task.name] = " ".join(switches) if rests else f"{time.monotonic()}"
+                is_idle = len(call) > 4 and call[4] == "0x0"
+                states[task.name] = " ".join(switches) if is_idle else f"{time.monotonic()}"
         except OSError:
-            continue  # it has ended, or a sandbox forbids it: then all stays as it was
-    return found
+            continue  # the thread has ended, or a sandbox forbids it: then nothing changes
+    return states
 
 
 atexit.register(let_workers_rest)

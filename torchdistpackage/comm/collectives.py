@@ -1,28 +1,28 @@
 """Collectives that autograd can see, each with its transpose.
 
 forward          backward         where
-copy             reduce           replicated input of a column-split product
-reduce           copy             partial output of a row-split product
-scatter          gather           replicated tensor of which each rank goes on with its part
-gather           scatter          parts to a full tensor that every rank then uses alike
-all_gather       reduce_scatter   sequence-split input of a column-split product
-reduce_scatter   all_gather       sequence-split output of a row-split product
+copy             reduce           replicated input of a column-split matmul
+reduce           copy             partial output of a row-split matmul
+scatter          gather           replicated tensor of which each rank uses its slice
+gather           scatter          slices to a full tensor that every rank then uses alike
+all_gather       reduce_scatter   sequence-split input of a column-split matmul
+reduce_scatter   all_gather       sequence-split output of a row-split matmul
 all_to_all       all_to_all       heads split <-> sequence split; tokens to their experts and back
-broadcast        sum to source    what one rank made, for all to go on with
+broadcast        sum to source    one rank's tensor, for all ranks to use
 
 A group is a process group or the name of one of tpc's axes. `sizes` are lengths along the dim, one
 for each rank of the group and the same on all ranks; without it all are equal. No collective
-writes to its input, which a group of one gives back. All raise CommError where this rank is not in
-the group, and LayoutError where the tensor has no such dim or `sizes` do not fit it.
+writes to its input; with a group of one it returns the input. All raise CommError if this rank is
+not in the group, and LayoutError if the tensor has no such dim or `sizes` do not fit it.
 
-`all_gather` sums the gradients of all ranks, which each saw all of it in a part of the
-work of their own; `gather` takes mine, because all ranks go on with the same work.
+`all_gather` sums the gradients of all ranks, because each rank used the full tensor in its own
+work. `gather` takes this rank's gradient, because all ranks continue with the same work.
 
 All members call the same operations in the same order, in the backward too: a tensor needs a
-gradient on all of them or on none, and what comes out is part of every rank's loss.
+gradient on all of them or on none, and the result is part of every rank's loss.
 
-Below the line: operations that autograd does not see, those of primitives.py and p2p.py, for groups
-and names of axes alike.
+The functions below the line are those of primitives.py and p2p.py, which autograd does not see, for
+groups and names of axes.
 """
 
 import functools
@@ -54,14 +54,14 @@ Given, Result = ParamSpec("Given"), TypeVar("Result")
 
 
 def copy(x: Tensor, group: Group | str) -> Tensor:
-    """x itself; its gradient is summed over the group."""
+    """Return x; its gradient is summed over the group."""
     return apply(IdentityForward(as_group(group)), x)
 
 
 def reduce(x: Tensor, group: Group | str) -> Tensor:
-    """Sum of x over the group; the gradient passes unchanged.
+    """Return the sum of x over the group; the gradient passes unchanged.
 
-    Of booleans: whether any is true.
+    For booleans the result is true if any is true.
 
     Raises:
         CommError: x cannot be summed.
@@ -70,17 +70,17 @@ def reduce(x: Tensor, group: Group | str) -> Tensor:
 
 
 def scatter(x: Tensor, dim: int, group: Group | str, sizes: Sizes | None = None) -> Tensor:
-    """My part of x along `dim`; gradients are gathered.
+    """Return this rank's slice of x along `dim`; gradients are gathered.
 
     x (..., n, ...), equal on all ranks -> (..., sizes[rank], ...), or n / size without `sizes`.
-    Nothing is sent before the backward.
+    The forward sends nothing.
     """
     group, dim = as_group(group), as_dim(x, dim)
     return apply(Scatter(group, dim, check_sizes(x, dim, sizes, group, cut=True)), x)
 
 
 def gather(x: Tensor, dim: int, group: Group | str, sizes: Sizes | None = None) -> Tensor:
-    """Join the parts along `dim`; the gradient of my part passes back. Transpose of `scatter`.
+    """Join all ranks' slices along `dim`; only this slice's gradient passes back.
 
     x (..., sizes[rank], ...) -> (..., sum of sizes, ...), in group order.
     """
@@ -89,7 +89,7 @@ def gather(x: Tensor, dim: int, group: Group | str, sizes: Sizes | None = None) 
 
 
 def all_gather(x: Tensor, dim: int, group: Group | str, sizes: Sizes | None = None) -> Tensor:
-    """Join the parts along `dim`; gradients are summed and scattered back.
+    """Join all ranks' slices along `dim`; gradients are summed and scattered back.
 
     x (..., sizes[rank], ...) -> (..., sum of sizes, ...), in group order.
     """
@@ -98,7 +98,7 @@ def all_gather(x: Tensor, dim: int, group: Group | str, sizes: Sizes | None = No
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group | str, sizes: Sizes | None = None) -> Tensor:
-    """My part, along `dim`, of the sum over the group; gradients are gathered.
+    """Return this rank's slice, along `dim`, of the sum over the group; gradients are gathered.
 
     x (..., n, ...) -> (..., sizes[rank], ...), or n / size without `sizes`.
 
@@ -120,11 +120,11 @@ def all_to_all(
     """Cut `split_dim` among the ranks and join `join_dim`; the transpose swaps the two.
 
     x (..., a, ..., b, ...) -> (..., a / size, ..., b * size, ...)
-    split_sizes: lengths of the parts of a, of which I get split_sizes[rank]
-    join_sizes: the b of all ranks, mine join_sizes[rank]; I get their sum
+    split_sizes: lengths of the slices of a; this rank gets split_sizes[rank]
+    join_sizes: lengths b of all ranks, this rank's is join_sizes[rank]; it gets their sum
 
-    Where the two are one dim, each rank has sizes of its own, both or none: what it sends to each
-    rank and what it gets from each.
+    If the two are the same dim, each rank passes its own sizes, both or none: what it sends to each
+    rank and what it receives from each.
     """
     group = as_group(group)
     split_dim, join_dim = as_dim(x, split_dim), as_dim(x, join_dim)
@@ -137,10 +137,9 @@ def all_to_all(
 
 
 def broadcast(x: Tensor, group: Group | str, source: int | None = None) -> Tensor:
-    """x of global rank `source` (default: the group's first); gradients are summed there.
+    """Return x of global rank `source` (default: the group's first); gradients are summed there.
 
-    The other ranks pass a tensor of that shape and dtype, whose numbers do not matter; their
-    gradients are zero.
+    The other ranks pass a tensor of that shape and dtype with any values; their gradients are zero.
 
     Raises:
         CommError: `source` is not in the group.
@@ -150,13 +149,13 @@ def broadcast(x: Tensor, group: Group | str, source: int | None = None) -> Tenso
 
 
 def exchange_sizes(x: Tensor, dim: int, group: Group | str) -> tuple[int, ...]:
-    """Lengths along `dim` on all ranks of the group, in its order: `sizes` for the functions above.
+    """Return the lengths along `dim` on all ranks of the group: `sizes` for the functions above.
 
-    The numbers come back to the host, so on CUDA this waits for the device.
+    The host reads the numbers, so on CUDA this waits for the device.
     """
     group, length = as_group(group), x.shape[as_dim(x, dim)]
-    mine = torch.tensor([length], device=x.device)
-    return tuple(primitives.all_gather(mine, group).tolist())
+    own_length = torch.tensor([length], device=x.device)
+    return tuple(primitives.all_gather(own_length, group).tolist())
 
 
 # -- not seen by autograd ------------------------------------------------------------------
@@ -165,9 +164,12 @@ def exchange_sizes(x: Tensor, dim: int, group: Group | str) -> tuple[int, ...]:
 def _by_name(
     operation: Callable[Given, Result], name: str = "", **fixed: bool
 ) -> Callable[Given, Result]:
-    """`operation` with `fixed` arguments, whose `group` may be a name; itself called `name`."""
+    """Return `operation` with `fixed` arguments, which also accepts a name for `group`.
+
+    name: name of the returned function.
+    """
     signature = inspect.signature(operation)
-    place = list(signature.parameters).index("group")
+    position = list(signature.parameters).index("group")
     may_be_none = signature.parameters["group"].default is None
 
     def resolved(group):
@@ -177,8 +179,8 @@ def _by_name(
     def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
         if "group" in kwargs:
             kwargs["group"] = resolved(kwargs["group"])
-        elif len(args) > place:
-            args = (*args[:place], resolved(args[place]), *args[place + 1 :])
+        elif len(args) > position:
+            args = (*args[:position], resolved(args[position]), *args[position + 1 :])
         return operation(*args, **kwargs, **fixed)
 
     call.__name__ = name or operation.__name__
@@ -205,17 +207,18 @@ broadcast_object = _by_name(primitives.broadcast_object)
 
 # -- arguments, checked before anything is sent --------------------------------------------
 #
-# What a rank can see for itself is refused at once, with its numbers. What all ranks were given
-# alike is then refused by all of them alike, so that no rank is left waiting.
+# A rank refuses bad arguments at once. Arguments that are equal on all ranks are refused by all of
+# them, so no rank is left waiting.
 
 
 def as_group(group: Group | str) -> Group:
-    """The group itself, or mine of an axis or mode of tpc: "data", "model", "global", ...
+    """Return the group itself, or this rank's group of a tpc axis or mode such as "data" or
+    "model".
 
     An axis that tpc's topology leaves out has one rank a group.
 
     Raises:
-        CommError: this rank is not in it, there is no such name, or it is no group at all.
+        CommError: this rank is not in the group, the name is unknown, or it is no group at all.
     """
     if isinstance(group, Group):
         return group
@@ -233,6 +236,7 @@ def as_group(group: Group | str) -> Group:
 
 
 def _named(name: str) -> Group:
+    """Return this rank's group of a tpc axis or mode."""
     if not tpc.is_set:
         raise CommError(
             f"there is no group {name!r}: tpc is not set up; call "
@@ -245,17 +249,17 @@ def _named(name: str) -> Group:
 
 
 def as_dim(x: Tensor, dim: int) -> int:
-    """`dim` of `x`, counted from the front.
+    """Return `dim` counted from the front.
 
     Raises:
-        LayoutError: there is no such dim.
+        LayoutError: `x` has no such dim.
     """
     num_dims = x.dim()
     if not isinstance(dim, int) or not -num_dims <= dim < num_dims:
-        known = f"use {-num_dims} to {num_dims - 1}" if num_dims else "unsqueeze it first"
+        advice = f"use {-num_dims} to {num_dims - 1}" if num_dims else "unsqueeze it first"
         raise LayoutError(
             f"there is no dim {dim!r} in a tensor of shape {tuple(x.shape)}, which has {num_dims} "
-            f"dims; {known}"
+            f"dims; {advice}"
         )
     return dim % num_dims
 
@@ -263,10 +267,11 @@ def as_dim(x: Tensor, dim: int) -> int:
 def lengths_to_swap(
     x: Tensor, dim: int, split_sizes: Sizes | None, join_sizes: Sizes | None, group: Group
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Parts to each rank and from each, along one and the same dim of `x`.
+    """Return the lengths sent to and received from each rank, along one dim of `x`.
 
     Raises:
-        LayoutError: one is missing, they do not fit `x`, or differ in what stays here.
+        LayoutError: one argument is missing, the sizes do not fit `x`, or they disagree about the
+            part that stays on this rank.
     """
     sent = check_sizes(x, dim, split_sizes, group, cut=True, name="split_sizes")
     if sent is None and join_sizes is None:

@@ -1,8 +1,8 @@
 """Debug mode: before a call, its members compare what they are about to do.
 
-A difference is raised on every member alike, with both sides, before any data moves; a backend
-would give wrong numbers, or wait for ever. It costs one small collective a call, and the texts are
-exchanged only when their digests differ.
+A difference raises on every member, with both sides, before any data moves. Without it a back end
+would compute wrong numbers, or wait for ever. The comparison costs one small collective a call;
+texts are exchanged only if their digests differ.
 """
 
 import hashlib
@@ -19,22 +19,22 @@ from torchdistpackage.comm.group_state import state_of
 from torchdistpackage.errors import CommError
 
 TEXT_BYTES = 192
-"""Bytes of the text in which a side describes a call; longer ones are cut."""
+"""Most bytes of the text that describes a call; longer ones are cut."""
 _SENDS, _RECEIVES = 0x7DD, 0x7DE
-"""Tags of what a sender says and what a receiver says, apart from all data."""
+"""Tags of the descriptions by senders and receivers, different from those of all data."""
 
 
 @contextmanager
 def checked_calls(on: bool = True) -> Iterator[None]:
-    """Inside, every collective and message of this package is compared first. On all ranks alike.
+    """Compare every collective and message of this package in the block; all ranks enter it.
 
-    Inside, a call that differs between the members of its group raises CommError on all of them.
+    A call that differs between the members of its group raises CommError on all of them.
     """
-    before, recorder.checks = recorder.checks, on
+    previous, recorder.checks = recorder.checks, on
     try:
         yield
     finally:
-        recorder.checks = before
+        recorder.checks = previous
 
 
 def agree(
@@ -42,34 +42,34 @@ def agree(
 ) -> None:
     """Compare a collective that is about to be issued, over its group.
 
-    facts: what must be equal besides the shape; where they say that rows vary, or give the rows of
-    each rank, the first dim may differ.
+    facts: what must be equal besides the shape. If they mention varying rows, or the rows of each
+        rank, the first dim may differ.
 
     Raises:
         CommError: on all members, if any differs.
     """
-    described = _told(operation, x, facts)
+    described = _description(operation, x, facts)
     digest = int.from_bytes(
         hashlib.sha1(described.encode(), usedforsecurity=False).digest()[:7], "big"
     )
-    seen = _gathered(torch.tensor([digest], dtype=torch.int64), group, described)
-    if len({int(x) for x in seen}) > 1:
+    digests = _gathered(torch.tensor([digest], dtype=torch.int64), group, described)
+    if len({int(x) for x in digests}) > 1:
         raise _difference(
-            group, [_read(x) for x in _gathered(_written(described), group, described)]
+            group, [_decoded(x) for x in _gathered(_encoded(described), group, described)]
         )
 
 
 def agree_pairs(
     operation: str, group: dist.ProcessGroup, sent: Sequence[int], received: Sequence[int]
 ) -> None:
-    """Compare the rows that each rank sends to each with those that it expects.
+    """Compare the rows that each rank sends to each other rank with those that it expects.
 
     Raises:
         CommError: on all members, if a pair differs.
     """
     ranks = dist.get_process_group_ranks(group)
-    mine = torch.tensor([*sent, *received], dtype=torch.int64)
-    table = [x.tolist() for x in _gathered(mine, group, operation)]
+    own_rows = torch.tensor([*sent, *received], dtype=torch.int64)
+    table = [x.tolist() for x in _gathered(own_rows, group, operation)]
     wrong = [
         f"rank {ranks[i]} sends {table[i][j]} rows to rank {ranks[j]}, "
         f"which expects {table[j][len(ranks) + i]}"
@@ -87,23 +87,23 @@ def agree_pairs(
 def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tensor, int]]) -> None:
     """Compare messages (`send` or `receive`, tensor, global peer) with those of each peer.
 
-    The k-th send to a rank is compared with its k-th receive from this one. So this waits until
-    every peer has come to its own; what is only begun (`start_send`) is not compared for that.
+    The k-th send to a rank is compared with its k-th receive from this rank. So this waits until
+    every peer compares its own. Asynchronous messages (`start_send`) are therefore not compared.
 
     Raises:
-        CommError: on both sides of a pair, if they differ; or a peer did not come in time.
+        CommError: on both sides of a pair, if they differ or a peer did not come in time.
     """
-    device, me = device_of(group), dist.get_rank()
-    # both sides of a pair in one order, what goes up first: NCCL knows no tags
-    messages = sorted(messages, key=lambda m: (m[0] == "send") != (me < m[2]))
+    device, rank = device_of(group), dist.get_rank()
+    # NCCL has no tags, so both sides of a pair use one order: messages to higher ranks first
+    messages = sorted(messages, key=lambda m: (m[0] == "send") != (rank < m[2]))
     tags = (_SENDS, _RECEIVES) if state_of(group).direct else (0, 0)
     described = [f"{what} {dtype_name(x.dtype)}{list(x.shape)}" for what, x, _ in messages]
     buffers = [torch.empty(TEXT_BYTES, dtype=torch.uint8, device=device) for _ in messages]
     operations: list[dist.P2POp] = []
     for (what, _, peer), buffer, text in zip(messages, buffers, described, strict=True):
-        here, there = tags if what == "send" else reversed(tags)
-        operations.append(dist.P2POp(dist.irecv, buffer, peer, group, there))
-        operations.append(dist.P2POp(dist.isend, _written(text).to(device), peer, group, here))
+        own_tag, peer_tag = tags if what == "send" else reversed(tags)
+        operations.append(dist.P2POp(dist.irecv, buffer, peer, group, peer_tag))
+        operations.append(dist.P2POp(dist.isend, _encoded(text).to(device), peer, group, own_tag))
     limit = state_of(group).limit
     try:
         for work in dist.batch_isend_irecv(operations) if operations else ():
@@ -111,13 +111,15 @@ def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tenso
     except RuntimeError as error:
         peers = sorted({peer for _, _, peer in messages})
         raise CommError(
-            f"rank {me} and ranks {peers} could not compare their messages "
+            f"rank {rank} and ranks {peers} could not compare their messages "
             f"({', '.join(described)}); a rank that did not come says why: {error}"
         ) from error
     wrong = [
-        f"rank {me} is about to {mine}, rank {peer} to {theirs}"
-        for (_, _, peer), mine, theirs in zip(messages, described, map(_read, buffers), strict=True)
-        if theirs != _mirrored(mine)
+        f"rank {rank} is about to {own_text}, rank {peer} to {peer_text}"
+        for (_, _, peer), own_text, peer_text in zip(
+            messages, described, map(_decoded, buffers), strict=True
+        )
+        if peer_text != _mirrored(own_text)
     ]
     if wrong:
         raise CommError(
@@ -125,22 +127,23 @@ def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tenso
         )
 
 
-def _gathered(mine: Tensor, group: dist.ProcessGroup, described: str) -> list[Tensor]:
-    """`mine` of all members."""
-    mine = mine.to(device_of(group))
-    seen = [torch.empty_like(mine) for _ in range(group.size())]
+def _gathered(own: Tensor, group: dist.ProcessGroup, described: str) -> list[Tensor]:
+    """Gather a tensor of all members, without recording the call."""
+    own = own.to(device_of(group))
+    gathered = [torch.empty_like(own) for _ in range(group.size())]
     try:
-        dist.all_gather(seen, mine, group=group)
+        dist.all_gather(gathered, own, group=group)
     except RuntimeError as error:
         state = state_of(group)
         raise CommError(
             f"call number {state.issued + 1} of ranks {state.ranks}, here {described}, could not "
             f"be compared: a member did not come to it, or refused it, and says why itself: {error}"
         ) from error
-    return seen
+    return gathered
 
 
-def _told(operation: str, x: Tensor | None, facts: Sequence[object]) -> str:
+def _description(operation: str, x: Tensor | None, facts: Sequence[object]) -> str:
+    """Return the text that describes a collective; members must have equal ones."""
     described = operation
     if x is not None:
         varies = bool(facts) and str(facts[0]).startswith("rows")
@@ -150,6 +153,7 @@ def _told(operation: str, x: Tensor | None, facts: Sequence[object]) -> str:
 
 
 def _difference(group: dist.ProcessGroup, texts: list[str]) -> CommError:
+    """Return the error that shows which ranks are about to do what."""
     ranks, state = dist.get_process_group_ranks(group), state_of(group)
     sides: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
@@ -167,15 +171,17 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _mirrored(described: str) -> str:
-    """The peer's description of the message that this rank describes as `described`."""
-    what, _, of = described.partition(" ")
-    return f"{'receive' if what == 'send' else 'send'} {of}"
+    """Return the peer's description of the message that this rank describes as `described`."""
+    what, _, rest = described.partition(" ")
+    return f"{'receive' if what == 'send' else 'send'} {rest}"
 
 
-def _written(text: str) -> Tensor:
+def _encoded(text: str) -> Tensor:
+    """Return text as a tensor of TEXT_BYTES bytes."""
     raw = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 
-def _read(x: Tensor) -> str:
+def _decoded(x: Tensor) -> str:
+    """Return the text in a tensor of bytes."""
     return bytes(x.tolist()).rstrip(b"\0").decode(errors="replace")

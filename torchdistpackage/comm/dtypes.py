@@ -1,7 +1,7 @@
-"""How a tensor of any dtype travels: as numbers that the back ends add, or as bytes.
+"""Conversion of tensors of any dtype for the back ends, as numbers to add or as bytes to move.
 
-Moving needs no arithmetic, so what a back end does not know goes as bytes; adding
-does, so it goes as the nearest type that has the same sums, or is refused.
+Moving needs no arithmetic, so a dtype that a back end does not know travels as bytes. Adding needs
+arithmetic, so it travels as the nearest dtype with the same sums, or is refused.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,17 +15,23 @@ from torchdistpackage.errors import CommError
 
 PLAIN = frozenset(
     {
-        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-        *(torch.int8, torch.uint8, torch.int32, torch.int64),
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
     }
 )
-"""Dtypes that gloo and NCCL both take in every collective."""
+"""Dtypes that both gloo and NCCL accept in every collective."""
 
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
 def to_bytes(x: Tensor) -> Tensor:
-    """The same rows, contiguous, in a dtype that all back ends move; of a contiguous x, a view."""
+    """Return the same rows, contiguous, in a dtype that all back ends move; a view if possible."""
     if x.requires_grad:
         x = x.detach()
     if x.is_neg() or x.is_conj():
@@ -36,7 +42,7 @@ def to_bytes(x: Tensor) -> Tensor:
 
 
 def in_place_of(x: Tensor, wire: Tensor) -> Callable[[], Tensor] | None:
-    """How `x` gets what arrived in `wire`, made by `to_bytes`; None: it is the same memory."""
+    """Return a function that copies `wire`, made by `to_bytes`, back to `x`; None: same memory."""
     if wire.data_ptr() == x.data_ptr():
         return None
 
@@ -50,10 +56,11 @@ def in_place_of(x: Tensor, wire: Tensor) -> Callable[[], Tensor] | None:
 def to_reducible(
     x: Tensor, op: dist.ReduceOp.RedOpType
 ) -> tuple[Tensor, Callable[[], Tensor] | None]:
-    """(what is reduced in place, how `x` gets the result; None: it is the same memory).
+    """Return (tensor to reduce in place, function that copies the result to `x`; None: same
+    memory).
 
     Raises:
-        CommError: there is no such reduction of this dtype.
+        CommError: this dtype has no such reduction.
     """
     wire, dtype = x.detach() if x.requires_grad else x, x.dtype
     if wire.is_neg():
@@ -80,10 +87,10 @@ def to_reducible(
 
 
 def as_added(x: Tensor) -> Tensor:
-    """Contiguous rows that every back end adds, for `from_added`.
+    """Return contiguous rows in a dtype that every back end adds; `from_added` converts them back.
 
     Raises:
-        CommError: there is no sum of this dtype.
+        CommError: this dtype has no sum.
     """
     if x.requires_grad:
         x = x.detach()
@@ -93,14 +100,16 @@ def as_added(x: Tensor) -> Tensor:
 
 
 def from_added(wire: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sums made of `as_added` of tensors of `dtype`, in that dtype."""
+    """Return sums of `as_added` tensors in their original `dtype`."""
     return torch.view_as_complex(wire) if dtype.is_complex else wire.to(dtype)
 
 
 def added(parts: Sequence[Tensor], kept: int | None = None) -> Tensor:
-    """Sum of the parts in their order, in memory of the first ones; narrow floats in float32.
+    """Return the sum of the parts in their order, in the memory of a part if possible.
 
-    kept: which part, of several, is not to be written to.
+    Narrow floats are added in float32, so that each element is rounded once.
+
+    kept: index of a part that must not be written to.
     """
     total, *others = parts
     if total.is_floating_point() and total.itemsize < 4:
@@ -113,6 +122,7 @@ def added(parts: Sequence[Tensor], kept: int | None = None) -> Tensor:
 
 
 def _nearest(x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+    """Return the tensor in the nearest dtype that has the same reductions; refuse other dtypes."""
     dtype = x.dtype
     if dtype.is_complex:
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
@@ -123,7 +133,7 @@ def _nearest(x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
     if dtype in _WIDER:
         return x.to(_WIDER[dtype])
     if dtype is torch.bool:
-        # as torch adds them; gloo has a sum of bytes, which would wrap at 256 ranks
+        # torch adds booleans as numbers; gloo would add bytes, which wrap at 256 ranks
         return x.to(torch.int32)
     wider = "bfloat16" if dtype.is_floating_point else "int64"
     raise _refusal(dtype, "reduced", f"convert it to {wider}, or gather it and reduce it yourself")

@@ -1,8 +1,8 @@
-"""The last calls of this rank, in a ring, and NCCL's own record: what a hang report reads.
+"""The flight recorder: the last calls of this rank, and NCCL's own record, for hang reports.
 
-An entry is a list put into a deque, and nothing else happens on the way to the network;
-numbers and texts are made by `snapshot`. A call is `WAITING` while the host is blocked in it. On a
-device queue the host is not blocked: there a call that returned counts as issued.
+Recording a call only appends a list to a deque, because it delays every call; `snapshot` makes
+numbers and texts later. A call is `WAITING` while the host is blocked in it. A device queue does
+not block the host, so there a call that returned counts as issued.
 """
 
 import json
@@ -19,24 +19,25 @@ from torch import Tensor
 from torchdistpackage.comm.group_state import GroupState, drop_all_states, known_states, state_of
 
 SIZE = 512
-"""Calls that are kept."""
+"""Number of calls that are kept."""
 
 ISSUED, WAITING, DONE, FAILED = "issued", "waiting", "done", "failed"
 
 Call = list[Any]
-"""A call by the places below; made by `FlightRecorder`, read by `FlightRecorder.snapshot`."""
+"""A recorded call, as a list with the indices below; `FlightRecorder` writes and reads it."""
 GROUP, OPERATION, SEQUENCE, SHAPE, DTYPE, PEER, ACTION, BEGAN_S, STATE = range(9)
 
 _monotonic_s = time.monotonic
 
 
 class RecorderSnapshot(TypedDict):
-    """The last calls of this rank, oldest first; nothing in it but JSON.
+    """The last calls of this rank, oldest first, as JSON values.
 
-    groups: `ranks`, `axis`, and how many collectives were `issued` and `done` (None where only the
-    device knows). peers: messages `sent` to and `received` from global rank `peer` in
-    groups[`group`]. calls: see `FlightRecorder.begin`; `sequence` counts collectives of the group,
-    or messages of one direction with `peer`.
+    groups: `ranks`, `axis`, and numbers of collectives `issued` and `done` (None if only the device
+        knows).
+    peers: numbers of messages `sent` to and `received` from global rank `peer` in groups[`group`].
+    calls: see `FlightRecorder.begin`. `sequence` counts collectives of the group, or messages in
+        one direction with `peer`.
     """
 
     time_s: float
@@ -48,15 +49,15 @@ class RecorderSnapshot(TypedDict):
 
 
 class FlightRecorder:
-    """Use the instance of this module, `recorder`.
+    """A recorder of this rank's calls. Use this module's instance, `recorder`.
 
-    phase: what this rank does between calls ("data", "forward", ...); step: of the run.
-    action: of the schedule, that is being run or whose messages are being posted.
-    waited_s: for how long the host has been blocked in calls, in all; it only grows.
-    clock_s: what that is measured with.
+    phase: what this rank does between calls ("data", "forward", ...). step: step of the run.
+    action: the schedule's action that runs, or whose messages are being posted.
+    waited_s: seconds that the host has been blocked in calls; it only grows.
+    clock_s: clock that measures this.
     checks: compare what the members of a group are about to do (comm/debug_checks.py).
-    ended: a list to note calls in when the host no longer waits for them, with the time and for how
-        long it did; or None.
+    ended: None, or a list that gets each call when the host no longer waits for it, with the time
+        and how long it waited.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class FlightRecorder:
         self._ring: deque[Call] = deque(maxlen=SIZE)
 
     def begin(self, operation: str, group: dist.ProcessGroup, x: Tensor | None) -> Call:
-        """Note a collective that is about to be issued."""
+        """Record a collective that is about to be issued."""
         state = state_of(group)
         state.issued = sequence = state.issued + 1
         shape, dtype = (None, None) if x is None else (x.shape, x.dtype)
@@ -81,16 +82,16 @@ class FlightRecorder:
     def begin_message(
         self, operation: str, state: GroupState, x: Tensor, peer: int, action: object
     ) -> Call:
-        """Note that `x` is about to be sent to, or received from, global rank `peer`."""
+        """Record that `x` is about to be sent to, or received from, global rank `peer`."""
         counts = state.sent if operation == "send" else state.received
         counts[peer] = sequence = counts.get(peer, 0) + 1
-        now = _monotonic_s()
-        call = [state, operation, sequence, x.shape, x.dtype, peer, action, now, ISSUED]
+        began_s = _monotonic_s()
+        call = [state, operation, sequence, x.shape, x.dtype, peer, action, began_s, ISSUED]
         self._ring.append(call)
         return call
 
     def end(self, call: Call, since_s: float) -> None:
-        """The host goes on after `call`, in which it was blocked since `since_s`."""
+        """Record that the host continues after `call`, in which it was blocked since `since_s`."""
         group = call[GROUP]
         call[STATE] = ISSUED if group.queued else DONE  # `returned`
         if call[PEER] is None:
@@ -102,12 +103,14 @@ class FlightRecorder:
             self.ended.append((call, _monotonic_s(), waited_s))
 
     def forget_all(self) -> None:
-        """The world has ended, and with it what was set for it: the clock of waits, the checks."""
+        """Forget everything that belonged to a world that has ended."""
         drop_all_states()
         self.clock_s, self.checks, self.ended = _monotonic_s, False, None
 
     def snapshot(self, num: int = 64) -> RecorderSnapshot:
-        """The last `num` calls, and where this rank is in each group. From any thread."""
+        """Return the last `num` calls, and this rank's position in each group; safe in any
+        thread.
+        """
         groups, now_s = known_states(), _monotonic_s()
         index = {id(group): i for i, group in enumerate(groups)}
         return {
@@ -154,12 +157,12 @@ class FlightRecorder:
 
 
 def returned(group: GroupState) -> str:
-    """The state of a call on the group once the host goes on: on a queue it may still run."""
+    """Return the state of a call once the host continues; on a queue the call may still run."""
     return ISSUED if group.queued else DONE
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32`, not `torch.float32`."""
+    """Return the dtype's short name, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -174,24 +177,24 @@ def _nccl_dump() -> Any:
 
 
 def has_nccl_trace() -> bool:
-    """Whether this build of torch keeps one: those with NCCL do."""
+    """Return whether this build of torch keeps a record of NCCL's calls."""
     return _nccl_dump() is not None
 
 
 def nccl_trace(limit_s: float) -> dict[str, Any] | None:
-    """Calls that a device has not ended, as torch has them; None without a record, or too late.
+    """Return torch's record of calls that a device has not ended; None without one, or if too late.
 
-    Asked in a thread of its own: a driver that is stuck must not take the caller along.
+    It asks in a separate thread, because a stuck driver must not block the caller.
     """
-    dump, found = _nccl_dump(), list[dict[str, Any]]()
+    dump, traces = _nccl_dump(), list[dict[str, Any]]()
     if dump is None:
         return None
 
     def ask() -> None:
         if text := dump(includeCollectives=True, onlyActive=True):
-            found.append(json.loads(text))
+            traces.append(json.loads(text))
 
     asking = threading.Thread(target=ask, name="flight recorder", daemon=True)
     asking.start()
     asking.join(limit_s)
-    return found[0] if found else None
+    return traces[0] if traces else None

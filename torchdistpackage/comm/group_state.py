@@ -1,8 +1,8 @@
-"""State of each group that this rank calls on: who is in it, how its calls travel, and how
-many there were.
+"""State of each group that this rank uses: its members, its transport, and counts of its calls.
 
-`state_of(group)` is made at the first call on a group and dropped when the group ends. Transports
-and messages ask it how to send; the flight recorder counts in it, and each of its calls holds it.
+`state_of(group)` creates the state at the first call on a group; it is dropped when the group ends.
+Transports and messages read it to decide how to send. The flight recorder counts in it, and each
+recorded call refers to it.
 """
 
 from collections.abc import Callable
@@ -19,23 +19,24 @@ Group = dist.ProcessGroup
 class GroupState:
     """The members of a group, its transport, and the calls of this rank on it.
 
-    Who may change what: the flight recorder counts `issued`, `done`, `sent`, `received` and
-    `waited_s`; transport/pairwise.py `expected`; creation.py sets `limit`; tpc names the `axis`
-    (`name_axis`).
+    Only these change it: the flight recorder counts `issued`, `done`, `sent`, `received` and
+    `waited_s`; transport/pairwise.py counts `expected`; creation.py sets `limit`; tpc names the
+    `axis` (`name_axis`).
 
     ranks: global ranks of the members, in group order.
-    index: place of this rank among them.
-    others: places of the others, from the next one on, so that no rank is everybody's first.
-    axis: the axis of the topology along which they lie, "" for a group without a name.
-    group: the group itself, or None once it is gone.
+    index: index of this rank among them.
+    others: indices of the other members, starting after this one, so that not all send to the same
+        rank first.
+    axis: the topology's axis along which they lie; "" for an unnamed group.
+    group: returns the group, or None once it is gone.
     queued: as in `Transport`; a call returns before it is done.
-    direct: as in `Transport`; parts go by messages (transport/pairwise.py).
-    limit: how long one such message may take; None: as long as the back end says.
+    direct: as in `Transport`; collectives are made of messages (transport/pairwise.py).
+    limit: time limit of such a message; None: the back end's own.
     left: messages whose `Work` was dropped without a wait (`settle`).
-    issued, done: collectives that began, and those that the host no longer waits for.
-    expected: collectives whose receives were posted ahead (transport/sharded_flat.py).
-    sent, received: number of messages to and from each global rank.
-    waited_s: for how long the host has been blocked in its calls, in all.
+    issued, done: numbers of collectives that began, and that the host no longer waits for.
+    expected: number of collectives whose receives were posted ahead (transport/sharded_flat.py).
+    sent, received: numbers of messages to and from each global rank.
+    waited_s: seconds that the host has been blocked in its calls.
     """
 
     __slots__ = (
@@ -56,51 +57,52 @@ class GroupState:
         self.waited_s = 0.0
 
     def settle(self) -> None:
-        """Wait for what was left: a message that is given up takes its connection along."""
+        """Wait for dropped messages, because abandoning a message breaks its connection."""
         while self.left:
             work = self.left.pop()
             work.wait() if self.limit is None else work.wait(self.limit)
 
 
-# By id and not by group: a group that its users let go must end, threads and all.
+# Keyed by id: a reference to the group would keep it and its threads alive.
 _states: dict[int, GroupState] = {}
 
 
 def state_of(group: Group) -> GroupState:
-    """The state of the group, made at its first call."""
+    """Return the state of the group, which its first call creates."""
     return _states.get(id(group)) or _add(group)
 
 
 def known_states() -> list[GroupState]:
-    """The states of all groups that this rank has called on and that live. For any thread."""
+    """Return the states of all living groups that this rank has used; safe in any thread."""
     return list(_states.values())
 
 
 def name_axis(group: Group, axis: str) -> None:
-    """Say along which axis a group lies; the first name of a group that several share stays."""
+    """Name the axis of a group; a group with several names keeps the first."""
     state = state_of(group)
     state.axis = state.axis or axis
 
 
 def drop_states(*groups: Group) -> None:
-    """Drop what is known of groups that have ended; calls in the record keep theirs."""
+    """Drop the state of groups that have ended; recorded calls keep theirs."""
     for group in groups:
         _states.pop(id(group), None)
 
 
 def drop_all_states() -> None:
-    """Drop what is known of all groups: the world has ended."""
+    """Drop the state of all groups, when the world has ended."""
     _states.clear()
 
 
 def _add(group: Group) -> GroupState:
-    known, key = dist.distributed_c10d._world.pg_map, id(group)
-    # A group that torch has ended may live on in somebody's hands; what is known of it is stale.
+    """Create the state of a group, and drop the states of groups that torch has ended."""
+    living_groups, key = dist.distributed_c10d._world.pg_map, id(group)
+    # a group that torch has ended may still be referenced; its state is stale
     alive = [g for state in known_states() if (g := state.group()) is not None]
-    drop_states(*[g for g in alive if g not in known])
+    drop_states(*[g for g in alive if g not in living_groups])
     ranks = tuple(dist.get_process_group_ranks(group))
     state = _states[key] = GroupState(ranks, group.rank(), transport_of(group))
     state.group = ref(group, lambda _: _states.pop(key, None))
     if state.direct:
-        deprioritize()  # here, as every group comes by before its first call, whatever made it
+        deprioritize()  # here, because every group passes here before its first call
     return state
