@@ -194,14 +194,14 @@ class _StageSearch:
     kept: number of partial cuts to keep, see KEPT.
     """
 
-    of: PartitionProblem
+    problem: PartitionProblem
     allowed: Sequence[Sequence[int]]
     most: float
     kept: int
 
     def best(self) -> StageCut | None:
         """Return the best cut of all pieces, or None."""
-        placement, num_pieces = self.problem.placement, self.of.num_pieces
+        placement, num_pieces = self.problem.placement, self.problem.num_pieces
         ended: dict[int, list[StageCut]] = {0: [StageCut(0.0, 0.0, 0.0, (), (), 0, None)]}
         going: list[int] = []  # ranks in the order of Cut.open
         for stage, rank in enumerate(placement):
