@@ -142,9 +142,9 @@ def let_workers_rest(limit_s: float = 5.0, look_s: float = 0.005) -> None:
 
     A worker releases a call's tensors after the call is done and awaited, and takes the
     interpreter's lock for that. If the interpreter is shutting down by then, Python ends the
-    thread, and with it
-    the process: "terminate called without an active exception" (pytorch/pytorch#179291). Ending the
-    groups would not help, because whoever holds a group keeps its threads.
+    thread, and with it the process: "terminate called without an active exception"
+    (pytorch/pytorch#179291). Ending the groups would not help, because whoever holds a group keeps
+    its threads.
 
     limit_s: limit in all; calls that peers have not joined use all of it.
     look_s: time between two looks, in which this thread releases the lock.

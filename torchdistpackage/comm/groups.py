@@ -1,20 +1,20 @@
-"""Process groups from rank lists: only those this rank is in, one for each different list.
+"""Process groups from rank lists: only those that contain this rank, one for each different list.
 
-Groups are scarce (threads, memory, and seconds to start and stop), so identical lists share
-one, all axes of size 1 share one group of one, and a list of all ranks is the default
-group. Members alone take part in making a group, and wait for each other, so all must ask for
-their groups in one order: that of layout/derive.py.
+Groups are expensive (threads, memory, and seconds to start and stop). So identical lists share one
+group, all axes of size 1 share one group of one, and a list of all ranks is the default group. Only
+its members create a group, and they wait for each other. So all must ask for their groups in one
+order: that of layout/derive.py.
 
-A group may have companions of the same ranks, for what is in host memory and for the way back. All
-members make one together when they ask for it first; it ends with its group.
+A group may have companions of the same ranks, for host memory and for the reverse direction. All
+members create one together when they first ask for it; it ends with its group.
 
-A back end on devices connects the ranks of a group in their first collective, and two ranks in
-their first message, and the host is blocked meanwhile. In the middle of a pipeline that is too
-late: a first batch of messages needs all ranks of the group, of which some wait for others. So
-groups are connected when they are made.
+A device back end connects the ranks of a group in their first collective, and two ranks in their
+first message, and blocks the host meanwhile. In the middle of a pipeline that is too late: a first
+batch of messages needs all ranks of the group, and some of them wait for others. So groups are
+connected when they are created.
 
-What an exception left under way in a group would be taken for a message of the next step, so a rank
-refuses further steps over that group by itself, without asking the others.
+A message that an exception left in flight would be mistaken for one of the next step. So a rank
+refuses further steps over that group on its own, without asking the others.
 """
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
@@ -47,7 +47,7 @@ Item = TypeVar("Item")
 
 
 class Groups:
-    """The groups that one rank has made so far, on top of the default group."""
+    """The groups that one rank has created, on top of the default group."""
 
     def __init__(self, rank: int, timeout_s: float | None = None):
         self._rank = rank
@@ -56,21 +56,22 @@ class Groups:
         self._made: dict[tuple[tuple[int, ...], str], Group] = {}
 
     def along(self, mesh: Mesh, axes: Iterable[str]) -> Group:
-        """My group along `axes` of `mesh`."""
+        """Return this rank's group along `axes` of `mesh`."""
         return self.of(mesh.group(self._rank, axes))
 
     def of(
         self, ranks: Sequence[int], *, name: str | None = None, use: str = "", connects: bool = True
     ) -> Group:
-        """The group of these ranks, made and connected on first use by all of them together.
+        """Return the group of these ranks; its first use creates and connects it on all of them.
 
-        use: one of its own for this use, which others do not share. Calls on a group run in the
-            order in which they were issued, so two uses whose order differs between ranks need two.
-        connects: False leaves that to its first call, which must be a collective of all its ranks.
+        use: name of a use with a group of its own. Calls on a group run in the order in which they
+            were issued, so two uses whose order differs between ranks need two groups.
+        connects: False leaves connecting to its first call, which must be a collective of all
+            ranks.
 
         Raises:
-            CommError: this rank is not among them, there is no default group yet, or others did
-                not come.
+            CommError: this rank is not in the list, there is no default group, or other ranks did
+                not come in time.
         """
         key = tuple(sorted(ranks))
         if self._rank not in key:
@@ -80,7 +81,7 @@ class Groups:
         if len(key) == dist.get_world_size() and not use:
             return dist.group.WORLD  # type: ignore[return-value]
         if (key, use) not in self._made:
-            # what one rank sums or gathers is its own: that needs no communicator
+            # a group of one rank communicates with nobody, so it needs no connection
             connects, limit_s = connects and len(key) > 1, self._timeout_s
             group = create(key, use, limit_s=limit_s, name=name, connects=connects)
             self._made[key, use] = group
@@ -89,31 +90,31 @@ class Groups:
         return self._made[key, use]
 
     def prepare(self, wanted: Iterable[Creation]) -> None:
-        """Make groups that hold this rank, in this order (layout/derive.py), and connect them.
+        """Create and connect groups that contain this rank, in this order (layout/derive.py).
 
-        All ranks of each of them call it.
+        All ranks of each group call it.
         """
         for one in wanted:
             group = self.of(one.ranks, connects=one.connects)
             if one.connects:
                 connect(group, neighbours=one.neighbours, limit_s=self._timeout_s)
             if one.neighbours:
-                on_cpu(group)  # headers and agreements of a pipeline
+                on_cpu(group)  # create now the companion that a pipeline's headers need
 
     def set_timeout(self, seconds: float) -> None:
-        """Time limit of every later operation, on the default group too."""
+        """Set the time limit of every later operation, on the default group too."""
         self._timeout_s = seconds
         for group in (_world(), *self._made.values(), *_on_cpu.values(), *_reverse_groups.values()):
-            if is_alive(group):  # companions may be of a world that ended
+            if is_alive(group):  # companions may belong to a world that has ended
                 set_timeout(group, seconds)
 
     @property
     def are_there(self) -> bool:
-        """Whether the default group is still that on top of which these were made."""
+        """True if the default group is still the one that these groups were created on."""
         return _world() is self._world
 
     def destroy(self) -> None:
-        """End all groups made here, unless their world has ended; the default group stays."""
+        """End all groups of this object, unless their world has ended; keep the default group."""
         for group in self._made.values() if self.are_there else ():
             _leave(group, _reverse_groups)
             leave_cpu(group)
@@ -122,6 +123,7 @@ class Groups:
 
 
 def _world() -> Group | None:
+    """Return the default group, or None."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
@@ -131,40 +133,42 @@ def for_each_group(
     *,
     min_size: int = 1,
 ) -> list[tuple[Group, list[Item]]]:
-    """Each group of at least `min_size` ranks with its items, in their order.
+    """Return each group of at least `min_size` ranks with its items, in their order.
 
-    Groups come in the order of their rank lists, which is the same on all ranks. A rank that calls
-    one collective a group never deadlocks: a rank that waits in a group waits for one that is still
-    at an earlier group, and none is earlier than the first (layout/derive.py).
+    Groups come in the order of their rank lists, which is the same on all ranks. So calling one
+    collective for each group never deadlocks: a rank that waits in a group waits for one that is
+    still at an earlier group, and none is earlier than the first (layout/derive.py).
     """
-    found: dict[tuple[int, ...], tuple[Group, list[Item]]] = {}
+    by_ranks: dict[tuple[int, ...], tuple[Group, list[Item]]] = {}
     for item in items:
         group = group_of(item)
         if group.size() >= min_size:
-            found.setdefault(ranks_of(group), (group, []))[1].append(item)
-    return [found[ranks] for ranks in sorted(found)]
+            by_ranks.setdefault(ranks_of(group), (group, []))[1].append(item)
+    return [by_ranks[ranks] for ranks in sorted(by_ranks)]
 
 
 # -- companions ----------------------------------------------------------------------------
 
 _on_cpu: PerGroup[Group] = PerGroup()
-"""Group of GPUs -> the gloo group of the same ranks."""
+"""Group of GPUs -> its companion, a gloo group of the same ranks."""
 _reverse_groups: PerGroup[Group] = PerGroup()
-"""Gloo group -> another of the same ranks, over connections of its own."""
+"""Gloo group -> its twin, another group of the same ranks with its own connections."""
 
 
 def on_cpu(group: Group) -> Group:
-    """A group of the same ranks that moves what is in host memory: `group` itself unless NCCL.
+    """Return a group of the same ranks for host memory: `group` itself, unless its calls are
+    queued.
 
-    Made when all of its ranks ask for the first time, and ended with `group` or by `leave_cpu`.
+    The companion is created when all ranks first ask for it, and ends with `group` or by
+    `leave_cpu`.
     """
     return _companion(group, _on_cpu, "cpu", None) if is_queued(group) else group
 
 
 def make_duplex_groups(groups: Iterable[Group]) -> None:
-    """For each gloo group of several ranks another one of the same ranks, over other connections.
+    """Create a twin, with its own connections, for each gloo group of several ranks.
 
-    All members call it, for whichever groups they are in. A twin ends with its group.
+    All members call it, each for its groups. A twin ends with its group.
 
     Raises:
         CommError: a member did not come within the time limit of its group.
@@ -173,16 +177,18 @@ def make_duplex_groups(groups: Iterable[Group]) -> None:
         if state_of(group).direct:
             limit = group._get_backend(torch.device("cpu")).options._timeout
             _companion(group, _reverse_groups, "twin", limit.total_seconds())
-            deprioritize()  # it is in no record, where others come by
+            deprioritize()  # here, because a twin has no GroupState, whose creation does it
 
 
 def reverse_group(group: Group) -> Group | None:
-    """The twin that `make_duplex_groups` made for `group`, or None."""
+    """Return the twin that `make_duplex_groups` created for `group`, or None."""
     return _reverse_groups.get(group)
 
 
 def leave_cpu(group: Group) -> None:
-    """End what `on_cpu` made for `group`, if it made one, and that one's twin."""
+    """End the companion that `on_cpu` created for `group`, and that one's twin, if there
+    are any.
+    """
     if group in _on_cpu:
         _leave(_on_cpu[group], _reverse_groups)
     _leave(group, _on_cpu)
@@ -191,6 +197,7 @@ def leave_cpu(group: Group) -> None:
 def _companion(
     group: Group, among: MutableMapping[Group, Group], use: str, limit_s: float | None
 ) -> Group:
+    """Return a companion of a group, creating it on first use."""
     if group not in among:
         ranks = ranks_of(group)
         try:
@@ -202,29 +209,30 @@ def _companion(
 
 
 def _leave(group: Group, among: MutableMapping[Group, Group]) -> None:
-    if (made := among.pop(group, None)) is not None:
-        end(made)
+    """End a companion, if there is one."""
+    if (companion := among.pop(group, None)) is not None:
+        end(companion)
 
 
 # -- connections ---------------------------------------------------------------------------
 
 _connected: PerGroup[bool] = PerGroup()
-"""Group -> whether neighbours are connected for messages, too."""
+"""Group -> whether neighbours are connected for messages too."""
 
 
 def connect(group: Group, *, neighbours: bool = False, limit_s: float | None = None) -> None:
-    """Connect all ranks of the group, once; nothing on gloo, or of one rank.
+    """Connect all ranks of the group once; gloo and groups of one rank need nothing.
 
-    All of them call it, before any sends another one a message on the group. It returns when all
-    have come.
+    All ranks call it before the first message on the group. It returns when all have come.
 
-    neighbours: also those in the ring of its ranks, for messages. limit_s: for the others to come.
+    neighbours: also connect adjacent ranks of the ring for messages.
+    limit_s: limit for the other ranks to come.
 
     Raises:
-        CommError: they did not come, or the back end joined other ranks than those of the group.
+        CommError: ranks did not come, or the back end connected ranks outside the group.
     """
-    known = _connected.get(group)
-    if group.size() == 1 or known or (known is False and not neighbours) or not is_queued(group):
+    state = _connected.get(group)
+    if group.size() == 1 or state or (state is False and not neighbours) or not is_queued(group):
         return
     ranks, store, key = ranks_of(group), default_store(), f"connect/{group.group_name}"
     store.set(f"{key}/{dist.get_rank()}", "")
@@ -235,7 +243,7 @@ def connect(group: Group, *, neighbours: bool = False, limit_s: float | None = N
     limit_s = limit_s or default_timeout_s(transport_of(group).name)
     name = f"{key}/{neighbours}"
     with creation_limit(f"connecting ranks {ranks}", ranks, came, store, limit_s, name=name):
-        if known is None:
+        if state is None:
             _sum(group)
         if neighbours:
             _messages(group)
@@ -243,9 +251,10 @@ def connect(group: Group, *, neighbours: bool = False, limit_s: float | None = N
 
 
 def _sum(group: Group) -> None:
+    """Run one all-reduce, which connects the ranks, and check the number of ranks in it."""
     number = torch.ones(1, device=device_of(group))
     dist.all_reduce(number, group=group)
-    if int(number) != group.size():  # reading it waits for all
+    if int(number) != group.size():  # reading the number waits until all ranks are connected
         raise CommError(
             f"a sum over the {group.size()} ranks {ranks_of(group)} is one over {int(number)}: "
             f"torch {torch.__version__} connected other ranks; report this"
@@ -253,33 +262,39 @@ def _sum(group: Group) -> None:
 
 
 def _messages(group: Group) -> None:
+    """Exchange messages with both neighbours of the ring, which connects them."""
     ranks, at = ranks_of(group), group.rank()
     peers = sorted({ranks[at - 1], ranks[(at + 1) % len(ranks)]})
-    mine = torch.full((1,), float(ranks[at]), device=device_of(group))
-    buffers = [torch.zeros_like(mine) for _ in peers]
-    batch = [dist.P2POp(dist.isend, mine, peer, group) for peer in peers]
+    own_rank = torch.full((1,), float(ranks[at]), device=device_of(group))
+    buffers = [torch.zeros_like(own_rank) for _ in peers]
+    batch = [dist.P2POp(dist.isend, own_rank, peer, group) for peer in peers]
     batch += [
         dist.P2POp(dist.irecv, x, peer, group) for x, peer in zip(buffers, peers, strict=True)
     ]
+    # one batch, because on NCCL a send and a receive one after the other would deadlock
     for work in dist.batch_isend_irecv(batch):
         work.wait()
-    came = [int(x) for x in buffers]
-    if came != peers:
-        raise CommError(f"messages of ranks {peers} to rank {ranks[at]} came from ranks {came}")
+    senders = [int(x) for x in buffers]
+    if senders != peers:
+        raise CommError(f"messages of ranks {peers} to rank {ranks[at]} came from ranks {senders}")
 
 
 # -- steps that an exception has ended -----------------------------------------------------
 
 _interrupted: PerGroup[str] = PerGroup()
-"""Group -> the exception that ended a step over it while messages may have been under way.
+"""Group -> the exception that ended a step over it, while messages may have been in flight.
 
-What was on its way then would meet the receives of the next step, so nothing goes over the group
-again. `step_over` alone writes here, around every run of an executor and every result of a step."""
+Such messages would meet the receives of the next step, so nothing is sent over the group again.
+Only `step_over` writes it, around every run of an executor and every result of a step.
+"""
 
 
 @contextmanager
 def step_over(group: Group) -> Iterator[None]:
-    """Around a step that the ranks of `group` have agreed on; a group of one may fail and go on."""
+    """Surround a step that the ranks of `group` have agreed on, and mark the group if it fails.
+
+    A group of one rank has no messages, so it may continue after a failure.
+    """
     try:
         yield
     except BaseException as error:
@@ -289,7 +304,7 @@ def step_over(group: Group) -> Iterator[None]:
 
 
 def refuse_interrupted(group: Group) -> None:
-    """Raises CommError if a step over `group` ended here in an exception."""
+    """Raise CommError if an exception ended a step over `group` on this rank."""
     if group in _interrupted:
         raise CommError(
             f"an earlier step over this group was interrupted by {_interrupted[group]}; its "
@@ -298,5 +313,5 @@ def refuse_interrupted(group: Group) -> None:
 
 
 def is_interrupted(group: Group) -> bool:
-    """Whether a step over `group` ended here in an exception."""
+    """Return whether an exception ended a step over `group` on this rank."""
     return group in _interrupted

@@ -1,8 +1,8 @@
-"""A device's work as the host follows it, without stopping it: moments in it, and values out of it.
+"""Times and values of a device's work, read by the host without stopping the device.
 
 On the CPU a moment is a reading of the clock. On CUDA it is an event on the current stream, which
-passes when the stream gets there. Only `seconds` and `OnHost.read` may wait, and only for
-what they read.
+passes when the stream reaches it. Only `seconds` and `OnHost.read` may wait, and only for what they
+read.
 """
 
 import time
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class TimingEvent(Protocol):
-    """The part of `torch.cuda.Event` that is needed."""
+    """The part of `torch.cuda.Event` that this file uses."""
 
     def record(self) -> None: ...
 
@@ -32,23 +32,25 @@ _now_s = time.perf_counter
 
 
 def cuda_event() -> TimingEvent:
+    """Return a CUDA event that can be timed."""
     return torch.cuda.Event(enable_timing=True)
 
 
 def clock_of(device: torch.device) -> Callable[[], Moment]:
-    """The function that takes a moment in the work of `device`."""
+    """Return the function that takes a moment in the work of `device`."""
     return _mark if device.type == "cuda" else time.perf_counter
 
 
 def seconds(begin: Moment, end: Moment) -> float:
-    """Seconds from one moment to a later one; the host waits until the device has passed both."""
+    """Return the seconds between two moments; the host waits until the device has passed both."""
     if isinstance(begin, float) or isinstance(end, float):
         return end - begin  # type: ignore[operator]
-    end.synchronize()
+    end.synchronize()  # elapsed_time raises for an event that has not passed
     return begin.elapsed_time(end) / 1000
 
 
 def _mark() -> TimingEvent:
+    """Record a CUDA event on the current stream."""
     event = cuda_event()
     event.record()
     return event
@@ -56,9 +58,9 @@ def _mark() -> TimingEvent:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One run: from its first moment to its last, and each piece of computation in it.
+    """The times of one run: its first and last moment, and each piece of computation.
 
-    computed: what the CPU's clock has added up already. pieces: those that a device times.
+    computed: seconds that the CPU's clock has added up. pieces: pieces that a device times.
     """
 
     began: Moment
@@ -67,18 +69,20 @@ class Timing:
     pieces: Sequence[tuple[Moment, Moment]]
 
     def computed_s(self) -> float:
-        """Seconds of computation. On CUDA this waits for the last of it."""
-        # the last one first: nothing is left to wait for after it
+        """Return the seconds of computation; on CUDA this waits for the last piece."""
+        # the last piece first, so that there is only one wait
         return self.computed + sum(seconds(*piece) for piece in reversed(self.pieces))
 
     def elapsed_s(self) -> float:
-        """Seconds from the start of the run to its end, waits for messages included."""
+        """Return the seconds from the start of the run to its end, with waits for messages."""
         return seconds(self.began, self.ended)
 
 
 class ComputeClock:
-    """`with clock:` around each piece of computation, between `restart` and `stop` of each run;
-    the device is not stopped to read it."""
+    """A clock of the computations of a run, which does not stop the device.
+
+    Use `with clock:` around each piece of computation, between `restart` and `stop` of each run.
+    """
 
     def __init__(self, device: torch.device):
         self.device, self._now = device, clock_of(device)
@@ -91,11 +95,11 @@ class ComputeClock:
         self._pieces: list[tuple[Moment, Moment]] = []
 
     def stop(self) -> None:
-        """The run is over as far as this host knows."""
+        """Note the end of the run, on the current stream."""
         self._ended = self._now()
 
     def timing(self) -> Timing:
-        """The run since `restart`, to be read when its device has got there."""
+        """Return the times of the run since `restart`; reading them may wait for the device."""
         ended = self._now() if self._ended is None else self._ended
         return Timing(self._began, ended, self._computed, self._pieces)
 
@@ -110,10 +114,10 @@ class ComputeClock:
 
 
 class OnHost:
-    """A copy in host memory, begun when this is made; no one waits before it is read.
+    """A copy in host memory that starts now and that only `read` waits for.
 
-    Whatever is issued on the stream later is not waited for: copy what a later step will ask for
-    as soon as it is computed, before that step is issued.
+    `read` does not wait for work issued later on the stream. So copy values as soon as they are
+    computed, before the next step is issued.
     """
 
     def __init__(self, values: Tensor):
@@ -123,10 +127,11 @@ class OnHost:
             self._copied.record()
 
     def is_there(self) -> bool:
+        """Return whether the copy has arrived."""
         return self._copied is None or self._copied.query()
 
     def read(self) -> Any:
-        """Numbers, in lists as deep as the tensor; the host waits for the copy if it must."""
+        """Return the numbers, as lists nested like the tensor; the host waits for the copy."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._values.tolist()

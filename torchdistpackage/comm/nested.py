@@ -1,18 +1,17 @@
-"""Values that nest in containers: their leaves, and copies in which leaves are replaced.
+"""Walks through values nested in containers: their leaves, and copies with replaced leaves.
 
-A part of a container has a key: its index in a list or tuple, its key in a mapping, the name of a
-field of a dataclass or of an attribute. What counts as a container depends on who asks, so the
-functions take it as options:
+A part of a container has a key: its index in a list or tuple, its key in a mapping, or the name of
+a dataclass field or attribute. Callers choose which types count as containers, by these options:
 
-    mapping             the mappings that are opened: dicts, or all kinds of them
-    dataclasses         whether dataclasses are opened
-    namespaces          whether SimpleNamespace and torch.distributions are, whose parts are their
-                        attributes
-    by_key              parts of a mapping in the order of its keys, so that it does not depend on
-                        how a rank has filled it; else in its own order
+    mapping             type of the mappings to open: dict, or Mapping for all
+    dataclasses         open dataclasses
+    namespaces          open SimpleNamespace and torch.distributions, whose parts are attributes
+    by_key              visit a mapping in the order of its keys, which does not depend on how a
+    rank
+                        filled it; otherwise in its own order
 
-A container in which a leaf is replaced becomes a copy of its own class, since the caller's may be
-its cache; one in which none is replaced is returned itself.
+A container with a replaced leaf becomes a copy of its own class, because the caller may keep the
+original; a container without one is returned itself.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -26,7 +25,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 Leaf = Callable[[object], bool]
-"""Whether a value is a leaf; it is asked before the value is looked into."""
+"""A function that tells whether a value is a leaf; it is called before the value is opened."""
 
 
 def items_of(
@@ -37,7 +36,7 @@ def items_of(
     namespaces: bool = False,
     by_key: bool = False,
 ) -> Iterable[tuple[Any, Any]] | None:
-    """(key, part) of each part of a container, in order; None of what is no container."""
+    """Return (key, part) for each part of a container, in order; None for other values."""
     if isinstance(value, tuple | list):
         return enumerate(value)
     if isinstance(value, mapping):
@@ -51,7 +50,7 @@ def items_of(
 
 
 def leaves_of(value: Any, is_leaf: Leaf | None = None, **options: Any) -> Iterator[Any]:
-    """The leaves in order; without `is_leaf` they are all that is no container."""
+    """Yield the leaves in order; without `is_leaf`, all values that are not containers."""
     if is_leaf is not None and is_leaf(value):
         yield value
         return
@@ -71,9 +70,9 @@ def map_leaves(
     plain_lists: bool = False,
     **options: Any,
 ) -> Any:
-    """`value` with `function(leaf)` in place of each leaf; all else stays as it is.
+    """Return `value` with each leaf replaced by `function(leaf)`; everything else is unchanged.
 
-    plain_lists: a list in which a leaf is replaced becomes one of no class of its own, which may
+    plain_lists: turn a list with a replaced leaf into a plain list, because its own class may
         refuse other parts, as those of torch.fx do.
     """
 
@@ -87,16 +86,16 @@ def _mapped(
     plain_lists: bool,
     options: Mapping[str, Any],
 ) -> Any:
-    # No function inside another one that calls itself: it would be a reference cycle, and keep what
-    # `function` holds, such as gradients, until garbage is collected.
+    # Not a nested function, because one that calls itself is a reference cycle, which would keep
+    # what `function` refers to, such as gradients, until garbage is collected.
     if is_leaf(value):
         return function(value)
     if isinstance(value, tuple | list):
-        found = [_mapped(function, part, is_leaf, plain_lists, options) for part in value]
-        if all(map(is_, found, value)):
+        parts = [_mapped(function, part, is_leaf, plain_lists, options) for part in value]
+        if all(map(is_, parts, value)):
             return value
         is_plain = plain_lists and isinstance(value, list)
-        return found if is_plain else _sequence_like(value, found)
+        return parts if is_plain else _sequence_like(value, parts)
     changed = {
         key: new
         for key, part in items_of(value, **options) or ()
@@ -106,15 +105,17 @@ def _mapped(
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """`function` on every tensor inside tuples, lists, dicts, dataclasses, SimpleNamespace and
-    torch.distributions, in any nest; other values as they are."""
+    """Apply `function` to every tensor in nested containers; other values are unchanged.
+
+    Containers are tuples, lists, dicts, dataclasses, SimpleNamespace and torch.distributions.
+    """
     return map_leaves(function, value, _is_tensor, namespaces=True)
 
 
 def map_trees(function: Callable[..., object], *trees: Any) -> Any:
-    """`function` of the leaves at the same place of trees that are alike, in plain containers.
+    """Apply `function` to corresponding leaves of trees with equal structure; return a plain tree.
 
-    Lists and tuples become tuples, mappings dicts; a leaf is all else.
+    Lists and tuples become tuples, and mappings become dicts; all other values are leaves.
     """
     first = trees[0]
     if isinstance(first, Mapping):
@@ -129,7 +130,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _sequence_like(value: Any, parts: list[Any]) -> Any:
-    """A tuple or list of the class of `value` with these parts."""
+    """Return a tuple or list of the class of `value` with these parts."""
     if isinstance(value, list):
         new = copy(value)
         new[:] = parts
@@ -139,8 +140,10 @@ def _sequence_like(value: Any, parts: list[Any]) -> Any:
 
 
 def _with_parts(value: Any, changed: Mapping[Any, Any]) -> Any:
-    """A copy of a mapping or object with these parts, also where it is frozen; of a mapping that
-    takes no items, such as MappingProxyType, a dict."""
+    """Return a copy of a mapping or object with changed parts, even if it is frozen.
+
+    A read-only mapping, such as MappingProxyType, becomes a dict.
+    """
     is_fixed = isinstance(value, Mapping) and not isinstance(value, MutableMapping)
     new = dict(value) if is_fixed else copy(value)
     for key, part in changed.items():
@@ -152,7 +155,7 @@ def _with_parts(value: Any, changed: Mapping[Any, Any]) -> Any:
 
 
 def _by_key(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
-    """The items by ascending key; keys of several kinds by kind and text."""
+    """Return the items by ascending key; keys of mixed types are sorted by type and text."""
     try:
         keys = sorted(value)
     except TypeError:

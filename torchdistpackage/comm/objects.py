@@ -1,9 +1,9 @@
 """Broadcasts of objects, tensors and dicts of tensors from one rank, and a gather to one rank.
 
-No rank waits for what will never come: the source says first what follows, or that nothing does and
-why, and then every rank raises. Descriptions and what lives in host memory go over a group
-that moves host memory, also where the group itself joins GPUs. A group is a process group or the
-name of one of tpc's axes.
+No rank waits for a tensor that never comes: the source first announces what follows, or an error,
+which every rank then raises. Descriptions and tensors in host memory travel over a group for host
+memory, even if the group itself joins GPUs. A group is a process group or the name of one of tpc's
+axes.
 """
 
 import pickle
@@ -24,7 +24,7 @@ from torchdistpackage.errors import CommError
 
 
 class TensorMetadata(NamedTuple):
-    """Shape and dtype, without which a rank cannot receive a tensor."""
+    """The dtype, shape and device type that a rank needs to receive a tensor."""
 
     dtype: torch.dtype
     size: Sequence[int]
@@ -33,22 +33,24 @@ class TensorMetadata(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _TensorPlaceholder:
-    """Stands in a structure for the tensor number `index`."""
+    """A placeholder for tensor number `index` in a structure."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class _SendError:
-    """Stands for what the source could not send."""
+    """The error that the source announces instead of a value."""
 
     why: str
 
 
 def broadcast_object_list(objects: list, group: Group | str, source: int | None = None) -> list:
-    """Replace what is in `objects` by what global rank `source` has in its list; returns it.
+    """Replace the contents of `objects` by those of global rank `source`, and return the list.
 
-    source: default the group's first. Objects are pickled: only between own ranks.
+    Objects are pickled, so use it only between your own ranks.
+
+    source: default: the group's first rank.
 
     Raises:
         CommError: `source` is not in the group, or its objects cannot be pickled.
@@ -60,28 +62,29 @@ def broadcast_object_list(objects: list, group: Group | str, source: int | None 
 def broadcast_tensors(
     tensors: Sequence[Tensor], group: Group | str, source: int | None = None
 ) -> Sequence[Tensor]:
-    """Overwrite each tensor with that of global rank `source`, all of them under way at once.
+    """Overwrite each tensor with that of global rank `source`, all in flight at once.
 
-    All ranks give tensors of the same shapes and dtypes, any dtype, on CPU or CUDA.
+    All ranks pass tensors of the same shapes and dtypes, of any dtype, on CPU or CUDA.
 
     Raises:
         CommError: `source` is not in the group.
     """
     group = as_group(group)
     source = primitives.source_in(group, source)
-    mine = source == primitives.ranks_of(group)[group.rank()]
-    begun = []
+    is_source = source == primitives.ranks_of(group)[group.rank()]
+    works = []
     for x in tensors:
         if not x.numel():
             continue
-        over = _group_for(x, group)
-        # in one piece, so that nothing is written back: autograd may hold the source's tensors
-        sent = x.detach().resolve_conj().resolve_neg().contiguous() if mine else x.detach()
-        staged = sent.to(_device_for(x, over))
-        begun.append((x, primitives.broadcast(staged, over, source, async_op=True)))
-    for x, pending in begun:
+        carrier = _group_for(x, group)
+        # contiguous, so that the broadcast writes nothing back: autograd may hold the source's
+        # tensor
+        sent = x.detach().resolve_conj().resolve_neg().contiguous() if is_source else x.detach()
+        staged = sent.to(_device_for(x, carrier))
+        works.append((x, primitives.broadcast(staged, carrier, source, async_op=True)))
+    for x, pending in works:
         arrived = pending.wait()
-        if not mine and arrived.device != x.device:
+        if not is_source and arrived.device != x.device:
             x.detach().copy_(arrived)
     return tensors
 
@@ -89,37 +92,37 @@ def broadcast_tensors(
 def broadcast_tensor_dict(
     tensors: dict | None, group: Group | str, source: int | None = None
 ) -> dict:
-    """The dict that global rank `source` holds, on every rank; the others may give None.
+    """Return the dict of global rank `source` on every rank; the others may pass None.
 
-    Values are tensors of any dtype, on CPU or CUDA, or anything that pickles; dicts, lists and
-    tuples may hold more of both. The source gets its own dict back, the others the same containers
-    with new tensors that share no memory, on CUDA where the source has them there.
+    Values are tensors of any dtype, on CPU or CUDA, or objects that pickle; dicts, lists and tuples
+    may nest. The source gets its own dict back. The others get equal containers with new tensors
+    that share no memory, on CUDA if the source's are.
 
     Raises:
-        CommError: `source` is not in the group, has no dict, or has in it what cannot be sent.
+        CommError: `source` is not in the group, has no dict, or has a value that cannot be sent.
     """
     group = as_group(group)
     source = primitives.source_in(group, source)
-    found: list[Tensor] = []
+    taken_out: list[Tensor] = []
 
     def take_out(x: Tensor) -> _TensorPlaceholder:
-        found.append(x)
-        return _TensorPlaceholder(len(found) - 1)
+        taken_out.append(x)
+        return _TensorPlaceholder(len(taken_out) - 1)
 
     def describe() -> tuple[object, list[TensorMetadata]]:
         if not isinstance(tensors, dict):
             raise CommError(f"a dict was expected of the source, not a {type(tensors).__name__}")
         structure = map_leaves(take_out, tensors, _is_tensor, dataclasses=False)
-        return structure, [_metadata(x) for x in found]
+        return structure, [_metadata(x) for x in taken_out]
 
     structure, metadata = cast(
         tuple[object, list[TensorMetadata]], _announced(describe, group, source)
     )
-    mine = source == primitives.ranks_of(group)[group.rank()]
+    is_source = source == primitives.ranks_of(group)[group.rank()]
     broadcast_tensors(
-        received := found if mine else [_allocate(m) for m in metadata], group, source
+        received := taken_out if is_source else [_allocate(m) for m in metadata], group, source
     )
-    if mine:
+    if is_source:
         return cast(dict, tensors)
     placed = map_leaves(
         lambda slot: received[slot.index], structure, _is_placeholder, dataclasses=False
@@ -136,13 +139,13 @@ def _is_placeholder(value: object) -> bool:
 
 
 def gather_to(x: Tensor, dim: int, group: Group | str, target: int) -> Tensor | None:
-    """The parts of all ranks joined along `dim` at position `target` of the group; None elsewhere.
+    """Join the tensors of all ranks along `dim` on the rank at index `target`; None elsewhere.
 
-    x (..., n, ...), alike on all ranks -> (..., n * size, ...), without a gradient.
+    x (..., n, ...), of one shape on all ranks -> (..., n * size, ...), without a gradient.
 
     Raises:
-        CommError: the group has no position `target`.
-        LayoutError: there is no such dim.
+        CommError: the group has no index `target`.
+        LayoutError: `x` has no such dim.
     """
     group, dim = as_group(group), as_dim(x, dim)
     size = group.size()
@@ -150,27 +153,27 @@ def gather_to(x: Tensor, dim: int, group: Group | str, target: int) -> Tensor | 
         raise CommError(
             f"gather at position {target} of a group of {size} ranks; positions are 0 to {size - 1}"
         )
-    ranks, over = primitives.ranks_of(group), _group_for(x, group)
-    mine = x.detach().to(_device_for(x, over))
+    ranks, carrier = primitives.ranks_of(group), _group_for(x, group)
+    own_part = x.detach().to(_device_for(x, carrier))
     if group.rank() != target:
-        start_send(mine, over, ranks[target]).wait()
+        start_send(own_part, carrier, ranks[target]).wait()
         return None
-    begun = [
-        None if i == target else start_receive(torch.empty_like(mine), over, ranks[i])
+    works = [
+        None if i == target else start_receive(torch.empty_like(own_part), carrier, ranks[i])
         for i in range(size)
     ]
-    parts = [mine if pending is None else pending.wait() for pending in begun]
+    parts = [own_part if pending is None else pending.wait() for pending in works]
     return torch.cat(parts, dim).to(x.device)
 
 
 def _announced(make: Callable[[], object], group: Group, source: int | None) -> object:
-    """Call `make` on the source; its value, or the error that it raised, on every rank."""
+    """Call `make` on the source; return its value, or raise its error, on every rank."""
     source, announcement, cause = primitives.source_in(group, source), None, None
     if source == primitives.ranks_of(group)[group.rank()]:
         try:
             announcement = make()
             pickle.dumps(announcement)
-        except Exception as error:  # whatever a user's class raises, the others must hear of it
+        except Exception as error:  # a user's class may raise anything, and all ranks must raise
             cause = error
             reason = str(error) if isinstance(error, CommError) else f"it cannot be sent: {error!r}"
             announcement = _SendError(
@@ -183,6 +186,7 @@ def _announced(make: Callable[[], object], group: Group, source: int | None) -> 
 
 
 def _metadata(x: Tensor) -> TensorMetadata:
+    """Describe a tensor; refuse one that cannot be sent."""
     if x.layout is not torch.strided or x.is_quantized or x.device.type not in ("cpu", "cuda"):
         kind = "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
         raise CommError(
@@ -193,16 +197,17 @@ def _metadata(x: Tensor) -> TensorMetadata:
 
 
 def _allocate(metadata: TensorMetadata) -> Tensor:
+    """Allocate memory for a described tensor."""
     on_cuda = metadata.device == "cuda" and torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     return torch.empty(tuple(metadata.size), dtype=metadata.dtype, device=device)
 
 
 def _group_for(x: Tensor, group: Group) -> Group:
-    """The group over which `x` goes: not that of the GPUs if it lives in host memory."""
+    """Return the group that carries `x`: the companion for host memory if `x` is on the CPU."""
     return on_cpu(group) if x.device.type == "cpu" else group
 
 
 def _device_for(x: Tensor, over: Group) -> torch.device:
-    """The device where `x` must be to go over this group."""
+    """Return the device that `x` must be on to travel over this group."""
     return x.device if primitives.is_queued(over) else torch.device("cpu")

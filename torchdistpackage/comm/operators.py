@@ -1,15 +1,15 @@
-"""The collectives of a graph: what `torch.compile` sees in place of primitives.py.
+"""Collectives for graphs of `torch.compile`, in place of those of primitives.py.
 
-Eager code calls primitives.py, at its speed and with its record, checks and errors. While dynamo
-traces, the maps of autograd.py become one operator each, `torchdistpackage::linear_map`, which
-names its group. Its autograd kernel is made of torch's functional collectives, so what reaches a
-back end such as inductor is `_c10d_functional` alone: a start, which gives memory of its own and
-writes to none of its inputs, and a `wait_tensor`. Inductor knows these. It starts one where its
-input is ready, may move the wait to the first use, and keeps all of a graph in the order in which
-they were traced (its `decide_global_ordering_of_comms`), whatever else it reorders. Opaque
-operators of our own it would move by memory alone, which uneven parts make differ between ranks.
+Eager code calls primitives.py, with its speed, record, checks and errors. While dynamo traces, each
+map of autograd.py becomes one operator, `torchdistpackage::linear_map`, which names its group. Its
+autograd kernel uses torch's functional collectives, so a back end such as inductor sees only
+`_c10d_functional`: a start, which allocates its output and writes to no input, and a `wait_tensor`.
+Inductor knows these. It starts one when its input is ready, may move the wait to the first use, and
+keeps all collectives of a graph in traced order (its `decide_global_ordering_of_comms`), whatever
+else it reorders. It would reorder opaque operators of our own by their memory, which differs
+between ranks with uneven slices.
 
-All is static but lengths.
+Everything is static except lengths.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ Sizes = Sequence[int]
 _calls = torch.ops._c10d_functional
 _library = torch.library.Library("torchdistpackage", "FRAGMENT")
 _IS_DEFINED = hasattr(torch.ops.torchdistpackage, "linear_map")
-"""By an earlier import of this file: torch has no more than one operator of a name."""
+"""True if an earlier import of this file defined the operator; torch allows one of a name."""
 if not _IS_DEFINED:
     _library.define(
         "linear_map(Tensor x, str kind, str group, int place, int size, int[] numbers, "
@@ -43,7 +43,7 @@ def is_traced() -> bool:
 
 
 def name_of(group: Group) -> str:
-    """By which a graph, and torch, finds the group again."""
+    """Return the name by which a graph, and torch, finds the group again."""
     return group.group_name
 
 
@@ -55,21 +55,30 @@ def linear_map(
     first: Sizes | None,
     second: Sizes | None,
 ) -> Tensor:
-    """The operator: the map of this kind, options and lengths, over a group.
+    """Call the operator: the map of this kind, with these numbers and lengths, over a group.
 
-    It names its rank's place, though the group knows it: what a graph becomes depends on it, and
-    torch's caches of compiled graphs know a graph by its operators and their arguments. Ranks that
-    share such a cache would otherwise run each other's graphs, with parts at the other's offset.
+    Its arguments include this rank's index, although the group knows it. The compiled graph depends
+    on the index, and torch's caches of compiled graphs identify a graph by its operators and their
+    arguments. Otherwise ranks that share such a cache would run each other's graphs, with slices at
+    the other's offset.
     """
     call = torch.ops.torchdistpackage.linear_map
-    where = name_of(group), group.rank(), group.size()
-    return call(x, kind, *where, list(numbers), _listed(first), _listed(second))
+    return call(
+        x,
+        kind,
+        name_of(group),
+        group.rank(),
+        group.size(),
+        list(numbers),
+        _listed(first),
+        _listed(second),
+    )
 
 
 def define_linear_map(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Let `run(x, kind, group, numbers, first, second)` be the operator, autograd included.
+    """Make `run(x, kind, group, numbers, first, second)` the operator's kernel, with its autograd.
 
-    autograd.py calls it, which knows the maps.
+    autograd.py calls this, because it defines the maps.
     """
 
     def kernel(x, kind, group, place, size, numbers, first, second):
@@ -82,14 +91,15 @@ def define_linear_map(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _listed(sizes: Sizes | None) -> list[int] | None:
+    """Return sizes as a list, or None."""
     return None if sizes is None else list(sizes)
 
 
-# -- as those of primitives.py, along dim 0, but never in place --------------------------------
+# -- like those of primitives.py, along dim 0, but never in place ------------------------------
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
-    """op: sum, max or min."""
+    """Return the reduction of x over the group. op: sum, max or min."""
     if group.size() == 1:
         return x
     wire = _calls.wait_tensor(_calls.all_reduce(as_added(x), op, name_of(group)))
@@ -97,13 +107,13 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
 
 
 def all_gather(x: Tensor, group: Group, sizes: Sizes | None = None) -> Tensor:
-    """(n, ...) on each rank -> (sum of all n, ...), in group order."""
+    """Gather (n, ...) on each rank to (sum of all n, ...), in group order."""
     size = group.size()
     if size == 1:
         return x
     wire = to_bytes(x)
     longest = wire.shape[0] if sizes is None else max(sizes)
-    # even parts are what every back end has, so shorter ones are filled up
+    # every back end gathers equal lengths, so pad shorter ones
     wire = _calls.all_gather_into_tensor(_filled(wire, longest), size, name_of(group))
     wire = _calls.wait_tensor(wire)
     if sizes is not None:
@@ -113,7 +123,7 @@ def all_gather(x: Tensor, group: Group, sizes: Sizes | None = None) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None = None) -> Tensor:
-    """(sum of all n, ...) -> my (n, ...) of the sum over the group."""
+    """Reduce (sum of all n, ...) to this rank's (n, ...) of the sum over the group."""
     size = group.size()
     if size == 1:
         return x
@@ -134,7 +144,7 @@ def all_to_all(
     send_sizes: Sizes | None = None,
     receive_sizes: Sizes | None = None,
 ) -> Tensor:
-    """(sum of all n, ...): piece i goes to rank i of the group; returns the pieces received."""
+    """Send slice i of (sum of all n, ...) to rank i of the group; return the slices received."""
     size = group.size()
     if size == 1:
         return x
@@ -145,19 +155,20 @@ def all_to_all(
 
 
 def broadcast(x: Tensor, group: Group, source: int) -> Tensor:
-    """That of global rank `source`, on every rank."""
+    """Return the tensor of global rank `source`, on every rank."""
     if group.size() == 1:
         return x
-    place = dist.get_group_rank(group, source)
-    wire = _calls.wait_tensor(_calls.broadcast(to_bytes(x), place, name_of(group)))
+    source_index = dist.get_group_rank(group, source)
+    wire = _calls.wait_tensor(_calls.broadcast(to_bytes(x), source_index, name_of(group)))
     return _from_bytes(wire, x.dtype)
 
 
 def _filled(rows: Tensor, num: int) -> Tensor:
-    """The rows with zeros below, `num` in all."""
+    """Return the rows padded with zeros to `num`."""
     missing = num - rows.shape[0]
     return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
 
 
 def _from_bytes(wire: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return received rows in their own dtype."""
     return wire if wire.dtype == dtype else wire.view(dtype).squeeze(-1)

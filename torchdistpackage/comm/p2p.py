@@ -1,8 +1,8 @@
 """Messages between two ranks, posted together.
 
-On gloo the notice that a rank is ready to receive queues behind what it has begun to send, so
-where a send is large receives are posted first, which uses both directions of the link.
-Small ones go out first instead: that saves the peer a wait (see benchmarks/pipeline).
+On gloo a rank's notice that it can receive queues behind what it is sending. So if a send is large,
+receives are posted first, which uses both directions of the link. If all sends are small they go
+first, which saves the peer a wait (see benchmarks/pipeline).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,14 +21,14 @@ from torchdistpackage.comm.work import Work, failed
 from torchdistpackage.errors import CommError
 
 SMALL_BYTES = 64 * 1024
-"""Up to here a message fits the buffers of a socket, and its send does not hold up a receive."""
+"""Size up to which a message fits a socket's buffers, so that its send does not delay a receive."""
 
 
 def send(x: Tensor, group: Group, target: int) -> None:
-    """Give `x` to global rank `target`, which calls `receive` with a tensor of its shape and dtype.
+    """Send `x` to global rank `target`, which calls `receive` with a tensor of its shape and dtype.
 
     Raises:
-        CommError: `target` is not another rank of the group, or the backend failed.
+        CommError: `target` is not another rank of the group, or the back end failed.
     """
     if recorder.checks:
         _peer(group, target, "send to")
@@ -37,10 +37,10 @@ def send(x: Tensor, group: Group, target: int) -> None:
 
 
 def receive(x: Tensor, group: Group, source: int) -> Tensor:
-    """Fill `x` with what global rank `source` sends; returns it.
+    """Fill `x` with the message of global rank `source`, and return it.
 
     Raises:
-        CommError: `source` is not another rank of the group, or the backend failed.
+        CommError: `source` is not another rank of the group, or the back end failed.
     """
     if recorder.checks:
         _peer(group, source, "receive from")
@@ -49,10 +49,10 @@ def receive(x: Tensor, group: Group, source: int) -> Tensor:
 
 
 def start_send(x: Tensor, group: Group, target: int) -> Work:
-    """`send`, begun; `x` must stay as it is until `wait()`.
+    """Start to send; `x` must not change until `wait()`.
 
-    NCCL runs what is begun in order, so two ranks that both send and then receive wait for each
-    other there: post both in one `Post`.
+    NCCL runs calls in order, so two ranks that both send first and then receive deadlock there:
+    post both in one `Post`.
     """
     peer = _peer(group, target, "send to")
     state = state_of(group)
@@ -67,12 +67,12 @@ def start_send(x: Tensor, group: Group, target: int) -> Work:
 
 
 def start_receive(x: Tensor, group: Group, source: int) -> Work:
-    """`receive`, begun; `x` must not be read until `wait()`."""
+    """Start to receive; `x` must not be read until `wait()`."""
     peer = _peer(group, source, "receive from")
     state = state_of(group)
     if state.direct and not x.is_cpu:
         require_host_memory("receive", group, x)
-    # what is not contiguous, or of a dtype that travels as bytes, arrives in a buffer of its own
+    # a tensor that is not contiguous, or that travels as bytes, arrives in a separate buffer
     buffer = to_bytes(x)
     call = recorder.begin_message("receive", state, x, source, recorder.action)
     try:
@@ -87,7 +87,7 @@ _Posted = tuple[str, Tensor, int, object]
 
 
 class Post:
-    """Messages of one rank, to be posted together by `go()`."""
+    """Messages of one rank that `go()` posts together."""
 
     __slots__ = ("_group", "_receives", "_sends", "_state", "_work")
 
@@ -98,24 +98,26 @@ class Post:
         self._sends: list[_Posted] = []
 
     def receive(self, tensors: Sequence[Tensor | None], source: int) -> Work:
-        """Contiguous buffers for what global rank `source` sends. Empty tensors do not travel."""
+        """Add receives from global rank `source` into contiguous buffers; empty ones are
+        skipped.
+        """
         for x in tensors:
             if x is not None and x.numel():
                 self._receives.append(("receive", to_bytes(x), source, recorder.action))
         return self._work
 
     def send(self, tensors: Sequence[Tensor | None], target: int) -> Work:
-        """Send these to global rank `target`; they must stay as they are until they have left."""
+        """Add sends to global rank `target`; the tensors must not change until the work is done."""
         for x in tensors:
             if x is not None and x.numel():
                 self._sends.append(("send", to_bytes(x), target, recorder.action))
         return self._work
 
     def go(self) -> Work:
-        """Begin all; in the debug mode compare them with the peers' first.
+        """Start all messages; in the debug mode compare them with the peers' first.
 
-        Then none leaves before the peers have come to all: two messages of which one is needed for
-        the other to be made belong into two posts there.
+        The comparison waits until the peers reach all of these messages. So two messages must be in
+        two posts if a peer needs one of them before it can create the other.
         """
         messages = self._sends + self._receives
         for _, x, _, _ in self._sends:
@@ -127,19 +129,20 @@ class Post:
             return work
         if recorder.checks:
             debug_checks.agree_messages(self._group, [message[:3] for message in messages])
-        begin, state = recorder.begin_message, self._state
-        made = [begin(what, state, x, peer, action) for what, x, peer, action in messages]
+        record, state = recorder.begin_message, self._state
+        calls = [record(what, state, x, peer, action) for what, x, peer, action in messages]
         try:
             work._works = self._issue(messages)
         except RuntimeError as error:
-            raise failed(made[0], error) from error
-        work._keep, work._calls = messages, made
+            raise failed(calls[0], error) from error
+        work._keep, work._calls = messages, calls
         return work
 
     def _issue(self, messages: list[_Posted]) -> list[dist.Work]:
+        """Post the messages on the group, and return their works."""
         group, ranks = self._group, self._state.ranks
         if not self._state.direct:
-            # one batch, which NCCL runs as one: its number of works is its own
+            # One batch, which NCCL runs as one operation. It may return fewer works than messages.
             return dist.batch_isend_irecv(
                 [
                     dist.P2POp(dist.isend if what == "send" else dist.irecv, x, peer, group)
@@ -148,7 +151,7 @@ class Post:
             )
         for what, x, _, _ in messages:
             require_host_memory(what, group, x)
-        # what torch's batch does on gloo, without its other checks
+        # what torch's batch does on gloo, without its checks
         return [
             group.send([x], ranks.index(peer), 0)
             if what == "send"
@@ -161,12 +164,14 @@ _Issue = Callable[[list[Tensor], int, int], dist.Work]
 
 
 class P2PChannel:
-    """Messages that go one by one, as soon as they are said: for gloo, where none holds up another.
+    """A channel of messages that are posted one by one, for gloo, where none blocks another.
 
     The k-th `send` to a rank meets its k-th `receive` from this one. Tensors are contiguous, of
-    plain dtypes, and want no gradient (`dtypes.to_bytes`). tag: messages of another one are apart.
-    down: a group of the same ranks, on all of them, for what goes to a rank before the sender
-    (`groups.make_duplex_groups`): a rank that posts on a connection waits while gloo reads from it.
+    plain dtypes, and need no gradient (`dtypes.to_bytes`).
+
+    tag: messages with different tags do not match.
+    down: a twin of the group (`groups.make_duplex_groups`) for messages to lower ranks. With one
+        connection for both directions, a rank that posts would wait while gloo reads from it.
     """
 
     __slots__ = ("_issue", "_state", "_tag", "_timeout")
@@ -179,53 +184,57 @@ class P2PChannel:
         tag: int = 0,
         down: Group | None = None,
     ):
-        self._state, mine, down = state_of(group), group.rank(), down or group
+        self._state, index, down = state_of(group), group.rank(), down or group
         self._tag, self._timeout = tag, _limit(self._state, timeout_s)
-        # a bound method is made once, and not for every message
+        # look up the bound methods once, not for every message
         self._issue: dict[tuple[str, int], tuple[int, _Issue]] = {}
         for i, rank in enumerate(self._state.ranks):
-            self._issue["receive", rank] = i, (down if i > mine else group).recv
-            self._issue["send", rank] = i, (down if i < mine else group).send
+            self._issue["receive", rank] = i, (down if i > index else group).recv
+            self._issue["send", rank] = i, (down if i < index else group).send
 
     @property
     def is_direct(self) -> bool:
-        """Whether messages of the group may go so."""
+        """True if the group's transport supports such messages."""
         return self._state.direct
 
     def limit(self, timeout_s: float | None) -> None:
-        """How long a message may take from now on."""
+        """Set how long a message may take from now on."""
         self._timeout = _limit(self._state, timeout_s)
 
     def receive(self, tensors: Sequence[Tensor], source: int) -> Work:
-        """Fill these buffers with what global rank `source` sends."""
+        """Start to receive into these buffers from global rank `source`."""
         return self._begin("receive", tensors, source)
 
     def send(self, tensors: Sequence[Tensor], target: int) -> Work:
-        """Send these to global rank `target`; they must stay as they are until they have left."""
+        """Start to send to global rank `target`; the tensors must not change until the
+        work is done.
+        """
         return self._begin("send", tensors, target)
 
     def _begin(self, what: str, tensors: Sequence[Tensor], peer: int) -> Work:
+        """Record and post messages to or from a peer."""
         state, action, (index, issue) = self._state, recorder.action, self._issue[what, peer]
-        made: list[Call] = []
+        calls: list[Call] = []
         works: list[dist.Work] = []
         for x in tensors:
-            made.append(recorder.begin_message(what, state, x, peer, action))
+            calls.append(recorder.begin_message(what, state, x, peer, action))
             try:
                 works.append(issue([x], index, self._tag))
             except RuntimeError as error:
-                raise failed(made[-1], error) from error
-        return Work(None, works, made, None, self._timeout, tensors)
+                raise failed(calls[-1], error) from error
+        return Work(None, works, calls, None, self._timeout, tensors)
 
 
 def _limit(state: GroupState, timeout_s: float | None) -> timedelta | None:
-    # with a limit, a wait on NCCL would block the host; its watchdog has the limit already
+    """Return the limit of a message, None for a device queue."""
+    # on NCCL a wait with a limit would block the host, and its watchdog has a limit already
     if not state.direct:
         return None
     return timedelta(seconds=timeout_s) if timeout_s else state.limit
 
 
 def _peer(group: Group, rank: int, what: str) -> int:
-    """Position of global `rank` in the group."""
+    """Return the index of global `rank` in the group; refuse a rank that is no peer."""
     ranks = state_of(group).ranks
     if rank not in ranks or ranks.index(rank) == group.rank():
         raise CommError(

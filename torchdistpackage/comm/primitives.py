@@ -1,9 +1,9 @@
-"""The few torch.distributed calls that the rest of the package makes, none seen by autograd.
+"""The few torch.distributed calls that the package makes; autograd does not see them.
 
-Groups of one rank are legal everywhere: here, and only here, they are short-circuited.
-Rank arguments are global, as torch has them. Every call is noted in the record; errors of a
-backend become CommError with the operation and the group's ranks in the text. With `async_op` a
-collective returns a `Work`; what goes in must stay as it is until its `wait()`.
+Groups of one rank are allowed everywhere; only this file short-circuits them. Rank arguments are
+global, as in torch. Every call is recorded. Errors of a back end become CommError, with the
+operation and the group's ranks. With `async_op` a collective returns a `Work`, and its input must
+not change until its `wait()`.
 """
 
 from collections.abc import Sequence
@@ -46,21 +46,21 @@ Group = dist.ProcessGroup
 SUM, AVG, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 
 WAITED_FOR_BYTES = 2**16
-"""Up to this an even gather that the host waits for is gloo's own: what it costs is waiting, and
-less of that where a thread of gloo posts the messages than where this one does, which then waits
-for the connection too."""
+"""Size up to which an even, synchronous all-gather is gloo's own. Its cost is waiting, which is
+shorter if a thread of gloo posts the messages: if this thread does, it waits for the connection
+too."""
 
 Sizes = Sequence[int]
 """Lengths along one dim, one for each rank of a group, in its order; some may be 0."""
 Result = Tensor | Any
-"""The tensor; a `Work` that gives it, of a call with `async_op`."""
+"""A tensor, or with `async_op` a `Work` that returns it."""
 
 
 def source_in(group: Group, source: int | None) -> int:
-    """Global rank `source` (default: the group's first), which is in the group.
+    """Return global rank `source` (default: the group's first), checked to be in the group.
 
     Raises:
-        CommError: it is not.
+        CommError: it is not in the group.
     """
     ranks = ranks_of(group)
     if source is None:
@@ -83,74 +83,78 @@ def check_sizes(
     name: str = "sizes",
     error: type[Exception] = LayoutError,
 ) -> tuple[int, ...] | None:
-    """`sizes` of the parts of `dim` of x where it is `cut`, else of all ranks of which mine is x.
+    """Check `sizes` against a dim of x, and return them as a tuple; None (all equal) stays None.
 
-    None stays None: all are equal.
+    cut: x is cut into these lengths. Otherwise x is this rank's tensor, and sizes are those of all
+        ranks.
 
     Raises:
-        error: they do not fit the length, or equal parts do not.
+        error: the sizes, or equal sizes, do not fit the length.
     """
     length = x.shape[dim]
     if sizes is None and not (cut and length % group.size()):
         return None
-    place = f"dim {dim} of a tensor of shape {tuple(x.shape)} has {length} elements"
+    description = f"dim {dim} of a tensor of shape {tuple(x.shape)} has {length} elements"
     if sizes is None:
         size = group.size()
         raise error(
-            f"{place}, which {size} ranks cannot share evenly; use a multiple of {size}, or "
+            f"{description}, which {size} ranks cannot share evenly; use a multiple of {size}, or "
             f"pass {name}=, the length of each rank's part"
         )
-    rank, known = group.rank(), sizes_of_ranks(sizes, group, name, error)
-    if cut and sum(known) != length:
+    rank, lengths = group.rank(), sizes_of_ranks(sizes, group, name, error)
+    if cut and sum(lengths) != length:
         raise error(
-            f"{place}, but {name}={known} add up to {sum(known)}; pass lengths that add up to "
+            f"{description}, but {name}={lengths} add up to {sum(lengths)}; pass lengths that "
+            f"add up to "
             f"{length}"
         )
-    if not cut and known[rank] != length:
+    if not cut and lengths[rank] != length:
         raise error(
-            f"{place}, but {name}={known} give {known[rank]} to this rank, number {rank} of its "
+            f"{description}, but {name}={lengths} give {lengths[rank]} to this rank, number "
+            f"{rank} of its "
             f"group; pass what each rank holds, as exchange_sizes() finds it"
         )
-    return known
+    return lengths
 
 
 def sizes_of_ranks(
     sizes: Sizes, group: Group, name: str, error: type[Exception] = LayoutError
 ) -> tuple[int, ...]:
-    """`sizes` as one length, 0 or more, for each rank of the group.
+    """Return `sizes` as a tuple with one length, 0 or more, for each rank of the group.
 
     Raises:
-        error: they are something else.
+        error: they are not such lengths.
     """
     try:
-        known = tuple(map(index, sizes))
+        lengths = tuple(map(index, sizes))
     except TypeError as cause:
         raise error(f"{name}={sizes!r}: pass one whole number for each rank") from cause
-    if len(known) != group.size() or min(known) < 0:
+    if len(lengths) != group.size() or min(lengths) < 0:
         raise error(
-            f"{name}={known} for a group of {group.size()} ranks; pass one length for each of "
+            f"{name}={lengths} for a group of {group.size()} ranks; pass one length for each of "
             f"them, 0 or more"
         )
-    return known
+    return lengths
 
 
 # -- calls on the group itself -----------------------------------------------------------
-# torch.distributed's functions are a dozen calls of Python more, which ask what is known here.
+# torch.distributed's own functions add a dozen Python calls that check what is known here.
 
 _HAS_SINGLE = hasattr(Group, "all_gather_single")
-"""Whether torch is 2.13, which renamed the calls of one tensor."""
+"""True from torch 2.13 on, which renamed the calls that take one tensor."""
 
 
 def _call_all_reduce(
     x: Tensor, op: dist.ReduceOp.RedOpType, group: Group, async_op: bool = False
 ) -> dist.Work | None:
+    """Reduce `x` in place."""
     options = AllreduceOptions()
     options.reduceOp, options.asyncOp = op, async_op
     return _awaited(group.allreduce([x], options), async_op)
 
 
 def gather_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False) -> dist.Work | None:
-    """`x` of all ranks, of equal shapes, one after another in `out`."""
+    """Gather `x` of all ranks, of equal shapes, one after another into `out`."""
     options = AllgatherOptions()
     options.asyncOp = async_op
     call = group.all_gather_single if _HAS_SINGLE else group._allgather_base
@@ -158,7 +162,7 @@ def gather_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False) ->
 
 
 def scatter_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False) -> dist.Work | None:
-    """In `out` this rank's part of the sum of `x` over all ranks, of equal parts."""
+    """Write this rank's slice of the sum of `x` over all ranks to `out`; slices are equal."""
     options = ReduceScatterOptions()
     options.reduceOp, options.asyncOp = SUM, async_op
     call = group.reduce_scatter_single if _HAS_SINGLE else group._reduce_scatter_base
@@ -166,8 +170,8 @@ def scatter_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False) -
 
 
 def _awaited(work: dist.Work | None, async_op: bool) -> dist.Work | None:
-    """What `torch.distributed` returns; of a call on the current stream NCCL gives no work."""
-    if async_op or work is None:
+    """Wait for a work unless `async_op`, as torch.distributed does."""
+    if async_op or work is None:  # NCCL returns no work for a call on the current stream
         return work
     work.wait()
     return None
@@ -182,7 +186,7 @@ def all_reduce(
     """Reduce `x` in place over the group and return it.
 
     Raises:
-        CommError: the dtype cannot be reduced, or the backend failed.
+        CommError: the dtype cannot be reduced, or the back end failed.
     """
     if group.size() == 1:
         return Work(x) if async_op else x
@@ -193,19 +197,19 @@ def all_reduce(
 
 
 def start_all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = SUM) -> Work:
-    """`all_reduce` with `async_op`: the communication hook of a bucket that names no other."""
+    """Start an all-reduce; this is the default communication hook of a bucket."""
     return all_reduce(x, group, op, True)
 
 
 def all_gather(
     x: Tensor, group: Group, sizes: Sizes | None = None, async_op: bool = False
 ) -> Result:
-    """(n, ...) on each rank -> (sum of all n, ...), in group order.
+    """Gather (n, ...) on each rank to (sum of all n, ...), in group order.
 
-    sizes: the n of all ranks, where they differ.
+    sizes: the n of all ranks, if they differ.
 
     Raises:
-        CommError: `sizes` does not say what this rank holds.
+        CommError: `sizes` disagrees with this rank's tensor.
     """
     if group.size() == 1:
         return Work(x) if async_op else x
@@ -215,23 +219,24 @@ def all_gather(
     if direct:
         require_host_memory("all_gather", group, x)
         direct = not is_even or async_op or x.nbytes > WAITED_FOR_BYTES
-    mine, out = to_bytes(x), x.new_empty((sum(lengths), *x.shape[1:]))
-    joined = out if mine.dtype is x.dtype else to_bytes(out)
+    wire = to_bytes(x)
+    out = x.new_empty((sum(lengths), *x.shape[1:]))
+    joined = out if wire.dtype is x.dtype else to_bytes(out)
     facts = NO_FACTS if sizes is None else ("rows of each rank", *lengths)
     go, ask = run_async if async_op else run_sync, ("all_gather", group, x, facts, lambda: out)
     if direct:
-        return go(*ask, pairwise, GATHERED, [mine] * len(lengths), joined.split_with_sizes(lengths))
+        return go(*ask, pairwise, GATHERED, [wire] * len(lengths), joined.split_with_sizes(lengths))
     if is_even:
-        return go(*ask, gather_into, joined, mine)
-    return go(*ask, dist.all_gather, list(joined.split(lengths)), mine)
+        return go(*ask, gather_into, joined, wire)
+    return go(*ask, dist.all_gather, list(joined.split(lengths)), wire)
 
 
 def reduce_scatter(
     x: Tensor, group: Group, sizes: Sizes | None = None, async_op: bool = False
 ) -> Result:
-    """(sum of all n, ...) -> my (n, ...) of the sum over the group.
+    """Reduce (sum of all n, ...) to this rank's (n, ...) of the sum over the group.
 
-    sizes: the n of all ranks, where they differ.
+    sizes: the n of all ranks, if they differ.
 
     Raises:
         CommError: the rows of `x` are not those of `sizes`, or do not divide evenly.
@@ -245,9 +250,12 @@ def reduce_scatter(
     wire, ask = as_added(x), ("reduce_scatter", group, x, facts)
     go = run_async if async_op else run_sync
     if state.direct:
-        parts, mine = wire.split_with_sizes(lengths), state.index
-        buffers = [part if part is parts[mine] else torch.empty_like(parts[mine]) for part in parts]
-        finish = lambda: from_added(added(buffers, mine), x.dtype)  # noqa: E731
+        parts, own_index = wire.split_with_sizes(lengths), state.index
+        buffers = [
+            part if part is parts[own_index] else torch.empty_like(parts[own_index])
+            for part in parts
+        ]
+        finish = lambda: from_added(added(buffers, own_index), x.dtype)  # noqa: E731
         return go(*ask, finish, pairwise, SUMMED, parts, buffers)
     out = wire.new_empty((lengths[group.rank()], *wire.shape[1:]))
     finish = lambda: from_added(out, x.dtype)  # noqa: E731
@@ -263,9 +271,10 @@ def all_to_all(
     receive_sizes: Sizes | None = None,
     async_op: bool = False,
 ) -> Result:
-    """(sum of all n, ...): piece i goes to rank i of the group; returns the pieces received.
+    """Send slice i of (sum of all n, ...) to rank i of the group; return the slices received.
 
-    send_sizes: rows to each rank; receive_sizes: rows from each, both where they are not even.
+    send_sizes: rows to each rank. receive_sizes: rows from each rank. Both are needed if rows are
+        not even.
 
     Raises:
         CommError: the rows of `x` are not those of `send_sizes`, or do not divide evenly.
@@ -305,7 +314,7 @@ def broadcast(x: Tensor, group: Group, source: int | None = None, async_op: bool
 
 
 def barrier(group: Group | None = None) -> None:
-    """Return when every rank of the group (default: all) has come here."""
+    """Wait until every rank of the group (default: all ranks) has called this."""
     group = group or world()
     if group.size() > 1:
         run_sync("barrier", group, None, (), None, dist.barrier)
@@ -314,7 +323,7 @@ def barrier(group: Group | None = None) -> None:
 def _rows(
     x: Tensor, group: Group, sizes: Sizes | None, *, cut: bool, name: str = "sizes"
 ) -> list[int]:
-    """Rows of each rank."""
+    """Return the rows of each rank; refuse sizes that do not fit."""
     if x.dim() == 0:
         raise CommError("a tensor of no dims has no rows to gather or scatter; use x.reshape(1)")
     size, num = group.size(), x.shape[0]
@@ -323,11 +332,11 @@ def _rows(
     return list(check_sizes(x, 0, sizes, group, cut=cut, name=name, error=CommError) or ())
 
 
-# -- objects: pickled, so only between own ranks -----------------------------------------
+# -- objects, pickled, so only between your own ranks ------------------------------------
 
 
 def gather_objects(value: object, group: Group | None = None) -> list[object]:
-    """Small values of every rank, in group order; no device is waited for."""
+    """Return small values of every rank, in group order, without waiting for a device."""
     group = group or world()
     values: list[object] = [value] * group.size()
     if group.size() > 1:
@@ -340,7 +349,7 @@ def gather_objects(value: object, group: Group | None = None) -> list[object]:
 def broadcast_object(
     value: object, group: Group | None = None, source: int | None = None
 ) -> object:
-    """The value that global rank `source` (default: the group's first) holds, on every rank."""
+    """Return the value of global rank `source` (default: the group's first) on every rank."""
     group, box = group or world(), [value]
     if group.size() > 1:
         source = source_in(group, source)

@@ -1,10 +1,9 @@
-"""Random numbers: the same along an axis, or different, and the same again on recomputation.
+"""Random numbers that are equal along an axis, or different, and equal again on recomputation.
 
-There is one stream, torch's default generator. It is seeded alike along the tensor axis, where
-activations are replicated, and differently along all others. Where activations are split
-(heads, columns, rows) `differ` forks it: the fork's seed is one draw of the shared
-stream mixed with the index, so whatever replays the stream, as activation checkpointing
-does, replays the fork.
+There is one stream, torch's default generator. Its seed is equal along the tensor axis, where
+activations are replicated, and different along all other axes. If activations are split (heads,
+columns, rows) `differ` forks the stream. The fork's seed is one draw of the shared stream mixed
+with the index. So activation checkpointing, which replays the stream, replays the fork too.
 """
 
 import hashlib
@@ -24,23 +23,23 @@ SAME_AXES = ("tensor",)
 
 
 def seed_from(*parts: object) -> int:
-    """A 63-bit seed from anything that prints: equal parts, equal seed, on every machine.
+    """Return a 63-bit seed from printable values: equal values give equal seeds on every machine.
 
-    For noise that is equal on all ranks that hold a parameter, draw that of the full parameter from
-    `torch.Generator().manual_seed(seed_from(seed, step, layout.name))` and take this rank's part
-    with `parallel.tensor.full.copy_part`; docs/random.md has the function.
+    For noise that is equal on all ranks that hold a parameter, draw noise for the full parameter
+    from `torch.Generator().manual_seed(seed_from(seed, step, layout.name))` and take this rank's
+    slice with `parallel.tensor.full.copy_part`; docs/random.md has the function.
     """
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def seed_rank(seed: int, mesh: Mesh | None = None, rank: int | None = None) -> None:
-    """Seed torch's generators, alike on ranks that differ only along the tensor axis.
+    """Seed torch's generators, equally on ranks that differ only along the tensor axis.
 
-    mesh, rank: default to those of `tpc`.
+    mesh, rank: default: those of `tpc`.
 
     Raises:
-        LaunchError: no mesh is given, and `tpc` is not set up.
+        LaunchError: there is no `mesh`, and `tpc` is not set up.
     """
     mesh = tpc.topology.dense if mesh is None else mesh
     rank = tpc.rank if rank is None else rank
@@ -50,10 +49,10 @@ def seed_rank(seed: int, mesh: Mesh | None = None, rank: int | None = None) -> N
 
 @contextmanager
 def differ(index: int, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Inside, the default generators are a fork that depends on `index` (along the split axis).
+    """Fork the default generators in the block, by `index` along the split axis.
 
-    Everybody who shares the stream must enter, with its own index: the stream moves on by one
-    draw. No device synchronisation.
+    Every rank that shares the stream must enter, with its own index, because the stream advances by
+    one draw. It does not synchronise with the device.
     """
     draw = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
     with seeded(seed_from(draw, index), device):
@@ -61,11 +60,11 @@ def differ(index: int, device: torch.device | str = "cpu") -> Iterator[None]:
 
 
 def forked_dropout(shape: Sequence[int], like: Tensor, p: float, index: int) -> Tensor:
-    """What a dropout inside `differ(index)` multiplies by, for a graph, which cannot enter that:
-    zeros, and 1 / (1 - p). The same numbers in the same order.
+    """Return the factors of a dropout inside `differ(index)`, zeros and 1 / (1 - p), for graphs.
 
-    The shared stream's draw is an operation of the graph. What follows from it is a function of the
-    draw, so it may be computed again, or at another place, and is the same.
+    A graph cannot enter `differ`. The numbers are the same, in the same order. The draw of the
+    shared stream is an operation of the graph. The factors are a function of that draw, so they
+    are equal if they are computed again or elsewhere.
     """
     draw = torch.randint(2**62, (), dtype=torch.int64, device="cpu")
     return _dropout_factors(draw, list(shape), p, index, like.dtype, like.device)
@@ -80,6 +79,7 @@ def _dropout_factors(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
+    """Compute the dropout factors for a draw, as an operator."""
     with seeded(seed_from(int(draw), index), device):
         return F.dropout(torch.ones(shape, dtype=dtype, device=device), p)
 
@@ -91,14 +91,16 @@ def _(draw, shape, p, index, dtype, device):
 
 @contextmanager
 def seeded(seed: int, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Inside, the default generators of the CPU and of `device` begin at `seed`; afterwards they go
-    on as if nothing had been drawn. No device synchronisation."""
+    """Seed the default generators of the CPU and of `device` in the block, and restore them after.
+
+    It does not synchronise with the device.
+    """
     on_cuda = torch.device(device).type == "cuda"
     cpu_state = torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state(device) if on_cuda else None
     torch.default_generator.manual_seed(seed)
     if on_cuda:
-        with torch.cuda.device(device):  # which need not be the current one
+        with torch.cuda.device(device):  # manual_seed seeds the current device
             torch.cuda.manual_seed(seed)
     try:
         yield
@@ -111,8 +113,8 @@ def seeded(seed: int, device: torch.device | str = "cpu") -> Iterator[None]:
 def fix_rand(rank: int = 0) -> None:
     """Seed torch, numpy and random with 2222 + rank, and make cuDNN deterministic.
 
-    Once `tpc` is set, ranks that differ only along the tensor axis count as the first of them, so
-    that with its own global rank each draws as after `seed_rank`: replicated activations alike.
+    Once `tpc` is set, ranks that differ only along the tensor axis count as the first of them. So
+    if each passes its global rank, replicated activations get equal draws, as after `seed_rank`.
     """
     if tpc.is_set and 0 <= rank < tpc.topology.world_size:
         rank = tpc.topology.dense.group(rank, SAME_AXES)[0]
@@ -123,8 +125,8 @@ def fix_rand(rank: int = 0) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch, on the CPU and on CUDA, NumPy, and Python's `random`."""
-    import numpy as np  # late: few programs seed it
+    """Seed torch (CPU and CUDA), NumPy and Python's `random`."""
+    import numpy as np  # imported late, because few programs seed it
 
     random.seed(seed)
     torch.manual_seed(seed)

@@ -1,7 +1,7 @@
-"""Bytes between ranks from a thread beside the steps, over a gloo group that nothing else uses.
+"""Messages between ranks from a thread beside the training steps, over a gloo group of its own.
 
-No call is noted in the record: it says what the host does and waits for, and the host does not wait
-for these. A rank that is gone fails its peers' messages, as the connection is closed.
+The flight recorder notes no call of these: it says what the host does and waits for, and the host
+does not wait for these. When a rank is gone, its connections close, so its peers' messages fail.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from torchdistpackage.errors import CommError
 
 
 class SideChannel:
-    """Messages of host memory between the ranks of `group`, which make and end it together.
+    """Messages of host memory between the ranks of `group`, which create and end it together.
 
-    use: what for; a name of its own. At a time one thread of each rank may use it.
+    use: a name of its own that says what for. One thread of each rank may use it at a time.
 
     Raises:
         CommError: the others did not come.
@@ -47,8 +47,8 @@ class SideChannel:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            to = sorted({peer for _, peer in (*sends, *receives)})
-            raise CommError(f"an exchange with ranks {to} failed: {error}") from error
+            peers = sorted({peer for _, peer in (*sends, *receives)})
+            raise CommError(f"an exchange with ranks {peers} failed: {error}") from error
 
     def close(self) -> None:
         """End the group."""

@@ -41,7 +41,7 @@ _SPECS_KEPT = 64
 
 
 class Incoming:
-    """A payload on its way here: the buffers that it fills, and the work that is done then."""
+    """A payload on its way here: the buffers that it fills, and the work that waits for it."""
 
     __slots__ = ("buffers", "work")
 
@@ -49,41 +49,41 @@ class Incoming:
         self.buffers, self.work = buffers, work
 
     def wait(self) -> Sequence[Tensor | None]:
-        """The buffers, filled; raises CommError as `Work.wait`."""
+        """Return the buffers, filled; raises CommError as `Work.wait` does."""
         self.work.wait()
         return self.buffers
 
 
 def send_payload(
-    via: P2PChannel | Post, spec: MessageSpec, tensors: Sequence[Tensor | None], target: int
+    channel: P2PChannel | Post, spec: MessageSpec, tensors: Sequence[Tensor | None], target: int
 ) -> Work:
     """Send the members of a message to global rank `target`; they must stay until it has left."""
-    return via.send(spec.travelling(tensors), target)
+    return channel.send(spec.travelling(tensors), target)
 
 
-def expect_payload(via: P2PChannel | Post, spec: MessageSpec, source: int) -> Incoming:
+def expect_payload(channel: P2PChannel | Post, spec: MessageSpec, source: int) -> Incoming:
     """Make buffers for a message of global rank `source`, and begin to receive."""
     buffers = spec.allocate()
-    return Incoming(buffers, via.receive(spec.travelling(buffers), source))
+    return Incoming(buffers, channel.receive(spec.travelling(buffers), source))
 
 
 def send_gradients(
-    via: P2PChannel | Post, spec: MessageSpec, gradients: Sequence[Tensor], target: int
+    channel: P2PChannel | Post, spec: MessageSpec, gradients: Sequence[Tensor], target: int
 ) -> Work:
     """Send back the gradients of a message, in the order of `spec.wanting`."""
-    return via.send(spec.travelling_back(gradients), target)
+    return channel.send(spec.travelling_back(gradients), target)
 
 
-def expect_gradients(via: P2PChannel | Post, spec: MessageSpec, source: int) -> Incoming:
+def expect_gradients(channel: P2PChannel | Post, spec: MessageSpec, source: int) -> Incoming:
     """Make buffers for the gradients of a message that went to `source`, and begin to receive."""
     buffers = spec.allocate_gradients()
-    return Incoming(buffers, via.receive(spec.travelling_back(buffers), source))
+    return Incoming(buffers, channel.receive(spec.travelling_back(buffers), source))
 
 
 class SendQueue:
-    """Sends under way, the oldest first. It bounds what they hold in memory.
+    """Sends in flight, the oldest first; the queue bounds the memory that they hold.
 
-    max_sends, max_bytes: beyond these `add` waits for the oldest; None is without a bound.
+    max_sends, max_bytes: beyond these `add` waits for the oldest; None: no bound.
     """
 
     __slots__ = ("_bytes", "_max_bytes", "_max_sends", "_works")
@@ -103,12 +103,12 @@ class SendQueue:
             self._wait_for_oldest()
 
     def settle(self) -> None:
-        """Wait until all have left."""
+        """Wait until all sends have left."""
         while self._works:
             self._wait_for_oldest()
 
     def reset(self) -> None:
-        """Let go of what an interrupted run has left."""
+        """Drop what an interrupted run has left."""
         self._works.clear()
         self._bytes = 0
 
@@ -152,23 +152,23 @@ class TensorChannel:
         self._read: dict[bytes, MessageSpec] = {}
 
     def send_header(self, description: Description, target: int) -> MessageSpec:
-        """Send global rank `target` a description of what comes next, without waiting for it."""
-        known = self._written.get(description)
-        if known is None:
+        """Send a description of the next message to global rank `target`, without waiting."""
+        entry = self._written.get(description)
+        if entry is None:
             if len(self._written) == _SPECS_KEPT:
                 self._written.clear()
             spec = MessageSpec(description, self.device)
-            known = self._written[description] = (encode(description), spec)
-        self.sends.add(self.host.send(known[0], target))
-        return known[1]
+            entry = self._written[description] = (encode(description), spec)
+        self.sends.add(self.host.send(entry[0], target))
+        return entry[1]
 
     def receive_header(self, source: int) -> MessageSpec:
-        """Wait for what global rank `source` says of its next message."""
+        """Wait for the description of the next message from global rank `source`."""
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
         self.host.receive([header], source).wait()
-        num_more = int.from_bytes(header[:8].numpy().tobytes(), "big") + 8 - HEADER_BYTES
-        if num_more > 0:
-            rest = torch.empty(num_more, dtype=torch.uint8, device="cpu")
+        num_missing = int.from_bytes(header[:8].numpy().tobytes(), "big") + 8 - HEADER_BYTES
+        if num_missing > 0:
+            rest = torch.empty(num_missing, dtype=torch.uint8, device="cpu")
             self.host.receive([rest], source).wait()
             header = torch.cat([header, rest])
         raw = header.numpy().tobytes()
@@ -192,10 +192,10 @@ class TensorChannel:
         self.sends.settle()
 
     def reset(self) -> None:
-        """Let go of what an interrupted run has left."""
+        """Drop what an interrupted run has left."""
         self.sends.reset()
 
     def limit(self, timeout_s: float | None) -> None:
-        """How long a message may take from now on, in seconds."""
+        """Set how many seconds a message may take from now on."""
         self.host.limit(timeout_s)
         self._payloads.limit(timeout_s)

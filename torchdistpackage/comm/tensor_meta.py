@@ -1,4 +1,4 @@
-"""Descriptions of messages of tensors: what they say, how they are written, and their use.
+"""Descriptions of messages of tensors: their content, their encoding and their use.
 
 A message is one tensor, a tuple, or a flat dict of tensors and None. Its `Description` says
 structure, shapes, dtypes and which members want a gradient. A receiver must know it before it can
@@ -41,20 +41,22 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Structure of a message: `tensor`, `tuple` or `dict`, with a TensorMeta or None each."""
+    """The structure of a message: `tensor`, `tuple` or `dict`, with a TensorMeta or None for
+    each.
+    """
 
     form: str
     keys: tuple[str, ...]
     members: tuple[TensorMeta | None, ...]
 
     def __str__(self) -> str:
-        shown = [str(m) for m in self.members]
+        texts = [str(m) for m in self.members]
         if self.form == "dict":
-            shown = [f"{k}: {m}" for k, m in zip(self.keys, shown, strict=True)]
-        return shown[0] if self.form == "tensor" else f"{self.form}({', '.join(shown)})"
+            texts = [f"{k}: {m}" for k, m in zip(self.keys, texts, strict=True)]
+        return texts[0] if self.form == "tensor" else f"{self.form}({', '.join(texts)})"
 
     def build(self, tensors: Sequence[Tensor | None]) -> Message:
-        """The message again, from its members."""
+        """Return the message again, from its members."""
         if self.form == "tensor":
             return tensors[0]
         if self.form == "dict":
@@ -63,7 +65,7 @@ class Description:
 
 
 def tensors_of(message: Message) -> tuple[Tensor | None, ...]:
-    """The members in order."""
+    """Return the members of a message, in order."""
     if isinstance(message, dict):
         return tuple(message.values())
     if isinstance(message, tuple | list):
@@ -72,7 +74,7 @@ def tensors_of(message: Message) -> tuple[Tensor | None, ...]:
 
 
 def describe(message: Message, device: torch.device | None = None) -> Description:
-    """Description of a message about to be sent.
+    """Return the description of a message about to be sent.
 
     device: where the receiver makes its buffers, so where all members must be; None: anywhere.
 
@@ -107,7 +109,7 @@ def describe(message: Message, device: torch.device | None = None) -> Descriptio
 
 
 def encode(description: Description) -> list[Tensor]:
-    """Header tensors (HEADER_BYTES,) uint8, and a second one for what does not fit."""
+    """Return the header as uint8 (HEADER_BYTES,), and a second tensor for what does not fit."""
     members = [
         m and [list(m.shape), str(m.dtype).removeprefix("torch."), m.requires_grad]
         for m in description.members
@@ -120,7 +122,7 @@ def encode(description: Description) -> list[Tensor]:
 
 
 def decode(raw: bytes) -> Description:
-    """The description that `encode` wrote."""
+    """Return the description that `encode` wrote."""
     form, keys, members = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "big")])
     return Description(
         form,
@@ -137,7 +139,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class MessageSpec:
-    """Buffers for a message, the message from its buffers, and whether another is of the same form.
+    """A description made ready for use: it allocates buffers, and checks that a message fits.
 
     num: how many members there are. num_bytes: of all of them together.
     wanting: numbers of the members whose gradient comes back.
@@ -162,36 +164,37 @@ class MessageSpec:
         self._moving_back = [k for k, i in enumerate(self.wanting) if i in self._moving]
 
     def allocate(self) -> list[Tensor | None]:
-        """New memory for all members."""
+        """Return new buffers for all members."""
         buffers: list[Tensor | None] = [None] * self.num
         for i, shape, dtype in self._made:
             buffers[i] = torch.empty(shape, dtype=dtype, device=self._device)
         return buffers
 
     def allocate_gradients(self) -> list[Tensor]:
-        """New memory for the gradients that come back, in the order of `wanting`."""
+        """Return new buffers for the returning gradients, in the order of `wanting`."""
         return [torch.empty(shape, dtype=t, device=self._device) for _, shape, t in self._wanted]
 
     def scatter_grads(self, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """A gradient for each member, None where none is wanted."""
-        found: list[Tensor | None] = [None] * self.num
+        """Return a gradient for each member, None where none is wanted."""
+        by_member: list[Tensor | None] = [None] * self.num
         for i, gradient in zip(self.wanting, gradients, strict=True):
-            found[i] = gradient
-        return tuple(found)
+            by_member[i] = gradient
+        return tuple(by_member)
 
     def travelling(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """The members that are sent, as they are sent: of a message, or of `allocate()`."""
+        """Return the non-empty members of a message, or of `allocate()`, as they are sent."""
         return [to_bytes(tensors[i]) for i in self._moving]  # type: ignore[arg-type]
 
     def travelling_back(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The same of gradients in the order of `wanting`, or of `allocate_gradients()`."""
+        """Return the non-empty gradients as they are sent, in the order of `wanting`."""
         return [to_bytes(gradients[i]) for i in self._moving_back]
 
     def matches(self, message: Message) -> bool:
-        """Whether `message` may go as this form: structure, shapes, dtypes, where the other side
-        has its buffers, and no member wants a gradient that is not in the form.
+        """Return True if `message` may be sent in this form.
 
-        One that does not want its gradient any more (its stage was frozen) gets it, and drops it.
+        It needs the same structure, shapes and dtypes, and the device kind of the receiver's
+        buffers. No member may want a gradient unless the form says so. A member that no longer
+        wants its gradient (its stage was frozen) gets it, and drops it.
         """
         description = self.description
         if description.form == "tensor":
@@ -221,24 +224,24 @@ class MessageSpec:
 
 
 def pack_message(message: Message, more: Members) -> Members:
-    """`message` and `more` as one flat dict, whose keys say what the message was.
+    """Return `message` and `more` as one flat dict, whose keys say what the message was.
 
     `=` a tensor, `(0`, `(1`, ... a tuple, `.name` a dict; `+name` a member of `more`.
     """
     if isinstance(message, dict):
-        sealed = {f".{key}": x for key, x in message.items()}
+        packed = {f".{key}": x for key, x in message.items()}
     elif isinstance(message, tuple | list):
-        sealed = {f"({i}": x for i, x in enumerate(message)}
+        packed = {f"({i}": x for i, x in enumerate(message)}
     else:
-        sealed = {"=": message}
-    return sealed | {f"+{key}": x for key, x in more.items()}
+        packed = {"=": message}
+    return packed | {f"+{key}": x for key, x in more.items()}
 
 
 def unpack_message(sealed: Members) -> tuple[Message, Members]:
     """Undo `pack_message`; a list comes back as a tuple."""
     more = {key[1:]: x for key, x in sealed.items() if key[0] == "+"}
-    kept = {key: x for key, x in sealed.items() if key[0] != "+"}
-    form = next(iter(kept), "(")[0]
+    members = {key: x for key, x in sealed.items() if key[0] != "+"}
+    form = next(iter(members), "(")[0]
     if form == ".":
-        return {key[1:]: x for key, x in kept.items()}, more
-    return kept["="] if form == "=" else tuple(kept.values()), more
+        return {key[1:]: x for key, x in members.items()}, more
+    return members["="] if form == "=" else tuple(members.values()), more

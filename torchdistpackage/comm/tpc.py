@@ -1,9 +1,9 @@
 """`tpc`: the place of this process in the grid of ranks, and its groups.
 
-The one piece of process-wide state in the package. It is set once from a declarative config,
-may be destroyed and set anew, and may be replaced for a while by `using(topology, rank)`, which
-needs no processes. All threads of a process see it alike, but a thread that is `isolated` is a rank
-of its own. Layers and executors never read it: they are given groups when they are made.
+It is the only process-wide state of the package. It is set once from a declarative config. It may
+be destroyed and set again, and replaced for a while by `using(topology, rank)`, which needs no
+processes. All threads of a process see the same, but a thread that is `isolated` is a rank of its
+own. Layers and executors never read it: they receive groups when they are created.
 
 Modes are group names: an axis (`data`, `pipe`, `tensor`, ...), `model` (ranks that share one
 batch), `global`, and after `build_moe_groups` also `moe_dp` and `moe_ep`.
@@ -57,7 +57,7 @@ class RankContext:
 
 @dataclass
 class ContextHolder:
-    """The topology that is set up, or None; all who share it see it change."""
+    """The topology that is set up, or None; all holders of this object see it change."""
 
     context: RankContext | None = None
 
@@ -68,7 +68,7 @@ _override: ContextVar[RankContext | None] = ContextVar("tpc_override", default=N
 
 
 def _holder() -> ContextHolder:
-    """The holder of this thread, which is the process' unless the thread is isolated.
+    """Return the holder of this thread: that of the process unless the thread is isolated.
 
     A new thread has an empty context, so the process' place cannot live in the context variable: it
     is what is found where that is unset.
@@ -77,7 +77,7 @@ def _holder() -> ContextHolder:
 
 
 def _current() -> RankContext | None:
-    """The rank that the caller is now; None once the world has ended in which it was one."""
+    """Return the rank that the caller acts as; None once the world of that rank has ended."""
     context = _override.get() or _holder().context
     if context is not None and context.groups is not None and not context.groups.are_there:
         return None
@@ -85,10 +85,10 @@ def _current() -> RankContext | None:
 
 
 class ProcessTopology:
-    """The type of `tpc`. Use the instance of this module."""
+    """The type of `tpc`; use the instance of this module."""
 
     def setup_process_groups(self, config: Axes, *, expert: int = 1) -> None:
-        """Tile the world by `[(axis, size), ...]`, outermost first, and make my groups.
+        """Tile the world by `[(axis, size), ...]`, outermost first, and create this rank's groups.
 
         config: or a mapping, in the same order. One size may be None or -1; integral floats pass.
         The product is checked against the world on every rank before any group is made. A second
@@ -101,12 +101,12 @@ class ProcessTopology:
         group = world()
         self.setup(topology(config, group.size(), expert=expert), group.rank())
         if self.rank == 0:
-            if strange := unknown_axes(self.topology.dense.names):
-                _LOG.warning("%s", strange)
+            if warning := unknown_axes(self.topology.dense.names):
+                _LOG.warning("%s", warning)
             _LOG.info("%s", self.describe())
 
     def setup(self, topology: Topology, rank: int, *, timeout_s: float | None = None) -> None:
-        """The same from a finished Topology. Groups of the axes are made in mesh order.
+        """Set up a finished Topology; groups of the axes are created in mesh order.
 
         timeout_s: for the others to come, and for each later call.
         """
@@ -118,7 +118,7 @@ class ProcessTopology:
             self.get_group(mode)
 
     def prepare(self, *, sums: Iterable[Layout] = (), copies: Iterable[Layout] = ()) -> None:
-        """Make the groups of parameters with these layouts, which this rank holds.
+        """Create the groups of parameters with these layouts, which this rank holds.
 
         sums: over which gradients are summed. copies: of equal replicas. See layout/derive.py.
         """
@@ -158,19 +158,22 @@ class ProcessTopology:
 
     @property
     def is_set(self) -> bool:
+        """True if a topology is set up here."""
         return _current() is not None
 
     @property
     def topology(self) -> Topology:
+        """The topology that is set up."""
         return self._context().topology
 
     @property
     def rank(self) -> int:
+        """This process's rank in the topology."""
         return self._context().rank
 
     @property
     def groups(self) -> Groups:
-        """My groups, also for combinations of axes that no mode names."""
+        """This rank's groups, also for combinations of axes that no mode names."""
         groups = self._context().groups
         if groups is None:
             raise LaunchError("tpc stands in for a rank without processes here: it has no groups")
@@ -192,33 +195,37 @@ class ProcessTopology:
         return context.mesh
 
     def describe(self) -> str:
-        """Who is in which group, a line for each: `group pipe, ranks: [0, 8]`; many are cut."""
+        """Return the members of each group, a line each: `group pipe, ranks: [0, 8]`; long lists
+        are cut.
+        """
         context = self._context()
         model = ("model",) if context.topology.model_axes else ()
         moe = ("moe_dp", "moe_ep") if context.moe else ()
         return context.topology.describe((*context.topology.dense.names, *model, *moe))
 
     def get_group(self, mode: str) -> Group:
-        """Handle of my group of this mode, for torch.distributed calls."""
-        found = self._context().found
-        if mode not in found:
+        """Return the handle of this rank's group of this mode, for calls of torch.distributed."""
+        groups = self._context().found
+        if mode not in groups:
             mesh, axes = self._named(mode)
-            found[mode] = self.groups.along(mesh, axes)
-            name_axis(found[mode], mode)
-        return found[mode]
+            groups[mode] = self.groups.along(mesh, axes)
+            name_axis(groups[mode], mode)
+        return groups[mode]
 
     def get_ranks_in_group(self, mode: str) -> list[int]:
-        """Global ranks of my group, ascending: the order of torch's group ranks."""
+        """Return the global ranks of this rank's group, ascending: the order of torch's group
+        ranks.
+        """
         mesh, axes = self._named(mode)
         return list(mesh.group(self.rank, axes))
 
     def all_ranks(self, mode: str) -> list[list[int]]:
-        """Global ranks of every group of this mode."""
+        """Return the global ranks of every group of this mode."""
         mesh, axes = self._named(mode)
         return [list(ranks) for ranks in mesh.groups(axes)]
 
     def is_mode_inited(self, mode: str) -> bool:
-        """Whether the mode is there and has more than one rank a group."""
+        """Return True if the mode is there and its groups have more than one rank."""
         if not self.is_set or (mode in ("moe_dp", "moe_ep") and not self._context().moe):
             return False
         return self.get_group_size(mode) > 1
@@ -226,11 +233,11 @@ class ProcessTopology:
     # -- a rank's questions; a known axis that the topology leaves out is one of size 1 --
 
     def get_group_rank(self, mode: str) -> int:
-        """My position in my group; 0 for an axis that the config does not list."""
+        """Return this rank's position in its group; 0 for an axis that the config does not list."""
         return self.get_ranks_in_group(mode).index(self.rank)
 
     def get_group_size(self, mode: str) -> int:
-        """Number of ranks in my group; 1 for an axis that the config does not list."""
+        """Return the size of this rank's group; 1 for an axis that the config does not list."""
         return len(self.get_ranks_in_group(mode))
 
     def is_first_in_group(self, mode: str) -> bool:
@@ -258,15 +265,15 @@ class ProcessTopology:
     is_last_in_model_group = partialmethod(is_last_in_group, "model")
 
     def get_prev_global_rank(self, mode: str = "pipe") -> int:
-        """The rank before me in my group, the last one before the first."""
+        """Return the rank before this one in its group; before the first comes the last."""
         return self._beside(mode, -1)
 
     def get_next_global_rank(self, mode: str = "pipe") -> int:
-        """The rank after me in my group, the first one after the last."""
+        """Return the rank after this one in its group; after the last comes the first."""
         return self._beside(mode, 1)
 
     def is_first_group(self, mode: str) -> bool:
-        """Whether mine is the first group of its kind: the one with rank 0."""
+        """Return True if this rank's group is the first of its kind: the one with rank 0."""
         return 0 in self.get_ranks_in_group(mode)
 
     def _beside(self, mode: str, step: int) -> int:
@@ -276,7 +283,9 @@ class ProcessTopology:
     # -- life ------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """End my groups and forget the topology; the default group stays. Safe to call twice."""
+        """End this rank's groups and forget the topology; the default group stays. Safe to call
+        twice.
+        """
         context = _holder().context
         if context is not None and context.groups is not None:
             context.groups.destroy()
@@ -284,7 +293,7 @@ class ProcessTopology:
 
     @contextmanager
     def using(self, topology: Topology, rank: int) -> Iterator["ProcessTopology"]:
-        """Be `rank` of `topology` inside the block, without processes or groups."""
+        """Act as `rank` of `topology` inside the block, without processes or groups."""
         moe = topology.expert.axis_size("expert") > 1
         token = _override.set(RankContext(topology, rank, None, moe))
         try:
@@ -294,8 +303,9 @@ class ProcessTopology:
 
     @contextmanager
     def isolated(self) -> Iterator["ProcessTopology"]:
-        """Be a rank of one's own inside the block, in this thread alone; at first not set up."""
-        token, outer = _isolated.set(ContextHolder()), _override.set(None)
+        """Make this thread alone a rank of its own inside the block; at first nothing is set up."""
+        token = _isolated.set(ContextHolder())
+        outer = _override.set(None)
         try:
             yield self
         finally:
@@ -309,7 +319,9 @@ class ProcessTopology:
         return context
 
     def _named(self, mode: str) -> tuple[Mesh, tuple[str, ...]]:
-        """The mesh and axes of a mode; a known axis that the config leaves out has size 1."""
+        """Return the mesh and axes of a mode; a known axis that the config leaves out has size
+        1.
+        """
         context = self._context()
         if mode in ("moe_dp", "moe_ep") and not context.moe:
             raise TopologyError(f"there is no group {mode!r} yet; call tpc.build_moe_groups first")
@@ -323,14 +335,14 @@ torch_parallel_context = tpc
 
 
 def is_using_pp() -> bool:
-    """Whether a pipeline of more than one stage is set up."""
+    """Return True if a pipeline of more than one stage is set up."""
     return tpc.is_mode_inited("pipe")
 
 
 def resolve_group(group: Group | None, mode: str) -> Group:
-    """`group`, or tpc's group of `mode`, or the default group where tpc is not set up.
+    """Return `group`, or tpc's group of `mode`, or the default group where tpc is not set up.
 
-    The one way in which a public function that a user calls by hand fills in `group=None`.
+    Every public function that a user calls by hand fills in `group=None` through this one.
     """
     if group is not None:
         return group
@@ -342,7 +354,7 @@ def resolve_group(group: Group | None, mode: str) -> Group:
 
 
 def group_again(ranks: Sequence[int]) -> Group:
-    """The group of these ranks, of which a pickle keeps nothing else.
+    """Return the group of these ranks; a pickle keeps nothing else of a group.
 
     Raises:
         CommError: this process has no such group, or this rank is not in it.
@@ -367,18 +379,19 @@ copyreg.pickle(Group, _reduced)  # of split modules; torch's own groups cannot b
 
 
 def setup_node_groups(num_per_node: int = 8) -> Group | None:
-    """My node's group where ranks fill nodes in order, `num_per_node` each.
+    """Return the group of this rank's node, where ranks fill nodes in order, `num_per_node` each.
 
-    None where there is one node: its group is the default group, as None is to the optimizers that
-    take such a group. All ranks call it. Where tpc is set up the group is one of its, shared and
-    ended with them.
+    The answer is None for a single node: its group is the default group, which None also means to
+    the optimizers that take such a group. All ranks call this. Where tpc is set up, the group is
+    one of tpc's, shared and ended with them.
 
     Raises:
         LaunchError: torch.distributed is not initialised.
         TopologyError: the nodes would not be equally full.
     """
-    size, default = whole_size("node", num_per_node), world()
-    world_size, rank = default.size(), default.rank()
+    size = whole_size("node", num_per_node)
+    world_size = world().size()
+    rank = world().rank()
     if world_size <= size:
         return None
     if world_size % size:

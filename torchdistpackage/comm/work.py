@@ -1,8 +1,8 @@
-"""How a call is issued, and `Work`, what is left of one under way.
+"""Issue of calls, and `Work`, which stands for a call in flight.
 
-Whatever waits notes it in the record, and a failure carries the operation, its number,
-the ranks and what of a schedule it was for, whichever call it surfaced in. `run_sync` and
-`run_async` take the same arguments, so that each collective is written once.
+Every wait is noted in the flight recorder. A failure carries the operation, its number, the ranks
+and the schedule's action, whichever call it surfaced in. `run_sync` and `run_async` take the same
+arguments, so that each collective is written once.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ Group = dist.ProcessGroup
 
 
 class Work:
-    """A call under way, begun with `async_op` or a post; `wait()` returns its tensor, ready then.
+    """A call in flight, begun with `async_op` or a post; `wait()` returns its tensor, ready to use.
 
     On CUDA `wait` makes the current stream wait, not the host.
     calls: one for all of `works`, or one for each. keep: what must stay in memory until then.
@@ -53,17 +53,18 @@ class Work:
         self._finish, self._limit, self._keep = finish, limit, keep
 
     def __del__(self) -> None:
+        """Hand works that nobody awaited to the group, which settles them before its next call."""
         if self._calls:
             call = self._calls[0]
             if call[PEER] is None and call[STATE] != FAILED and call[GROUP].direct:
                 call[GROUP].left += self._works
 
     def forget(self) -> None:
-        """Keep no tensor alive: of a queued transport, which keeps what is on its way itself."""
+        """Drop the reference to the tensors: a queued transport keeps alive what is on its way."""
         self._keep = None
 
     def wait(self) -> Tensor:
-        """The tensor; of posted messages None. Safe to call twice.
+        """Wait for the call and return its tensor; None for posted messages. Safe to call twice.
 
         Raises:
             CommError: the backend failed, or a peer did not come in time.
@@ -97,7 +98,7 @@ NO_FACTS = ()
 
 
 def run_sync(operation: str, group: Group, x, facts, finish, function, *args) -> Tensor:
-    """Call `function` and wait; returns `x`, or what `finish` makes of it.
+    """Call `function` and wait; return `x`, or the result of `finish`.
 
     facts: what all members must agree on besides shape and dtype.
     """
@@ -130,13 +131,15 @@ def run_async(operation: str, group: Group, x, facts, finish, function, *args) -
 
 
 def wait_works(works: Sequence[dist.Work], limit: timedelta | None) -> None:
-    """Each done within `limit`, or the back end's own."""
+    """Wait for each of the works within `limit`; None: the back end's own limit."""
     for work in works:
         work.wait() if limit is None else work.wait(limit)
 
 
 def failed(call: Call, error: Exception) -> CommError:
-    """The error of a backend in `call`, with its place."""
+    """Return a CommError that says in which call, over which ranks and for which action it
+    failed.
+    """
     state, call[STATE] = call[GROUP], FAILED
     where = f"the {state.axis} group of ranks" if state.axis else "ranks"
     peer = ""

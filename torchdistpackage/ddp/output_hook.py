@@ -2,8 +2,7 @@
 
 It holds the reducer weakly, so that a dropped reducer takes its hooks off the parameters at once.
 It keeps the reducer's state until a backward has run. If the reducer is gone by then, a new one
-takes
-over that state for as long as this backward runs: `NaiveDDP(model)(x).sum().backward()`.
+takes over that state for as long as this backward runs: `NaiveDDP(model)(x).sum().backward()`.
 """
 
 from collections.abc import Callable

@@ -1,14 +1,14 @@
-"""All-reduce over nodes of several ranks each, on gloo: an element crosses between nodes once.
+"""All-reduce over nodes of several ranks each, on gloo: each element crosses between nodes once.
 
-What crosses between nodes is carried by all ranks of a node, a part each. So a tensor is cut into
-chunks, and of each the ranks of a node sum up a part each, sum it over the nodes, and hand it to
-each other. Chunks follow one another: while one crosses, others are summed and handed out. (The
-2D-torus all-reduce of arXiv:1811.05233.)
+All ranks of a node share the traffic between nodes. The tensor is cut into chunks. For each chunk
+the ranks of a node sum up a part each, sum it over the nodes, and hand it to each other. Chunks
+overlap: while one crosses, others are summed and handed out. (The 2D-torus all-reduce of
+arXiv:1811.05233.)
 
-A step begins when the one before has ended, so a sum goes on under a backward: gloo's threads wake
-one of ours, which takes the next step. (On its own threads a group cannot end, so they keep none.)
-Between nodes collectives meet in the order in which they are issued, so a chunk does not cross
-before all that were begun earlier.
+A step begins when the one before has ended, so a sum proceeds during a backward pass: gloo's
+threads wake one of ours, which takes the next step. (A group cannot end on its own threads, so they
+hold no reference to one.) Collectives between nodes pair up in the order of their issue, so a chunk
+does not cross before all that began earlier.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ GRACE_S = 1.0
 def hierarchical_all_reduce(
     group: Group, nodes: Sequence[Hashable] | None = None, *, chunk_bytes: int = CHUNK_BYTES
 ) -> Start | None:
-    """`start_all_reduce` by way of the nodes of `group`; None where a flat one is as good.
+    """Return a `start_all_reduce` by way of the nodes of `group`; None where a flat one is as good.
 
     nodes: the node of each rank of the group, in its order; None asks all for their host names.
     chunk_bytes: of a chunk; what is no longer than half of one goes flat, in one step, not three.
@@ -67,14 +67,20 @@ def hierarchical_all_reduce(
     ranks = ranks_of(group)
     if len(nodes) != len(ranks):
         raise CommError(f"nodes has {len(nodes)} names for the {len(ranks)} ranks {ranks}")
-    members: dict[Hashable, list[int]] = {}
+    by_node: dict[Hashable, list[int]] = {}
     for rank, node in zip(ranks, nodes, strict=True):
-        members.setdefault(node, []).append(rank)
-    inside = members[nodes[group.rank()]]
-    if len(members) == 1 or len(inside) == 1 or len({len(m) for m in members.values()}) > 1:
+        by_node.setdefault(node, []).append(rank)
+    on_node = by_node[nodes[group.rank()]]
+    if (
+        len(by_node) == 1
+        or len(on_node) == 1
+        or len({len(node_ranks) for node_ranks in by_node.values()}) > 1
+    ):
         return None
-    place = inside.index(ranks[group.rank()])
-    return _HierarchicalAllReduce(group, inside, [m[place] for m in members.values()], chunk_bytes)
+    index = on_node.index(ranks[group.rank()])
+    return _HierarchicalAllReduce(
+        group, on_node, [node_ranks[index] for node_ranks in by_node.values()], chunk_bytes
+    )
 
 
 class _HierarchicalAllReduce:
@@ -100,7 +106,7 @@ class _HierarchicalAllReduce:
         finalize(self, self._ended.put, None)
 
     def __call__(self, flat: Tensor, group: Group, op: dist.ReduceOp.RedOpType = SUM) -> Work:
-        """`start_all_reduce`; only large sums take the way over the nodes."""
+        """Start the all-reduce; only large sums travel by way of the nodes."""
         if group is not self._group:
             raise CommError(
                 f"this all-reduce is of ranks {ranks_of(self._group)}, not of {ranks_of(group)}; "
@@ -121,16 +127,16 @@ class _HierarchicalAllReduce:
             self._num_chunks += 1
             chunk.tag = self._num_chunks % 2**30
             chunk.works = post_receives(chunk.parts, inside, chunk.tag)
-            received = [len(chunk.mine)] * inside.size()
-            given = [len(part) for part in chunk.parts]
+            received_lengths = [len(chunk.mine)] * inside.size()
+            sent_lengths = [len(part) for part in chunk.parts]
             exchanged = dist.all_to_all_single(
-                chunk.buffer, chunk.x, received, given, group=inside, async_op=True
+                chunk.buffer, chunk.x, received_lengths, sent_lengths, group=inside, async_op=True
             )
             self._tell(_HierarchicalAllReduce.exchanged, chunk, exchanged)
         return _ChunkedWork(self, chunks, self._limit)
 
     def _follow_limit(self) -> None:
-        """The time limit of the group is that of its parts."""
+        """Pass the group's time limit on to its parts."""
         limit = self._options._timeout
         if limit != self._limit:
             self._limit = limit
@@ -138,25 +144,27 @@ class _HierarchicalAllReduce:
                 primitives.set_timeout(group, limit.total_seconds())
 
     def _tell(self, then: "_Step", chunk: "_Chunk", work: dist.Work) -> None:
-        """When `work` has ended our thread takes the step `then`."""
+        """Let our thread take the step `then` when `work` has ended."""
         ended = self._ended
         work.get_future().then(lambda future: ended.put((then, chunk, future)))
 
     # -- on our thread -------------------------------------------------------------------
 
     def exchanged(self, chunk: "_Chunk", future: torch.futures.Future) -> None:
-        """The sums of my node for my part of a chunk are here."""
+        """Add up the node's sums for this rank's part of a chunk, which have arrived."""
         try:
             future.value()
             chunk.add()
             while self._waiting and self._waiting[0].added:
                 self._cross(self._waiting[0])
                 self._waiting.popleft()
-        except Exception as error:  # whatever it is, someone waits for it
-            while self._waiting:  # another order than that of the others would mix up chunks
+        except Exception as error:  # a caller waits for this chunk, so pass on any error
+            # later chunks must not cross: their order would differ from the other nodes'
+            while self._waiting:
                 self._waiting.popleft().sent.set_exception(error)
 
     def _cross(self, chunk: "_Chunk") -> None:
+        """Begin the sum of this rank's part over the nodes, or skip it if the part is empty."""
         if len(chunk.mine):
             work = dist.all_reduce(chunk.mine, group=self._across, async_op=True)
             self._tell(_HierarchicalAllReduce.crossed, chunk, work)
@@ -164,11 +172,11 @@ class _HierarchicalAllReduce:
             chunk.hand_out(self._inside)
 
     def crossed(self, chunk: "_Chunk", future: torch.futures.Future) -> None:
-        """My part of a chunk is the sum over all ranks."""
+        """Hand out this rank's part of a chunk, now the sum over all ranks."""
         try:
             future.value()
             chunk.hand_out(self._inside)
-        except Exception as error:
+        except Exception as error:  # a caller waits for this chunk, so pass on any error
             chunk.sent.set_exception(error)
 
 
@@ -180,26 +188,31 @@ class _Chunk:
 
     __slots__ = ("added", "buffer", "mine", "parts", "sent", "tag", "works", "x")
 
-    def __init__(self, x: Tensor, inside: Group):
-        self.x, self.parts = x, list(x.tensor_split(inside.size()))
-        self.mine = self.parts[inside.rank()]
-        self.buffer = x.new_empty(len(self.mine) * inside.size())
+    def __init__(self, x: Tensor, group: Group):
+        self.x = x
+        self.parts = list(x.tensor_split(group.size()))
+        self.mine = self.parts[group.rank()]
+        self.buffer = x.new_empty(len(self.mine) * group.size())
         self.works: list[dist.Work] = []
-        self.tag, self.added, self.sent = 0, False, Future[None]()
+        self.tag = 0
+        self.added = False
+        self.sent = Future[None]()
 
     @torch.no_grad()
     def add(self) -> None:
+        """Sum the parts that arrived from this node's ranks; the chunk may cross now."""
         if len(self.mine):
             self.mine.copy_(added(self.buffer.split(len(self.mine))))
         self.added = True
 
     def hand_out(self, inside: Group) -> None:
+        """Send this rank's part to the other ranks of the node."""
         self.works += post_sends([self.mine] * len(self.parts), inside, self.tag)
         self.sent.set_result(None)
 
 
 class _ChunkedWork:
-    """All of one call; waited for like the works of a back end.
+    """The work of one call, which a caller awaits like the works of a back end.
 
     owner: must not end before its chunks have.
     """
@@ -208,13 +221,17 @@ class _ChunkedWork:
         self._owner, self._chunks, self._limit = owner, chunks, limit
 
     def wait(self, limit: timedelta | None = None) -> None:
+        """Wait until all chunks have arrived; any single step may take `limit`."""
         limit = limit or self._limit
         for chunk in self._chunks:
             self._await_sent(chunk, limit)
             wait_works(chunk.works, limit)
 
     def _await_sent(self, chunk: _Chunk, limit: timedelta) -> None:
-        """Chunks begun earlier come first, each in its own time: the limit is for any step at all.
+        """Wait until this rank's part of `chunk` is on its way to the node's other ranks.
+
+        Chunks begun earlier go first, each in its own time. So the limit is for any step of this
+        rank.
 
         Raises:
             RuntimeError: what went wrong on our thread, or nothing went on for `limit`.
@@ -236,6 +253,10 @@ _Ended = SimpleQueue[tuple[_Step, _Chunk, torch.futures.Future] | None]
 
 
 def _serve(owner: ref[_HierarchicalAllReduce], ended: _Ended) -> None:
+    """Take the steps whose work has ended, until None arrives.
+
+    Only a weak reference to the owner is held, so that a group may end while nothing is under way.
+    """
     while (ending := ended.get()) is not None:
         step, chunk, future = ending
         if (alive := owner()) is not None:

@@ -1,11 +1,11 @@
-"""Collectives made of direct messages between all pairs, for gloo.
+"""Collectives of direct messages between all pairs of ranks, for gloo.
 
-There a message goes at the full rate of the link in both directions at once, if its receive was
-posted before this rank began to send; gloo's own reduce_scatter costs a full all_reduce, and its
-all_gather knows no uneven parts. So: post every receive, then every send, then wait.
+On gloo a message travels at the full rate of the link in both directions at once, if its receive
+was posted before this rank began to send. gloo's own reduce_scatter costs a full all_reduce, and
+its all_gather knows no uneven parts. So: post every receive, then every send, then wait.
 
-Messages of a call meet those of the same kind and number of call alone, so ranks that differ wait
-for each other, as in any collective, and do not take one for the other.
+A message meets only those of the same kind of call with the same number. So ranks that issue
+different calls wait for each other, as in any collective, and never mistake one for the other.
 """
 
 from collections.abc import Generator, Sequence
@@ -34,13 +34,14 @@ def pairwise(
     group: Group,
     async_op: bool = False,
 ) -> list[dist.Work]:
-    """send[i] to rank i of the group, receive[i] from it; mine are copied. The caller waits.
+    """Send send[i] to rank i of the group and fill receive[i] from it; the caller waits.
 
-    All are contiguous. Empty ones do not travel, so both sides must know which are.
+    This rank's own part is copied. All tensors are contiguous. Empty ones do not travel, so both
+    sides must know which are empty.
     """
     state = state_of(group)
     if state.left:
-        state.settle()
+        state.settle()  # works that nobody awaited still hold their connections
     tag = call_tag(kind, state.issued)
     works = post_receives(receive, group, tag, state=state)
     works += post_sends(send, group, tag, state=state)
@@ -50,8 +51,10 @@ def pairwise(
 
 
 def expected_tag(kind: int, group: Group) -> int:
-    """For a call of which receives are posted ahead: members count these alike, apart from calls
-    in general, of which others may come first."""
+    """Return the tag of a call whose receives are posted ahead.
+
+    Members count these calls alike, apart from other calls, which may come in between.
+    """
     state = state_of(group)
     state.settle()
     state.expected += 1
@@ -59,6 +62,7 @@ def expected_tag(kind: int, group: Group) -> int:
 
 
 def call_tag(kind: int, number: int) -> int:
+    """Return the tag of call `number` of this kind."""
     return _FIRST_TAG + 8 * (number % _NUM_TAGS) + kind
 
 
@@ -69,7 +73,7 @@ def post_receives(
     reverse: Group | None = None,
     state: GroupState | None = None,
 ) -> list[dist.Work]:
-    """parts[i] from rank i of the group, except mine.
+    """Post the receive of parts[i] from rank i of the group, for all ranks but this one.
 
     reverse: a group of the same ranks (groups.py, `make_duplex_groups`) for what goes from a
     rank to one before it, None: the same. A rank that posts on a connection waits while gloo reads
@@ -80,11 +84,11 @@ def post_receives(
         CommError: a peer is gone; this comes ahead of the call that is noted and would say so.
     """
     state, reverse = state or state_of(group), reverse or group
-    mine = state.index
+    index = state.index
     with _peer_gone("receiving from", state):
-        # the first to be sent to me is the first that I say I am ready for
+        # gloo announces receives one by one: announce first the one whose message comes first
         return [
-            (reverse if i > mine else group).recv([x], i, tag)
+            (reverse if i > index else group).recv([x], i, tag)
             for i in reversed(state.others)
             for x in _pieces(parts[i])
         ]
@@ -97,32 +101,33 @@ def post_sends(
     reverse: Group | None = None,
     state: GroupState | None = None,
 ) -> list[dist.Work]:
-    """parts[i] to rank i of the group, except mine; reverse, state: as above.
+    """Post the send of parts[i] to rank i of the group, for all ranks but this one.
 
     Raises:
         CommError: a peer is gone.
     """
     state, reverse = state or state_of(group), reverse or group
-    mine = state.index
+    index = state.index
     with _peer_gone("sending to", state):
         return [
-            (reverse if i < mine else group).send([x], i, tag)
+            (reverse if i < index else group).send([x], i, tag)
             for i in state.others
             for x in _pieces(parts[i])
         ]
 
 
 @contextmanager
-def _peer_gone(doing: str, state: GroupState) -> Generator[None]:
-    """Turn what the back end raises inside the block into a CommError."""
+def _peer_gone(action: str, state: GroupState) -> Generator[None]:
+    """Turn an error of the back end inside the block into a CommError."""
     try:
         yield
     except RuntimeError as error:
         others = ", ".join(str(state.ranks[i]) for i in sorted(state.others))
-        raise CommError(f"{doing} ranks {others} failed: {error}") from error
+        raise CommError(f"{action} ranks {others} failed: {error}") from error
 
 
 def _pieces(x: Tensor) -> Sequence[Tensor]:
+    """Return `x` cut into even pieces of about PIECE_BYTES; nothing for an empty tensor."""
     num_elements = x.numel()
     num_pieces = round(num_elements * x.itemsize / PIECE_BYTES)
     if num_pieces <= 1:

@@ -1,12 +1,12 @@
 """Reduce-scatter and all-gather in place on one flat tensor, of which each rank owns a slice.
 
-An element is summed in group order, so how a tensor is cut changes no number. On gloo
-both are made of messages (pairwise.py), and what arrived is added up in `wait()`.
+Elements are summed in group order, so how a tensor is cut changes no number. On gloo both are made
+of messages (pairwise.py), and `wait()` adds up what arrived.
 
-A slice that finds its receiver ready leaves at once, also while this process computes; else it
-waits for a notice that queues behind what the receiver itself is sending. So a caller that knows
-what comes next posts its receives with a `prepost_` function, before the sends of the calls ahead.
-Where nothing is posted ahead (`posts_ahead`) that sends nothing, and makes no memory.
+A slice whose receiver is ready leaves at once, also while this process computes. Else it waits for
+a notice that queues behind the receiver's own sends. So a caller that knows its next call posts the
+receives with a `prepost_` function, before the sends of the calls ahead. Where nothing is posted
+ahead (`posts_ahead`), that function sends nothing and allocates nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,8 +42,9 @@ def start_reduce_scatter_v(
 ) -> Work:
     """Begin to sum `flat` (n,) over the group: rank i gets elements bounds[i] to bounds[i + 1].
 
-    After `wait()` my slice holds its sum, and what others own is undefined; until then `flat` must
-    be left alone, and its memory stay.
+    After `wait()` this rank's slice holds its sum, and the slices of others are undefined. Until
+    then leave `flat` alone and keep its memory.
+
     bounds: one more than the group has ranks, ascending; slices may be uneven or empty.
     wire_dtype: the float dtype in which parts travel; sums are made in flat's own, narrow ones in
         float32 (NCCL adds what travels in flat's own dtype in that).
@@ -59,7 +60,8 @@ def start_all_gather_v(
 ) -> Work:
     """Begin to fill `flat` (n,), of which rank i has elements bounds[i] to bounds[i + 1].
 
-    Until `wait()` it must be left alone, and its memory stay.
+    Until `wait()` returns, leave `flat` alone and keep its memory.
+
     wire_dtype: the float dtype in which slices travel; mine is rounded to it in `wait()`, so that
         all ranks end with equal numbers.
 
@@ -72,7 +74,7 @@ def start_all_gather_v(
 def prepost_reduce_scatter_v(
     flat: Tensor, bounds: Sequence[int], group: Group, *, wire_dtype: torch.dtype | None = None
 ) -> Callable[[], Work]:
-    """`start_reduce_scatter_v`, ready to receive; what comes back starts it, once.
+    """Post the receives of `start_reduce_scatter_v`; calling the result once starts it.
 
     `flat` is read, and written, from the start on. All ranks expect in the same order, and start
     what they expect in one order too; one that is not started must be dropped by all.
@@ -105,7 +107,7 @@ def prepost_all_gather_v(
     wire_dtype: torch.dtype | None = None,
     mine: Tensor | None = None,
 ) -> Callable[[], Work]:
-    """`start_all_gather_v`, ready to receive; what comes back starts it, once.
+    """Post the receives of `start_all_gather_v`; calling the result once starts it.
 
     From here on what others own of `flat` may be overwritten, so its memory must stay. All ranks
     expect in the same order, and start what they expect in one order too; one that is not started
@@ -135,19 +137,21 @@ def prepost_all_gather_v(
 
 
 def posts_ahead(group: Group) -> bool:
-    """Whether the `prepost_` functions post receives, for which the memory must be there."""
+    """Return True if the `prepost_` functions post receives, for which the memory must be there."""
     return group.size() > 1 and state_of(group).direct
 
 
 class _Rounded(NamedTuple):
-    """In place of a flat tensor, to which `finish` brings what comes in another dtype."""
+    """The shape and dtype of a flat tensor as it travels, for the flight recorder and the debug
+    mode.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 class _FlatShards:
-    """A flat tensor cut by rank, and the dtype on the wire.
+    """A flat tensor cut by rank, and the dtype in which it travels.
 
     Raises:
         CommError: they do not fit.
@@ -188,20 +192,23 @@ class _FlatShards:
         self.full = body[bounds[0] : bounds[-1]]
         self.parts = list(self.full.split(lengths))
         self.index = group.rank()
-        # once for what is sent and received: one may be made meanwhile
+        # read once, so that sends and receives use the same: a group may be created in between
         self.down = reverse_group(group)
         self.mine = self.parts[self.index]
         self.wire_dtype = wire_dtype or body.dtype
-        # of what is rounded the record, and what ranks compare, have the dtype that travels
+        # the record and the debug mode's comparison must name the dtype that travels
         is_rounded = self.wire_dtype is not body.dtype
         self.noted = _Rounded(flat.shape, self.wire_dtype) if is_rounded else flat
 
     def start(self, operation: str, finish: Callable[[], Tensor] | None, function, *args) -> Work:
+        """Issue the call with the lengths of all slices, which the debug mode compares."""
         facts = ("rows of each rank", *self.lengths)
         return run_async(operation, self.group, self.noted, facts, finish, function, *args)
 
     def buffers(self) -> tuple[Tensor, list[Tensor], Callable[[], Tensor] | None]:
-        """Where a gather arrives, as one and in parts, and what brings it from there to `flat`."""
+        """Return where a gather arrives, as one tensor and in parts, and what copies it to
+        `flat`.
+        """
         if self.wire_dtype is self.mine.dtype:
             return self.full, self.parts, None
         full = torch.empty_like(self.full, dtype=self.wire_dtype)
@@ -209,11 +216,12 @@ class _FlatShards:
 
     @torch.no_grad()
     def add(self, buffers: Sequence[Tensor]) -> Tensor:
-        """My slice becomes the sum in group order of it and what came into the buffers."""
+        """Sum this rank's slice and the parts in the buffers, in group order."""
         mine, index = self.mine, self.index
+        # sums of halves are made in float32: each addition would round
         narrow = mine.is_floating_point() and mine.itemsize < 4
         total = mine.float() if narrow else mine
-        if index:  # those before me add up first
+        if index:  # the parts of lower ranks come first in group order
             before = buffers[0]
             for buffer in buffers[1:index]:
                 before = before.to(total.dtype).add_(buffer)
@@ -225,12 +233,13 @@ class _FlatShards:
         return self.flat
 
     def rounded(self, parts: list[Tensor], mine: Tensor | None) -> Tensor:
-        """My part as it travels, which is where the others' will be."""
+        """Return this rank's part as it travels, in the place where a gather puts it."""
         source, part = self.mine if mine is None else mine, parts[self.index]
         return part if part is source else part.copy_(source)
 
     @torch.no_grad()
     def write(self, arrived: Tensor) -> Tensor:
+        """Copy what arrived in another dtype into `flat`."""
         self.full.copy_(arrived)
         return self.flat
 
@@ -244,18 +253,21 @@ def _post(
     group: Group,
     async_op: bool,
 ) -> list[dist.Work]:
-    """Send to each rank what is in `sent` for it, which expects it; `works` are my own receives."""
+    """Send each rank its part of `sent`; its receive is posted. `works` are this rank's own
+    receives.
+    """
     return works + post_sends(sent(), group, tag, down)
 
 
 @torch.no_grad()
 def _set(flat: Tensor, bounds: Sequence[int], mine: Tensor) -> Work:
+    """Put this rank's elements into `flat`, for a group of one."""
     flat[bounds[0] : bounds[1]] = mine
     return Work(flat)
 
 
 def _start_by_all_to_all(cut: _FlatShards) -> Work:
-    """A sum over NCCL whose parts are narrower than it: NCCL would add in their dtype."""
+    """Start a sum over NCCL whose parts are narrower than it; NCCL would add in their dtype."""
     num, length = len(cut.parts), len(cut.mine)
     buffer = cut.mine.new_empty((num * length,), dtype=cut.wire_dtype)
     finish = partial(cut.add, buffer.view(num, length).unbind())

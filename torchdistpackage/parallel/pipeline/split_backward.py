@@ -2,9 +2,8 @@
 
 The first pass is an ordinary backward, which frees the graph behind it. For each matmul whose
 weight can wait it keeps only the output's gradient and the other factor. The second pass gives each
-parameter
-its gradient in a backward of its own, so that it accumulates as usual: hooks run, in the dtype of
-`.grad`.
+parameter its gradient in a backward of its own, so that it accumulates as usual: hooks run, in the
+dtype of `.grad`.
 
 A parameter waits if all its gradients can be computed later (deferred_wgrad.py). The others get
 theirs in the first pass:

@@ -1,9 +1,8 @@
 """Stages of any model that torch.fx can trace, cut by measured time.
 
 A cut may go anywhere, also through a residual connection. Every value that is computed before the
-cut
-and used after it crosses it: a single one as a tensor, several as a dict by name. A value used two
-stages later passes through the stage between.
+cut and used after it crosses it: a single one as a tensor, several as a dict by name. A value used
+two stages later passes through the stage between.
 """
 
 from collections.abc import Callable, Sequence
