@@ -2,7 +2,7 @@
 
 reference    what a layer computes, in one process, in thirty lines
 shape        a layer as numbers: what fits, what is cut how; no torch
-groups       who a layer talks to
+groups       the groups that a layer talks to
 router       scores, and the experts that each token goes to
 balance      losses and biases that keep experts equally busy, from counts
 capacity     which choices find a place where an expert has few

@@ -1,7 +1,7 @@
-"""What keeps experts equally busy: counts of choices, and the losses and biases that follow them.
+"""Balance of experts: counts of choices, and the losses and biases that follow them.
 
-Counts belong to one sequence, or to all tokens of a step. Either is the same on every layout, which
-the counts of a rank's microbatch are not.
+Counts belong to one sequence, or to all tokens of a step. Both are equal for every layout, unlike
+the counts of one rank's micro-batch.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,8 +24,9 @@ def balance_loss(
     groups: ExpertGroups,
     last_load: Tensor | None = None,
 ) -> Tensor:
-    """Switch's loss (arXiv:2101.03961, equation 4) without its coefficient, 1 where all are busy
-    alike: experts x sum over experts of (share of the choices) x (mean score).
+    """Return Switch's loss (arXiv:2101.03961, equation 4) without its coefficient; 1 if balanced.
+
+    It is experts x sum over experts of (share of the choices) x (mean score).
 
     scores (S, B, E), of which sigmoids are divided by their sum; experts (S, B, k). It is the mean
     over this rank's tokens, each by the shares of its own sequence or of the global batch; so its
@@ -49,19 +50,23 @@ def balance_loss(
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """Mean over tokens of the squared log-sum of logits (..., E): ST-MoE, arXiv:2202.08906."""
+    """Return the mean over tokens of the squared log-sum of logits (..., E): ST-MoE,
+    arXiv:2202.08906.
+    """
     return logits.logsumexp(-1).square().mean()
 
 
 def counts_of(experts: Tensor, num_experts: int) -> Tensor:
-    """How often each expert was chosen in each sequence: experts (S, B, k) -> (B, E) int64."""
+    """Count how often each expert was chosen in each sequence: experts (S, B, k) -> (B, E)
+    int64.
+    """
     chosen = experts.transpose(0, 1).flatten(1)
     counts = chosen.new_zeros(chosen.shape[0], num_experts)
     return counts.scatter_add_(1, chosen, torch.ones_like(chosen))
 
 
 class LoadCounter:
-    """Choices of each expert, added up over the forwards of a step, and places that were refused.
+    """Counts of each expert's choices over the forwards of a step, and of refused choices.
 
     No buffer: replicas differ in it, and nobody saves it. A copy or a pickle begins anew.
     """
@@ -72,25 +77,29 @@ class LoadCounter:
         self.dropped: Tensor | None = None
 
     def add(self, experts: Tensor, *, is_training: bool) -> None:
-        """Count experts (S, B, k) of a forward; not those of evaluations, nor those that a
-        backward computes once more."""
+        """Count experts (S, B, k) of a training forward, but not of a recomputation in the
+        backward.
+        """
         if is_training and torch._C._current_graph_task_id() == -1:
             counts = counts_of(experts, self.num_experts).sum(0)
             self.total = counts if self.total is None else self.total + counts
 
     def add_dropped(self, number: Tensor) -> None:
+        """Count choices that found no place, but not of a recomputation in the backward."""
         if torch._C._current_graph_task_id() == -1:
             self.dropped = number if self.dropped is None else self.dropped + number
 
     def take(self, device: torch.device) -> Tensor:
-        """(E + 1,) int64: the choices of each expert, then those dropped; counting begins anew."""
-        none = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=device)
+        """Return the choices of each expert, then those dropped, int64 (E + 1,), and reset the
+        counts.
+        """
+        counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=device)
         if self.total is not None:
-            none[:-1] += self.total
+            counts[:-1] += self.total
         if self.dropped is not None:
-            none[-1] += self.dropped
+            counts[-1] += self.dropped
         self.total = self.dropped = None
-        return none
+        return counts
 
     def __deepcopy__(self, memo: dict[int, object]) -> "LoadCounter":
         return LoadCounter(self.num_experts)
@@ -101,8 +110,7 @@ class LoadCounter:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """Choices of each expert of one layer in one step, over all ranks, and those that found no
-    place."""
+    """The choices of each expert of one layer in one step, over all ranks, and those dropped."""
 
     choices: tuple[int, ...]
     dropped: int = 0
@@ -114,6 +122,7 @@ class ExpertLoad:
 
     @property
     def dropped_share(self) -> float:
+        """The share of choices that found no place."""
         return self.dropped / max(sum(self.choices), 1)
 
     @property
@@ -123,7 +132,7 @@ class ExpertLoad:
 
 
 def routers_in(module: nn.Module) -> dict[str, nn.Module]:
-    """By path every router in `module`."""
+    """Return every router in `module` by its path."""
     return {
         path: part
         for path, part in module.named_modules()
@@ -133,7 +142,7 @@ def routers_in(module: nn.Module) -> dict[str, nn.Module]:
 
 @torch.no_grad()
 def balance_experts(module: nn.Module, group: Group | None = None) -> dict[str, ExpertLoad]:
-    """End a step of every mixture in `module`: add up its counts, move biases and last loads.
+    """End a step of every mixture in `module`: add up its counts, update biases and last loads.
 
     All ranks call it once a step, after the last backward. group: ranks that see different tokens;
     None: tpc's data and context ranks, or all. By path of each router its load.
@@ -141,15 +150,15 @@ def balance_experts(module: nn.Module, group: Group | None = None) -> dict[str, 
     routers = routers_in(module)
     if not routers:
         return {}
-    taken = [r.counter.take(r.weight.device) for r in routers.values()]
-    sizes = [len(x) for x in taken]
-    total = primitives.all_reduce(torch.cat(taken), group or batch_group())
+    counts = [r.counter.take(r.weight.device) for r in routers.values()]
+    sizes = [len(x) for x in counts]
+    total = primitives.all_reduce(torch.cat(counts), group or batch_group())
     apply_counts(routers.values(), total.split(sizes))
     return {p: load_of(x.tolist()) for p, x in zip(routers, total.split(sizes), strict=True)}
 
 
 def load_of(numbers: Iterable[float]) -> ExpertLoad:
-    """From what `LoadCounter.take` gives, summed over ranks."""
+    """Return the load from the numbers of `LoadCounter.take`, summed over ranks."""
     *choices, dropped = (int(n) for n in numbers)
     return ExpertLoad(tuple(choices), dropped)
 
@@ -158,8 +167,10 @@ def load_of(numbers: Iterable[float]) -> ExpertLoad:
 def apply_counts(
     routers: Iterable[nn.Module], counts: Iterable[Tensor], valid: Tensor | None = None
 ) -> None:
-    """Follow a step's counts (E + 1,) of each router: biases move by their rate towards the experts
-    that were chosen less than the mean (arXiv:2408.15664, algorithm 1).
+    """Update each router from a step's counts (E + 1,).
+
+    A bias moves by its rate towards experts that were chosen less often than the mean
+    (arXiv:2408.15664, algorithm 1).
 
     valid: a bool scalar, whether the step counts; no host waits for it.
     """
@@ -171,6 +182,7 @@ def apply_counts(
 
 
 def _moved(router: nn.Module, choices: Tensor) -> Mapping[str, Tensor]:
+    """Return the new values of a router's states after a step with these choices, by name."""
     if (bias := router.expert_bias) is not None:
         choices = choices.to(bias.dtype)
         return {"expert_bias": bias + router.shape.bias_rate * (choices.mean() - choices).sign()}

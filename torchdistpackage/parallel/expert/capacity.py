@@ -1,7 +1,7 @@
-"""Which choices find a place where an expert has only so many in a sequence.
+"""Selection of the choices that find a place, if an expert has only so many per sequence.
 
-Each sequence is judged alone, so that no layout changes what is dropped: its tokens in order, of a
-token its better choice first, and whoever comes when all places are taken is dropped.
+Each sequence is judged alone, so that no layout changes the dropped choices. Tokens come in order,
+and of one token the better choice first. A choice is dropped when all places are taken.
 """
 
 import math
@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 def capacity(factor: float, seq_len: int, top_k: int, num_experts: int) -> int:
-    """Places of an expert in a sequence: `factor` times the mean, rounded up."""
+    """Return the places of an expert in a sequence: `factor` times the mean, rounded up."""
     return math.ceil(factor * seq_len * top_k / num_experts)
 
 
 def kept_choices(experts: Tensor, num_experts: int, places: int) -> Tensor:
-    """Whether each choice finds a place: experts (S, B, k) int64 -> (S, B, k) bool."""
+    """Mark the choices that find a place: experts (S, B, k) int64 -> (S, B, k) bool."""
     seq_len, batch, top_k = experts.shape
     chosen = experts.transpose(0, 1).reshape(batch, seq_len * top_k)
     # a stable sort keeps the order of tokens within an expert; positions count from its first

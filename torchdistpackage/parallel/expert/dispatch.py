@@ -1,10 +1,10 @@
-"""Tokens to the ranks of their experts, and what these make of them back.
+"""Exchange of tokens and results between ranks, for experts on other ranks.
 
-Chosen tokens are sorted by expert, which is by rank too, as each rank holds a run of experts. One
-gather of counts says who sends how much; one all-to-all takes the tokens there, another one the
-results back, and the backward is these two with their roles exchanged. Nothing but what was chosen
-travels. A rank with no token, or for none of whose experts there is one, makes the same calls as
-all others, so that collectives have one order on all ranks whatever the routing.
+Chosen tokens are sorted by expert. This is also the order of ranks, as each rank holds a range of
+experts. One all-gather of counts says how many rows each rank sends. One all-to-all sends the
+tokens, another returns the results; the backward is these two with their roles exchanged. Only
+chosen tokens travel. A rank without tokens, or without tokens for its experts, makes the same calls
+as all others, so collectives have one order on all ranks for every routing.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from torchdistpackage.comm.work import Work
 
 @dataclass(frozen=True)
 class Dispatch:
-    """How the tokens of one forward travel within `group`.
+    """A plan of how the tokens of one forward travel within `group`.
 
     order: (n,) which choice, token * top_k + place, each row that is sent is, sorted by expert.
     num_tokens, top_k: of this rank. sent, received: rows to and from each rank.
@@ -42,12 +42,12 @@ class Dispatch:
 
     @cached_property
     def counts(self) -> Tensor:
-        """(experts here,) rows of each expert of this rank."""
+        """The number of rows of each expert of this rank, (experts here,)."""
         return self.blocks.sum(0)
 
     @cached_property
     def runs(self) -> list[list[slice]]:
-        """Of each expert of this rank its rows as they arrive, from each rank some.
+        """The rows of each expert of this rank as they arrive, one slice from each rank.
 
         A device's host may have to wait for the counts.
         """
@@ -59,38 +59,40 @@ class Dispatch:
 
     @cached_property
     def _regroup(self) -> Tensor | None:
-        """From the order in which rows arrive, by rank and then by expert, to that by expert; None
-        where they are the same."""
+        """The permutation from the order of arrival to that by expert; None if they are equal."""
         return None if 1 in self.blocks.shape else _regroup(self.blocks, sum(self.received))
 
     @property
     def is_complete(self) -> bool:
-        """Whether every choice is sent, none dropped."""
+        """True if every choice is sent, none dropped."""
         return len(self.order) == self.num_tokens * self.top_k
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """Tokens x (num_tokens, D) -> the rows (n, D) that are sent."""
+        """Return the rows (n, D) to send from the tokens x (num_tokens, D)."""
         return _Rows.apply(x, self)
 
     def start(self, rows: Tensor) -> "TokenExchange":
-        """Send rows (n, D) to the ranks of their experts."""
+        """Start to send rows (n, D) to the ranks of their experts."""
         return TokenExchange(rows, self.group, self.sent, self.received)
 
     def by_expert(self, rows: Tensor) -> Tensor:
-        """Rows that arrived, sorted by expert."""
+        """Return the rows that arrived, sorted by expert."""
         return rows if self._regroup is None else _Permute.apply(rows, self._regroup, False)
 
     def by_rank(self, rows: Tensor) -> Tensor:
-        """What the experts made of them, in the order in which they arrived."""
+        """Return the experts' results in the order in which the rows arrived."""
         return rows if self._regroup is None else _Permute.apply(rows, self._regroup, True)
 
     def send_back(self, rows: Tensor) -> Tensor:
-        """Each result to the rank of its token: rows (n, D) in the order of `rows_of`."""
+        """Return each result to the rank of its token: rows (n, D) in the order of `rows_of`."""
         return TokenExchange(rows, self.group, self.received, self.sent).wait()
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Results (n, D) and weights (num_tokens, k) -> (num_tokens, D), each token's weighted sum;
-        a dropped choice adds nothing."""
+        """Return each token's weighted sum: results (n, D), weights (num_tokens, k) -> (num_tokens,
+        D).
+
+        A dropped choice adds nothing.
+        """
         return _Combine.apply(rows, weights, self)
 
 
@@ -101,13 +103,13 @@ def plan_dispatch(
     bounds: Sequence[int],
     group: Group,
 ) -> tuple[Dispatch, list[int]]:
-    """The dispatch of experts (N, k) int64, and the ranks of `group` whose `bad` is true.
+    """Return the dispatch of experts (N, k) int64, and the ranks of `group` whose `bad` is true.
 
     kept: (N, k) bool, False for dropped choices. bounds: the first expert of each rank of the
     group, and their number. A collective of the group; on a device its host waits for the counts,
     which sizes of messages need.
     """
-    num_experts, size, mine = bounds[-1], group.size(), group.rank()
+    num_experts, size, index = bounds[-1], group.size(), group.rank()
     flat = experts.flatten()
     if kept is not None:
         flat = torch.where(kept.flatten(), flat, num_experts)
@@ -122,19 +124,21 @@ def plan_dispatch(
             flags = [0]
         num = flat.numel() if kept is None else int(blocks.sum())
         return Dispatch(group, order[:num], *experts.shape, (num,), (num,), blocks), flags
-    every = primitives.all_gather(counts.unsqueeze(0), group)
-    table = every.tolist()
+    all_counts = primitives.all_gather(counts.unsqueeze(0), group)
+    table = all_counts.tolist()
     spans = [slice(*bounds[r : r + 2]) for r in range(size)]
-    sent = tuple(sum(table[mine][span]) for span in spans)
-    received = tuple(sum(row[spans[mine]]) for row in table)
-    blocks, lengths = every[:, spans[mine]], [row[spans[mine]] for row in table]
+    sent = tuple(sum(table[index][span]) for span in spans)
+    received = tuple(sum(row[spans[index]]) for row in table)
+    blocks, lengths = all_counts[:, spans[index]], [row[spans[index]] for row in table]
     plan = Dispatch(group, order[: sum(sent)], *experts.shape, sent, received, blocks, lengths)
     return plan, [r for r, row in enumerate(table) if row[num_experts]]
 
 
 def _regroup(blocks: Tensor, num: int) -> Tensor:
-    """Of rows that lie by (rank, expert), numbered by blocks (ranks, experts), the order by
-    (expert, rank)."""
+    """Return the permutation that sorts rows from the order (rank, expert) to (expert, rank).
+
+    blocks: (ranks, experts) the number of rows of each.
+    """
     lengths = blocks.t().flatten()
     first = blocks.flatten().cumsum(0).sub(blocks.flatten()).view_as(blocks).t().flatten()
     start = lengths.cumsum(0) - lengths
@@ -143,11 +147,11 @@ def _regroup(blocks: Tensor, num: int) -> Tensor:
 
 
 class TokenExchange:
-    """Rows on their way to other ranks, in the forward and in the backward alike.
+    """An exchange of rows between ranks, in the forward and in the backward alike.
 
-    What is computed between this and `wait()` runs meanwhile, and so does its backward: autograd
-    runs the node of `wait` first, which sends the gradients off, and the node that waits for them
-    last, since it is the older one.
+    Computation between the construction and `wait()` overlaps with the exchange, and so does its
+    backward. Autograd runs the node of `wait` first, which sends the gradients, and the node that
+    waits for them last, because it is the older one.
     """
 
     def __init__(self, rows: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]):
@@ -156,25 +160,26 @@ class TokenExchange:
         self._rows = rows if group.size() == 1 else _BeginExchange.apply(rows, self)
 
     def wait(self) -> Tensor:
-        """(sum of received, D), by rank."""
+        """Return the rows received, (sum of received, D), by rank."""
         if self.group.size() == 1:
             return self._rows
         return _EndExchange.apply(self._rows, self)
 
     def send(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Begin; the memory that is filled until `finish`."""
+        """Start the exchange; return the tensor to keep alive until `finish`."""
         rows = rows.contiguous()
         self.work = primitives.all_to_all(rows, self.group, sent, received, async_op=True)
         return rows
 
     def finish(self) -> Tensor:
+        """Wait for the exchange, and return the rows received."""
         assert self.work is not None
         rows, self.work = self.work.wait(), None
         return rows
 
 
 class _BeginExchange(torch.autograd.Function):
-    """The older half: its forward sends rows, its backward waits for their gradients.
+    """The older half of an exchange: its forward sends rows, its backward awaits their gradients.
 
     Its result has the shape of what arrives and no numbers: an edge of the graph, not a tensor.
     """
@@ -192,7 +197,9 @@ class _BeginExchange(torch.autograd.Function):
 
 
 class _EndExchange(torch.autograd.Function):
-    """The younger half: its forward waits for the rows, its backward sends their gradients back."""
+    """The younger half of an exchange: its forward awaits rows, its backward sends their
+    gradients.
+    """
 
     @staticmethod
     def forward(ctx, edge: Tensor, exchange: TokenExchange) -> Tensor:
@@ -208,8 +215,11 @@ class _EndExchange(torch.autograd.Function):
 
 
 class _Rows(torch.autograd.Function):
-    """Copies of tokens, one for each choice. Its transpose writes each choice's gradient to its
-    place and adds up those of a token, in the order of places: no atomic additions."""
+    """A copy of each token for each of its choices; the backward adds up a token's gradients.
+
+    It writes each choice's gradient to its place and adds them in the order of places, so it needs
+    no atomic additions.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, plan: Dispatch) -> Tensor:
@@ -223,7 +233,7 @@ class _Rows(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Each token's weighted sum; in float32 where rows are narrower than weights."""
+    """A weighted sum for each token, in float32 if rows are narrower than weights."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
@@ -248,7 +258,7 @@ class _Combine(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
-    """Rows by an index that has each once, or back; its transpose is the other one."""
+    """A permutation of rows, or its inverse; each is the other's backward."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, index: Tensor, back: bool) -> Tensor:
@@ -262,14 +272,17 @@ class _Permute(torch.autograd.Function):
 
 
 def _permuted(rows: Tensor, index: Tensor, back: bool) -> Tensor:
+    """Return rows[index], or the rows that this would be made of if `back`."""
     if not back:
         return rows.index_select(0, index)
     return torch.empty_like(rows).index_copy_(0, index, rows)
 
 
 def _of_tokens(rows: Tensor, plan: Dispatch, weights: Tensor | None = None) -> Tensor:
-    """Rows (n, D) -> (num_tokens, D), of each token the sum of its rows, in the order of its
-    choices, each times its weight."""
+    """Return the sum of each token's rows in the order of its choices, times their weights.
+
+    rows (n, D) -> (num_tokens, D).
+    """
     is_like = weights is None or weights.dtype is rows.dtype
     if rows.is_cpu and len(rows) and is_like and plan.is_complete:
         places = torch.empty_like(plan.order)

@@ -1,4 +1,4 @@
-"""The experts of one rank, with names that do not depend on the ranks.
+"""The experts of one rank, under names that do not depend on the number of ranks.
 
 A matrix of all experts here is one parameter, (experts here, Dout, Din), so an expert without a
 token has a gradient of zeros and not none. A state dict has them one by one, by their number in the
@@ -32,7 +32,7 @@ FUSED = {"gate_up": "gate_up_proj", "up": "up_proj", "down": "down_proj"}
 
 
 class Experts(Marked):
-    """Those of the rank at its place among the expert ranks, each over its tensor ranks.
+    """The experts of one rank at its index among the expert ranks, each split over tensor ranks.
 
     activation: of the hidden channels, or of the gate where `shape.gated`.
     """
@@ -71,9 +71,11 @@ class Experts(Marked):
         self.mark()
 
     def layouts(self) -> Layouts:
+        """Return the layout of each parameter, by name."""
         return experts_layouts(self.shape, self.dim, self.axis)
 
     def initials(self) -> dict[str, Initial]:
+        """Return the initial values of each parameter, by name."""
         return {
             name: ZEROS
             if name.endswith("bias")
@@ -82,7 +84,7 @@ class Experts(Marked):
         }
 
     def forward(self, rows: Tensor, plan: Dispatch) -> Tensor:
-        """rows (n, D) as they arrived -> what their experts make of them, (n, D).
+        """Return the experts' results (n, D) for rows (n, D) in the order of arrival.
 
         With tensor ranks the result is this rank's part of a sum over them.
         """
@@ -109,6 +111,7 @@ class Experts(Marked):
     # -- names that do not depend on the ranks -----------------------------------------------
 
     def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
+        """Save each expert's part of each parameter under its own name."""
         for name, (part, _) in _one_by_one(dict(self.named_parameters()), self.first).items():
             destination[prefix + name] = part if keep_vars else part.detach()
 
@@ -116,34 +119,38 @@ class Experts(Marked):
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
-        """From experts one by one, whole or as this rank has them, or from transformers' fused
-        matrices of all experts; those of other ranks are passed over."""
-        given = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        """Load experts one by one, whole or as this rank's part, or transformers' fused matrices.
+
+        Experts of other ranks are skipped.
+        """
+        entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         parameters, layouts = dict(self.named_parameters()), self.layouts()
-        mine = _one_by_one(parameters, self.first)
-        fused = {own: given[name] for own in parameters if (name := _fused_name(own)) in given}
+        own_parts = _one_by_one(parameters, self.first)
+        fused = {own: entries[name] for own in parameters if (name := _fused_name(own)) in entries}
         for own, full in fused.items():
             if tuple(full.shape) == layouts[own].shape:
                 copy_part(parameters[own], full, layouts[own], self._mesh, self._place)
             else:
                 error_msgs.append(_misfit(prefix + _fused_name(own), full, layouts[own].shape))
-        for name, (part, own) in mine.items():
+        for name, (part, own) in own_parts.items():
             if own in fused:
                 continue
-            if name not in given:
+            if name not in entries:
                 missing_keys.append(prefix + name)
-            elif (cut := self._cut_of(given[name], part)) is None:
-                error_msgs.append(_misfit(prefix + name, given[name], part.shape))
+            elif (cut := self._cut_of(entries[name], part)) is None:
+                error_msgs.append(_misfit(prefix + name, entries[name], part.shape))
             else:
                 part.copy_(cut)
-        kinds = {name.partition(".")[2] for name in mine}
+        kinds = {name.partition(".")[2] for name in own_parts}
         known = {f"{e}.{kind}" for e in range(self.shape.num_experts) for kind in kinds}
         known |= {_fused_name(own) for own in fused}
         if strict:
-            unexpected_keys += [prefix + name for name in given if name not in known]
+            unexpected_keys += [prefix + name for name in entries if name not in known]
 
     def _cut_of(self, full: Tensor, part: Tensor) -> Tensor | None:
-        """What `part`, a matrix of one expert here, holds of `full`: all, or its channels."""
+        """Return the channels of `full`, a matrix of one expert, that `part` holds; None: a
+        misfit.
+        """
         if full.dim() != part.dim():
             return None
         for dim, length in enumerate(part.shape):
@@ -155,14 +162,15 @@ class Experts(Marked):
         return full
 
     def from_full(self, full: nn.Module | Mapping[str, Tensor]) -> "Experts":
-        """Overwrite every parameter with its part of that of `full`, by any of the names that a
-        state dict may have."""
+        """Overwrite every parameter with its part of `full`, which may use any known names."""
         self.load_state_dict(full.state_dict() if isinstance(full, nn.Module) else dict(full))
         return self
 
     def to_full(self, fused: bool = False) -> dict[str, Tensor]:
-        """Copies of all experts of all ranks, by name: one by one, or `fused` as transformers has
-        them. All ranks of both groups call it."""
+        """Return copies of all experts of all ranks by name, one by one or `fused` as transformers.
+
+        All ranks of both groups call it.
+        """
         for group in (self._groups.tensor, self._groups.expert):
             expect_all("MoELayer.to_full()", group)
         whole = {name: self._gathered(name) for name, _ in self.named_parameters()}
@@ -172,37 +180,45 @@ class Experts(Marked):
 
     @torch.no_grad()
     def _gathered(self, name: str) -> Tensor:
+        """Return the whole parameter of this name, summed from the parts of all ranks."""
         layout, x = self.layouts()[name], getattr(self, name).detach()
         whole = x.new_zeros(layout.shape)
-        for where, local in blocks(layout, self._mesh, self._place):
-            whole[where] = x[local]
+        for target, local in blocks(layout, self._mesh, self._place):
+            whole[target] = x[local]
         if self.axis in layout.split_axes:
             primitives.all_reduce(whole, self._groups.tensor)
         return primitives.all_reduce(whole, self._groups.expert)
 
 
 def _one_by_one(named: Mapping[str, Tensor], first: int) -> dict[str, tuple[Tensor, str]]:
-    """By name in a state dict each expert's part of parameters of which the first expert has number
-    `first`, and the parameter's name."""
-    found: dict[str, tuple[Tensor, str]] = {}
-    for own, x in named.items():
-        stem, kind = own.removesuffix("_bias"), "bias" if own.endswith("bias") else "weight"
+    """Return each expert's part of each parameter and the parameter's name, by state-dict name.
+
+    first: the number of the first expert in `named`.
+    """
+    parts: dict[str, tuple[Tensor, str]] = {}
+    for parameter_name, x in named.items():
+        stem = parameter_name.removesuffix("_bias")
+        kind = "bias" if parameter_name.endswith("bias") else "weight"
         names = ("gate", "up") if stem == "gate_up" else (stem,)
         for i, expert in enumerate(x):
             for name, part in zip(names, expert.chunk(len(names)), strict=True):
-                found[f"{first + i}.{name}.{kind}"] = part, own
-    return found
+                parts[f"{first + i}.{name}.{kind}"] = part, parameter_name
+    return parts
 
 
 def _fused_name(own: str) -> str:
+    """Return the name that transformers gives this parameter."""
     stem = own.removesuffix("_bias")
     return FUSED[stem] + own.removeprefix(stem)
 
 
 def _misfit(name: str, full: Tensor, shape: Sequence[int]) -> str:
+    """Return the message for a tensor of a wrong shape in a state dict."""
     return f"{name} has shape {tuple(full.shape)}, but here it is {tuple(shape)}"
 
 
 def bounds(num: int, num_ranks: int) -> tuple[int, ...]:
-    """The first of `num` things of each rank, by the rule of `layouts`, and their number."""
+    """Return the first of `num` items of each rank, by the rule of `layouts`, and `num` at the
+    end.
+    """
     return tuple(accumulate(even_sizes(num, num_ranks), initial=0))

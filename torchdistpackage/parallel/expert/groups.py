@@ -1,4 +1,4 @@
-"""Who a mixture of experts talks to, found once when it is made."""
+"""The groups that a mixture of experts talks to, resolved once when it is created."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,10 @@ from torchdistpackage.ddp.param_spec import batch_group
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """expert: ranks that share the experts. tensor: that share each expert. sequence: that each
-    hold a part of every sequence. batch: that see different tokens.
+    """The groups of a layer.
+
+    expert: ranks that share the experts. tensor: ranks that share each expert.
+    sequence: ranks that hold parts of the same sequences. batch: ranks that see different tokens.
 
     A copy of a layer talks over the same groups; a pickle keeps their ranks.
     """
@@ -23,7 +25,7 @@ class ExpertGroups:
 
     @staticmethod
     def found(group: Group | None, tensor_group: Group | None, axis: str) -> "ExpertGroups":
-        """The given ones, else those of tpc; without tpc all ranks share the experts."""
+        """Return these groups, by default those of tpc; without tpc all ranks share the experts."""
         expert = resolve_group(group, "expert")
         if tpc.is_set:
             sequence, tensor = tpc.get_group("context"), tensor_group or tpc.get_group(axis)
@@ -42,4 +44,5 @@ class ExpertGroups:
 
 
 def _again(*ranks: tuple[int, ...]) -> ExpertGroups:
+    """Return the groups of these ranks, from a pickle."""
     return ExpertGroups(*map(group_again, ranks))

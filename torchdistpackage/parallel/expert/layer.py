@@ -123,22 +123,25 @@ class MoELayer(Marked):
 
     @classmethod
     def of_shape(cls, dim: int, shape: MoEShape, **how: Any) -> "MoELayer":
-        """The layer of a shape; `how` as the class has it."""
+        """Return the layer of a shape; `how` are further arguments of the class."""
         return cls(
             dim, **{field.name: getattr(shape, field.name) for field in fields(shape)}, **how
         )
 
     @property
     def aux_loss(self) -> Tensor:
-        """Of the last forward, a scalar with its coefficients and its graph: what `balance` and
-        `z_loss` add to the loss. 0 where they add nothing, and after a forward in eval mode."""
+        """The balance and z-loss of the last forward with coefficients and graph, a scalar.
+
+        It is 0 if the shape has no such loss, and after a forward in eval mode.
+        """
         return torch.zeros(()) if self._last.loss is None else self._last.loss
 
     def layouts(self) -> Layouts:
+        """Return the layout of each parameter, by name."""
         return numbers.layouts(self.shape, self.dim, self.axis, self.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (S, B, D) -> (S, B, D): see the class.
+        """Apply the mixture to x (S, B, D), with a result of the same shape.
 
         Raises:
             DataError: the router's scores are NaN, here or on another rank of the group.
@@ -147,7 +150,7 @@ class MoELayer(Marked):
         whole = collectives.gather(x, 0, tensor) if self.sequence_parallel else x
         routing = self.router(whole)
         self._last.loss = routing.weights.new_zeros(()) if routing.loss is None else routing.loss
-        # of what comes back from its channels each tensor rank has a part
+        # each tensor rank gets a partial gradient from its channels: `copy` sums them
         tokens = collectives.copy(whole, tensor)
         weights = collectives.copy(routing.weights, tensor)
         plan, bad = plan_dispatch(
@@ -173,12 +176,13 @@ class MoELayer(Marked):
         return y
 
     def _shared(self, x: Tensor) -> Tensor:
+        """Return the output of the shared expert, weighted by its gate."""
         assert self.shared is not None
         y = self.shared(x)
         return y if self.shared_gate is None else self.shared_gate(x) * y
 
     def _kept(self, experts: Tensor, size: torch.Size) -> Tensor | None:
-        """Which choices (N, k) find a place; None: all."""
+        """Return which choices (N, k) find a place; None: all do."""
         if self.shape.capacity_factor is None:
             return None
         shape, experts = self.shape, experts.view(*size[:2], -1)
@@ -189,6 +193,7 @@ class MoELayer(Marked):
         return kept.flatten(0, 1)
 
     def _refuse_nan(self, x: Tensor, bad: list[int]) -> None:
+        """Raise DataError for NaN scores on these ranks of the expert group."""
         group = self.groups.expert
         if group.rank() in bad:
             self.router.refuse_nan(x)
@@ -200,8 +205,11 @@ class MoELayer(Marked):
         )
 
     def from_full(self, full: Any) -> "MoELayer":
-        """Overwrite every parameter with its part of that of `full`, a layer of one process or its
-        state dict, with experts one by one or fused as transformers has them. Nothing is sent."""
+        """Overwrite every parameter with its part of `full`, without communication.
+
+        full: a layer of one process or its state dict, with experts one by one or fused as in
+            transformers.
+        """
         state = full.state_dict() if isinstance(full, nn.Module) else full
         experts = {
             k.removeprefix("experts."): v for k, v in state.items() if k.startswith("experts.")
@@ -221,7 +229,8 @@ class MoELayer(Marked):
         return self
 
     def to_full(self, fused: bool = False) -> dict[str, Tensor]:
-        """Copies of the whole parameters, on every rank, by the names of one process's state dict.
+        """Return copies of the whole parameters on every rank, by the names of one process's state
+        dict.
 
         fused: experts as transformers has them. All ranks of the groups call it.
         """
@@ -241,7 +250,7 @@ class MoELayer(Marked):
 
 
 class _LastForward:
-    """What a layer remembers; a copy of it remembers nothing."""
+    """The values that a layer keeps from its last forward; copies and pickles start empty."""
 
     loss: Tensor | None = None
 
@@ -253,7 +262,7 @@ class _LastForward:
 
 
 class _SharedGate(Grouped):
-    """sigmoid of one product: the weight (..., 1) of the shared expert for each token."""
+    """A sigmoid gate: the weight (..., 1) of the shared expert for each token."""
 
     def __init__(
         self, dim: int, sequence_parallel: bool, *, group: Group, axis: str, **common: Any
@@ -275,7 +284,7 @@ class _SharedGate(Grouped):
 
 
 class _AttachLoss(torch.autograd.Function):
-    """y; its backward gives `loss` the gradient 1, as if it were a term of the loss."""
+    """The identity on y, whose backward gives `loss` the gradient 1, like a term of the loss."""
 
     @staticmethod
     def forward(ctx, y: Tensor, loss: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Products of the rows of a rank with the matrices of their experts.
+"""Products of a rank's rows with the matrices of their experts.
 
-On a device they are torch's grouped products, one for each matrix. On a CPU, where that is a loop
-too, experts are computed one after another, each with all of its MLP.
+On a device these are torch's grouped matmuls, one for each matrix. On a CPU, where torch's grouped
+matmul is a loop too, experts are computed one after another, each with its whole MLP.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ def gated_mlps(
     down: Tensor,
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Rows (n, D) as they arrived -> down (activation(gate x) * (up x)) of each one's expert.
+    """Return down (activation(gate x) * (up x)) for each row x of its expert: (n, D) -> (n, D).
 
     gate_up (E, 2 H, D) and down (E, D, H) of the experts here.
     """
@@ -43,7 +43,7 @@ def gated_mlps(
 
 
 class _SwigluInTurn(torch.autograd.Function):
-    """One expert after another, in memory that serves the next one too.
+    """A SwiGLU for one expert after another, in memory that is reused for the next one.
 
     Kept for the backward are rows and what the first product made of them. What was activated is
     computed anew there, which costs less than to write it to memory and to read it back.
@@ -98,28 +98,30 @@ class _SwigluInTurn(torch.autograd.Function):
 
 
 def _pieces(spans: Sequence[slice]) -> list[slice]:
-    """The same rows, in spans of at most `_ROWS` that differ by at most 1 where one was longer; at
-    least one, be it empty."""
-    found: list[slice] = []
+    """Return the same rows in slices of at most `_ROWS`, of equal size up to 1, at least one."""
+    pieces: list[slice] = []
     for span in spans:
         if num := span.stop - span.start:
             ends = accumulate(even_sizes(num, -(-num // _ROWS)), initial=span.start)
-            found += [slice(*bounds) for bounds in pairwise(ends)]
-    return found or [slice(0, 0)]
+            pieces += [slice(*bounds) for bounds in pairwise(ends)]
+    return pieces or [slice(0, 0)]
 
 
 def _longest(runs: Sequence[Sequence[slice]]) -> int:
+    """Return the length of the longest slice."""
     return max(span.stop - span.start for spans in runs for span in spans)
 
 
 def _add_product(total: Tensor, first: Tensor, second: Tensor, number: int) -> None:
-    """The first product, number 0, overwrites what is there."""
+    """Add first @ second to `total`; product number 0 overwrites it."""
     torch.addmm(total, first, second, beta=min(number, 1), out=total)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Rows x (n, Din), of which counts (E,) in turn belong to each of weight (E, Dout, Din); the
-    result (n, Dout) is each row times its matrix."""
+    """Return each row of x times its expert's matrix, (n, Din) -> (n, Dout).
+
+    weight (E, Dout, Din). counts: (E,) the number of consecutive rows of each expert.
+    """
     if torch.is_autocast_enabled(x.device.type):  # torch's grouped product does not look for it
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
@@ -131,11 +133,12 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def _has_grouped_mm(x: Tensor, weight: Tensor) -> bool:
+    """Return True if torch's grouped matmul takes these tensors."""
     if not hasattr(F, "grouped_mm") or x.dtype not in _GROUPED:
         return False
     if x.dtype != weight.dtype or not len(x):
         return False
-    # its kernels read 16 bytes at once
+    # the kernels read 16 bytes at once, so rows must be aligned
     widths = x.shape[-1], weight.shape[-2]
     is_aligned = all(n * x.element_size() % 16 == 0 for n in widths)
     if x.device.type == "cuda":
@@ -145,7 +148,7 @@ def _has_grouped_mm(x: Tensor, weight: Tensor) -> bool:
 
 
 class _ContiguousGrad(torch.autograd.Function):
-    """Its argument; torch's grouped product takes no expanded gradient."""
+    """The identity with a contiguous gradient; torch's grouped matmul takes no expanded one."""
 
     @staticmethod
     def forward(ctx, y: Tensor) -> Tensor:
@@ -157,8 +160,10 @@ class _ContiguousGrad(torch.autograd.Function):
 
 
 class _LoopedProduct(torch.autograd.Function):
-    """The same by one product for each expert, into memory that is there: of float64, and where
-    torch has no grouped product. A device's host waits for the counts."""
+    """The same product as one matmul per expert, for float64 and torch without a grouped matmul.
+
+    The host waits for the counts of a device.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -185,9 +190,10 @@ class _LoopedProduct(torch.autograd.Function):
 
 
 def _split(lengths: list[int], *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Return each tensor split into these lengths."""
     return [x.split(lengths) for x in tensors]
 
 
 def bias_rows(bias: Tensor, counts: Tensor, num: int) -> Tensor:
-    """Of each of `num` rows, sorted by expert, its expert's bias."""
+    """Return the bias of its expert for each of `num` rows, sorted by expert."""
     return torch.repeat_interleave(bias, counts, dim=0, output_size=num)

@@ -1,6 +1,6 @@
-"""What a mixture of experts computes, in one process with a loop over experts.
+"""A mixture of experts in one process, with a loop over experts, as the definition for tests.
 
-Tests hold `MoELayer` to it. Nothing here is fast, and nothing is parallel.
+Tests compare `MoELayer` with it. Nothing here is fast or parallel.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ def reference_layer(
     activation: Callable[[Tensor], Tensor] = F.silu,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(y, loss) of x (S, B, D): y without the shared expert; loss with its coefficients.
+    """Return (y, loss) of x (S, B, D): y without the shared expert; loss with its coefficients.
 
     weights: by the names of a state dict: router.weight, experts.0.up.weight, ... bias: (E,), added
     to scores for the choice.
@@ -53,7 +53,7 @@ def reference_layer(
 
 
 def capacity_of(shape: MoEShape, seq_len: int) -> int:
-    """Places of an expert in one sequence."""
+    """Return the places of an expert in one sequence."""
     if shape.capacity_factor is None:
         return seq_len * shape.top_k
     wanted = shape.capacity_factor * seq_len * shape.top_k / shape.num_experts
@@ -61,6 +61,7 @@ def capacity_of(shape: MoEShape, seq_len: int) -> int:
 
 
 def _best(scores: Sequence[float], shape: MoEShape) -> list[int]:
+    """Return the experts of the top k scores within the best groups, best first."""
     width, experts = shape.num_experts // shape.num_groups, range(shape.num_experts)
     groups = [scores[g * width : (g + 1) * width] for g in range(shape.num_groups)]
     value = [sum(sorted(group)[-2:]) for group in groups]
@@ -77,6 +78,8 @@ def _expert(
     shape: MoEShape,
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
+    """Return the output of expert `e` for one token."""
+
     def product(name: str, x: Tensor) -> Tensor:
         path = f"experts.{e}.{name}"
         return F.linear(x, weights[f"{path}.weight"], weights.get(f"{path}.bias"))

@@ -1,7 +1,7 @@
-"""Which experts each token goes to, and with what weights.
+"""Router: the experts of each token, and their weights.
 
-Logits and scores are float32, or float64 of a float64 model, whatever precision the model runs in:
-in bfloat16 many scores are equal. Equal scores are chosen by index, so every layout chooses alike.
+Logits and scores are float32, or float64 for a float64 model, in every precision of the model: in
+bfloat16 many scores would be equal. Ties go to the lower index, so every layout chooses alike.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,12 @@ from torchdistpackage.parallel.tensor.init import NORMAL, ZEROS, Initial, fill
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Where N tokens go. experts (N, k) int64, best first; weights (N, k); loss: a scalar, the
-    layer's balance and z-loss with their coefficients, None where it has none; bad: a bool scalar,
-    whether some logit is NaN."""
+    """The experts of N tokens.
+
+    experts: (N, k) int64, best first. weights: (N, k).
+    loss: a scalar, the layer's balance and z-loss with their coefficients; None: there are none.
+    bad: a bool scalar, True if a logit is NaN.
+    """
 
     experts: Tensor
     weights: Tensor
@@ -31,7 +34,7 @@ class Routing:
 
 
 class TopKRouter(nn.Module):
-    """Scores of tokens for experts, the top k of them, and the losses that balance these.
+    """The scores of tokens for experts, the top k of them, and the losses that balance these.
 
     groups: a sequence's counts are added up over `sequence`, with `global_aux_loss` over `batch`.
     step_counts: `global_aux_loss` goes by `last_load` instead, that of the last step, as
@@ -67,19 +70,20 @@ class TopKRouter(nn.Module):
         self.counter = LoadCounter(shape.num_experts)
 
     def initials(self) -> dict[str, Initial]:
+        """Return the initial values of each parameter, by name."""
         drawn = {"weight": NORMAL}
         frozen = {"expert_bias": self.expert_bias, "last_load": self.last_load}
         return drawn | {name: ZEROS for name, x in frozen.items() if x is not None}
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
-        """What a layer that balances in another way does not have begins anew."""
+        """Load the weight; states that the saved layer did not have start at zero."""
         for name in ("expert_bias", "last_load"):
             if (own := getattr(self, name)) is not None and prefix + name not in state_dict:
                 state_dict = {**state_dict, prefix + name: torch.zeros_like(own)}
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor) -> Routing:
-        """x (S, B, D), whole sequences in dim 0; N = S * B tokens in the order of x.
+        """Route x (S, B, D), whole sequences in dim 0; N = S * B tokens in the order of x.
 
         Raises:
             DataError: x has no tokens of three dims.
@@ -110,7 +114,7 @@ class TopKRouter(nn.Module):
         return Routing(*flat, loss, logits.detach().isnan().any())
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """The experts (..., k) of scores (..., E): best first, of equal ones the lower index."""
+        """Return the experts (..., k) of scores (..., E): best first, ties to the lower index."""
         shape = self.shape
         if self.expert_bias is not None:
             scores = scores + self.expert_bias
@@ -127,11 +131,13 @@ class TopKRouter(nn.Module):
 
     @property
     def _wants_loss(self) -> bool:
+        """True in a training forward with a gradient and a loss to add."""
         shape = self.shape
         has_balance = shape.has_balance_loss and shape.aux_loss > 0
         return self.training and torch.is_grad_enabled() and (has_balance or shape.z_loss > 0)
 
     def _loss(self, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
+        """Return the sum of the balance and z-loss, with their coefficients."""
         shape = self.shape
         loss = scores.new_zeros(())
         if shape.has_balance_loss and shape.aux_loss:
@@ -143,7 +149,7 @@ class TopKRouter(nn.Module):
         return loss
 
     def refuse_nan(self, x: Tensor) -> None:
-        """x (S, B, D) led to NaN on this rank.
+        """Raise DataError if x (S, B, D) leads to NaN scores on this rank.
 
         Raises:
             DataError: names the layer, the rank and the first token.

@@ -1,4 +1,4 @@
-"""How the parameters of a mixture of experts are cut, and what a token costs. No torch.
+"""Layouts of the parameters of a mixture of experts, and the cost of a token. No torch.
 
 The experts of a layer are one parameter for each matrix, with the expert as its first dim. That dim
 is cut over the ranks of `expert`, hidden channels over those of `tensor`; lengths differ by one
@@ -15,28 +15,28 @@ STATES = ("router.expert_bias", "router.last_load")
 
 
 def layouts(shape: MoEShape, dim: int, axis: str = "tensor", sequence_parallel: bool = False):
-    """Of every parameter of a layer, by local name.
+    """Return the layout of every parameter of a layer, by local name.
 
     Every rank of a tensor group routes all of its tokens alike, so nothing of the router is a
     partial sum, even where the sequence is split around the layer.
     """
-    found: Layouts = {"router.weight": Layout("router.weight", (shape.num_experts, dim))}
+    by_name: Layouts = {"router.weight": Layout("router.weight", (shape.num_experts, dim))}
     if shape.balance == "bias":
-        found["router.expert_bias"] = Layout("router.expert_bias", (shape.num_experts,))
+        by_name["router.expert_bias"] = Layout("router.expert_bias", (shape.num_experts,))
     if shape.balance == "global_aux_loss":
-        found["router.last_load"] = Layout("router.last_load", (shape.num_experts,))
-    found |= prefixed("experts", experts_layouts(shape, dim, axis))
+        by_name["router.last_load"] = Layout("router.last_load", (shape.num_experts,))
+    by_name |= prefixed("experts", experts_layouts(shape, dim, axis))
     if shape.shared_hidden is not None:
         sizes = dim, shape.shared_hidden, shape.bias, axis, sequence_parallel, shape.gated
-        found |= prefixed("shared", cut.mlp(*sizes))
+        by_name |= prefixed("shared", cut.mlp(*sizes))
     if shape.shared_gate:
         partial = (axis,) if sequence_parallel else ()
-        found["shared_gate.weight"] = Layout("shared_gate.weight", (1, dim), unreduced=partial)
-    return found
+        by_name["shared_gate.weight"] = Layout("shared_gate.weight", (1, dim), unreduced=partial)
+    return by_name
 
 
 def experts_layouts(shape: MoEShape, dim: int, axis: str = "tensor") -> Layouts:
-    """Of the experts alone: matrices (E, Dout, Din), biases (E, Dout)."""
+    """Return the layouts of the experts: matrices (E, Dout, Din), biases (E, Dout)."""
     experts, hidden = shape.num_experts, shape.hidden
     first, width = ("gate_up", 2 * hidden) if shape.gated else ("up", hidden)
     parts = (hidden, hidden) if shape.gated else ()
@@ -64,7 +64,7 @@ def experts_layouts(shape: MoEShape, dim: int, axis: str = "tensor") -> Layouts:
 
 
 def flops_per_token(shape: MoEShape, dim: int) -> float:
-    """Floating-point operations of the forward of one token: the products that it meets."""
+    """Return the floating-point operations of one token's forward: its matmuls."""
     width = shape.top_k * shape.hidden + (shape.shared_hidden or 0)
     products = 3 if shape.gated else 2
     return 2.0 * dim * (products * width + shape.num_experts + shape.shared_gate)

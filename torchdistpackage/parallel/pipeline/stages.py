@@ -4,8 +4,8 @@ When a pipeline is created, ranks exchange once what each must know of the other
 inputs they name, and how far a skip goes. The signature of a stage's forward decides how it is
 called. A tuple is passed as positional arguments if the forward takes so many, and a dict by name
 if it names every key; otherwise either is passed as one argument. A keyword input goes to the
-stages that name it. A *skip* is a member of a dict that goes to later stages that name it; stages between
-pass it on unseen.
+stages that name it. A *skip* is a member of a dict that goes to later stages that name it; stages
+between pass it on unseen.
 """
 
 import inspect

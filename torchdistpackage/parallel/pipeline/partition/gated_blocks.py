@@ -4,7 +4,8 @@ The model's own forward calls the blocks with what it computed from its inputs. 
 stage's first block replaces that by the message of the previous stage or, with sequence
 parallelism, by this rank's slice. All blocks of a stage have one class, and the gates are outside
 a block's own call. So equal blocks share one graph of `torch.compile`, and activation
-checkpointing, which calls a block again when other activations are stored here, does not repeat the gates.
+checkpointing, which calls a block again when other activations are stored here, does not repeat the
+gates.
 """
 
 from functools import cache

@@ -55,8 +55,8 @@ def halves(block: nn.Module, *branches: Sequence[str]) -> list[Residual]:
 
     A pipeline may then be cut between attention and MLP.
 
-    branches: for each branch the names of its modules, such as ("norm1", "attention", "drop"), which
-        the pieces share with the block.
+    branches: for each branch the names of its modules, such as ("norm1", "attention", "drop"),
+        which the pieces share with the block.
 
     Raises:
         ScheduleError: the block has no module of a name.
