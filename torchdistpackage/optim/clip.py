@@ -1,10 +1,10 @@
-"""The gradient norm of a model, on every rank, whatever the layout.
+"""The gradient norm of a model, on every rank, for any layout.
 
 Each element counts once: of the ranks that add up and hold it, the lowest counts it. So replicated
-and tied parameters count once and an empty stage adds zero. A stage's own parameters are held on
-that stage alone, whatever else its layout says. What a layer cuts over a group that tpc does not
-know is first added up over that group. One all-reduce does the rest. Of an optimizer that shards,
-each rank adds up its shards, over all ranks.
+and tied parameters count once, and an empty stage adds zero. A stage's own parameters exist on that
+stage alone, whatever else their layout says. A group that tpc does not know may cut a layer; its
+parts are first summed over that group. One all-reduce does the rest. For an optimizer that shards,
+each rank sums its shards, over all ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,7 +34,7 @@ REPLICATED = Layout("", ())
 
 @dataclass
 class NormTerm:
-    """Some of the parameters, counted by `share`.
+    """Some of the parameters, whose sum counts `share` times.
 
     over: ranks that add theirs up first; the sum counts if `counts`.
     """
@@ -55,7 +55,7 @@ def clip_grad_norm_(
     layouts: Sequence[Layout] | None = None,
     group: Group | None = None,
 ) -> Tensor:
-    """Clip like torch's function of the same name, over the stages and shards of a model.
+    """Clip gradients like torch's function of the same name, over all stages and shards of a model.
 
     parameters: or the ZeroOptimizer that shards them, which is also found by its parameters.
     layouts: one for each parameter, with tpc set up; default what its layer says of it. Shards
@@ -104,7 +104,7 @@ def clip_grad_norm_(
 
 
 def clip_factor(norm: Tensor, max_norm: float, count: Tensor | None = None) -> Tensor:
-    """The factor that clips gradients of this norm to `max_norm`, as torch clips them.
+    """Return the factor that clips gradients of this norm to `max_norm`, as torch clips them.
 
     count: how many terms the gradients are sums of; the factor makes them those of the mean, whose
         norm is clipped.
@@ -118,7 +118,9 @@ def clip_factor(norm: Tensor, max_norm: float, count: Tensor | None = None) -> T
 def _shards_of(
     owners: Sequence[ShardedOptimizer], parameters: Sequence[Tensor]
 ) -> list[ParamShard]:
-    """The shards of these parameters, or all, with their sums in them."""
+    """Return the shards of these parameters (none: of all), with their gradients summed over
+    ranks.
+    """
     for owner in owners:
         owner.reducer.finish()
     if not parameters:
@@ -132,39 +134,39 @@ def _shards_of(
             f"first of shape {tuple(others[0].shape)}; clip them apart: the optimizer, and the "
             f"others"
         )
-    given = {id(p) for p in parameters}
-    return [s for owner in owners for s in owner.shards if id(s.parameter) in given]
+    requested = {id(p) for p in parameters}
+    return [s for owner in owners for s in owner.shards if id(s.parameter) in requested]
 
 
 def norm_of_counted(parameters: Sequence[Tensor], norm_type: float, group: Group | None) -> Tensor:
-    """The norm of these gradients, each element once, of ranks `group` that add up."""
+    """Return the norm of these gradients over `group`, with each element counted once."""
     parts = counted(parameters, None, group)
     _expect_clipping(parts, group)
     return _norm(parts, norm_type, group)
 
 
 def _expect_clipping(parts: Sequence[NormTerm], group: Group | None) -> None:
-    """Raise CommError if other ranks that add up do not clip, at the first call."""
+    """Raise CommError at the first call if other ranks that add up do not clip."""
     for over in (*(part.over for part in parts), group):
         if over is not None:
             expect_all_once("clip_grad_norm_()", over)
 
 
 def _norm(parts: Sequence[NormTerm], norm_type: float, group: Group | None) -> Tensor:
-    """From what each rank of the group counts."""
+    """Return the norm over `group` of the terms that its ranks count."""
     is_max = norm_type == INF
     reduce = primitives.MAX if is_max else primitives.SUM
     device = _device_of(parts) if group is None else primitives.device_of(group)
     terms: list[Tensor] = []
     for part in parts:
         # offloaded shards are in host memory, and a rank may have none
-        where = _device_of([part], device)
+        part_device = _device_of([part], device)
         if part.over is not None:
-            where = primitives.device_of(part.over)
-        power = grad_sq_norm(part.tensors, norm_type, where)
+            part_device = primitives.device_of(part.over)
+        power = grad_sq_norm(part.tensors, norm_type, part_device)
         if part.over is not None:
             power = primitives.all_reduce(power, part.over, reduce)
-        if where != device:
+        if part_device != device:
             power = power.to(grad_sq_norm([], norm_type, device))
         if part.counts:
             terms.append(power if is_max or part.share == 1 else power * part.share)
@@ -177,33 +179,34 @@ def _norm(parts: Sequence[NormTerm], norm_type: float, group: Group | None) -> T
 
 
 def _device_of(parts: Sequence[NormTerm], default: torch.device | None = None) -> torch.device:
-    """Where the gradients are."""
+    """Return the device of the first gradient."""
     grads = (p.grad for part in parts for p in part.tensors if p.grad is not None)
     first = next(grads, None)
     return (default or torch.device("cpu")) if first is None else first.device
 
 
-def grad_sq_norm(mine: Iterable[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Sum of |g|^p over these gradients, or their largest |g| for p = inf; zero without any.
+def grad_sq_norm(parameters: Iterable[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Return the sum of |g|^p over these gradients, or the largest |g| for p = inf; zero if none.
 
     A NaN among them makes the sum NaN, the largest infinite.
 
     0-dim on `device`, float64 on the CPU and float32 elsewhere, alike on ranks with and without
     gradients. Parameters without gradient do not count.
     """
-    grads = [p.grad for p in mine if p.grad is not None and p.grad.numel()]
+    grads = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
     if not grads:
         wide = _wide_dtype(device)
         return torch.zeros((), dtype=wide, device=device)
-    every = grad_norms(grads, norm_type, device)
+    norms = grad_norms(grads, norm_type, device)
     if norm_type == INF:
         # not every backend's maximum keeps a NaN; all of them keep infinity
-        return every.nan_to_num(nan=INF, posinf=INF).max()
-    return (every**norm_type).sum()
+        return norms.nan_to_num(nan=INF, posinf=INF).max()
+    return (norms**norm_type).sum()
 
 
 def grad_norms(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The norm of each gradient, in their order, on `device`, float64 on the CPU, else float32.
+    """Return the norm of each gradient, in their order, on `device`, float64 on the CPU, else
+    float32.
 
     A NaN or an infinity in a gradient makes its norm so.
     """
@@ -228,30 +231,30 @@ def _wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def _norms_of(grads: Sequence[Tensor], norm_type: float) -> tuple[Tensor, ...]:
-    """The norms of gradients of one dtype on one device."""
-    # in the bits of a half a norm would be rounded, or too large
+    """Return the norms of gradients of one dtype on one device."""
+    # a norm in float16 or bfloat16 would be rounded, or overflow
     dtype = torch.float32 if grads[0].dtype in _HALVES else None
     return torch._foreach_norm(grads, norm_type, dtype=dtype)
 
 
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiply all gradients by a 0-dim factor on their device, rounded once, to their own bits."""
+    """Multiply all gradients by a 0-dim factor on their device; each product is rounded once."""
     for (dtype, device), grads in _alike(p.grad for p in parameters if p.grad is not None):
-        own = factor.to(device)
+        local_factor = factor.to(device)
         if dtype not in _HALVES:
-            torch._foreach_mul_(grads, own.to(dtype))
+            torch._foreach_mul_(grads, local_factor.to(dtype))
             continue
         for grad in grads:
-            # a 0-dim factor would be rounded to a half first, to zero where the norm is large
-            torch.mul(grad, own.float().view([1] * grad.dim()), out=grad)
+            # torch would round a 0-dim factor to the half dtype first, to zero if the norm is large
+            torch.mul(grad, local_factor.float().view([1] * grad.dim()), out=grad)
 
 
 def _alike(grads: Iterable[Tensor]) -> Iterable[tuple[Kind, list[Tensor]]]:
-    """By dtype and device, which torch's foreach functions do not mix as one would want."""
-    found: dict[Kind, list[Tensor]] = {}
+    """Group gradients by dtype and device, since torch's foreach functions need one kind."""
+    by_kind: dict[Kind, list[Tensor]] = {}
     for grad in grads:
-        found.setdefault((grad.dtype, grad.device), []).append(grad)
-    return found.items()
+        by_kind.setdefault((grad.dtype, grad.device), []).append(grad)
+    return by_kind.items()
 
 
 # -- which gradients a rank counts --------------------------------------------------------
@@ -260,12 +263,15 @@ def _alike(grads: Iterable[Tensor]) -> Iterable[tuple[Kind, list[Tensor]]]:
 def counted(
     parameters: Sequence[Tensor], layouts: Sequence[Layout] | None, group: Group | None
 ) -> list[NormTerm]:
-    """What this rank counts of these; group: ranks that add up, None: this rank alone."""
+    """Return the terms of these parameters that this rank counts.
+
+    group: ranks that add up; None: this rank alone.
+    """
     among = None if group is None else frozenset(ranks_of(group))
-    own = [layout_of(p) for p in parameters] if layouts is None else layouts
-    mine, cut = NormTerm(), dict[tuple[int, ...], NormTerm]()
+    known_layouts = [layout_of(p) for p in parameters] if layouts is None else layouts
+    own_term, cut = NormTerm(), dict[tuple[int, ...], NormTerm]()
     unsharded: list[Tensor] = []
-    for parameter, layout in zip(parameters, own, strict=True):
+    for parameter, layout in zip(parameters, known_layouts, strict=True):
         if place_of(parameter) is not None:
             unsharded += _counted_copy(parameter)
         elif (
@@ -274,7 +280,7 @@ def counted(
             and (layouts is not None or follows(layout, parameter))
         ):
             if counts_here(layout, among):
-                mine.tensors.append(_counted_part(parameter))
+                own_term.tensors.append(_counted_part(parameter))
         elif (over := _cut_over(layout, parameter)) is not None:
             first = min({*ranks_of(over)} & (among or {*ranks_of(over)}))
             part = NormTerm(over=over, counts=among is None or first == _me(over))
@@ -286,23 +292,25 @@ def counted(
     if all(part.counts for part in cut.values()) and (
         not tpc.is_set or counts_here(REPLICATED, among)
     ):
-        mine.tensors += unsharded
-    return [mine, *(cut[ranks] for ranks in sorted(cut))]
+        own_term.tensors += unsharded
+    return [own_term, *(cut[ranks] for ranks in sorted(cut))]
 
 
 def _counted_copy(parameter: Tensor) -> list[Tensor]:
-    """What counts of a parameter of one of several shards in this process."""
-    place = place_of(parameter)
-    assert place is not None
-    if not place.layout.split_axes:
-        return [parameter] if place.index == 0 else []
-    if holders_along(place.layout, place.num, place.index).start != place.index:
+    """Return the part to count of one of several shards in this process."""
+    position = place_of(parameter)
+    assert position is not None
+    if not position.layout.split_axes:
+        return [parameter] if position.index == 0 else []
+    if holders_along(position.layout, position.num, position.index).start != position.index:
         return []
-    return [_spoken_part(parameter, place.layout, place.index)]
+    return [_spoken_part(parameter, position.layout, position.index)]
 
 
 def _counted_part(parameter: Tensor) -> Tensor:
-    """Of a parameter that other ranks hold in part, with its gradient, what this one counts."""
+    """Return the part, with its gradient, that this rank counts of a parameter that others hold
+    too.
+    """
     layout, group = layout_of(parameter), group_of(parameter)
     if layout is None or group is None:
         return parameter
@@ -310,7 +318,7 @@ def _counted_part(parameter: Tensor) -> Tensor:
 
 
 def _spoken_part(parameter: Tensor, layout: Layout, index: int) -> Tensor:
-    """The part that the shard at `index` speaks for, with its gradient."""
+    """Return the part that the shard at `index` counts, with its gradient."""
     if not layout.ranges or parameter.grad is None:
         return parameter
     dim = next(dim for dim, axes in enumerate(layout.split) if axes)
@@ -328,7 +336,7 @@ def _spoken_part(parameter: Tensor, layout: Layout, index: int) -> Tensor:
 
 
 def counted_shards(shards: Iterable[ParamShard], group: Group) -> list[NormTerm]:
-    """What this rank counts of its shards, of ranks `group` that add up.
+    """Return the terms of its shards that this rank counts, over ranks `group` that add up.
 
     Raises:
         LayoutError: ranks that share a parameter are not among them.
@@ -346,7 +354,7 @@ def counted_shards(shards: Iterable[ParamShard], group: Group) -> list[NormTerm]
 
 
 def _share(shard: ParamShard, among: frozenset[int]) -> float:
-    """How much of a shard this rank counts, so that all ranks count it once.
+    """Return how much of a shard this rank counts, so that all ranks together count it once.
 
     Where it is not known which ranks hold the same elements, each group that shares a parameter
     counts its part of it.
@@ -363,23 +371,24 @@ def _share(shard: ParamShard, among: frozenset[int]) -> float:
 
 
 def _cut_over(layout: Layout | None, parameter: Tensor) -> Group | None:
-    """The group of its layer's own that cuts a parameter."""
+    """Return the group that cuts a parameter; None: it is whole."""
     return group_of(parameter) if layout is not None and layout.split_axes else None
 
 
 def _holders_over(layout: Layout | None, over: Group) -> range:
-    """Of the ranks that cut a parameter, those with this rank's part."""
+    """Return the ranks with this rank's part, by their index in the group that cuts a parameter."""
     return holders_along(layout or REPLICATED, over.size(), over.rank())
 
 
 def _me(group: Group) -> int:
+    """Return this rank's global number."""
     return ranks_of(group)[group.rank()]
 
 
 def counts_here(
     layout: Layout, among: frozenset[int] | None, shared_by: Group | None = None
 ) -> bool:
-    """Whether this rank counts what it holds of a parameter, or its shard of that.
+    """Return True if this rank counts its part of a parameter, or its shard of that part.
 
     among: the ranks that add up; None: this rank alone. shared_by: the ranks that have the shards.
     """
@@ -390,6 +399,7 @@ def counts_here(
 
 
 def _counting(layout: Layout, among: frozenset[int]) -> int:
+    """Return the rank that counts this rank's part of a parameter; -1 if none does."""
     mesh = tpc.topology.view(layout.view)
     stages = layout.stages
     if not stages and "pipe" in mesh.names:
@@ -406,7 +416,7 @@ def _lowest(
     rank: int,
     among: frozenset[int],
 ) -> int:
-    """Of the ranks `among` these that hold what `rank` holds of a parameter, the lowest."""
+    """Return the lowest rank of `among` that holds the same part as `rank`; -1 if none does."""
     length = 1 if heads is None else heads.groups * heads.members
     same_cut = Layout("", (length,), (split,), stages=stages, heads=heads)
     holders = replica_ranks(same_cut, mesh, rank)

@@ -25,7 +25,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler over ranks: the same calls in the same order, on CPU and CUDA.
+    """A torch.amp.GradScaler over ranks: the same calls in the same order, on CPU and CUDA.
 
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)      # only to clip or look at gradients before the step
@@ -57,26 +57,27 @@ class GradScaler(torch.amp.GradScaler):
                 f"the first must be above 1 and the second between 0 and 1"
             )
         self._group = resolve_group(group, "global")
-        own = primitives.device_of(self._group)
-        if device is not None and torch.device(device).type != own.type:
+        group_device = primitives.device_of(self._group)
+        if device is not None and torch.device(device).type != group_device.type:
             raise ValueError(
-                f"device is {device}, but the ranks communicate on {own.type}; leave it out"
+                f"device is {device}, but the ranks communicate on {group_device.type}; leave "
+                f"it out"
             )
         super().__init__(
-            own.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+            group_device.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
         self._taken: dict[int, bool] = {}
         if enabled:  # not by the first loss, which some stages never see
-            self._lazy_init_scale_growth_tracker(own)
+            self._lazy_init_scale_growth_tracker(group_device)
 
     @property
     def skipped(self) -> bool:
-        """Whether a step was skipped since the last `update`."""
+        """True if a step was skipped since the last `update`."""
         return not all(self._taken.values())
 
     @torch.no_grad()
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale, and begin to find out whether all are finite.
+        """Divide the gradients by the scale, and start to check that all are finite.
 
         Raises:
             RuntimeError: this was done since the last `update`.
@@ -106,16 +107,17 @@ class GradScaler(torch.amp.GradScaler):
             alike.setdefault((values.device, values.dtype), []).append(values)
         scale, _ = self._check_scale_growth_tracker("unscale_")
         flags = [torch.zeros((), dtype=torch.float32, device=scale.device)]
-        for (where, _), grads in alike.items():
-            flag = torch.zeros((), dtype=torch.float32, device=where)
-            inverse = scale.double().reciprocal().float().to(where, non_blocking=True)
+        for (device, _), grads in alike.items():
+            flag = torch.zeros((), dtype=torch.float32, device=device)
+            inverse = scale.double().reciprocal().float().to(device, non_blocking=True)
             torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inverse)
             flags.append(flag.to(scale.device, non_blocking=True))
-        found = primitives.all_reduce(torch.stack(flags).amax(), self._group, primitives.MAX)
-        self._found_inf_per_device(optimizer)[scale.device] = found
+        found_inf = primitives.all_reduce(torch.stack(flags).amax(), self._group, primitives.MAX)
+        self._found_inf_per_device(optimizer)[scale.device] = found_inf
 
     def step(self, optimizer: torch.optim.Optimizer, *args, **kwargs):
-        """`optimizer.step(...)` and what it returns, unless a gradient is not finite somewhere.
+        """Call `optimizer.step(...)` and return its result, unless a gradient is not finite
+        somewhere.
 
         Then nothing is touched, on any rank, and the first rank logs whose gradient it was.
 
@@ -131,8 +133,8 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("step() was called twice on one optimizer; call update() in between")
         if not self._found_inf_per_device(optimizer):
             self.unscale_(optimizer)
-        (found,) = self._found_inf_per_device(optimizer).values()
-        self._taken[id(optimizer)] = taken = found.item() == 0
+        (found_inf,) = self._found_inf_per_device(optimizer).values()
+        self._taken[id(optimizer)] = taken = found_inf.item() == 0
         if taken:
             return optimizer.step(**kwargs)
         culprits = nonfinite_report(first_nonfinite(named_gradients(optimizer)), self._group)
@@ -142,21 +144,21 @@ class GradScaler(torch.amp.GradScaler):
         return None
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Choose the next scale; after the steps of all optimizers. No communication.
+        """Choose the next scale, after the steps of all optimizers; nothing is communicated.
 
         Raises:
             RuntimeError: there was neither a step nor an `unscale_` before it.
         """
         if not self._enabled:
             return
-        known = any(s["found_inf_per_device"] for s in self._per_optimizer_states.values())
-        if new_scale is None and not known:
+        was_checked = any(s["found_inf_per_device"] for s in self._per_optimizer_states.values())
+        if new_scale is None and not was_checked:
             raise RuntimeError("update() of a scaler comes after step(); there was none")
         super().update(None if new_scale is None else float(new_scale))
         self._taken.clear()
 
     def load_state_dict(self, state_dict: dict[str, float | int]) -> None:
-        """Go on where that state was saved; all ranks load the same.
+        """Continue from a saved state; all ranks load the same.
 
         Raises:
             ValueError: it is empty, as that of a scaler that was not enabled.
@@ -167,7 +169,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def first_nonfinite(named: Iterable[tuple[str, Tensor | None]]) -> str | None:
-    """Name of the first gradient with a NaN or an infinity in it."""
+    """Return the name of the first gradient with a NaN or an infinity in it."""
     for name, grad in named:
         if grad is None:
             continue
@@ -177,26 +179,30 @@ def first_nonfinite(named: Iterable[tuple[str, Tensor | None]]) -> str | None:
     return None
 
 
-def nonfinite_report(mine: str | None, group: Group) -> str:
-    """One phrase for each rank of the group that names a gradient; the same text on all of them."""
+def nonfinite_report(own_name: str | None, group: Group) -> str:
+    """Return a phrase for each rank of the group that names a gradient, the same text on all
+    ranks.
+    """
     where = f"rank {primitives.ranks_of(group)[group.rank()]}"
     if tpc.is_set:
         coord = tpc.topology.dense.coord(tpc.rank)
         where += f" ({' '.join(f'{axis} {index}' for axis, index in coord.items())})"
-    said = primitives.gather_objects(f"{where}: {mine}" if mine else "", group)
-    lines = [str(line) for line in said if line]
+    phrases = primitives.gather_objects(f"{where}: {own_name}" if own_name else "", group)
+    lines = [str(line) for line in phrases if line]
     return "; ".join(lines[:4]) + (f"; and {len(lines) - 4} more ranks" if len(lines) > 4 else "")
 
 
 def named_gradients(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor | None]]:
-    """(name, gradient) of what an optimizer steps, by number where it has no names."""
-    known: dict[int, str] = {}
+    """Return (name, gradient) for all that an optimizer steps; parameters without a name get a
+    number.
+    """
+    names_by_id: dict[int, str] = {}
     if isinstance(optimizer, ShardedOptimizer):
-        known = {id(shard.tensor): shard.name for shard in optimizer.shards}
+        names_by_id = {id(shard.tensor): shard.name for shard in optimizer.shards}
     named: list[tuple[str, Tensor | None]] = []
     for number, group in enumerate(optimizer.param_groups):
         if not isinstance(optimizer, ShardedOptimizer):
-            known |= zip(map(id, group["params"]), group.get("param_names", ()), strict=False)
+            names_by_id |= zip(map(id, group["params"]), group.get("param_names", ()), strict=False)
         for i, p in enumerate(group["params"]):
-            named.append((known.get(id(p), f"parameter {i} of param group {number}"), p.grad))
+            named.append((names_by_id.get(id(p), f"parameter {i} of param group {number}"), p.grad))
     return named

@@ -1,9 +1,9 @@
-"""torch's own clipping, loss scaler and optimizers, on parameters that are parts or copies.
+"""Corrections of torch's clipping, loss scaler and optimizers for parts and copies of parameters.
 
-torch takes each tensor of this process for a whole parameter of its own. `watch()`, which split
-modules call, corrects what it computes of split ones: `clip_grad_norm_` clips by the norm of the
-whole model, and `GradScaler` skips a step on all ranks that share a parameter or on none. An
-optimizer that computes with a whole parameter refuses parts. Other parameters are left to torch.
+torch treats each tensor of this process as a whole parameter. `watch()`, which split modules call,
+corrects the result for split ones: `clip_grad_norm_` clips by the norm of the whole model, and
+`GradScaler` skips a step on all ranks that share a parameter or on none. An optimizer that needs
+whole parameters refuses parts. Other parameters are left to torch.
 """
 
 from collections.abc import Iterable
@@ -23,34 +23,36 @@ from torchdistpackage.layout.mark import layout_of, place_of
 from torchdistpackage.optim.clip import norm_of_counted, scale_gradients
 
 OF_WHOLE = {
-    *("Adafactor", "AdaFactor", "GaLoreAdafactor", "CAME", "AdamMini", "Adam_mini"),
-    *("Lamb", "LAMB", "LAMB8bit", "LAMB32bit", "FusedLAMB", "FusedMixedPrecisionLamb"),
-    *("Lars", "LARS", "LARS8bit", "LARS32bit", "PytorchLARS", "NovoGrad", "FusedNovoGrad"),
-    *("LBFGS", "Muon", "Shampoo", "SOAP", "GaLoreAdamW", "Apollo", "APOLLO"),
-}
+    "Adafactor", "AdaFactor", "GaLoreAdafactor", "CAME", "AdamMini", "Adam_mini", "Lamb",
+    "LAMB", "LAMB8bit", "LAMB32bit", "FusedLAMB", "FusedMixedPrecisionLamb", "Lars", "LARS",
+    "LARS8bit", "LARS32bit", "PytorchLARS", "NovoGrad", "FusedNovoGrad", "LBFGS", "Muon",
+    "Shampoo", "SOAP", "GaLoreAdamW", "Apollo", "APOLLO",
+}  # fmt: skip
 """Names of optimizers whose step of an element depends on others: rows, norms, dot products."""
 
 
 @cache
 def watch() -> None:
-    """Correct torch's functions from now on, once a process."""
+    """Correct torch's functions from now on; further calls do nothing."""
     _replace_clipping()
     _replace_check_of_scaler()
     register_optimizer_step_pre_hook(_check_optimizer)
 
 
 def groups_of(parameters: Iterable[Tensor]) -> list[Group]:
-    """The groups of several ranks that split some of these parameters, alike on all ranks."""
-    found: dict[tuple[int, ...], Group] = {}
+    """Return the groups of several ranks that split some of these parameters, in one order on all
+    ranks.
+    """
+    by_ranks: dict[tuple[int, ...], Group] = {}
     for parameter in parameters:
         layout, group = layout_of(parameter), group_of(parameter)
         if layout is not None and layout.split_axes and group is not None and group.size() > 1:
-            found.setdefault(ranks_of(group), group)
-    return [found[ranks] for ranks in sorted(found)]
+            by_ranks.setdefault(ranks_of(group), group)
+    return [by_ranks[ranks] for ranks in sorted(by_ranks)]
 
 
 def _replace_clipping() -> None:
-    """In torch's function itself, which programs have imported by name."""
+    """Replace the clipping inside torch's own function, which programs have imported by name."""
     torch_function: Any = nn.utils.clip_grad_norm_
     names = torch_function.__code__.co_freevars
     if "func" not in names:  # another release of torch, of which only the name is known
@@ -61,6 +63,8 @@ def _replace_clipping() -> None:
 
 
 def _clipping(torch_function: Any) -> Any:
+    """Return a clipping that uses the norm of the whole model if parameters are split."""
+
     def clip_grad_norm_(
         parameters: Any,
         max_norm: float,
@@ -92,6 +96,7 @@ def _clipping(torch_function: Any) -> Any:
 
 
 def _replace_check_of_scaler() -> None:
+    """Let torch's scaler combine its flags over the ranks that split a parameter."""
     kind: Any = torch.amp.GradScaler
     torch_method = kind._unscale_grads_
 
@@ -111,16 +116,16 @@ def _replace_check_of_scaler() -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raises LayoutError where an optimizer of whole parameters is to step parts."""
+    """Raise LayoutError if an optimizer that needs whole parameters is about to step parts."""
     if (name := _name_of_whole(type(optimizer))) is None:
         return
     for number, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
-            place = place_of(parameter)
-            layout = layout_of(parameter) if place is None else place.layout
+            position = place_of(parameter)
+            layout = layout_of(parameter) if position is None else position.layout
             if layout is None or not layout.split_axes:
                 continue
-            if place is None and not groups_of([parameter]):
+            if position is None and not groups_of([parameter]):
                 continue
             raise LayoutError(
                 f"{name} computes with whole parameters, but parameter {i} of param group {number} "
@@ -132,4 +137,5 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
 
 @cache
 def _name_of_whole(kind: type) -> str | None:
+    """Return the listed name of an optimizer that needs whole parameters; None for others."""
     return next((each.__name__ for each in kind.__mro__ if each.__name__ in OF_WHOLE), None)

@@ -1,4 +1,4 @@
-"""Tools around a model of your own: what its modules cost, where NaN begins, what replaces what.
+"""Tools for any model: the cost of its modules, the origin of NaN, and replacement of modules.
 
 Read in this order.
 

@@ -1,4 +1,4 @@
-"""What autograd keeps alive for a backward, storage by storage, and for which modules.
+"""The memory that autograd keeps for a backward, by storage and by module.
 
 One run is the outermost forward. Its saved-tensor hooks are entered once, outside those of the
 modules inside, so a module that offloads or checkpoints its activations keeps doing so. A storage
@@ -18,7 +18,7 @@ from torchdistpackage.tools.nested import tensors_in
 
 
 def storages_of(tensors: Iterable[Tensor]) -> Iterator[Any]:
-    """The storages of `tensors`; of wrapper subclasses those of the tensors inside."""
+    """Yield the storages of `tensors`; for wrapper subclasses those of the tensors inside."""
     for x in tensors:
         if is_traceable_wrapper_subclass(x):
             names, _ = x.__tensor_flatten__()
@@ -30,13 +30,13 @@ def storages_of(tensors: Iterable[Tensor]) -> Iterator[Any]:
 
 
 def sizes_of(value: object) -> dict[int, int]:
-    """By address the bytes of the storages of all tensors in `value`."""
-    found = storages_of(x for _, x in tensors_in(value))
-    return {s._cdata: s.nbytes() for s in found}
+    """Return the bytes of the storages of all tensors in `value`, by address."""
+    storages = storages_of(x for _, x in tensors_in(value))
+    return {s._cdata: s.nbytes() for s in storages}
 
 
 class SavedStorages:
-    """How often each storage was saved while this was open. inputs: bytes by address."""
+    """A count of how often each storage was saved while this was open. inputs: bytes by address."""
 
     def __init__(self) -> None:
         self.counts: Counter[int] = Counter()
@@ -44,7 +44,7 @@ class SavedStorages:
 
 
 class SavedTensorRun:
-    """Hooks for one outermost forward of `module`. open: all that a saved tensor counts for.
+    """The saved-tensor hooks of one outermost forward of `module`.
 
     A tensor changed in place after it was saved is refused in the backward, as without hooks.
     """
@@ -52,15 +52,17 @@ class SavedTensorRun:
     def __init__(self, module: nn.Module):
         self.total = SavedStorages()
         self.open: list[SavedStorages] = [self.total]
-        held = (*module.parameters(), *module.buffers())
-        self._model = {s._cdata for s in storages_of(held)}
+        tensors = (*module.parameters(), *module.buffers())
+        self._model = {s._cdata for s in storages_of(tensors)}
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def begin(self) -> None:
+        """Start observing saved tensors."""
         self._hooks.__enter__()
 
     def end(self) -> None:
+        """Stop observing saved tensors, and drop those that are gone."""
         self._hooks.__exit__()
         # what only a dropped part of the graph had saved is gone
         self._alive = {
@@ -70,17 +72,18 @@ class SavedTensorRun:
         }
 
     def close(self, module: nn.Module) -> None:
-        """The innermost part is over. Weights that are gathered for a forward are weights too."""
+        """End the innermost part. Weights that are gathered for a forward count as weights."""
         self.open.pop()
-        held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        self._model |= {s._cdata for s in storages_of(held)}
+        tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        self._model |= {s._cdata for s in storages_of(tensors)}
 
     def kept_bytes(self, saved: SavedStorages) -> int:
-        """Bytes that `saved` holds at the end of the run."""
+        """Return the bytes that `saved` holds at the end of the run."""
         return sum(self._alive[key][1] for key in saved.counts if key in self._alive)
 
     def freed_bytes(self, saved: SavedStorages) -> int:
-        """What is held less if this part is recomputed in the backward, and only its inputs kept.
+        """Return the bytes saved if this part is recomputed in the backward and only its inputs are
+        kept.
 
         Storages that others saved too are not freed; inputs that no other node saved are kept anew.
         """
@@ -88,17 +91,18 @@ class SavedTensorRun:
         for key, count in saved.counts.items():
             if key in self._alive and key not in saved.inputs and count == self.total.counts[key]:
                 freed += self._alive[key][1]
-        known = self.total.counts.keys() | self.total.inputs.keys()
-        return freed - sum(n for key, n in saved.inputs.items() if key not in known)
+        saved_elsewhere = self.total.counts.keys() | self.total.inputs.keys()
+        return freed - sum(n for key, n in saved.inputs.items() if key not in saved_elsewhere)
 
     def take_inputs(self, saved: SavedStorages, inputs: object) -> None:
-        """Note what goes into a module. What goes into the model itself its caller keeps."""
+        """Record the inputs of a module; the model's own inputs are kept by its caller."""
         sizes = {key: n for key, n in sizes_of(inputs).items() if key not in self._model}
         if len(self.open) == 1:
             self.total.inputs |= sizes
         saved.inputs |= sizes
 
     def _pack(self, x: Tensor) -> tuple[Tensor, int]:
+        """Count a saved tensor, and return it detached with its version."""
         for storage in storages_of((x,)):
             key = storage._cdata
             if key in self._model:
@@ -107,11 +111,12 @@ class SavedTensorRun:
                 self._alive[key] = StorageWeakRef(storage), storage.nbytes()
             for saved in self.open:
                 saved.counts[key] += 1
-        # a node would keep its own output, and that the node: a cycle that nothing frees
+        # detached, because a node would keep its own output, which keeps the node: a leak
         return x.detach(), x._version
 
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:
+    """Return the saved tensor; refuse it if it was changed in place."""
     x, version = packed
     if x._version != version:
         raise RuntimeError(

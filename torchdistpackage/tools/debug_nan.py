@@ -1,4 +1,4 @@
-"""Where NaN and Inf begin: rank, module, tensor and step, from hooks on every module.
+"""Detection of the first NaN or Inf: rank, module, tensor and step, by hooks on every module.
 
 Backward hooks are on the tensors that a module returns and takes, not on the module: a module hook
 would wrap its outputs, which in-place operations on them refuse.
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_tensor_inf_nan(inp: Tensor) -> bool:
-    """True if every element is finite. Integers, tensors without elements or data are.
+    """Return True if every element is finite, as in integers and tensors without elements or data.
 
     Raises:
         TypeError: `inp` is no tensor.
@@ -40,17 +40,22 @@ def check_tensor_inf_nan(inp: Tensor) -> bool:
 
 
 def _has_inf_or_nan(x: Tensor, j: object = None) -> bool:
-    """Whether an element is not finite; a finite tensor whose sum overflows has none. j: unused."""
+    """Return True if an element is not finite; a finite tensor whose sum overflows has none.
+
+    j: unused.
+    """
     return not check_tensor_inf_nan(x)
 
 
 def check_tensors(inputs: object) -> bool:
-    """True if all tensors in `inputs` are finite; see `tensors_in` for where they are found."""
+    """Return True if all tensors in `inputs` are finite; see `tensors_in` for where they are
+    found.
+    """
     return all(check_tensor_inf_nan(x) for _, x in tensors_in(inputs))
 
 
 def check_model_params(model: nn.Module) -> bool:
-    """True if all parameters are finite; each one that is not is logged by name.
+    """Return True if all parameters are finite, and log the name of each one that is not.
 
     Raises:
         TypeError: `model` is no module.
@@ -62,7 +67,7 @@ def check_model_params(model: nn.Module) -> bool:
 
 
 def fwd_hook_wrapper(module_name: str = "") -> Callable[..., None]:
-    """A forward hook: logs inputs and outputs that are not finite by the module's name.
+    """Return a forward hook that logs inputs and outputs that are not finite by the module's name.
 
     The hook raises NonFiniteError on an output that is not finite.
     """
@@ -76,7 +81,9 @@ def fwd_hook_wrapper(module_name: str = "") -> Callable[..., None]:
 
 
 def bwd_hook_wrapper(module_name: str = "") -> Callable[..., None]:
-    """The same of gradients, for `register_full_backward_hook`; raises on a `grad_input`."""
+    """Return such a hook for gradients, for `register_full_backward_hook`; it raises on a
+    `grad_input`.
+    """
 
     def check_value(module: nn.Module, grad_input: object, grad_output: object) -> None:
         name = module_name or type(module).__name__
@@ -88,7 +95,7 @@ def bwd_hook_wrapper(module_name: str = "") -> Callable[..., None]:
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteOrigin:
-    """One tensor that is not finite.
+    """The place of one tensor that is not finite.
 
     step: which forward of the watched model, from 1; its backward counts to it.
     what: `output`, `grad_output`, `parameter` or `gradient`. path: inside a nested value, or ''.
@@ -113,7 +120,7 @@ class NonFiniteOrigin:
 
 
 class NonFiniteWatch:
-    """What `watch_nonfinite` has seen. step: forwards of the model so far. first: the origin."""
+    """The record of `watch_nonfinite`. step: forwards of the model so far. first: the origin."""
 
     def __init__(self, model: nn.Module, on_nonfinite: str):
         self.step = 0
@@ -123,7 +130,7 @@ class NonFiniteWatch:
         self._rank = _rank()
 
     def check_parameters(self) -> bool:
-        """True if all parameters and their gradients are finite; call it after a step."""
+        """Return True if all parameters and their gradients are finite; call it after a step."""
         bad = [(name, "parameter") for name in _bad_parameters(self._model)]
         grads = ((n, p.grad) for n, p in self._model.named_parameters() if p.grad is not None)
         bad += [(name, "gradient") for name, grad in grads if not check_tensor_inf_nan(grad)]
@@ -132,23 +139,29 @@ class NonFiniteWatch:
         return not bad
 
     def register(self) -> None:
+        """Add hooks to every module."""
         for name, module in self._model.named_modules():
             name = name or "root"
             self._handles.append(module.register_forward_pre_hook(self._begin(name)))
             self._handles.append(module.register_forward_hook(self._end(name), with_kwargs=True))
 
     def remove(self) -> None:
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def _begin(self, name: str) -> Callable[..., None]:
+        """Return a hook that counts the model's forwards."""
+
         def begin(module: nn.Module, args: object) -> None:
             self.step += module is self._model
 
         return begin
 
     def _end(self, name: str) -> Callable[..., None]:
+        """Return a hook that checks a module's outputs, and their gradients later."""
+
         def end(module: nn.Module, args: object, kwargs: object, output: object) -> None:
             kind, step = type(module).__name__, self.step
             for path, x in tensors_in(output):
@@ -163,6 +176,8 @@ class NonFiniteWatch:
         return end
 
     def _of_gradient(self, step: int, name: str, kind: str, path: str) -> Callable[..., None]:
+        """Return a hook that checks a gradient."""
+
         def look(grad: Tensor) -> None:
             if self._handles and not check_tensor_inf_nan(grad):
                 self._found(NonFiniteOrigin(self._rank, step, name, kind, "grad_output", path))
@@ -170,6 +185,7 @@ class NonFiniteWatch:
         return look
 
     def _found(self, origin: NonFiniteOrigin) -> None:
+        """Note an origin, and raise if that was asked for."""
         self.first = self.first or origin
         _log.warning("%s", origin)
         if self._on_nonfinite == "raise":
@@ -180,7 +196,7 @@ class NonFiniteWatch:
 
 @contextmanager
 def watch_nonfinite(model: nn.Module, on_nonfinite: str = "raise") -> Generator[NonFiniteWatch]:
-    """Within the block, check what every module returns and the gradients of that.
+    """Check every module's outputs and their gradients inside the block.
 
     on_nonfinite: `raise` NonFiniteError at the first, or `log` them all. A gradient is named by
     the module whose output it is of: what came back from its users was not finite.
@@ -201,10 +217,12 @@ def watch_nonfinite(model: nn.Module, on_nonfinite: str = "raise") -> Generator[
 
 
 def _bad_parameters(model: nn.Module) -> list[str]:
+    """Return the names of parameters that are not finite."""
     return [name for name, x in model.named_parameters() if not check_tensor_inf_nan(x)]
 
 
 def _report(module_name: str, what: str, value: object, *, raises: bool) -> None:
+    """Log a value that is not finite, and raise if `raises`."""
     if check_tensors(value):
         return
     text = f"rank {_rank()}: {module_name} {what} contains nan/inf!"
@@ -214,4 +232,5 @@ def _report(module_name: str, what: str, value: object, *, raises: bool) -> None
 
 
 def _rank() -> int:
+    """Return this process's rank, 0 without a group."""
     return world().rank() if is_joined() else 0

@@ -1,4 +1,4 @@
-"""int8 layers in place of nn.Linear: of bitsandbytes, of bminf, and torch's own for the CPU.
+"""Replacement of nn.Linear by int8 layers: of bitsandbytes, of bminf, or torch's own for the CPU.
 
 Each is for inference with fixed weights. What reads a layer's weight itself is left as it is:
 the output projection of nn.MultiheadAttention, and layers that are int8 already.
@@ -21,7 +21,8 @@ _BNB_KWARGS = {"has_fp16_weights": False, "threshold": 6.0}
 def replace_linear_by_bnb(
     model: nn.Module, bnb_kwargs: Mapping[str, Any] = _BNB_KWARGS
 ) -> nn.Module:
-    """Every nn.Linear becomes bitsandbytes' `Linear8bitLt(..., **bnb_kwargs)`, on its own device.
+    """Replace every nn.Linear by bitsandbytes' `Linear8bitLt(..., **bnb_kwargs)`, on its own
+    device.
 
     With `has_fp16_weights=False` weights are quantised here on any device: later `.to()` calls
     keep int8. Returns the model, or the new layer where the model is one itself.
@@ -47,7 +48,7 @@ def replace_linear_by_bnb(
 
 
 def replace_linear_by_bminf(model: nn.Module) -> nn.Module:
-    """Every nn.Linear becomes bminf's `QuantizedLinear(layer)`. Returns the model, as above.
+    """Replace every nn.Linear by bminf's `QuantizedLinear(layer)`, and return the model as above.
 
     Raises:
         ImportError: bminf is not installed.
@@ -60,7 +61,7 @@ def replace_linear_by_bminf(model: nn.Module) -> nn.Module:
 
 
 def replace_linear_by_int8(model: nn.Module) -> nn.Module:
-    """Every nn.Linear becomes an `Int8Linear`: torch's own quantised product, on the CPU.
+    """Replace every nn.Linear by an `Int8Linear`: torch's own quantised matmul, on the CPU.
 
     Raises:
         TypeError: the model is no module.
@@ -85,7 +86,7 @@ def replace_linear_by_int8(model: nn.Module) -> nn.Module:
 
 
 class Int8Linear(nn.Module):
-    """y = x W^T + b with W (Dout, Din) in int8, one scale for each row.
+    """A linear layer y = x W^T + b with W (Dout, Din) in int8, one scale for each row.
 
     x (..., Din) floating point, y (..., Dout) of x's dtype; x is rounded to 8 bits a call. The
     product is torch's dynamic quantised linear. No gradients; `state_dict` holds int8 and scales.
@@ -112,7 +113,7 @@ class Int8Linear(nn.Module):
         return torch.ops.quantized.linear_dynamic(x.float(), packed, reduce_range=True).to(x.dtype)
 
     def dequantized(self) -> Tensor:
-        """The weights (Dout, Din) that the product uses, in float32."""
+        """Return the weights (Dout, Din) that the matmul uses, in float32."""
         return self.weight * self.scale[:, None]
 
     def extra_repr(self) -> str:
@@ -120,10 +121,10 @@ class Int8Linear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}"
 
     def _pack(self) -> Any:
-        """The product's own form of the weights, made anew when a buffer was changed."""
-        held = [x for x in (self.weight, self.scale, self.bias) if x is not None]
-        now = tuple(n for x in held for n in (x.data_ptr(), x._version))
-        if self._packed is None or self._packed[0] != now:
+        """Return torch's packed form of the weights, packed again if a buffer has changed."""
+        buffers = [x for x in (self.weight, self.scale, self.bias) if x is not None]
+        versions = tuple(n for x in buffers for n in (x.data_ptr(), x._version))
+        if self._packed is None or self._packed[0] != versions:
             zero = torch.zeros(self.out_features, dtype=torch.long)
             with warnings.catch_warnings():
                 # torch plans to replace the tensor type, not the product
@@ -132,7 +133,7 @@ class Int8Linear(nn.Module):
                 w = torch._make_per_channel_quantized_tensor(
                     self.weight, self.scale.double(), zero, 0
                 )
-                self._packed = now, torch.ops.quantized.linear_prepack(w, self.bias)
+                self._packed = versions, torch.ops.quantized.linear_prepack(w, self.bias)
         return self._packed[1]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -140,6 +141,7 @@ class Int8Linear(nn.Module):
 
 
 def _replace(model: nn.Module, make: Callable[..., nn.Module], int8: type) -> nn.Module:
+    """Replace every nn.Linear that is not int8 yet, and keep its mode."""
     keep = (NonDynamicallyQuantizableLinear, int8)
 
     def picks(name: str, module: nn.Module) -> bool:
@@ -152,6 +154,7 @@ def _replace(model: nn.Module, make: Callable[..., nn.Module], int8: type) -> nn
 
 
 def _missing(package: str, used_by: str, error: ImportError) -> ImportError:
+    """Return the error for a package that cannot be imported."""
     return ImportError(
         f"{used_by} needs {package}, which cannot be imported ({error}); pip install {package}, "
         f"or use replace_linear_by_int8, which needs torch alone"

@@ -35,7 +35,7 @@ _handles: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
 @dataclass(eq=False)
 class _Call:
-    """One call of a module that has begun. seq: autograd's counter, at its begin and end."""
+    """A call of a module. seq: autograd's counter, at its start and end."""
 
     name: str
     module: nn.Module
@@ -53,7 +53,7 @@ class _Call:
 
 
 class _ProfileRun:
-    """One outermost forward, with the calls inside it."""
+    """A profile of one outermost forward, with the calls inside it."""
 
     def __init__(self, module: nn.Module, args: object):
         tensors = (*(x for _, x in tensors_in(args)), *module.parameters())
@@ -63,14 +63,17 @@ class _ProfileRun:
         self.calls: list[_Call] = []
 
     def now_s(self) -> float:
+        """Return the time, after the device has finished its work."""
         if self.device is not None:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def allocated(self) -> int:
+        """Return the bytes allocated on the device, 0 on the CPU."""
         return 0 if self.device is None else torch.cuda.memory_allocated(self.device)
 
     def begin(self, name: str, module: nn.Module, infos: Infos, inputs: object) -> None:
+        """Start a call inside the run."""
         if not self.open:
             self.saved.begin()
         seq = torch.autograd._get_sequence_nr()
@@ -83,12 +86,13 @@ class _ProfileRun:
         self.saved.open.append(call.saved)
 
     def end(self, output: object) -> None:
+        """End the innermost call; the last one ends the run."""
         call = self.open.pop()
         self.saved.close(call.module)
         call.fwd_ms = (self.now_s() - call.began_s) * 1e3
         call.seq = call.seq[0], torch.autograd._get_sequence_nr()
-        now = sum(x._version for x in call.module.buffers() if not x.is_inference())
-        call.changed = now != call.buffers
+        version = sum(x._version for x in call.module.buffers() if not x.is_inference())
+        call.changed = version != call.buffers
         outputs = sizes_of(output)
         call.grown = self.allocated() - call.allocated
         if outputs.keys() - call.inputs.keys():
@@ -104,6 +108,7 @@ class _ProfileRun:
             self.saved.end()
 
     def _finish(self, output: object) -> None:
+        """Add the calls of this run to their entries."""
         self.saved.end()
         self.calls = [call for call in self.calls if call.ended]
         fresh: dict[int, set[str]] = {}
@@ -124,7 +129,7 @@ class _ProfileRun:
         self.calls.clear()
 
     def _time_backward(self, output: object) -> None:
-        """Let each autograd node of this run add its time to the calls during which it was made."""
+        """Time each autograd node of this run for the calls that created it."""
         spans = [(call.seq, call.infos[call.name]) for call in self.calls]
         first = min(begin for (begin, _), _ in spans)
         todo = [x.grad_fn for _, x in tensors_in(output) if x.grad_fn is not None]
@@ -141,6 +146,7 @@ class _ProfileRun:
             todo += more
 
     def _time_node(self, node: Any, entries: list[dict[str, Any]]) -> None:
+        """Add the time of one autograd node to these entries."""
         began_s = 0.0
 
         def before(_: object) -> None:
@@ -161,7 +167,7 @@ _thread = threading.local()
 
 
 def fwd_pre_hook_wrapper(module_name: str = "root", infos: Infos = _NEW) -> Callable[..., None]:
-    """The hook before a forward; register it together with `fwd_hook_wrapper`'s."""
+    """Return the hook before a forward; register it together with `fwd_hook_wrapper`'s."""
     infos = {} if infos is _NEW else infos
 
     def begin_fwd_profile(module: nn.Module, *args: object) -> None:
@@ -178,7 +184,7 @@ def fwd_pre_hook_wrapper(module_name: str = "root", infos: Infos = _NEW) -> Call
 
 
 def fwd_hook_wrapper(module_name: str = "root", infos: Infos = _NEW) -> Callable[..., None]:
-    """The hook after a forward; it completes the entry `module_name` of `infos`."""
+    """Return the hook after a forward; it completes the entry `module_name` of `infos`."""
 
     def end_fwd_profile(module: nn.Module, *args: object) -> None:
         run: _ProfileRun | None = getattr(_thread, "run", None)
@@ -197,7 +203,7 @@ def fwd_hook_wrapper(module_name: str = "root", infos: Infos = _NEW) -> Callable
 
 
 def register_profile_hooks(model: nn.Module, infos: Infos = _NEW) -> Infos:
-    """Profile every later forward and backward of `model`; returns the dict that is filled.
+    """Profile every later forward and backward of `model`; return the dict to be filled.
 
     infos: filled in place and returned; by default a new one. Entries are of the last forward.
     Times are exact to what the hooks cost, some 20 microseconds a module and 3 an autograd node; on
@@ -220,7 +226,7 @@ def register_profile_hooks(model: nn.Module, infos: Infos = _NEW) -> Infos:
 
 
 def remove_profile_hooks(model: nn.Module) -> None:
-    """Take off what `register_profile_hooks(model)` put on, if anything."""
+    """Remove the hooks of `register_profile_hooks(model)`, if any."""
     for handle in _handles.pop(model, ()):
         handle.remove()
 
@@ -260,9 +266,9 @@ def get_model_profile(
         with undisturbed(model):
             _differentiated(model, args, kwargs)
             for _ in range(repeats):
-                found = register_profile_hooks(model)
+                latest = register_profile_hooks(model)
                 _differentiated(model, args, kwargs)
-                take_shorter(infos, found)
+                take_shorter(infos, latest)
     finally:
         remove_profile_hooks(model)
     if show:
@@ -271,7 +277,7 @@ def get_model_profile(
 
 
 def _differentiated(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """A forward and a backward, whose gradients go nowhere."""
+    """Run a forward and a backward, and discard the gradients."""
     output = model(*args, **kwargs)
     roots = [x for _, x in tensors_in(output) if x.requires_grad]
     inputs = (x for _, x in tensors_in((args, kwargs)))
@@ -282,7 +288,7 @@ def _differentiated(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def take_shorter(infos: Infos, found: Infos) -> None:
-    """Let each entry of `infos` have the shorter times of both; new ones are added."""
+    """Give each entry of `infos` the shorter times of both; new entries are added."""
     for name, entry in found.items():
         best = infos.setdefault(name, entry)
         for key in ("fwd_time", "bwd_time"):
@@ -324,7 +330,7 @@ sort_mem_time_ratio = report_prof
 
 
 def get_level(name: str) -> int:
-    """How deep a module is: 0 for root; numbers in a name, as of layers, are no level."""
+    """Return the depth of a module: 0 for root; numbers in a name, as of layers, are no level."""
     if name == "root":
         return 0
     _, *rest = name.split(".")
@@ -332,4 +338,5 @@ def get_level(name: str) -> int:
 
 
 def _mb_a_ms(entry: Mapping[str, Any]) -> float:
+    """Return the megabytes per millisecond of forward time."""
     return entry["fwd_mem"] / max(entry["fwd_time"], 1e-9)

@@ -1,4 +1,4 @@
-"""Modules replaced by rule, wherever they stand: the root, at any depth, at several places."""
+"""Replacement of modules by rule: the root, at any depth, at several places."""
 
 from collections.abc import Callable
 
@@ -33,8 +33,8 @@ def replace_all_module(
     places: list[tuple[nn.Module, str, nn.Module]] = []
     _places(model, picked, places, set())
     # all new modules first: a maker that fails leaves the model as it was
-    made = {id(old): old for _, _, old in places}
-    new = {key: _new(picked[key][0], old, get_new_module) for key, old in made.items()}
+    old_modules = {id(old): old for _, _, old in places}
+    new = {key: _new(picked[key][0], old, get_new_module) for key, old in old_modules.items()}
     for parent, name, old in places:
         parent._modules[name] = new[id(old)]
     return model
@@ -47,6 +47,7 @@ def _pick(
     picked: dict[int, tuple[str, nn.Module]],
     seen: set[int],
 ) -> None:
+    """Collect the modules to replace, by id."""
     if id(module) in picked:
         return
     if picks(name, module):
@@ -66,6 +67,7 @@ def _places(
     places: list[tuple[nn.Module, str, nn.Module]],
     seen: set[int],
 ) -> None:
+    """Collect where the picked modules stand: (parent, name, module)."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -79,6 +81,7 @@ def _places(
 
 
 def _new(name: str, module: nn.Module, make: Makes) -> nn.Module:
+    """Return the new module; refuse anything that is no module."""
     new = make(name, module)
     if not isinstance(new, nn.Module):
         raise TypeError(

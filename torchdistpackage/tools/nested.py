@@ -9,14 +9,15 @@ from torchdistpackage.comm.nested import items_of
 
 
 def as_module(model: object, used_by: str) -> nn.Module:
-    """`model`; raises TypeError, which names `used_by`, if it is no module."""
+    """Return `model`; raise TypeError, which names `used_by`, if it is no module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{used_by}: the model is a {type(model).__name__}, no module")
     return model
 
 
 def tensors_in(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """(path, tensor) of each tensor in `value`, in order; a path is such as `[0].hidden['key']`.
+    """Yield (path, tensor) for each tensor in `value`, in order; a path is such as
+    `[0].hidden['key']`.
 
     Looks into lists, tuples, sets, mappings, dataclasses, and objects whose outcome is in
     `.sample`. A container that holds itself is visited once.
@@ -25,6 +26,7 @@ def tensors_in(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _walk(value: object, path: str, above: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (path, tensor) for each tensor; skip containers that are being visited already."""
     if isinstance(value, Tensor):
         yield path, value
         return
@@ -37,7 +39,7 @@ def _walk(value: object, path: str, above: set[int]) -> Iterator[tuple[str, Tens
 
 
 def _parts(value: object) -> Iterator[tuple[str, object]]:
-    """(how a path goes on, part) of each part."""
+    """Yield (the path's next part, part) for each part of a container."""
     if isinstance(value, (set, frozenset)):
         value = list(value)
     parts = items_of(value, mapping=Mapping)

@@ -8,7 +8,7 @@ _builtin_print = builtins.print
 
 
 def disable_non_master_print(is_master: bool) -> Callable[[], None]:
-    """Let `print` print on the master alone; `print(..., force=True)` prints on every rank.
+    """Make `print` print on the master alone; `print(..., force=True)` prints on every rank.
 
     A second call replaces the first. Returns a function that restores Python's own `print`.
     """
@@ -22,6 +22,7 @@ def disable_non_master_print(is_master: bool) -> Callable[[], None]:
 
 
 def _restore() -> None:
+    """Restore Python's own `print`."""
     builtins.print = _builtin_print
 
 

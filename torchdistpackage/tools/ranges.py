@@ -22,6 +22,7 @@ R = TypeVar("R")
 
 @contextmanager
 def _named_range(name: str) -> Generator[None]:
+    """Run the block inside a named range."""
     with record_function(name):
         if not torch.cuda.is_available():
             yield
@@ -34,7 +35,7 @@ def _named_range(name: str) -> Generator[None]:
 
 
 def nvtx_decorator(func: Callable[P, R]) -> Callable[P, R]:
-    """Each call of `func` is a range of its qualified name, which ends if the call raises too.
+    """Wrap `func` so that each call is a range of its qualified name, even if the call raises.
 
     A coroutine function's range lasts from its first step to its end.
 
@@ -63,7 +64,7 @@ def nvtx_decorator(func: Callable[P, R]) -> Callable[P, R]:
 
 
 class NVTXContext(ContextDecorator):
-    """A block, or a decorated function, in a range called `context_name`.
+    """A named range around a block or a decorated function.
 
     record_time: also print how long it took, in seconds; CUDA is waited for at both ends.
     start_time, exit_time: of the block that ended last, in seconds since the epoch; None before, or
@@ -99,6 +100,7 @@ class NVTXContext(ContextDecorator):
 
 
 def _now() -> float:
+    """Return the time, after the device has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.time()
@@ -109,7 +111,7 @@ _host_profile: list[profile] = []
 
 
 def cu_prof_start() -> None:
-    """Start CUDA's profiler, as Nsight Systems takes it; on the CPU, `torch.profiler`.
+    """Start CUDA's profiler, for Nsight Systems; on the CPU, `torch.profiler`.
 
     Raises:
         RuntimeError: CUDA refused, or a profile of the CPU is running already.
@@ -124,7 +126,8 @@ def cu_prof_start() -> None:
 
 
 def cu_prof_stop() -> profile | None:
-    """Stop it. On the CPU returns the profile, whose `export_chrome_trace(path)` writes a file.
+    """Stop the profiler, and on the CPU return the profile, whose `export_chrome_trace(path)`
+    writes a file.
 
     The program goes on; end it yourself where that is wanted.
 
@@ -142,5 +145,6 @@ def cu_prof_stop() -> profile | None:
 
 
 def _checked(call: str, code: object) -> None:
+    """Raise RuntimeError if a CUDA call failed."""
     if int(code) != 0:  # pyright: ignore[reportArgumentType]  # an int, or an enum of it
         raise RuntimeError(f"{call}() returned {code}; no profile without it")

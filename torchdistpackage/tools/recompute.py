@@ -1,4 +1,5 @@
-"""Which modules to checkpoint for a memory limit, from a profile; and checkpointing by name.
+"""Choice of the modules to checkpoint for a memory limit, from a profile; and checkpointing by
+name.
 
 Of the modules of a model a set is chosen in which none is inside another: the one that costs the
 least forward time among those that free enough. That is a knapsack problem on the tree of modules:
@@ -26,7 +27,7 @@ whose sets would join to too many, one for each 1/200 of what the part frees."""
 
 
 class RecomputePlan(tuple[str, ...]):
-    """Names of the modules to checkpoint, in the profile's order.
+    """The names of the modules to checkpoint, in the profile's order.
 
     memory_gb: activations kept in a forward then. time_ms: forward time spent once more.
     """
@@ -36,6 +37,7 @@ class RecomputePlan(tuple[str, ...]):
 
     @classmethod
     def of(cls, names: Iterable[str], memory_gb: float, time_ms: float) -> "RecomputePlan":
+        """Return the plan of these names."""
         plan = cls(names)
         plan.memory_gb, plan.time_ms = memory_gb, time_ms
         return plan
@@ -53,7 +55,7 @@ def propose_recompute(
     *,
     candidates: Callable[[str], bool] | None = None,
 ) -> RecomputePlan:
-    """The modules to checkpoint so that one forward keeps at most `memory_gb` (1e9 bytes).
+    """Return the modules to checkpoint so that one forward keeps at most `memory_gb` (1e9 bytes).
 
     Least forward time first; of sets that cost alike, the one that frees most. Counted are the
     activations kept until the backward; while it recomputes a module, that module's own come on
@@ -114,7 +116,7 @@ _Set = tuple[float, float, Any]
 
 
 class _ModuleTree:
-    """The modules of a profile by what they are inside of."""
+    """The modules of a profile as a tree."""
 
     def __init__(self, profile: Profile):
         self.profile = profile
@@ -138,51 +140,58 @@ class _ModuleTree:
 def _sets(
     tree: _ModuleTree, names: Sequence[str], may: Callable[[str], bool], step: float
 ) -> list[_Set]:
-    """Sets of modules among `names` and inside them that are worth considering, cheapest first."""
+    """Return the sets of modules among `names` and inside them that are worth considering, cheapest
+    first.
+    """
     sets: list[_Set] = [(0.0, 0.0, ())]
     for name in names:
-        own = _sets(tree, tree.children[name], may, step)
+        own_sets = _sets(tree, tree.children[name], may, step)
         if may(name):
             entry = tree.profile[name]
-            own = _worth([*own, (_freed_mb(entry), entry["fwd_time"], name)], step)
-        if len(own) * len(sets) > _MOST_JOINED:
-            own = _thinned(own, own[-1][0] / 200)
-        if len(own) > 1:
-            joined = [(f + g, t + u, (a, b)) for f, t, a in sets for g, u, b in own]
+            own_sets = _worth([*own_sets, (_freed_mb(entry), entry["fwd_time"], name)], step)
+        if len(own_sets) * len(sets) > _MOST_JOINED:
+            own_sets = _thinned(own_sets, own_sets[-1][0] / 200)
+        if len(own_sets) > 1:
+            joined = [(f + g, t + u, (a, b)) for f, t, a in sets for g, u, b in own_sets]
             sets = _worth(joined, step)
     return sets
 
 
 def _worth(sets: list[_Set], step: float) -> list[_Set]:
-    """Those that free more than any cheaper one; at most one for each `step` where many stay."""
+    """Return the sets that free more than every cheaper one, at most one per `step` if there are
+    many.
+    """
     best: list[_Set] = []
-    for found in sorted(sets, key=lambda s: (s[1], -s[0])):
-        if not best or found[0] > best[-1][0]:
-            best.append(found)
+    for candidate in sorted(sets, key=lambda s: (s[1], -s[0])):
+        if not best or candidate[0] > best[-1][0]:
+            best.append(candidate)
     return _thinned(best, step) if len(best) > _MOST_SETS else best
 
 
 def _thinned(best: list[_Set], step: float) -> list[_Set]:
     # the cheapest in each interval of freed memory that reaches its start, and the very last
+    """Return the cheapest set in each interval `step` of freed memory, and the very last."""
     return [*(a for a, b in pairwise(best) if a[0] // step != b[0] // step), best[-1]]
 
 
 def _freed_mb(entry: Mapping[str, Any]) -> float:
+    """Return the megabytes that checkpointing a module frees."""
     return entry.get("freed_mem", entry["fwd_mem"])
 
 
 def _flat(names: Any) -> Iterable[str]:
+    """Yield the names in nested pairs."""
     todo = [names]
     while todo:
-        held = todo.pop()
-        if isinstance(held, str):
-            yield held
+        item = todo.pop()
+        if isinstance(item, str):
+            yield item
         else:
-            todo.extend(held)
+            todo.extend(item)
 
 
 class CheckpointedForward:
-    """The forward of `module`, recomputed in its backward; random states are kept for that."""
+    """The forward of `module`, recomputed in its backward with the same random states."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -195,7 +204,7 @@ class CheckpointedForward:
 
 
 def checkpoint_modules(model: nn.Module, names: Iterable[str]) -> nn.Module:
-    """Let the modules called `names` be recomputed in the backward, in place; returns `model`.
+    """Recompute the modules called `names` in the backward, in place; return `model`.
 
     Names of parameters, `state_dict` and types do not change, and copies are checkpointed too. A
     module that is checkpointed already stays so. `uncheckpoint_modules(model)` undoes it.

@@ -1,4 +1,4 @@
-"""Run a model for what it shows, and leave no trace of it.
+"""Runs of a model that leave no trace.
 
 What is measured, validated or done again must not change the run around it: the same random numbers
 are drawn afterwards, running statistics and gradients are as before, and modes are restored.
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def keep_random_states(*devices: torch.device) -> Iterator[None]:
-    """Afterwards the random states of the CPU, and of those `devices` that are GPUs, are as before.
+    """Restore the random states of the CPU and of those `devices` that are GPUs after the block.
 
     A GPU without an index is the current one.
     """
@@ -29,7 +29,7 @@ def keep_random_states(*devices: torch.device) -> Iterator[None]:
 
 @contextmanager
 def in_eval(*modules: nn.Module) -> Iterator[None]:
-    """Inside, these are in `eval()`; after it all of their parts are in the modes of before."""
+    """Put these modules in `eval()` inside the block, and restore the modes of all their parts."""
     modes = [(part, part.training) for module in modules for part in module.modules()]
     try:
         for module in modules:
@@ -42,7 +42,7 @@ def in_eval(*modules: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(*modules: nn.Module, gradients_of: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Afterwards random states and the buffers of `modules` are as before.
+    """Restore random states and the buffers of `modules` after the block.
 
     A buffer is the same tensor with the same values again, also where a forward has put another one
     in its place.
@@ -59,7 +59,7 @@ def undisturbed(*modules: nn.Module, gradients_of: Iterable[Tensor] = ()) -> Ite
     ]
     devices = {x.device for module in modules for x in (*module.parameters(), *module.buffers())}
     devices |= {p.device for p, _ in gradients}
-    if torch.cuda.is_initialized():  # a forward may draw there though nothing of a module is there
+    if torch.cuda.is_initialized():  # a forward may draw there even if the module is elsewhere
         devices.add(torch.device("cuda", torch.cuda.current_device()))
     try:
         with keep_random_states(*devices):
