@@ -1,4 +1,4 @@
-"""What a process learns from where it was started, and the report of its failure. No torch.
+"""A process's knowledge of where it was started, and the report of its failure. No torch.
 
 rendezvous  its rank, and where all ranks meet, from a launcher's variables.
 slurm_env   Slurm's variables, which rendezvous and device read.

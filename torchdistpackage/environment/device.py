@@ -1,4 +1,4 @@
-"""Which of the visible GPUs is mine, what to set for it, and whether all ranks may run on theirs.
+"""Choice of this rank's GPU, and the check that all ranks may run on theirs.
 
 A process takes an index among the devices it can see and never changes what it sees: a process that
 narrows CUDA_VISIBLE_DEVICES to its own device takes the direct links to the other GPUs of the node
@@ -38,7 +38,7 @@ _DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """Index among the visible GPUs, None for the CPU, and one line worth printing, or ""."""
+    """The index among the visible GPUs, None for the CPU, and one line worth printing, or ""."""
 
     index: int | None
     note: str
@@ -52,7 +52,7 @@ def choose_device(
     local_world_size: int = 1,
     exclusive: bool = False,
 ) -> DeviceChoice:
-    """The GPU of `local_rank`, or the CPU where the GPUs do not go round.
+    """Return the GPU of `local_rank`, or the CPU if there are fewer GPUs than ranks.
 
     visible: CUDA_VISIBLE_DEVICES as the process found it (None: unset): numbers, UUIDs or
         MIG names. num_visible: how many devices the driver reports under it.
@@ -93,7 +93,7 @@ def choose_device(
 
 
 def exclusive_device(env: Mapping[str, str]) -> bool:
-    """Whether Slurm bound GPUs to this task alone (`--gpus-per-task`, `--gpu-bind`).
+    """Return True if Slurm bound GPUs to this task alone (`--gpus-per-task`, `--gpu-bind`).
 
     Under a binding SLURM_STEP_GPUS holds the task's own devices, without one those of the
     entire node. Own devices for everybody need as many GPUs as tasks: `--gpu-bind=single:2`
@@ -116,12 +116,12 @@ def exclusive_device(env: Mapping[str, str]) -> bool:
 
 
 def names_no_device(visible: str | None) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES is set and hides every GPU, as "" does."""
+    """Return True if CUDA_VISIBLE_DEVICES is set and hides every GPU, as "" does."""
     return visible is not None and _num_named(visible, 0) == (0, 0)
 
 
 def _num_named(visible: str | None, num_visible: int) -> tuple[int, int]:
-    """Fewest and most devices that the driver may report under `visible`."""
+    """Return the fewest and most devices that the driver may report under `visible`."""
     if visible is None:
         return num_visible, num_visible
     names: list[str] = []
@@ -137,22 +137,22 @@ def _num_named(visible: str | None, num_visible: int) -> tuple[int, int]:
 
 
 def device_variables(env: Mapping[str, str], dump_folder: Path | None = None) -> dict[str, str]:
-    """What to set besides `env`.
+    """Return the variables to set besides those of `env`.
 
     dump_folder: where NCCL's flight recorder leaves a file for each rank when a call timed out.
     """
-    wanted: dict[tuple[str, ...], str] = {
+    settings: dict[tuple[str, ...], str] = {
         _ALLOCATOR: "expandable_segments:True",
         ("NCCL_LAUNCH_ORDER_IMPLICIT",): "1",
     }
     if dump_folder is not None:
-        wanted[_DUMPS] = str(dump_folder.absolute() / "nccl_trace_rank")
-    return {names[0]: value for names, value in wanted.items() if not env.keys() & {*names}}
+        settings[_DUMPS] = str(dump_folder.absolute() / "nccl_trace_rank")
+    return {names[0]: value for names, value in settings.items() if not env.keys() & {*names}}
 
 
 @dataclass(frozen=True, slots=True)
 class RankDevice:
-    """What one rank says of itself before any communicator is made.
+    """The facts that one rank publishes about itself before any communicator is made.
 
     device: "cuda" or "cpu". asked: the backend its caller asked for, or "". num_visible: GPUs the
     driver shows it; hides_gpus: CUDA_VISIBLE_DEVICES is set and names none. num_given: GPUs of
@@ -172,15 +172,17 @@ class RankDevice:
     problem: str = ""
 
     def to_json(self) -> str:
+        """Return the facts as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
+        """Read the facts from `to_json`."""
         return cls(**json.loads(text))
 
 
 def disagreement(ranks: Sequence[RankDevice]) -> str:
-    """Why these ranks must not begin, or "" if they may."""
+    """Return why these ranks must not begin, or "" if they may."""
     if wrong := [f"rank {r.rank} on {r.host}: {r.problem}" for r in ranks if r.problem]:
         return _some(wrong, "")
     on_cpu = [r for r in ranks if r.device == "cpu"]
@@ -199,38 +201,39 @@ def disagreement(ranks: Sequence[RankDevice]) -> str:
 
 
 def _is_short(r: RankDevice, world_size: int) -> bool:
-    """Whether a rank on the CPU was meant to have a GPU."""
+    """Return True if a rank on the CPU was meant to have a GPU."""
     if r.asked == "gloo" or r.hides_gpus:
         return False
     return r.num_given > 0 or (r.num_visible > 0 and r.num_local < world_size)
 
 
 def _shortage(ranks: Sequence[RankDevice]) -> str:
-    """Hosts, how many GPUs each shows, and to how many ranks."""
+    """Return the hosts, how many GPUs each shows, and to how many ranks."""
     nodes = {r.node: [s for s in ranks if s.node == r.node] for r in ranks}
-    shown: list[str] = []
+    lines: list[str] = []
     for those in nodes.values():
         r = those[0]
-        given = f" of the {r.num_given} that Slurm gave" if r.num_given else ""
+        by_slurm = f" of the {r.num_given} that Slurm gave" if r.num_given else ""
         gpus = "no GPU" if not r.num_visible else f"{r.num_visible} GPU{'s' * (r.num_visible > 1)}"
         many = "s" * (r.num_local > 1)
         numbers = _listed([s.rank for s in those])
-        shown.append(f"{r.host} shows {gpus}{given} to {r.num_local} rank{many} ({numbers})")
-    return _some(shown, " hosts")
+        lines.append(f"{r.host} shows {gpus}{by_slurm} to {r.num_local} rank{many} ({numbers})")
+    return _some(lines, " hosts")
 
 
-def _some(shown: Sequence[str], what: str) -> str:
-    more = f"; and {len(shown) - _NAMED} more{what}" if len(shown) > _NAMED else ""
-    return "; ".join(shown[:_NAMED]) + more
+def _some(texts: Sequence[str], unit: str) -> str:
+    """Return the first texts, and how many more there are."""
+    more = f"; and {len(texts) - _NAMED} more{unit}" if len(texts) > _NAMED else ""
+    return "; ".join(texts[:_NAMED]) + more
 
 
 def _listed(ranks: Iterable[int]) -> str:
-    """0 to 7, 9: runs of consecutive numbers by their ends."""
+    """Return ranks as text, with consecutive ones by their ends: ranks 0 to 7, 9."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
             runs[-1] = [runs[-1][0], rank]
         else:
             runs.append([rank])
-    shown = ", ".join(" to ".join(map(str, run)) for run in runs)
-    return f"rank{'s' * (len(runs) > 1 or len(runs[0]) > 1)} {shown}"
+    text = ", ".join(" to ".join(map(str, run)) for run in runs)
+    return f"rank{'s' * (len(runs) > 1 or len(runs[0]) > 1)} {text}"

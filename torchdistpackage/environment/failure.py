@@ -1,7 +1,7 @@
-"""What went wrong in which rank, and which rank went wrong first.
+"""Records of how ranks failed, and the rank that failed first.
 
-When a rank fails, its peers fail too, by a closed connection or a time limit, and often they are
-the first to say so. The culprit is the failure that no other one explains.
+When a rank fails, its peers fail too, by a closed connection or a time limit, and often they report
+first. The culprit is the failure that no other one explains.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One rank's end: `error` in one line, `detail` to be read (traceback or last output)."""
+    """The end of one rank: `error` in one line, `detail` to be read (traceback or last output)."""
 
     rank: int
     host: str
@@ -55,10 +55,10 @@ class Failure:
 
 # Texts by which gloo, NCCL, the stores and the kernel say that the other side is gone or silent.
 _CONSEQUENCES = (
-    *("connection closed", "connection reset", "connection refused", "connection was closed"),
-    *("broken pipe", "socket closed", "remote process exited", "peer closed"),
-    *("timed out", "timeout", "time limit"),
-)
+    "connection closed", "connection reset", "connection refused", "connection was closed",
+    "broken pipe", "socket closed", "remote process exited", "peer closed",
+    "timed out", "timeout", "time limit",
+)  # fmt: skip
 
 # By which `fail_together` names the rank that raised, on all ranks.
 _ON_RANK = re.compile(r" failed on rank (\d+) on ")
@@ -87,7 +87,7 @@ _CALLERS = (
 
 
 def from_exception(rank: int, error: BaseException) -> Failure:
-    """The record of an exception that left the function of this process's rank, made now.
+    """Return the record of an exception that left the function of this process's rank.
 
     SystemExit with another code than 0 counts as an exit; its line is said, without a traceback.
     """
@@ -95,8 +95,12 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         text = "" if error.code is None or isinstance(error.code, int) else str(error.code)
-        if place := _place(error):
-            text = f"{text}, by {_call(error)} at {place}" if text else f"{_call(error)} at {place}"
+        if source_line := _place(error):
+            text = (
+                f"{text}, by {_call(error)} at {source_line}"
+                if text
+                else f"{_call(error)} at {source_line}"
+            )
         return Failure(rank, host, pid, now_s, FailureKind.EXIT, code & 0xFF, error=text)
     last_line = traceback.format_exception_only(error)[-1].strip()
     first_line = str(error).strip().partition("\n")[0]
@@ -110,8 +114,10 @@ def from_exception(rank: int, error: BaseException) -> Failure:
 
 @contextmanager
 def only_returns() -> Generator[None]:
-    """Make `sys.exit()` inside, with the code 0 or without one, an error: a rank of a run ends well
-    only by returning, or its peers and its launcher would take an early end for a success.
+    """Turn `sys.exit()` with code 0 or none inside the block into an error.
+
+    A rank of a run ends well only by returning. Otherwise its peers and its launcher would take an
+    early end for a success.
 
     Raises:
         RankError: names the line that exited.
@@ -128,6 +134,7 @@ def only_returns() -> Generator[None]:
 
 
 def _call(error: SystemExit) -> str:
+    """Return the call of sys.exit as text."""
     shown = "" if error.code is None else repr(error.code) if isinstance(error.code, int) else "..."
     return f"sys.exit({shown})"
 
@@ -135,15 +142,15 @@ def _call(error: SystemExit) -> str:
 def _place(error: BaseException) -> str:
     """Return the file, line and function that raised `error`, outside of libraries if possible."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _LIBRARY.search(frame.filename)]
-    found = next(iter([*own[-1:], *frames[-1:]]), None)
-    return f'"{found.filename}", line {found.lineno}, in {found.name}' if found else ""
+    user_frames = [frame for frame in frames if not _LIBRARY.search(frame.filename)]
+    innermost = next(iter([*user_frames[-1:], *frames[-1:]]), None)
+    return f'"{innermost.filename}", line {innermost.lineno}, in {innermost.name}' if innermost else ""
 
 
 def from_exit(
     rank: int, pid: int, exit_code: int | None, time_s: float, detail: str = ""
 ) -> Failure:
-    """The record of a rank of this host that left none.
+    """Return the record of a rank of this host that left none.
 
     exit_code: minus the signal that killed it; None: it is stopped.
     """
@@ -164,9 +171,7 @@ def note_stacks(report: Path, stacks: Path) -> None:
 
 
 def with_crash(failure: Failure, report: Path) -> Failure:
-    """Return the failure of a rank that a signal killed with the line where it was, as far as its
-    process left its stacks. report: see `note_stacks`.
-    """
+    """Return the failure of a rank that a signal killed, with the line where it was if known."""
     if failure.kind is not FailureKind.SIGNAL:
         return failure
     try:
@@ -197,6 +202,7 @@ def user_line(text: str, *, innermost_first: bool = False) -> str:
 
 
 def _own_frames(text: str) -> list[tuple[str, str, str]]:
+    """Return the frames of a traceback that are neither of this package nor of a library."""
     return [
         frame
         for frame in _FRAME.findall(text)
@@ -205,7 +211,7 @@ def _own_frames(text: str) -> list[tuple[str, str, str]]:
 
 
 def is_secondary(failure: Failure) -> bool:
-    """Whether this is how the peers of a failed rank fail."""
+    """Return True if this is how the peers of a failed rank fail."""
     aborted = _is_abort(failure)
     if failure.kind is not FailureKind.ERROR and not aborted:
         return False
@@ -217,11 +223,12 @@ def is_secondary(failure: Failure) -> bool:
 
 
 def _is_abort(failure: Failure) -> bool:
+    """Return True if the process aborted."""
     return failure.kind is FailureKind.SIGNAL and failure.exit_code == -signal.SIGABRT
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
-    """The failure to blame: killed, then stopped, then the earliest that is no consequence.
+    """Return the failure to blame: killed, then stopped, then the earliest that is no consequence.
 
     What comes after the alarm of a hang is how that ends. Of ranks that gloo aborted or cut off,
     the one that is to blame is the only one in another call than the others, if there is one.
@@ -244,9 +251,11 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
 
 
 def _in_another_call(failures: Sequence[Failure]) -> Failure | None:
-    """Return the one of several ranks whose line in the user's code is not that of all others, if
-    these lost the connection or were aborted: gloo aborts the rank that is sent too much, by one
-    that makes another call."""
+    """Return the failure whose line in the user's code differs from that of all others, or None.
+
+    All must have lost the connection or been aborted: gloo aborts the rank that is sent too much by
+    a rank that makes another call.
+    """
     if not all(_is_abort(failure) or is_secondary(failure) for failure in failures):
         return None
     at = [(user_line(f.detail, innermost_first=_is_abort(f)), f) for f in failures]
@@ -258,7 +267,7 @@ def _in_another_call(failures: Sequence[Failure]) -> Failure | None:
 
 
 def summary(failure: Failure) -> str:
-    """One line: "killed by SIGKILL", "exit code 1: ValueError: ..."."""
+    """Return one line: "killed by SIGKILL", "exit code 1: ValueError: ..."."""
     if failure.kind is FailureKind.STOPPED:
         return "stopped (process state T), so its peers waited for it in vain"
     if failure.kind is FailureKind.ENDED:
@@ -276,7 +285,7 @@ def summary(failure: Failure) -> str:
 
 
 def report(failures: Sequence[Failure], num_ranks: int) -> str:
-    """The text to end with: the culprit named, the others in a line each, the culprit in full.
+    """Return the final text: the culprit's name, the others in a line each, the culprit in full.
 
     The first and the last lines say the same, because logs are read from either end.
     """
@@ -293,8 +302,8 @@ def report(failures: Sequence[Failure], num_ranks: int) -> str:
     for failure in sorted(failures, key=lambda f: f.time_s):
         if failure is not first and failure.kind is not FailureKind.ENDED:
             then = "then" if failure.time_s >= first.time_s else "also"
-            said = failure.error if failure.kind is not FailureKind.SIGNAL else ""
-            lines.append(f"rank {failure.rank} {then} failed: {said or summary(failure)}")
+            message = failure.error if failure.kind is not FailureKind.SIGNAL else ""
+            lines.append(f"rank {failure.rank} {then} failed: {message or summary(failure)}")
             # gloo aborts the rank that is sent too much, and the call too many is another's
             line = user_line(failure.detail, innermost_first=_is_abort(failure))
             if (_is_abort(first) or is_secondary(first)) and line:
@@ -308,7 +317,7 @@ def report(failures: Sequence[Failure], num_ranks: int) -> str:
 
 
 def read_failure(path: Path) -> Failure | None:
-    """What a rank left there of its end; None if it left nothing, or was cut short."""
+    """Return the failure that a rank recorded; None if there is none, or it was cut short."""
     try:
         return from_json(read_regular(path, _MOST_BYTES).decode())
     except (OSError, ValueError, TypeError, KeyError):
@@ -316,18 +325,18 @@ def read_failure(path: Path) -> Failure | None:
 
 
 def read_failure_reports(folder: Path) -> list[Failure]:
-    """The reports of one start by rank; those cut short are left out."""
-    found = map(read_failure, folder.glob("rank*.json"))
-    return sorted((f for f in found if f is not None), key=lambda failure: failure.rank)
+    """Return the reports of one start by rank; those cut short are left out."""
+    failures = map(read_failure, folder.glob("rank*.json"))
+    return sorted((f for f in failures if f is not None), key=lambda failure: failure.rank)
 
 
 def to_json(failure: Failure) -> str:
-    """The failure as one JSON object."""
+    """Return the failure as one JSON object."""
     return json.dumps(asdict(failure))
 
 
 def from_json(text: str) -> Failure:
-    """Back from `to_json`.
+    """Return the failure from `to_json`.
 
     Raises:
         ValueError, TypeError, KeyError: it is not one, or was cut short.

@@ -1,4 +1,4 @@
-"""Which network card of this node the ranks talk over, and what this node says of its network.
+"""Choice of the network interface over which the ranks talk.
 
 The card is the one by which rank 0's host is known, so that all nodes choose the same network
 without asking each other; where two would do equally well the user has to say. What the user set in
@@ -49,7 +49,7 @@ LOOPBACK_NAMES = ("lo", "lo0")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """One address of this node: its interface, `10.1.2.3/24`, and whether the link is up."""
+    """An address of this node: its interface, `10.1.2.3/24`, and whether the link is up."""
 
     interface: str
     ip: IPv4Interface | IPv6Interface
@@ -61,7 +61,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class InterfaceChoice:
-    """The interface to use, its address, and why, as the end of a sentence."""
+    """The interface to use, its address, and the reason, as the end of a sentence."""
 
     name: str
     address: str
@@ -73,7 +73,7 @@ class InterfaceChoice:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What to set in the environment, as (name, value), and one line worth printing."""
+    """The variables to set, as (name, value), and one line worth printing."""
 
     variables: tuple[tuple[str, str], ...]
     note: str
@@ -82,7 +82,7 @@ class Network:
 def choose_interface(
     addresses: Iterable[Address], master: str, *, own: str | None = None
 ) -> InterfaceChoice:
-    """The interface of a node with `addresses` for a job whose rank 0 is at the address `master`.
+    """Return the interface of a node with `addresses` for a job whose rank 0 is at `master`.
 
     The one that holds `master`, else the one in its narrowest subnet, else the one that holds
     `own`: this node's own address on packets to `master`, which also decides between
@@ -91,9 +91,9 @@ def choose_interface(
     Raises:
         LaunchError: none fits, or several do; names them all.
     """
-    every = tuple(addresses)
+    all_addresses = tuple(addresses)
     goal, source = _plain(master), _plain(own) if own else None
-    usable = [a for a in every if _left_out(a) is None]
+    usable = [a for a in all_addresses if _left_out(a) is None]
     inside = [a for a in usable if goal in a.ip.network]
     narrowest = max((a.ip.network.prefixlen for a in inside), default=0)
     rules = (
@@ -105,14 +105,14 @@ def choose_interface(
         (f"from which the master {goal} is reached", [a for a in usable if a.ip.ip == source]),
         (f"the only one that is up (master {goal})", usable),
     )
-    for reason, found in rules:
-        names = {a.interface for a in found}
-        best = found if len(names) == 1 else [a for a in found if a.ip.ip == source]
+    for reason, candidates in rules:
+        names = {a.interface for a in candidates}
+        best = candidates if len(names) == 1 else [a for a in candidates if a.ip.ip == source]
         if len({a.interface for a in best}) == 1:
             return InterfaceChoice(best[0].interface, str(best[0].ip.ip), reason)
-        if found:
-            _refuse(goal, f"{len(names)} interfaces fit equally well", every)
-    return _refuse(goal, "no interface of this node is known to lead there", every)
+        if candidates:
+            _refuse(goal, f"{len(names)} interfaces fit equally well", all_addresses)
+    return _refuse(goal, "no interface of this node is known to lead there", all_addresses)
 
 
 def configure_network(
@@ -122,7 +122,7 @@ def configure_network(
     *,
     own: str | None = None,
 ) -> Network:
-    """What gloo and NCCL must be given on a node with `addresses`, given what the user set.
+    """Return the settings for gloo and NCCL on a node with `addresses`, given the user's own.
 
     A variable that is not set follows the one that is; if neither is, `choose_interface` answers.
 
@@ -150,7 +150,8 @@ def configure_network(
 def users_interfaces(
     env: Mapping[str, str], addresses: Sequence[Address]
 ) -> dict[str, tuple[str, ...]]:
-    """The interfaces of this node that each variable of the user means; unset ones are left out.
+    """Return the interfaces of this node that each variable of the user means; unset ones are left
+    out.
 
     Raises:
         LaunchError: a variable means none, or one that is not there.
@@ -158,7 +159,7 @@ def users_interfaces(
     names = tuple(dict.fromkeys(a.interface for a in addresses))
     users = {name: env[name] for name in (GLOO, NCCL) if env.get(name)}
     meant = {name: _READ[name](value, names) for name, value in users.items()}
-    if wrong := [f"{name}={users[name]}" for name, found in meant.items() if not found]:
+    if wrong := [f"{name}={users[name]}" for name, interfaces in meant.items() if not interfaces]:
         raise LaunchError(
             f"{' and '.join(wrong)}: no such interface with an address on this node, which has "
             f"{_listed(addresses)}; correct or unset it"
@@ -167,18 +168,20 @@ def users_interfaces(
 
 
 def is_loopback(address: str) -> bool:
-    """Whether this address never leaves its machine."""
+    """Return True if this address never leaves its machine."""
     return _plain(address).is_loopback
 
 
 def _read_gloo(value: str, names: Sequence[str]) -> tuple[str, ...]:
-    """The interfaces gloo takes: all that are listed must be there."""
+    """Return the interfaces that gloo takes: all that are listed must be there."""
     wanted = tuple(value.split(","))
     return wanted if set(wanted) <= set(names) else ()
 
 
 def _read_nccl(value: str, names: Sequence[str]) -> tuple[str, ...]:
-    """The interfaces NCCL takes: `^` leaves out, `=` wants full names, else beginnings do."""
+    """Return the interfaces that NCCL takes: `^` excludes, `=` wants full names, else prefixes
+    do.
+    """
     text = value.removeprefix("^")
     leave_out, exact = text != value, text.startswith("=")
     wanted = [part for part in text.removeprefix("=").split(",") if part]
@@ -193,13 +196,13 @@ _READ = {GLOO: _read_gloo, NCCL: _read_nccl}
 
 
 def _plain(address: str) -> IPv4Address | IPv6Address:
-    """Without the zone of a link-local address; IPv4 that was written as IPv6 is IPv4."""
+    """Return an address without the zone of a link-local one; IPv4 written as IPv6 becomes IPv4."""
     ip = ip_address(address.partition("%")[0])
     return ip.ipv4_mapped or ip if isinstance(ip, IPv6Address) else ip
 
 
 def _left_out(address: Address) -> str | None:
-    """Why this address is never chosen, or None."""
+    """Return why this address is never chosen, or None."""
     if address.ip.is_loopback:
         return "loopback"
     if not address.up:
@@ -213,11 +216,13 @@ def _left_out(address: Address) -> str | None:
 
 
 def _listed(addresses: Iterable[Address]) -> str:
-    shown = [f"{a}, {why}" if (why := _left_out(a)) else f"{a}" for a in addresses]
-    return "; ".join(shown) or "none"
+    """Return the addresses as text, with why they are left out."""
+    texts = [f"{a}, {why}" if (why := _left_out(a)) else f"{a}" for a in addresses]
+    return "; ".join(texts) or "none"
 
 
 def _refuse(goal: object, why: str, addresses: Iterable[Address]) -> InterfaceChoice:
+    """Raise LaunchError for a node whose interface cannot be chosen."""
     raise LaunchError(
         f"network to the master {goal}: {why}; this node has: {_listed(addresses)}; set {GLOO} "
         f"(and {NCCL} for GPUs) to the interface to use, or MASTER_ADDR to rank 0's address on the "
@@ -226,38 +231,43 @@ def _refuse(goal: object, why: str, addresses: Iterable[Address]) -> InterfaceCh
 
 
 def read_addresses() -> tuple[Address, ...]:
-    """Every address of this node, interfaces in the kernel's order; () where Linux is not asked."""
+    """Return every address of this node, in the kernel's order of interfaces; () if not on
+    Linux.
+    """
     try:
         links: dict[int, tuple[str, bool]] = {}
         for body in _dump(_GET_LINK):
             _, _, index, flags, _ = _LINK.unpack_from(body)
             name = _attributes(body[_LINK.size :])[_LINK_NAME].rstrip(b"\0").decode()
             links[index] = (name, flags & _UP_AND_RUNNING == _UP_AND_RUNNING)
-        found: list[Address] = []
+        addresses: list[Address] = []
         for body in _dump(_GET_ADDRESS):
             _, prefix, _, _, index = _PLACE.unpack_from(body)
-            said = _attributes(body[_PLACE.size :])
+            attributes = _attributes(body[_PLACE.size :])
             # at a point-to-point link ADDRESS is the other end's
-            own = said.get(_OWN_ADDRESS) or said.get(_ADDRESS)
-            if own is not None and len(own) in (4, 16) and index in links:
+            local = attributes.get(_OWN_ADDRESS) or attributes.get(_ADDRESS)
+            if local is not None and len(local) in (4, 16) and index in links:
                 name, up = links[index]
-                found.append(Address(name, ip_interface((own, prefix)), up))
+                addresses.append(Address(name, ip_interface((local, prefix)), up))
     except (AttributeError, OSError):  # no netlink on this system, or not for us
         return ()
-    return tuple(found)
+    return tuple(addresses)
 
 
 def resolve(host: str) -> tuple[str, ...]:
-    """The addresses of a name, each once, in the resolver's order; () for an unknown name."""
+    """Return the addresses of a name, each once, in the resolver's order; () for an unknown
+    name.
+    """
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return ()
-    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 def master_address(env: Mapping[str, str], host: str, *, rank: int, here: bool) -> str | None:
-    """The address by which several nodes know rank 0's `host`; None where this node cannot say.
+    """Return the address by which several nodes know rank 0's `host`; None if this node cannot
+    tell.
 
     here: this is rank 0's own node. There the host's own name may well mean loopback (Debian maps
     it to 127.0.1.1), or be unknown.
@@ -265,30 +275,34 @@ def master_address(env: Mapping[str, str], host: str, *, rank: int, here: bool) 
     Raises:
         LaunchError: it is a loopback address, which leads every node to itself.
     """
-    found = resolve(host)
-    outside = [address for address in found if not is_loopback(address)]
+    addresses = resolve(host)
+    outside = [address for address in addresses if not is_loopback(address)]
     if outside:
-        own = {str(address.ip.ip) for address in read_addresses()} if here else set[str]()
-        return next((address for address in outside if address in own), outside[0])
+        own_addresses = {str(address.ip.ip) for address in read_addresses()} if here else set[str]()
+        return next((address for address in outside if address in own_addresses), outside[0])
     is_allowed = env.get(GLOO) in LOOPBACK_NAMES
-    if found and is_allowed:
-        return found[0]
+    if addresses and is_allowed:
+        return addresses[0]
     # a numeric address is what it resolves to
-    if not found or (here and host not in ("localhost", *found)):
+    if not addresses or (here and host not in ("localhost", *addresses)):
         return None
     name = socket.gethostname()
-    said = hosts_lines(host)
+    lines = hosts_lines(host)
     raise LaunchError(
-        f"rank {rank} on {name}: the master address {host} is {found[0]} here, loopback, which no "
+        f"rank {rank} on {name}: the master address {host} is {addresses[0]} here, loopback, "
+        f"which no "
         f"other node can reach, but the job has more than one node"
-        f"{f' (/etc/hosts, {said[0]})' if said else ''}; set MASTER_ADDR to rank 0's address on "
+        f"{f' (/etc/hosts, {lines[0]})' if lines else ''}; set MASTER_ADDR to rank 0's address on "
         f"the network, or correct /etc/hosts on {name} (if all ranks are on one machine, "
         f"set {GLOO}={LOOPBACK_NAMES[0]})"
     )
 
 
 def source_address_for(address: str) -> str | None:
-    """This node's own address on packets to `address`; None without a way. Nothing is sent."""
+    """Return this node's own address on packets to `address`; None if there is no route.
+
+    Nothing is sent.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -299,7 +313,7 @@ def source_address_for(address: str) -> str | None:
 
 
 def hosts_lines(name: str, path: Path = Path("/etc/hosts")) -> tuple[str, ...]:
-    """The lines of the hosts file that speak of `name`, as `line 3: 127.0.1.1 n1`."""
+    """Return the lines of the hosts file that name `name`, as `line 3: 127.0.1.1 n1`."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -312,7 +326,7 @@ def hosts_lines(name: str, path: Path = Path("/etc/hosts")) -> tuple[str, ...]:
 
 
 def _dump(kind: int) -> Iterator[bytes]:
-    """The bodies of the kernel's answers to "list all"."""
+    """Yield the bodies of the kernel's answers to "list all"."""
     with closing(socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)) as kernel:
         kernel.settimeout(_TIMEOUT_S)
         kernel.sendall(_HEADER.pack(_HEADER.size + 4, kind, _REQUEST_DUMP, 1, 0) + bytes(4))
@@ -329,15 +343,17 @@ def _dump(kind: int) -> Iterator[bytes]:
 
 
 def _attributes(block: bytes) -> dict[int, bytes]:
-    found: dict[int, bytes] = {}
+    """Return the attributes of a netlink message, by number."""
+    attributes: dict[int, bytes] = {}
     while len(block) >= _ATTRIBUTE.size:
         length, kind = _ATTRIBUTE.unpack_from(block)
         if length < _ATTRIBUTE.size:
             break
-        found[kind] = block[_ATTRIBUTE.size : length]
+        attributes[kind] = block[_ATTRIBUTE.size : length]
         block = block[_aligned(length) :]
-    return found
+    return attributes
 
 
 def _aligned(length: int) -> int:
+    """Return a length rounded up to 4 bytes, as netlink pads."""
     return (length + 3) & ~3

@@ -33,7 +33,9 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """One process's place and the meeting point, equal on all ranks but for the place.
+    """The rank of one process and the meeting point of all ranks.
+
+    The meeting point is equal on all ranks.
 
     ports: TCP ports at `address` (rank 0's host) to try in this order; empty where `store`
         serves instead or no one else comes.
@@ -61,30 +63,34 @@ class Rendezvous:
 
     @property
     def keeps_store(self) -> bool:
-        """Whether the store lives in this process, so that it must not end before the others."""
+        """True if the store lives in this process, so that it must not end before the others."""
         return self.rank == 0 and not self.served and self.store is None
 
 
 def detect(env: Env) -> Rendezvous:
-    """This process's place, from the first launcher whose variables are there.
+    """Return this process's rank, from the first launcher whose variables are there.
 
     Raises:
         LaunchError: a launcher's variables are there in part, are no numbers, or disagree.
     """
-    found = next(answer for launcher in LAUNCHERS if (answer := launcher(env)) is not None)
-    if found.rank < found.world_size and (
-        found.local_rank < found.local_world_size <= found.world_size
+    rendezvous = next(answer for launcher in LAUNCHERS if (answer := launcher(env)) is not None)
+    if rendezvous.rank < rendezvous.world_size and (
+        rendezvous.local_rank < rendezvous.local_world_size <= rendezvous.world_size
     ):
-        return found
+        return rendezvous
     raise LaunchError(
-        f"{found.source} launcher: rank {found.rank} of {found.world_size}, local rank "
-        f"{found.local_rank} of {found.local_world_size} cannot be: ranks count from 0 and a node "
+        f"{rendezvous.source} launcher: rank {rendezvous.rank} of {rendezvous.world_size}, "
+        f"local rank "
+        f"{rendezvous.local_rank} of {rendezvous.local_world_size} cannot be: ranks count from "
+        f"0 and a node "
         f"has no more of them than the world; correct these variables, or unset them all"
     )
 
 
 def candidate_ports(token: str) -> tuple[int, ...]:
-    """16 different ports from 20000 to 29999 that all holders of `token` try in this order."""
+    """Return 16 different ports from 20000 to 29999; all holders of `token` try them in this
+    order.
+    """
     draws = (int(_digest(token, draw), 16) for draw in itertools.count())
     ports: dict[int, None] = {}
     while len(ports) < NUM_PORTS:
@@ -93,17 +99,17 @@ def candidate_ports(token: str) -> tuple[int, ...]:
 
 
 def _local(env: Env) -> Rendezvous | None:
-    """Processes of this package's own starter, which meet at a file."""
+    """Return the rendezvous of this package's own starter, whose processes meet at a file."""
     if "TDP_STORE" not in env:
         return None
-    place = _integers(
+    numbers = _integers(
         env,
         ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
         found="TDP_STORE",
         advice="unset TDP_STORE, which another run left behind",
     )
     return Rendezvous(
-        *place,
+        *numbers,
         node=0,
         address="127.0.0.1",
         ports=(),
@@ -114,7 +120,9 @@ def _local(env: Env) -> Rendezvous | None:
 
 
 def _torchrun(env: Env) -> Rendezvous | None:
-    """torchrun, or the same variables set by hand or by a cluster's operator."""
+    """Return the rendezvous of torchrun, or of the same variables set by hand or a cluster's
+    operator.
+    """
     agent = "TORCHELASTIC_RUN_ID" in env
     if not agent:
         # A batch script that exports WORLD_SIZE, or all of Slurm's numbers under torch's
@@ -159,14 +167,21 @@ def _torchrun(env: Env) -> Rendezvous | None:
 
 
 def _slurm(env: Env) -> Rendezvous | None:
-    """A task of a Slurm step. Job-wide variables may count more tasks than the step has."""
+    """Return the rendezvous of a task of a Slurm step.
+
+    Job-wide variables may count more tasks than the step has.
+    """
     if not in_step(env):
         return None
     job, step, rank, local_rank, node, world_size = _integers(
         env,
         (
-            *("SLURM_JOB_ID", "SLURM_STEP_ID"),
-            *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS"),
+            "SLURM_JOB_ID",
+            "SLURM_STEP_ID",
+            "SLURM_PROCID",
+            "SLURM_LOCALID",
+            "SLURM_NODEID",
+            "SLURM_STEP_NUM_TASKS",
         ),
         texts=("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"),
         found="SLURM_STEP_ID",
@@ -187,7 +202,10 @@ def _slurm(env: Env) -> Rendezvous | None:
             f"the {len(counts)} nodes; set MASTER_ADDR to the first host of your host file"
         )
     token = _digest(
-        *("slurm", env.get("SLURM_CLUSTER_NAME", ""), job, step),
+        "slurm",
+        env.get("SLURM_CLUSTER_NAME", ""),
+        job,
+        step,
         _integer(env, "SLURM_RESTART_COUNT", default=0),  # unset in the first run
     )
     return Rendezvous(
@@ -205,7 +223,7 @@ def _slurm(env: Env) -> Rendezvous | None:
 
 
 def _single(env: Env) -> Rendezvous:
-    """One process, with a note where someone might have expected more."""
+    """Return the rendezvous of one process, with a note if a user might expect more."""
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if (size := _integer(env, name, default=1)) > 1:
             raise LaunchError(
@@ -221,8 +239,8 @@ def _single(env: Env) -> Rendezvous:
         )
     note = ""
     if job := env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID"):
-        what = "with the step variables of another job" if is_inherited(env) else "without a step"
-        note = f"Slurm job {job} {what}: running as one process; `srun` starts one per task"
+        state = "with the step variables of another job" if is_inherited(env) else "without a step"
+        note = f"Slurm job {job} {state}: running as one process; `srun` starts one per task"
     return Rendezvous(0, 1, 0, 1, 0, "127.0.0.1", (), _digest("alone"), "alone", note=note)
 
 
@@ -232,7 +250,7 @@ LAUNCHERS: tuple[Callable[[Env], Rendezvous | None], ...] = (_local, _torchrun, 
 def _integers(
     env: Env, names: Sequence[str], *, found: str, advice: str, texts: Sequence[str] = ()
 ) -> list[int]:
-    """The values of `names`, which like `texts` must be there because `found` is."""
+    """Return the values of `names`; these and `texts` must be set because `found` is."""
     if missing := [name for name in (*names, *texts) if not env.get(name)]:
         raise LaunchError(
             f"the environment has {found}={env[found]} but not {', '.join(missing)}; {advice}"
@@ -246,13 +264,14 @@ def _integers(
 
 
 def _integer(env: Env, name: str, *, default: int) -> int:
+    """Return a variable as a number, or `default` if it is unset."""
     if not env.get(name):
         return default
     return _integers(env, (name,), found=name, advice="correct or unset it")[0]
 
 
 def _user_port(env: Env) -> tuple[int, ...]:
-    """The user's MASTER_PORT as the only candidate; () if there is none."""
+    """Return the user's MASTER_PORT as the only candidate; () if there is none."""
     port = _integer(env, "MASTER_PORT", default=0)
     if env.get("MASTER_PORT") and not 0 < port < 65_536:
         raise LaunchError(f"MASTER_PORT={port} is no TCP port; use 1 to 65535, or unset it")
@@ -260,4 +279,5 @@ def _user_port(env: Env) -> tuple[int, ...]:
 
 
 def _digest(*parts: object) -> str:
+    """Return a short digest of these parts."""
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]

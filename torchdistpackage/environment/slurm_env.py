@@ -1,4 +1,4 @@
-"""What Slurm says in the environment: lists of hosts, tasks of a step, and what a job may inherit.
+"""Slurm's variables: lists of hosts, tasks of a step, and what a job may inherit.
 
 Of its host-list grammar, `rack[1-2]n[01-03],login`, the answer equals that of `scontrol show
 hostnames`, order included, or there is no answer. `tests/environment/hostlist_corpus.json` holds
@@ -38,7 +38,7 @@ _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def expand(text: str) -> tuple[str, ...]:
-    """Every host of `text` in Slurm's order, duplicates kept; no host gives ().
+    """Return every host of `text` in Slurm's order, duplicates kept; no host gives ().
 
     `n[08-10]` is n08, n09, n10. With several brackets the last one varies fastest and, of
     those before it, the first: Slurm's order, and the only one in which node numbers agree.
@@ -59,7 +59,7 @@ def expand(text: str) -> tuple[str, ...]:
 
 
 def first_host(text: str) -> str:
-    """The first host of `text`: the one with node number 0 in a step's list.
+    """Return the first host of `text`: the one with node number 0 in a step's list.
 
     Raises:
         LaunchError: the list is invalid or names no host.
@@ -71,7 +71,7 @@ def first_host(text: str) -> str:
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
-    """One number per node of Slurm's repeated counts: `3,1(x2)` is (3, 1, 1).
+    """Return one number per node from Slurm's repeated counts: `3,1(x2)` is (3, 1, 1).
 
     Raises:
         LaunchError: `text` is not such a list, or stands for more than 65,536 nodes.
@@ -90,7 +90,7 @@ def expand_counts(text: str) -> tuple[int, ...]:
 
 
 def _expand_one(text: str, host: str, *, room: int) -> list[str]:
-    """The hosts of one element; counted before any is built, so that size cannot hurt."""
+    """Return the hosts of one element; they are counted first, so that a large size cannot hurt."""
     *pieces, rest = _BRACKET.split(host)
     if not pieces:
         if room < 1:
@@ -119,7 +119,7 @@ def _expand_one(text: str, host: str, *, room: int) -> list[str]:
 
 
 def _ranges(text: str, inside: str) -> list[tuple[int, int, int]]:
-    """(lowest, highest, width) of each range between two brackets."""
+    """Return (lowest, highest, width) of each range between two brackets."""
     ranges: list[tuple[int, int, int]] = []
     for part in inside.split(","):
         match = _RANGE.fullmatch(part)
@@ -138,15 +138,18 @@ def _ranges(text: str, inside: str) -> list[tuple[int, int, int]]:
 
 
 def _skip(text: str, position: int) -> int:
+    """Return the position after separators."""
     match = _SEPARATORS.match(text, position)
     return match.end() if match else position
 
 
 def _short(text: str) -> str:
+    """Return a text as quoted, cut if it is long."""
     return repr(text) if len(text) <= 200 else f"{text[:200]!r}... ({len(text)} characters)"
 
 
 def _refuse(text: str, why: str) -> NoReturn:
+    """Raise LaunchError for a host list."""
     raise LaunchError(
         f"host list {_short(text)}: {why}; give a list as Slurm writes it, like n[1-3,07],login"
     )
@@ -158,34 +161,35 @@ KEPT = ("SLURM_CONF",)
 """Where Slurm is found: without it nothing is."""
 
 RANKS = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
-    *("TORCHELASTIC_*", "TDP_*", "PMI_*", "PMI2_*", "PMIX_*", "OMPI_*"),
-)
-"""By these a process takes itself for one of many."""
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE",
+    "TORCHELASTIC_*", "TDP_*", "PMI_*", "PMI2_*", "PMIX_*", "OMPI_*",
+)  # fmt: skip
+"""Variables that make a process take itself for one of many."""
 
 SLURM = ("SLURM_*", "SLURMD_*", "SLURMCTLD_*", "SBATCH_*", "SRUN_*", "SALLOC_*", "SQUEUE_*")
 """What Slurm says of a job, and options of its commands."""
 
 DEVICES = (
-    *("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES"),
-    *("HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
-)
-"""The devices of a job; outside of one they are the user's own choice."""
+    "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK",
+)  # fmt: skip
+"""Variables of a job's devices; outside of a job they are the user's own choice."""
 
 # Slurm numbers what is not a srun step from here: batch script, interactive shell, external.
 _FIRST_RESERVED_STEP = 0xFFFF_FFF0
 
 
 def in_step(env: Env) -> bool:
-    """Whether srun made this process: a batch script or an interactive shell is no step."""
+    """Return True if srun made this process: a batch script or an interactive shell is no step."""
     step = env.get("SLURM_STEP_ID")
     reserved = step is not None and step.isdecimal() and int(step) >= _FIRST_RESERVED_STEP
     return step is not None and not reserved and not is_inherited(env)
 
 
 def is_inherited(env: Env) -> bool:
-    """Whether the step variables come from the job that submitted this one from inside a step.
+    """Return True if the step variables come from the job that submitted this one from inside a
+    step.
 
     Three facts give that away: the list of tasks on this node is not the step's; the step has
     nodes that the job has not; or this is a batch script, submitted from a node of the step.
@@ -209,7 +213,7 @@ def is_inherited(env: Env) -> bool:
 
 
 def hosts_of_ranks(env: Env, counts: Sequence[int], node: int) -> tuple[str, ...]:
-    """The host of each rank of a step with `counts` tasks per node; () where it is not known.
+    """Return the host of each rank of a step with `counts` tasks per node; () if it is not known.
 
     Known is the block distribution, node after node, if the tasks of this `node` agree with it.
     """
@@ -224,7 +228,7 @@ def hosts_of_ranks(env: Env, counts: Sequence[int], node: int) -> tuple[str, ...
 
 
 def scrub_slurm_env(env: Env) -> dict[str, str]:
-    """`env` as it is handed to sbatch, and to Slurm's other commands."""
+    """Return `env` as it is passed to sbatch, and to Slurm's other commands."""
     in_job = "SLURM_JOB_ID" in env or "SLURM_JOBID" in env
     patterns = (*RANKS, *SLURM, *(DEVICES if in_job else ()))
     return {
@@ -235,5 +239,7 @@ def scrub_slurm_env(env: Env) -> dict[str, str]:
 
 
 def options_dropped(env: Env) -> tuple[str, ...]:
-    """Variables by which a user may have meant to choose options of sbatch, `NAME=value`."""
+    """Return the variables, `NAME=value`, by which a user may have meant to choose options of
+    sbatch.
+    """
     return tuple(f"{name}={env[name]}" for name in sorted(env) if name.startswith("SBATCH_"))

@@ -1,4 +1,4 @@
-"""Whether two ways to compute a step are equal, and which module is the first that differs.
+"""Comparison of two ways to compute a step: which module is the first that differs.
 
 record    what a step shows: outputs of modules, results, gradients, weights.
 match     how far a tensor is from the whole one, element by element or as a part of it.

@@ -1,4 +1,4 @@
-"""Where steps that should be equal part: the first module, by how much, why.
+"""Search for the first difference between steps that should be equal: module, size and usual cause.
 
 `tdp parity` compares the ranks of a layout with one process, a trial of a split or of stages what
 they compute with what the model alone does.
@@ -40,9 +40,12 @@ ITS_STEP = "its step"
 
 @dataclass(frozen=True, slots=True)
 class ParityFinding:
-    """The first difference of a layout. module: where; what: of it; excess: the difference, over
-    the largest number of the whole; rank: the one that differs most; cause: the usual one; detail:
-    the traceback of a rank that raised."""
+    """The first difference of a layout.
+
+    module: where; what: of it. excess: the difference, over the largest number of the whole.
+    rank: the one that differs most. cause: the usual one. detail: the traceback of a rank that
+        raised.
+    """
 
     module: str
     what: str
@@ -61,7 +64,7 @@ class ParityFinding:
 
     @property
     def brief(self) -> str:
-        """Module, what differs and by how much: what every refusal of a split says."""
+        """The module, what differs and by how much: the text of every refusal of a split."""
         return f"{self.module}: {self.what} differ{self._by()}"
 
     def _by(self) -> str:
@@ -85,7 +88,7 @@ def first_difference(
 
 
 def _module_in(text: str, whole: ParityRecord) -> str:
-    """The one that `told_where` put first, else one whose name is in the text."""
+    """Return the module that `told_where` put first, else one whose name is in the text."""
     at = text.partition(": ")[0]
     if at in whole.modules and at:
         return at
@@ -93,61 +96,66 @@ def _module_in(text: str, whole: ParityRecord) -> str:
 
 
 def _owner(name: str) -> str:
+    """Return the module of a parameter."""
     return name.rpartition(".")[0] or WHOLE_MODEL
 
 
 def _worst(
     whole: Mapping[str, Tensor],
-    held: Iterable[Mapping[str, Tensor]],
+    by_rank: Iterable[Mapping[str, Tensor]],
     name: str,
     by: Measure,
     noise: float = 0.0,
 ) -> tuple[float | None, int] | None:
-    """The largest difference of the ranks' tensors of this name, and the rank; None: all fit.
+    """Return the largest difference of the ranks' tensors of this name, and the rank; None: all
+    fit.
 
     noise: a difference of so much in any element is rounding.
     """
     if noise and whole[name].numel():
         noise /= max(float(whole[name].abs().max()), 1e-30)
-    found: list[tuple[float, int]] = []
-    for rank, mine in enumerate(held):
-        if name in mine:
-            apart = by.apart(mine[name], whole[name])
-            found.append((float("inf") if apart is None else apart, rank))
-    worst, rank = max(found, default=(0.0, 0))
+    differences: list[tuple[float, int]] = []
+    for rank, tensors in enumerate(by_rank):
+        if name in tensors:
+            apart = by.apart(tensors[name], whole[name])
+            differences.append((float("inf") if apart is None else apart, rank))
+    worst, rank = max(differences, default=(0.0, 0))
     if worst <= max(by.tolerance, noise):
         return None
     return (None if worst == float("inf") else worst), rank
 
 
 def _largest(tensors: Mapping[str, Tensor]) -> float:
+    """Return the largest absolute value in these tensors."""
     return max((float(x.abs().max()) for x in tensors.values() if x.numel()), default=0.0)
 
 
 def _initial(
     whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
+    """Compare the initial weights."""
     for name in whole.initial:
-        if (found := _worst(whole.initial, (r.initial for r in ranks), name, by)) is not None:
+        if (worst := _worst(whole.initial, (r.initial for r in ranks), name, by)) is not None:
             cause = "initial weights that a rank draws from a state of its own, or a wrong shard"
-            return ParityFinding(_owner(name), f"the first weights ({name})", *found, cause)
+            return ParityFinding(_owner(name), f"the first weights ({name})", *worst, cause)
     return None
 
 
 def _data(
     whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
+    """Compare the samples that the ranks read."""
     if not whole.inputs or not any(record.inputs for record in ranks):
         return None
     for number, tensor in enumerate(whole.inputs):
         fed = [(rank, r.inputs[number]) for rank, r in enumerate(ranks) if len(r.inputs) > number]
-        for rank, mine in fed:
-            apart = difference(mine, tensor)
+        for rank, samples in fed:
+            apart = difference(samples, tensor)
             if apart is not None and apart > TOLERANCE:
                 cause = "data that depend on the number of ranks, or on what was asked before"
                 return ParityFinding(DATA, "samples", apart, rank, cause)
-        seen = set().union(*(rows_found(mine, tensor) for _, mine in fed))
-        if fed and any(mine.shape[1:] == tensor.shape[1:] for _, mine in fed):
+        seen = set().union(*(rows_found(samples, tensor) for _, samples in fed))
+        if fed and any(samples.shape[1:] == tensor.shape[1:] for _, samples in fed):
             missing = sorted(set(range(tensor.shape[0])) - seen)
             if missing:
                 cause = f"ranks that read the same samples: sample {missing[0]} is on no rank"
@@ -158,38 +166,41 @@ def _data(
 def _forward(
     whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
+    """Compare the outputs of modules, from the outermost inwards."""
     wrong = {n: x for n in whole.modules if (x := _output(whole, ranks, n, by)) is not None}
     if whole.results:
         # where what comes out is known, a module inside counts only if that differs
-        if (off := _results(whole, ranks, by)) is None:
+        if (worst := _results(whole, ranks, by)) is None:
             return None
-        wrong[""] = off
+        wrong[""] = worst
     # a part of a sum is as it should be; whether somebody adds it up, its parent shows
     partial = {name for name in wrong if _is_partial(whole, ranks, name, by)}
     tops = [n for n in wrong if not any(_is_inside(n, x) for x in whole.modules if x != n)]
     if not tops:
         return None
-    at = "" if "" in wrong else tops[0]
-    while inner := [x for x in wrong if x not in partial and x != at and _level(x, at, whole)]:
+    module = "" if "" in wrong else tops[0]
+    while inner := [
+        x for x in wrong if x not in partial and x != module and _level(x, module, whole)
+    ]:
         # what is wrong because its inputs are, comes of its parent's own lines
         right = [name for name in inner if _has_right_inputs(whole, ranks, name, by)]
         if not right:
             break
-        at = right[0]
-    excess, rank = wrong[at]
-    sums = any(_is_inside(name, at) for name in partial)
-    cause = _forward_cause(whole, ranks, at, axes, sums, by)
-    return ParityFinding(at or WHOLE_MODEL, "outputs", excess, rank, cause)
+        module = right[0]
+    excess, rank = wrong[module]
+    sums = any(_is_inside(name, module) for name in partial)
+    cause = _forward_cause(whole, ranks, module, axes, sums, by)
+    return ParityFinding(module or WHOLE_MODEL, "outputs", excess, rank, cause)
 
 
 def _results(
     whole: ParityRecord, ranks: Sequence[ParityRecord], by: Measure
 ) -> tuple[float | None, int] | None:
-    """How far the whole model's outputs are off, and on which rank; None: all are right."""
+    """Return how far the whole model's outputs are off, and on which rank; None: all are right."""
     for number, full in enumerate(whole.results):
         apart = (by.apart(record.results[number], full) for record in ranks)
-        off = [(float("inf") if x is None else x, rank) for rank, x in enumerate(apart)]
-        worst, rank = max(off)
+        differences = [(float("inf") if x is None else x, rank) for rank, x in enumerate(apart)]
+        worst, rank = max(differences)
         if worst > by.tolerance:
             return (None if worst == float("inf") else worst), rank
     return None
@@ -198,19 +209,24 @@ def _results(
 def _has_right_inputs(
     whole: ParityRecord, ranks: Sequence[ParityRecord], name: str, by: Measure
 ) -> bool:
-    held, full = [r.modules[name].inputs for r in ranks if name in r.modules], whole.modules[name]
-    apart = (_lists(inputs, full.inputs, by) for inputs in held)
-    firsts = [x[0] for x in held if x]
+    """Return True if the inputs of a module are right on all ranks."""
+    by_rank, full = (
+        [r.modules[name].inputs for r in ranks if name in r.modules],
+        whole.modules[name],
+    )
+    apart = (_lists(inputs, full.inputs, by) for inputs in by_rank)
+    firsts = [x[0] for x in by_rank if x]
     is_right = all(x is None or x <= by.tolerance for x in apart)
     return is_right and not _is_missing(firsts, full.inputs, by)
 
 
 def _is_inside(name: str, other: str) -> bool:
+    """Return True if the module `name` is inside `other`."""
     return other == "" or name.startswith(f"{other}.")
 
 
 def _level(name: str, parent: str, whole: ParityRecord) -> bool:
-    """Whether a module is in another one, and no known one lies between the two."""
+    """Return True if a module is in another one, and no known one lies between the two."""
     if not _is_inside(name, parent):
         return False
     between = (x for x in whole.modules if x not in (name, parent))
@@ -220,23 +236,25 @@ def _level(name: str, parent: str, whole: ParityRecord) -> bool:
 def _output(
     whole: ParityRecord, ranks: Sequence[ParityRecord], name: str, by: Measure
 ) -> tuple[float | None, int] | None:
-    found: list[tuple[float, int]] = []
+    """Return the largest difference of a module's outputs, and the rank; None: all fit."""
+    differences: list[tuple[float, int]] = []
     for rank, record in enumerate(ranks):
         # a block that a border between stages cuts is not whole on either
         parts = (x for x in whole.modules if _is_inside(x, name))
         if name in record.modules and all(x in record.modules for x in parts):
             apart = _lists(record.modules[name].outputs, whole.modules[name].outputs, by)
             if apart is not None:
-                found.append((apart, rank))
-    worst, rank = max(found, default=(0.0, 0))
+                differences.append((apart, rank))
+    worst, rank = max(differences, default=(0.0, 0))
     if worst > by.tolerance:
         return worst, rank
     if _is_missing(_first_outputs(ranks, name), whole.modules[name].outputs, by):
-        return None, found[-1][1]  # each is a part, and another one is on no rank
+        return None, differences[-1][1]  # each is a part, and another one is on no rank
     return None
 
 
 def _is_missing(held: Sequence[Tensor], full: Sequence[Tensor], by: Measure) -> bool:
+    """Return True if the ranks hold parts of a tensor, and some part is on no rank."""
     if not by.finds_parts:
         return False
     parts = [x for x in held if full and by.apart(x, full[0]) is not None]
@@ -244,18 +262,19 @@ def _is_missing(held: Sequence[Tensor], full: Sequence[Tensor], by: Measure) -> 
 
 
 def _lists(mine: Sequence[Tensor], whole: Sequence[Tensor], by: Measure) -> float | None:
-    """The largest difference of tensors that can be compared."""
+    """Return the largest difference of tensors that can be compared."""
     apart = [by.apart(a, b) for a, b in zip(mine, whole, strict=False)]
     return max((x for x in apart if x is not None), default=None)
 
 
 def _first_outputs(ranks: Sequence[ParityRecord], name: str) -> list[Tensor]:
+    """Return the first output of a module on each rank that has it."""
     calls = [r.modules[name].outputs for r in ranks if name in r.modules]
     return [outputs[0] for outputs in calls if outputs]
 
 
 def _is_partial(whole: ParityRecord, ranks: Sequence[ParityRecord], name: str, by: Measure) -> bool:
-    """Whether the ranks' outputs of a module add up to the whole one."""
+    """Return True if the ranks' outputs of a module add up to the whole one."""
     if name not in whole.modules:
         return False
     held, full = _first_outputs(ranks, name), whole.modules[name].outputs
@@ -275,17 +294,20 @@ def _forward_cause(
     sums: bool,
     by: Measure,
 ) -> str:
-    """sums: a part inside has outputs that add up to the whole one's."""
-    held = _first_outputs(ranks, name)
-    alike = all(x.shape == held[0].shape and bool((x == held[0]).all()) for x in held)
+    """Return the usual cause of wrong outputs.
+
+    sums: the outputs of a module inside add up to the whole one's.
+    """
+    outputs = _first_outputs(ranks, name)
+    alike = all(x.shape == outputs[0].shape and bool((x == outputs[0]).all()) for x in outputs)
     if (sums and not alike) or _is_partial(whole, ranks, name, by):
         return "parts of a sum that nobody adds up over the ranks"
     if sums:
         return "what belongs to a sum once is added on every rank, as a bias"
-    own = name.rpartition(".")[2].lower()
-    if "norm" in own or own in ("ln", "bn"):
+    short_name = name.rpartition(".")[2].lower()
+    if "norm" in short_name or short_name in ("ln", "bn"):
         return "a norm over a part of the channels or of the batch"
-    if "context" in axes or any(word in own for word in ("pos", "mask", "att", "rotary")):
+    if "context" in axes or any(word in short_name for word in ("pos", "mask", "att", "rotary")):
         return "a mask, or positions, of the wrong part of the sequence"
     if set(axes) & set(SPLITS_BATCH):
         return "something that is computed over the samples of one rank, as batch statistics"
@@ -295,6 +317,7 @@ def _forward_cause(
 def _loss(
     whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
+    """Compare the losses."""
     held = [record.losses for record in ranks if record.losses]
     if not held or not whole.losses:
         return None
@@ -312,6 +335,7 @@ def _loss(
 
 
 def _sizes(axes: Axes) -> list[int]:
+    """Return the sizes of the axes, and their product."""
     sizes = [size for size in axes.values() if size > 1]
     product = 1
     for size in sizes:
@@ -322,6 +346,7 @@ def _sizes(axes: Axes) -> list[int]:
 def _grads(
     whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
+    """Compare the gradients, without the effect of clipping."""
     unclipped = _without_clipping(whole, ranks, by)
     return _first_grad(whole, ranks if unclipped is None else unclipped, axes, by)
 
@@ -329,8 +354,8 @@ def _grads(
 def _without_clipping(
     whole: ParityRecord, ranks: Sequence[ParityRecord], by: Measure
 ) -> Sequence[ParityRecord] | None:
-    """The records with gradients as they were before the step clipped them by their norm; None: it
-    is not a clipping that makes them differ.
+    """Return the records with gradients from before clipping by the norm; None: clipping is not the
+    cause.
 
     One wrong gradient changes the norm, and so all gradients by one factor. If all differ, and some
     fit once that factor is taken out, the others are those that were wrong.
@@ -355,15 +380,16 @@ def _without_clipping(
     return scaled if 0 < len(wrong(scaled)) < len(names) else None
 
 
-def _factor(mine: Tensor, whole: Tensor) -> float:
-    """By how much the first is longer along the second."""
-    mine, whole = mine.double().flatten(), whole.double().flatten()
-    return float(mine @ whole / (whole @ whole))
+def _factor(tensor: Tensor, whole: Tensor) -> float:
+    """Return by how much the first tensor is longer along the second."""
+    tensor, whole = tensor.double().flatten(), whole.double().flatten()
+    return float(tensor @ whole / (whole @ whole))
 
 
 def _first_grad(
     whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
+    """Compare the gradients, from the loss backwards."""
     order = {name: place for place, name in enumerate(whole.modules)}
     names = sorted(whole.grads, key=lambda name: order.get(name.rpartition(".")[0], -1))
     # a gradient that is zero by nature, as of a bias of keys, is what rounding leaves of a sum
@@ -375,17 +401,18 @@ def _first_grad(
         if missing:
             cause = "a parameter that no backward reaches on this rank"
             return ParityFinding(_owner(name), f"no gradient ({name})", None, missing[0], cause)
-        if (found := _worst(whole.grads, (r.grads for r in ranks), name, by, noise)) is not None:
+        if (worst := _worst(whole.grads, (r.grads for r in ranks), name, by, noise)) is not None:
             held = [record.grads[name] for record in ranks if name in record.grads]
             cause = _grad_cause(whole.grads[name], held, axes)
             if (before := backward_culprit(whole, ranks, axes)) is not None:
                 module, *apart = before
                 return ParityFinding(module, "gradients of its inputs", *apart, cause)
-            return ParityFinding(_owner(name), f"gradients ({name})", *found, cause)
+            return ParityFinding(_owner(name), f"gradients ({name})", *worst, cause)
     return None
 
 
 def _grad_cause(whole: Tensor, held: Sequence[Tensor], axes: Axes) -> str:
+    """Return the usual cause of a wrong gradient."""
     alike = all(x.shape == held[0].shape for x in held)
     if alike and held[0].shape == whole.shape:
         total = sum((x.double() for x in held), start=0 * whole.double())
@@ -406,6 +433,7 @@ def _grad_cause(whole: Tensor, held: Sequence[Tensor], axes: Axes) -> str:
 def _dropout(
     whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
+    """Compare the dropout masks of ranks along each axis."""
     shares = math.prod(size for axis, size in axes.items() if axis != "tensor")
     for name in {n: None for record in ranks for n in record.masks}:
         held = [(rank, r.coord, r.masks[name]) for rank, r in enumerate(ranks) if name in r.masks]
@@ -431,19 +459,21 @@ def _dropout(
 def _buffers(
     whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
+    """Compare the buffers."""
     for name in whole.buffers:
-        if (found := _worst(whole.buffers, (r.buffers for r in ranks), name, by)) is not None:
+        if (worst := _worst(whole.buffers, (r.buffers for r in ranks), name, by)) is not None:
             cause = "a buffer that is not reduced over the ranks"
-            return ParityFinding(_owner(name), f"a buffer ({name})", *found, cause)
+            return ParityFinding(_owner(name), f"a buffer ({name})", *worst, cause)
     return None
 
 
 def _norm(
     whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
+    """Compare the gradient norms."""
     for rank, record in enumerate(ranks):
-        for mine, full in zip(record.norms, whole.norms, strict=False):
-            apart = abs(mine - full) / max(abs(full), 1e-30)
+        for norm, full in zip(record.norms, whole.norms, strict=False):
+            apart = abs(norm - full) / max(abs(full), 1e-30)
             if apart > TOLERANCE:
                 cause = "a norm over a part of the parameters, or with replicas counted twice"
                 return ParityFinding("the gradient norm", "the norm", apart, rank, cause)
@@ -453,15 +483,16 @@ def _norm(
 def _weights(
     whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
+    """Compare the weights after the last step."""
     least, largest = by.noise * _largest(whole.grads), _largest(whole.weights)
     for name in whole.weights:
         # an optimizer that divides by the size of a gradient makes steps of its rounding
         is_noise = name in whole.grads and float(whole.grads[name].abs().max()) <= least
         noise = by.tolerance * largest if is_noise else 0.0
-        found = _worst(whole.weights, (r.weights for r in ranks), name, by, noise)
-        if found is not None:
+        worst = _worst(whole.weights, (r.weights for r in ranks), name, by, noise)
+        if worst is not None:
             cause = "an optimizer or a clipping that computes over a part, as by a norm of its own"
-            return ParityFinding(_owner(name), f"weights after the steps ({name})", *found, cause)
+            return ParityFinding(_owner(name), f"weights after the steps ({name})", *worst, cause)
     later = [(abs(a - b) / max(abs(b), 1e-30)) for r in ranks if len(ranks) == 1
              for a, b in zip(r.losses, whole.losses, strict=False)]  # fmt: skip
     if later and max(later) > TOLERANCE:

@@ -1,4 +1,4 @@
-"""Whether a rank's tensor is a part of the whole one, whatever the cut.
+"""Comparison of a rank's tensor with the part of the whole one that it is, for any cut.
 
 Rows (of the first dim) are looked for anywhere, so samples in another order and rows of fused
 projections are found; along other dims a part is a contiguous piece, or along the last one several,
@@ -21,8 +21,10 @@ _JOINED = (2, 3, 4, 6, 8, 12, 16)
 
 
 def difference(part: Tensor, whole: Tensor) -> float | None:
-    """The largest difference, over the whole's largest number, where `part` fits best; None: it
-    has no shape that a part of `whole` could have."""
+    """Return the largest difference, over the whole's largest number, where `part` fits best.
+
+    None: it has no shape that a part of `whole` could have.
+    """
     if part.dim() != whole.dim():
         return None
     if part.dim() == 0:
@@ -52,7 +54,7 @@ def elementwise(found: Tensor, expected: Tensor) -> float | None:
 
 @dataclass(frozen=True)
 class Measure:
-    """When two tensors differ.
+    """The rule by which two tensors differ.
 
     tolerance: the difference that is none yet, over the whole tensor's largest number.
     noise, least_noise: gradients that are zero by nature are what rounding leaves of a sum, so any
@@ -78,8 +80,10 @@ def elementwise_within(tolerance: float, least_noise: float = 0.0) -> Measure:
 
 
 def _joined(part: Tensor, whole: Tensor, scale: float) -> float:
-    """The difference where the last dim of `part` joins several pieces of the whole's; infinity
-    where no number of pieces fits."""
+    """Return the difference if the last dim of `part` joins several pieces of the whole's.
+
+    It is infinity if no number of pieces fits.
+    """
     if part.dim() > 1 and part.shape[-1] < whole.shape[-1]:
         for number in (n for n in _JOINED if part.shape[-1] % n == 0):
             found = 0.0
@@ -94,6 +98,7 @@ def _joined(part: Tensor, whole: Tensor, scale: float) -> float:
 
 
 def _fit(part: Tensor, whole: Tensor, scale: float) -> float | None:
+    """Return the difference where `part` fits best, also with the first two dims merged."""
     best = _best(part, whole)
     if part.dim() > 2 and (best is None or best > TOLERANCE * scale):
         # samples of several microbatches, of a model whose first dim is the sequence
@@ -103,13 +108,18 @@ def _fit(part: Tensor, whole: Tensor, scale: float) -> float | None:
 
 
 def _best(part: Tensor, whole: Tensor) -> float | None:
+    """Return the smallest difference over all pieces of the shape of `part`; None: it is too
+    long.
+    """
     if part.shape[0] > whole.shape[0]:
         return None
     return min((_rows(part, piece) for piece in _pieces(part.shape[1:], whole)), default=None)
 
 
 def missing_place(parts: Sequence[Tensor], whole: Tensor) -> bool:
-    """Whether even pieces along dims after the first are on no rank, though every part is one."""
+    """Return True if even pieces along dims after the first are on no rank, though every part is
+    one.
+    """
     shape = parts[0].shape[1:]
     if any(x.dim() < 2 or x.shape[1:] != shape for x in (*parts, parts[0])):
         return False
@@ -126,7 +136,7 @@ def missing_place(parts: Sequence[Tensor], whole: Tensor) -> bool:
 
 
 def rows_found(part: Tensor, whole: Tensor) -> set[int]:
-    """The rows of `whole` that rows of `part` are."""
+    """Return the rows of `whole` that rows of `part` are."""
     if part.dim() == 0 or part.shape[1:] != whole.shape[1:]:
         return set()
     apart = _apart(_real(part), _real(whole))
@@ -134,26 +144,27 @@ def rows_found(part: Tensor, whole: Tensor) -> set[int]:
 
 
 def _real(x: Tensor) -> Tensor:
+    """Return a tensor as real float64 without NaN and Inf, which become distinct large numbers."""
     x = torch.view_as_real(x) if x.is_complex() else x
     return torch.nan_to_num(x.detach().to(torch.float64), nan=1e300, posinf=1e301, neginf=-1e301)
 
 
 def _pieces(shape: torch.Size, whole: Tensor) -> Iterator[Tensor]:
-    """Pieces of `whole` with all rows and this shape of a row."""
+    """Yield the pieces of `whole` with all rows and this shape of a row."""
     starts = []
     for size, full in zip(shape, whole.shape[1:], strict=True):
         if size > full or size == 0:
             return
         starts.append(range(0, full - size + 1, size if full % size == 0 else 1))
-    for number, at in enumerate(product(*starts)):
+    for number, start in enumerate(product(*starts)):
         if number == _MOST_PLACES:
             return
-        place = tuple(slice(a, a + size) for a, size in zip(at, shape, strict=True))
-        yield whole[(slice(None), *place)]
+        piece = tuple(slice(a, a + size) for a, size in zip(start, shape, strict=True))
+        yield whole[(slice(None), *piece)]
 
 
 def _rows(part: Tensor, whole: Tensor) -> float:
-    """How far the row that fits worst is from the row it fits best."""
+    """Return how far the row that fits worst is from the row it fits best."""
     if part.shape[0] == 0:
         return 0.0
     if part.shape == whole.shape and (same := float((part - whole).abs().max())) == 0.0:
@@ -162,6 +173,6 @@ def _rows(part: Tensor, whole: Tensor) -> float:
 
 
 def _apart(part: Tensor, whole: Tensor) -> Tensor:
-    """Of each row of `part` to each of `whole` the largest difference."""
+    """Return the largest difference of each row of `part` to each of `whole`."""
     part, whole = (x.reshape(x.shape[0], -1) for x in (part, whole))
     return torch.cdist(part, whole, p=float("inf"))

@@ -1,4 +1,4 @@
-"""What one rank notes of a few steps of a model: to be compared with the same steps elsewhere.
+"""Records of a few steps of a model on one rank, to be compared with the same steps elsewhere.
 
 In the first step every module's inputs and outputs are kept, on the way forward and for all calls
 of it, as a microbatch is a call. Nothing of the model is changed, but that dropout is off: what it
@@ -24,8 +24,11 @@ DATA, LOSS = "data", "loss"
 
 @dataclass(slots=True)
 class ModuleCalls:
-    """Tensors that a module got and gave in the first step, each joined over its calls, and the
-    gradients of those; [] where some have none."""
+    """The inputs and outputs of a module in the first step, each joined over its calls, and their
+    gradients.
+
+    A list is empty if some call has none.
+    """
 
     inputs: list[Tensor]
     outputs: list[Tensor]
@@ -35,11 +38,15 @@ class ModuleCalls:
 
 @dataclass(slots=True)
 class ParityRecord:
-    """One rank of one layout. coord: its place. modules: by name, in the order in which their first
-    calls ended. losses, norms: of each step. grads: after the sum over ranks, of the first step.
-    masks: of each dropout, what a call of it kept. results: what the whole model gave, where that
-    is known apart from its modules. error: of the rank that ended the steps, in one
-    line; error_detail: its traceback, or where all ranks hung."""
+    """The record of one rank of one layout.
+
+    coord: its coordinates. modules: by name, in the order in which their first calls ended.
+    losses, norms: of each step. grads: of the first step, after the sum over ranks.
+    masks: of each dropout, the elements that a call kept. results: the whole model's outputs, if
+        they are
+    known apart from its modules. error: of the rank that ended the steps, in one line.
+    error_detail: its traceback, or where all ranks hung.
+    """
 
     coord: Mapping[str, int]
     inputs: list[Tensor] = field(default_factory=list[Tensor])
@@ -57,7 +64,7 @@ class ParityRecord:
 
 
 def copies(named: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Detached copies by name."""
+    """Return detached copies by name."""
     return {name: x.detach().clone() for name, x in named}
 
 
@@ -69,7 +76,7 @@ def recording(
     *,
     first_call: bool = False,
 ) -> Iterator[None]:
-    """Note all calls of `modules` while `own()` is true.
+    """Record all calls of `modules` while `own()` is true.
 
     first_call: of each the first call alone, without the gradients of what it got and gave. Stages
         share modules, as rotary tables are, and each calls them once more.
@@ -100,33 +107,40 @@ def recording(
 
 
 def _kept(value: object) -> list[Tensor]:
+    """Return detached copies of the tensors in a value."""
     return [x.detach().clone() for x in leaves_of(value) if isinstance(x, Tensor)]
 
 
 def _grads_to_come(value: object) -> list[Tensor]:
-    """A list that the backward fills: of each tensor that has a gradient, in their order."""
-    found: list[Tensor] = []
-    asked = [x for x in leaves_of(value) if isinstance(x, Tensor) and x.requires_grad]
-    come: dict[int, Tensor] = {}
+    """Return a list that the backward fills with the gradients of the tensors in a value, in
+    order.
+    """
+    gradients: list[Tensor] = []
+    tensors = [x for x in leaves_of(value) if isinstance(x, Tensor) and x.requires_grad]
+    by_index: dict[int, Tensor] = {}
 
-    def keep(place: int, grad: Tensor) -> None:
-        come[place] = grad.detach().clone()
-        found[:] = [come[i] for i in sorted(come)] if len(come) == len(asked) else []
+    def keep(index: int, grad: Tensor) -> None:
+        by_index[index] = grad.detach().clone()
+        gradients[:] = (
+            [by_index[i] for i in sorted(by_index)] if len(by_index) == len(tensors) else []
+        )
 
-    for place, x in enumerate(asked):
-        x.register_hook(partial(keep, place))
-    return found
+    for index, x in enumerate(tensors):
+        x.register_hook(partial(keep, index))
+    return gradients
 
 
 def _joined(calls: list[list[Tensor]]) -> list[Tensor]:
-    """The k-th tensors of all calls, one after the other along the first dim where they can be."""
+    """Return the k-th tensors of all calls, joined along the first dim if possible."""
     if len({len(call) for call in calls}) != 1:
         return []
-    found = []
+    joined = []
     for parts in zip(*calls, strict=True):
         alike = len({(x.shape[1:], x.dtype) for x in parts}) == 1 and parts[0].dim() > 0
-        found.append(torch.cat(parts) if alike else torch.stack([x.double().mean() for x in parts]))
-    return found
+        joined.append(
+            torch.cat(parts) if alike else torch.stack([x.double().mean() for x in parts])
+        )
+    return joined
 
 
 def record_results(
@@ -147,7 +161,7 @@ def parts_of(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def told_where(modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """What is raised inside says the module whose forward was running, if any, and the line.
+    """Turn an exception inside the block into one that names the running module and the line.
 
     Raises:
         TorchDistError: in place of any other exception.
@@ -168,8 +182,8 @@ def told_where(modules: Mapping[str, nn.Module]) -> Iterator[None]:
         yield
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [x for x in frames if "site-packages" not in x.filename] or frames
-        at = f" ({Path(own[-1].filename).name}:{own[-1].lineno})"
+        user_frames = [x for x in frames if "site-packages" not in x.filename] or frames
+        at = f" ({Path(user_frames[-1].filename).name}:{user_frames[-1].lineno})"
         where = f"{running[-1]}: " if running and running[-1] else ""
         message = str(error).strip().partition("\n")[0]
         raise TorchDistError(f"{where}{type(error).__name__}: {message}{at}") from error
@@ -180,7 +194,7 @@ def told_where(modules: Mapping[str, nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
-    """All dropout modules and probabilities named `dropout` are 0 inside."""
+    """Set all dropout modules and probabilities named `dropout` to 0 inside the block."""
     held: list[tuple[object, str, object]] = []
     for part in module.modules():
         names = (
@@ -199,8 +213,10 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
 
 
 def dropout_masks(module: nn.Module, call: Callable[[], object]) -> dict[str, Tensor]:
-    """Of each dropout module what its first call in `call()` kept, by the module's name."""
-    found: dict[str, Tensor] = {}
+    """Return which elements each dropout module kept in its first call in `call()`, by module
+    name.
+    """
+    masks: dict[str, Tensor] = {}
     hooks = []
     for name, part in module.named_modules():
         if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
@@ -208,11 +224,11 @@ def dropout_masks(module: nn.Module, call: Callable[[], object]) -> dict[str, Te
             def hook(
                 _: nn.Module, args: tuple[Tensor, ...], output: Tensor, name: str = name
             ) -> None:
-                found.setdefault(name, (output != 0) | (args[0] == 0))
+                masks.setdefault(name, (output != 0) | (args[0] == 0))
 
             hooks.append(part.register_forward_hook(hook))
     if hooks:
         call()
     for hook in hooks:
         hook.remove()
-    return {".".join(x for x in n.split(".") if x != "module"): mask for n, mask in found.items()}
+    return {".".join(x for x in n.split(".") if x != "module"): mask for n, mask in masks.items()}

@@ -1,4 +1,4 @@
-"""Why no rank can move, or which ranks disagree, in sentences. No torch.
+"""Findings in sentences: why no rank can move, or which ranks disagree. No torch.
 
 A sentence names a rank by its coordinates, its call, the group by its name and ranks, and the ranks
 it waits for; the stacks of all ranks named follow.
@@ -52,15 +52,15 @@ class Finding:
 
 
 def rank_name(topology: Topology, rank: int) -> str:
-    """`rank 3 (data 1 tensor 1)`: axes of one rank are left out."""
+    """Return a rank's name, `rank 3 (data 1 tensor 1)`; axes of one rank are left out."""
     mesh = topology.dense
     coord = mesh.coord(rank)
-    shown = " ".join(f"{a} {coord[a]}" for a, size in mesh.axes if size > 1)
-    return f"rank {rank} ({shown})" if shown else f"rank {rank}"
+    coordinates = " ".join(f"{a} {coord[a]}" for a, size in mesh.axes if size > 1)
+    return f"rank {rank} ({coordinates})" if coordinates else f"rank {rank}"
 
 
 def group_name(topology: Topology, ranks: Sequence[int]) -> str:
-    """The axes along which the ranks differ, `data+tensor`; `global` for all, if by several.
+    """Return the axes along which the ranks differ, `data+tensor`; `global` for all ranks.
 
     With experts, groups that are none of the dense axes have the names of the second view, `expert`
     or `expert_data`. Ranks that are not all of those along their axes are a `part of` them, as the
@@ -79,7 +79,7 @@ def group_name(topology: Topology, ranks: Sequence[int]) -> str:
 
 
 def _along(mesh: Mesh, ranks: Sequence[int]) -> tuple[str, bool]:
-    """The axes along which the ranks differ, and whether they are all of those along these."""
+    """Return the axes along which the ranks differ, and whether these are all ranks along them."""
     coords = [mesh.coord(rank) for rank in ranks]
     axes = [name for name in mesh.names if len({coord[name] for coord in coords}) > 1]
     return "+".join(axes) or "alone", tuple(mesh.group(ranks[0], axes)) == tuple(ranks)
@@ -89,31 +89,35 @@ def _along(mesh: Mesh, ranks: Sequence[int]) -> tuple[str, bool]:
 
 
 def disagreement(found: Disagreement, name: Name) -> Finding:
-    """What two members of a group do where they should do the same."""
+    """Return the finding about two members of a group that differ where they should do the same."""
     first, second = sorted((found.first, found.second), key=lambda end: _entry(end).rank)
-    group, one, other = _entry(first).group, _entry(first).rank, _entry(second).rank
+    group, first_rank, second_rank = _entry(first).group, _entry(first).rank, _entry(second).rank
     if isinstance(first, P2POp) and isinstance(second, P2POp):
         head = (
-            f"on {group} {name(one)} has posted {first.call} {_towards(first, name)}, but "
-            f"{name(other)} {second.call} {_towards(second, name)}"
+            f"on {group} {name(first_rank)} has posted {first.call} {_towards(first, name)}, but "
+            f"{name(second_rank)} {second.call} {_towards(second, name)}"
         )
     elif found.what:
-        head = f"{name(one)} and {name(other)} disagree on {group}: {found.what}"
+        head = f"{name(first_rank)} and {name(second_rank)} disagree on {group}: {found.what}"
     else:
         head = (
-            f"call {_entry(first).number} of {group} is {first.call} on {name(one)}, but "
-            f"{second.call} on {name(other)}{_difference(first.call, second.call)}"
+            f"call {_entry(first).number} of {group} is {first.call} on {name(first_rank)}, but "
+            f"{second.call} on {name(second_rank)}{_difference(first.call, second.call)}"
         )
-    stacks = [(one, first.where), (other, second.where)]
+    stacks = [(first_rank, first.where), (second_rank, second.where)]
     kind = "group creation" if _makes_group(_entry(first)) else "disagreement"
-    return Finding(kind, (one, other), with_stacks(head, stacks, name))
+    return Finding(kind, (first_rank, second_rank), with_stacks(head, stacks, name))
 
 
 def stuck(board: Matcher, entries: Sequence[PendingOp], name: Name) -> Finding:
-    """What `entries`, none of which can ever be done, wait for in the end: a call that a rank did
-    not make before it returned, else a circle of waits."""
+    """Return why none of `entries` can ever be done.
+
+    It is a call that a rank did not make before it returned, else a circle of waits.
+    """
     for kind in ("missing", "cycle"):
-        seen = set[PendingOp]()  # what was gone through in vain leads nowhere from another start
+        seen = set[
+            PendingOp
+        ]()  # an entry that led nowhere from one start leads nowhere from another
         for entry in entries:
             if (path := _search(board, entry, kind, seen)) is not None:
                 return _told(board, path, kind, name)
@@ -121,11 +125,12 @@ def stuck(board: Matcher, entries: Sequence[PendingOp], name: Name) -> Finding:
 
 
 def _makes_group(entry: PendingOp) -> bool:
+    """Return True if the entry creates a group."""
     return entry.call in (CREATION, SPLIT)
 
 
 def waits(board: Matcher, name: Name) -> str:
-    """Where every waiting rank is, one line each."""
+    """Return where every waiting rank is, one line each."""
     return "\n".join(
         f"  {name(rank)} waits in {_spoken(entry, name)}"
         for rank, entry in sorted(board.waiting.items())
@@ -133,12 +138,13 @@ def waits(board: Matcher, name: Name) -> str:
 
 
 def with_stacks(head: str, stacks: Sequence[tuple[int, Where]], name: Name) -> str:
+    """Return `head` followed by the stacks of these ranks."""
     parts = [f"stack of {name(rank)}:\n{_stack(where)}" for rank, where in stacks]
     return "\n".join([head, *parts])
 
 
 def _stack(where: Where) -> str:
-    """As Python prints it, the innermost call last."""
+    """Return a stack as Python prints it, the innermost call last."""
     lines: list[str] = [] if where else ["    (nothing recorded)"]
     for file, line, function in reversed(where[:SHOWN_FRAMES]):
         lines.append(f'    File "{file}", line {line}, in {function}')
@@ -151,7 +157,7 @@ def _stack(where: Where) -> str:
 
 
 def _needs(entry: PendingOp) -> Iterator[tuple[int | PendingOp, P2POp | None]]:
-    """What an entry waits for, and with which of its messages."""
+    """Yield the ranks and entries that an entry waits for, and with which of its messages."""
     group, queue = entry.group, entry.group.queue_of(entry)
     if queue and queue[0] is not entry:
         yield queue[0], None
@@ -166,10 +172,10 @@ def _needs(entry: PendingOp) -> Iterator[tuple[int | PendingOp, P2POp | None]]:
     for message in entry.messages:
         if message.done:
             continue
-        at = list(group.posted[message.key]).index(message)
+        index = list(group.posted[message.key]).index(message)
         others = group.posted.get(message.match_key) or ()
-        if at < len(others):
-            yield group.queues[others[at].entry.rank][0], message
+        if index < len(others):
+            yield group.queues[others[index].entry.rank][0], message
         elif message.peer is not None:
             yield message.peer, message
         else:
@@ -177,40 +183,41 @@ def _needs(entry: PendingOp) -> Iterator[tuple[int | PendingOp, P2POp | None]]:
 
 
 def _search(board: Matcher, start: PendingOp, kind: str, seen: set[PendingOp]) -> Path | None:
-    """The way from `start` to a rank that has ended, or to an entry that is on the way already."""
+    """Return the path from `start` to a rank that has ended, or around a circle of waits."""
     if start in seen:
         return None
     seen.add(start)
     path: Path = []
-    # no recursion: a way may be longer than Python's stack
-    ways = [(start, _needs(start))]
-    place = {start: 0}
-    while ways:
-        entry, needs = ways[-1]
-        del path[len(ways) - 1 :]
+    # a loop and no recursion: a path may be longer than Python's stack allows
+    open_entries = [(start, _needs(start))]
+    position = {start: 0}
+    while open_entries:
+        entry, needs = open_entries[-1]
+        del path[len(open_entries) - 1 :]
         needed, message = next(needs, (None, None))
         if needed is None:
-            ways.pop()
-            del place[entry]
+            open_entries.pop()
+            del position[entry]
             continue
         path.append((entry, needed, message))
         if not isinstance(needed, PendingOp) and needed in board.ended:
             if kind == "missing":
                 return path
             continue
-        then = needed if isinstance(needed, PendingOp) else board.waiting.get(needed)
-        if then is None:
+        next_entry = needed if isinstance(needed, PendingOp) else board.waiting.get(needed)
+        if next_entry is None:
             continue
-        if kind == "cycle" and then in place:
-            return path[place[then] :]
-        if then not in seen:
-            seen.add(then)
-            place[then] = len(ways)
-            ways.append((then, _needs(then)))
+        if kind == "cycle" and next_entry in position:
+            return path[position[next_entry] :]
+        if next_entry not in seen:
+            seen.add(next_entry)
+            position[next_entry] = len(open_entries)
+            open_entries.append((next_entry, _needs(next_entry)))
     return None
 
 
 def _told(board: Matcher, path: Path, kind: str, name: Name) -> Finding:
+    """Return the finding about a path of waits."""
     head = "ranks wait for each other in a circle:"
     if kind == "missing":
         head = "a call is missing: a rank waits for another that has returned without it"
@@ -242,26 +249,29 @@ def _told(board: Matcher, path: Path, kind: str, name: Name) -> Finding:
 
 
 def _spoken(entry: PendingOp, name: Name, message: P2POp | None = None) -> str:
+    """Return an entry in words: its collective, or its messages."""
     if entry.call is not None:
         return f"call {entry.number} of {entry.group}, {entry.call}"
-    shown = [m for m in entry.messages if not m.done] if message is None else [message]
-    texts = [f"{m.call} {_towards(m, name)}" for m in shown] or ["messages"]
+    open_messages = [m for m in entry.messages if not m.done] if message is None else [message]
+    texts = [f"{m.call} {_towards(m, name)}" for m in open_messages] or ["messages"]
     return f"{' and '.join(texts)} on {entry.group}"
 
 
 def _towards(message: P2POp, name: Name) -> str:
+    """Return the peer of a message in words."""
     peer = "anybody" if message.peer is None else name(message.peer)
     return f"{'to' if message.is_send else 'from'} {peer}"
 
 
 def _difference(one: OpSignature | None, other: OpSignature | None) -> str:
-    """Which fact of the same operation differs."""
+    """Return which facts of the same operation differ, in words."""
     if one is None or other is None or one.operation != other.operation:
         return ""
-    mine, theirs = dict(one.facts), dict(other.facts)
-    names = [n for n in (mine | theirs) if mine.get(n) != theirs.get(n)]
+    one_facts, other_facts = dict(one.facts), dict(other.facts)
+    names = [n for n in (one_facts | other_facts) if one_facts.get(n) != other_facts.get(n)]
     return f": they differ in {', '.join(names)}"
 
 
 def _entry(end: PendingOp | P2POp) -> PendingOp:
+    """Return the entry of a message, or the entry itself."""
     return end if isinstance(end, PendingOp) else end.entry

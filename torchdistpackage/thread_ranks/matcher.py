@@ -1,9 +1,9 @@
-"""The board on which every rank's calls meet: one order in each group, and no circle of waits.
+"""Matching of all ranks' calls: one order in each group, and no circle of waits.
 
-Nothing is ever helped along. A collective is done when all members have entered it, a
-message when its receive has been posted, and what a rank has issued on a group is done in the order
-in which it was issued, as on the one stream that NCCL gives a group. A buffer only ever does more.
-No torch.
+A matcher completes nothing early. A collective is done when all members have entered it, and a
+message when its receive has been posted. Calls of a rank on a group are done in the order of their
+issue, as on the one stream that NCCL gives a group. A transport with buffers only does more. No
+torch.
 
 Groups may share their queues (`harness/lint`): then all that a rank has issued is done in one
 order. Messages may have a channel of their own, as descriptions have that go through host memory:
@@ -27,7 +27,7 @@ Where = tuple[tuple[str, int, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class OpSignature:
-    """One operation and everything about it on which the ranks that meet in it must agree."""
+    """An operation and all facts about it on which the ranks that meet in it must agree."""
 
     operation: str
     facts: Facts = ()
@@ -44,7 +44,8 @@ SPLIT, START = OpSignature("split of the world"), OpSignature("start of the step
 
 
 class LintGroup:
-    """The ranks of one group, and what each of them has issued on it and is not yet done.
+    """The ranks of one group, and the calls that each of them has issued on it and that are not
+    done.
 
     name: what people call it, such as `data`. num_calls: collectives that met; num_messages alike.
     queues: of each rank, where they are not this group's alone. in_host: its calls
@@ -71,19 +72,19 @@ class LintGroup:
         self.num_calls = self.num_messages = 0
 
     def count_anew(self) -> None:
-        """Call the next call of each rank its first; nothing is under way."""
+        """Number the next call of each rank 1 again; nothing may be under way."""
         self.issued = dict.fromkeys(self.ranks, 0)
         self.num_calls = self.num_messages = 0
 
     def queue_of(self, entry: "PendingOp") -> "deque[PendingOp]":
-        """What stands before and behind an entry on its rank."""
+        """Return the queue in which an entry of its rank stands."""
         if entry.channel is None:
             return self.queues[entry.rank]
         return self.channels.setdefault((entry.rank, entry.channel), deque())
 
     def __str__(self) -> str:
-        shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
-        return f"group {self.name} (ranks {shown})" if self.name else f"group of ranks {shown}"
+        ranks = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        return f"group {self.name} (ranks {ranks})" if self.name else f"group of ranks {ranks}"
 
 
 @dataclass(slots=True, eq=False)
@@ -110,12 +111,13 @@ class P2POp:
 
     @property
     def peer(self) -> int | None:
+        """The rank at the other end; None: any."""
         return self.target if self.is_send else self.source
 
 
 @dataclass(slots=True, eq=False)
 class PendingOp:
-    """What one rank has issued on one group: a collective, or messages that go together.
+    """A call of one rank on one group: a collective, or messages that go together.
 
     call: the collective; None for messages. number: of it among the group's collectives, from 1.
     num_open: its messages that have not met. channel: see the module. is_batch: its messages were
@@ -140,7 +142,7 @@ Queues = Mapping[int, deque[PendingOp]]
 
 
 class Disagreement(Exception):
-    """Two ranks meet in calls that are not one. `what` says it where the calls' facts do not."""
+    """An error of two ranks that meet in different calls; `what` says how if their facts do not."""
 
     def __init__(self, first: PendingOp | P2POp, second: PendingOp | P2POp, what: str = ""):
         super().__init__(first, second, what)
@@ -148,7 +150,7 @@ class Disagreement(Exception):
 
 
 class Matcher:
-    """Takes in entries, lets them meet, and says when they are done.
+    """A board that takes entries, lets them meet, and reports when they are done.
 
     met: called with the entries of a collective in group order before any of them is done.
     matched: called with a send and its receive. done: called with each entry that is done.
@@ -201,13 +203,13 @@ class Matcher:
             self._activate(heads)
 
     def leftovers(self, groups: Sequence[LintGroup]) -> list[PendingOp]:
-        """Entries that never met, of the lowest rank first."""
+        """Return the entries that never met, of the lowest rank first."""
         queues = [q for group in groups for q in (*group.queues.values(), *group.channels.values())]
-        left = [queue[0] for queue in queues if queue]
-        return sorted(left, key=lambda entry: entry.rank)
+        heads = [queue[0] for queue in queues if queue]
+        return sorted(heads, key=lambda entry: entry.rank)
 
     def _activate(self, heads: list[PendingOp]) -> None:
-        """Let entries that have come to the head of their queue meet, and those behind them."""
+        """Let entries at the head of their queue meet, and then those behind them."""
         while heads:
             entry = heads.pop()
             if entry.done:
@@ -221,6 +223,9 @@ class Matcher:
                     self._match(message, heads)
 
     def _meet(self, entry: PendingOp, heads: list[PendingOp]) -> None:
+        """Complete a collective if all members have entered it and it is at the head of all
+        queues.
+        """
         group = entry.group
         meeting = group.meetings[entry.number]
         if len(meeting) < len(group.ranks):
@@ -234,6 +239,7 @@ class Matcher:
             self._finish(other, heads)
 
     def _match(self, message: P2POp, heads: list[PendingOp]) -> None:
+        """Complete a message if both ends are at the head of their queues."""
         entry = message.entry
         posted = entry.group.posted
         other = self._other_end(message, entry.group)
@@ -253,7 +259,7 @@ class Matcher:
                 self._finish(end.entry, heads)
 
     def _other_end(self, message: P2POp, group: LintGroup) -> P2POp | None:
-        """The first that was posted on the other side; a receive from anybody takes any."""
+        """Return the first message posted on the other side; a receive from anybody takes any."""
         keys = [message.match_key]
         if group.from_anybody and message.is_send:
             keys.append((False, None, message.target, message.tag))
@@ -265,6 +271,7 @@ class Matcher:
         return None
 
     def _finish(self, entry: PendingOp, heads: list[PendingOp]) -> None:
+        """Mark an entry as done, and let the one behind it come next."""
         queue = entry.group.queue_of(entry)
         queue.popleft()
         entry.done = True
@@ -274,6 +281,7 @@ class Matcher:
 
 
 def _shown(value: object) -> str:
+    """Return a fact as text."""
     if isinstance(value, tuple):
         members = cast(tuple[object, ...], value)
         return f"[{', '.join(map(_shown, members))}]"
@@ -287,7 +295,8 @@ _TORCH = str(Path("site-packages", "torch", "distributed"))
 
 
 def stack_here() -> tuple[Where, object]:
-    """(the caller's stack from the inside out, the frame of the batch a message is part of).
+    """Return the caller's stack from the inside out, and the frame of the batch a message is part
+    of.
 
     torch hands the messages of a batch over one by one; its frame shows which belong together.
     """
@@ -297,18 +306,19 @@ def stack_here() -> tuple[Where, object]:
 
 
 def stack_of(thread: threading.Thread) -> Where:
-    """Where a thread is now."""
+    """Return the stack of a thread at this moment."""
     return _shown_frames(_frames(sys._current_frames().get(thread.ident or 0)))
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and its callers."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def _shown_frames(frames: Iterable[FrameType]) -> Where:
-    """Without the machinery that carries a call."""
+    """Return the stack without the frames that carry a call."""
     return tuple(
         (file, frame.f_lineno, frame.f_code.co_name)
         for frame in frames

@@ -1,7 +1,7 @@
-"""torch.distributed's calls as a back end of our own gets them: a `Collective`, or a message.
+"""The interface between torch.distributed and a back end of our own: a `Collective`, or a message.
 
-torch calls a group and a handle by these names, which change with its version. What becomes of a
-call is the back end's: harness/late, and the order linter's transport.
+torch calls a group and a handle by these names, which change with its version. The back end decides
+what a call does: harness/late, and the order linter's transport.
 """
 
 from abc import abstractmethod
@@ -49,18 +49,21 @@ class Collective:
 
 
 class OwnWork(dist.Work):
-    """Handle of a call. result: the tensors that the call writes."""
+    """The handle of a call. result: the tensors that the call writes."""
 
     def __init__(self, result: Tensors):
         super().__init__()
         self._result = list(result)
 
     def synchronize(self) -> None:
+        """Wait, under the name that torch's own code calls."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future:
-        """Done at the end of the backward in which it is asked for, else at once: a wait inside it
-        could not let other ranks go on."""
+        """Return a future that is done at the end of a backward, else at once.
+
+        A wait inside a backward could not let other ranks go on.
+        """
         future = torch.futures.Future()
 
         def settle() -> None:
@@ -75,28 +78,31 @@ class OwnWork(dist.Work):
 
 
 class OwnGroup(dist.ProcessGroup):
-    """One member's end of a group; `rank` is its place in it, as torch has it."""
+    """One member's end of a group; `rank` is its index in it, as in torch."""
 
     def __init__(self, rank: int, size: int, name: str, backend: str):
         super().__init__(rank, size)
         self._name, self._backend = name, backend
 
     def getBackendName(self) -> str:
+        """Return the name of the back end."""
         return self._backend
 
     @property
     def group_name(self) -> str:
+        """The name that torch gave the group."""
         return self._name
 
     @abstractmethod
     def collective(self, call: Collective, is_async: bool) -> dist.Work:
-        """Issue it."""
+        """Issue a collective."""
 
     def _issue(self, opts, *parts, **how) -> dist.Work:
+        """Issue a collective of these parts."""
         return self.collective(Collective(*parts, **how), bool(getattr(opts, "asyncOp", False)))
 
     def _at(self, root: int, tensors: Tensors) -> list[Tensors]:
-        """To or from the root alone."""
+        """Return the tensors for the root alone."""
         return [tensors if i == root else [] for i in range(self.size())]
 
     # -- by the names that torch.distributed calls ---------------------------------------
@@ -179,18 +185,19 @@ class OwnGroup(dist.ProcessGroup):
 
 
 def flat(parts: Sequence[Tensors]) -> list[Tensor]:
+    """Return all tensors in one list."""
     return [x for tensors in parts for x in tensors]
 
 
 @torch.no_grad()
 def copy(source: Tensor, target: Tensor) -> None:
-    """The elements of `source` in order, whatever the two shapes."""
+    """Copy the elements of `source` in order; the shapes may differ."""
     if source.numel():
         target.detach().copy_(source.detach().reshape(target.shape))
 
 
 def combined(tensors: Tensors, op: str) -> Tensor:
-    """Element-wise over the ranks, in group order.
+    """Return the element-wise reduction over the ranks, in group order.
 
     As NCCL has it, floats of a mean are divided first, so that no sum overflows, and a mean of
     integers is cut.
@@ -204,16 +211,16 @@ def combined(tensors: Tensors, op: str) -> Tensor:
 
 
 def _op(opts) -> str:
-    """`sum` for ReduceOp.SUM; NotImplementedError: it scales or is a user's own."""
-    asked = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-    for name, (known, _) in _OPS.items():
-        if asked == known:
+    """Return the name of the reduction, `sum` for ReduceOp.SUM; refuse a scaled or a user's own."""
+    reduce_op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    for name, (candidate, _) in _OPS.items():
+        if reduce_op == candidate:
             return name
-    raise NotImplementedError(f"reduce operation {asked} is not delivered between threads")
+    raise NotImplementedError(f"reduce operation {reduce_op} is not delivered between threads")
 
 
 def _even_parts(x: Tensor, like: Tensor, number: int) -> list[Tensor]:
-    """Views of `x` like that tensor, for each member one; another number raises ValueError."""
+    """Return a view of `x` for each member, shaped like that tensor; refuse another size."""
     size = like.numel()
     if x.numel() != size * number or not x.is_contiguous():
         raise ValueError(
@@ -225,7 +232,7 @@ def _even_parts(x: Tensor, like: Tensor, number: int) -> list[Tensor]:
 
 
 def _rows(x: Tensor, sizes: Sequence[int] | None, number: int) -> list[Tensor]:
-    """Views of as many rows each as `sizes` say, or even ones."""
+    """Return views of `x` with as many rows as `sizes` say, or with equal numbers."""
     sizes = list(sizes or [x.shape[0] // number] * number)
     if sum(sizes) != x.shape[0]:
         raise ValueError(f"{sizes} rows to exchange are not the {x.shape[0]} rows of the tensor")

@@ -23,7 +23,7 @@ Trace = Sequence[tuple[PendingOp, bool]]
 
 @dataclass(frozen=True)
 class RankResults:
-    """What became of a run.
+    """The results of a run.
 
     results: what `step` returned on each rank. finding: why the ranks did not all return, or None.
     name: a rank as people call it. groups: all that were made. setup, traces: the calls of each

@@ -48,11 +48,15 @@ GRACE_S = 2.0
 
 
 class LintEnded(BaseException):
-    """The run is over. No Exception, so that a step's own handlers let it pass."""
+    """The signal that a run is over; not an Exception, so that a step's own handlers let it
+    pass.
+    """
 
 
 class Threads:
-    """Runs one function on every rank, whose calls meet on `board`, in `limit_s` of wall time."""
+    """A run of one function on every rank, whose calls meet on `board`, within `limit_s` of wall
+    time.
+    """
 
     def __init__(self, num_ranks: int, board: Matcher, name: Name, limit_s: float):
         self.board, self._name, self._limit_s = board, name, limit_s
@@ -71,9 +75,11 @@ class Threads:
         self._threads: list[threading.Thread] = []
 
     def run(self, body: Callable[[int], object]) -> list[object]:
-        """What `body(rank)` returned on each rank; None where it did not. Never hangs."""
+        """Return the results of `body(rank)` on each rank; None if it did not return. It never
+        hangs.
+        """
         results: list[object] = [None] * len(self._turns)
-        kept = _Carried(vars(recorder))
+        outer_state = _Carried(vars(recorder))
 
         def main(rank: int) -> None:
             self._turns[rank].acquire()
@@ -100,7 +106,7 @@ class Threads:
             self._watch()
         finally:
             self._stop()
-            kept.load()
+            outer_state.load()
         return results
 
     # -- what a rank's thread calls ----------------------------------------------------
@@ -111,7 +117,7 @@ class Threads:
             raise LintEnded
 
     def act(self, rank: int, action: Callable[[], None]) -> None:
-        """Do something with the board."""
+        """Run an action on the board, under the lock."""
         self._line_up(rank)
         with self.lock:
             self.alive()
@@ -122,7 +128,7 @@ class Threads:
                 raise LintEnded from None
 
     def wait(self, rank: int, entry: PendingOp) -> None:
-        """Return when the entry is done; let others run until then."""
+        """Wait until the entry is done; let other ranks run until then."""
         self._line_up(rank)
         with self.lock:
             self.alive()
@@ -132,7 +138,9 @@ class Threads:
         self._hand_over(rank)
 
     def pause(self, rank: int) -> None:
-        """Let the others run first: what a rank does that only asks whether a call is done."""
+        """Let the other ranks run first; a rank does so when it only asks whether a call is
+        done.
+        """
         self._line_up(rank)
         with self.lock:
             self.alive()
@@ -142,7 +150,7 @@ class Threads:
         self._hand_over(rank)
 
     def done(self, entry: PendingOp) -> None:
-        """The board says so, from inside `act`."""
+        """Make a rank ready whose entry is done; the board calls this inside `act`."""
         entry.payload = None
         if self.board.waiting.get(entry.rank) is entry:
             del self.board.waiting[entry.rank]
@@ -151,6 +159,7 @@ class Threads:
     # -- turns -------------------------------------------------------------------------
 
     def _hand_over(self, rank: int) -> None:
+        """Give the turn to another rank, and wait for the next one."""
         self._carried[rank].save()
         with self.lock:
             self._running.pop(rank, None)
@@ -158,7 +167,7 @@ class Threads:
         self._take_turn(rank)
 
     def _line_up(self, rank: int) -> None:
-        """Go on when it is this rank's turn again, if it has lost it."""
+        """Wait for a new turn if this rank has lost its own."""
         with self.lock:
             if rank not in self._lapsed:
                 return
@@ -168,12 +177,13 @@ class Threads:
         self._take_turn(rank)
 
     def _take_turn(self, rank: int) -> None:
+        """Wait for the turn, and load this rank's state."""
         self._turns[rank].acquire()
         self._carried[rank].load()
         self.alive()
 
     def _next(self) -> None:
-        """Give the turn to the next one, if no one has it; with the lock held."""
+        """Give the turn to the next ready rank if no rank has it; the lock is held."""
         if self._over or self._running:
             return
         if self._ready:
@@ -185,16 +195,18 @@ class Threads:
             self._finish(stuck(self.board, entries, self._name))
 
     def _end(self, rank: int) -> None:
+        """End a rank; the last one checks for calls that never met."""
         with self.lock:
             self.board.ended.add(rank)
             self._running.pop(rank, None)
             self._lapsed.discard(rank)
             if len(self.board.ended) == len(self._turns) and not self._over:
-                left = self.board.leftovers(self.groups)
-                self._finish(stuck(self.board, left, self._name) if left else None)
+                unmet = self.board.leftovers(self.groups)
+                self._finish(stuck(self.board, unmet, self._name) if unmet else None)
             self._next()
 
     def _raised(self, rank: int, error: BaseException) -> None:
+        """End the run because a rank raised an error."""
         trace = "".join(traceback.format_exception(error)).rstrip()
         text = f"{self._name(rank)} raised {type(error).__name__}: {error}\n{trace}"
         with self.lock:
@@ -203,7 +215,7 @@ class Threads:
             self._finish(Finding("exception", (rank,), text))
 
     def _finish(self, finding: Finding | None) -> None:
-        """The first finding counts; all threads come to their end."""
+        """Keep the first finding, and wake all threads so that they end."""
         if not self._over:
             self._over, self.finding = True, finding
             for turn in self._turns:
@@ -213,6 +225,7 @@ class Threads:
     # -- the thread that watches -------------------------------------------------------
 
     def _watch(self) -> None:
+        """Wait for the end; take the turn from a rank that computes for long."""
         end = time.monotonic() + self._limit_s
         with self.lock:
             self._next()
@@ -230,6 +243,7 @@ class Threads:
                     self._next()
 
     def _late(self) -> Finding:
+        """Return the finding about a run that is over its limit."""
         running = sorted((*self._running, *self._lapsed))
         who = ", ".join(map(self._name, running)) or "no rank"
         head = f"not done after {self._limit_s:g} s: {who} computes, or waits outside of calls"
@@ -239,7 +253,9 @@ class Threads:
         return Finding("time", tuple(running), text)
 
     def _stop(self) -> None:
-        """No thread stays: one that still computes gets `LintEnded` at its next step in Python.
+        """End all threads: one that still computes gets `LintEnded` at its next step in Python.
+
+        It is sent repeatedly, as a callback of the interpreter (a weak reference's) swallows it.
 
         Again and again, as a callback of the interpreter (a weak reference's) swallows it.
         """
@@ -259,7 +275,7 @@ class Threads:
 
 @contextmanager
 def _callbacks_may_end() -> Iterator[None]:
-    """Nothing is said of a `LintEnded` that a callback of the interpreter has swallowed."""
+    """Report no `LintEnded` that a callback of the interpreter has swallowed."""
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
@@ -274,17 +290,21 @@ def _callbacks_may_end() -> Iterator[None]:
 
 
 class _Carried:
-    """What a process has once and each rank should have for itself; first as it is now."""
+    """The state that a process has once and each rank should have for itself; at first the current
+    one.
+    """
 
     def __init__(self, record: dict[str, object]):
         self._record = record
         self.save()
 
     def save(self) -> None:
+        """Save the state of the rank whose turn ends."""
         self._torch, self._python = torch.get_rng_state(), random.getstate()
         self._numpy = np.random.get_state()
 
     def load(self) -> None:
+        """Load the state of the rank whose turn begins."""
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
@@ -297,7 +317,7 @@ _one_at_a_time = threading.Lock()
 
 
 class _RankWorld:
-    """What torch keeps about the groups of one rank."""
+    """torch's records about the groups of one rank."""
 
     def __init__(self) -> None:
         self.default_pg: dist.ProcessGroup | None = None
@@ -311,17 +331,18 @@ class _RankWorld:
 
 
 class _Worlds:
-    """Stands where torch keeps its world: every thread sees its own."""
+    """A replacement of torch's world in which every thread sees its own."""
 
     def __init__(self, own: object):
         object.__setattr__(self, "_own", own)
         object.__setattr__(self, "_local", threading.local())
 
     def enter(self) -> None:
-        """This thread is a rank from now on."""
+        """Make this thread a rank from now on."""
         self._local.world = _RankWorld()
 
     def _mine(self) -> object:
+        """Return the world of this thread."""
         return getattr(self._local, "world", self._own)
 
     def __getattr__(self, name: str) -> object:
@@ -333,18 +354,17 @@ class _Worlds:
 
 @contextmanager
 def worlds() -> Iterator[_Worlds]:
-    """Inside, threads that `enter` have a world of torch.distributed of their own. CommError:
-    another thread is inside."""
+    """Give threads that `enter` a world of torch.distributed of their own inside the block."""
     if not _one_at_a_time.acquire(blocking=False):
         raise CommError("a lint is running in this process; begin the next one when it has ended")
     own, hook = distributed_c10d._world, sys.excepthook
     method = distributed_c10d._default_pg_init_method
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
-    found = _Worlds(own)
+    worlds_of_threads = _Worlds(own)
     try:
-        distributed_c10d._world = found  # type: ignore[assignment]
+        distributed_c10d._world = worlds_of_threads  # type: ignore[assignment]
         isolate(True)
-        yield found
+        yield worlds_of_threads
     finally:
         isolate(False)
         distributed_c10d._world = own
@@ -357,7 +377,7 @@ def worlds() -> Iterator[_Worlds]:
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """What a step commonly sets for its process, which the ranks share, is afterwards as it was."""
+    """Restore the process-wide settings that a step commonly changes."""
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()

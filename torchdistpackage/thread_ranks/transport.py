@@ -1,4 +1,4 @@
-"""A back end whose ranks are threads: torch.distributed's calls, taken to the board.
+"""A back end of torch.distributed whose ranks are threads.
 
 The board decides when a call is done (matcher.py), and who runs meanwhile threads.py. Everything
 that is issued or waited for is written down, in order, for checks that come after (harness/lint).
@@ -56,7 +56,7 @@ HOST_BACKEND = "threads_host"
 
 @dataclass
 class LintContext:
-    """What the groups of one lint share.
+    """The state that the groups of one lint share.
 
     world: where all ranks meet to split it. queued: whether it stands for NCCL.
     label: name of the group of these ranks. made: by torch's name and the ranks of a group, where
@@ -78,20 +78,22 @@ class LintContext:
     """One of each, for a step makes most of its calls in few places."""
 
     def issue(self, entry: PendingOp) -> None:
+        """Issue an entry, and note it in the rank's trace."""
         self.threads.act(entry.rank, partial(self.threads.board.issue, entry))
         self.traces[entry.rank].append((entry, False))
 
     def wait(self, entry: PendingOp) -> None:
-        """Hold the rank up until the entry is done."""
+        """Block the rank until the entry is done."""
         self.threads.wait(entry.rank, entry)
         self.traces[entry.rank].append((entry, True))
 
     def stop(self, entry: PendingOp) -> None:
+        """Issue an entry and wait for it."""
         self.issue(entry)
         self.wait(entry)
 
     def start(self, rank: int) -> None:
-        """All ranks have their groups: what comes now is the step, and is counted from 1."""
+        """Begin the step: all ranks have their groups, and calls are numbered from 1 again."""
         entry = PendingOp(rank, self.world, START)
         self.threads.act(rank, partial(self.threads.board.issue, entry))
         self.threads.wait(rank, entry)
@@ -101,12 +103,13 @@ class LintContext:
                 group.count_anew()
 
     def stack(self) -> tuple[Where, object]:
+        """Return the caller's stack, shared between equal ones, and its batch's frame."""
         where, batch = stack_here()
         return self.stacks.setdefault(where, where), batch
 
 
 class ThreadWork(OwnWork):
-    """Handle of a call: `wait` lets other ranks run until it is done."""
+    """The handle of a call: `wait` lets other ranks run until it is done."""
 
     def __init__(
         self,
@@ -140,7 +143,7 @@ class ThreadWork(OwnWork):
 
 
 class ThreadGroup(OwnGroup):
-    """One member's end of a group. split_from: the world, which is split where torch connects."""
+    """One member's end of a group. split_from: the world, which torch splits to connect."""
 
     def __init__(
         self,
@@ -164,7 +167,9 @@ class ThreadGroup(OwnGroup):
         return ThreadWork(self._context, entry, call.writes or call.given)
 
     def _facts(self, call: Collective) -> Facts:
-        """What the members must agree on: of uneven parts the shapes of all, which each knows."""
+        """Return what the members must agree on: of uneven parts the shapes of all, which each
+        knows.
+        """
         if call.operation == "barrier":
             return ()
         tensors = call.given
@@ -193,6 +198,7 @@ class ThreadGroup(OwnGroup):
     def _post(
         self, operation: str, x: Tensor, source: int | None, target: int, tag: int
     ) -> ThreadWork:
+        """Post a message as part of its batch, or alone."""
         threads = self._context.threads
         call = OpSignature(operation, (*_num_elements([x]), ("dtype", dtype_name(x.dtype))))
         where, batch = self._context.stack()
@@ -202,7 +208,7 @@ class ThreadGroup(OwnGroup):
         return ThreadWork(self._context, entry, [x], message)
 
     def _entry_for(self, batch: object, where: Where, road: Hashable) -> PendingOp:
-        """The entry that a message belongs to: its batch's, or one of its own."""
+        """Return the entry that a message belongs to: its batch's, or one of its own."""
         num_messages = 1
         if batch is not None:
             if self._batch is not None and self._batch[0] is batch:
@@ -211,7 +217,11 @@ class ThreadGroup(OwnGroup):
                 return entry
             num_messages = len(batch.f_locals["p2p_op_list"])  # type: ignore[attr-defined]
         entry = PendingOp(
-            *(self._global_rank, self._group, None, num_messages, where),
+            self._global_rank,
+            self._group,
+            None,
+            num_messages,
+            where,
             channel=road,
             is_batch=batch is not None,
         )
@@ -223,8 +233,10 @@ class ThreadGroup(OwnGroup):
 
     @property
     def supports_splitting(self) -> bool:
-        """As NCCL: torch connects a new group at once where it knows the device, and by a split of
-        the world where that is bound to one."""
+        """True where torch connects a new group at once, as with NCCL.
+
+        It does so if it knows the device, by a split of the world if that is bound to one.
+        """
         return self._group.lazy
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -233,26 +245,27 @@ class ThreadGroup(OwnGroup):
         return _handed_on(self) if is_split else self
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """The communicator is made; from a world that is bound all of its ranks make one each."""
+        """Create the communicator; with a bound world all of its ranks create one each."""
         self._group.eager.add(self._global_rank)
         if self._split_from is not None:
             self._split_from.split(self._group.ranks)
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Others make a group, and this rank is no member."""
+        """Take part in a split of which this rank is no member."""
         self.split(())
 
     def split(self, ranks: tuple[int, ...]) -> None:
-        """Wait for all ranks to make one communicator each, this one that of `ranks`."""
+        """Wait until all ranks create one communicator each; this rank's is that of `ranks`."""
         where, _ = self._context.stack()
         world = self._context.world
         self._context.stop(PendingOp(self._global_rank, world, SPLIT, where=where, payload=ranks))
 
     def shutdown(self) -> None:
-        """Nothing is held that ends with the group."""
+        """Do nothing: no resource ends with the group."""
 
 
 def _num_elements(tensors: Tensors) -> Facts:
+    """Return the total number of elements, as a fact."""
     return (("elements", sum(x.numel() for x in tensors)),)
 
 
@@ -274,7 +287,7 @@ def deliver(entries: list[PendingOp]) -> None:
     if entries[0].call in (CREATION, SPLIT, START):
         return
     calls: list[Collective] = [entry.payload for entry in entries]  # type: ignore[misc]
-    made: dict[tuple[int, ...], list[Tensor]] = {}  # one for all that get the same
+    results_by_inputs: dict[tuple[int, ...], list[Tensor]] = {}  # one for all that get the same
     written: list[tuple[Tensor, Tensor]] = []
     for j, target in enumerate(calls):
         sent = [source.sends[j] for source in calls]
@@ -282,22 +295,23 @@ def deliver(entries: list[PendingOp]) -> None:
         for i, room in enumerate(target.rooms if uneven else ()):
             _check_sizes(entries[i], entries[j], sent[i], room)
         key = tuple(map(id, sent))
-        if target.writes and key not in made:  # a root may send to itself
+        if target.writes and key not in results_by_inputs:  # a root may send to itself
             parts = zip(*sent, strict=True) if target.op else ((x,) for x in flat(sent))
-            made[key] = [combined(same, target.op or "sum") for same in parts]
-        written += zip(made.get(key, ()), target.writes, strict=False)
+            results_by_inputs[key] = [combined(same, target.op or "sum") for same in parts]
+        written += zip(results_by_inputs.get(key, ()), target.writes, strict=False)
     for value, x in written:
         copy(value, x)
 
 
 def carry(send: P2POp, receive: P2POp) -> None:
-    """Move the data of a message, whose receiver then knows from whom it is."""
+    """Move the data of a message; its receiver then knows the sender."""
     copy(send.payload, receive.payload)  # type: ignore[arg-type]
     receive.source = send.source
     send.payload = receive.payload = None
 
 
 def _check_sizes(one: PendingOp, other: PendingOp, sent: Tensors, rooms: Tensors) -> None:
+    """Raise Disagreement if a rank sends what another has no room for."""
     for x, room in zip(sent, rooms, strict=False):
         if x.numel() != room.numel():
             assert one.call is not None
@@ -310,8 +324,11 @@ def _check_sizes(one: PendingOp, other: PendingOp, sent: Tensors, rooms: Tensors
 
 
 def _check_split(entries: Sequence[PendingOp]) -> None:
-    """Each rank makes a communicator of the ranks it names, or none: Disagreement where they differ
-    among the ranks in one, which then talk in smaller groups."""
+    """Raise Disagreement if ranks of one new group name different members.
+
+    Each rank names the ranks of its communicator, or none. Ranks that differ would talk in smaller
+    groups.
+    """
     lists: list[tuple[int, ...]] = [entry.payload for entry in entries]  # type: ignore[misc]
     for first, ranks in zip(entries, lists, strict=True):
         came = tuple(e.rank for e, asked in zip(entries, lists, strict=True) if asked == ranks)
@@ -331,7 +348,7 @@ def _check_split(entries: Sequence[PendingOp]) -> None:
 
 
 class _SplitSource(c10d.Backend):
-    """A group as the back end that torch hands on to C++ where it splits a group from it."""
+    """A group as the back end that torch passes to C++ when it splits a group from it."""
 
     def __init__(self, group: ThreadGroup):
         super().__init__(group.rank(), group.size())
@@ -362,7 +379,7 @@ _here = _Here()
 
 
 def attach(context: LintContext) -> None:
-    """This thread is a rank of the lint: groups that it makes are of threads."""
+    """Make this thread a rank of the lint: groups that it creates consist of threads."""
     _here.context = context
     for name in (BACKEND, HOST_BACKEND):
         if name.upper() not in dist.Backend._plugins:
@@ -375,6 +392,7 @@ def attach(context: LintContext) -> None:
 
 
 def _create(backend: str, options, _) -> ThreadGroup:
+    """Create this rank's end of a group; its members wait for each other."""
     context = _here.context
     if context is None:
         raise CommError(f"backend {backend!r} joins the threads of a lint; use gloo or nccl")
