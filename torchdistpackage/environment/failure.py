@@ -96,11 +96,8 @@ def from_exception(rank: int, error: BaseException) -> Failure:
         code = error.code if isinstance(error.code, int) else 1
         text = "" if error.code is None or isinstance(error.code, int) else str(error.code)
         if source_line := _place(error):
-            text = (
-                f"{text}, by {_call(error)} at {source_line}"
-                if text
-                else f"{_call(error)} at {source_line}"
-            )
+            exit_call = f"{_call(error)} at {source_line}"
+            text = f"{text}, by {exit_call}" if text else exit_call
         return Failure(rank, host, pid, now_s, FailureKind.EXIT, code & 0xFF, error=text)
     last_line = traceback.format_exception_only(error)[-1].strip()
     first_line = str(error).strip().partition("\n")[0]
@@ -144,7 +141,9 @@ def _place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [frame for frame in frames if not _LIBRARY.search(frame.filename)]
     innermost = next(iter([*user_frames[-1:], *frames[-1:]]), None)
-    return f'"{innermost.filename}", line {innermost.lineno}, in {innermost.name}' if innermost else ""
+    if innermost is None:
+        return ""
+    return f'"{innermost.filename}", line {innermost.lineno}, in {innermost.name}'
 
 
 def from_exit(

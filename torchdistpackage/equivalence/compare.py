@@ -210,10 +210,8 @@ def _has_right_inputs(
     whole: ParityRecord, ranks: Sequence[ParityRecord], name: str, by: Measure
 ) -> bool:
     """Return True if the inputs of a module are right on all ranks."""
-    by_rank, full = (
-        [r.modules[name].inputs for r in ranks if name in r.modules],
-        whole.modules[name],
-    )
+    by_rank = [r.modules[name].inputs for r in ranks if name in r.modules]
+    full = whole.modules[name]
     apart = (_lists(inputs, full.inputs, by) for inputs in by_rank)
     firsts = [x[0] for x in by_rank if x]
     is_right = all(x is None or x <= by.tolerance for x in apart)

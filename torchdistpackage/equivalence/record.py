@@ -42,9 +42,8 @@ class ParityRecord:
 
     coord: its coordinates. modules: by name, in the order in which their first calls ended.
     losses, norms: of each step. grads: of the first step, after the sum over ranks.
-    masks: of each dropout, the elements that a call kept. results: the whole model's outputs, if
-        they are
-    known apart from its modules. error: of the rank that ended the steps, in one line.
+    masks: of each dropout, the elements that a call kept. error: of the rank that ended the steps.
+    results: the whole model's outputs, if they are known apart from its modules.
     error_detail: its traceback, or where all ranks hung.
     """
 
