@@ -1,4 +1,4 @@
-"""From a Rendezvous to an initialised default group on the right device.
+"""Initialisation of the default group on the right device, from a Rendezvous.
 
 Ranks meet through one store: a file when this package started them on one machine, the agent's
 under torchrun, else TCP on a candidate port. On several nodes they talk over the network on which
@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class JoinResult:
-    """Where `join` arrived.
+    """The result of `join`.
 
     backend: gloo or nccl. notes: lines worth printing once.
     """
@@ -121,7 +121,9 @@ def setup_distributed(
 def setup_distributed_slurm(
     backend: str | None = None, port: int | None = None
 ) -> tuple[int, int, int | None, str]:
-    """The earlier name of `setup_distributed`, which knows Slurm among others."""
+    """Join the other ranks: the earlier name of `setup_distributed`, which knows Slurm among
+    others.
+    """
     return setup_distributed(backend, port)
 
 
@@ -172,7 +174,7 @@ _DESCRIPTORS = 1 << 16
 
 
 def _prepare_for_many() -> None:
-    """Let gloo connect thousands of ranks.
+    """Prepare gloo to connect thousands of ranks.
 
     Each of its groups holds a descriptor for each member, and ends the process where there are no
     more. By default a rank also publishes an address for each member, which all read: 552 GB for
@@ -187,7 +189,7 @@ def _prepare_for_many() -> None:
 
 
 def leave() -> None:
-    """End the default group, if there is one, and with it all groups."""
+    """End the default group, if there is one, and all other groups with it."""
     if dist.is_initialized():
         await_members(world())
         dist.destroy_process_group()
@@ -195,7 +197,7 @@ def leave() -> None:
 
 
 def find_free_port() -> str:
-    """A TCP port that was free a moment ago, as text."""
+    """Return a TCP port that was free a moment ago, as text."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return str(probe.getsockname()[1])
@@ -204,7 +206,7 @@ def find_free_port() -> str:
 def _meet(
     rendezvous: Rendezvous, port: int | None, timeout_s: float
 ) -> tuple[dist.Store, int | None, str]:
-    """All ranks at one store and the network chosen: the store, its port, a line on the network."""
+    """Bring all ranks together at one store; return it, its port, and a line on the network."""
     begin = time.monotonic()
     several_nodes = rendezvous.store is None and rendezvous.local_world_size < rendezvous.world_size
     # None: on its own host rank 0's name may mean loopback, so the others say how they know it
@@ -224,7 +226,9 @@ def _meet(
 
 
 def _as_of(rendezvous: Rendezvous, again: int) -> Rendezvous:
-    """The same rendezvous under names of its own, if this process joins `again`.
+    """Return the rendezvous under names of its own, if this process joins `again`.
+
+    Some ranks that left may be back before others are gone, and must not meet in the old store.
 
     Some of those who left are back before others are gone, and must not meet in what was.
     """
@@ -237,6 +241,7 @@ def _as_of(rendezvous: Rendezvous, again: int) -> Rendezvous:
 def _open_store(
     rendezvous: Rendezvous, port: int | None, timeout_s: float
 ) -> tuple[dist.Store, int | None]:
+    """Return the store for this rendezvous, and its port if it is a TCP store."""
     if rendezvous.store is not None:
         return dist.FileStore(rendezvous.store, rendezvous.world_size), None
     if rendezvous.world_size == 1:
@@ -250,7 +255,9 @@ def _open_store(
 
 
 def _agents_store(rendezvous: Rendezvous, timeout_s: float) -> dist.Store:
-    """The store of torchrun's agent, which listens on the port already: rank 0 too is a client."""
+    """Return the store of torchrun's agent, which listens on the port already: rank 0 too is a
+    client.
+    """
     host, port = rendezvous.address, rendezvous.ports[0]
     try:
         store = connect(host, port, world_size=rendezvous.world_size, timeout_s=timeout_s)
@@ -265,7 +272,7 @@ def _agents_store(rendezvous: Rendezvous, timeout_s: float) -> dist.Store:
 
 
 def _master(rendezvous: Rendezvous) -> str | None:
-    """The address of rank 0's host, once the user's words about the network are seen to be true."""
+    """Return the address of rank 0's host, after a check of the user's network settings."""
     if addresses := read_addresses():
         users_interfaces(os.environ, addresses)
     return master_address(
@@ -274,7 +281,7 @@ def _master(rendezvous: Rendezvous) -> str | None:
 
 
 def _choose_network(master: str) -> str:
-    """Set the interface of gloo and NCCL unless the user did; one line that says which."""
+    """Set the interface of gloo and NCCL unless the user did; return one line that says which."""
     addresses = read_addresses()
     if not addresses:
         return ""
@@ -291,7 +298,7 @@ _UNKNOWN = "?"
 def _agree_on_device(
     store: dist.Store, rendezvous: Rendezvous, asked: str | None, timeout_s: float
 ) -> tuple[torch.device, str, tuple[str, ...]]:
-    """My device, the backend for it, and what is worth saying about them; all ranks have met.
+    """Return this rank's device, the backend for it, and notes; all ranks must have met.
 
     asked: the backend; None or nccl: nccl on a GPU, else gloo.
 
@@ -347,7 +354,9 @@ def _agree_on_device(
 
 
 def _only_gpu(rendezvous: Rendezvous) -> str:
-    """Which one it is, if this process is one of several on its node and sees a single GPU."""
+    """Return the GPU's name, if this process is one of several on its node and sees a single
+    GPU.
+    """
     alone = rendezvous.local_world_size == 1
     if alone or exclusive_device(os.environ) or torch.cuda.device_count() != 1:
         return _UNKNOWN
@@ -358,11 +367,12 @@ def _only_gpu(rendezvous: Rendezvous) -> str:
 
 
 def _gpu_key(rendezvous: Rendezvous, local_rank: int) -> str:
+    """Return the store's key for the GPU of a local rank."""
     return f"gpu/{rendezvous.node}/{local_rank}"
 
 
 def _each_has_its_own(store: dist.Store, rendezvous: Rendezvous) -> bool:
-    """Whether the single GPU that each rank of this node sees is another for each."""
+    """Return True if each rank of this node sees a single GPU, and all of these differ."""
     keys = [_gpu_key(rendezvous, r) for r in range(rendezvous.local_world_size)]
     if not store.check(keys):
         return False

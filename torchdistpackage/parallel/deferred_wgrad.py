@@ -1,4 +1,4 @@
-"""Gradients of matrices, from what the nodes of their products kept, and without these nodes.
+"""Gradients of weights, computed after the backward from what the nodes of their matmuls saved.
 
 A product's matrix needs the gradient of the result and the other factor, nothing else, so it can be
 computed any time later, as autograd computes it, to the bit. The other factor is of this
@@ -20,7 +20,9 @@ _TELLS = hasattr(SavedTensor, "unpack_hook")
 
 
 class DeferredGrad:
-    """Gradient of a node's result -> that of one of its arguments, up to an expansion.
+    """A function from the gradient of a node's result to that of one of its arguments.
+
+    The result may still have to be reduced over dims in which the argument was expanded.
 
     formula: called with what was `kept`, that gradient, and `options`. factor: of what it returns.
     result: the number of that result among those of the node.
@@ -40,12 +42,18 @@ class DeferredGrad:
         self.factor, self.result = factor, result
 
     def __call__(self, grad: Tensor) -> Tensor:
+        """Return the argument's gradient for this gradient of the result."""
         gradient = self.formula(*self.kept, grad, *self.options)
         return gradient if self.factor == 1 else gradient * self.factor
 
 
 def deferred_gradient(node: Any, argument: int, path: Container[Any]) -> DeferredGrad | None:
-    """How the gradient of argument number `argument` of autograd's `node` can be had later.
+    """Return how to compute the gradient of argument number `argument` of autograd's `node` later.
+
+    Call it before a backward frees what the node saved. None: it is no product of this micro-batch,
+    or its saved tensors are recomputed for each backward (checkpointing).
+
+    path: nodes of this micro-batch.
 
     To be called before a backward frees what the node kept. path: nodes of this microbatch. None:
     it is no product of such, or what it kept is computed anew for each backward (checkpointing).
@@ -54,8 +62,8 @@ def deferred_gradient(node: Any, argument: int, path: Container[Any]) -> Deferre
         if node.next_functions[0][0] not in path or _has_hook(node, node._raw_saved_tensors[0]):
             return None
         result, formula, *options = of_function(node, argument)
-        kept = node.saved_tensors[0].detach()
-        return DeferredGrad(formula, kept, options=options, result=result)
+        saved = node.saved_tensors[0].detach()
+        return DeferredGrad(formula, saved, options=options, result=result)
     of_node, factors = _OF_NODES.get(type(node).__name__, (None, ()))
     if of_node is None or not any(node.next_functions[i][0] in path for i in factors):
         return None
@@ -66,7 +74,7 @@ def deferred_gradient(node: Any, argument: int, path: Container[Any]) -> Deferre
 
 
 def _of_addmm(node: Any, argument: int) -> DeferredGrad | None:
-    """self beta + (mat1 mat2) alpha."""
+    """Defer a gradient of self beta + (mat1 mat2) alpha."""
     if argument == 0:
         return DeferredGrad(_itself, factor=node._saved_beta)
     later = _of_product(node, ("mat1", "mat2"), argument - 1)
@@ -75,20 +83,20 @@ def _of_addmm(node: Any, argument: int) -> DeferredGrad | None:
     return later
 
 
-def _of_product(node: Any, factors: tuple[str, str], wanted: int) -> DeferredGrad | None:
-    """first second."""
-    name, other = factors[wanted], _kept(node, factors[1 - wanted])
+def _of_product(node: Any, factors: tuple[str, str], index: int) -> DeferredGrad | None:
+    """Defer a gradient of the matmul of two factors."""
+    name, other = factors[index], _kept(node, factors[1 - index])
     if other is None:
         return None
     strides = getattr(node, f"_saved_{name}_sym_strides")
     sizes = getattr(node, f"_saved_{name}_sym_sizes")
-    # of a factor by columns autograd gives a gradient by columns: a transposed weight wants it
+    # like autograd, return a column-major gradient for a column-major factor (a transposed weight)
     is_by_columns = strides[0] == 1 and strides[1] == sizes[0]
-    return DeferredGrad(_OF_FACTORS[wanted][is_by_columns], other)
+    return DeferredGrad(_OF_FACTORS[index][is_by_columns], other)
 
 
 def _of_bmm(node: Any, argument: int) -> DeferredGrad | None:
-    """self mat2, a product for each index of the first dim."""
+    """Defer a gradient of self mat2, a matmul for each index of the first dim."""
     other = _kept(node, "self" if argument else "mat2")
     if other is None:
         return None
@@ -97,13 +105,13 @@ def _of_bmm(node: Any, argument: int) -> DeferredGrad | None:
 
 
 def _of_convolution(node: Any, argument: int) -> DeferredGrad | None:
-    """input weight + bias."""
+    """Defer the gradient of the weight or bias of a convolution."""
     x, weight = _kept(node, "input"), _kept(node, "weight")
     if argument == 0 or x is None or weight is None:
         return None
     names = ("bias_sym_sizes_opt", "stride", "padding", "dilation", "transposed")
-    how = (getattr(node, f"_saved_{name}") for name in (*names, "output_padding", "groups"))
-    options = (argument, weight.size(), weight.stride(), *how)
+    settings = (getattr(node, f"_saved_{name}") for name in (*names, "output_padding", "groups"))
+    options = (argument, weight.size(), weight.stride(), *settings)
     return DeferredGrad(_of_convolved, x, options=options)
 
 
@@ -131,14 +139,16 @@ def _of_convolved(
     argument: int,
     sizes: Sequence[int],
     strides: Sequence[int],
-    *how: Any,
+    *settings: Any,
 ) -> Tensor:
+    """Return the gradient of the weight or bias of a convolution."""
     mask = [False, argument == 1, argument == 2]
     weight = x.new_empty_strided(sizes, strides)  # of which only the form is asked
-    return torch.ops.aten.convolution_backward(grad, x, weight, *how, mask)[argument]
+    return torch.ops.aten.convolution_backward(grad, x, weight, *settings, mask)[argument]
 
 
 def _itself(x: Tensor) -> Tensor:
+    """Return the argument."""
     return x
 
 
@@ -146,7 +156,7 @@ def _itself(x: Tensor) -> Tensor:
 
 
 def _kept(node: Any, name: str) -> Tensor | None:
-    """The tensor, if it is there as it is: real, dense, and without hooks."""
+    """Return the saved tensor if it is real, dense and without hooks."""
     if _is_hooked(node, name):
         return None
     x = getattr(node, f"_saved_{name}")
@@ -154,26 +164,30 @@ def _kept(node: Any, name: str) -> Tensor | None:
 
 
 def _function_of(node: Any) -> object:
-    """The autograd function of which this is a node. One that is a product of its first argument,
-    which it saves first, has `deferred_gradient(node, argument)`: the number of the result whose
-    gradient is taken, a formula and its options."""
+    """Return the autograd function of which this is a node.
+
+    A function that is a matmul of its first argument, which it saves first, has
+    `deferred_gradient(node, argument)`. This returns the number of the result whose gradient is
+    needed, a formula and its options.
+    """
     return getattr(type(node), "_forward_cls", None)
 
 
 def _is_hooked(node: Any, name: str) -> bool:
+    """Return True if a hook would run when this saved tensor is read."""
     return _has_hook(node, getattr(node, f"_raw_saved_{name}"), name)
 
 
 def _has_hook(node: Any, saved: SavedTensor, name: str = "first") -> bool:
-    """Whether reading it would run a hook, which may count on being called once."""
+    """Return True if reading it would run a hook, which may rely on running once."""
     if _TELLS:
         return saved.unpack_hook is not None
-    # hooks can be registered once
-    known: dict[str, bool] = node.metadata
-    if name not in known:
+    # hooks can be registered only once, so registration fails if there are some
+    answers: dict[str, bool] = node.metadata
+    if name not in answers:
         try:
             saved.register_hooks(_itself, _itself)
-            known[name] = False
+            answers[name] = False
         except RuntimeError:
-            known[name] = True
-    return known[name]
+            answers[name] = True
+    return answers[name]

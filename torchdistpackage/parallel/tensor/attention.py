@@ -45,7 +45,7 @@ def rotary_tables(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tables:
-    """For positions 0 to seq_len - 1, in float32, or float64 if that is `dtype`.
+    """Return the tables for positions 0 to seq_len - 1, in float32, or float64 if that is `dtype`.
 
     rope: base and scaling; None: `base`, unscaled.
     """
@@ -60,7 +60,7 @@ def rotary_tables(
 def rotary_frequencies(
     rope: Rope, head_dim: int, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> Tensor:
-    """Radians per position of each pair of channels: (head_dim / 2,), fastest first.
+    """Return the radians per position of each pair of channels: (head_dim / 2,), fastest first.
 
     In the order of operations of transformers, so that float32 gives the same bits.
     """
@@ -177,6 +177,7 @@ class ParallelAttention(Grouped):
         self.out = RowLinear(q, dim, heads=query, initial=out_initial or initial, **common)
 
     def full_names(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors under this layer's names."""
         return {TORCH_NAMES.get(name, name): x for name, x in tensors.items()}
 
     def forward(
@@ -186,11 +187,7 @@ class ParallelAttention(Grouped):
         sizes: Sizes | None = None,
         mask: Any = None,
     ) -> Tensor:
-        """rotary: tables for the positions of queries and keys, to turn them by.
-        sizes: under sequence parallelism the length of each rank's x, where they differ.
-        mask: as `sequence` has it; by default (B, 1, S, S), True where a position is seen, which
-            replaces `causal`.
-        """
+        """Attend over the sequence of x."""
         q, k, v = self._heads_of(x, sizes)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
@@ -199,7 +196,7 @@ class ParallelAttention(Grouped):
         return self.out(mixed.permute(2, 0, 1, 3).flatten(2), sizes)
 
     def _heads_of(self, x: Tensor, sizes: Sizes | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of this rank's heads, (B, h, S, d) each."""
+        """Return queries, keys and values of this rank's heads, (B, h, S, d) each."""
         width = self.head_dim
         if self.fused:
             # (S, B, 3 h d) -> three of (B, h, S, d)
@@ -214,7 +211,7 @@ class ParallelAttention(Grouped):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The tokens that a forward is given, of a sequence of `seq_len`.
+    """The tokens that a forward receives, from a sequence of `seq_len`.
 
     positions: (B, S) or (S,), the places of the tokens here; None: 0 to S - 1.
     mask: what attention needs to keep documents apart; None: a sample is one document.
@@ -231,8 +228,11 @@ class SequenceAttention(Protocol):
     """How a model attends over a sequence of which this rank has all tokens, or a part."""
 
     def tokens(self, num: int, position_ids: Tensor | None, device: torch.device) -> Tokens:
-        """Of a forward with `num` tokens of a sample here. position_ids: (B, S) of the whole
-        sequence, from 0 in each document; None: a sample is one document."""
+        """Return the tokens of a forward with `num` tokens per sample on this rank.
+
+        position_ids: (B, S) of the whole sequence, from 0 in each document; None: a sample is one
+            document.
+        """
         ...
 
     def ranges(self, seq_len: int) -> Sequence[range]:
@@ -240,16 +240,16 @@ class SequenceAttention(Protocol):
         ...
 
     def part(self, x: Tensor) -> Tensor:
-        """What this rank holds of `x` (B, S, ...), which is of the whole sequence."""
+        """Return this rank's part of `x` (B, S, ...), which is of the whole sequence."""
         ...
 
     def place(self, position: int, seq_len: int) -> tuple[int, int]:
-        """(index along context of the rank that holds a position, its place there)."""
+        """Return (index along context of the rank that holds a position, its index there)."""
         ...
 
     @property
     def multiple(self) -> int:
-        """Of which the length of a sequence is one."""
+        """The number that must divide the length of a sequence."""
         ...
 
     def __call__(
@@ -267,7 +267,7 @@ class SequenceAttention(Protocol):
 
 
 class WholeSequence:
-    """All tokens are here."""
+    """Attention over a sequence that is whole on this rank."""
 
     def tokens(self, num: int, position_ids: Tensor | None, device: torch.device) -> Tokens:
         if position_ids is None:
@@ -290,7 +290,7 @@ class WholeSequence:
 
 
 def document_mask(position_ids: Tensor) -> Tensor:
-    """Which positions a position sees: those of its own document up to itself.
+    """Return which positions a position sees: those of its own document up to itself.
 
     position_ids (B, S): begin with 0 in each document. Returns (B, 1, S, S), of True and False.
     """
@@ -307,27 +307,29 @@ def attend(
     group: Group | None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v for this rank's heads, (B, h, S, d) each.
+    """Return softmax(q k^T / sqrt(d)) v for this rank's heads, (B, h, S, d) each.
 
     Keys and values may have fewer heads, each for as many consecutive queries' heads.
     group: whose ranks share the heads, each with dropout masks of its own; None: all are here.
     mask: instead of `causal`.
     """
-    how = {"attn_mask": mask, "is_causal": causal and mask is None, "dropout_p": dropout}
-    how["enable_gqa"] = q.shape[1] != k.shape[1]
+    options = {"attn_mask": mask, "is_causal": causal and mask is None, "dropout_p": dropout}
+    options["enable_gqa"] = q.shape[1] != k.shape[1]
     if not dropout or group is None:
-        return F.scaled_dot_product_attention(q, k, v, **how)
+        return F.scaled_dot_product_attention(q, k, v, **options)
     if is_traced():
         return _attend_by_hand(q, k, v, causal and mask is None, dropout, group.rank(), mask)
     with differ(group.rank(), q.device):
-        return F.scaled_dot_product_attention(q, k, v, **how)
+        return F.scaled_dot_product_attention(q, k, v, **options)
 
 
 def _attend_by_hand(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, index: int, mask: Tensor | None
 ) -> Tensor:
-    """What torch computes where weights are dropped and no kernel does it, in its order: masks that
-    are forked must be known to a graph as tensors."""
+    """Compute attention with dropped weights as torch does without a kernel, in the same order.
+
+    In a graph, masks of a forked random state must be tensors.
+    """
     times = q.shape[1] // k.shape[1]
     if times > 1:
         k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)

@@ -25,7 +25,7 @@ Rows = slice
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """How a sequence, of which each rank holds a run of rows, travels.
+    """The chunks in which a sequence travels, of which each rank holds a range of rows.
 
     rows: by chunk and rank, places in the whole sequence. mine: my run.
     """
@@ -36,6 +36,7 @@ class Chunks:
 
     @classmethod
     def of(cls, lengths: Sizes, num_chunks: int, group: Group) -> "Chunks":
+        """Return the chunks of a sequence whose ranks hold `lengths` rows."""
         starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
         by_rank: list[list[Rows]] = []
         for start, length in zip(starts, lengths, strict=True):
@@ -50,49 +51,50 @@ class Chunks:
 
     @property
     def num_rows(self) -> int:
+        """The number of rows of the whole sequence."""
         return self.rows[-1][-1].stop
 
     def sizes(self, chunk: int) -> list[int] | None:
-        """Rows of each rank in a chunk; None: all alike."""
-        found = [rows.stop - rows.start for rows in self.rows[chunk]]
-        return None if len(set(found)) == 1 else found
+        """Return the rows of each rank in a chunk; None: all are equal."""
+        sizes = [rows.stop - rows.start for rows in self.rows[chunk]]
+        return None if len(set(sizes)) == 1 else sizes
 
 
 def num_chunks_of(lengths: Sizes, row_bytes: int) -> int:
-    """Chunks in which a sequence travels; the same on all ranks."""
+    """Return the number of chunks in which a sequence travels; the same on all ranks."""
     return max(1, min(MAX_CHUNKS, max(lengths) * row_bytes // CHUNK_BYTES, max(lengths)))
 
 
 @dataclass(slots=True, eq=False)
 class Arrivals:
-    """A gather under way, `into` whose rows what arrives is put. Iterate once."""
+    """A gather in flight, whose rows are put into `into`. Iterate once."""
 
     chunks: Chunks
     into: Tensor
     works: list[Work]
 
     def __iter__(self) -> Iterator[Rows]:
-        """Rows that are there; those of this rank first."""
+        """Yield the rows that are there; those of this rank first."""
         yield self.chunks.mine
-        me = self.chunks.group.rank()
+        own_rank = self.chunks.group.rank()
         for rows, work in zip(self.chunks.rows, self.works, strict=True):
             parts = work.wait().split([r.stop - r.start for r in rows])
-            for rank, (where, part) in enumerate(zip(rows, parts, strict=True)):
-                if rank != me and len(part):
+            for rank, (target, part) in enumerate(zip(rows, parts, strict=True)):
+                if rank != own_rank and len(part):
                     with torch.no_grad():
-                        self.into[where].copy_(part)
-                    yield where
+                        self.into[target].copy_(part)
+                    yield target
 
 
 def start_gather(x: Tensor, chunks: Chunks) -> Arrivals:
-    """x, my rows (n, ...), on its way to all ranks."""
+    """Start to send x, this rank's rows (n, ...), to all ranks."""
     x = x.contiguous()
     into = x.new_empty((chunks.num_rows, *x.shape[1:]))
     into[chunks.mine].copy_(x)
     me, works = chunks.group.rank(), list[Work]()
     for index, rows in enumerate(chunks.rows):
-        at = rows[me]
-        part = x[at.start - chunks.mine.start : at.stop - chunks.mine.start]
+        own_rows = rows[me]
+        part = x[own_rows.start - chunks.mine.start : own_rows.stop - chunks.mine.start]
         works.append(primitives.all_gather(part, chunks.group, chunks.sizes(index), True))
     return Arrivals(chunks, into, works)
 
@@ -100,7 +102,8 @@ def start_gather(x: Tensor, chunks: Chunks) -> Arrivals:
 def start_scatter(
     chunks: Chunks, like: Tensor, compute: Callable[[Rows, Tensor], object]
 ) -> Callable[[], Tensor]:
-    """My rows of the sum over ranks of what `compute` makes, chunk by chunk; to be called.
+    """Start to sum what `compute` makes over ranks, chunk by chunk; call the result for this rank's
+    rows.
 
     compute: puts some rows of this rank's summand into a tensor (rows, ...). like: of their dtype
         and shape, but for the first dim.
@@ -109,12 +112,13 @@ def start_scatter(
     for index, rows in enumerate(chunks.rows):
         lengths = [r.stop - r.start for r in rows]
         partial = like.new_empty((sum(lengths), *like.shape[1:]))
-        for where, into in zip(rows, partial.split(lengths), strict=True):
+        for target, into in zip(rows, partial.split(lengths), strict=True):
             if len(into):
-                compute(where, into)
+                compute(target, into)
         works.append(primitives.reduce_scatter(partial, chunks.group, chunks.sizes(index), True))
     return lambda: _joined([work.wait() for work in works])
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the parts as one tensor."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -1,4 +1,5 @@
-"""Products of a column layer: the sum of their input's gradient runs under those of the weights.
+"""Matmuls of a column layer, which overlap the sum of the input's gradient with the weights'
+gradients.
 
 They are one node of autograd, whose backward computes the input's gradient, begins to sum it over
 the group, and computes the gradients of the weights meanwhile, as Megatron-LM's does. With
@@ -57,7 +58,7 @@ def column_products(
     overlap: bool = False,
     product: Product = F.linear,
 ) -> Sequence[Tensor]:
-    """x W^T + b of each of the weights.
+    """Return x W^T + b for each of the weights.
 
     x (S, ..., Din), or (S/n, ..., Din) under sequence parallelism; weights (Dout/n, Din), biases
     (Dout/n,), both of all weights or of none; results (S, ..., Dout/n). x is gathered once for all
