@@ -1,5 +1,4 @@
-"""How a message of tensors travels: a header that says what comes, the payload, and the sends that
-have not left yet.
+"""Messages of tensors: a header that describes what comes, the payload, and the sends in flight.
 
     sender      send_header(description) ──► send(spec, tensors) ──► settle()
     receiver    receive_header() ──────────► receive(spec) ────────► wait()

@@ -225,7 +225,7 @@ class Tokens:
 
 
 class SequenceAttention(Protocol):
-    """How a model attends over a sequence of which this rank has all tokens, or a part."""
+    """A rule for attention over a sequence of which this rank has all tokens, or a part."""
 
     def tokens(self, num: int, position_ids: Tensor | None, device: torch.device) -> Tokens:
         """Return the tokens of a forward with `num` tokens per sample on this rank.

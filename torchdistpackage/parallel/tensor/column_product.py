@@ -90,8 +90,9 @@ def column_products(
 
 
 class _ColumnProduct(torch.autograd.Function):
-    """x times a weight. The backward begins to sum the gradient of x over the group, and computes
-    those of weight and bias meanwhile.
+    """A matmul of x and a weight, whose backward sums the gradient of x over the group meanwhile.
+
+    Meanwhile it computes the gradients of weight and bias.
 
     As it is on every step's way, it has no loops: `_ColumnProducts` has them.
     """
@@ -106,7 +107,7 @@ class _ColumnProduct(torch.autograd.Function):
 
     @staticmethod
     def deferred_gradient(node: Any, argument: int) -> tuple[Any, ...]:
-        """How `deferred_wgrad` has that of parameter number `argument`, from 1, computed later."""
+        """Return how to compute the gradient of parameter number `argument`, from 1, later."""
         return deferred(node, argument, 0)
 
     @staticmethod
@@ -129,8 +130,7 @@ class _ColumnProduct(torch.autograd.Function):
 
 
 class _ColumnProducts(torch.autograd.Function):
-    """x times each of several weights, in the backward as above: the gradient of x is summed once,
-    for all of them."""
+    """Matmuls of x and several weights, with one sum of the gradient of x for all of them."""
 
     @staticmethod
     def forward(
@@ -144,7 +144,7 @@ class _ColumnProducts(torch.autograd.Function):
 
     @staticmethod
     def deferred_gradient(node: Any, argument: int) -> tuple[Any, ...]:
-        """As of a `_ColumnProduct`."""
+        """Return how to compute the gradient of a parameter later, as in `_ColumnProduct`."""
         return deferred(node, argument, 0)
 
     @staticmethod
@@ -168,7 +168,7 @@ def _differentiable_gradients(
     wanted: Sequence[bool],
     group: Group,
 ) -> list[Tensor | None]:
-    """Of x and the parameters, to take gradients of: nothing overlaps."""
+    """Return the gradients of x and the parameters as a differentiable graph, without overlap."""
     dx = input_gradient(grads, weights) if wanted[0] else None
     x = apply(IdentityForward(group), x)  # of whose gradient each rank then has a part, as before
     others = parameter_gradients(x, grads, weights, wanted[1:])
@@ -176,7 +176,7 @@ def _differentiable_gradients(
 
 
 class _GatheredProducts(torch.autograd.Function):
-    """x gathered along dim 0, and its products with the weights; in the backward as above.
+    """Matmuls of the weights and x gathered along dim 0, with the same backward.
 
     chunks: in which x comes and its gradient goes, or None. The first result, what was gathered, is
     there for gradients of gradients alone.
@@ -200,7 +200,7 @@ class _GatheredProducts(torch.autograd.Function):
 
     @staticmethod
     def deferred_gradient(node: Any, argument: int) -> tuple[Any, ...]:
-        """As of a `_ColumnProducts`."""
+        """Return how to compute the gradient of a parameter later, as in `_ColumnProducts`."""
         return deferred(node, argument, 1)
 
     @staticmethod

@@ -25,7 +25,7 @@ _ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 @dataclass(frozen=True, slots=True)
 class KernelVerdict:
-    """What a kernel of bitsandbytes computes on this processor, against the code book.
+    """The result of a test of a bitsandbytes kernel on this processor against the code book.
 
     by_rows: right for whole matrices; by_blocks: right where every row is one block.
     """
@@ -36,7 +36,7 @@ class KernelVerdict:
 
 @dataclass(frozen=True, slots=True)
 class PackedState:
-    """What `unpacked` needs besides the values of a weight of this shape.
+    """The state that `unpacked` needs besides the values of a weight of this shape.
 
     blocks: the QuantState of bitsandbytes, over rows of one block. has_kernel: bitsandbytes' kernel
     is right for these; else a table lookup does its work.

@@ -26,7 +26,7 @@ from torchdistpackage.topology.mesh import Mesh, Topology
 
 @dataclass(frozen=True, slots=True)
 class Initial:
-    """What a parameter starts as.
+    """The initial value of a parameter.
 
     kind: "normal" and "uniform" are centred on 0; "zeros" and "ones" are constant.
     std: standard deviation of the draws; a uniform draw lies within std * sqrt(3).
@@ -71,7 +71,7 @@ def parameter(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> nn.Parameter:
-    """My shard of a parameter that `axis`, whose ranks are `group`, may cut.
+    """Return this rank's shard of a parameter that `axis`, whose ranks are `group`, may cut.
 
     It is filled from torch's stream, each rank of a cut parameter with draws of its own; what
     must not depend on the layout is overwritten by `initialize`.
@@ -111,7 +111,9 @@ def make_parameters(
 
 
 def collect_initials(module: nn.Module) -> dict[str, Initial]:
-    """By parameter name what the parts of `module` declare with `initials()`; outer parts win."""
+    """Return by parameter name what the parts of `module` declare with `initials()`; outer parts
+    win.
+    """
     declared: dict[str, Initial] = {}
     for path, part in module.named_modules():
         if callable(initials := getattr(part, "initials", None)):

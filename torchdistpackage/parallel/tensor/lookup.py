@@ -31,7 +31,7 @@ class _SplitLookup(nn.Embedding):
 
 
 class RowLookup(_SplitLookup):
-    """Of the rows."""
+    """A look-up in a table whose rows are split."""
 
     def forward(self, ids: Tensor) -> Tensor:
         how = {"vocab": self.tdp_size, "sizes": self._sizes, "padding_idx": self.padding_idx}
@@ -40,7 +40,7 @@ class RowLookup(_SplitLookup):
 
 
 class ColumnLookup(_SplitLookup):
-    """Of the columns."""
+    """A look-up in a table whose columns are split."""
 
     def forward(self, ids: Tensor) -> Tensor:
         columns = feature_embedding(

@@ -1,4 +1,4 @@
-"""What a cross entropy over split logits is made of: its terms, its targets, a softmax in parts.
+"""Parts of a cross entropy over split logits: its terms, its targets, a softmax in parts.
 
 Each rank looks at its own columns once, a few rows at a time, and keeps of each row their maximum,
 the sum of exponentials below it and the target's logit. Two all-reduces join these for all rows.
@@ -30,8 +30,10 @@ BLOCK_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """What the loss is made of, the same for all tokens. sizes: columns of each rank, or None for
-    those of `chunk`."""
+    """The terms of the loss, equal for all tokens.
+
+    sizes: columns of each rank, or None for those of `chunk`.
+    """
 
     group: Group
     vocab: int
@@ -58,7 +60,7 @@ class LossTerms:
 
 @dataclass(frozen=True, slots=True)
 class LossTargets:
-    """Of N tokens, flat.
+    """The targets of N tokens, flat.
 
     column: (N,) my column of the target, 0 where it is another rank's.
     mine: (N,) whether it is mine, and not ignored.
@@ -105,7 +107,7 @@ class LossTargets:
         return cls(target.shape, column.masked_fill(~mine, 0), mine, kept, factor, own, total)
 
     def split(self, num_tokens: int) -> "Iterator[tuple[slice, LossTargets]]":
-        """The same targets, `num_tokens` at a time."""
+        """Yield the same targets, `num_tokens` at a time."""
         by_token = (self.column, self.mine, self.kept, self.factor)
         for start in range(0, max(len(self.column), 1), num_tokens):  # no tokens: once
             at = slice(start, start + num_tokens)
@@ -143,7 +145,7 @@ def rows_at_once(x: Tensor) -> Iterator[slice]:
 
 
 def look(x: Tensor, smooths: bool, targets: LossTargets) -> Tensor:
-    """What the loss needs of my columns x (N, C), as rows of (4, N).
+    """Return what the loss needs of this rank's columns x (N, C), as rows of (4, N).
 
     Maximum h (-inf without columns), sum of exp(x - h), logit of the target or 0, and with
     smoothing the sum of w_c (x_c - h), where an h of -inf counts as 0.
@@ -168,7 +170,7 @@ def look(x: Tensor, smooths: bool, targets: LossTargets) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxRows:
-    """What makes logits x of N rows a softmax: exp(x - highest) / total. Each (N,)."""
+    """The numbers that make logits x of N rows a softmax: exp(x - highest) / total. Each (N,)."""
 
     highest: Tensor
     total: Tensor

@@ -48,7 +48,7 @@ class Marked(FullTensors, nn.Module):
         self._group = group
 
     def layouts(self) -> Layouts:
-        """How its parameters are cut, by name; those of children may be among them."""
+        """Return how its parameters are cut, by name; those of children may be among them."""
         return {}
 
     def mark(self) -> None:
@@ -145,7 +145,7 @@ class Marked(FullTensors, nn.Module):
 
 
 def is_reduced(parameter: nn.Parameter) -> bool:
-    """Whether a reducer sums its gradient, which is to be this rank's own."""
+    """Return True if a reducer sums its gradient, which is to be this rank's own."""
     return (mark := mark_of(parameter)) is not None and mark.num_reducers > 0
 
 

@@ -19,7 +19,7 @@ from torchdistpackage.parallel.tensor.marked import Marked, is_reduced
 
 
 class _Norm(Marked):
-    """What both norms share: the group under sequence parallelism, and the layouts."""
+    """The common part of both norms: the group under sequence parallelism, and the layouts."""
 
     def _join(self, sequence_parallel: bool, group: Group | None, axis: str) -> None:
         self.sequence_parallel, self.axis = sequence_parallel, axis

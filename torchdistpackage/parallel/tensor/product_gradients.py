@@ -28,7 +28,8 @@ def multiply(
 def input_gradient(
     grads: Sequence[Tensor | None], weights: Sequence[Tensor], other: Tensor | None = None
 ) -> Tensor | None:
-    """Of x, by which all weights were multiplied, plus another gradient of it; None: there is none.
+    """Return the gradient of x, by which all weights were multiplied, plus another one; None: there
+    is none.
 
     The last product comes first: so autograd adds the gradients of an input that layers read one
     after another, and a sum of floating-point numbers depends on its order.
@@ -44,7 +45,7 @@ def input_gradient(
 def autocast(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
-    """In the dtype in which products are computed under autocast."""
+    """Return the tensors in the dtype in which matmuls are computed under autocast."""
     dtype = torch.get_autocast_dtype(x.device.type)
 
     def cast(t: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ def autocast(
 
 
 def is_wanted(ctx: Any) -> list[bool]:
-    """For each tensor that the node was given whether its gradient is, in this backward."""
+    """Return for each argument of the node whether this backward needs its gradient."""
     will_run, nodes = torch._C._will_engine_execute_node, [node for node, _ in ctx.next_functions]
     try:
         return [node is not None and will_run(node) for node in nodes]
@@ -75,7 +76,7 @@ def parameter_gradients(
     weights: Sequence[Tensor],
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Of the weights that x was multiplied by, and then of the biases, if there are any.
+    """Return the gradients of the weights that x was multiplied by, and then of the biases, if any.
 
     grads: of the products. wanted: whether that of each weight and bias is.
     """
@@ -93,8 +94,10 @@ def parameter_gradients(
 
 
 def deferred(node: Any, argument: int, first: int) -> tuple[Any, ...]:
-    """Of parameter number `argument`, from 1, of a node that has kept x and its weights: the number
-    of the result whose gradient is taken, a formula of x and that gradient, and its options.
+    """Return how to compute the gradient of parameter number `argument`, from 1, later.
+
+    The node has saved x and its weights. The answer is the number of the result whose gradient is
+    needed, a formula of x and that gradient, and its options.
 
     first: the number of the first product among the results.
     """
@@ -106,7 +109,7 @@ def deferred(node: Any, argument: int, first: int) -> tuple[Any, ...]:
 
 
 def weight_gradient(rows: Tensor, grad: Tensor, by_rows: bool) -> Tensor:
-    """Of the weight by which rows (N, Din) were multiplied, from that of the product (N, Dout).
+    """Return the gradient of a weight from rows (N, Din) and the gradient of the product (N, Dout).
 
     by_rows: how the memory of the weight lies, and so what autograd takes its gradient in.
     """
@@ -114,7 +117,7 @@ def weight_gradient(rows: Tensor, grad: Tensor, by_rows: bool) -> Tensor:
 
 
 def later_weight_gradient(x: Tensor, grad: Tensor, by_rows: bool) -> Tensor:
-    """The same of tensors of any number of dims."""
+    """Return the same gradient for tensors of any number of dims."""
     return weight_gradient(as_matrix(x), as_matrix(grad), by_rows)
 
 

@@ -25,7 +25,7 @@ def copy_to_sharing(parameter: Tensor, layout: Layout, group: Group) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _CopyToSharing:
-    """Of the ranks that share: replicated to own."""
+    """A copy for each of the ranks that share, whose backward sums their gradients."""
 
     group: Group
     heads: HeadSplit
@@ -42,7 +42,7 @@ class _CopyToSharing:
 
 @dataclass(frozen=True, slots=True)
 class _SumOverSharing:
-    """Of the ranks that share: own to replicated, their sum."""
+    """A sum over the ranks that share, whose backward copies the gradient."""
 
     group: Group
     heads: HeadSplit

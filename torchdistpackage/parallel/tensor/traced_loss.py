@@ -18,7 +18,7 @@ from torchdistpackage.parallel.tensor.loss_terms import LossTargets, LossTerms, 
 
 
 def traced_losses(logits: Tensor, terms: LossTerms, targets: LossTargets, reduction: str) -> Tensor:
-    """Those of `vocab_parallel_cross_entropy`."""
+    """Return the losses of `vocab_parallel_cross_entropy`."""
     x = logits.reshape(len(targets.column), terms.width).to(targets.kept.dtype)
     # not `look`, which writes to its parts
     if terms.width:
@@ -42,7 +42,7 @@ def traced_linear_losses(
     num_tokens: int,
     reduction: str,
 ) -> Tensor:
-    """Those of `linear_cross_entropy`."""
+    """Return the losses of `linear_cross_entropy`."""
     x = apply(IdentityForward(terms.group), x)
     found = _look(
         x.reshape(len(targets.column), x.shape[-1]),

@@ -83,7 +83,9 @@ def whole(x: Tensor) -> Tensor:
 
 
 def is_write(func: Any) -> bool:
-    """Whether it writes to its first argument, or gives what can be written to."""
+    """Return True if an operation writes to its first argument, or returns what can be written
+    to.
+    """
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name in WRITES or func == Tensor.data.__get__
@@ -233,7 +235,9 @@ def _property(name: str, by_any: bool) -> property:
 
 
 def _is_read_outside(layer: nn.Module, by_any: bool) -> bool:
-    """Whether the forward of another module, of torch or any, reads a parameter of `layer` now."""
+    """Return True if the forward of another module, of torch or any, reads a parameter of `layer`
+    now.
+    """
     if (
         torch.compiler.is_dynamo_compiling()
     ):  # a graph has no frames, and layers of this package read by `own`
@@ -255,7 +259,9 @@ def _is_read_outside(layer: nn.Module, by_any: bool) -> bool:
 
 
 def _is_of_torch(module: nn.Module) -> bool:
-    """Whether the forward of `module` is one of torch's own, also in a class derived from it."""
+    """Return True if the forward of `module` is one of torch's own, also in a class derived from
+    it.
+    """
     return type(module).forward.__module__.partition(".")[0] == "torch"
 
 
