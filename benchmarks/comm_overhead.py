@@ -14,9 +14,9 @@ import torch.distributed as dist
 from common import arguments, local, write
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.collective_table import COLLECTIVES
 from torchdistpackage.comm.runtime import leave
 from torchdistpackage.harness.calls import GroupMember, tdp_call, torch_call
-from torchdistpackage.harness.operations import COLLECTIVES
 
 NUM_CALLS = 500
 LIMIT_US = 5.0

@@ -1,9 +1,10 @@
-"""Write the tables of docs/config.md from the schema.
+"""Write the tables of docs/config.md from the schema, and that of docs/collectives.md.
 
     scripts/docs             write what follows the marker
     scripts/docs --check     exit code 1 if it is out of date
 
-One rule: what a key is stands in the schema alone.
+One rule: what a key is stands in the schema alone, and what a collective is in its row of
+comm/collective_table.py.
 """
 
 import sys
@@ -12,12 +13,16 @@ from pathlib import Path
 
 import yaml
 
+from torchdistpackage.comm.collective_table import page_rows
 from torchdistpackage.config.data_section import ITEMS
 from torchdistpackage.config.schema import RunConfig, Section
 from torchdistpackage.config.types import expected_of
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = DOCS / "config.md"
+COLLECTIVES = DOCS / "collectives.md"
 MARKER = "<!-- scripts/docs writes everything below this line -->\n"
+COLLECTIVES_MARKER = "<!-- scripts/docs writes this table from comm/collective_table.py -->\n\n"
 
 
 def tables() -> str:
@@ -54,15 +59,25 @@ def shown(value: object) -> str:
     return text.removesuffix("...\n").strip()
 
 
+def of_collectives(text: str) -> str:
+    """Return the page with the table of today."""
+    before, marker, after = text.partition(COLLECTIVES_MARKER)
+    _, end, rest = after.partition("\n\n")
+    return before + marker + page_rows().rstrip("\n") + end + rest
+
+
 def main() -> int:
-    text = PAGE.read_text(encoding="utf-8")
-    fresh = text.partition(MARKER)[0] + tables()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(fresh, encoding="utf-8")
-        return 0
-    if fresh != text:
-        sys.stderr.write(f"{PAGE} is out of date; run scripts/docs\n")
-    return int(fresh != text)
+    code, is_check = 0, "--check" in sys.argv[1:]
+    for page in (PAGE, COLLECTIVES):
+        text = page.read_text(encoding="utf-8")
+        is_config = page == PAGE
+        fresh = text.partition(MARKER)[0] + tables() if is_config else of_collectives(text)
+        if not is_check:
+            page.write_text(fresh, encoding="utf-8")
+        elif fresh != text:
+            sys.stderr.write(f"{page} is out of date; run scripts/docs\n")
+            code = 1
+    return code
 
 
 if __name__ == "__main__":

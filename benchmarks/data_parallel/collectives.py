@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from benchmarks.common import in_turns, rows, slowest
 from benchmarks.data_parallel.link import RATES, Link, enter
+from torchdistpackage.comm import by_torch
 from torchdistpackage.comm.creation import world
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.transport.sharded_flat import start_all_gather_v, start_reduce_scatter_v
 from torchdistpackage.comm.work import Work
-from torchdistpackage.harness import calls
 from torchdistpackage.launch.workers import run_local
 
 PRELOAD = ("torch", "torch.distributed", "benchmarks.data_parallel.collectives")
@@ -79,8 +79,8 @@ def check(group: dist.ProcessGroup) -> None:
     """
     x = torch.rand(1000 * group.size(), generator=torch.Generator().manual_seed(group.rank()))
     bounds = even(len(x), group.size())
-    part = calls.torch_reduce_scatter(x, group)
-    whole = calls.torch_all_gather(part, group)
+    part = by_torch.reduce_scatter(x, group)
+    whole = by_torch.all_gather(part, group)
     start_reduce_scatter_v(x, bounds, group).wait()
     if not torch.equal(start_all_gather_v(x, bounds, group).wait(), whole):
         raise AssertionError("slices give other numbers than gloo's own collectives")
@@ -96,9 +96,9 @@ def make_sides(group: dist.ProcessGroup) -> dict[str, Callable[[], object]]:
             pending.wait()
 
     sides: dict[str, Callable[[], object]] = {
-        "all-reduce, gloo's": lambda: calls.torch_all_reduce(x, group),
-        "reduce-scatter, gloo's": lambda: calls.torch_reduce_scatter(x, group),
-        "all-gather, gloo's": lambda: calls.torch_all_gather(part, group),
+        "all-reduce, gloo's": lambda: by_torch.all_reduce(x, group),
+        "reduce-scatter, gloo's": lambda: by_torch.reduce_scatter(x, group),
+        "all-gather, gloo's": lambda: by_torch.all_gather(part, group),
     }
     starts = {"reduce-scatter": start_reduce_scatter_v, "all-gather": start_all_gather_v}
     for name, start in starts.items():

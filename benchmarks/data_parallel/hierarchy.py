@@ -12,11 +12,11 @@ import torch.distributed as dist
 from benchmarks.common import in_turns, slowest
 from benchmarks.data_parallel.collectives import summary
 from benchmarks.data_parallel.link import RATES, Link, enter
+from torchdistpackage.comm import by_torch
 from torchdistpackage.comm.creation import world
 from torchdistpackage.comm.primitives import SUM
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.transport import hierarchical
-from torchdistpackage.harness import calls
 from torchdistpackage.launch.workers import run_local
 
 PRELOAD = ("torch", "torch.distributed", "benchmarks.data_parallel.hierarchy")
@@ -48,7 +48,7 @@ def rank_main(hosts: Sequence[str], rounds: int) -> dict[str, list[float]]:
     sides: dict[str, Callable[[], object]] = {}
     for mib in SIZES_MIB:
         x = torch.zeros(mib * 2**18)
-        sides[f"flat, {mib} MiB"] = lambda x=x: calls.torch_all_reduce(x, group)
+        sides[f"flat, {mib} MiB"] = lambda x=x: by_torch.all_reduce(x, group)
         sides[f"by node, {mib} MiB"] = lambda x=x: by_node(x, group, SUM).wait()
     times = in_turns(sides, rounds, dist.barrier)
     leave()
@@ -62,6 +62,6 @@ def check(group: dist.ProcessGroup, by_node: hierarchical.Start) -> None:
         AssertionError: they do not.
     """
     x = (torch.arange(2**20) + group.rank()) % 1000.0
-    flat = calls.torch_all_reduce(x.clone(), group)
+    flat = by_torch.all_reduce(x.clone(), group)
     if not torch.equal(by_node(x, group, SUM).wait(), flat):
         raise AssertionError("by node the sum is another than flat")

@@ -1,5 +1,6 @@
 """Every collective as its tests see it: what each rank gives and what it must get."""
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -7,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.comm import collectives
+from torchdistpackage import comm
+from torchdistpackage.comm import collective_table
 from torchdistpackage.comm.groups import Groups
 
 LAYOUTS = {
@@ -17,12 +19,10 @@ LAYOUTS = {
 }
 """Groups of a world: strided ones, and one that begins after rank 0 beside a group of one."""
 
-OPERATIONS = (
-    *("copy", "reduce", "scatter", "gather"),
-    *("all_gather", "reduce_scatter", "all_to_all", "broadcast"),
-)
-REPLICATED_INPUT = ("copy", "scatter")
-REPLICATED_OUTPUT = ("reduce", "gather")
+OPERATIONS = {name: spec for name, spec in collective_table.OPERATIONS.items() if spec.signature}
+"""Those that autograd goes through: a new one is here by its row alone."""
+REPLICATED_INPUT = tuple(name for name, spec in OPERATIONS.items() if spec.takes == "I")
+REPLICATED_OUTPUT = tuple(name for name, spec in OPERATIONS.items() if spec.gives == "I")
 SIZES = {1: (3,), 2: (3, 1), 3: (2, 0, 3)}
 """Uneven lengths for groups of one, two and three ranks."""
 OTHER = 2
@@ -67,11 +67,11 @@ class Case:
 
     @property
     def cuts(self) -> bool:
-        return self.name in ("scatter", "reduce_scatter", "all_to_all")
+        return OPERATIONS[self.name].cuts
 
     def shape(self, index: int) -> tuple[int, ...]:
         shape = [OTHER] * 3
-        if self.name in ("gather", "all_gather", "all_to_all") and not self.in_one_dim:
+        if OPERATIONS[self.name].joins and not self.in_one_dim:
             shape[self.dims[-1]] = self.held(index)[index]
         if self.cuts:
             shape[self.dims[0]] = sum(self.sent(index))
@@ -89,42 +89,40 @@ class Case:
 
     def call(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         sizes = {}
-        if self.uneven and self.name == "all_to_all":
+        if self.uneven and self.cuts and OPERATIONS[self.name].joins:
             index = group.rank()
             sizes = {"split_sizes": self.sent(index), "join_sizes": self.held(index)}
         elif self.uneven:
             sizes = {"sizes": self.sent(0) if self.cuts else self.held(0)}
-        elif self.name == "broadcast":
+        elif takes_source(self.name):
             sizes = {"source": dist.get_global_rank(group, self.n - 1)}
-        return getattr(collectives, self.name)(x, *self.dims, group=group, **sizes)
+        return getattr(comm, self.name)(x, *self.dims, group=group, **sizes)
 
     def plain(self, xs: Sequence[Tensor], index: int) -> Tensor:
         """The right answer on rank `index`, with all ranks' inputs at hand."""
-        if self.name == "copy":
-            return xs[index]
-        if self.name == "broadcast":
-            return xs[-1]
-        if self.name == "reduce":
-            return sum(xs[1:], xs[0])
-        if self.name in ("gather", "all_gather"):
-            return torch.cat(list(xs), self.dims[0])
-        if self.name == "scatter":
-            return xs[index].split(self.sent(index), self.dims[0])[index]
-        if self.name == "reduce_scatter":
-            return sum(xs[1:], xs[0]).split(self.sent(index), self.dims[0])[index]
-        cut, join = self.dims
-        return torch.cat([x.split(self.sent(k), cut)[index] for k, x in enumerate(xs)], join)
+        spec = OPERATIONS[self.name]
+        cuts = [self.sent(k) for k in range(self.n)]
+        numbers = (self.n - 1,) if takes_source(self.name) else self.dims
+        return spec.load(spec.map).answer(xs, index, cuts, *numbers)
+
+
+def parameters_of(name: str) -> list[str]:
+    return list(inspect.signature(getattr(comm, name)).parameters)
+
+
+def takes_source(name: str) -> bool:
+    return "source" in parameters_of(name)
 
 
 def cases(name: str, n: int) -> list[Case]:
     """An operation over first, middle and last dim, even and uneven."""
-    if name in ("copy", "reduce", "broadcast"):
+    takes = parameters_of(name)
+    num_dims = sum(x.endswith("dim") for x in takes)
+    if num_dims == 0:
         return [Case(name, n)]
-    if name == "all_to_all":
-        over = [(0, 1), (1, 0), (-1, 1), (0, 0), (-2, 1)]
-    else:
-        over = [(0,), (1,), (-1,)]
-    return [Case(name, n, dims, uneven) for dims in over for uneven in (False, True)]
+    over = [(0, 1), (1, 0), (-1, 1), (0, 0), (-2, 1)] if num_dims == 2 else [(0,), (1,), (-1,)]
+    lengths = (False, True) if any(x.endswith("sizes") for x in takes) else (False,)
+    return [Case(name, n, dims, uneven) for dims in over for uneven in lengths]
 
 
 def draw(

@@ -62,6 +62,43 @@ STARCODER2 = {
 }
 """What `scripts/families` writes of it."""
 
+SUM_PARTS = """
+from dataclasses import dataclass
+import torch.distributed as dist
+from torch import Tensor
+from torchdistpackage.comm.autograd import KINDS, AllGather, ReduceScatter, apply
+from torchdistpackage.comm.collectives import as_dim, as_group, by_name
+from torchdistpackage.comm.primitives import Group, Result
+from torchdistpackage.comm.work import NO_FACTS, Work, run_async, run_sync
+
+def call(x, group, async_op=False):
+    if group.size() == 1:
+        return Work(x) if async_op else x
+    total = x.clone()
+    finish = lambda: total.chunk(group.size())[group.rank()]
+    go = run_async if async_op else run_sync
+    return go('sum_parts', group, x, NO_FACTS, finish, dist.all_reduce, total)
+
+@dataclass(frozen=True, slots=True)
+class SumParts:
+    group: Group
+    dim: int
+    def __call__(self, x, calls=None):
+        return call(x.movedim(self.dim, 0), self.group).movedim(0, self.dim).contiguous()
+    def transposed(self):
+        return AllGather(self.group, self.dim, None)
+    def code(self):
+        return 'sum_parts', (self.dim,), None, None
+    answer = ReduceScatter.answer
+
+KINDS['sum_parts'] = lambda group, first, second, dim: SumParts(group, dim)
+
+def sum_parts(x: Tensor, dim: int, group: Group | str) -> Tensor:
+    return apply(SumParts(as_group(group), as_dim(x, dim)), x)
+
+start_sum_parts = by_name(call, 'start_sum_parts', async_op=True)
+"""
+
 EDITS: dict[str, list[tuple[str, str, str]]] = {
     "a pipeline schedule": [
         (
@@ -109,49 +146,17 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
         )
     ],
     "a collective": [
+        ("comm/part_sums.py", "", SUM_PARTS),
         (
-            "comm/primitives.py",
-            "",
-            "def sum_parts(x, group, async_op=False):\n"
-            "    if group.size() == 1:\n"
-            "        return Work(x) if async_op else x\n"
-            "    total = x.clone()\n"
-            "    finish = lambda: total.chunk(group.size())[group.rank()]\n"
-            "    go = run_async if async_op else run_sync\n"
-            "    return go('sum_parts', group, x, NO_FACTS, finish, dist.all_reduce, total)\n",
-        ),
-        (
-            "comm/autograd.py",
-            "",
-            "@dataclass(frozen=True, slots=True)\n"
-            "class SumParts:\n"
-            "    group: Group\n"
-            "    dim: int\n"
-            "    def __call__(self, x):\n"
-            "        rows = primitives.sum_parts(_rows(x, self.dim), self.group)\n"
-            "        return _from_rows(rows, self.dim)\n"
-            "    def transposed(self):\n"
-            "        return AllGather(self.group, self.dim, None)\n",
-        ),
-        (
-            "comm/collectives.py",
-            "",
-            "from torchdistpackage.comm.autograd import SumParts\n"
-            "def sum_parts(x, dim, group):\n"
-            "    return apply(SumParts(as_group(group), as_dim(x, dim)), x)\n"
-            "start_sum_parts = _by_name(primitives.sum_parts, 'start_sum_parts', async_op=True)\n",
-        ),
-        ("comm/__init__.py", r'"broadcast",\n', '"sum_parts", "start_sum_parts",\n'),
-        (
-            "harness/operations.py",
-            r'CollectiveSpec\("all_to_all".*\n',
-            'CollectiveSpec("sum_parts", _others_share, output_is_part=True, in_parts=True, '
-            "is_sum=True),\n",
-        ),
-        (
-            "harness/calls.py",
-            r"_TORCH: dict.*= \{\n",
-            '"sum_parts": torch_reduce_scatter,\n',
+            "comm/collective_table.py",
+            r'        Collective\("reduce_to".*\n',
+            "        Collective('sum_parts', 'comm.part_sums', ('sum_parts', 'start_sum_parts'),\n"
+            "            map='torchdistpackage.comm.part_sums:SumParts', takes='P', gives='V',\n"
+            "            call='torchdistpackage.comm.part_sums:call',\n"
+            "            torch=f'{_BY_TORCH}:reduce_scatter',\n"
+            "            signature='x, dim, group', returns='a part of the sum',\n"
+            "            backward='`all_gather`', use='partial sums', bus_factor=_others_share,\n"
+            "            output_is_part=True, in_parts=True, is_sum=True),\n",
         ),
     ],
     "a model family": [

@@ -196,6 +196,27 @@ def test_a_collective(edited: Path):
                       "import gradient\nrun_ranks(gradient.check, world_size=2)")  # fmt: skip
 
 
+def test_a_row_of_the_table_is_all_that_others_ask_of_a_collective(edited: Path):
+    """Its public names, its row of docs/collectives.md, and its cases in the tests."""
+    run(edited, "-c", DECLARED, str(ROOT))
+
+
+DECLARED = """
+import sys
+from torchdistpackage import comm
+from torchdistpackage.comm.collective_table import COLLECTIVES, page_rows
+assert {"sum_parts", "start_sum_parts"} <= set(comm.__all__) and "sum_parts" in COLLECTIVES
+assert "| `sum_parts(x, dim, group)` | a part of the sum | `all_gather` |" in page_rows()
+assert "torch" not in sys.modules
+sys.path.append(sys.argv[1])
+import torch
+from tests.comm.collective_cases import cases
+assert len(found := cases("sum_parts", 2)) == 3 and not any(case.uneven for case in found)
+xs = [found[0].draw(index) for index in range(2)]
+assert torch.equal(found[0].plain(xs, 1), (xs[0] + xs[1])[2:])
+"""
+
+
 GRADIENT = """
 import torch
 from torchdistpackage import comm, tpc

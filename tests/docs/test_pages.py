@@ -52,7 +52,7 @@ def test_what_is_to_be_touched_for_something_new_is_there():
         "TWO_CHUNKS",
         "ZERO_OF",
         "WAYS",
-        "KINDS",
+        "OPERATIONS",
         *("SCHEDULE_ARGS", "NEEDS_WHOLE", "STATE_KEYS"),
         *("OPTIONS", "SHARED", "WRITTEN", "FAMILIES", "_OTHER_KEYS", "SPLIT_ALONE"),
         *of_formats,
@@ -65,7 +65,7 @@ def test_what_is_to_be_touched_for_something_new_is_there():
     homes_of_tables = (
         *("torchdistpackage/schedule/generators.py", "torchdistpackage/cli/main.py"),
         *("torchdistpackage/cli/checkpoint.py", "tests/train/test_parity.py"),
-        *("torchdistpackage/comm/autograd.py", "tests/parallel/context/test_attention.py"),
+        *("torchdistpackage/comm/collective_table.py", "tests/parallel/context/test_attention.py"),
         *("tests/harness/parity/test_parity.py", "tests/parallel/expert/one_process.py"),
         *("torchdistpackage/families/found.py", "torchdistpackage/train/trackers/feed.py"),
         *("torchdistpackage/config/optim_section.py", "torchdistpackage/families/registry.py"),

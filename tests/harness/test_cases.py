@@ -4,8 +4,8 @@ from fractions import Fraction
 
 import pytest
 
+from torchdistpackage.comm.collective_table import COLLECTIVES
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.harness.operations import COLLECTIVES
 
 # doc/PERFORMANCE.md and the AlgBw/BusBw functions of nccl-tests, n = 2 to 8, as exact fractions.
 TABLE = {

@@ -22,6 +22,7 @@ from torchdistpackage.cli.comm_ranks import (
     parse_target,
     run_ranks,
 )
+from torchdistpackage.comm.collective_table import COLLECTIVES
 from torchdistpackage.config.load import load
 from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import ConfigError
@@ -46,7 +47,6 @@ from torchdistpackage.harness.bench.request import (
     parse_names,
     parse_sizes,
 )
-from torchdistpackage.harness.operations import COLLECTIVES
 from torchdistpackage.harness.pool import INIT_TIMEOUT_S
 from torchdistpackage.launch.lock import hold
 from torchdistpackage.launch.process import SignalFlag

@@ -5,9 +5,10 @@ The files in reading order.
 Start           runtime (`setup_distributed`), rendezvous_store (where ranks meet).
 Groups          creation (one group, its time limit, the default group), groups (those of one rank,
                 their companions, and which lost messages), tpc (their names).
-Calls           backends (differences of gloo and NCCL), group_state (the state of a group), dtypes,
-                work (a call in flight), primitives (the collectives), transport/ (collectives made
-                of messages on gloo).
+Calls           collective_table (each operation as a row), backends (differences of gloo and
+                NCCL), group_state (the state of a group), dtypes, work (a call in flight),
+                primitives (the collectives), by_torch (the same by torch's own functions),
+                transport/ (collectives made of messages on gloo).
 Autograd        autograd (maps and their transposes), collectives (the public functions).
 Messages        p2p, tensor_meta (descriptions of messages), tensor_channel (headers, payloads, and
                 sends in flight), objects (anything that pickles).
@@ -19,27 +20,13 @@ Random numbers  random (one stream, forked where activations are split).
 A name is loaded on first use, so importing this package imports no torch.
 """
 
+from torchdistpackage.comm.collective_table import homes_of_names
 from torchdistpackage.lazy import homes, load
 
-_NAMES: dict[str, tuple[str, ...]] = {
+_OTHERS: dict[str, tuple[str, ...]] = {
     "comm.collectives": (
-        # seen by autograd
-        "copy",
-        "reduce",
-        "scatter",
-        "gather",
-        "all_gather",
-        "reduce_scatter",
-        "all_to_all",
-        "broadcast",
         "exchange_sizes",
-        # not seen by autograd: in place or under way, messages, objects
-        "all_reduce",
-        "start_all_reduce",
-        "start_all_gather",
-        "start_reduce_scatter",
-        "start_all_to_all",
-        "start_broadcast",
+        # not seen by autograd: messages, objects
         "send",
         "receive",
         "start_send",
@@ -62,7 +49,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "layout.partition": ("even_sizes",),
 }
 
-EXPORTS = homes(_NAMES)
+EXPORTS = homes(homes_of_names()) | homes(_OTHERS)
 """Public name -> module that defines it."""
 
 __all__ = list(EXPORTS)

@@ -11,7 +11,7 @@ While dynamo traces, a map is one operator (operators.py), described by its `cod
 computes the operator from a graph's collectives, forwards and backwards.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -26,6 +26,9 @@ from torchdistpackage.layout.partition import even_sizes
 Lengths = tuple[int, ...] | None
 """Lengths along one dim, by rank; None: all are equal."""
 
+
+Inputs = Sequence[Tensor]
+Cuts = Sequence[Sequence[int]]
 
 Code = tuple[str, tuple[int, ...], Lengths, Lengths]
 """A map without its group, as its operator takes it: its kind in `KINDS`, numbers and lengths."""
@@ -47,6 +50,15 @@ class LinearMap(Protocol):
     def transposed(self) -> "LinearMap": ...
 
     def code(self) -> Code: ...
+
+    @staticmethod
+    def answer(xs: Inputs, index: int, cuts: Cuts, *numbers: int) -> Tensor:
+        """Return what the rank at `index` of the group gets, by plain torch, for tests.
+
+        xs: the inputs of all ranks. cuts: into which lengths each rank cuts the first dim that is
+        cut. numbers: dims, or the place in the group of a source.
+        """
+        ...
 
 
 def apply(linear: LinearMap, x: Tensor) -> Tensor:
@@ -110,6 +122,10 @@ class IdentityForward:
     def code(self) -> Code:
         return "copy", (), None, None
 
+    @staticmethod
+    def answer(xs: Inputs, index: int, cuts: Cuts, *numbers: int) -> Tensor:
+        return xs[index]
+
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
@@ -129,6 +145,10 @@ class Reduce:
 
     def code(self) -> Code:
         return "reduce", (), None, None
+
+    @staticmethod
+    def answer(xs: Inputs, index: int, cuts: Cuts, *numbers: int) -> Tensor:
+        return sum(xs[1:], xs[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +171,10 @@ class Scatter:
     def code(self) -> Code:
         return "scatter", (self.dim,), self.sizes, None
 
+    @staticmethod
+    def answer(xs: Inputs, index: int, cuts: Cuts, *numbers: int) -> Tensor:
+        return xs[index].split(list(cuts[index]), numbers[0])[index]
+
 
 @dataclass(frozen=True, slots=True)
 class Gather:
@@ -169,6 +193,10 @@ class Gather:
 
     def code(self) -> Code:
         return "gather", (self.dim,), self.sizes, None
+
+    @staticmethod
+    def answer(xs: Inputs, index: int, cuts: Cuts, *numbers: int) -> Tensor:
+        return torch.cat(list(xs), numbers[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +227,10 @@ class ReduceScatter:
 
     def code(self) -> Code:
         return "reduce_scatter", (self.dim,), self.sizes, None
+
+    @staticmethod
+    def answer(xs: Inputs, index: int, cuts: Cuts, *numbers: int) -> Tensor:
+        return Scatter.answer([sum(xs[1:], xs[0])] * len(xs), index, cuts, *numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +271,12 @@ class AllToAll:
     def code(self) -> Code:
         return "all_to_all", (self.split_dim, self.join_dim), self.split_sizes, self.join_sizes
 
+    @staticmethod
+    def answer(xs: Inputs, index: int, cuts: Cuts, *numbers: int) -> Tensor:
+        split, join = numbers
+        parts = [x.split(list(cut), split) for x, cut in zip(xs, cuts, strict=True)]
+        return torch.cat([part[index] for part in parts], join)
+
     def _split(self, x: Tensor) -> tuple[int, ...]:
         return self.split_sizes or even_sizes(x.shape[self.split_dim], self.group.size())
 
@@ -271,6 +309,10 @@ class Broadcast:
     def code(self) -> Code:
         return "broadcast", (self.source,), None, None
 
+    @staticmethod
+    def answer(xs: Inputs, index: int, cuts: Cuts, *numbers: int) -> Tensor:
+        return xs[numbers[0]]
+
 
 @dataclass(frozen=True, slots=True)
 class ReduceTo:
@@ -289,6 +331,10 @@ class ReduceTo:
 
     def code(self) -> Code:
         return "reduce_to", (self.source,), None, None
+
+    @staticmethod
+    def answer(xs: Inputs, index: int, cuts: Cuts, *numbers: int) -> Tensor:
+        return sum(xs[1:], xs[0]) * (index == numbers[0])
 
 
 KINDS: dict[str, Callable[..., LinearMap]] = {

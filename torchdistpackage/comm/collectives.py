@@ -161,7 +161,7 @@ def exchange_sizes(x: Tensor, dim: int, group: Group | str) -> tuple[int, ...]:
 # -- not seen by autograd ------------------------------------------------------------------
 
 
-def _by_name(
+def by_name(
     operation: Callable[Given, Result], name: str = "", **fixed: bool
 ) -> Callable[Given, Result]:
     """Return `operation` with `fixed` arguments, which also accepts a name for `group`.
@@ -187,22 +187,22 @@ def _by_name(
     return call
 
 
-all_reduce = _by_name(primitives.all_reduce)
-start_all_reduce = _by_name(primitives.start_all_reduce)
-start_all_gather = _by_name(primitives.all_gather, "start_all_gather", async_op=True)
-start_reduce_scatter = _by_name(primitives.reduce_scatter, "start_reduce_scatter", async_op=True)
-start_all_to_all = _by_name(primitives.all_to_all, "start_all_to_all", async_op=True)
-start_broadcast = _by_name(primitives.broadcast, "start_broadcast", async_op=True)
+all_reduce = by_name(primitives.all_reduce)
+start_all_reduce = by_name(primitives.start_all_reduce)
+start_all_gather = by_name(primitives.all_gather, "start_all_gather", async_op=True)
+start_reduce_scatter = by_name(primitives.reduce_scatter, "start_reduce_scatter", async_op=True)
+start_all_to_all = by_name(primitives.all_to_all, "start_all_to_all", async_op=True)
+start_broadcast = by_name(primitives.broadcast, "start_broadcast", async_op=True)
 
-send = _by_name(p2p.send)
-receive = _by_name(p2p.receive)
-start_send = _by_name(p2p.start_send)
-start_receive = _by_name(p2p.start_receive)
+send = by_name(p2p.send)
+receive = by_name(p2p.receive)
+start_send = by_name(p2p.start_send)
+start_receive = by_name(p2p.start_receive)
 
-ranks_of = _by_name(primitives.ranks_of)
-barrier = _by_name(primitives.barrier)
-gather_objects = _by_name(primitives.gather_objects)
-broadcast_object = _by_name(primitives.broadcast_object)
+ranks_of = by_name(primitives.ranks_of)
+barrier = by_name(primitives.barrier)
+gather_objects = by_name(primitives.gather_objects)
+broadcast_object = by_name(primitives.broadcast_object)
 
 
 # -- arguments, checked before anything is sent --------------------------------------------

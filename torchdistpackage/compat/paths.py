@@ -182,6 +182,7 @@ MOVED = {
             *("pairs", "products", "read_weights", "rules", "shard", "verify", "wrapper"),
         )
     },
+    "harness.operations": "comm.collective_table",
     "train.data": "data.source",
     "train.plan": "plan.run_plan",
     "train.run_folder": "launch.run_folder",

@@ -1,4 +1,4 @@
-"""Each operation of harness/operations.py as calls: ours, and torch's, with known data.
+"""Each operation of comm/collective_table.py as calls: ours, and torch's, with known data.
 
 Both calls do the same on tensors that are made beforehand, so what differs between their times is
 our own work. Rooms start as zeros, which no rank sends.
@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.comm import p2p, primitives
+from torchdistpackage.comm import by_torch, p2p, primitives
+from torchdistpackage.comm.collective_table import COLLECTIVES
 from torchdistpackage.comm.flight_recorder import dtype_name
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.harness.operations import COLLECTIVES
 
 Like = tuple[torch.dtype, torch.device]
 Call = Callable[[], Tensor | None]
@@ -161,7 +161,7 @@ def tdp_call(operation: str, x: Tensor, member: GroupMember) -> Call:
     """A call of what comm offers."""
     group = member.group
     if not COLLECTIVES[operation].is_message:
-        function = getattr(primitives, operation)
+        function = COLLECTIVES[operation].load(COLLECTIVES[operation].call)
         return lambda: function(x, group)
     room, peer = torch.zeros_like(x), member.peer
     if operation == "p2p":
@@ -178,56 +178,11 @@ def tdp_call(operation: str, x: Tensor, member: GroupMember) -> Call:
     return both
 
 
-# torch 2.13 renamed the flat collectives; the older names warn there
-_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-# What a user would write with torch.distributed alone, nothing added and nothing left out: results
-# that are new tensors are allocated in the call, as ours are.
-
-
-def torch_all_reduce(x: Tensor, group: Group) -> Tensor:
-    dist.all_reduce(x, group=group)
-    return x
-
-
-def torch_all_gather(x: Tensor, group: Group) -> Tensor:
-    out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-    _gather_into(out, x, group=group)
-    return out
-
-
-def torch_reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
-    _scatter_into(out, x, group=group)
-    return out
-
-
-def _torch_all_to_all(x: Tensor, group: Group) -> Tensor:
-    out = torch.empty_like(x)
-    dist.all_to_all_single(out, x, group=group)
-    return out
-
-
-def _torch_broadcast(x: Tensor, group: Group) -> Tensor:
-    dist.broadcast(x, dist.get_global_rank(group, 0), group=group)
-    return x
-
-
-_TORCH: dict[str, Callable[[Tensor, Group], Tensor]] = {
-    "all_reduce": torch_all_reduce,
-    "all_gather": torch_all_gather,
-    "reduce_scatter": torch_reduce_scatter,
-    "all_to_all": _torch_all_to_all,
-    "broadcast": _torch_broadcast,
-}
-
-
 def torch_call(operation: str, x: Tensor, member: GroupMember) -> Call:
     """The same call of torch.distributed."""
     group = member.group
     if not COLLECTIVES[operation].is_message:
-        function = _TORCH[operation]
+        function = COLLECTIVES[operation].load(COLLECTIVES[operation].torch)
         return lambda: function(x, group)
     room, peer = torch.zeros_like(x), member.peer
 
@@ -252,7 +207,7 @@ def sync(operation: str, member: GroupMember) -> Call:
     """A call after which the ranks of `member` are together, in the order of the device too."""
     x = torch.zeros(1, device=primitives.device_of(member.group))
     if not COLLECTIVES[operation].is_message:
-        return partial(torch_all_reduce, x, member.group)
+        return partial(by_torch.all_reduce, x, member.group)
 
     def there_and_back() -> None:
         turns = (dist.recv, dist.send) if member.index else (dist.send, dist.recv)
@@ -267,4 +222,4 @@ def sync_all() -> Call:
     world = tpc.get_group("global")
     if not primitives.is_queued(world):
         return partial(primitives.barrier, world)  # in log2 of the ranks; a sum goes round all
-    return partial(torch_all_reduce, torch.zeros(1, device=primitives.device_of(world)), world)
+    return partial(by_torch.all_reduce, torch.zeros(1, device=primitives.device_of(world)), world)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm import p2p, primitives
+from torchdistpackage.comm.collective_table import COLLECTIVES
 from torchdistpackage.harness.calls import (
     GroupMember,
     Like,
@@ -23,7 +24,6 @@ from torchdistpackage.harness.calls import (
     reduce_input,
     tdp_call,
 )
-from torchdistpackage.harness.operations import COLLECTIVES
 
 NUM_ELEMENTS = 1000
 NUM_ROWS = 40

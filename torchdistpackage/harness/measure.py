@@ -26,6 +26,7 @@ from typing import cast
 import torch
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.collective_table import COLLECTIVES
 from torchdistpackage.comm.groups import connect
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, TopologyError
@@ -62,7 +63,6 @@ from torchdistpackage.harness.calls import (
     torch_call,
 )
 from torchdistpackage.harness.guarded import GuardedThread, SharedStatus, run_guarded
-from torchdistpackage.harness.operations import COLLECTIVES
 
 NUM_SIDES = 2
 """Of each call: ours and the bare one."""

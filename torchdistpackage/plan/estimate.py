@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from torchdistpackage.comm.collective_table import COLLECTIVES
 from torchdistpackage.harness.bench.profile import CostModel, Profile
 from torchdistpackage.harness.bench.request import NETWORK, NODE
-from torchdistpackage.harness.operations import COLLECTIVES
 from torchdistpackage.plan.run_plan import Plan
 from torchdistpackage.plan.traffic import busiest, uncounted
 from torchdistpackage.predict.calls import CallCount

@@ -1,8 +1,8 @@
 """A made-up report: every link takes 100 us and 1 ns a bus byte, but for what a test says."""
 
+from torchdistpackage.comm.collective_table import COLLECTIVES
 from torchdistpackage.harness.bench.report import BenchReport, Pairs, Row
 from torchdistpackage.harness.bench.request import CONCURRENT
-from torchdistpackage.harness.operations import COLLECTIVES
 
 LATENCY_S, PER_BYTE_S = 1e-4, 1e-9
 

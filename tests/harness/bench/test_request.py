@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from torchdistpackage.comm.collective_table import COLLECTIVES
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench.request import (
     ELEMENT_BYTES,
@@ -11,7 +12,6 @@ from torchdistpackage.harness.bench.request import (
     parse_sizes,
     whole_elements,
 )
-from torchdistpackage.harness.operations import COLLECTIVES
 
 
 @pytest.mark.parametrize(

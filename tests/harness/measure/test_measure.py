@@ -10,13 +10,13 @@ import torch
 
 from tests.harness.measure.late_calls import DELAY_S, late_calls
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.collective_table import COLLECTIVES
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness import measure as measuring
 from torchdistpackage.harness.bench.report import BenchReport
 from torchdistpackage.harness.bench.request import ELEMENT_BYTES, Request
 from torchdistpackage.harness.measure import measure
-from torchdistpackage.harness.operations import COLLECTIVES
 
 QUICK = {"iterations": 1, "warmup": 0}
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import torchdistpackage
+from torchdistpackage.comm.collective_table import COLLECTIVES
 from torchdistpackage.comm.runtime import leave
 from torchdistpackage.harness.calls import GroupMember, tdp_call, torch_call
-from torchdistpackage.harness.operations import COLLECTIVES
 
 OURS = str(Path(torchdistpackage.__file__).parent)
 TORCH = str(Path(torch.__file__).parent)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from torchdistpackage.comm.collective_table import COLLECTIVES
 from torchdistpackage.harness.bench.request import ELEMENT_BYTES
 from torchdistpackage.harness.calls import expected, make_input
-from torchdistpackage.harness.operations import COLLECTIVES
 
 CPU = torch.device("cpu")
 DTYPES = [getattr(torch, {"bf16": "bfloat16"}.get(name, name)) for name in ELEMENT_BYTES]

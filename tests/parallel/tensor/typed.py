@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed import fake_pg
 
 from torchdistpackage.comm import autograd, creation, primitives
+from torchdistpackage.comm.collective_table import OPERATIONS
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.runtime import leave
 from torchdistpackage.comm.tpc import tpc
@@ -44,16 +45,11 @@ Types = dict[str, spmd.PerMeshAxisLocalSpmdType]
 """By the name of an axis."""
 DUAL = {I: I, R: P, P: R, V: V}
 AXES = ("data", "tensor")
+TYPES = {"I": I, "R": R, "V": V, "P": P}
 MAPS = {
-    autograd.IdentityForward: (I, R),
-    autograd.Reduce: (P, I),
-    autograd.Scatter: (I, V),
-    autograd.Gather: (V, I),
-    autograd.AllGather: (V, R),
-    autograd.ReduceScatter: (P, V),
-    autograd.AllToAll: (V, V),
-    autograd.Broadcast: (V, R),
-    autograd.ReduceTo: (P, V),
+    spec.load(spec.map): (TYPES[spec.takes], TYPES[spec.gives])
+    for spec in OPERATIONS.values()
+    if spec.map
 }
 """What each map takes, and what it gives; an own tensor passes for a partial sum."""
 

@@ -2,7 +2,7 @@
 
 The tests are called by hand on every rank of a group; they are the bench's own measurement with one
 size, and return the same figures by the factors that the earlier ones used, which are those of
-harness/operations.py. `python -m torchdistpackage.dist.py_comm_test` runs the first of them.
+comm/collective_table.py. `python -m torchdistpackage.dist.py_comm_test` runs the first of them.
 
 By their suffixes ranks that hold different parameters write different files, and replicas the same
 one; the checkpoints of this package need none.
@@ -14,13 +14,13 @@ import sys
 import torch
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.collective_table import COLLECTIVES
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.calls import GroupMember, make_input, sync, tdp_call
 from torchdistpackage.harness.measure import in_turns
-from torchdistpackage.harness.operations import COLLECTIVES
 
 MODES = ("all_reduce", "all_gather", "reduce_scatter")
 NUM_ITERATIONS, NUM_WARMUP = 20, 3

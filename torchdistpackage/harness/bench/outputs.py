@@ -14,13 +14,13 @@ from errno import EISDIR
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
+from torchdistpackage.comm.collective_table import COLLECTIVES
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.files import atomic_write
 from torchdistpackage.harness.bench.picture import picture
 from torchdistpackage.harness.bench.profile import dumps
 from torchdistpackage.harness.bench.report import BenchReport, Pairs
 from torchdistpackage.harness.bench.request import ISOLATED, Request
-from torchdistpackage.harness.operations import COLLECTIVES
 from torchdistpackage.text import size_text
 
 _MARKERS = "osD^vP*X"

@@ -6,9 +6,9 @@ No torch and no matplotlib.
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from torchdistpackage.comm.collective_table import COLLECTIVES
 from torchdistpackage.harness.bench.profile import CostModel
 from torchdistpackage.harness.bench.report import BenchReport, Pairs, Row
-from torchdistpackage.harness.operations import COLLECTIVES
 from torchdistpackage.report.svg import box, colour_between, colour_of, document, ink_on, text
 from torchdistpackage.text import size_text
 

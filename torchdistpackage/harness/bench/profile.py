@@ -23,9 +23,9 @@ from pydantic import (
 )
 
 from torchdistpackage.bounded import read_regular
+from torchdistpackage.comm.collective_table import COLLECTIVES
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench.request import CONCURRENT
-from torchdistpackage.harness.operations import COLLECTIVES
 from torchdistpackage.predict.links import LinkModel, fit_line
 
 _MAX_BYTES = 1 << 24

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, computed_field, field_serializer
 
+from torchdistpackage.comm.collective_table import COLLECTIVES
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench import profile
 from torchdistpackage.harness.bench.profile import CostModel, Profile, fit
 from torchdistpackage.harness.bench.request import Participants, parts_of
-from torchdistpackage.harness.operations import COLLECTIVES
 
 Pair = tuple[int, int]
 Link = tuple[str, str]

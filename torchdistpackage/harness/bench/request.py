@@ -1,8 +1,8 @@
 """What a bench measures (operations, sizes, element types, axes), and in which rounds. No torch.
 
-Sizes are those that are counted (harness/operations.py), in bytes. A *unit* is the ranks that take
-part in one call: a group for a collective, two neighbours for a message. Within a round no rank is
-in two units, and between rounds all ranks meet.
+Sizes are those that are counted (comm/collective_table.py), in bytes. A *unit* is the ranks that
+take part in one call: a group for a collective, two neighbours for a message. Within a round no
+rank is in two units, and between rounds all ranks meet.
 """
 
 import itertools
@@ -10,9 +10,9 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from torchdistpackage.comm.collective_table import COLLECTIVES
 from torchdistpackage.config.errors import nearest
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.harness.operations import COLLECTIVES
 
 ELEMENT_BYTES = {
     "float32": 4,
