@@ -156,13 +156,10 @@ def evaluate(
     schedule = evaluation(plan.schedule, plan.schedule.num_microbatches)
     pipe = tpc.get_group("pipe")
     executor = Executor(schedule, pipe, device=model.device, timeout_s=timeout_s)
-    totals, size = totals_on(model.device), plan.samples_per_microbatch
+    totals = totals_on(model.device)
     model.stage.eval()
     for b in range(num_batches):
-        found = batch(b)
-        inputs, targets = (model.to_device(x).split(size) for x in found[:2])
-        positions = found.position_ids
-        positions = None if positions is None else model.to_device(positions).split(size)
+        inputs, targets, positions = model.microbatches(batch(b))
         executor.run(model.forward_and_loss(executor, inputs, targets, totals, positions))
     total, count = primitives.all_reduce(totals, tpc.get_group("global")).tolist()
     if not count:

@@ -3,16 +3,18 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm.tensor_meta import Message
+from torchdistpackage.data.source import DataBatch
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.pipeline.executor import Executor, Forward
 from torchdistpackage.parallel.pipeline.losses import Losses
+from torchdistpackage.parallel.pipeline.microbatches import cut_tensor
 from torchdistpackage.parallel.tensor.attention import SequenceAttention
 from torchdistpackage.plan.run_plan import Plan
 
@@ -20,6 +22,17 @@ LossFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(outputs of the last stage, targets) -> (sum of losses, how many were summed)."""
 MicrobatchLoss = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 """The same of microbatch number ..., which the loss knows more of."""
+
+
+class Microbatches(NamedTuple):
+    """The microbatches of one pass, on the device of the rank; empty where other ranks have them.
+
+    position_ids: on every rank, of whole sequences; None where the data has none.
+    """
+
+    inputs: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    position_ids: Sequence[Tensor] | None
 
 
 class CompiledCall(Protocol):
@@ -77,6 +90,7 @@ class StagedModel:
         self.tells_loss = self.has_last and coord["tensor"] == 0
         weight = next(self.stage.parameters(), None)
         self._dtype = None if weight is None else weight.dtype
+        self._sizes = [self.plan.samples_per_microbatch] * self.plan.schedule.num_microbatches
 
     def saved(self) -> dict[str, tuple[Tensor, Layout]]:
         """What a checkpoint holds, by local name: what LoRA leaves as it is comes from model.hf."""
@@ -131,6 +145,20 @@ class StagedModel:
             return losses.put(m, value)
 
         return forward
+
+    def microbatches(
+        self, batch: DataBatch, own: Callable[[Tensor], Tensor] | None = None
+    ) -> Microbatches:
+        """Cut a batch into what the stages of this rank need of each microbatch.
+
+        own: returns this rank's slice of inputs and targets; default: they are that already.
+        """
+        own, positions = own or self.to_device, batch.position_ids
+        return Microbatches(
+            cut_tensor(own(batch.inputs), self._sizes) if self.has_first else (),
+            cut_tensor(own(batch.targets), self._sizes) if self.has_last else (),
+            None if positions is None else cut_tensor(self.to_device(positions), self._sizes),
+        )
 
     def own_part(self, x: Tensor) -> Tensor:
         """Of ids or targets (B, S, ...) what this rank has, on its device."""

@@ -35,7 +35,7 @@ from torchdistpackage.schedule.actions import ActionKind
 from torchdistpackage.tools.undisturbed import keep_random_states
 from torchdistpackage.train.experts import ExpertCounts
 from torchdistpackage.train.preference import PreferenceLoss
-from torchdistpackage.train.staged_model import MicrobatchLoss, StagedModel
+from torchdistpackage.train.staged_model import Microbatches, MicrobatchLoss, StagedModel
 from torchdistpackage.train.step_stats import (
     PairSums,
     PendingStep,
@@ -56,14 +56,6 @@ class EvalSet(NamedTuple):
     name: str
     num_batches: int
     batch: Callable[[int], DataBatch]
-
-
-class Microbatches(NamedTuple):
-    """Of one round, on the device of the rank; empty where other ranks have them."""
-
-    inputs: Sequence[Tensor]
-    targets: Sequence[Tensor]
-    position_ids: Sequence[Tensor] | None
 
 
 @dataclass
@@ -221,7 +213,7 @@ class Trainer(StagedModel):
             # before a thread reads ahead: a source is asked for one batch at a time
             head = None if self._checked else self._head(step, index)
             batch = self.batches.of_training(step, index)
-            microbatches = self._split(batch)
+            microbatches = self.microbatches(batch, self._own)
         if not self._checked:
             if head is not None:
                 check_batch(head, self.device)
@@ -240,12 +232,12 @@ class Trainer(StagedModel):
         """A microbatch of validation: inputs on the first stage's ranks, targets on the last's, and
         position_ids on all, if it has such.
         """
-        size, batch = self.plan.samples_per_microbatch, self.batches.of_validation(0, 0)
-        inputs, targets = (self._own(x[:size]) for x in batch[:2])
-        positions = (
-            None if batch.position_ids is None else self.to_device(batch.position_ids[:size])
+        inputs, targets, positions = self.microbatches(self.batches.of_validation(0, 0), self._own)
+        return (
+            inputs[0] if self.has_first else None,
+            targets[0] if self.has_last else None,
+            None if positions is None else positions[0],
         )
-        return inputs if self.has_first else None, targets if self.has_last else None, positions
 
     def close(self, *, wait: bool = True) -> None:
         """No more steps: end the thread that reads ahead, see `Batches.close`."""
@@ -297,7 +289,7 @@ class Trainer(StagedModel):
             for number in range(num_batches):
                 for index in range(rounds):
                     with self.phases("data"):
-                        found = self._split(batch(number, index))
+                        found = self.microbatches(batch(number, index), self._own)
                     self._pass(self.evaluator, found, totals)
                 if stop is not None and self.agree_to_stop(stop):
                     self.stage.train()
@@ -332,15 +324,6 @@ class Trainer(StagedModel):
                 targets.pin_memory() if self.has_last and not targets.is_cuda else targets,
                 None if position_ids is None else position_ids.pin_memory(),
             )
-
-    def _split(self, batch: DataBatch) -> Microbatches:
-        """What this rank needs of each microbatch, on its device."""
-        size, positions = self.plan.samples_per_microbatch, batch.position_ids
-        return Microbatches(
-            self._own(batch.inputs).split(size) if self.has_first else (),
-            self._own(batch.targets).split(size) if self.has_last else (),
-            None if positions is None else self.to_device(positions).split(size),
-        )
 
     def _pass(
         self,

@@ -195,6 +195,11 @@ def samples_in(named: Sequence[tuple[str, object]]) -> tuple[int, str]:
     return (lengths.pop() if lengths else 0), ""
 
 
+def cut_tensor(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return the samples of each microbatch: views of `x`, one after another along dim 0."""
+    return x.split([*sizes])
+
+
 def cut(value: object, sizes: Sequence[int]) -> Sequence[object]:
     """Return the part of each micro-batch: slices of tensors, and other values unchanged.
 
@@ -202,7 +207,7 @@ def cut(value: object, sizes: Sequence[int]) -> Sequence[object]:
     """
     if len(sizes) == 1:
         return [value]
-    parts = {id(x): x.split([*sizes]) for x in tensors_in(value)}
+    parts = {id(x): cut_tensor(x, sizes) for x in tensors_in(value)}
 
     def part_of(m: int) -> object:
         return map_leaves(lambda x: parts[id(x)][m], value, lambda x: id(x) in parts, **_CONTAINERS)
