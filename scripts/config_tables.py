@@ -1,10 +1,9 @@
-"""Write the tables of docs/config.md from the schema, and that of docs/collectives.md.
+"""Write the tables of docs/config.md from the schema, and those of other pages from their rows.
 
-    scripts/docs             write what follows the marker
-    scripts/docs --check     exit code 1 if it is out of date
+    scripts/docs             write them
+    scripts/docs --check     exit code 1 if a page is out of date
 
-One rule: what a key is stands in the schema alone, and what a collective is in its row of
-comm/collective_table.py.
+One rule: what a key, a collective or an optimizer is stands in its declaration alone.
 """
 
 import sys
@@ -13,16 +12,20 @@ from pathlib import Path
 
 import yaml
 
-from torchdistpackage.comm.collective_table import page_rows
+from torchdistpackage.comm import collective_table
+from torchdistpackage.config import optimizers
 from torchdistpackage.config.data_section import ITEMS
 from torchdistpackage.config.schema import RunConfig, Section
 from torchdistpackage.config.types import expected_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "config.md"
-COLLECTIVES = DOCS / "collectives.md"
 MARKER = "<!-- scripts/docs writes everything below this line -->\n"
-COLLECTIVES_MARKER = "<!-- scripts/docs writes this table from comm/collective_table.py -->\n\n"
+TABLES = {
+    "collectives.md": ("comm/collective_table.py", collective_table.page_rows),
+    "zero.md": ("config/optimizers.py", optimizers.page_rows),
+}
+"""Page -> the file whose rows make its table, and the table."""
 
 
 def tables() -> str:
@@ -59,22 +62,25 @@ def shown(value: object) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def of_collectives(text: str) -> str:
-    """Return the page with the table of today."""
-    before, marker, after = text.partition(COLLECTIVES_MARKER)
+def with_table(page: Path) -> str:
+    """Return the text of the page with the table of today."""
+    source, rows = TABLES[page.name]
+    marker = f"<!-- scripts/docs writes this table from {source} -->\n\n"
+    before, found, after = page.read_text(encoding="utf-8").partition(marker)
+    assert found, f"{page} has no line {marker}"
     _, end, rest = after.partition("\n\n")
-    return before + marker + page_rows().rstrip("\n") + end + rest
+    return before + marker + rows().rstrip("\n") + end + rest
 
 
 def main() -> int:
-    code, is_check = 0, "--check" in sys.argv[1:]
-    for page in (PAGE, COLLECTIVES):
-        text = page.read_text(encoding="utf-8")
-        is_config = page == PAGE
-        fresh = text.partition(MARKER)[0] + tables() if is_config else of_collectives(text)
-        if not is_check:
+    text = PAGE.read_text(encoding="utf-8")
+    pages = {PAGE: text.partition(MARKER)[0] + tables()}
+    pages |= {DOCS / name: with_table(DOCS / name) for name in TABLES}
+    code = 0
+    for page, fresh in pages.items():
+        if "--check" not in sys.argv[1:]:
             page.write_text(fresh, encoding="utf-8")
-        elif fresh != text:
+        elif fresh != page.read_text(encoding="utf-8"):
             sys.stderr.write(f"{page} is out of date; run scripts/docs\n")
             code = 1
     return code

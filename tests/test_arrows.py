@@ -42,6 +42,7 @@ MAY_NAME_MODULES = {
     "cli/main.py": "the command that was asked for; whether this process is a rank",
     "cli/plan.py": "torch, for --tensor alone; what few plans show",
     "comm/collective_table.py": "torch, for plans and commands that read the table",
+    "config/optimizers.py": "what makes an optimizer, with torch",
     "compat/emp/devices.py": "a logger",
     "compat/torchshard/marks.py": "torch's function of a split tensor, which makes split tensors",
     "harness/late/streams.py": "doubles in modules to the right",

@@ -159,6 +159,20 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
             "            output_is_part=True, in_parts=True, is_sum=True),\n",
         ),
     ],
+    "an optimizer": [
+        (
+            "train/optimizers.py",
+            "",
+            "def adagrad(groups, section):\n"
+            "    return torch.optim.Adagrad(groups, lr=section.lr, fused=True)\n",
+        ),
+        (
+            "config/optimizers.py",
+            r"        OptimizerSpec\(\"sgd\".*\n",
+            "        OptimizerSpec('adagrad', f'{_MAKERS}:adagrad', one_number, leaves_out=True,\n"
+            "            state_keys=('sum',), state='r c'),\n",
+        ),
+    ],
     "a model family": [
         (
             "models/flat.py",

@@ -108,6 +108,7 @@ def test_a_model_a_key_a_logged_value_and_a_callback_in_a_run(edited: Path):
     changes = (
         "pipeline.schedule=fill-drain",
         "optim.an_example=0.5",
+        "optim.name=adagrad",
         "train.steps=2",
         "--procs=2",
     )

@@ -53,7 +53,7 @@ def test_what_is_to_be_touched_for_something_new_is_there():
         "ZERO_OF",
         "WAYS",
         "OPERATIONS",
-        *("SCHEDULE_ARGS", "NEEDS_WHOLE", "STATE_KEYS"),
+        *("SCHEDULE_ARGS", "OPTIMIZERS"),
         *("OPTIONS", "SHARED", "WRITTEN", "FAMILIES", "_OTHER_KEYS", "SPLIT_ALONE"),
         *of_formats,
         "COMMANDS",
@@ -68,7 +68,8 @@ def test_what_is_to_be_touched_for_something_new_is_there():
         *("torchdistpackage/comm/collective_table.py", "tests/parallel/context/test_attention.py"),
         *("tests/harness/parity/test_parity.py", "tests/parallel/expert/one_process.py"),
         *("torchdistpackage/families/found.py", "torchdistpackage/train/trackers/feed.py"),
-        *("torchdistpackage/config/optim_section.py", "torchdistpackage/families/registry.py"),
+        *("torchdistpackage/config/optim_section.py", "torchdistpackage/config/optimizers.py"),
+        "torchdistpackage/families/registry.py",
         *("torchdistpackage/config/data_section.py", "torchdistpackage/plan/run_plan.py"),
         *(
             "torchdistpackage/config/hugging_face.py",

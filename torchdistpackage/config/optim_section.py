@@ -23,23 +23,6 @@ SCHEDULE_ARGS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Arguments that optim.schedule_args may hold, by optim.schedule; their names in transformers."""
-NEEDS_WHOLE: Mapping[str, str] = {
-    "muon": "makes the update of a whole matrix orthogonal",
-    "adafactor": "follows means over whole rows and columns",
-    "adamw8bit": "scales its statistics by blocks of a whole parameter",
-}
-"""Optimizers that update an element from other elements of its parameter, and why they do."""
-STATE_KEYS: Mapping[str, tuple[str, ...]] = {
-    "adamw": ("exp_avg",),
-    "adamw8bit": ("state1",),
-    "adafactor": ("row_var", "variance"),
-}
-"""Keys of an optimizer's state, at least one of which a checkpoint must have.
-
-An optimizer listed here cannot go on from the state of another one.
-"""
-MIN_8BIT_SIZE, BLOCK_SIZE = 4096, 256
-"""adamw8bit: the least number of elements for 8-bit state, and of elements that share a scale."""
 SCHEDULE_SHAPES = ("linear", "cosine", "1-sqrt")
 """Values of warmup_type and decay_type of warmup_stable_decay."""
 

@@ -1,10 +1,7 @@
 """Rules of the optim section: which arguments a schedule takes, and which layouts an optimizer."""
 
-from torchdistpackage.config.optim_section import (
-    NEEDS_WHOLE,
-    SCHEDULE_ARGS,
-    SCHEDULE_SHAPES,
-)
+from torchdistpackage.config.optim_section import SCHEDULE_ARGS, SCHEDULE_SHAPES
+from torchdistpackage.config.optimizers import OPTIMIZERS
 from torchdistpackage.config.rules import Rule, rule
 from torchdistpackage.config.schema import RunConfig
 
@@ -56,10 +53,10 @@ def _unsound(c: RunConfig) -> str | None:
 
 @rule("optim.name", "parallel.tensor", "parallel.expert")
 def _some_see_whole_parameters(c: RunConfig, world_size: int | None) -> str | None:
-    why = NEEDS_WHOLE.get(c.optim.name)
+    why = OPTIMIZERS[c.optim.name].needs_whole
     degrees = {key: getattr(c.parallel, key) for key in ("tensor", "expert")}
     split = [f"parallel.{key}={size}" for key, size in degrees.items() if size > 1]
-    if why is None or not split:
+    if not why or not split:
         return None
     return (
         f"optim.name={c.optim.name} {why}, but {' and '.join(split)} gives each rank only a part "

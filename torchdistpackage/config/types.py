@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from torchdistpackage.config.optimizers import OPTIMIZERS
 from torchdistpackage.config.slurm import EXTRA, OPTIONS
 from torchdistpackage.schedule.generators import GENERATORS, canonical
 from torchdistpackage.topology.mesh import DEFAULT_ORDER
@@ -102,6 +103,12 @@ def _schedule(value: str) -> str:
     if name not in SCHEDULES:
         raise ValueError("no such schedule")
     return name
+
+
+def _optimizer(value: str) -> str:
+    if value not in OPTIMIZERS:
+        raise ValueError("no such optimizer")
+    return value
 
 
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -252,7 +259,12 @@ TrackerNames = Annotated[
 ModelName = Literal["gpt"] | None
 DataName = Literal["python_stdlib", "text", "jsonl", "parquet", "tokens", "preference"] | None
 FileKind = Literal["text", "jsonl", "parquet", "tokens"] | None
-OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "sgd", "muon"]
+OptimizerName = Annotated[
+    str,
+    AfterValidator(_optimizer),
+    _enum(tuple(OPTIMIZERS)),
+    Expected(" or ".join(OPTIMIZERS), tuple(OPTIMIZERS)),
+]
 QuantType = Literal["nf4", "fp4"]
 LrSchedule = Literal[
     "warmup_cosine",

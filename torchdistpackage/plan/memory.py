@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from torchdistpackage.config.optim_section import BLOCK_SIZE, MIN_8BIT_SIZE, NEEDS_WHOLE
+from torchdistpackage.config.optimizers import OPTIMIZERS, ParameterPart
 from torchdistpackage.config.schema import PrecisionSection, RunConfig
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.layout.derive import gradient_ranks, num_elements
@@ -95,7 +95,8 @@ def memory(
             gradients += count * formats.reduced.num_bytes
         stepped = part if zero >= 1 else count
         optimizer += stepped * wide.num_bytes * has_copy
-        optimizer += _statistics_bytes(config, layout, stepped, wide.num_bytes)
+        state = ParameterPart(tuple(layout.shape), layout.is_table, stepped)
+        optimizer += OPTIMIZERS[config.optim.name].state_bytes(state, wide.num_bytes)
     return MemoryEstimate(weights, gradients, optimizer)
 
 
@@ -111,27 +112,13 @@ def _parts(
             sharing.setdefault(ranks, []).append((layout.name, num_elements(layout, mesh, rank)))
     parts: dict[str, int] = {}
     for ranks, members in sharing.items():
-        if config.optim.name not in NEEDS_WHOLE:
+        if not OPTIMIZERS[config.optim.name].needs_whole:
             parts |= {name: -(-count // len(ranks)) for name, count in members}
             continue
         shares = greedy_partition([count for _, count in members], len(ranks))
         mine = set(shares[ranks.index(rank)])
         parts |= {name: count * (i in mine) for i, (name, count) in enumerate(members)}
     return parts
-
-
-def _statistics_bytes(config: RunConfig, layout: Layout, count: int, num_bytes: int) -> int:
-    """What the optimizer keeps for `count` elements of a parameter, whose means have num_bytes."""
-    name = config.optim.name
-    if name == "adafactor" and len(layout.shape) > 1:
-        return (count // layout.shape[-1] + count // layout.shape[-2]) * num_bytes
-    if name in ("sgd", "muon", "adafactor"):  # muon: a little less than it has
-        return count * num_bytes
-    if name == "adamw8bit" and not layout.is_table:
-        if count < MIN_8BIT_SIZE:
-            return 2 * count * 4
-        return 2 * (count + 4 * -(-count // BLOCK_SIZE))
-    return 2 * count * num_bytes
 
 
 def activation_budget_gb(config: RunConfig, state: MemoryEstimate, rank: str) -> float:

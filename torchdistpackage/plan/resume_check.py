@@ -11,7 +11,7 @@ from typing import Any
 from torchdistpackage.checkpoint.commit import candidates, damage, newest_complete, none_complete
 from torchdistpackage.checkpoint.manifest import read_manifest
 from torchdistpackage.config.load import load
-from torchdistpackage.config.optim_section import STATE_KEYS
+from torchdistpackage.config.optimizers import OPTIMIZERS
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import CheckpointError, ConfigError
 from torchdistpackage.plan.run_plan import Plan
@@ -88,7 +88,7 @@ def refuse_other_optimizer(path: Path, config: RunConfig) -> None:
     }
     found -= {"step", "master"}
     name = config.optim.name
-    if found and found.isdisjoint(STATE_KEYS.get(name, found)):
+    if found and found.isdisjoint(OPTIMIZERS[name].state_keys or found):
         raise CheckpointError(
             f"{path} has the state of another optimizer ({', '.join(sorted(found))}), which "
             f"optim.name={name} does not read. Go on with the optimizer it was written with, begin "

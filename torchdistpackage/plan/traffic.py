@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from torchdistpackage.config.optim_section import NEEDS_WHOLE
+from torchdistpackage.config.optimizers import OPTIMIZERS
 from torchdistpackage.ddp.bucket_plan import Bucket, BucketEntry, plan_buckets
 from torchdistpackage.ddp.zero.shard_bounds import (
     ModuleParam,
@@ -147,7 +147,7 @@ def _gradients(plan: Plan, rank: int) -> Iterator[CallCount]:
     weight, rounds = plan.numbers.weights, plan.rounds
     sums = rounds if plan.zero >= 2 else 1
     narrowest = min(weight.num_bytes, sent.num_bytes)
-    owner_of = _owners(summed) if plan.config.optim.name in NEEDS_WHOLE else None
+    owner_of = _owners(summed) if OPTIMIZERS[plan.config.optim.name].needs_whole else None
     for ranks, bucket in _buckets(summed, wide.num_bytes, UNLIMITED_BYTES, numbers):
         index, members = ranks.index(rank), bucket.members
         if owner_of is None:

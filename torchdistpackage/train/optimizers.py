@@ -1,4 +1,7 @@
-"""The optimizer of a stage, by its name in the YAML; matrices decay, vectors and norms do not."""
+"""The optimizer of a stage, by its row in config/optimizers.py.
+
+Matrices decay, vectors and norms do not.
+"""
 
 from collections.abc import Collection
 from typing import Any
@@ -7,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.config.optim_section import OptimSection
+from torchdistpackage.config.optimizers import OPTIMIZERS
+from torchdistpackage.lazy import resolve
 from torchdistpackage.train.decay import decaying
 
 Groups = list[dict[str, Any]]
@@ -26,26 +31,23 @@ def make_optimizer(
     shrinks = decaying(stage)
     vectors = [p for name, p in named if name not in shrinks]
     matrices = [p for name, p in named if name in shrinks]
-    decay, lr = section.weight_decay, section.lr
+    decay = section.weight_decay
     groups = _groups((matrices, decay), (vectors, 0.0))
     if not groups:
         return None
-    if section.name == "adamw":
-        return _adamw(groups, section)
-    if section.name == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=section.momentum, fused=True)
-    if section.name == "adafactor":
-        return JointOptimizer(torch.optim.Adafactor(groups, lr=lr))
+    spec = OPTIMIZERS[section.name]
+    make = resolve(spec.make)
+    if spec.takes == "all":
+        optimizer = make(groups, section)
+        return optimizer if spec.leaves_out else JointOptimizer(optimizer)
     inner = [p for p in matrices if not is_table[id(p)]]
     outer = [p for p in matrices if is_table[id(p)]]
-    if section.name == "adamw8bit":
+    if spec.takes == "blocks":
         mine, rest = _groups((inner, decay), (vectors, 0.0)), _groups((outer, decay))
-        first = _adamw8bit
     else:
         mine = _groups(([p for p in inner if p.dim() == 2], decay))
         rest = _groups(([*outer, *(p for p in inner if p.dim() != 2)], decay), (vectors, 0.0))
-        first = _muon
-    made = ((first, mine), (_adamw, rest))
+    made = ((make, mine), (adamw, rest))
     return JointOptimizer(*(make(groups, section) for make, groups in made if groups))
 
 
@@ -53,14 +55,14 @@ def _groups(*kinds: tuple[list[nn.Parameter], float]) -> Groups:
     return [{"params": params, "weight_decay": decay} for params, decay in kinds if params]
 
 
-def _adamw(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
+def adamw(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
     """fused: its kernels leave out a step by `found_inf`, on the device."""
     return torch.optim.AdamW(
         groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True
     )
 
 
-def _adamw8bit(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
+def adamw8bit(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
     """Dettmers et al., arXiv:2110.02861. bitsandbytes, of the extra `int8`, is imported here."""
     from bitsandbytes.optim import AdamW8bit
 
@@ -79,7 +81,17 @@ def _adamw8bit(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
     return AdamW8bitOfOne(groups, lr=section.lr, betas=section.betas, eps=section.eps)
 
 
-def _muon(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
+def sgd(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
+    """Return torch's fused SGD."""
+    return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum, fused=True)
+
+
+def adafactor(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
+    """Return torch's Adafactor, whose relative step `lr` bounds."""
+    return torch.optim.Adafactor(groups, lr=section.lr)
+
+
+def muon(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
     """Jordan et al., 2024. Its updates have the size of AdamW's (Liu et al., arXiv:2502.16982), so
     both follow one learning rate."""
     return torch.optim.Muon(
