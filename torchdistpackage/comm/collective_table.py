@@ -27,7 +27,7 @@ def _not_measured(size: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class CollectiveSpec:
     """One operation over a group of `size` ranks.
 
     home: the module below the package that defines `names`, its public functions; it is named as
@@ -117,12 +117,12 @@ def _others_share(size: int) -> float:
     return (size - 1) / size
 
 
-OPERATIONS: dict[str, Collective] = {
+OPERATIONS: dict[str, CollectiveSpec] = {
     spec.name: spec
     for spec in (
-        Collective("p2p", bus_factor=_one, is_message=True, tested=()),
-        Collective("p2p_both", bus_factor=_one, is_message=True, tested=()),
-        Collective(
+        CollectiveSpec("p2p", bus_factor=_one, is_message=True, tested=()),
+        CollectiveSpec("p2p_both", bus_factor=_one, is_message=True, tested=()),
+        CollectiveSpec(
             "copy",
             names=("copy",),
             map=f"{_MAPS}:IdentityForward",
@@ -133,7 +133,7 @@ OPERATIONS: dict[str, Collective] = {
             backward="`reduce` of the gradients",
             use="the replicated input of a column-parallel matmul",
         ),
-        Collective(
+        CollectiveSpec(
             "reduce",
             names=("reduce",),
             map=f"{_MAPS}:Reduce",
@@ -145,7 +145,7 @@ OPERATIONS: dict[str, Collective] = {
             backward="`copy`",
             use="the partial output of a row-parallel matmul",
         ),
-        Collective(
+        CollectiveSpec(
             "scatter",
             names=("scatter",),
             map=f"{_MAPS}:Scatter",
@@ -158,7 +158,7 @@ OPERATIONS: dict[str, Collective] = {
             backward="`gather`",
             use="a replicated tensor of which each rank then uses its part",
         ),
-        Collective(
+        CollectiveSpec(
             "gather",
             names=("gather",),
             map=f"{_MAPS}:Gather",
@@ -171,7 +171,7 @@ OPERATIONS: dict[str, Collective] = {
             backward="`scatter`: the gradient of this rank's part",
             use="parts of a whole that every rank then uses in the same way",
         ),
-        Collective(
+        CollectiveSpec(
             "all_reduce",
             names=("all_reduce", "start_all_reduce"),
             call=f"{_CALLS}:all_reduce",
@@ -180,7 +180,7 @@ OPERATIONS: dict[str, Collective] = {
             is_sum=True,
             tested=("float32", "int64", "bfloat16"),
         ),
-        Collective(
+        CollectiveSpec(
             "all_gather",
             names=("all_gather", "start_all_gather"),
             map=f"{_MAPS}:AllGather",
@@ -197,7 +197,7 @@ OPERATIONS: dict[str, Collective] = {
             backward="`reduce_scatter`",
             use="parts of a whole that every rank uses in its own way",
         ),
-        Collective(
+        CollectiveSpec(
             "reduce_scatter",
             names=("reduce_scatter", "start_reduce_scatter"),
             map=f"{_MAPS}:ReduceScatter",
@@ -214,7 +214,7 @@ OPERATIONS: dict[str, Collective] = {
             backward="`all_gather`",
             use="partial sums of which each rank then uses its part",
         ),
-        Collective(
+        CollectiveSpec(
             "all_to_all",
             names=("all_to_all", "start_all_to_all"),
             map=f"{_MAPS}:AllToAll",
@@ -230,7 +230,7 @@ OPERATIONS: dict[str, Collective] = {
             backward="`all_to_all`, the dims swapped",
             use="heads split to sequence split; tokens to their experts and back",
         ),
-        Collective(
+        CollectiveSpec(
             "broadcast",
             names=("broadcast", "start_broadcast"),
             map=f"{_MAPS}:Broadcast",
@@ -245,7 +245,7 @@ OPERATIONS: dict[str, Collective] = {
             backward="the sum of the gradients on the source, zeros elsewhere",
             use="a tensor that one rank made and all use",
         ),
-        Collective("reduce_to", map=f"{_MAPS}:ReduceTo", takes="P", gives="V", is_sum=True),
+        CollectiveSpec("reduce_to", map=f"{_MAPS}:ReduceTo", takes="P", gives="V", is_sum=True),
     )
 }
 """By name. `p2p` sends from one rank to another; `p2p_both` both ways at once, counted one way."""
