@@ -150,7 +150,8 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
         (
             "comm/collective_table.py",
             r'        CollectiveSpec\("reduce_to".*\n',
-            "        CollectiveSpec('sum_parts', 'comm.part_sums', ('sum_parts', 'start_sum_parts'),\n"
+            "        CollectiveSpec('sum_parts', 'comm.part_sums',\n"
+            "            ('sum_parts', 'start_sum_parts'),\n"
             "            map='torchdistpackage.comm.part_sums:SumParts', takes='P', gives='V',\n"
             "            call='torchdistpackage.comm.part_sums:call',\n"
             "            torch=f'{_BY_TORCH}:reduce_scatter',\n"
