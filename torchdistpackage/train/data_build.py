@@ -44,7 +44,7 @@ def build_data(plan: Plan) -> DataSource:
         if not isinstance(source, DataSource):
             raise DataError(
                 f"data.target {section.target} returned a {type(source).__name__} without a "
-                f"batch(...) method; see train.data.DataSource"
+                f"batch(...) method; see data.source.DataSource"
             )
         return source
     train = _training(plan)
