@@ -56,14 +56,14 @@ BROKEN_MODELS: list[tuple[dict[str, Any], str, str]] = [
         "model.dim=12 model.heads=4 3 odd model.position=rotary set dim 8 16 heads 3 6",
     ),
     (
-        {"model__mlp_ratio": 0.6, "model__dim": 8, "parallel__tensor": 4},
+        {"model__mlp_ratio": 0.4, "model__dim": 8, "parallel__tensor": 4},
         "model.mlp_ratio",
-        "model.dim=8 model.mlp_ratio=0.6 = 5 parallel.tensor=4 set mlp_ratio 0.5 4",
+        "model.dim=8 model.mlp_ratio=0.4 = 3 parallel.tensor=4 set mlp_ratio 0.5 4",
     ),
     (
-        {"model__mlp_hidden": 5, "parallel__tensor": 4},
+        {"model__mlp_hidden": 3, "parallel__tensor": 4},
         "model.mlp_hidden",
-        "model.mlp_hidden=5 parallel.tensor=4 set mlp_hidden 4 7",
+        "model.mlp_hidden=3 parallel.tensor=4 set mlp_hidden 4",
     ),
     (
         {"model__mlp_hidden": 32, "model__mlp_ratio": 3},

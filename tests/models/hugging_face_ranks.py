@@ -12,7 +12,7 @@ from tests.train import parity
 from torchdistpackage.comm.p2p import receive, send
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CheckpointError
-from torchdistpackage.layout.derive import chunk
+from torchdistpackage.layout.derive import even_share
 from torchdistpackage.models import gpt_layout
 from torchdistpackage.models.gpt import GPT
 from torchdistpackage.models.hugging_face import from_pretrained
@@ -60,7 +60,7 @@ def check_logits(world, folder: str, expected: Tensor, sequence_parallel: bool) 
     if place < pipe - 1:
         send(y.detach(), tpc.get_group("pipe"), ranks[place + 1])
         return
-    start, width = chunk(net.shape.vocab, group.size(), group.rank())
+    start, width = even_share(net.shape.vocab, group.size(), group.rank())
     torch.testing.assert_close(y, expected[..., start : start + width], **CLOSE)
 
 

@@ -17,7 +17,7 @@ from tests.each import each
 from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import DataError, LayoutError
-from torchdistpackage.layout.derive import blocks, chunk, local_shape
+from torchdistpackage.layout.derive import blocks, even_share, local_shape
 from torchdistpackage.layout.mark import collect
 from torchdistpackage.layout.rope import Rope
 from torchdistpackage.lazy import resolve
@@ -198,7 +198,7 @@ def check_against_one(world, shape: GPTShape) -> None:
     expected, expected_loss, whole = step(make(shape, alone=True))
     net = make(shape)
     logits, loss, grads = step(net)
-    start, width = chunk(shape.vocab, group.size(), group.rank())
+    start, width = even_share(shape.vocab, group.size(), group.rank())
     torch.testing.assert_close(logits, expected[..., start : start + width], **CLOSE)
     torch.testing.assert_close(loss, expected_loss, **CLOSE)
     layouts = net.layouts()
@@ -344,9 +344,9 @@ def refuse_mistakes() -> None:
         GPT(SHAPE, pieces=range(2, 8))
     with pytest.raises(LayoutError, match="2 heads, which 4 tensor ranks cannot share"):
         GPT(replace(SHAPE, heads=2))
-    both = r"(?s)gpt: 2 problems.*2 heads, which 4 .* MLP has 5 elements, which 4 .* use 4 or 7"
+    both = r"(?s)gpt: 2 problems.*2 heads, which 4 .* MLP has 3 elements, which 4 .* use 4"
     with pytest.raises(LayoutError, match=both):
-        GPT(replace(SHAPE, heads=2, mlp_hidden=5))
+        GPT(replace(SHAPE, heads=2, mlp_hidden=3))
 
 
 def test_mistakes_are_named(ranks):

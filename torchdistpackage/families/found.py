@@ -114,7 +114,7 @@ def _add(w: Weights, p: FoundParameter, found: FoundModel) -> None:
         layout = replace(layout, unreduced=(w.axis,))
     if found.shared_experts and is_stacked(full, p.shape):
         split = (("expert",), *layout.split[1:])
-        layout = replace(layout, split=split, view="expert", uneven=True, split_rule="even")
+        layout = replace(layout, split=split, view="expert", uneven=True)
     layout = replace(layout, is_table=p.is_table)
     w.add(p.name, Weight(layout, "made", inputs=p.inputs, share=share))
     layout = w.parameters[full].layout

@@ -217,7 +217,7 @@ class Weights:
         """The layout of a parameter that is cut along `dim`."""
         split = tuple((self.axis,) if at == dim else () for at in range(len(shape)))
         fused = tuple(tuple(parts) if at == dim else () for at in range(len(shape)))
-        return Layout(name, shape, split, parts=fused, heads=heads, split_rule="even")
+        return Layout(name, shape, split, parts=fused, heads=heads, uneven=True)
 
 
 @dataclass(frozen=True, slots=True)

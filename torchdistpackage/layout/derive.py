@@ -59,26 +59,15 @@ def local_slices(layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[slice, ..
                 continue
             _check_even(layout, mesh, dim, length)
             for axis in axes:
-                share = even_share if layout.split_rule == "even" else chunk
-                offset, length = share(length, mesh.axis_size(axis), coord.get(axis, 0))
+                offset, length = even_share(length, mesh.axis_size(axis), coord.get(axis, 0))
                 start += offset
             ranges.append(slice(start, start + length))
         result.append(tuple(ranges))
     return tuple(result)
 
 
-def chunk(extent: int, num_chunks: int, index: int) -> tuple[int, int]:
-    """Return (offset, length) of one chunk: all hold ceil(extent / num_chunks) while they last.
-
-    The rule of torch.chunk and of DTensor's Shard, so uneven shards are theirs too.
-    """
-    step = -(-extent // num_chunks)
-    offset = min(index * step, extent)
-    return offset, min(step, extent - offset)
-
-
 def even_share(extent: int, num_ranks: int, index: int) -> tuple[int, int]:
-    """Return (offset, length) of one of `even_sizes(extent, num_ranks)`."""
+    """Return (offset, length) of one of `even_sizes(extent, num_ranks)`, the rule for all cuts."""
     sizes = even_sizes(extent, num_ranks)
     return sum(sizes[:index]), sizes[index]
 
@@ -219,7 +208,7 @@ def num_elements(layout: Layout, mesh: Mesh, rank: int) -> int:
 def _check_even(layout: Layout, mesh: Mesh, dim: int, length: int) -> None:
     """Refuse a dim that its ranks cannot share evenly, unless the layout allows it."""
     sharing = mesh.axis_size(*layout.split[dim])
-    if length % sharing and not layout.uneven and layout.split_rule != "even":
+    if length % sharing and not layout.uneven:
         raise LayoutError(
             f"{layout.name}: dim {dim} has {length} elements, which {sharing} ranks "
             f"({' x '.join(layout.split[dim])}) cannot share evenly; use a multiple of {sharing}"

@@ -7,7 +7,6 @@ norms and checkpoints all read this one value.
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
 
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.partition import even_sizes
@@ -15,7 +14,6 @@ from torchdistpackage.topology.mesh import View
 
 Axes = tuple[str, ...]
 Ranges = tuple[tuple[int, int], ...]
-SplitRule = Literal["chunk", "even"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +73,8 @@ class Layout:
     stages: indices along `pipe` of the ranks that hold it, ascending. Several mean that it is
         tied; none that it is outside the pipeline and every rank holds it.
     parts: for each dim the sizes of fused parts (q, k, v) that are cut one by one, or ().
-    uneven: the cut need not be even; the first ranks then hold more, by the `split_rule`.
-    split_rule: how to cut a length that the ranks do not divide. "chunk" is torch.chunk's rule:
-        the last ranks may hold less, or nothing, and it needs `uneven`. "even" gives lengths that
-        differ by at most one, and does not need `uneven`.
+    uneven: the length need not divide; the first ranks then hold one element more, as
+        `even_sizes` says.
     heads: the heads that the split dim consists of, if any; one axis splits it then.
     ranges: for each index along the one splitting axis, the (start, stop) ranges of the dim that
         it holds, in order, for cuts that follow no rule. Two ranges are equal or disjoint; the
@@ -101,7 +97,6 @@ class Layout:
     uneven: bool = False
     heads: HeadSplit | None = None
     ranges: tuple[Ranges, ...] = ()
-    split_rule: SplitRule = "chunk"
     is_table: bool = False
 
     def __post_init__(self) -> None:

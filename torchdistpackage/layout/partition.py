@@ -98,7 +98,7 @@ def refuse(where: str, problems: Iterable[str]) -> None:
 
 
 def feature_problems(name: str, extent: int, num_ranks: int) -> list[str]:
-    """Return why `num_ranks` ranks cannot each get some of `extent` features by the chunk rule."""
+    """Return why `num_ranks` ranks cannot each get some of `extent` features."""
     if extent >= 1 and all_have_some(extent, num_ranks):
         return []
     use = nearest(extent, lambda n: all_have_some(n, num_ranks))
@@ -171,8 +171,8 @@ def either(numbers: Iterable[int]) -> str:
 
 
 def all_have_some(extent: int, num_ranks: int) -> bool:
-    """Return whether the chunk rule leaves every rank at least one element."""
-    return -(-extent // num_ranks) * (num_ranks - 1) < extent
+    """Return whether every rank gets at least one element."""
+    return extent >= num_ranks
 
 
 def all_have_heads(heads: int, kv_heads: int, num_ranks: int) -> bool:

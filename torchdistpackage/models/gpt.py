@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import DataError, LayoutError
-from torchdistpackage.layout.derive import chunk
+from torchdistpackage.layout.partition import even_sizes
 from torchdistpackage.models import gpt_layout
 from torchdistpackage.models.gpt_cache import GPTCache
 from torchdistpackage.models.gpt_layout import ATTENTION, EMBED, HEAD, MLP, TIED, GPTShape
@@ -185,8 +185,7 @@ class GPT(Grouped):
         return self._joined(logits[position, 0])
 
     def _joined(self, logits: Tensor) -> Tensor:
-        vocab, size = self.shape.vocab, self.group.size()
-        sizes = [chunk(vocab, size, index)[1] for index in range(size)]
+        sizes = even_sizes(self.shape.vocab, self.group.size())
         return collectives.gather(logits, -1, self.group, sizes)
 
     def _rotary(self, x: Tensor, tokens: Tokens) -> Tables | None:

@@ -189,9 +189,9 @@ def _cut_like(whole: Layout, dim: int, one: Layout, at: int) -> Layout:
         return (x, ()) if at == 0 else ((), x)
 
     split: Sequence[Axes] = only(whole.split[dim])
-    parts, rule = only(whole.parts[dim]), whole.split_rule
+    parts, uneven = only(whole.parts[dim]), whole.uneven
     return replace(
-        one, split=tuple(split), unreduced=(), parts=parts, heads=whole.heads, split_rule=rule
+        one, split=tuple(split), unreduced=(), parts=parts, heads=whole.heads, uneven=uneven
     )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from tests.parallel.tensor.vocabularies import VOCABULARIES
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import DataError, LayoutError
-from torchdistpackage.layout.derive import chunk
+from torchdistpackage.layout.derive import even_share
 from torchdistpackage.parallel.tensor.cross_entropy import (
     linear_cross_entropy,
     vocab_parallel_cross_entropy,
@@ -21,7 +21,7 @@ IGNORED = -100
 def columns(x: Tensor, vocab: int) -> Tensor:
     """My columns, as a leaf."""
     group = tpc.get_group("tensor")
-    start, width = chunk(vocab, group.size(), group.rank())
+    start, width = even_share(vocab, group.size(), group.rank())
     return x[..., start : start + width].detach().clone().requires_grad_()
 
 
@@ -67,7 +67,7 @@ def test_loss_and_gradient_are_torchs(ranks, world, vocab):
 
 
 def check_own_sizes(sizes: tuple[int, ...]) -> None:
-    """Ranks that hold other columns than torch.chunk gives them."""
+    """Ranks that hold other columns than `even_sizes` gives them."""
     tpc.setup_process_groups([("tensor", len(sizes))])
     group, vocab = tpc.get_group("tensor"), sum(sizes)
     draw = torch.Generator().manual_seed(3)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import LayoutError, NotAvailableError
-from torchdistpackage.layout.derive import chunk
+from torchdistpackage.layout.derive import even_share
 from torchdistpackage.parallel.tensor import loss_terms
 from torchdistpackage.parallel.tensor.cross_entropy import (
     linear_cross_entropy,
@@ -57,7 +57,7 @@ def begin(size: int, vocab: int):
     """My group, and where my columns are."""
     tpc.setup_process_groups([("tensor", size)])
     group = tpc.get_group("tensor")
-    start, width = chunk(vocab, group.size(), group.rank())
+    start, width = even_share(vocab, group.size(), group.rank())
     return group, slice(start, start + width)
 
 

@@ -267,13 +267,13 @@ def refuse_what_does_not_divide() -> None:
     with pytest.raises(LayoutError, match=both + r".*7 query heads cannot share 2 .* 1 or 7 key"):
         ParallelAttention(24, 7, kv_heads=2)
     with pytest.raises(
-        LayoutError, match=r"dim 0 has 6 elements, which 4 ranks .* use 4 or 7, or 3"
+        LayoutError, match=r"dim 0 has 3 elements, which 4 ranks .* use 4, or 2 tensor"
     ):
-        ColumnLinear(3, 6)
-    with pytest.raises(LayoutError, match=r"(?s)2 problems.* has 5 elements.* has 9 elements"):
-        ColumnLinear(3, 14, parts=(5, 9))
-    with pytest.raises(LayoutError, match=r"weight: dim 1 has 6 elements, which 4 ranks"):
-        RowLinear(6, 3)
+        ColumnLinear(3, 3)
+    with pytest.raises(LayoutError, match=r"(?s)2 problems.* has 2 elements.* has 3 elements"):
+        ColumnLinear(3, 5, parts=(2, 3))
+    with pytest.raises(LayoutError, match=r"weight: dim 1 has 3 elements, which 4 ranks"):
+        RowLinear(3, 3)
     with pytest.raises(LayoutError, match=r"hidden has 2 elements, which 4 ranks"):
         ParallelMlp(3, 2)
     layer = RowLinear(8, 3, sequence_parallel=True)

@@ -43,10 +43,10 @@ def test_gradients_are_partial_where_a_rank_sees_only_its_rows(sequence_parallel
     assert partial == (whole if sequence_parallel else set())
 
 
-def test_an_uneven_vocabulary_is_cut_by_the_chunk_rule():
+def test_parts_of_an_uneven_vocabulary_differ_by_one_at_most():
     (layout,) = cut.vocab_embedding(5, 3, "tensor").values()
     mesh = Mesh((("tensor", 4),))
-    assert [local_shape(layout, mesh, rank)[0] for rank in range(4)] == [2, 2, 1, 0]
+    assert [local_shape(layout, mesh, rank)[0] for rank in range(4)] == [2, 1, 1, 1]
 
 
 def test_transposed_swaps_dims_cuts_and_parts():

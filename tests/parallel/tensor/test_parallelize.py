@@ -80,7 +80,7 @@ def table(sequence_parallel: bool) -> SplitTable:
 
     def weight(*shape: int, dim: int, heads: HeadSplit | None = None) -> Layout:
         split = tuple(("tensor",) if at == dim else () for at in range(2))
-        return Layout("", shape, split, heads=heads, split_rule="even")
+        return Layout("", shape, split, heads=heads, uneven=True)
 
     how = {"sequence_parallel": sequence_parallel}
     columns = {

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.compat.torchshard.chunks import chunk, chunks
 from torchdistpackage.compat.torchshard.cuts import check_tensors
 from torchdistpackage.compat.torchshard.functional import ParallelDim
 from torchdistpackage.compat.torchshard.marks import MARK, marked_parameters, note, weight_dim
 from torchdistpackage.compat.torchshard.model_groups import get_group, is_initialized
-from torchdistpackage.layout.derive import chunk
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import layout_of
 from torchdistpackage.parallel.tensor.layouts import Layouts
@@ -44,15 +44,15 @@ class ParallelLayer(Marked):
 
     def layouts(self) -> Layouts:
         over = self.split_over()
-        return {
-            name: Layout(
-                name,
-                shape,
-                tuple((AXIS,) if over.get(name) == d else () for d in range(len(shape))),
-                uneven=True,
-            )
-            for name, shape in self.whole_shapes().items()
-        }
+
+        def layout(name: str, shape: tuple[int, ...]) -> Layout:
+            split = tuple((AXIS,) if over.get(name) == d else () for d in range(len(shape)))
+            if name not in over or self.group is None:
+                return Layout(name, shape, split, uneven=True)
+            size = self.group.size()
+            return Layout(name, shape, split, ranges=chunks(shape[over[name]], size))
+
+        return {name: layout(name, shape) for name, shape in self.whole_shapes().items()}
 
     def mark(self) -> None:
         super().mark()

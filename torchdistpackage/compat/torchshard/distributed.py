@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchdistpackage.comm import collectives
 from torchdistpackage.compat import paths
 from torchdistpackage.compat.torchshard import marks
+from torchdistpackage.compat.torchshard.chunks import chunk
 from torchdistpackage.compat.torchshard.cuts import check_tensors, cut_of
 from torchdistpackage.compat.torchshard.model_groups import (
     all_reduce_,
@@ -23,7 +24,6 @@ from torchdistpackage.compat.torchshard.model_groups import (
     is_initialized,
     summed_in_place,
 )
-from torchdistpackage.layout.derive import chunk
 
 __all__ = [
     "_gather",

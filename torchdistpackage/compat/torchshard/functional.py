@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchdistpackage.comm import collectives
+from torchdistpackage.compat.torchshard.chunks import chunk
 from torchdistpackage.compat.torchshard.cuts import Cut, check_tensors, cut_of
 from torchdistpackage.compat.torchshard.marks import LAST, mark, unmarked
 from torchdistpackage.compat.torchshard.model_groups import get_group
 from torchdistpackage.compat.torchshard.reduction import legacy_get_string
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.derive import chunk
 from torchdistpackage.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from torchdistpackage.parallel.tensor.embedding import check_ids, feature_embedding, vocab_embedding
 from torchdistpackage.parallel.tensor.weight_reads import plain, refuse_nested
@@ -162,7 +162,8 @@ def parallel_embedding(
     if dim == 0:
         if num_embeddings is None:
             num_embeddings = weight.shape[0] * group.size()
-        rows = vocab_embedding(input, weight, group, vocab=num_embeddings, **options)
+        sizes = lengths(num_embeddings)
+        rows = vocab_embedding(input, weight, group, vocab=num_embeddings, sizes=sizes, **options)
         return collectives.reduce(rows, group)
     check_ids(input, weight.shape[0], "ids")
     columns = feature_embedding(input, weight, group, **options)
@@ -216,6 +217,7 @@ def parallel_cross_entropy(
         target,
         get_group(),
         vocab=cut.length,
+        sizes=lengths(cut.length),
         weight=weight,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,

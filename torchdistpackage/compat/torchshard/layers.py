@@ -18,12 +18,12 @@ from torch.nn.utils import parametrize
 
 from torchdistpackage.compat.torchshard import functional
 from torchdistpackage.compat.torchshard.base import ParallelLayer
+from torchdistpackage.compat.torchshard.chunks import chunk
 from torchdistpackage.compat.torchshard.cuts import check_tensors, cut_of
 from torchdistpackage.compat.torchshard.functional import ParallelDim, check_dim, check_sizes
 from torchdistpackage.compat.torchshard.marks import LAST, refuse_strict_export, set_attribute
 from torchdistpackage.compat.torchshard.state import check_module, register_ddp_parameters_to_ignore
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.derive import chunk
 from torchdistpackage.parallel.tensor.weight_reads import own, read_whole
 
 

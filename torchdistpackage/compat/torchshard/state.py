@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm import collectives
 from torchdistpackage.comm.attendance import expect_all
+from torchdistpackage.compat.torchshard.chunks import chunk
 from torchdistpackage.compat.torchshard.functional import lengths
 from torchdistpackage.compat.torchshard.marks import weight_dim
 from torchdistpackage.compat.torchshard.model_groups import get_group
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.derive import chunk
 from torchdistpackage.layout.mark import layout_of
 
 WRAPPED = "module."

@@ -49,7 +49,6 @@ def experts_layouts(shape: MoEShape, dim: int, axis: str = "tensor") -> Layouts:
             parts=parts,
             view="expert",
             uneven=True,
-            split_rule="even",
         )
 
     found = {

@@ -48,7 +48,7 @@ def vocab_parallel_cross_entropy(
     0-dim for "mean" and "sum"; float32, or float64 for float64 logits. Half precisions are computed
     in float32. An ignored token's loss is 0; "mean" divides by the class weights of the others.
 
-    sizes: number of each rank's columns, the same on all ranks; None: as torch.chunk cuts.
+    sizes: number of each rank's columns, the same on all ranks; None: `even_sizes`.
     weight: (vocab,) a factor for each class, the same on all ranks.
     z_loss: factor of the squared log partition function, which is added to the loss of each token.
 

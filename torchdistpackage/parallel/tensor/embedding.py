@@ -1,8 +1,8 @@
 """Token embeddings with the vocabulary, or the features, cut over the tensor group.
 
 Of the vocabulary each id is foreign to all ranks but one; the others add zero, so the sum over the
-group is the row, exactly. The vocabulary need not divide: the first ranks hold more, the last ones
-may hold nothing. Of the features each rank looks up its part of every row.
+group is the row, exactly. The vocabulary need not divide: the first ranks hold one row more. Of the
+features each rank looks up its part of every row.
 """
 
 from dataclasses import replace
@@ -16,8 +16,8 @@ from torchdistpackage.comm import collectives
 from torchdistpackage.comm.operators import is_traced
 from torchdistpackage.comm.primitives import MAX, Group, Sizes, all_reduce, sizes_of_ranks
 from torchdistpackage.errors import DataError, LayoutError
-from torchdistpackage.layout.derive import chunk
-from torchdistpackage.layout.partition import feature_problems, refuse
+from torchdistpackage.layout.derive import even_share
+from torchdistpackage.layout.partition import even_sizes, feature_problems, refuse
 from torchdistpackage.parallel.tensor import layouts as cut
 from torchdistpackage.parallel.tensor.init import NORMAL, Initial, make_parameters
 from torchdistpackage.parallel.tensor.layouts import Layouts
@@ -136,7 +136,7 @@ class FeatureParallelEmbedding(_Embedding):
         size, last = self.group.size(), ids.dim()
         widths = None
         if self.dim % size:
-            widths = [chunk(self.dim, size, rank)[1] for rank in range(size)]
+            widths = even_sizes(self.dim, size)
         if self.sequence_parallel:
             # what each rank gets are all features of its rows
             return collectives.all_to_all(columns, 0, last, self.group, sizes, widths)
@@ -158,7 +158,7 @@ def vocab_embedding(
 
     The sum over the group is `F.embedding` of the whole table, with its options. On a GPU those
     that look at which rows were met (max_norm, scale_grad_by_freq, sparse) stop for the host.
-    sizes: number of each rank's rows; None: as torch.chunk cuts.
+    sizes: number of each rank's rows; None: `even_sizes`.
 
     Raises:
         LayoutError: `weight` is not this rank's share of the vocabulary.
@@ -227,13 +227,13 @@ def renormalise(
 def vocab_range(vocab: int, group: Group, sizes: Sizes | None = None) -> tuple[int, int]:
     """(first, number) of the classes that this rank holds.
 
-    sizes: number of each rank's, in group order; None: as `chunk` cuts.
+    sizes: number of each rank's, in group order; None: `even_sizes`.
 
     Raises:
         LayoutError: `sizes` are not one number for each rank, or do not add up to `vocab`.
     """
     if sizes is None:
-        return chunk(vocab, group.size(), group.rank())
+        return even_share(vocab, group.size(), group.rank())
     known, rank = sizes_of_ranks(sizes, group, "sizes"), group.rank()
     if sum(known) != vocab:
         raise LayoutError(

@@ -11,7 +11,7 @@ under sequence parallelism that is every parameter applied outside the column..r
 from dataclasses import replace
 
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.layout import Axes, HeadSplit, Layout, SplitRule
+from torchdistpackage.layout.layout import Axes, HeadSplit, Layout
 from torchdistpackage.layout.mark import Layouts, prefixed
 
 
@@ -22,7 +22,6 @@ def column(
     axis: str,
     parts: tuple[int, ...] = (),
     heads: HeadSplit | None = None,
-    split_rule: SplitRule = "chunk",
 ) -> Layouts:
     """A product whose output is cut: weight and bias along Dout, evenly or not.
 
@@ -30,7 +29,7 @@ def column(
     heads: of which Dout, or each part, is made, if it is.
     """
     shape, split = (dout, din), ((axis,), ())
-    how = {"uneven": True, "heads": heads, "split_rule": split_rule}
+    how = {"uneven": True, "heads": heads}
     layouts = {"weight": Layout("weight", shape, split, parts=(parts, ()), **how)}
     if bias:
         layouts["bias"] = Layout("bias", (dout,), ((axis,),), parts=(parts,), **how)
@@ -44,11 +43,10 @@ def row(
     axis: str,
     sequence_parallel: bool = False,
     heads: HeadSplit | None = None,
-    split_rule: SplitRule = "chunk",
 ) -> Layouts:
     """A product whose input is cut, evenly or not: weight along Din; the bias is whole, added after
     the sum."""
-    how = {"uneven": True, "heads": heads, "split_rule": split_rule}
+    how = {"uneven": True, "heads": heads}
     weight = Layout("weight", (dout, din), ((), (axis,)), **how)
     layouts = {"weight": weight}
     if bias:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group, Sizes
 from torchdistpackage.comm.tpc import resolve_group
-from torchdistpackage.layout.layout import HeadSplit, SplitRule
+from torchdistpackage.layout.layout import HeadSplit
 from torchdistpackage.layout.partition import feature_problems, refuse
 from torchdistpackage.parallel.tensor import layouts as cut
 from torchdistpackage.parallel.tensor.column_product import column_products
@@ -73,7 +73,6 @@ class Linear(Grouped):
 
     tp_comm_overlap: under sequence parallelism gather and scatter in chunks, between which the
         product computes (Megatron-LM's word, torch's async tensor parallel).
-    split_rule: of features that do not divide, as in `Layout`.
     transposed: the weight is stored as (Din, Dout), as that of transformers' Conv1D.
     batch_first: x (B, S, D) has its sequence in dim 1, as in transformers' models; rows (N, D) of
         flattened samples stay what they are.
@@ -93,7 +92,6 @@ class Linear(Grouped):
         heads: HeadSplit | None = None,
         sequence_parallel: bool = False,
         tp_comm_overlap: bool = False,
-        split_rule: SplitRule = "chunk",
         transposed: bool = False,
         batch_first: bool = False,
         local: bool = False,
@@ -104,7 +102,7 @@ class Linear(Grouped):
         device: torch.device | str | None = None,
     ):
         super().__init__(group, axis)
-        self.split_rule, self.transposed = split_rule, transposed
+        self.transposed = transposed
         self.batch_first, self.local = batch_first, local
         self.tp_comm_overlap = tp_comm_overlap and sequence_parallel
         self.din, self.dout, self.parts, self.heads = din, dout, parts, heads
@@ -139,7 +137,7 @@ class Linear(Grouped):
 class ColumnLinear(Linear):
     """`column_linear` with its parameters: each rank holds, and returns, its columns.
 
-    Where dout does not divide, the first ranks hold more (`torch.chunk`'s rule).
+    Where dout does not divide, the first ranks hold one feature more.
     parts: sizes of fused outputs (gate, up), each of which is cut by itself.
     heads: dout, or each part, is heads, which stay whole.
 
@@ -153,7 +151,7 @@ class ColumnLinear(Linear):
         return [p for n in extents for p in feature_problems("weight: dim 0", n, size)]
 
     def _layouts(self) -> Layouts:
-        how = self.axis, self.parts, self.heads, self.split_rule
+        how = self.axis, self.parts, self.heads
         return cut.column(self.dout, self.din, self.has_bias, *how)
 
     def forward(self, x: Tensor, sizes: Sizes | None = None) -> Tensor:
@@ -189,7 +187,7 @@ class ColumnLinear(Linear):
 class RowLinear(Linear):
     """`row_linear` with its parameters: each rank holds the rows for its part of the input.
 
-    Where din does not divide, the first ranks hold more (`torch.chunk`'s rule).
+    Where din does not divide, the first ranks hold one feature more.
     heads: din is heads, which stay whole.
 
     Raises:
@@ -200,7 +198,7 @@ class RowLinear(Linear):
         return feature_problems("weight: dim 1", self.din, self.group.size())
 
     def _layouts(self) -> Layouts:
-        how = self.axis, self.sequence_parallel, self.heads, self.split_rule
+        how = self.axis, self.sequence_parallel, self.heads
         return cut.row(self.dout, self.din, self.has_bias, *how)
 
     def forward(self, x: Tensor, sizes: Sizes | None = None) -> Tensor:

@@ -135,7 +135,6 @@ class _LayerSwap:
         how: dict[str, Any] = {
             "bias": layer.bias is not None,
             "heads": cut.weight.heads,
-            "split_rule": cut.weight.split_rule,
             "transposed": cut.transposed,
             "sequence_parallel": cut.sequence_parallel,
             "tp_comm_overlap": self.overlap,
