@@ -25,6 +25,7 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.families import registry
 from torchdistpackage.models.find_split import shape_of
 from torchdistpackage.models.transformers_model import stage
+from torchdistpackage.parallel.auto import count_traffic
 from torchdistpackage.parallel.auto.split_model import SplitModel
 
 SIZE = 2
@@ -90,6 +91,27 @@ def language_models(family: str):
 @pytest.mark.parametrize("family", some(["llama", "gpt2", "opt", "bloom", "gpt_neox"], ("llama",)))
 def test_sequence_parallelism_and_overlap_train_as_one_process(ranks, family):
     ranks(SIZE).run(with_sequence_parallelism, family)
+
+
+def counted_calls() -> None:
+    """Sums of row layers, gathers of an embedding and of the logits; no call of a backward."""
+    tpc.setup_process_groups([("tensor", SIZE)])
+    model, rank = language_model("llama"), tpc.get_group("tensor").rank()
+    split, inputs = tensor_parallel(model), prompt()
+    with count_traffic(rank) as counted:
+        split(**inputs, labels=inputs["input_ids"]).loss.backward()
+    config, tokens = model.config, inputs["input_ids"].numel()
+    assert counted.calls == {"sum": 2 * config.num_hidden_layers, "gather": 2}
+    size = next(model.parameters()).element_size()
+    one = tokens * config.hidden_size * size
+    assert counted.num_bytes["sum"] == counted.calls["sum"] * one
+    with count_traffic(1 - rank) as other:
+        split(**inputs)
+    assert other.calls == {}
+
+
+def test_traffic_of_a_model_that_a_table_splits_is_counted(ranks):
+    ranks(SIZE).run(counted_calls)
 
 
 TWELVE = [*sorted(registry.FAMILIES), "gemma", "mixtral"]

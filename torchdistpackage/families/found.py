@@ -139,7 +139,7 @@ def _of_layer(w: Weights, p: FoundParameter, cut: FoundCut, last: str) -> Layout
 
 def _of_stacked(w: Weights, p: FoundParameter, cut: StackedCut) -> Layout:
     if cut.dim is None:
-        return Layout(p.name, p.shape, unreduced=(w.axis,))
+        return Layout(p.name, p.shape)
     return w.cut(p.name, p.shape, cut.dim, cut.heads, cut.parts)
 
 

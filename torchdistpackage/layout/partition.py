@@ -175,6 +175,18 @@ def all_have_some(extent: int, num_ranks: int) -> bool:
     return extent >= num_ranks
 
 
+def share_heads_evenly(heads: int, kv_heads: int, num_ranks: int) -> bool:
+    """Return whether ranks can have equal numbers of heads, or share a key-value head evenly.
+
+    Where every head has keys of its own, ranks may have one head more than others.
+    """
+    if num_ranks > heads or heads % kv_heads:
+        return False
+    if kv_heads == heads or num_ranks == 1:
+        return True
+    return kv_heads % num_ranks == 0 or (num_ranks % kv_heads == 0 and heads % num_ranks == 0)
+
+
 def all_have_heads(heads: int, kv_heads: int, num_ranks: int) -> bool:
     """Return whether each head is shared by equally many ranks, so that all reducers work alike."""
     if num_ranks <= kv_heads:

@@ -78,7 +78,7 @@ class SplitTable:
 
     partial: layouts, by name, of unsplit parameters whose gradient is a partial sum on each rank.
     experts: for modules that hold the matrices of many experts as parameters, the layouts of all
-        their parameters. Layers sum the gradients of those that no axis cuts, as for biases.
+        their parameters. Of a bias that no axis cuts each rank adds its share.
     dropouts: dropout layers whose activations are split, so each rank draws its own mask.
     """
 

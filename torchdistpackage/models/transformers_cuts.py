@@ -83,16 +83,6 @@ def find_cuts(model: Any, found: FoundModel, choices: CutChoices) -> FoundCuts:
     return rules.cuts()
 
 
-def can_deal_heads(found: FoundModel, num_ranks: int) -> bool:
-    """Whether so many ranks can have heads of their own, or share key-value heads evenly."""
-    heads, keys = found.sizes.heads, found.sizes.kv_heads
-    if num_ranks > heads or heads % keys:
-        return False
-    if keys == heads:
-        return True
-    return keys % num_ranks == 0 or (num_ranks % keys == 0 and heads % num_ranks == 0)
-
-
 class _CutRules:
     def __init__(self, model: Any, found: FoundModel, choices: CutChoices):
         self.model, self.found, self.choices = model, found, choices

@@ -27,10 +27,11 @@ from torchdistpackage.families.found import (
     table_of,
 )
 from torchdistpackage.families.table import Family, FoundModel, FoundParameter, Sizes, StageSides
+from torchdistpackage.layout.partition import share_heads_evenly
 from torchdistpackage.models.shrunk_config import shrunk, without_dropout
 from torchdistpackage.models.tables import table_parameters
 from torchdistpackage.models.transformers_causality import causality_problem
-from torchdistpackage.models.transformers_cuts import CHOICES, can_deal_heads, find_cuts
+from torchdistpackage.models.transformers_cuts import CHOICES, find_cuts
 from torchdistpackage.models.transformers_meta import ALONE, known_settings, on_meta
 from torchdistpackage.models.transformers_order import order_of
 from torchdistpackage.models.transformers_staged import try_stages
@@ -188,7 +189,7 @@ def _blocks(model: Any, unreached: tuple[str, ...]) -> tuple[str, int]:
 
 def _cut(given: Mapping[str, Any], whole: FoundModel, tensor: int) -> FoundModel:
     """`whole` with the cuts of the first choices by which a small copy computes the same."""
-    by_heads = can_deal_heads(whole, tensor)
+    by_heads = share_heads_evenly(whole.sizes.heads, whole.sizes.kv_heads, tensor)
     num_ranks = min(tensor, MOST_TRIED)
     problem = f"transformers makes no small copy of {whole.class_name} to try it on"
     with ALONE:

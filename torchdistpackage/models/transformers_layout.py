@@ -16,6 +16,7 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.families.registry import FAMILIES
 from torchdistpackage.families.table import Documents, Family, Sizes, Weight, Weights
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.partition import share_heads_evenly
 from torchdistpackage.layout.rope import scaled_length
 from torchdistpackage.layout.table import LayerCut, SplitTable
 from torchdistpackage.lazy import resolve
@@ -184,15 +185,9 @@ def can_share(shape: TransformersShape, tensor: int) -> bool:
     n = shape.sizes
     if not shape.kind.deals_heads:
         return tensor == 1 or shape.kind.unshared is None
-    if tensor > n.heads or tensor > n.hidden:
+    if tensor > n.hidden or (tensor > n.kv_heads and not shape.kind.shares_keys):
         return False
-    if n.kv_heads == n.heads or tensor == 1:
-        return True
-    if tensor <= n.kv_heads:
-        return n.kv_heads % tensor == 0
-    if not shape.kind.shares_keys:
-        return False
-    return tensor % n.kv_heads == 0 and n.heads % tensor == 0
+    return share_heads_evenly(n.heads, n.kv_heads, tensor)
 
 
 # -- parameters ------------------------------------------------------------------------------

@@ -267,7 +267,7 @@ def refuse_what_does_not_divide() -> None:
     with pytest.raises(LayoutError, match=both + r".*7 query heads cannot share 2 .* 1 or 7 key"):
         ParallelAttention(24, 7, kv_heads=2)
     with pytest.raises(
-        LayoutError, match=r"dim 0 has 3 elements, which 4 ranks .* use 4, or 2 tensor"
+        LayoutError, match=r"dim 0 has 3 elements, which 4 ranks .* use 4, or 3 tensor"
     ):
         ColumnLinear(3, 3)
     with pytest.raises(LayoutError, match=r"(?s)2 problems.* has 2 elements.* has 3 elements"):

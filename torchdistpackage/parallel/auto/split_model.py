@@ -22,7 +22,7 @@ from torchdistpackage.layout.derive import blocks, local_shape
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import Layouts, mark_parameter
 from torchdistpackage.layout.table import SplitTable
-from torchdistpackage.parallel.auto import saving
+from torchdistpackage.parallel.auto import saving, traffic
 from torchdistpackage.parallel.auto.cache_heads import CacheHeads
 from torchdistpackage.parallel.auto.caches import enter_caches, with_caches_marked
 from torchdistpackage.parallel.auto.draws import (
@@ -147,7 +147,8 @@ class SplitModel(SplitRoot, TakesNoAdapters, Marked):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._sum_partial_gradients()
         enter_caches([*args, *kwargs.values()], self._heads, group)
-        with self._draws(group):
+        counting = nullcontext() if traffic.counts is None else traffic.counted_forward(group)
+        with self._draws(group), counting:
             return with_caches_marked(call(*args, **kwargs))
 
     def _draws(self, group: Group) -> AbstractContextManager[Any]:

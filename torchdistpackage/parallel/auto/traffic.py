@@ -5,6 +5,7 @@ of them a link carries depends on the algorithm: about twice (n - 1) / n of a su
 gather.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
+from torchdistpackage.comm.flight_recorder import DTYPE, GROUP, OPERATION, SHAPE, recorder
+from torchdistpackage.comm.primitives import Group
+
+_KINDS = {"all_reduce": "sum", "reduce_scatter": "sum", "all_gather": "gather"}
 SENT = ("sum", "gather")
 """Kinds that communicate in a forward; "copy" and "split" do so in the backward alone."""
 
@@ -41,6 +46,29 @@ def count_traffic(rank: int = 0) -> Iterator[Traffic]:
         yield counts
     finally:
         counts = None
+
+
+@contextmanager
+def counted_forward(group: Group) -> Iterator[None]:
+    """Count the collectives of a forward on this rank, as the flight recorder notes them.
+
+    The parts of other ranks in a gather are taken to be as large as this rank's.
+    """
+    if counts is None or group.rank() != _rank:
+        yield
+        return
+    before, recorder.ended = recorder.ended, []
+    try:
+        yield
+    finally:
+        noted, recorder.ended = recorder.ended, before
+        if before is not None:
+            before += noted
+        for call, _, _ in noted:
+            kind, shape = _KINDS.get(call[OPERATION]), call[SHAPE]
+            if kind is not None and shape is not None:
+                times = len(call[GROUP].ranks) if kind == "gather" else 1
+                counts.add(kind, times * math.prod(shape) * call[DTYPE].itemsize)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from torchdistpackage.parallel.tensor.full import copy_part
 from torchdistpackage.parallel.tensor.init import NORMAL, ZEROS, Initial, fill
 from torchdistpackage.parallel.tensor.layouts import Layouts
 from torchdistpackage.parallel.tensor.marked import Marked
+from torchdistpackage.parallel.tensor.row_product import share_of_bias
 from torchdistpackage.topology.mesh import Mesh
 
 FUSED = {"gate_up": "gate_up_proj", "up": "up_proj", "down": "down_proj"}
@@ -103,8 +104,8 @@ class Experts(Marked):
         out = grouped_linear(hidden, self.down, counts)
         if self.shape.bias:
             bias = self.down_bias
-            if self.num_tensor > 1:  # a part of it on each rank, and on each its whole gradient
-                bias = bias - (bias * (1 - 1 / self.num_tensor)).detach()
+            if self.num_tensor > 1:
+                bias = share_of_bias(bias, self.num_tensor)
             out = out + bias_rows(bias, counts, len(rows))
         return plan.by_rank(out)
 

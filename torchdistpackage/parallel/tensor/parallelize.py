@@ -60,7 +60,7 @@ def parallelize(
     split.replace_layers()
     for path, layouts in table.experts.items():
         if (experts := split.modules.get(path)) is not None:
-            split_stacked(experts, layouts, group, split.shard, path.count(".") + 1)
+            split_stacked(experts, layouts, group, split.shard)
     for path, cut in table.attention.items():
         if (attention := split.modules.get(path)) is not None:
             _count_heads(attention, cut, group)

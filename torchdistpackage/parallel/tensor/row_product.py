@@ -83,6 +83,14 @@ def row_product(
     return _plus(y, None if bias is None else apply(IdentityForward(group), bias))
 
 
+def share_of_bias(bias: Tensor, num_ranks: int) -> Tensor:
+    """Return what each rank adds to its part of a sum, so that the sum has `bias` once.
+
+    Its gradient is that of the whole bias, and equal on all ranks, so nobody sums it.
+    """
+    return bias - (bias * (1 - 1 / num_ranks)).detach()
+
+
 class _RowProduct(torch.autograd.Function):
     """My rows of the sum over the group of x W^T; both ways the rows travel in `chunks`.
 

@@ -2,7 +2,7 @@
 
 Each rank has some hidden channels of every expert. The module's own forward makes a part of the
 result of them; what it is given is copied in, so that gradients are summed, and its result is added
-up. A bias of the result is on all ranks: each adds its part, as a forward sees it divided.
+up. A bias of the result is whole on all ranks, and each adds its share (`share_of_bias`).
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from torchdistpackage.comm import collectives
 from torchdistpackage.comm.nested import map_tensors
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.layout.mark import mark_parameter
+from torchdistpackage.parallel.tensor.row_product import share_of_bias
 
 
 def split_stacked(
@@ -23,11 +23,10 @@ def split_stacked(
     layouts: Mapping[str, Layout],
     group: Group,
     shard: Callable[[nn.Parameter, Layout], nn.Parameter],
-    depth: int,
 ) -> None:
     """Cut the parameters of `module` by `layouts`, of all of them by name.
 
-    shard: this rank's part of a parameter. depth: of marks, see `Mark`.
+    shard: this rank's part of a parameter.
     """
     shared: list[str] = []
     for name, layout in layouts.items():
@@ -37,7 +36,6 @@ def split_stacked(
             module.register_parameter(name, shard(whole, layout))
         else:
             shared.append(name)
-            mark_parameter(whole, layout, group, depth)
     module.register_forward_pre_hook(_ExpertsInput(group, tuple(shared)), with_kwargs=True)
     module.register_forward_hook(_ExpertsResult(group, tuple(shared)))
 
@@ -54,7 +52,9 @@ class _ExpertsInput:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for name in self.shared:
             # an attribute that hides the parameter, for this forward alone
-            module.__dict__[name] = module._parameters[name] / self.group.size()
+            bias = module._parameters[name]
+            assert bias is not None
+            module.__dict__[name] = share_of_bias(bias, self.group.size())
         return map_tensors(args, self._copied), map_tensors(kwargs, self._copied)
 
     def _copied(self, x: Tensor) -> Tensor:
