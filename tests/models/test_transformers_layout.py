@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,14 @@ from torchdistpackage.config.check import absent_files, wrong_files
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.models.transformers_layout import layouts, shape_of_section
+from torchdistpackage.families.table import Settings, Sizes, Weights
+from torchdistpackage.models.transformers_layout import (
+    layouts,
+    piece_costs,
+    piece_parameters,
+    shape_of_section,
+    split_table,
+)
 from torchdistpackage.plan.run_plan import (
     make_plan,
     num_parameters,
@@ -60,6 +68,23 @@ def folder_of(folder: Path, **changes: object) -> dict[str, np.ndarray]:
     held = {name: value for name, value in held.items() if value is not None}
     save_file(held, folder / "model.safetensors")
     return held
+
+
+def test_a_table_is_built_once(tmp_path, monkeypatch):
+    """Whatever is read of it, in whatever order."""
+    shape = shape_of_section({"hf": named(tmp_path)}, 8, False)
+    family, built = shape.kind, list[str]()
+
+    def block(w: Weights, s: Settings, n: Sizes) -> None:
+        built.append(w.prefix)
+        family.block(w, s, n)
+
+    monkeypatch.setitem(vars(shape), "kind", replace(family, block=block))
+    first = layouts(shape)
+    split_table(shape)
+    assert piece_costs(shape)[0] > 0 and sum(piece_parameters(shape)) > 0
+    assert layouts(shape) == first
+    assert built == [f"model.layers.{index}." for index in range(3)]
 
 
 def test_all_that_a_model_cannot_do_is_said_at_once(tmp_path):

@@ -58,6 +58,11 @@ class TransformersShape:
         return self.kind.sizes(self.settings)
 
     @cached_property
+    def tables(self) -> dict[str, list[Weights]]:
+        """What `_parts` has built, by the axis of the tensor ranks."""
+        return {}
+
+    @cached_property
     def packed(self) -> frozenset[str]:
         """Global names of weights that ranks hold in 4 bits."""
         if self.lora is None:
@@ -236,10 +241,20 @@ def _adapted(w: Weights, lora: Lora, is_head: bool = False) -> Weights:
     return replace(w, parameters=w.parameters | found, split=w.split | SplitTable(layers))
 
 
+def _parts(shape: TransformersShape, axis: str) -> list[Weights]:
+    """Return what stands before the blocks, in each of them, and behind them.
+
+    A shape builds its table once an axis, and all that is read of it comes from here.
+    """
+    if axis not in shape.tables:
+        blocks = (_block(shape, index, axis) for index in range(shape.sizes.layers))
+        shape.tables[axis] = [_embed(shape, axis), *blocks, _head(shape, axis)]
+    return shape.tables[axis]
+
+
 def part_tables(shape: TransformersShape, axis: str = "tensor") -> list[SplitTable]:
     """Of `split_table` what stands before the blocks, in each of them, and behind them."""
-    blocks = (_block(shape, index, axis) for index in range(shape.sizes.layers))
-    return [w.split for w in (_embed(shape, axis), *blocks, _head(shape, axis))]
+    return [w.split for w in _parts(shape, axis)]
 
 
 def split_table(shape: TransformersShape, axis: str = "tensor") -> SplitTable:
@@ -259,15 +274,11 @@ def weights(
     """Every parameter by global name; stage_of as for `layouts`."""
     layers = shape.sizes.layers
     block_stages = [() if stage_of is None else (stage_of[index],) for index in range(layers)]
-    parts = [(_embed(shape, axis).parameters, block_stages[0])]
-    parts += [
-        (_block(shape, index, axis).parameters, block_stages[index]) for index in range(layers)
-    ]
-    parts.append((_head(shape, axis).parameters, block_stages[-1]))
+    part_stages = (block_stages[0], *block_stages, block_stages[-1])
     found = {
         name: replace(w, layout=w.layout.on(*stages))
-        for parameters, stages in parts
-        for name, w in parameters.items()
+        for part, stages in zip(_parts(shape, axis), part_stages, strict=True)
+        for name, w in part.parameters.items()
     }
     for alias, name in shape.kind.aliases.items():
         w = found[name]
@@ -312,11 +323,9 @@ def global_name(shape: TransformersShape, name: str) -> str:
 
 def piece_parameters(shape: TransformersShape) -> tuple[int, ...]:
     """Of each piece, with the embedding and the head where they go."""
-    counts = [
-        _count(_block(shape, index, "tensor").parameters) for index in range(shape.sizes.layers)
-    ]
-    counts[0] += _count(_embed(shape, "tensor").parameters)
-    counts[-1] += _count(_head(shape, "tensor").parameters)
+    embed, *counts, head = (_count(part.parameters) for part in _parts(shape, "tensor"))
+    counts[0] += embed
+    counts[-1] += head
     return tuple(counts)
 
 
@@ -329,9 +338,9 @@ def piece_costs(shape: TransformersShape) -> tuple[float, ...]:
     `gpt_layout.piece_costs` does, the head with the last block."""
     n = shape.sizes
     scores = 4.0 * shape.seq_len * n.heads * n.head_dim
-    blocks = [_block(shape, index, "tensor").parameters for index in range(n.layers)]
-    costs = [_products(parameters) + scores for parameters in blocks]
-    head = {name: w for name, w in _head(shape, "tensor").parameters.items() if is_adapter(name)}
+    _, *blocks, behind = _parts(shape, "tensor")
+    costs = [_products(block.parameters) + scores for block in blocks]
+    head = {name: w for name, w in behind.parameters.items() if is_adapter(name)}
     costs[-1] += 2.0 * n.dim * n.vocab + _products(head)
     return tuple(costs)
 
