@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.each import each
+from torchdistpackage.checkpoint import piece_table
 from torchdistpackage.checkpoint import save as saving
 from torchdistpackage.checkpoint.commit import folder_name, latest
 from torchdistpackage.checkpoint.load import Loaded, latest_together, load
@@ -117,7 +118,7 @@ def save_overlapping(folder: str) -> None:
     """Two rows twice and two not at all: as many elements as there should be."""
     world, rank = of((("data", 2),)), dist.get_rank()
     params = params_of(world)
-    saving_collect = saving.collect
+    saving_collect = piece_table.collect
 
     def collect(*args: Any) -> dict[str, Any]:
         found = saving_collect(*args)
@@ -125,11 +126,11 @@ def save_overlapping(folder: str) -> None:
         halves = tuple(replace(piece, lengths=(4, 6)) for _ in range(2))
         return {**found, "w": replace(found["w"], pieces=halves)}
 
-    saving.collect = collect
+    piece_table.collect = collect
     try:
         save(folder, step=1, tokens=0, params=params, topology=world, rank=rank)
     finally:
-        saving.collect = saving_collect
+        piece_table.collect = saving_collect
 
 
 def test_a_manifest_with_a_hole_is_refused(ranks, tmp_path):

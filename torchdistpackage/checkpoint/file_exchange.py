@@ -6,7 +6,7 @@ rank waits for a block that never comes.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -17,8 +17,8 @@ from torch import Tensor
 from torchdistpackage.checkpoint.checksums import new_checksum
 from torchdistpackage.checkpoint.commit import settle
 from torchdistpackage.checkpoint.manifest import FileFacts
+from torchdistpackage.checkpoint.nodes import NodePlace, pairs_of
 from torchdistpackage.checkpoint.save import file_name
-from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.side_channel import SideChannel
 from torchdistpackage.errors import CheckpointError
 
@@ -28,15 +28,16 @@ _HEADER_BYTES = 24
 
 
 class FileExchange:
-    """A file exchange that all ranks of `group` create, run and close together.
+    """Made, run and closed by all ranks alike; with one node it does nothing.
 
-    keeper: the rank that keeps a copy of this rank's file; None: no rank keeps copies.
-    kept_for: the ranks whose files this rank keeps.
+    place: says who keeps a copy of this rank's file, and for whom this rank keeps one.
     """
 
-    def __init__(self, group: Group, keeper: int | None, kept_for: Sequence[int]):
-        self._keeper, self._kept_for = keeper, kept_for
-        self._channel = None if keeper is None else SideChannel(group, "local copies")
+    def __init__(self, place: NodePlace):
+        self._keeper, self._kept_for = place.keeper, place.kept_for
+        self._channel = None
+        if place.keeper is not None:
+            self._channel = SideChannel(pairs_of(place), "local copies")
 
     def run(self, path: Path, own_facts: FileFacts | None) -> None:
         """Send the file at `path`, and write the received files into the same folder.

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -97,16 +97,20 @@ def latest_together(folder: str | Path, *, rank: int, group: Group | None = None
     assert isinstance(names, list)
     last = ""
     for path in map(Path, names):
-        answers = primitives.gather_objects(damage(path, checksums=True, share=share), group)
-        problems = [problem for problem in answers if problem is not None]
-        if not problems:
+        mine = damage(path, checksums=True, share=share)
+        problem = primitives.reduce_objects(mine, _first_problem, group)
+        if problem is None:
             return path
         if rank == ranks[0]:
-            warn_skipped(path, str(problems[0]))
-        last = str(problems[0])
+            warn_skipped(path, str(problem))
+        last = str(problem)
     if names:
         raise none_complete(Path(folder), len(names), last)
     return None
+
+
+def _first_problem(found: list[object]) -> object:
+    return next((problem for problem in found if problem is not None), None)
 
 
 def load(
@@ -143,9 +147,9 @@ def load(
         manifest = reading.manifest
         with_extras = with_extras and manifest.degrees == degrees_of(topology)
         reading.check_files(checksums, {file_name(rank)} if with_extras else set())
-    owned = primitives.gather_objects(reading.num_owned, group)
+    owned = primitives.reduce_objects(reading.num_owned, cast(Any, sum), group)
     with fail_together(group, doing):
-        reading.check_total(sum(n for n in owned if isinstance(n, int)))
+        reading.check_total(cast(int, owned))
     extras: dict[str, int | Tensor] = {}
     with fail_together(group, doing):
         reading.read()

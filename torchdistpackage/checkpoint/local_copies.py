@@ -40,15 +40,15 @@ from torchdistpackage.checkpoint.node_folder import (
     remove_stale,
     renew_id,
 )
-from torchdistpackage.checkpoint.nodes import neighbours, nodes_of
+from torchdistpackage.checkpoint.nodes import place_in_nodes
+from torchdistpackage.checkpoint.piece_table import Files, WrittenFiles
 from torchdistpackage.checkpoint.save import (
-    Files,
     PendingSave,
     SaveFacts,
     SharedFolder,
+    agree_on,
     fail_together,
     file_name,
-    outcomes_of,
 )
 from torchdistpackage.checkpoint.snapshot import Snapshot
 from torchdistpackage.checkpoint.writer import copy_file, write_snapshot
@@ -84,12 +84,11 @@ class LocalCopies:
         self.name = f"checkpoint.local_dir={where}"
         self._ranks = primitives.ranks_of(self.group)
         self._rank = self._ranks[self.group.rank()]
-        self._nodes = nodes_of(root, self.name, self.group)
-        at = next(i for i, node in enumerate(self._nodes) if self._rank in node)
-        self._node = self._nodes[at]
+        place = place_in_nodes(root, self.name, self.group)
+        self._node, self._num_nodes = place.node, place.num_nodes
         self.committer = self._node[0]
         self.path, self._start = root, ""
-        self._exchange = FileExchange(self.group, *neighbours(self._nodes, self._rank))
+        self._exchange = FileExchange(place)
 
     # -- the beginning of a start ------------------------------------------------------------
 
@@ -122,7 +121,7 @@ class LocalCopies:
         for step in sorted({x.step for node in by_rank for x in node}, reverse=True):
             num_nodes = sum(any(x.step == step for x in node) for node in by_rank)
             self.notes.append(
-                f"local copies of step {step} on {num_nodes} of {len(self._nodes)} nodes"
+                f"local copies of step {step} on {num_nodes} of {self._num_nodes} nodes"
             )
         versions = {(x.step, x.digest) for node in by_rank for x in node}
         for step, digest in sorted(versions, reverse=True):
@@ -161,7 +160,7 @@ class LocalCopies:
         is_first = self._rank == self._ranks[0]
         doing = f"making a folder in {self.name}"
         draw: Callable[[], str] = lambda: renew_id(self._checkpoints) if is_first else ""  # noqa: E731
-        self._start = str(outcomes_of(draw, self.group, doing)[0])
+        self._start = str(agree_on(draw, self.group, doing, lambda drawn: drawn[0]))
         self.path = folder_of(self._root, self._run, self._start)
         with fail_together(self.group, doing):
             if self._commits:
@@ -228,6 +227,9 @@ class LocalCopies:
         written = {snapshot.file: writing.result()}
         sending.result()
         return written
+
+    def describe(self, temporary: Path, files: Files) -> WrittenFiles:
+        return WrittenFiles(files, {}, {})
 
     def commit(self, temporary: Path, saved: SaveFacts, files: Files) -> None:
         # the manifest lists no tensors: their headers are in files, and this node has only some

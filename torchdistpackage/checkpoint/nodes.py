@@ -8,16 +8,33 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, NamedTuple, cast
 
-from torchdistpackage.checkpoint.save import fail_together, outcomes_of
+from torchdistpackage.checkpoint.save import agree_on, fail_together
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.primitives import ForEach, Group
 from torchdistpackage.errors import CheckpointError
 
 
-def nodes_of(root: Path, name: str, group: Group) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each node: those that see each other's files in `root`.
+class NodePlace(NamedTuple):
+    """The node of a rank, as its ranks, and the ones next to it in a ring of all nodes.
+
+    number: of this node; num_nodes: in all. keeper: the rank that keeps a copy of this one's file,
+    on the node before; None: there is one node. kept_for: ranks of the following node whose files
+    this one keeps.
+    """
+
+    number: int
+    num_nodes: int
+    node: tuple[int, ...]
+    before: tuple[int, ...]
+    following: tuple[int, ...]
+    keeper: int | None
+    kept_for: tuple[int, ...]
+
+
+def place_in_nodes(root: Path, name: str, group: Group) -> NodePlace:
+    """Find the node of this rank: the ranks that see each other's files in `root`.
 
     name: name of `root` in messages, the same on all ranks.
 
@@ -37,18 +54,35 @@ def nodes_of(root: Path, name: str, group: Group) -> tuple[tuple[int, ...], ...]
             seen_ranks = [int(x.name.rpartition("-")[2]) for x in root.glob(f".tdp-{nonce}-*")]
             return socket.gethostname(), tuple(sorted(seen_ranks))
 
-        views = cast(list[tuple[str, tuple[int, ...]]], outcomes_of(look, group, doing))
+        def places(seen: list[Any]) -> ForEach:
+            nodes = _nodes(ranks, seen, name)
+            return ForEach([place_of(nodes, rank) for rank in ranks])
+
+        return cast(NodePlace, agree_on(look, group, doing, places))
     finally:
         with suppress(OSError):
             own_file.unlink(missing_ok=True)
-    hosts = {rank: host for rank, (host, _) in zip(ranks, views, strict=True)}
-    for host, node in views:
+
+
+def _nodes(
+    ranks: Sequence[int], seen: Sequence[tuple[str, tuple[int, ...]]], name: str
+) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each node, by the first. seen: host and node of each rank."""
+    hosts = {rank: host for rank, (host, _) in zip(ranks, seen, strict=True)}
+    for host, node in seen:
         if others := sorted({hosts[rank] for rank in node} - {host}):
             raise CheckpointError(
                 f"{name} on {host} is that on {', '.join(others[:4])} too; "
                 f"name a folder that each node has for itself, such as one in /dev/shm"
             )
-    return tuple(sorted({node for _, node in views}))
+    return tuple(sorted({node for _, node in seen}))
+
+
+def place_of(nodes: Sequence[tuple[int, ...]], rank: int) -> NodePlace:
+    """Return the place of `rank` among these nodes."""
+    at = next(i for i, node in enumerate(nodes) if rank in node)
+    before, following = nodes[at - 1], nodes[(at + 1) % len(nodes)]
+    return NodePlace(at, len(nodes), nodes[at], before, following, *neighbours(nodes, rank))
 
 
 def neighbours(nodes: Sequence[Sequence[int]], rank: int) -> tuple[int | None, tuple[int, ...]]:
@@ -64,3 +98,22 @@ def neighbours(nodes: Sequence[Sequence[int]], rank: int) -> tuple[int | None, t
     index = node.index(rank)
     kept_for = tuple(x for i, x in enumerate(following) if i % len(node) == index)
     return previous[index % len(previous)], kept_for
+
+
+def pairs_of(place: NodePlace) -> list[tuple[int, ...]]:
+    """Return the ranks of this node and the next, and of this node and the one before.
+
+    A group of all ranks would connect each with each. Groups of pairs are made by turns, first of
+    even nodes with their next ones, so that no node waits for a chain of all others.
+    """
+    after, before = place.number, (place.number - 1) % place.num_nodes
+    pairs = {
+        after: tuple(sorted({*place.node, *place.following})),
+        before: tuple(sorted({*place.node, *place.before})),
+    }
+    last = place.num_nodes - 1
+
+    def turn(pair: int) -> int:
+        return 2 if pair == last and place.num_nodes % 2 else pair % 2
+
+    return list(dict.fromkeys(pairs[pair] for pair in sorted(pairs, key=turn)))

@@ -1,39 +1,38 @@
 """A save by all ranks: a snapshot, its writing and the commit, while steps wait or beside them.
 
 The rank that owns an element (layout/derive.py) writes it once, with its place in the global
-tensor. The committer assembles the manifest from the headers of the files. So ranks exchange only
-whether
-they succeeded: all succeed, or all fail.
+tensor. The committer assembles the manifest from the headers of the files, of which ranks send
+those that have changed since the last save (piece_table.py). All succeed, or all fail.
 
 Writing and committing use no collectives (`LocalWork`), so they may run in a thread while the steps
 use theirs. Ranks meet only between two steps, in `PendingSave.agree`. A `SaveTarget` decides which
 folders ranks write to, and which rank commits them.
 """
 
-import math
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from torchdistpackage.checkpoint.commit import commit, folder_name, make_temporary, retain
 from torchdistpackage.checkpoint.local_work import LocalWork
-from torchdistpackage.checkpoint.manifest import Fact, FileFacts, Manifest, TensorEntry
+from torchdistpackage.checkpoint.manifest import Fact, Manifest, TensorEntry
 from torchdistpackage.checkpoint.parts import Params, TopologyRank, params_of
+from torchdistpackage.checkpoint.piece_table import Files, PieceTable, WrittenFiles
 from torchdistpackage.checkpoint.retention import Retention
 from torchdistpackage.checkpoint.snapshot import Extras, HostCopies, Snapshot, take_snapshot
 from torchdistpackage.checkpoint.writer import CancelledSave, write_snapshot
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.attendance import expect_all
-from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.creation import PerGroup
+from torchdistpackage.comm.primitives import ForEach, Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.errors import CheckpointError
@@ -82,8 +81,6 @@ def save(
     ).finish()
 
 
-Files = Mapping[str, FileFacts]
-"""Size and checksum of each file written, by name."""
 Write = Callable[[Path, Callable[[], bool]], Files]
 """A function that writes this rank's files into a temporary folder. Its second argument tells
 whether to stop."""
@@ -127,6 +124,10 @@ class SaveTarget(Protocol):
         """Write this rank's files; those of all ranks together form the checkpoint."""
         ...
 
+    def describe(self, temporary: Path, files: Files) -> WrittenFiles:
+        """Return what this rank has written, with what the committer must know of it."""
+        ...
+
     def commit(self, temporary: Path, saved: SaveFacts, files: Files) -> None:
         """Make the written files a checkpoint, and remove old ones; only committers call it."""
         ...
@@ -156,10 +157,21 @@ class SharedFolder:
     def write(self, temporary: Path, snapshot: Snapshot, cancelled: Callable[[], bool]) -> Files:
         return {snapshot.file: write_snapshot(temporary, snapshot, cancelled)}
 
+    def describe(self, temporary: Path, files: Files) -> WrittenFiles:
+        return _table(self.group).describe(temporary, files)
+
     def commit(self, temporary: Path, saved: SaveFacts, files: Files) -> None:
-        final = commit(temporary, saved.manifest(collect(temporary, files), files))
+        final = commit(temporary, saved.manifest(_table(self.group).tensors(files), files))
         if self._keep is not None:
             retain(self.path, self._keep, final)
+
+
+_tables: PerGroup[PieceTable] = PerGroup()
+"""Group -> what the files of its last save hold."""
+
+
+def _table(group: Group) -> PieceTable:
+    return _tables.setdefault(group, PieceTable())
 
 
 def start_save(
@@ -207,7 +219,7 @@ class PendingSave:
     write: writes this rank's files into the temporary folder.
     in_thread: do all work on the disk in threads, not in `agree`.
     unused: called if `write` will never be called.
-    files: the files of all ranks, once all have written.
+    files: the files of all ranks on a committer, once all have written; on other ranks their own.
     """
 
     def __init__(
@@ -227,9 +239,11 @@ class PendingSave:
         self._write, self._unused, self._in_thread = write, unused, in_thread
         self._cancelled = threading.Event()
         self._temporary: Path | None = None
-        self._next: Callable[[list[object]], None] | None = self._begin_files
-        self.files: dict[str, FileFacts] = {}
-        self._work = self._on_committer(lambda: str(target.make_temporary(saved.step)))
+        self._next: Callable[[object], None] | None = self._begin_files
+        self._conclude: Callable[[list[Any]], object] = _folders
+        self.files: Files = {}
+        made = self._on_committer(lambda: str(target.make_temporary(saved.step)))
+        self._work, self._told = made, lambda: (self._source, made.result())
 
     def _on_committer(self, work: Callable[[], object]) -> LocalWork[object]:
         """Start work on the committer; other ranks do nothing."""
@@ -237,23 +251,38 @@ class PendingSave:
             return LocalWork(lambda: None, in_thread=False)
         return LocalWork(work, in_thread=self._in_thread)
 
-    def _begin_files(self, folders: list[object]) -> None:
-        """Start writing this rank's files into the folder that its committer created."""
-        temporary = self._temporary = Path(str(folders[self._source]))
-        self._next, self._unused = self._begin_commit, lambda: None
-        self._work = LocalWork(
-            lambda: self._write(temporary, self._cancelled.is_set), in_thread=self._in_thread
-        )
+    def _begin_files(self, folder: object) -> None:
+        temporary = self._temporary = Path(str(folder))
 
-    def _begin_commit(self, files_by_rank: list[object]) -> None:
-        """Start the commit, now that all ranks have written their files."""
-        for files in cast(list[Files], files_by_rank):
-            self.files |= files
-        temporary = cast(Path, self._temporary)
-        self._next = None
-        self._work = self._on_committer(
-            lambda: self._target.commit(temporary, self.saved, self.files)
-        )
+        def write() -> WrittenFiles:
+            files = self._write(temporary, self._cancelled.is_set)
+            return self._target.describe(temporary, files)
+
+        self._next, self._unused = self._begin_commit, lambda: None
+        written = LocalWork(write, in_thread=self._in_thread)
+        self._work, self._conclude = written, self._take_files
+        self._told = lambda: (self._commits, written.result())
+
+    def _take_files(self, told: list[tuple[bool, WrittenFiles]]) -> object:
+        """Keep on the group's first rank what all have written; what the other committers need."""
+        written = [each for _, each in told]
+        _table(self._group).take(written)
+        files = {name: facts for each in written for name, facts in each.files.items()}
+        if not any(commits for commits, _ in told[1:]):
+            # none but this rank needs the list: it does not travel
+            self.files = files
+            return None
+        return ForEach([files if commits else None for commits, _ in told])
+
+    def _begin_commit(self, files: object) -> None:
+        _, written = cast(tuple[bool, WrittenFiles], self._told())
+        _table(self._group).arrived(written)
+        if files is not None:
+            self.files = cast(Files, files)
+        temporary, all_files = cast(Path, self._temporary), self.files or written.files
+        self.files, self._next = all_files, None
+        commit = self._on_committer(lambda: self._target.commit(temporary, self.saved, all_files))
+        self._work, self._told, self._conclude = commit, commit.result, lambda results: None
 
     @property
     def step(self) -> int:
@@ -283,7 +312,7 @@ class PendingSave:
             CheckpointError: on all ranks, if any failed; the folder is then unchanged.
         """
         try:
-            outcomes = outcomes_of(self._work.result, self._group, self._doing)
+            answer = agree_on(self._told, self._group, self._doing, self._conclude)
         except CheckpointError:
             self._unused()
             if self._commits and self._temporary is not None:
@@ -291,7 +320,7 @@ class PendingSave:
             raise
         if self._next is None:
             return True
-        self._next(outcomes)
+        self._next(answer)
         return False
 
     def finish(self) -> Path:
@@ -310,36 +339,11 @@ class PendingSave:
         self._unused()
 
 
-def collect(temporary: Path, files: Mapping[str, FileFacts]) -> dict[str, TensorEntry]:
-    """Collect all tensors of a checkpoint from the headers of its files.
-
-    Raises:
-        CheckpointError: ranks disagree about a tensor, or its pieces do not tile it.
-    """
-    tensors: dict[str, TensorEntry] = {}
-    for file in files:
-        with safe_open(temporary / file, framework="pt") as shard:
-            header = Manifest.from_json(shard.metadata()["pieces"])
-        for name, entry in header.tensors.items():
-            entry_so_far = tensors.get(name, TensorEntry(entry.shape, entry.dtype, ()))
-            if (entry_so_far.shape, entry_so_far.dtype) != (entry.shape, entry.dtype):
-                raise CheckpointError(
-                    f"{name} is {entry.dtype} of shape {entry.shape} in {file}, but "
-                    f"{entry_so_far.dtype} "
-                    f"of shape {entry_so_far.shape} in {entry_so_far.pieces[0].file}; give it "
-                    f"one layout"
-                )
-            tensors[name] = TensorEntry(
-                entry.shape, entry.dtype, entry_so_far.pieces + entry.pieces
-            )
-    for name, entry in tensors.items():
-        covered = sum(math.prod(piece.lengths) for piece in entry.pieces)
-        if covered != math.prod(entry.shape):
-            raise CheckpointError(
-                f"{name}: the ranks own {covered} elements of {math.prod(entry.shape)} "
-                f"(shape {entry.shape}); its layouts on the ranks do not belong together"
-            )
-    return tensors
+def _folders(told: list[tuple[int, str]]) -> object:
+    """Return the folder that each rank's committer has made; told: by rank where its committer is
+    in the group, and the folder that it made itself."""
+    folders = [told[source][1] for source, _ in told]
+    return folders[0] if len({*folders}) == 1 else ForEach(folders)
 
 
 def file_name(rank: int) -> str:
@@ -367,41 +371,68 @@ def fail_together(group: Group, doing: str) -> Generator[None]:
         yield
     except Exception as error:
         own_error = error
-    _outcomes(None, own_error, group, doing)
+    _agreed(None, own_error, group, doing, lambda results: None)
 
 
-def outcomes_of(work: Callable[[], object], group: Group, doing: str) -> list[object]:
-    """Return the results of `work` on all ranks; fail on all as `fail_together` does.
+def agree_on(
+    work: Callable[[], object],
+    group: Group,
+    doing: str,
+    conclude: Callable[[list[object]], object] = lambda results: None,
+) -> object:
+    """Do `work`, without collectives, on every rank; return what `conclude` makes of the results.
 
-    `work` must not use collectives.
+    conclude: called on the group's first rank alone, as `make` of `primitives.reduce_objects`.
+
+    Raises:
+        CheckpointError: as `fail_together`, or what `conclude` raised, on every rank.
     """
-    result = None
-    own_error: Exception | None = None
+    result, mine = None, None
     try:
         result = work()
     except Exception as error:
-        own_error = error
-    return _outcomes(result, own_error, group, doing)
+        mine = error
+    return _agreed(result, mine, group, doing, conclude)
 
 
-def _outcomes(
-    result: object, own_error: Exception | None, group: Group, doing: str
-) -> list[object]:
-    """Gather every rank's result or error; raise the first error on all ranks."""
-    text = (
-        None
-        if own_error is None
-        else f"on {socket.gethostname()}: {type(own_error).__name__}: {own_error}"
-    )
-    # a cancelled rank is not the cause: name a rank whose error is its own
-    is_first_hand = not isinstance(own_error, CancelledSave)
-    gathered = primitives.gather_objects((text, is_first_hand, result), group)
-    outcomes = cast(list[tuple[str | None, bool, object]], gathered)
+def _agreed(
+    result: object,
+    mine: Exception | None,
+    group: Group,
+    doing: str,
+    conclude: Callable[[list[object]], object],
+) -> object:
+    text = None if mine is None else f"on {socket.gethostname()}: {type(mine).__name__}: {mine}"
     ranks = primitives.ranks_of(group)
+
+    def make(gathered: list[Any]) -> object:
+        outcomes = cast(list[tuple[str | None, bool, object]], gathered)
+        if problem := _first_failure(ranks, outcomes):
+            return f"{doing} failed on {problem}", None
+        try:
+            answer = conclude([o[2] for o in outcomes])
+        except CheckpointError as error:
+            return str(error), None
+        if isinstance(answer, ForEach):
+            return ForEach([("", x) for x in answer.answers])
+        return "", answer
+
+    # who was cancelled is no culprit
+    told = text, not isinstance(mine, CancelledSave), result
+    problem, answer = cast(tuple[str, object], primitives.reduce_objects(told, make, group))
+    if problem:
+        raise CheckpointError(problem) from mine
+    return answer
+
+
+def _first_failure(
+    ranks: Sequence[int], outcomes: Sequence[tuple[str | None, bool, object]]
+) -> str:
+    """Return which rank failed first, how, and how many more did; "" if none."""
     failed = [(r, o[0]) for r, o in zip(ranks, outcomes, strict=True) if o[0] and o[1]]
     failed = failed or [(r, o[0]) for r, o in zip(ranks, outcomes, strict=True) if o[0]]
-    if failed:
-        rank, outcome = failed[0]
-        others = f" (and {len(failed) - 1} more failed)" if len(failed) > 1 else ""
-        raise CheckpointError(f"{doing} failed on rank {rank} {outcome}{others}") from own_error
-    return [o[2] for o in outcomes]
+    if not failed:
+        return ""
+    rank, outcome = failed[0]
+    others = f" (and {len(failed) - 1} more failed)" if len(failed) > 1 else ""
+    return f"rank {rank} {outcome}{others}"

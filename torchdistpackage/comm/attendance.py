@@ -4,9 +4,9 @@ If only some ranks enter such a method, its collectives would wait for ever, or 
 the ranks that went on. So the ranks first note in the store that they have arrived.
 """
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -20,7 +20,6 @@ saves.
 """
 FIRST_CALL_LIMIT_S = 60.0
 """Limit for the first call within a step, before which one rank may compile longer than another."""
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.1
 _NAMED = 8
 _calls: PerGroup[dict[str, int]] = PerGroup()
 """Group -> number of calls of each method."""
@@ -67,18 +66,17 @@ def expect_all(what: str, group: Group, limit_s: float | None = None) -> None:
     key = f"attendance/{group.group_name}/{what}/{number}"
     store.set(f"{key}/{dist.get_rank()}", "")
     limit_s = LIMIT_S if limit_s is None else limit_s
-    num, until_s, look_s = store.add(key, 1), time.monotonic() + limit_s, _FIRST_LOOK_S
-    while num < len(ranks):
-        if time.monotonic() > until_s:
-            absent = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
-            if set(absent) <= {ranks[0]}:
-                return
-            shown = ", ".join(map(str, absent[:_NAMED])) + ", ..." * (len(absent) > _NAMED)
-            raise CommError(
-                f"{what} is collective, and of the {len(ranks)} ranks that share it "
-                f"{len(absent)} have not called it within {limit_s:g} s (ranks {shown}): call it "
-                f"on all ranks, also where one of them alone saves or prints what it returns"
-            )
-        time.sleep(look_s)
-        look_s = min(2 * look_s, _LAST_LOOK_S)
-        num = store.add(key, 0)
+    if store.add(key, 1) == len(ranks):
+        store.set(f"{key}/all", "")
+    try:
+        store.wait([f"{key}/all"], timedelta(seconds=limit_s))
+    except RuntimeError as error:
+        absent = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
+        if set(absent) <= {ranks[0]}:
+            return
+        shown = ", ".join(map(str, absent[:_NAMED])) + ", ..." * (len(absent) > _NAMED)
+        raise CommError(
+            f"{what} is collective, and of the {len(ranks)} ranks that share it {len(absent)} have "
+            f"not called it within {limit_s:g} s (ranks {shown}): call it on all ranks, also where "
+            f"one of them alone saves or prints what it returns"
+        ) from error

@@ -28,6 +28,8 @@ class Transport:
     averages: ReduceOp.AVG exists for floats.
     device_type: device that tensors must be on.
     host_backend: back end of the companion group for host memory, if calls are queued.
+    by_store: objects go through the store where the ranks met (stored_objects.py), not over a group
+        of `host_backend`, which would connect each rank with every other.
     """
 
     name: str
@@ -36,10 +38,11 @@ class Transport:
     averages: bool = False
     device_type: str = "cpu"
     host_backend: str = "gloo"
+    by_store: bool = False
 
 
 GLOO = Transport("gloo", direct=True)
-NCCL = Transport("nccl", queued=True, averages=True, device_type="cuda")
+NCCL = Transport("nccl", queued=True, averages=True, device_type="cuda", by_store=True)
 _transports = {"gloo": GLOO, "nccl": NCCL}
 
 

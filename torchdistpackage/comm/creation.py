@@ -208,10 +208,18 @@ _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_
 
 def set_timeout(group: Group, seconds: float) -> None:
     """How long a later operation of the group may take before it fails."""
-    limit = timedelta(seconds=seconds)
+    _limits[group] = limit = timedelta(seconds=seconds)
     _set_timeout(limit, group)
     if state_of(group).direct:  # with a limit, a wait on NCCL would block the host
         state_of(group).limit = limit
+
+
+_limits: PerGroup[timedelta] = PerGroup()
+
+
+def limit_of(group: Group) -> timedelta | None:
+    """What `set_timeout` said last of this group, or None."""
+    return _limits.get(group)
 
 
 # -- the name ----------------------------------------------------------------------------

@@ -77,6 +77,19 @@ def known_states() -> list[GroupState]:
     return list(_states.values())
 
 
+def keep_state(of: object, state: GroupState) -> Callable[[], None]:
+    """Have `state_of(of)` return `state`, for ranks that talk without a group; returns what ends
+    that."""
+    key = id(of)
+    _states[key] = state
+
+    def drop() -> None:
+        if _states.get(key) is state:
+            del _states[key]
+
+    return drop
+
+
 def name_axis(group: Group, axis: str) -> None:
     """Name the axis of a group; a group with several names keeps the first."""
     state = state_of(group)

@@ -179,7 +179,7 @@ def _announced(make: Callable[[], object], group: Group, source: int | None) -> 
             announcement = _SendError(
                 f"rank {source} of ranks {primitives.ranks_of(group)}: {reason}"
             )
-    announcement = primitives.broadcast_object(announcement, on_cpu(group), source)
+    announcement = primitives.broadcast_object(announcement, group, source)
     if isinstance(announcement, _SendError):
         raise CommError(announcement.why) from cause
     return announcement

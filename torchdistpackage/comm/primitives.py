@@ -6,9 +6,9 @@ operation and the group's ranks. With `async_op` a collective returns a `Work`, 
 not change until its `wait()`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,8 @@ from torchdistpackage.comm.dtypes import (
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.group_state import state_of
 from torchdistpackage.comm.groups import on_cpu
+from torchdistpackage.comm.stored_objects import ForEach as ForEach
+from torchdistpackage.comm.stored_objects import run_stored, stored_objects
 from torchdistpackage.comm.transport.pairwise import GATHERED, SUMMED, pairwise
 from torchdistpackage.comm.work import NO_FACTS, Work, run_async, run_sync
 from torchdistpackage.errors import CommError, LayoutError
@@ -336,14 +338,59 @@ def _rows(
 
 
 def gather_objects(value: object, group: Group | None = None) -> list[object]:
-    """Return small values of every rank, in group order, without waiting for a device."""
+    """Return small values of every rank, in group order, without waiting for a device.
+
+    Over many ranks use `reduce_objects`: here each rank reads the values of all.
+    """
     group = group or world()
     values: list[object] = [value] * group.size()
     if group.size() > 1:
+        if (objects := stored_objects(group)) is not None:
+            made = run_stored("gather_objects", objects, lambda: objects.reduce(value, list))
+            return cast(list[object], made)
         run_sync(
             "gather_objects", on_cpu(group), None, (), None, dist.all_gather_object, values, value
         )
     return values
+
+
+def reduce_objects(
+    value: object, make: Callable[[list[object]], object], group: Group | None = None
+) -> object:
+    """Return on every rank what `make` returns on the group's first, for the values of all ranks.
+
+    make: called there alone, with the values in group order. A `ForEach` of it has an answer for
+        each rank.
+
+    Raises:
+        CommError: `make` raised something; there it is raised as it is.
+    """
+    group = group or world()
+    if group.size() == 1:
+        answer = make([value])
+        return answer.answers[0] if isinstance(answer, ForEach) else answer
+    if (objects := stored_objects(group)) is not None:
+        return run_stored("reduce_objects", objects, lambda: objects.reduce(value, make))
+    values = gather_objects(value, group)
+    box, cause = (None, ""), None
+    if group.rank() == 0:
+        try:
+            box = make(values), ""
+        except Exception as error:  # the others wait for an answer
+            box, cause = (None, f"rank {ranks_of(group)[0]}: {error}"), error
+    answer, problem = cast(tuple[object, str], broadcast_object(box, group))
+    if cause is not None:
+        raise cause
+    if problem:
+        raise CommError(problem)
+    return answer.answers[group.rank()] if isinstance(answer, ForEach) else answer
+
+
+def collect_objects(value: object, group: Group | None = None) -> list[object] | None:
+    """Values of every rank, in group order, on the group's first rank; None on the others."""
+    found: list[object] = []
+    reduce_objects(value, found.extend, group)
+    return found or None
 
 
 def broadcast_object(
@@ -353,6 +400,9 @@ def broadcast_object(
     group, box = group or world(), [value]
     if group.size() > 1:
         source = source_in(group, source)
+        if (objects := stored_objects(group)) is not None:
+            send_stored = lambda: objects.broadcast(value, source)  # noqa: E731
+            return run_stored("broadcast_object", objects, send_stored)
         send = dist.broadcast_object_list
         run_sync("broadcast_object", on_cpu(group), None, (source,), None, send, box, source)
     return box[0]

@@ -224,7 +224,7 @@ def await_all(
     """Return when every rank has signed in at the store; if one gives up, all do.
 
     since: when the `timeout_s` began, as time.monotonic() says.
-    judge: called on the last to come, for why all must not go on; "" if they may.
+    judge: called on rank 0 once all have come, for why they must not go on; "" if they may.
 
     Raises:
         AbsentError: some did not sign in within `timeout_s`; names them.
@@ -236,15 +236,16 @@ def await_all(
         store.set(f"here/{rank}", here)
         # one word for all: the last to come and the first to give up may meet
         if store.add("arrived", 1) == rendezvous.world_size and store.add("decided", 1) == 1:
-            found = judge()
-            store.set("complete", f"{_REFUSED}{found}" if found else "yes")
+            store.set("settled", "")
         # a rank 0 that came late still needs a moment to count the others
         left_s = max(since + timeout_s - time.monotonic(), 1.0)
-        store.wait(["complete"], timedelta(seconds=left_s))
+        store.wait(["settled" if rank == 0 else "complete"], timedelta(seconds=left_s))
+        if rank == 0:
+            _complete(store, judge)
         said = store.get("complete").decode()
     except RuntimeError as error:  # a file store has no narrower one for a wait in vain
         cause = error
-        said = _give_up(store, rendezvous)
+        said = _give_up(store, rendezvous, judge)
     if said == "yes":
         return
     speaker = rank
@@ -263,7 +264,17 @@ def await_all(
     ) from cause
 
 
-def _give_up(store: dist.Store, rendezvous: Rendezvous) -> str:
+def _complete(store: dist.Store, judge: Callable[[], str]) -> None:
+    """Say on rank 0 whether all may go on, unless one that gave up has said that they may not.
+
+    It reads what every rank has written, so it is the rank whose host keeps the store.
+    """
+    if not store.check(["complete"]):
+        found = judge()
+        store.set("complete", f"{_REFUSED}{found}" if found else "yes")
+
+
+def _give_up(store: dist.Store, rendezvous: Rendezvous, judge: Callable[[], str]) -> str:
     """Which ranks are missing, as said to all, or "yes" if the last one came this moment."""
     world_size, hosts = rendezvous.world_size, rendezvous.hosts
     try:
@@ -278,6 +289,10 @@ def _give_up(store: dist.Store, rendezvous: Rendezvous) -> str:
                 "complete",
                 f"{len(missing)} of {world_size} ranks did not come (rank{many} {_listed(shown)})",
             )
+            store.set("settled", "")
+        if rendezvous.rank == 0:
+            store.wait(["settled"], timedelta(seconds=_TELL_WAIT_S))
+            _complete(store, judge)
         store.wait(["complete"], timedelta(seconds=_TELL_WAIT_S))
         return store.get("complete").decode()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Messages between ranks from a thread beside the training steps, over a gloo group of its own.
+"""Messages between ranks from a thread beside the training steps, over gloo groups of their own.
 
 The flight recorder notes no call of these: it says what the host does and waits for, and the host
 does not wait for these. When a rank is gone, its connections close, so its peers' messages fail.
@@ -10,24 +10,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchdistpackage.comm.backends import deprioritize, transport_of
-from torchdistpackage.comm.creation import create, end, ranks_of
+from torchdistpackage.comm.creation import create, end, world
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import CommError
 
 
 class SideChannel:
-    """Messages of host memory between the ranks of `group`, which create and end it together.
+    """Messages of host memory within groups of ranks, which create and end them together.
 
+    within: ranks of the groups that this rank is in, in the order in which all of their ranks make
+        them; a message goes over the first that has its peer. gloo connects each rank of a group
+        with every other.
     use: a name of its own that says what for. One thread of each rank may use it at a time.
 
     Raises:
         CommError: the others did not come.
     """
 
-    def __init__(self, group: Group, use: str):
-        self._ranks = ranks_of(group)
-        backend = transport_of(group).host_backend
-        self._group = create(self._ranks, use, backend=backend, name=use)
+    def __init__(self, within: Sequence[Sequence[int]], use: str):
+        backend = transport_of(world()).host_backend
+        self._groups = [
+            (tuple(ranks), create(tuple(ranks), use, backend=backend, name=use)) for ranks in within
+        ]
         deprioritize()
 
     def exchange(
@@ -40,10 +44,13 @@ class SideChannel:
         """
         try:
             # receives first: on gloo their notices queue behind what is sent
-            works: list[dist.Work] = [
-                self._group.recv([x], self._ranks.index(peer), 0) for x, peer in receives
-            ]
-            works += [self._group.send([x], self._ranks.index(peer), 0) for x, peer in sends]
+            works: list[dist.Work] = []
+            for x, peer in receives:
+                group, at = self._to(peer)
+                works.append(group.recv([x], at, 0))
+            for x, peer in sends:
+                group, at = self._to(peer)
+                works.append(group.send([x], at, 0))
             for work in works:
                 work.wait()
         except RuntimeError as error:
@@ -51,5 +58,10 @@ class SideChannel:
             raise CommError(f"an exchange with ranks {peers} failed: {error}") from error
 
     def close(self) -> None:
-        """End the group."""
-        end(self._group)
+        """End the groups."""
+        for _, group in self._groups:
+            end(group)
+
+    def _to(self, peer: int) -> tuple[Group, int]:
+        """Return the group that has this global rank, and its place in it."""
+        return next((g, ranks.index(peer)) for ranks, g in self._groups if peer in ranks)

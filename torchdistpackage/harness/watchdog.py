@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, dropwhile
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.flight_recorder import has_nccl_trace, nccl_trace, recorder
@@ -109,18 +109,26 @@ def agree_on_start(folder: str | Path, *, rank: int, world_size: int) -> str:
     # a new name, so no file system remembers that it was not there
     files = Folder(parent, start)
     mine = (files.path.is_dir(), f"{socket.gethostname()} at {parent}")
-    seen = cast(list[tuple[bool, str]], primitives.gather_objects(mine))
-    blind = [f"rank {rank} on {where}" for rank, (sees, where) in enumerate(seen) if not sees]
-    if blind:  # each would report, in the first hang, that the others have never come
+    problem = primitives.reduce_objects(mine, _blind_ranks)
+    if problem:  # each would report, in the first hang, that the others have never come
         if rank == 0:
             shutil.rmtree(files.path, ignore_errors=True)
-        many = f", ... ({len(blind)} ranks)" if len(blind) > SHOWN_RANKS else ""
-        raise ConfigError(
-            f"watch: what rank 0 on {seen[0][1]} makes is not seen by "
-            f"{', '.join(blind[:SHOWN_RANKS])}{many}; name one folder, on a file system that all "
-            f"hosts share"
-        )
+        raise ConfigError(str(problem))
     return start
+
+
+def _blind_ranks(seen: list[Any]) -> str:
+    """Return what to say of ranks that do not see rank 0's folder; seen: by rank whether it does,
+    and where it looked."""
+    blind = [f"rank {rank} on {where}" for rank, (sees, where) in enumerate(seen) if not sees]
+    if not blind:
+        return ""
+    many = f", ... ({len(blind)} ranks)" if len(blind) > SHOWN_RANKS else ""
+    return (
+        f"watch: what rank 0 on {seen[0][1]} makes is not seen by "
+        f"{', '.join(blind[:SHOWN_RANKS])}{many}; name one folder, on a file system that all hosts "
+        f"share"
+    )
 
 
 class Heartbeat:

@@ -1,7 +1,8 @@
 """Messages between a process and the children it started: framed pickles over a private socket.
 
 A pickle travels only over a socket pair whose both ends this program made itself, never over a file
-or an address that others could write to. This file is the one place that reads pickles.
+or an address that others could write to without a code that this program alone can make
+(comm/stored_objects.py). This file is the one place that reads pickles.
 """
 
 from __future__ import annotations

@@ -144,7 +144,11 @@ def warm_up(trainer: Trainer, step: int) -> str:
     blocks = trainer.stage.compiled
     refused = [f"{x.name} ({x.kind}): {x.refused}" for x in blocks if x.refused]
     mine = len(blocks), len(refused), graphs, read, time.monotonic() - began, refused[:1]
-    seen: list[Any] = primitives.gather_objects(mine)
+    return str(primitives.reduce_objects(mine, _compiled_line))
+
+
+def _compiled_line(seen: list[Any]) -> str:
+    """Return what to say of what all ranks have compiled; seen: numbers of each."""
     num, left, graphs, read = (sum(x[i] for x in seen) for i in range(4))
     made = num - left
     text = f"{made} block{'s' * (made != 1)} in {graphs} graph{'s' * (graphs != 1)}"
@@ -160,17 +164,26 @@ def _agree(trainer: Trainer, step: int) -> None:
     A rank whose block fell back alone would call other collectives than its peers' graphs.
     """
     blocks = [block for block in trainer.stage.compiled if block.falls_back]
-    if not any(primitives.gather_objects(bool(blocks))):
+    if not primitives.reduce_objects(bool(blocks), any):
         return
     for block in blocks:
         block.is_tried = True
     trainer.accumulate(step, reduce=False)
     mine = {block.name: block.refused for block in blocks if block.refused}
-    for rank, refused in enumerate(cast(list[dict[str, str]], primitives.gather_objects(mine))):
-        for block in blocks:
-            block.is_tried = False
-            if block.name in refused and not block.refused:
-                block.refused = f"rank {rank} cannot compile it: {refused[block.name]}"
+    refused = cast(dict[str, str], primitives.reduce_objects(mine, _refused_on))
+    for block in blocks:
+        block.is_tried = False
+        if block.name in refused and not block.refused:
+            block.refused = refused[block.name]
+
+
+def _refused_on(seen: list[Any]) -> dict[str, str]:
+    """Return by block which rank first refused it and why."""
+    found: dict[str, str] = {}
+    for rank, refused in enumerate(seen):
+        for name, why in refused.items():
+            found.setdefault(name, f"rank {rank} cannot compile it: {why}")
+    return found
 
 
 @contextmanager

@@ -77,8 +77,10 @@ def explain(trainer: Trainer, issued: PendingStep) -> str:
         for names in (own, after)
     )
     mine = NonFiniteReport(trainer.rank, probe.first, grads, summed)
-    seen = [x for x in primitives.gather_objects(mine) if isinstance(x, NonFiniteReport)]
-    return f"step {issued.step}: {_words(seen)}"
+    words = primitives.reduce_objects(
+        mine, lambda seen: _words([x for x in seen if isinstance(x, NonFiniteReport)])
+    )
+    return f"step {issued.step}: {words}"
 
 
 def _words(seen: Sequence[NonFiniteReport]) -> str:

@@ -3,7 +3,7 @@
 A rank's seconds are those of its phases (harness/stragglers/compare.py), in which it waits for
 nobody, and for how long its host was blocked in calls over each axis. On a device queue the host is
 not blocked, so there a phase holds its waits and no axis has any. The numbers of a step leave in
-one small all-gather of host memory and are read a step later, so no rank waits for it.
+one small all-gather and are read a step later, so no rank waits for it.
 """
 
 import math
@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.backends import is_queued
 from torchdistpackage.comm.group_state import known_states
-from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.moments import OnHost
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.comm.work import Work
@@ -47,13 +46,14 @@ class RankTimes(Callback):
         world = trainer.plan.world_size
         self._trainer = trainer
         self._every = every * math.ceil(world / _RANKS_A_ROW)
-        self._group = on_cpu(tpc.get_group("global"))
+        self._group = tpc.get_group("global")
+        self._device = primitives.device_of(self._group)
         self._waits = AxisWaits(trainer.plan.topology)
         self._last = next_step - 1
         self._begun: list[float] = []
         self._taken = [0.0] * (1 + len(self._waits.axes))
-        self._pending: tuple[int, int, Work | Tensor] | None = None
-        hosts = primitives.gather_objects(platform.node(), self._group)
+        self._pending: tuple[int, int, Work | OnHost] | None = None
+        hosts = primitives.collect_objects(platform.node(), self._group)
         self._log = MetricsLog(folder, next_step - 1, RANKS) if trainer.rank == 0 else None
         self._hosts: Sequence[object] | None = hosts  # written once, with the first row
 
@@ -94,20 +94,23 @@ class RankTimes(Callback):
         values += [taken / num for taken in self._taken]
         row = torch.tensor([[*values, *memory_bytes(self._trainer.device)]], dtype=torch.float64)
         self._last, self._taken = step, [0.0] * len(self._taken)
-        alone = self._group.size() == 1
-        gathered = row if alone else primitives.all_gather(row, self._group, async_op=True)
+        if self._device.type == "cuda":
+            # any other memory would have the host wait for what the device is doing
+            row = row.pin_memory().to(self._device, non_blocking=True)
+        gathered = primitives.all_gather(row, self._group, async_op=True)
+        if is_queued(self._group):
+            # the copy leaves ahead of the next step, which would else be waited for
+            gathered = OnHost(gathered.wait())
         self._pending = step, num, gathered
 
     def _read(self) -> None:
         if self._pending is None:
             return
         (step, num, found), self._pending = self._pending, None
-        table = found if isinstance(found, Tensor) else found.wait()
+        table = found if isinstance(found, OnHost) else OnHost(found.wait())
         if self._log is None:
             return
-        columns = [
-            [_short(x) for x in column] for column in zip(*OnHost(table).read(), strict=True)
-        ]
+        columns = [[_short(x) for x in column] for column in zip(*table.read(), strict=True)]
         phases = dict(zip(PHASES, columns, strict=False))
         time_s, *waits = columns[len(PHASES) : -2]
         held, peak = columns[-2:]

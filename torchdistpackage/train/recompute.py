@@ -6,6 +6,8 @@ not, as every microbatch is recomputed on every stage. Ranks of one pipe index t
 the first of them: with tensor parallelism a recomputed module communicates, which all must do.
 """
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 
@@ -68,17 +70,25 @@ def recompute_within(trainer: Trainer, budget_gb: float) -> tuple[str, ...]:
     except ConfigError as error:
         chosen = str(error).partition(": ")[2]
     mesh = trainer.plan.topology.dense
-    found = primitives.gather_objects(chosen)
-    if refused := [(rank, text) for rank, text in enumerate(found) if isinstance(text, str)]:
-        rank, text = refused[0]
-        raise ConfigError(
-            f"train.recompute=auto: activations of {len(refused)} of {len(found)} ranks do not fit "
-            f"into what weights, gradients and optimizer state leave of train.memory_gb; on rank "
-            f"{rank} {text}"
-        )
-    place = mesh.coord(trainer.rank)["pipe"]
-    first = next(r for r in range(mesh.size) if mesh.coord(r)["pipe"] == place)
-    names = tuple(map(str, found[first]))  # type: ignore[call-overload]
+
+    def of_stages(found: list[Any]) -> str | dict[int, tuple[str, ...]]:
+        """Return for each place of the pipeline what its first rank chose, or why none can be."""
+        if refused := [(rank, text) for rank, text in enumerate(found) if isinstance(text, str)]:
+            rank, text = refused[0]
+            return (
+                f"train.recompute=auto: activations of {len(refused)} of {len(found)} ranks do not "
+                f"fit into what weights, gradients and optimizer state leave of train.memory_gb; "
+                f"on rank {rank} {text}"
+            )
+        by_place: dict[int, tuple[str, ...]] = {}
+        for rank, names in enumerate(found):
+            by_place.setdefault(mesh.coord(rank)["pipe"], names)
+        return by_place
+
+    agreed = primitives.reduce_objects(chosen, of_stages)
+    if isinstance(agreed, str):
+        raise ConfigError(agreed)
+    names = cast(dict[int, tuple[str, ...]], agreed)[mesh.coord(trainer.rank)["pipe"]]
     checkpoint_modules(trainer.stage, names)
     return names
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.backends import is_queued
-from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.moments import OnHost
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.data.batches import Batches
@@ -104,7 +103,6 @@ class Trainer(StagedModel):
         mesh, microbatches = self.plan.topology.dense, self.plan.schedule.num_microbatches
         coord = mesh.coord(self.rank)
         self._world = tpc.groups.of(range(mesh.size))
-        self._host_world = on_cpu(self._world)
         self.stage.train()  # folders of transformers come in evaluation mode
         self._trained = self.stage.trained()
         # a model of the user's own is not known before it is built, and then all of it is here
@@ -179,7 +177,8 @@ class Trainer(StagedModel):
             lr=lr,
             measured=measure,
             pass_timing=later,
-            host=self._host_world,
+            world=self._world,
+            pipeline=tpc.get_group("pipe"),
             votes=names,
             names=self.update.names,
             norms=norms,
@@ -283,7 +282,7 @@ class Trainer(StagedModel):
     ) -> tuple[float, Mapping[str, float]] | None:
         """And, of pairs, what `PairSums.means` says."""
         self._take_pairs()
-        totals = totals_on(self.device)
+        totals, asked = totals_on(self.device), None
         self.stage.eval()
         with self.phases("validate"), keep_random_states(self.device):
             for number in range(num_batches):
@@ -291,9 +290,13 @@ class Trainer(StagedModel):
                     with self.phases("data"):
                         found = self.microbatches(batch(number, index), self._own)
                     self._pass(self.evaluator, found, totals)
-                if stop is not None and self.agree_to_stop(stop):
-                    self.stage.train()
-                    return None
+                if stop is not None:
+                    asked, before = self._ask_to_stop(stop), asked
+                    # a device is still at this batch, so there the answer is that of the one before
+                    answer = before if self.runs_ahead else asked
+                    if answer is not None and answer.read()[0] > 0:
+                        self.stage.train()
+                        return None
             self.stage.train()
             if self.preference is not None:
                 totals = torch.cat([totals, self.preference.take()])
@@ -302,8 +305,14 @@ class Trainer(StagedModel):
 
     def agree_to_stop(self, stop: Callable[[], bool]) -> bool:
         """Return whether `stop` is true on any rank; all ranks call it together."""
-        number = torch.tensor([float(stop())], dtype=torch.float64)
-        return primitives.all_reduce(number, self._host_world).item() > 0
+        return self._ask_to_stop(stop).read()[0] > 0
+
+    def _ask_to_stop(self, stop: Callable[[], bool]) -> OnHost:
+        """How many ranks ask to stop, on its way to the host."""
+        number = torch.zeros(1, dtype=torch.float64, device=primitives.device_of(self._world))
+        if stop():
+            number.fill_(1.0)  # a copy from the host would wait for what the device is doing
+        return OnHost(primitives.all_reduce(number, self._world))
 
     # -- one pass over the microbatches of a round -------------------------------------
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.moments import Moment, OnHost, Timing, clock_of, seconds
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.parallel.expert.balance import ExpertLoad
@@ -105,9 +106,10 @@ class StepResult:
     """One step of the entire run, equal on all ranks.
 
     loss: mean over the tokens of the global batch, in nats. time_s: on a device, that of its
-    stream. bubble: share of the step, over all ranks, in which nothing was computed; None where it
-    was not measured. votes: as `StepStats`. skipped: the loss or a gradient of some rank was
-    not finite, and no rank has updated anything.
+    stream. bubble: share of the step, over all ranks, in which nothing was computed; on a device
+    over the ranks of this rank's pipeline, so it differs; None where it was not measured. votes: as
+    `StepStats`. skipped: the loss or a gradient of some rank was not finite, and no rank has
+    updated anything.
     experts: by layer the load of its experts. pairs: what `PairSums.means` says of pairs.
     """
 
@@ -175,11 +177,11 @@ class Period:
 class PendingStep:
     """A step whose numbers may still be on their way: `wait()` waits for them, on all ranks alike.
 
-    stats: `StepStats`, summed over all ranks. pass_timing: of a device, whose busy time was not
-    known when they were summed, else None. host: all ranks, for what is in host memory. votes:
-    names of those in `stats`. names, norms: this rank's gradients after the sum. random: the states
-    from which the step drew. loads: what the counts of experts say, which follow the others in
-    `stats`. has_pairs: losses are of pairs of answers.
+    stats: `StepStats`, summed over all ranks of `world`. pass_timing: of a device, whose busy time
+    was not known when they were summed, else None: then the bubble is that of this rank's
+    `pipeline`. votes: names of those in `stats`. names, norms: this rank's gradients after the sum.
+    random: the states from which the step drew. loads: what the counts of experts say, which
+    follow the others in `stats`. has_pairs: losses are of pairs of answers.
     """
 
     step: int
@@ -188,7 +190,8 @@ class PendingStep:
     lr: float
     measured: bool
     pass_timing: Timing | None
-    host: Group
+    world: Group
+    pipeline: Group
     votes: Sequence[str]
     names: Sequence[str]
     norms: Tensor
@@ -200,10 +203,11 @@ class PendingStep:
         numbers = self.stats.read()
         number = StepStats.length(self.votes)
         sums = StepStats.from_numbers(numbers[:number], self.votes)
-        tokens, busy = max(sums.tokens, 1), sums.busy
+        tokens, busy, among = max(sums.tokens, 1), sums.busy, self.world
         if self.pass_timing is not None:
             mine = torch.tensor([busy_share(self.pass_timing)], dtype=torch.float64)
-            busy = float(primitives.all_reduce(mine, self.host))
+            among = self.pipeline if self.pipeline.size() == 1 else on_cpu(self.pipeline)
+            busy = float(primitives.all_reduce(mine, among))
         return StepResult(
             step=self.step,
             loss=sums.loss / tokens,
@@ -211,7 +215,7 @@ class PendingStep:
             tokens=int(sums.tokens),
             time_s=self.period.seconds(),
             lr=self.lr,
-            bubble=1 - busy / self.host.size() if self.measured else None,
+            bubble=1 - busy / among.size() if self.measured else None,
             skipped=not sums.is_finite(),
             votes=sums.votes,
             experts=self.loads(numbers[number:]),

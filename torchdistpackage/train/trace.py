@@ -90,10 +90,12 @@ class StepTrace(Callback):
         mine = self._mine()
         self._held, self._phases, self._calls = [], [], []
         with loop.heartbeat.allow_slow():
-            found = cast(list[RankTrace], primitives.gather_objects(mine))
-        if self._trainer.rank == 0:
+            found = primitives.collect_objects(mine)
+        if found is not None:
             schedule = self._trainer.plan.schedule.name
-            write_trace(loop.folder / TRACE, found, self._trainer.name, schedule)
+            write_trace(
+                loop.folder / TRACE, cast(list[RankTrace], found), self._trainer.name, schedule
+            )
             loop.artifacts += (TRACE,)
 
     def _mine(self) -> RankTrace:

@@ -246,7 +246,7 @@ class Comparison:
     def _send(self, steps: range) -> None:
         """Begin to send all ranks my times of these steps, NaN for what is not known."""
         if self._alerts is None:
-            hosts = primitives.gather_objects(socket.gethostname(), self._group)
+            hosts = primitives.collect_objects(socket.gethostname(), self._group) or []
             self._alerts = Alerts(self._mesh, [str(host) for host in hosts])
         kept = self._phases.kept()
         of_steps = [kept.get(step) for step in steps] + [None] * (WINDOW - len(steps))
