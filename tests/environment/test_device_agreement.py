@@ -42,6 +42,19 @@ def test_allowed(name: str):
 
 
 REFUSED = {
+    "another version on one host": (
+        [
+            *node(0, 2, "cuda", 2, versions="torch 2.13, Python 3.11.4"),
+            *node(1, 2, "cuda", 2, versions="torch 2.12, Python 3.11.4"),
+            *node(2, 2, "cuda", 2, versions="torch 2.13, Python 3.11.4"),
+        ],
+        [
+            "different versions",
+            "torch 2.12, Python 3.11.4 on n1 (ranks 2 to 3)",
+            "torch 2.13, Python 3.11.4 on n0; n2 (ranks 0 to 1, 4 to 5)",
+            "launch.same_versions",
+        ],
+    ),
     "one node short": (
         [*node(0, 8, "cuda", 8), *node(1, 8, "cpu", 7), *node(2, 8, "cuda", 8)],
         ["n1 shows 7 GPUs to 8 ranks (ranks 8 to 15)", "the other 16 ranks"],

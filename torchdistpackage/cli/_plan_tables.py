@@ -11,6 +11,7 @@ from torchdistpackage.plan.context_plan import context_text
 from torchdistpackage.plan.expert_plan import expert_plan
 from torchdistpackage.plan.memory import activation_budget_gb
 from torchdistpackage.plan.run_plan import Plan, num_parameters, num_trained, stage_loads
+from torchdistpackage.plan.start_bill import start_table
 from torchdistpackage.schedule.actions import ActionKind, flatten
 from torchdistpackage.text import size_text, text_table
 from torchdistpackage.topology.mesh import Mesh, advice
@@ -42,6 +43,7 @@ def all_tables(
         *_experts(plan, ranks_per_node),
         _schedule(plan),
         *traffic_table(plan),
+        *start_table(plan),
         *_checkpoints(plan),
     ]
     if (shared := context_text(plan, ranks_per_node)) is not None:

@@ -25,6 +25,7 @@ from torchdistpackage.plan.run_plan import (
     own_model_warnings,
     too_long,
 )
+from torchdistpackage.plan.start_bill import start_bill, start_table
 from torchdistpackage.report.placement import placement_svg
 from torchdistpackage.topology.mesh import advice, describe
 
@@ -60,7 +61,11 @@ def plan(
         ),
     ] = False,
     show_bytes: Annotated[
-        bool, typer.Option("--bytes", help="Print the communication of a step, by axis and call.")
+        bool,
+        typer.Option(
+            "--bytes",
+            help="Print the communication of a step, by axis and call, and what a start takes.",
+        ),
     ] = False,
     sbatch: Annotated[
         bool, typer.Option("--sbatch", "--script", help="Print the batch script of the job.")
@@ -155,6 +160,7 @@ def plan(
     if run.data.tokenizer is not None:
         warnings += resolve(UNUSED_KEYS)(run)
     warnings += () if planned.model is None else planned.model.notes()
+    warnings += start_bill(planned).warnings()
     parts = [f"{run.run.name} on {planned.world_size} ranks\n{mesh}, outermost first"]
     if groups or show_all:
         parts += [coordinates(planned, limit), groups_text(planned, limit)]
@@ -163,7 +169,7 @@ def plan(
     else:
         crossing = advice(planned.topology.dense, ranks_per_node) if ranks_per_node else ()
         parts.append(summary(planned, shape, [*warnings, *crossing], passes))
-        parts += traffic_table(planned) if show_bytes else []
+        parts += [*traffic_table(planned), *start_table(planned)] if show_bytes else []
     if cluster is not None:
         parts.append(_communication(planned, cluster, ranks_per_node, forward_s))
     if shape is not None and (sbatch or show_all):

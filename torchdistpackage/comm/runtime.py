@@ -12,6 +12,7 @@ itself and publishes its choice in the store; the last one judges all of them
 import itertools
 import logging
 import os
+import platform
 import resource
 import socket
 import time
@@ -23,6 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from torchdistpackage import __version__
 from torchdistpackage.comm.creation import (
     CONNECT_S,
     await_members,
@@ -34,6 +36,7 @@ from torchdistpackage.comm.creation import (
 )
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.rendezvous_store import await_all, connect, find, serve
+from torchdistpackage.comm.stored_objects import part
 from torchdistpackage.environment.device import (
     DeviceChoice,
     RankDevice,
@@ -80,6 +83,7 @@ def setup_distributed(
     *,
     init_timeout_s: float = 60.0,
     timeout_s: float | None = None,
+    same_versions: bool = True,
 ) -> tuple[int, int, int | None, str]:
     """Join the other ranks of this job, however they were started.
 
@@ -88,6 +92,7 @@ def setup_distributed(
     port: overrides the candidate ports; None derives them from the job.
     init_timeout_s: for the ranks to meet, and for the default group to be made.
     timeout_s: for each later operation of the default group; None: what torch gives a new group.
+    same_versions: refuse ranks whose versions of this package, torch, NCCL or Python differ.
     Returns (rank, world_size, port, address); port is None where no TCP store was needed.
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and, where a TCP store serves, MASTER_PORT are set
     where they were not, unless this process is alone: it would then look like one of several.
@@ -98,7 +103,12 @@ def setup_distributed(
     """
     rendezvous = detect({k: v for k, v in os.environ.items() if _our_variables.get(k) != v})
     joined = join(
-        rendezvous, backend=backend, port=port, init_timeout_s=init_timeout_s, timeout_s=timeout_s
+        rendezvous,
+        backend=backend,
+        port=port,
+        init_timeout_s=init_timeout_s,
+        timeout_s=timeout_s,
+        same_versions=same_versions,
     )
     defaults = {
         "RANK": rendezvous.rank,
@@ -134,6 +144,7 @@ def join(
     port: int | None = None,
     init_timeout_s: float = 60.0,
     timeout_s: float | None = None,
+    same_versions: bool = True,
     dump_folder: Path | None = None,
 ) -> JoinResult:
     """Initialise the default group for this place in the world; see `setup_distributed`.
@@ -154,7 +165,8 @@ def join(
         os.environ.update(device_variables(os.environ, dump_folder))
     _prepare_for_many()
     store, at, network = _meet(rendezvous, port, init_timeout_s)
-    device, chosen, notes = _agree_on_device(store, rendezvous, backend, init_timeout_s)
+    versions = _versions() if same_versions else ""
+    device, chosen, notes = _agree_on_device(store, rendezvous, backend, init_timeout_s, versions)
     with joins_within(store, rendezvous.rank, rendezvous.world_size, init_timeout_s):
         dist.init_process_group(
             chosen,
@@ -191,6 +203,7 @@ def _prepare_for_many() -> None:
 def leave() -> None:
     """End the default group, if there is one, and all other groups with it."""
     if dist.is_initialized():
+        part()
         await_members(world())
         dist.destroy_process_group()
     recorder.forget_all()
@@ -296,11 +309,15 @@ _UNKNOWN = "?"
 
 
 def _agree_on_device(
-    store: dist.Store, rendezvous: Rendezvous, asked: str | None, timeout_s: float
+    store: dist.Store,
+    rendezvous: Rendezvous,
+    asked: str | None,
+    timeout_s: float,
+    versions: str = "",
 ) -> tuple[torch.device, str, tuple[str, ...]]:
     """Return this rank's device, the backend for it, and notes; all ranks must have met.
 
-    asked: the backend; None or nccl: nccl on a GPU, else gloo.
+    asked: the backend; None or nccl: nccl on a GPU, else gloo. versions: `RankDevice.versions`.
 
     Raises:
         LaunchError: on every rank, if one has no GPU where others have, or they were meant to.
@@ -338,6 +355,7 @@ def _agree_on_device(
         hides_gpus=names_no_device(visible),
         num_given=int(given) if by_slurm else 0,
         problem=problem,
+        versions=versions,
     )
     said = dist.PrefixStore("devices", store)
     said.set(str(rendezvous.rank), mine.to_json())
@@ -351,6 +369,14 @@ def _agree_on_device(
         # before any collective: NCCL binds a communicator to the current device
         torch.cuda.set_device(device)
     return device, backend, tuple(note for note in (rendezvous.note, choice.note) if note)
+
+
+def _versions() -> str:
+    """Return the versions that must be the same on all ranks, in words."""
+    found = [f"torchdistpackage {__version__}", f"torch {torch.__version__}"]
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        found.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    return ", ".join([*found, f"Python {platform.python_version()}"])
 
 
 def _only_gpu(rendezvous: Rendezvous) -> str:

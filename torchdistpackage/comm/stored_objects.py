@@ -43,6 +43,8 @@ _CHUNK_BYTES = 4 << 20
 """Longer values are cut: torch's store takes 8 MiB at a time."""
 _NAMED = 20
 _CODE_BYTES = 32
+_PART_S = 10.0
+"""How long rank 0 waits at the end for those that still read."""
 _STORE = Transport("store")
 
 
@@ -227,6 +229,18 @@ def stored_objects(group: Group) -> StoredObjects | None:
     found = _objects[group]
     found.limit = limit_of(group) or timedelta(seconds=default_timeout_s("gloo"))
     return found
+
+
+def part() -> None:
+    """Before the world ends, hold rank 0, next to which the store is, until all have left it."""
+    if world() not in _objects:
+        return
+    store = _own_connection()
+    with suppress(RuntimeError):  # it has gone, or others have ended in an error
+        if store.add("objects/left", 1) == world().size():
+            store.set("objects/all left", "")
+        if world().rank() == 0:
+            store.wait(["objects/all left"], timedelta(seconds=_PART_S))
 
 
 def run_stored(operation: str, objects: StoredObjects, act: Callable[[], object]) -> object:

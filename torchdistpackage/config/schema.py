@@ -450,6 +450,11 @@ class LaunchSection(Section):
         description="Seconds to wait at the start for all ranks to join. Raise it for large jobs "
         "or slow file systems.",
     )
+    same_versions: bool = Field(
+        default=True,
+        description="Refuse to start if the ranks' versions of this package, torch, NCCL or "
+        "Python differ. Set it to false to allow that.",
+    )
 
 
 class LogSection(Section):

@@ -14,7 +14,7 @@ Pure: what the launcher, the driver and the ranks say are arguments.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Self
 
@@ -156,7 +156,8 @@ class RankDevice:
 
     device: "cuda" or "cpu". asked: the backend its caller asked for, or "". num_visible: GPUs the
     driver shows it; hides_gpus: CUDA_VISIBLE_DEVICES is set and names none. num_given: GPUs of
-    this node that Slurm gave the step. problem: why it could choose none, or "".
+    this node that Slurm gave the step. problem: why it could choose none, or "". versions: of what
+    must be the same on all ranks, in words; "" if they may differ.
     """
 
     rank: int
@@ -170,6 +171,7 @@ class RankDevice:
     hides_gpus: bool
     num_given: int
     problem: str = ""
+    versions: str = ""
 
     def to_json(self) -> str:
         """Return the facts as JSON."""
@@ -177,14 +179,22 @@ class RankDevice:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Read the facts from `to_json`."""
-        return cls(**json.loads(text))
+        """Read the facts from `to_json`; skip facts that only another version knows."""
+        # A rank of another version may say more, and must be understood to be refused for it.
+        known = {x.name for x in fields(cls)}
+        return cls(**{name: x for name, x in json.loads(text).items() if name in known})
 
 
 def disagreement(ranks: Sequence[RankDevice]) -> str:
     """Return why these ranks must not begin, or "" if they may."""
     if wrong := [f"rank {r.rank} on {r.host}: {r.problem}" for r in ranks if r.problem]:
         return _some(wrong, "")
+    by_versions: dict[str, list[RankDevice]] = {}
+    for r in ranks:
+        if r.versions:
+            by_versions.setdefault(r.versions, []).append(r)
+    if len(by_versions) > 1:
+        return f"the ranks run different versions: {_versions(by_versions)}"
     on_cpu = [r for r in ranks if r.device == "cpu"]
     if on_cpu and len(on_cpu) < len(ranks):
         return (
@@ -198,6 +208,18 @@ def disagreement(ranks: Sequence[RankDevice]) -> str:
     if on_cpu and (short := [r for r in ranks if _is_short(r, len(ranks))]):
         return f"too few GPUs: {_shortage(short)}; {_ADVICE}"
     return ""
+
+
+def _versions(by_versions: Mapping[str, Sequence[RankDevice]]) -> str:
+    """Say which hosts have which versions, those of the fewest ranks first, and what to do."""
+    shown: list[str] = []
+    for versions, those in sorted(by_versions.items(), key=lambda item: len(item[1])):
+        hosts = list(dict.fromkeys(r.host for r in those))
+        shown.append(f"{versions} on {_some(hosts, ' hosts')} ({_listed([r.rank for r in those])})")
+    return (
+        f"{_some(shown, ' versions')}; give all hosts one environment, or allow it with "
+        f"launch.same_versions: false (same_versions=False of setup_distributed)"
+    )
 
 
 def _is_short(r: RankDevice, world_size: int) -> bool:

@@ -62,7 +62,11 @@ def _joined_answer(
         torch.set_num_threads(1)  # the ranks of a node would otherwise each take all its cores
     add_user_code(os.environ)
     end_processes()
-    joined = join(rendezvous, init_timeout_s=config.launch.init_timeout_s)
+    joined = join(
+        rendezvous,
+        init_timeout_s=config.launch.init_timeout_s,
+        same_versions=config.launch.same_versions,
+    )
     plan = make_plan(agreed_date(config), rendezvous.world_size)
     answer = perform(plan, rendezvous.rank, joined.device, weights, request, _write)
     leave()

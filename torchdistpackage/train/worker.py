@@ -139,6 +139,7 @@ def _join(config: RunConfig, resume: str, signals: SignalFlag | None) -> RunRank
     joined = join(
         rendezvous,
         init_timeout_s=config.launch.init_timeout_s,
+        same_versions=config.launch.same_versions,
         dump_folder=RunDir(run_folder(config)).logs,
     )
     agreed = with_steps(agreed_date(with_template_date(config, resume)))

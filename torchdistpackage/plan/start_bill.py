@@ -1,0 +1,88 @@
+"""What a start on GPUs takes besides the model: connections, their memory, the store. No torch.
+
+Numbers of requests are those that tests/train/test_many_ranks.py counts. Memory of communicators is
+an estimate: NCCL allocates it outside of torch, by channels, and publishes no formula.
+"""
+
+import resource
+from dataclasses import dataclass
+
+from torchdistpackage.plan.run_plan import Plan
+from torchdistpackage.text import size_text, text_table
+
+COMMUNICATOR_BYTES = 600 << 20
+"""Device memory of one communicator: 544 to 688 MB each on A100 (NVIDIA/nccl#964)."""
+PEER_BYTES = 64 << 20
+"""And of each rank that a rank exchanges messages with."""
+REQUESTS = 100
+"""Requests of one rank to rank 0's store until it has built its run, and 12 for each group."""
+REQUESTS_OF_GROUP = 12
+OWN_DESCRIPTORS = 64
+"""Open files of a rank besides its connections."""
+CONNECTIONS = 2
+"""Of each rank to rank 0's store: torch's, and one for objects."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartBill:
+    """The start of one rank, rank 0 where it differs.
+
+    communicators, peers: of NCCL: groups of several ranks, and ranks that messages go to.
+    device_bytes: what they are estimated to take. requests: to the store, of all ranks together.
+    descriptors: of rank 0, which keeps the store; rank_descriptors: of any other.
+    """
+
+    communicators: int
+    peers: int
+    device_bytes: int
+    requests: int
+    descriptors: int
+    rank_descriptors: int
+
+    def warnings(self) -> list[str]:
+        """Return what this machine's limits do not allow."""
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if hard == resource.RLIM_INFINITY or hard >= self.descriptors:
+            return []
+        return [
+            f"rank 0 needs {self.descriptors:,} open files, and this machine allows {hard:,} "
+            f"(ulimit -Hn); raise the limit on the node of rank 0"
+        ]
+
+
+def start_bill(plan: Plan, rank: int = 0) -> StartBill:
+    """Return the bill of a plan; that of `rank`, as ranks differ little."""
+    groups = [x for x in plan.creations(rank) if len(x.ranks) > 1]
+    communicators = sum(x.connects for x in groups)
+    ring = [x for x in groups if x.neighbours]
+    peers = len({x.ranks[x.ranks.index(rank) + 1 - len(x.ranks)] for x in ring}) + len(
+        {x.ranks[x.ranks.index(rank) - 1] for x in ring}
+    )
+    context = plan.topology.dense.axis_size("context")
+    peers += 2 * (context - 1)  # hops of a ring go straight to their targets
+    beside = sum(len(x.ranks) for x in ring)  # gloo, for headers of messages
+    own, world = OWN_DESCRIPTORS + beside, plan.world_size
+    return StartBill(
+        communicators=communicators,
+        peers=peers,
+        device_bytes=communicators * COMMUNICATOR_BYTES + peers * PEER_BYTES,
+        requests=world * (REQUESTS + REQUESTS_OF_GROUP * len(groups)) if world > 1 else 0,
+        descriptors=own + CONNECTIONS * (world - 1),
+        rank_descriptors=own + CONNECTIONS,
+    )
+
+
+def start_table(plan: Plan) -> list[str]:
+    """Return the bill as a table; [] where a rank is alone."""
+    if plan.world_size == 1:
+        return []
+    bill = start_bill(plan)
+    rows = [
+        ("communicators of a rank", f"{bill.communicators}"),
+        ("ranks it exchanges messages with", f"{bill.peers}"),
+        ("GPU memory of both, estimated", size_text(bill.device_bytes)),
+        ("requests to rank 0's store", f"{bill.requests:,}"),
+        ("open files of rank 0", f"{bill.descriptors:,}"),
+        ("open files of any other rank", f"{bill.rank_descriptors:,}"),
+    ]
+    return [f"start on GPUs\n{text_table(rows)}"]
