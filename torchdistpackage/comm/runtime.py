@@ -15,6 +15,7 @@ import os
 import platform
 import resource
 import socket
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,7 +25,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchdistpackage import __version__
 from torchdistpackage.comm.creation import (
     CONNECT_S,
     await_members,
@@ -373,7 +373,9 @@ def _agree_on_device(
 
 def _versions() -> str:
     """Return the versions that must be the same on all ranks, in words."""
-    found = [f"torchdistpackage {__version__}", f"torch {torch.__version__}"]
+    # the package itself lies to the right of its parts, which do not import it
+    own = getattr(sys.modules[__name__.partition(".")[0]], "__version__", "unknown")
+    found = [f"torchdistpackage {own}", f"torch {torch.__version__}"]
     if torch.cuda.is_available() and dist.is_nccl_available():
         found.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
     return ", ".join([*found, f"Python {platform.python_version()}"])

@@ -13,6 +13,8 @@ is unpickled whose code is wrong.
 """
 
 import hmac
+import io
+import pickle
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -37,7 +39,6 @@ from torchdistpackage.comm.creation import (
 from torchdistpackage.comm.flight_recorder import STATE, WAITING, recorder
 from torchdistpackage.comm.group_state import GroupState, keep_state
 from torchdistpackage.errors import CommError
-from torchdistpackage.launch.ipc import pack, unpack
 
 _CHUNK_BYTES = 4 << 20
 """Longer values are cut: torch's store takes 8 MiB at a time."""
@@ -65,6 +66,10 @@ class _Failed:
 @dataclass(frozen=True, slots=True)
 class _Apart:
     """Stands for an answer: each rank's own has a key of its own."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what a rank of this group has pickled; its code has been checked."""
 
 
 class StoredObjects:
@@ -136,7 +141,7 @@ class StoredObjects:
     # -- keys ----------------------------------------------------------------------------
 
     def _write(self, key: str, value: object) -> None:
-        data = pack(value)
+        data = pickle.dumps(value)
         data = self._code(key, data) + data
         chunks = [data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES)]
         for number, chunk in enumerate(chunks[1:], 1):
@@ -190,7 +195,7 @@ class StoredObjects:
                 f"what is in the store under {key} comes from no rank of this group; see who else "
                 f"can reach the port of rank 0"
             )
-        return unpack(data)
+        return _Unpickler(io.BytesIO(data)).load()
 
     def _code(self, key: str, data: bytes) -> bytes:
         return hmac.digest(self._secret, key.encode() + b"\0" + data, "sha256")

@@ -1,8 +1,8 @@
 """Messages between a process and the children it started: framed pickles over a private socket.
 
 A pickle travels only over a socket pair whose both ends this program made itself, never over a file
-or an address that others could write to without a code that this program alone can make
-(comm/stored_objects.py). This file is the one place that reads pickles.
+or an address that others could write to. This file is the one place that reads pickles, but for
+comm/stored_objects.py, which checks a code that only ranks of one group can make.
 """
 
 from __future__ import annotations
