@@ -68,7 +68,7 @@ class _Apart:
     """Stands for an answer: each rank's own has a key of its own."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _RankUnpickler(pickle.Unpickler):
     """Reads what a rank of this group has pickled; its code has been checked."""
 
 
@@ -195,7 +195,7 @@ class StoredObjects:
                 f"what is in the store under {key} comes from no rank of this group; see who else "
                 f"can reach the port of rank 0"
             )
-        return _Unpickler(io.BytesIO(data)).load()
+        return _RankUnpickler(io.BytesIO(data)).load()
 
     def _code(self, key: str, data: bytes) -> bytes:
         return hmac.digest(self._secret, key.encode() + b"\0" + data, "sha256")
