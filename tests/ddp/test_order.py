@@ -97,3 +97,19 @@ def test_a_bias_travels_with_its_matrix():
     best = choose_plan(entries, ready_s, order, GBIT, SIZES_BYTES)
     buckets = plan_buckets(entries, best.cap_bytes, order=order, first_bytes=best.first_bytes)
     assert [b.members for b in buckets] == [(i + 1, i) for i in range(14, -1, -2)]
+
+
+def share_of_bandwidth(bucket_bytes: int, num_ranks: int) -> float:
+    """What a ring that takes 8 us a hop gets of 45 GB/s."""
+    slice_s = bucket_bytes / num_ranks / 45e9
+    return slice_s / (slice_s + 8e-6)
+
+
+def test_buckets_grow_with_the_ranks_that_sum_them():
+    """A fixed 32 MiB has a twelfth of the bandwidth over 1,024 ranks."""
+    for num_ranks in (8, 64, 256, 512, 1024):
+        size = bucket_sizes(queued=True, num_ranks=num_ranks).default_bytes
+        assert share_of_bandwidth(size, num_ranks) > 0.55
+        assert size in bucket_sizes(queued=True, num_ranks=num_ranks).candidates_bytes
+    assert bucket_sizes(queued=True, num_ranks=32) == bucket_sizes(queued=True)
+    assert bucket_sizes(queued=False, num_ranks=1024) == bucket_sizes(queued=False)

@@ -90,3 +90,8 @@ def test_of_many_hosts_a_few_are_named():
     ranks = [one for n in range(400) for one in node(n, 8, "cpu" if n % 2 else "cuda", 8)]
     told = disagreement(ranks)
     assert len(told) < 1500 and "and 192 more hosts" in told
+
+
+def test_a_rank_of_a_later_version_that_says_more_is_understood():
+    (one,) = node(0, 1, "cpu", 0)
+    assert RankDevice.from_json(one.to_json()[:-1] + ', "more": 1}') == one

@@ -23,6 +23,7 @@ from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.runtime import setup_distributed
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.harness.hang import dump
+from torchdistpackage.harness.hang.dump import from_json
 from torchdistpackage.harness.watchdog import watch
 from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.supervisor import WatchedRank, supervise
@@ -195,8 +196,8 @@ def well(case: str, folder: str, timeout_s: float) -> None:
                 sys.exit(0)  # leaves the loop as well, but is no rank
             if step == 2:
                 assert os.waitpid(child, 0)[1] == 0
-                (mine,) = Path(folder).glob(f"hang.*/rank{rank}@*.json")
-                assert '"state": "here"' in mine.read_text(), "the fork does not speak for it"
+                (mine,) = Path(folder).glob(f"hang.*/rank{rank}.dump")
+                assert from_json(mine.read_text()).state == "here", "the fork does not speak for it"
             if step == 3:
                 with w.allow_slow():
                     time.sleep(1.5 * timeout_s * rank)

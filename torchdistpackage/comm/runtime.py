@@ -13,6 +13,7 @@ import itertools
 import logging
 import os
 import platform
+import re
 import resource
 import socket
 import sys
@@ -38,8 +39,10 @@ from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.rendezvous_store import await_all, connect, find, serve
 from torchdistpackage.comm.stored_objects import part
 from torchdistpackage.environment.device import (
+    DETERMINISTIC,
     DeviceChoice,
     RankDevice,
+    algorithm_variables,
     choose_device,
     device_variables,
     disagreement,
@@ -369,6 +372,34 @@ def _agree_on_device(
         # before any collective: NCCL binds a communicator to the current device
         torch.cuda.set_device(device)
     return device, backend, tuple(note for note in (rendezvous.note, choice.note) if note)
+
+
+def make_deterministic() -> None:
+    """Have NCCL, cuBLAS and torch add in one order, where they can; before `join`.
+
+    Variables that the user set stay. torch warns of an operation that has no such variant.
+    """
+    for name, value in DETERMINISTIC.items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def libraries() -> dict[str, str]:
+    """Return versions and variables that decide which bits a run on devices gives."""
+    found = {"torch": torch.__version__}
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["driver"] = _driver()
+    return found | algorithm_variables(os.environ)
+
+
+def _driver() -> str:
+    """Return the version of the GPUs' driver, or "unknown"."""
+    with suppress(OSError):
+        first = Path("/proc/driver/nvidia/version").read_text("utf-8").splitlines()[0]
+        if found := re.search(r"\b\d+\.\d+(\.\d+)?\b", first):
+            return found[0]
+    return "unknown"
 
 
 def _versions() -> str:

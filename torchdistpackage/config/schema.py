@@ -270,6 +270,11 @@ class TrainSection(Section):
         description="Seconds after which a step counts as hung, and the run ends with a report on "
         "the rank that caused it. Set it well above the time of the slowest step.",
     )
+    deterministic: bool = Field(
+        default=False,
+        description="Have NCCL, cuBLAS and torch add in one order, so that a run repeated on the "
+        "same GPUs gives the same bits more often. Costs speed.",
+    )
     check_calls: bool = Field(
         default=False,
         description="Compare every communication call between ranks before making it, and end the "
@@ -481,6 +486,17 @@ class LogSection(Section):
     )
 
 
+class DdpSection(Section):
+    """How gradients are summed over data-parallel ranks."""
+
+    bucket_mb: k.MiB | None = Field(
+        default=None,
+        description="Size in MiB of the buckets in which gradients are summed, with ZeRO too. "
+        "Default: 4 with gloo; with NCCL 32, and 1 for each rank that shares them where these are "
+        "more, up to 512. Lower it if gathered buckets take too much memory.",
+    )
+
+
 class RunConfig(Section):
     """One training run: everything that the YAML file says."""
 
@@ -489,6 +505,7 @@ class RunConfig(Section):
     pipeline: PipelineSection = default(PipelineSection)
     model: ModelSection = default(ModelSection)
     data: DataSection = default(DataSection)
+    ddp: DdpSection = default(DdpSection)
     optim: OptimSection = default(OptimSection)
     precision: PrecisionSection = default(PrecisionSection)
     train: TrainSection = default(TrainSection)

@@ -172,6 +172,7 @@ _Finite = Field(allow_inf_nan=False)
 Positive = Annotated[float, _Finite, Field(gt=0)]
 NotNegative = Annotated[float, _Finite, Field(ge=0)]
 Seconds = Annotated[Positive, Field(le=MAX_TIME)]
+MiB = Annotated[Positive, Field(le=4096)]
 SecondsOrZero = Annotated[NotNegative, Field(le=MAX_TIME)]
 MinutesOrNull = Seconds | None
 Fraction = Annotated[float, _Finite, Field(ge=0, le=1)]

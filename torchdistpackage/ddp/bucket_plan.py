@@ -37,12 +37,28 @@ QUEUED = BucketSizes(32 * MIB, (*_SMALL, 64 * MIB, 128 * MIB))
 """A link between devices carries 4 MiB in less time than the host takes to issue the call."""
 
 
-def bucket_sizes(*, queued: bool) -> BucketSizes:
-    """Return the bucket sizes for a transport.
+SLICE_BYTES = MIB
+"""Least of a bucket that one rank of a large group sums on a queue."""
+_LARGEST_BYTES = 512 * MIB
+"""A gather of ZeRO 3 holds a whole bucket, so larger ones cost more memory than they save time."""
+
+
+def bucket_sizes(*, queued: bool, num_ranks: int = 1) -> BucketSizes:
+    """Return the sizes of buckets that `num_ranks` ranks sum.
+
+    On a queue the bucket of a large group is larger: each hop of a ring carries one rank's slice,
+    and a small one takes as long as an empty message. Megatron-LM's rule is max(40M, 1M x ranks)
+    elements.
 
     queued: calls run on a stream of their group, as NCCL's do (`Transport.queued`).
     """
-    return QUEUED if queued else HOST
+    if not queued:
+        return HOST
+    default_bytes = min(num_ranks * SLICE_BYTES, _LARGEST_BYTES)
+    if default_bytes <= QUEUED.default_bytes:
+        return QUEUED
+    candidates = sorted({*QUEUED.candidates_bytes, default_bytes})
+    return BucketSizes(default_bytes, tuple(candidates))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from torchdistpackage.ddp.bucket_comm import AllReduceBucket, BucketComm, CommHo
 from torchdistpackage.ddp.bucket_plan import MIB, Bucket, BucketSizes, bucket_sizes
 from torchdistpackage.ddp.bucket_tuning import BucketTuner
 from torchdistpackage.ddp.comm_hooks import narrowed
-from torchdistpackage.ddp.param_spec import ParamSpec
+from torchdistpackage.ddp.param_spec import ParamSpec, batch_group
 from torchdistpackage.ddp.scheduled_ready import LastBackwardPolicy
 from torchdistpackage.ddp.sparse_grads import SparseGrad, mark_sparse
 
@@ -187,8 +187,8 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 def _sizes() -> BucketSizes:
-    """Return the bucket sizes for the transport of the world group."""
-    return bucket_sizes(queued=primitives.is_queued(world()))
+    """Return the bucket sizes for the transport of the world group and the size of the batch group."""
+    return bucket_sizes(queued=primitives.is_queued(world()), num_ranks=batch_group().size())
 
 
 def _hooks_by_node(specs: Sequence[ParamSpec]) -> dict[tuple[int, ...], CommHook]:

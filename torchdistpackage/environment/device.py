@@ -150,6 +150,21 @@ def device_variables(env: Mapping[str, str], dump_folder: Path | None = None) ->
     return {names[0]: value for names, value in settings.items() if not env.keys() & {*names}}
 
 
+DETERMINISTIC = {
+    "NCCL_ALGO": "Ring",
+    "NCCL_NVLS_ENABLE": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+"""What sums in one order need: NVSwitch may add in another one each time (NVIDIA/nccl#1497), and
+cuBLAS chooses by the memory it finds."""
+_RECORDED = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE")
+
+
+def algorithm_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of `env` that decide in which order devices add."""
+    return {name: env[name] for name in (*_RECORDED, "CUBLAS_WORKSPACE_CONFIG") if name in env}
+
+
 @dataclass(frozen=True, slots=True)
 class RankDevice:
     """The facts that one rank publishes about itself before any communicator is made.

@@ -29,7 +29,7 @@ from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.hang import flights
 from torchdistpackage.harness.hang.dump import Dump, Folder, Nearby, Process, State
-from torchdistpackage.harness.hang.shutdown import END_S, Shutdown
+from torchdistpackage.harness.hang.shutdown import Shutdown, end_s
 from torchdistpackage.harness.hang.stacks import FOREIGN, CStacks
 from torchdistpackage.launch.slurm.run_dir import attempt_id
 from torchdistpackage.text import SHOWN_RANKS
@@ -272,7 +272,7 @@ class HangWatchdog(Heartbeat):
             # a peer is gone; a supervisor would say which and how
             self._alarm.set()
         if self._alarm.is_set():
-            self._reported.wait(END_S + LOOK_S)
+            self._reported.wait(end_s(self.world_size) + LOOK_S)
 
     # -- the thread --------------------------------------------------------------------
 

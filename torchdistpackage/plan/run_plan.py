@@ -11,7 +11,7 @@ from functools import cached_property
 from torchdistpackage.config.check import violations
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.ddp.bucket_plan import bucket_sizes
+from torchdistpackage.ddp.bucket_plan import MIB, bucket_sizes
 from torchdistpackage.layout.derive import Creation, creations, num_elements
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.model_spec import ModelShape, ModelSpec
@@ -110,6 +110,12 @@ class Plan:
                 key = x.view, x.split, x.unreduced, x.stages, x.heads
                 found.setdefault(place, {}).setdefault(key, x)
         return {place: list(kinds.values()) for place, kinds in found.items()}
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of gradients that travel together, on paper: those of ddp.bucket_mb, or as gloo."""
+        given_mb = self.config.ddp.bucket_mb
+        return BUCKET_BYTES if given_mb is None else int(given_mb * MIB)
 
     @property
     def world_size(self) -> int:

@@ -22,7 +22,7 @@ from torchdistpackage.models.gpt_layout import ATTENTION, HALVES
 from torchdistpackage.parallel.context.choice import exchange_calls
 from torchdistpackage.parallel.expert.shape import STATES
 from torchdistpackage.plan.context_plan import attention_of_rank
-from torchdistpackage.plan.run_plan import BUCKET_BYTES, VOTE_ROOM, Plan
+from torchdistpackage.plan.run_plan import VOTE_ROOM, Plan
 from torchdistpackage.predict.calls import CallCount, Microbatch, merged
 from torchdistpackage.schedule.actions import flatten
 from torchdistpackage.schedule.generators import evaluation
@@ -135,7 +135,7 @@ def _gradients(plan: Plan, rank: int) -> Iterator[CallCount]:
     summed, wide = _summed(plan, rank), plan.numbers.gradients
     sent = plan.numbers.reduced
     if not plan.zero:
-        for ranks, bucket in _buckets(summed, wide.num_bytes, BUCKET_BYTES):
+        for ranks, bucket in _buckets(summed, wide.num_bytes, plan.bucket_bytes):
             yield _over(plan, ranks, "all_reduce", bucket.num_elements, sent.dtype, "gradients")
         return
     units = (x.name.rpartition(".")[0] or x.name for x in summed)
@@ -143,7 +143,7 @@ def _gradients(plan: Plan, rank: int) -> Iterator[CallCount]:
         ModuleParam(unit, x.num_elements * wide.num_bytes, x.key)
         for unit, x in zip(units, summed, strict=True)
     ]
-    numbers = group_by_module(members, BUCKET_BYTES)
+    numbers = group_by_module(members, plan.bucket_bytes)
     weight, rounds = plan.numbers.weights, plan.rounds
     sums = rounds if plan.zero >= 2 else 1
     narrowest = min(weight.num_bytes, sent.num_bytes)

@@ -388,6 +388,7 @@ def _data_parallel(
     zero = config.parallel.zero
     narrow = torch.bfloat16 if config.precision.reduce_dtype == "bf16" else None
     options = {"layouts": layouts, "reduce_op": "sum", "reduce_dtype": narrow}
+    options["bucket_cap_mb"] = config.ddp.bucket_mb
     if zero and inner is not None:
         held = (*stage.named_parameters(), *stage.named_buffers())
         over = [(name, x, sum_group(layouts.get(name), batch_group())) for name, x in held]

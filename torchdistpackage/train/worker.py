@@ -16,7 +16,7 @@ import torch
 from torchdistpackage.checkpoint.local_copies import LocalCopies
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.creation import end_processes
-from torchdistpackage.comm.runtime import JoinResult, join, leave
+from torchdistpackage.comm.runtime import JoinResult, join, leave, libraries, make_deterministic
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.data.tokens.data_fingerprint import data_fingerprints, edited_data
 from torchdistpackage.data.tokens.template_date import with_template_date
@@ -134,6 +134,8 @@ def _join(config: RunConfig, resume: str, signals: SignalFlag | None) -> RunRank
         signals = SignalFlag()
         signals.listen(config.launch.requeue.signals)
     end_processes()
+    if config.train.deterministic:
+        make_deterministic()
     rendezvous = detect(os.environ)
     plan = make_plan(config, rendezvous.world_size)
     joined = join(
@@ -169,6 +171,8 @@ def _announce(rank: RunRank) -> None:
     """Say what is known of the run before its objects are made."""
     config = rank.config
     rank.say(*rank.joined.notes)
+    if rank.joined.backend == "nccl":
+        rank.say(", ".join(f"{name} {value}" for name, value in libraries().items()))
     if warning := too_long(rank.plan):
         rank.say(f"warning: {warning}")
     if config.precision.reduce_dtype == "bf16":
@@ -221,6 +225,7 @@ def _note_start(rank: RunRank, state: TrainState, changed: str) -> StopControlle
             world_size=rank.rendezvous.world_size,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             job_end_s=stop.end_s,
+            libraries=libraries(),
         )
     return stop
 

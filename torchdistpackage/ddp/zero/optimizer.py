@@ -115,7 +115,9 @@ class ZeroOptimizer(ShardedOptimizerBase):
         make_duplex_groups(s.group for s in specs)
         is_queue = is_queued(world())
         given_bytes = int((options.bucket_cap_mb or 0) * MIB)
-        cap_bytes = given_bytes or bucket_sizes(queued=is_queue).default_bytes
+        num_ranks = max((s.group.size() for s in specs), default=1)
+        sizes = bucket_sizes(queued=is_queue, num_ranks=num_ranks)
+        cap_bytes = given_bytes or sizes.default_bytes
         self.reducer = self._reducer_type(
             assign_buckets(specs, cap_bytes),
             cap_bytes=UNLIMITED_BYTES,

@@ -8,7 +8,6 @@ is empty until it means something.
 
 import contextlib
 import hashlib
-import json
 import os
 import shutil
 import signal
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from torchdistpackage.files import atomic_write, open_regular
+from torchdistpackage.harness.hang.packed import pack, unpack
 
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_APPEND
 
@@ -115,8 +115,8 @@ class Dump:
 
 
 def from_json(text: str) -> Dump:
-    """Read a dump from JSON; raises ValueError, TypeError or KeyError if it is none."""
-    fields: dict[str, Any] = json.loads(text)
+    """Read a dump from its text; raises ValueError, TypeError or KeyError if it is none."""
+    fields = unpack(text)
     return Dump(
         **fields
         | {
@@ -138,6 +138,7 @@ class Folder:
         self.path = parent / f"hang.{start}"
         self.report = parent / f"hang.{start}.txt"
         self._alarm, self._reported = self.path / "alarm", self.path / "reported"
+        self._hosts = self.path / "hosts"
 
     def make(self) -> None:
         """The folder, and in it what all ranks have in common."""
@@ -156,38 +157,48 @@ class Folder:
         return self._of(dump).with_suffix(".stacks")
 
     def write(self, dump: Dump) -> None:
-        atomic_write(self._of(dump), json.dumps(asdict(dump)))
+        atomic_write(self._of(dump), pack(asdict(dump)))
+        # by host, so that its ranks find each other without a look at all
+        beside = self._hosts / dump.process.host
+        beside.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (beside / str(dump.rank)).touch(mode=0o600)
 
     def read(self, ranks: Iterable[int] | None = None) -> dict[int, Dump]:
         """Return the dumps of ranks (default: all that wrote one), without unreadable ones."""
-        paths, dumps = self._paths(), dict[int, Dump]()
-        for rank in sorted(paths) if ranks is None else ranks:
+        found = dict[int, Dump]()
+        for rank in sorted(self._paths()) if ranks is None else ranks:
             with contextlib.suppress(ValueError, TypeError, KeyError, OSError):
-                dumps[rank] = from_json(paths[rank].read_text(encoding="utf-8"))
-        return dumps
+                found[rank] = from_json(self._path(rank).read_text(encoding="utf-8"))
+        return found
 
     def read_host(self, host: str) -> dict[int, Dump]:
         """Return the dumps of the ranks of one host."""
-        return self.read(r for r, path in self._paths().items() if path.stem.endswith(f"@{host}"))
+        with contextlib.suppress(OSError):
+            names = os.listdir(self._hosts / host)  # noqa: PTH208 - names are all that is needed
+            return self.read(sorted(map(int, filter(str.isdigit, names))))
+        return {}
 
     def num_reporting(self, *, below: int) -> int:
-        """How many ranks below wait for the report, or write it; counted up to 3."""
+        """How many ranks below wait for the report, or write it; counted up to 3.
+
+        No rank lists the folder for that: thousands that do would list millions of names.
+        """
         num = 0
-        for rank in sorted(self._paths()):
-            if rank >= below or num == 3:
+        for rank in range(below):
+            if num == 3:
                 break
             found = self.read([rank]).get(rank)
             num += found is not None and found.reports
         return num
 
     def stacks(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the stacks that faulthandler has written for ranks that cannot run Python."""
-        paths, stacks = self._paths(), dict[int, str]()
+        """What the C side of silent ranks has left."""
+        found = dict[int, str]()
         for rank in ranks:
-            with contextlib.suppress(OSError, KeyError):
-                text = paths[rank].with_suffix(".stacks").read_text(encoding="utf-8")
-                stacks |= {rank: text} if text else {}
-        return stacks
+            with contextlib.suppress(OSError):
+                text = self._path(rank).with_suffix(".stacks").read_text(encoding="utf-8")
+                found |= {rank: text} if text else {}
+        return found
 
     def raise_alarm(self) -> None:
         _append(self._alarm)
@@ -206,23 +217,24 @@ class Folder:
 
     def remove_if_all_left(self, world_size: int) -> None:
         """Leave nothing behind when the last rank has ended well."""
-        paths = self._paths()
-        if len(paths) == world_size:
-            for rank in sorted(paths, reverse=True):
-                last = self.read([rank]).get(rank)
-                if last is None or last.state is not State.LEFT:
-                    return
-            shutil.rmtree(self.path, ignore_errors=True)
+        for rank in reversed(range(world_size)):
+            last = self.read([rank]).get(rank)
+            if last is None or last.state is not State.LEFT:
+                return
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def _of(self, dump: Dump) -> Path:
-        return self.path / f"rank{dump.rank}@{dump.process.host}.json"
+        return self._path(dump.rank)
+
+    def _path(self, rank: int) -> Path:
+        return self.path / f"rank{rank}.dump"
 
     def _paths(self) -> dict[int, Path]:
         with contextlib.suppress(OSError):
             return {
-                int(name.partition("@")[0].removeprefix("rank")): self.path / name
+                int(name.removeprefix("rank").removesuffix(".dump")): self.path / name
                 for name in os.listdir(self.path)  # noqa: PTH208 - a name is all that is needed
-                if name.startswith("rank") and name.endswith(".json")
+                if name.startswith("rank") and name.endswith(".dump")
             }
         return {}
 

@@ -30,11 +30,16 @@ GATHER_S = 4.0
 TAKE_OVER_S = 1.5
 """After which the next rank writes the report, if the one whose turn it is does not."""
 END_S = 9.0
-"""After the alarm a rank ends, report or not."""
+"""After the alarm a rank ends, report or not; with thousands of ranks later (`end_s`)."""
 _LINGER_S = 3.0
 """For a rank that left its loop to end by itself."""
 _SPEAK_S = 1.0
 _LOOK_S = 0.2
+
+
+def end_s(world_size: int) -> float:
+    """Return how long after the alarm a rank ends: opening thousands of files takes its time."""
+    return END_S + world_size / 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,9 @@ class Shutdown:
         alarm_s: time.time() of the alarm. OSError: the folder cannot be used any more.
         """
         began_s = time.monotonic()
-        while not self.folder.has_report and (since_s := time.monotonic() - began_s) < END_S:
+        while not self.folder.has_report and (since_s := time.monotonic() - began_s) < end_s(
+            self.world_size
+        ):
             before = self.folder.num_reporting(below=self.rank)
             if not before or since_s > GATHER_S + before * TAKE_OVER_S:
                 dumps = self.folder.read()

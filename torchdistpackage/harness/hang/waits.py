@@ -9,9 +9,11 @@ import re
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 from torchdistpackage.errors import ScheduleError
+from torchdistpackage.harness.hang.packed import RankTuple
 from torchdistpackage.schedule.actions import parse_action
 from torchdistpackage.text import ranks_listed
 
@@ -126,7 +128,7 @@ class RankRecord:
     def __init__(self, snapshot: Mapping[str, Any]) -> None:
         groups: Sequence[Mapping[str, Any]] = snapshot["groups"]
         # groups of the same ranks are distinguished by the order in which they were made
-        lists = [tuple(group["ranks"]) for group in groups]
+        lists = [x if isinstance(x := group["ranks"], RankTuple) else tuple(x) for group in groups]
         keys = [(ranks, lists[:i].count(ranks)) for i, ranks in enumerate(lists)]
         on_device = [group["done"] is None for group in groups]
         self.on_device = any(on_device)
@@ -136,27 +138,37 @@ class RankRecord:
             key = keys[peer["group"]]
             self.messages[key, peer["peer"], "send"] = peer["sent"]
             self.messages[key, peer["peer"], "receive"] = peer["received"]
-        self.calls = [
-            RecordedCall(
-                **{**call, "group": keys[at], "shape": tuple(call["shape"])},
-                axis=groups[at]["axis"],
-                on_device=on_device[at],
-            )
-            for call in snapshot["calls"]
-            for at in (call["group"],)
-        ]
+        self._keys, self._groups, self._on_device = keys, groups, on_device
+        self._calls: Sequence[Mapping[str, Any]] = snapshot["calls"]
+
+    @cached_property
+    def calls(self) -> list[RecordedCall]:
+        """All that the snapshot has, oldest first; of thousands of ranks few are asked for them."""
+        return list(map(self._call, self._calls))
+
+    def _call(self, call: Mapping[str, Any]) -> RecordedCall:
+        at = call["group"]
+        return RecordedCall(
+            **{**call, "group": self._keys[at], "shape": tuple(call["shape"])},
+            axis=self._groups[at]["axis"],
+            on_device=self._on_device[at],
+        )
 
     def pending(self) -> list[RecordedCall]:
         """Where the host is blocked, and the last call of each kind that a device may wait in."""
-        last = {c.line: c for c in self.calls}
-        on_device = [c for c in last.values() if c.on_device and c.state != "waiting"]
-        return [c for c in self.calls if c.state == "waiting"] + on_device
+        last = {_line(c): c for c in self._calls}
+        chosen = [c for c in self._calls if c["state"] == "waiting"]
+        chosen += [
+            c for c in last.values() if self._on_device[c["group"]] and c["state"] != "waiting"
+        ]
+        return list(map(self._call, chosen))
 
     def matching(self, call: RecordedCall, rank: int) -> RecordedCall | None:
         """My call that must meet `call` of `rank`, if the ring still has it."""
-        for mine in reversed(self.calls):
-            if (mine.group, mine.sequence) != (call.group, call.sequence):
+        for raw in reversed(self._calls):
+            if raw["sequence"] != call.sequence or self._keys[raw["group"]] != call.group:
                 continue
+            mine = self._call(raw)
             if call.peer is None and mine.peer is None:
                 return mine
             if mine.peer == rank and mine.operation == _OTHER_END.get(call.operation):
@@ -168,6 +180,12 @@ class RankRecord:
         if call.peer is None:
             return self.issued.get(call.group, 0)
         return self.messages.get((call.group, rank, _OTHER_END[call.operation]), 0)
+
+
+def _line(call: Mapping[str, Any]) -> tuple[object, ...]:
+    """What calls that wait for each other in turn share; as `RecordedCall.line`, of one rank."""
+    peer = call["peer"]
+    return call["group"], peer, call["operation"] if peer is not None else ""
 
 
 class _Meeting:

@@ -1,0 +1,102 @@
+"""Dumps of thousands of ranks in few bytes: what all ranks repeat is left out. No torch.
+
+Ranks of a group lie on a mesh, so a few numbers say them all; calls and stacks compress well.
+"""
+
+import base64
+import json
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+_PACKED = "z"
+"""First letter of a text that is packed; one of JSON begins with a bracket."""
+
+_EACH = ("sequence", "age_s", "state")
+"""What differs between calls of one kind."""
+
+
+class RankTuple(tuple[int, ...]):
+    """Ranks of a group; hashed once, however many calls name them."""
+
+    _hash: int | None = None
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = super().__hash__()
+        return self._hash
+
+
+def pack(fields: dict[str, Any]) -> str:
+    """Return the fields of a dump as text. The lists of ranks in its snapshot become short."""
+    kinds: list[dict[str, Any]] = []
+    if snapshot := fields.get("snapshot"):
+        groups = [{**group, "ranks": _strides(group["ranks"])} for group in snapshot["groups"]]
+        places: dict[str, int] = {}
+        rows: list[list[Any]] = []
+        for call in snapshot["calls"]:
+            kind = {name: x for name, x in call.items() if name not in _EACH}
+            place = places.setdefault(str(kind), len(kinds))
+            if place == len(kinds):
+                kinds.append(kind)
+            rows.append([place, *(call[name] for name in _EACH)])
+        fields = {**fields, "snapshot": {**snapshot, "groups": groups, "calls": rows}}
+    # apart from what differs: most ranks say the same, which is then read once
+    parts = [{**fields, "stacks": ()}, kinds, list(fields["stacks"])]
+    text = "\0".join(json.dumps(part, separators=(",", ":")) for part in parts)
+    return _PACKED + base64.b64encode(zlib.compress(text.encode(), 6)).decode()
+
+
+def unpack(text: str) -> dict[str, Any]:
+    """Return the fields. ValueError: the text is none of `pack`."""
+    try:
+        if not text.startswith(_PACKED):
+            return json.loads(text)
+        parts = zlib.decompress(base64.b64decode(text[1:])).decode().split("\0")
+    except zlib.error as error:
+        raise ValueError(f"it is not whole: {error}") from error
+    fields: dict[str, Any] = json.loads(parts[0])
+    kinds, fields["stacks"] = _known(parts[1]), _known(parts[2])
+    if snapshot := fields.get("snapshot"):
+        snapshot["calls"] = [
+            {**kinds[place], **dict(zip(_EACH, each, strict=True))}
+            for place, *each in snapshot["calls"]
+        ]
+    for group in (fields.get("snapshot") or {}).get("groups", ()):
+        if isinstance(strides := group["ranks"], dict):
+            first, *dims = strides["strides"]
+            group["ranks"] = _ranks(first, tuple(map(tuple, dims)))
+    return fields
+
+
+@lru_cache(256)
+def _known(text: str) -> list[Any]:
+    return json.loads(text)
+
+
+def _strides(ranks: Sequence[int]) -> Sequence[int] | dict[str, list[Any]]:
+    """Return the first rank and (number, distance) of each dim; the ranks where no mesh has them.
+
+    `{"strides": [0, [4, 2]]}` are ranks 0, 2, 4, 6.
+    """
+    dims: list[tuple[int, int]] = []
+    left = list(ranks)
+    while len(left) > 1 and len(dims) < 4:
+        step = left[1] - left[0]
+        number = next((i for i in range(1, len(left)) if left[i] - left[i - 1] != step), len(left))
+        if len(left) % number:
+            break
+        dims.insert(0, (number, step))
+        left = left[::number]
+    if len(left) != 1 or _ranks(left[0], tuple(dims)) != tuple(ranks):
+        return list(ranks)
+    return {"strides": [left[0], *map(list, dims)]}
+
+
+@lru_cache(1 << 14)
+def _ranks(first: int, dims: tuple[tuple[int, int], ...]) -> RankTuple:
+    found = [first]
+    for number, step in dims:
+        found = [rank + i * step for rank in found for i in range(number)]
+    return RankTuple(found)
