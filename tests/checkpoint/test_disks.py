@@ -5,6 +5,7 @@ Disks are file systems of their own, mounted for the test; the save after the tr
 
 import errno
 import os
+import resource
 import subprocess
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -61,6 +62,11 @@ def fill(disk: Path) -> None:
         file.write(bytes(left.f_bavail * left.f_bsize))
 
 
+def limit_files(size_bytes: int) -> None:
+    """Let this process write no larger file."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
+
+
 def bring_back(disk: Path) -> None:
     assert not make_disk(disk)
     (disk / "checkpoints").mkdir()
@@ -74,6 +80,12 @@ STRIKES: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], str
         os.strerror(errno.EROFS),
     ),
     "gone": (remove_disk, bring_back, "which is not there; mount its disk"),
+    # on any Linux and without a mount: no file may grow to the size of the checkpoint's largest
+    "limit": (
+        lambda disk: limit_files(max(x.stat().st_size for x in disk.rglob("*")) // 2),
+        lambda disk: limit_files(resource.RLIM_INFINITY),
+        os.strerror(errno.EFBIG),
+    ),
     # needs a kernel with quotas of disks, so the write is patched
     "quota": (lambda disk: None, lambda disk: None, os.strerror(errno.EDQUOT)),
 }
@@ -134,7 +146,7 @@ def steps_of(folder: Path) -> list[int]:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("how", STRIKES)
+@pytest.mark.parametrize("how", [how for how in STRIKES if how != "limit"])
 @pytest.mark.parametrize("on_error", ["continue", "stop"])
 def test_a_spoilt_disk_stops_all_ranks_or_is_said_and_training_goes_on(
     ranks, tmp_path, disk, how, on_error
@@ -157,6 +169,33 @@ def test_a_spoilt_disk_stops_all_ranks_or_is_said_and_training_goes_on(
     assert reached == list(range(1, STEPS + 1))
     saved = steps_of(disk / "checkpoints")
     assert saved[0] == STEPS and 4 not in saved and (how == "gone" or saved[-1] == 2)
+
+
+def train_twice(folder: Path) -> tuple[str, list[int], int]:
+    """Train until no more can be written, and again once it can: what was said, what was saved."""
+    try:
+        stopped = train(folder, folder / "checkpoints", "limit", [], 2)
+    finally:
+        limit_files(resource.RLIM_INFINITY)
+    saved = steps_of(folder / "checkpoints")
+    dist.barrier()  # before the others go on
+    run = parity.trainer(WORDS)
+    state = resume(run, folder, "auto", None)
+    first = state.step
+    assert make_loop(run, state, folder).run() is not None
+    return stopped, saved, first
+
+
+def test_a_run_that_can_write_no_more_says_so_keeps_what_it_has_and_resumes(ranks, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    for stopped, saved, first in ranks(2).run(train_twice, tmp_path):
+        assert stopped.startswith("stopped after step ")
+        assert "writing the checkpoint of step 4 to " in stopped
+        assert STRIKES["limit"][2] in stopped
+        assert saved == [2] and first == 2
+    assert steps_of(tmp_path / "checkpoints")[0] == STEPS
+    steps = [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    assert steps == list(range(1, STEPS + 1))
 
 
 @pytest.mark.full
