@@ -4,16 +4,24 @@ import json
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.data.texts import save_tokenizer
 from tests.models import hugging_face_folders as folders
-from tests.models.hugging_face_ranks import save_run
+from tests.models.hugging_face_ranks import VOCAB, save_run
+from tests.train.inference_ranks import run_in
+from tests.train.test_generate import greedy, on_layout
+from torchdistpackage.cli import _inference
+from torchdistpackage.cli._inference import source_of
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import load
+from torchdistpackage.data.tokens.prompts import TokenizerCodec
 from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.train.export import export_run
 
@@ -176,6 +184,64 @@ def test_merged_adapters_are_the_bits_of_peft(ranks, tmp_path, capsys):
     (source / "config.json").unlink()
     assert main(["export", str(run), str(tmp_path / "again"), "--merge"]) == 2
     assert f"{source}: it has no config.json" in capsys.readouterr().err
+
+
+def losses_of(model: PreTrainedModel, ids: list[int]) -> list[float]:
+    """Of each token of windows of 8 but the first."""
+    found: list[float] = []
+    for at in range(0, len(ids) - 1, 8):
+        window = torch.tensor([ids[at : at + 9]])
+        with folders.everywhere_float64(), torch.no_grad():
+            logits = model(window[:, :-1]).logits[0]
+        found += cross_entropy(logits, window[0, 1:], reduction="none").tolist()
+    return found
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "llama, tied, biases, one kv head"])
+def test_a_merged_export_writes_and_scores_what_transformers_does(
+    ranks, tmp_path, monkeypatch, capsys, name
+):
+    monkeypatch.setattr(_inference, "run_local", run_in(ranks))
+    source = save_tokenizer(folders.save(name, tmp_path / "source"), VOCAB)
+    target = "[c_attn, c_proj]" if name == "gpt2" else "[all-linear]"
+    adapted = f"model.lora={{r: 3, alpha: 7, target: {target}}}"
+    run = saved_run(ranks, tmp_path, {"tensor": 2}, f"model.hf={source}", adapted)
+    out = tmp_path / "out"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        assert main(["export", str(run), str(out), "--merge"]) == 0
+        assert main(["export", str(run), str(tmp_path / "apart")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64).eval()
+    prompt = "alpha beta"
+    given = TokenizerCodec(out).encode(prompt)
+    # behind the learned positions of GPT-2 transformers' own generate ends in an IndexError
+    num = min(8, model.config.max_position_embeddings - len(given))
+    truth = greedy(model, given, num)
+    told = on_layout(ranks, source_of(out, None), {"pipe": 2}, prompt=given)
+    assert [x[:num] for x in told] == [truth] * 2
+    assert truth != greedy(folders.model(name), given, num), "the adapters change nothing"
+    ids = np.random.default_rng(3).integers(0, VOCAB, 29, np.uint16)
+    ids.tofile(tmp_path / "ids.bin")
+    capsys.readouterr()
+    command = [str(out), "--data", str(tmp_path / "ids.bin"), "--json", "precision.dtype=float64"]
+    assert main(["eval", *command, "data.seq_len=8"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["loss"] == pytest.approx(np.mean(losses_of(model, ids.tolist())), rel=1e-9)
+    # adapters without their model, and a tokenizer of another one, before any rank starts
+    monkeypatch.setattr(_inference, "run_local", None)
+    save_tokenizer(out, VOCAB + 39)
+    (tmp_path / "text.txt").write_text(prompt)
+    for name, options in (
+        ("generate", ["--prompt", prompt]),
+        ("eval", ["--data", str(tmp_path / "text.txt")]),
+    ):
+        assert main([name, str(tmp_path / "apart"), *options]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "of adapters without their model; write both with tdp export --merge" in said
+        assert main([name, str(out), *options]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "has 300 ids, but the model has a vocabulary of 261" in said
 
 
 def test_a_run_without_adapters_is_not_merged(ranks, tmp_path, capsys):

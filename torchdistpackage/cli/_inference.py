@@ -17,13 +17,14 @@ from torchdistpackage.checkpoint.commit import latest
 from torchdistpackage.cli._common import ListedIn, Overrides, refusal
 from torchdistpackage.config.check import old_packages
 from torchdistpackage.config.errors import ConfigErrors
-from torchdistpackage.config.hugging_face import FILE as CONFIG
 from torchdistpackage.config.hugging_face import (
+    ADAPTER_FILE,
     model_keys,
     read_config,
     tokenizer_file,
     vocabulary_size,
 )
+from torchdistpackage.config.hugging_face import FILE as CONFIG
 from torchdistpackage.config.load import load, loads, override_problems
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.yaml_loader import write
@@ -197,6 +198,11 @@ def source_of(path: Path, checkpoint: Path | None) -> ModelSource:
         return ModelSource(path, load(path / RESOLVED, ["model.weights=null"]), True, checkpoint)
     if (path / CONFIG).is_file():
         return ModelSource(path, loads(_yaml_of(path), str(path)), False, checkpoint)
+    if (path / ADAPTER_FILE).is_file():
+        raise ConfigError(
+            f"{path}: it has peft's {ADAPTER_FILE}, of adapters without their model; write both "
+            f"with tdp export --merge, or name the folder of the run"
+        )
     what = f"it has neither {RESOLVED} nor {CONFIG}" if path.is_dir() else "there is no such folder"
     raise ConfigError(f"{path}: {what}; name the folder of a run or of a transformers model")
 
