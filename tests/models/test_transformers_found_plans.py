@@ -116,7 +116,9 @@ def test_experts_that_ranks_cannot_share_are_refused(tmp_path, family, more, sai
 
 
 @pytest.mark.parametrize("cut", ["parallel.tensor=2", "parallel.pipe=2"])
-def test_a_router_that_samples_is_not_shared(tmp_path, cut):
+def test_a_router_that_samples_is_not_shared(tmp_path, monkeypatch, cut):
+    """And is not tried either: two trials of it may differ."""
+    monkeypatch.setattr(transformers_found, "try_tensor", None)
     with pytest.raises(ConfigError) as met:
         plan_of(tmp_path, "phimoe", cut)
     assert "its router (PhimoeTopKRouter) samples experts in training" in str(met.value)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from torchdistpackage.families.found import (
     BESIDE,
+    SAMPLED,
     SHARED,
     TRAINED,
     UNSEEN,
@@ -71,7 +72,8 @@ def _read(text: str, tensor: int) -> FoundModel:
     given = json.loads(text)
     if tensor > 1:
         whole = _read(text, 1)
-        return whole if whole.refused else _cut(given, whole, tensor)
+        is_sampled = given.get("model_type") in SAMPLED  # refused, and no trial of it says more
+        return whole if whole.refused or is_sampled else _cut(given, whole, tensor)
     with ALONE:
         config = known_settings(given)
         return _found(on_meta(given, torch.float32), config, _tried(given))
