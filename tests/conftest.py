@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -141,6 +142,7 @@ class _Under:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until the tests are collected: none of them is garbage
     config.stash[OWN_TRANSPORT] = {}
     small = config.getoption("markexpr") == "not full"
     hypothesis.settings.load_profile("small set" if small else "full")
@@ -148,6 +150,13 @@ def pytest_configure(config: pytest.Config) -> None:
         if signal.getsignal(number) is signal.SIG_IGN:
             default = signal.SIG_DFL if number is signal.SIGQUIT else signal.default_int_handler
             signal.signal(number, default)
+
+
+def pytest_collection_finish() -> None:
+    """Leave the collected tests, a million objects, out of each garbage collection."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_warning_recorded(warning_message: warnings.WarningMessage, nodeid: str) -> None:

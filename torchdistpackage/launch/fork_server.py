@@ -58,11 +58,13 @@ class _Server:
         self._channel = channel
         self._children: set[int] = set()
         self._wake_read, self._wake_write = socket.socketpair()
+        gc.disable()  # what imports make stays, and collections take a seventh of their time
         self._problem = _import_all(preload)
         for stream in (sys.stdout, sys.stderr):  # or every child would write it again
             stream.flush()
         gc.collect()
         gc.freeze()  # or the first collection in each child would copy every page it looks at
+        gc.enable()
 
     def serve(self) -> _Child | None:
         """Answer requests until the client is gone (None); in a child, return what it is to be."""
