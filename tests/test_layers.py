@@ -356,3 +356,15 @@ def test_the_fence_holds(name: str, monkeypatch: pytest.MonkeyPatch):
         return
     monkeypatch.setattr(package_files, "tree", lambda path: ast.parse(text))
     assert list(look(ROOT / name)) == [expected]
+
+
+def asks_of_zero(path: Path) -> list[str]:
+    """Calls of isinstance that name a class of ZeRO."""
+    calls = (n for n in package_files.nodes(path) if isinstance(n, ast.Call) and len(n.args) == 2)
+    asked = [ast.unparse(n.args[1]) for n in calls if getattr(n.func, "id", "") == "isinstance"]
+    return [x for x in asked if "ZeroOptimizer" in x or "ReduceScatterBucket" in x]
+
+
+def test_nobody_asks_whether_something_is_of_zero():
+    """They ask `ShardedOptimizer`, or what a bucket says of itself."""
+    assert [x for x in offences(asks_of_zero) if not x.startswith("ddp/zero/")] == []

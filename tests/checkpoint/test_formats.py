@@ -289,6 +289,7 @@ for write, name in ((write_safetensors_file, "a"), (write_torch, "b")):
 """
 
 
+@pytest.mark.full
 def test_an_export_holds_a_tensor_and_not_the_checkpoint(tmp_path):
     """Of 96 MB in tensors of 4 MB; pages of files, which the kernel takes back, do not count."""
     subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path)], check=True, timeout=120)

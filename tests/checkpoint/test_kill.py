@@ -71,7 +71,7 @@ def recover(folder: str) -> tuple[int, int]:
     return loaded.step, loaded.tokens
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("most", [6, pytest.param(sys.maxsize, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "world_size,victim,next_step,beside",

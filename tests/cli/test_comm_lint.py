@@ -96,6 +96,7 @@ def test_a_disagreement_is_code_1_and_a_wrong_file_code_2(small, capsys, monkeyp
     assert main(["comm", "lint", small, "--procs", "5"]) == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "command",
     [pytest.param(c, marks=pytest.mark.full) if "--procs 4096" in c else c for c in COMMANDS],

@@ -72,6 +72,7 @@ def folder(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_file_of_each_kind_of_answer_plans(folder: Path, kind: str, capsys):
     assert main(["init", *KINDS[kind]]) == 0

@@ -196,6 +196,7 @@ print(sorted({"numpy", "rich", "yaml", "submitit"} & set(sys.modules)), file=sys
     assert done.stderr.splitlines()[-1] == "[]"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("command", "place", "is_refused"),
     [

@@ -319,6 +319,7 @@ WIDE = {path.stem: [str(path)] for path in CONFIGS.glob("*.yaml")} | {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", WIDE)
 def test_every_line_fits_a_terminal_of_80_columns(brief, plan, monkeypatch, case):
     monkeypatch.setenv("COLUMNS", "80")

@@ -115,7 +115,7 @@ def test_what_plan_refuses_is_refused_with_all_its_problems(work: Path, capsys):
     assert calls(work) == [] and not (work / "runs").exists()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETING"])
 def test_a_run_whose_job_is_alive_is_not_submitted_again(work: Path, state, monkeypatch, capsys):
     assert main(["submit", "run.yaml"]) == 0
@@ -139,7 +139,7 @@ def test_a_fresh_start_moves_the_earlier_folder_aside(work: Path, monkeypatch):
     assert len(read_records(RunDir(work / "runs/one").records)) == 1
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("said", "advice"),
     [
@@ -253,6 +253,7 @@ def test_of_two_submissions_at_once_one_is_refused(work: Path, capsys):
     assert main(["submit", "run.yaml"]) == 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
 @pytest.mark.parametrize(
     ("change", "said"),

@@ -61,6 +61,7 @@ def both_ways() -> None:
     assert messages == each_way(group, twin, {*range(size)} - {rank})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sums_and_gathers_go_down_over_the_twin(ranks, size):
     ranks(size).run(both_ways)

@@ -69,6 +69,7 @@ def test_anchors_in_ordinary_use_are_read():
     assert config.model.args == {"x": [1, {"b": 2}, {"b": 2}]}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("section", ["", "launch: {slurm: {%s}}"])
 def test_of_thousands_of_problems_the_first_are_named(section):
     keys = [f"k{i}: 1" for i in range(2000)]

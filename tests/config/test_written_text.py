@@ -10,6 +10,7 @@ PLAIN = ["012345", "2026_11_28", "0x1F", "0o17", "1e3", "1.50", "-0", "+7", ".5"
          "true", "FALSE", "yes", "on", "1:30", "2026-11-28", "1_0.5"]  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["account", "qos", "constraint", "gres", "exclude", "nodelist"])
 def test_an_option_that_is_a_text_reaches_slurm_as_it_is_written(name: str) -> None:
     for text in PLAIN:

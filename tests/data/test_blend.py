@@ -152,6 +152,7 @@ def test_a_run_on_sources_trains_alike_on_every_layout(ranks, tmp_path, layout):
         assert losses == pytest.approx(one, rel=1e-9)
 
 
+@pytest.mark.full
 def test_a_resumed_run_goes_on_and_says_that_a_source_was_edited(tdp, tmp_path):
     (tmp_path / "run.yaml").write_text(f"run: {{dir: {tmp_path}/runs}}")
     words = ["train", str(tmp_path / "run.yaml"), *RUN, *corpus(tmp_path), "parallel.data=2"]

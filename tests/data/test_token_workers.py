@@ -87,6 +87,7 @@ def made(source: TextSource, cache: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["lines", "chats", "prompts", "preference", "parquet", "files"])
 def test_any_number_of_processes_makes_the_same_entry(share, tmp_path, kind):
     source = {

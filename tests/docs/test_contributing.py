@@ -150,6 +150,7 @@ assert torch.allclose(split(ids).logits, model(ids).logits, rtol=0, atol=1e-11)
 """
 
 
+@pytest.mark.full
 def test_a_family_of_transformers(edited: Path, tmp_path: Path):
     """One table of it gives layouts and the plan of `tensor_parallel`."""
     pytest.importorskip("transformers")

@@ -53,10 +53,14 @@ def files(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_configuration_of_the_page_runs(files, capsys):
-    """As it stands in a plan; then two steps of shorter samples on threads as ranks."""
+def test_the_configuration_of_the_page_plans(files, capsys):
     assert main(["plan", "run.yaml"]) == 0
     assert "data=2 x pipe=2 x context=1 x tensor=2" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_the_configuration_of_the_page_runs(files, capsys):
+    """Two steps of shorter samples on threads as ranks."""
     assert main(["comm", "lint", "run.yaml", *SMALL]) == 0
     assert "two steps, 8 threads as ranks" in (shown := capsys.readouterr().out)
     assert "no ranks deadlock (in two steps)" in shown

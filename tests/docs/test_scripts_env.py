@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -24,6 +26,7 @@ def test_an_existing_environment_is_taken_by_its_python(tmp_path: Path):
     assert done.returncode == 1 and "TDP_PYTHON=/bin/false does not run" in done.stderr
 
 
+@pytest.mark.full
 def test_the_page_of_keys_needs_no_torch(tmp_path: Path):
     """Written in a copy whose only Python has torch hidden."""
     for name in ("scripts", "torchdistpackage"):

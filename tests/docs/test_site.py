@@ -94,6 +94,7 @@ def project(tmp_path: Path) -> Path:
     return copy
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("script", "arguments", "code", "says"),
     [

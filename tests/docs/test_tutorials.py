@@ -69,6 +69,7 @@ def test_a_first_run_and_its_report(walk: Callable[[str], dict]):
     assert Path("runs/gpt_tiny/report.html").stat().st_size > 1e6
 
 
+@pytest.mark.full
 def test_fine_tuning_on_chats(walk: Callable[[str], dict]):
     told = walk("tutorial_fine_tune")
     assert Path("chat/train.jsonl").read_text().splitlines()[0] + "\n" in tutorials.shown(
@@ -80,6 +81,7 @@ def test_fine_tuning_on_chats(walk: Callable[[str], dict]):
     assert Path("chat/mine/tokenizer.json").exists()
 
 
+@pytest.mark.full
 def test_a_model_of_your_own_on_more_ranks(walk: Callable[[str], dict]):
     walk("tutorial_own_model")
     net, four = (first_loss(Path("runs", run)) for run in ("net", "four"))

@@ -112,7 +112,7 @@ def plan_of(config: Path, data: int, pipe: int, tensor: int) -> Plan:
     return make_plan(load(str(config), [*given, *more]), data * pipe * tensor)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_groups_of_every_configuration_are_made(config, layout):

@@ -172,6 +172,7 @@ def return_a_lock() -> object:
     return threading.Lock()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("target", "text"),
     [

@@ -39,6 +39,7 @@ def saved(ranks, tmp_path_factory):
     return of
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tied", [False, True])
 def test_tables_are_the_embeddings_and_the_head_that_transformers_makes(tied):
     """By its own modules, whatever their sizes; in tables here and in what is read of a class."""
@@ -55,7 +56,7 @@ def test_tables_are_the_embeddings_and_the_head_that_transformers_makes(tied):
         assert found == expected, family
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "changes", "layout"),
     [
@@ -107,7 +108,7 @@ def test_three_steps_are_those_of_transformers(ranks, saved, family, changes, la
     assert coverage_ranks.largest_difference(found, truth) < 1e-9
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "changes", "layout"),
     [

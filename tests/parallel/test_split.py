@@ -246,6 +246,7 @@ def test_a_large_chain_is_cut_in_a_bounded_number_of_tries(p, v, num_pieces):
     assert busiest <= sum(costs) / p + max(costs) / 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("zigzag", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_walk_finds_as_good_a_cut_as_a_whole_search(monkeypatch, zigzag):
     """Of random chains, on average; and what goes across a cut counts there too."""

@@ -53,6 +53,7 @@ def shadow(folder: Path) -> None:
         (folder / f"{name}.py").write_text("raise RuntimeError(__file__)")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("by", ["working folder", "TDP_CODE"])
 def test_no_file_takes_the_place_of_pythons_own(tmp_path: Path, by: str):
     shadow(tmp_path)

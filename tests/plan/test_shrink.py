@@ -82,7 +82,7 @@ def test_a_custom_schedule_keeps_its_ranks_and_microbatches(tmp_path):
     assert small.config.pipeline.microbatches == 16
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "schedule", ["interleaved", "zb-v", pytest.param("auto", marks=pytest.mark.full)]
 )

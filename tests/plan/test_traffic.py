@@ -224,6 +224,7 @@ def planned(tmp_path, case: tuple):
     return make_plan(run, case[0])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", TELLING[:3], ids=lambda case: case[1])
 def test_the_table_has_the_bytes_of_the_busiest_rank(tmp_path, capsys, case):
     (tmp_path / "run.yaml").write_text("launch: {local: {procs: null}}\n")
@@ -271,6 +272,7 @@ def test_a_window_over_parts_of_a_sequence_is_named(tmp_path):
     assert "a sliding window over parts of a sequence" in uncounted(plan)
 
 
+@pytest.mark.full
 def test_the_table_of_the_page_is_that_of_its_plans():
     root = Path(__file__).parents[2]
     page = (root / "docs/step_bytes.md").read_text().partition("## One model")[2]

@@ -100,6 +100,7 @@ def test_orders_are_the_tables_that_everybody_draws():
     ]
 
 
+@pytest.mark.few(2)
 @sizes
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_backwards_leave_the_bubble_of_the_formula(name: str, sizes: list[tuple[int, int]]):

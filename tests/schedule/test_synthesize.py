@@ -67,7 +67,7 @@ def keeps_its_promise(seed: int) -> None:
     assert cap is None or max(timeline.peak_live_of_rank) <= cap
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(12))
 def test_never_longer_than_stock_legal_and_within_the_cap(seed: int):
     keeps_its_promise(seed)
@@ -154,6 +154,7 @@ def test_a_run_is_solved_anew_from_its_own_timings(tmp_path):
     assert simulate(again, true).total < simulate(run, true).total
 
 
+@pytest.mark.full
 def test_the_same_on_every_rank():
     code = (
         "from torchdistpackage.schedule.autoschedule import synthesize\n"

@@ -94,6 +94,7 @@ def settings_of(kind: str, folder: Path) -> list[str]:
     return [f"model.hf={folder}/config.json", *data]
 
 
+@pytest.mark.full
 @pytest.mark.own_transport("a graph calls torch's collectives of its own groups")
 @pytest.mark.parametrize(
     ("kind", "axis", "backend"),

@@ -83,7 +83,7 @@ def test_greedy_tokens_of_other_families(ranks, tmp_path, name, layout):
     assert told == [truth] * len(told)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

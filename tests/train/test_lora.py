@@ -151,6 +151,7 @@ def test_a_run_comes_out_as_a_folder_of_peft(ranks, adapted, tmp_path, name, lay
     assert told == [tokens] * size
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [

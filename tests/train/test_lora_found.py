@@ -91,6 +91,7 @@ def test_three_steps_are_those_of_peft(ranks, adapted, family, layout):
         assert mine.losses == pytest.approx(truth.losses, rel=1e-9)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "family",
     [x if x == "phi3" else pytest.param(x, marks=pytest.mark.full) for x in TARGETS],
@@ -111,6 +112,7 @@ def test_merged_adapters_are_the_bits_of_peft(ranks, adapted, tmp_path, family):
     assert sum(not torch.equal(x, found[key]) for key, x in before.items()) >= 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "target"),
     [

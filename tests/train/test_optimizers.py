@@ -79,7 +79,7 @@ def asked(name: str, layout: dict[str, int]) -> tuple[int, list[str], list[str]]
     return size, base, [*base, *(f"parallel.{key}={value}" for key, value in layout.items())]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "layout"), [(n, x) for n, of in LAYOUTS.items() for x in of], ids=str
 )

@@ -34,7 +34,7 @@ def plan_of(case: str, *more: str) -> Plan:
     return make_plan(config, math.prod(degrees.values()))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[] if c in THREADS else pytest.mark.full) for c in CASES]
 )
@@ -61,6 +61,7 @@ def expect_agreement(plan: Plan) -> None:
     assert all(report.calls) and report.kinds
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", ["data2xpipe2", "pipe2xtensor2-sp"])
 def test_a_trial_is_two_steps_of_the_run_on_less(layout):
     """Its losses are those of one rank: the transport delivers what gloo would."""

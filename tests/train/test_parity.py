@@ -95,7 +95,7 @@ def expect_same(results: list, truth: list) -> None:
         assert abs(my_norm - norm) < 1e-9 * norm
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("case", list(cases()))
 def test_one_step_is_that_of_one_process(ranks, case):
     degrees, sequence_parallel, tied = case
@@ -186,6 +186,7 @@ def exchanged():
     yield pytest.param("1f1b", 1, "a2a+p2p", 4, id="context4-zero1-a2a+p2p", marks=pytest.mark.full)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "zero", "way", "context"), list(exchanged()))
 def test_context_under_schedules_and_zero(ranks, name, zero, way, context):
     degrees = {"data": 1, "pipe": 2, "context": context, "tensor": 1}
@@ -237,6 +238,7 @@ def expect_one_loss(ranks, changes: list[str], layout: str, rel: float, steps: i
         assert mine == pytest.approx(truth, rel=rel, abs=0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "steps"),
     [("data2xpipe2", 12), *(pytest.param(name, 50, marks=pytest.mark.full) for name in LAYOUTS)],

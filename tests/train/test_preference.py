@@ -118,6 +118,7 @@ def test_our_gpt_prefers_alike_on_every_layout(ranks, tmp_path, layout):
     assert abs(logged[2]["rewards/margins"]) > 1e-5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "first", "then"),
     [("copy", "data2-zero3", "tensor2"), pytest.param("adapters", "pipe2", "data2", marks=FULL)],

@@ -56,7 +56,7 @@ def cases():
         yield pytest.param(*case, marks=[] if case in small else [pytest.mark.full])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("layout", "how"), list(cases()))
 def test_numbers_are_bit_for_bit_those_without(ranks, layout, how):
     """With dropout, whose masks are drawn again."""

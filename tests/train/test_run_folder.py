@@ -236,6 +236,7 @@ def await_exit(server: ForkServer, children) -> None:
     until(gone, "the end of the ranks")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kills", [6, pytest.param(40, marks=pytest.mark.full)])
 def test_a_run_that_is_killed_again_and_again_is_bitwise_one_that_never_was(tmp_path, pool, kills):
     """It saves every step, so it goes on at most one step before the last row that was written."""

@@ -69,6 +69,7 @@ def test_by_time_the_stages_take_alike(costs):
     assert 9 * 29 < plan.timeline.total <= 9 * 29 + 8 * 0.5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chunks", [1, 2, None])
 def test_auto_is_not_longer_than_any_stock_order_on_the_same_stages(costs, chunks):
     auto = planned(
@@ -92,6 +93,7 @@ def test_without_costs_auto_goes_by_operations():
     assert plan.timeline.total < simulate(stock, plan.pipeline.costs).total
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tied", [True, False])
 def test_per_work_done_auto_is_not_longer_than_any_stock_order(tied):
     """A mean rank's forward is the unit of every plan, whatever its cut."""

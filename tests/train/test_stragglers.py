@@ -110,7 +110,7 @@ def expect_named(ranks, layout: str, phases: tuple[str, ...]) -> None:
     assert len(over) == max(len(plan) - 2, 0), "said when it has been quiet for two windows"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_delay_of_50_ms_is_named_with_rank_host_and_phase(ranks, layout):
     expect_named(ranks, layout, SMALL_SET[layout])

@@ -146,6 +146,7 @@ def test_a_validation_or_save_between_steps_is_of_no_step(ranks, tmp_path):
             assert any(0 <= e["ts"] - s["ts"] <= s["dur"] for s in steps), e["name"]
 
 
+@pytest.mark.full
 def test_a_host_that_runs_ahead_records_the_same(pool, tmp_path):
     pool(2).run(traced, ["parallel.pipe=2"], str(tmp_path), transport="late")
     value = json.loads((tmp_path / "trace.json").read_text())

@@ -179,7 +179,7 @@ def cases():
             yield pytest.param(name, layout, marks=() if small else FULL)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "layout"), list(cases()))
 def test_three_steps_are_those_of_transformers(ranks, saved, name, layout):
     """Losses, the gradient of every parameter in each step, and the weights after them."""
@@ -220,6 +220,7 @@ def expect_same(results: list[Answer], truth: Answer) -> None:
         assert answer.losses == pytest.approx(truth.losses[-num_steps:], rel=1e-9)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -279,6 +280,7 @@ def test_recomputed_blocks_change_nothing(ranks, tmp_path, layout):
     assert all(torch.equal(x, other[name]) for name, x in one.items())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout", ["tensor2", *(pytest.param(x, marks=FULL) for x in ("data2-zero3", BOTH))]
 )

@@ -34,7 +34,7 @@ def two_steps(extra: list[str]) -> tuple[parity.Held, parity.Held, list[float]]:
     return gradients, parity.held(run, "data"), numbers
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("case", "stage"), list(matrix()))
 def test_two_steps_are_those_of_one_process(ranks, case, stage):
     """In two rounds: from stage 2 on the first one's sums wait for the second's."""

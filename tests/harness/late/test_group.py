@@ -86,7 +86,7 @@ def collectives() -> list[torch.Tensor]:
             assert torch.equal(one, other), (i, one, other)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_all_calls_deliver(ranks: RankPool, transport: str):
     ranks(4).run(collectives, transport=transport)
@@ -229,6 +229,7 @@ FINDINGS = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("step", FINDINGS, ids=lambda step: step.__name__)
 def test_misuse_is_named(ranks: RankPool, step):
     with pytest.raises(RankError) as caught:

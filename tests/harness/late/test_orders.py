@@ -15,7 +15,7 @@ def run(name: str, transport: str) -> list[torch.Tensor]:
         return PROGRAMS[name]()
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("num_seeds", [1, pytest.param(20, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_order_gives_the_same_bits(name: str, num_seeds: int):

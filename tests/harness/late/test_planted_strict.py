@@ -20,7 +20,7 @@ from torchdistpackage.testing import mirror
 STRICT = "late,strict"
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_right_programs_pass_with_the_same_bits(name):
     program = PROGRAMS[name]

@@ -50,7 +50,7 @@ def test_a_right_model_prints_one_line(pool, layouts):
     assert len(report.findings) == len(layouts) and "\n" not in str(report)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("wrong", MISTAKES)
 def test_a_planted_mistake_is_named_by_module_and_axis(pool, wrong: str):
     module, axes, cause = MISTAKES[wrong]

@@ -112,7 +112,7 @@ def test_over_threads(kind, family, num):
     trains_adapters(kind, family, num)
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", MADE)
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.full)])
 @pytest.mark.late_in_full
@@ -131,6 +131,7 @@ class Net(nn.Module):
         return self.to_image(y.reshape(-1, 1, 2, 2)).flatten(1)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("config", [
     LoraConfig(r=2, target_modules=["first", "last"]),
     IA3Config(target_modules=["first", "second", "last", "to_image"], feedforward_modules=[]),
@@ -190,6 +191,7 @@ def test_prompts_over_threads(family, num):
     trains_prompts(family, num)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
 @pytest.mark.late_in_full
 def test_prompts_over_ranks(ranks, family):

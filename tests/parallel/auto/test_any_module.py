@@ -165,6 +165,7 @@ def all_as_before() -> None:
         as_before(name, None, False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 4))])
 @pytest.mark.late_in_full
 def test_over_ranks(ranks, num):

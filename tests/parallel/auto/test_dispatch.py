@@ -131,6 +131,7 @@ def on_a_rank(folder: Path) -> None:
     trains_as_the_whole(folder, None)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.late_in_full
 def test_one_file_is_in_memory_beside_the_shard_of_a_rank(ranks, folder, num):

@@ -58,6 +58,7 @@ def test_over_threads(family, num):
     as_the_whole_model(family, num)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", some_in_full(FAMILIES, ["falcon"]))
 @pytest.mark.parametrize("num", some_in_full([2, 3, 4], [2]))
 @pytest.mark.late_in_full

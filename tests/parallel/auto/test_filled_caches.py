@@ -69,6 +69,7 @@ def test_a_filled_cache_over_threads(family, num):
 SMALL_SET = ("t5", "llama with 12 heads")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "family",
     [pytest.param(f, marks=FULL) for f in (*DECODERS, *MORE) if f not in SMALL_SET] + [*SMALL_SET],
@@ -115,6 +116,7 @@ def test_gradients_of_what_a_cache_holds_over_threads():
     gradients_of_a_prefix(2, 2)
 
 
+@pytest.mark.full
 def test_gradients_of_what_a_cache_holds_over_ranks(ranks):
     ranks(2).run(gradients_of_a_prefix, None, 2)
 

@@ -46,7 +46,7 @@ def test_over_ranks(ranks, family, num):
     ranks(num).run(trains_and_generates, family)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("num", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 4))])
 @pytest.mark.parametrize("sharded", [False, True])

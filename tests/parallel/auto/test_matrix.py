@@ -152,6 +152,7 @@ def test_decoding_in_three_steps_over_ranks(ranks, family, num):
     ranks(num).run(decodes, family, None)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num", [3, *(pytest.param(n, marks=IN_FULL) for n in (2, 4))])
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=IN_FULL)])
 def test_saved_converted_and_loaded_by_accelerate(tmp_path, num, family):

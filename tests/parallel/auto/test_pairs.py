@@ -109,6 +109,7 @@ def test_the_flow_of_split_values_is_followed(name):
     assert found == expected
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("num", [2, 3])
 def test_pairs_compute_what_the_module_does_and_send_what_the_table_says(name, num):

@@ -128,6 +128,7 @@ SMALL = [("t5", 3, True), ("bloom", 3, False)]
 MORE = set(itertools.product(WHOLE, (2, 3, 4), (False, True))) - set(SMALL)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "num", "sharded"),
     SMALL + [pytest.param(*case, marks=FULL) for case in sorted(MORE)],
@@ -171,6 +172,7 @@ def test_one_plan_is_for_every_head_of_a_family(family):
 STEPS = ("bloom", "gpt_neox", "codegen", "falcon", "bert", "t5", "t5 with gates")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", [pytest.param(f, marks=FULL) if f != "t5" else f for f in STEPS])
 @pytest.mark.parametrize("num", [3, pytest.param(2, marks=FULL)])
 @pytest.mark.parametrize("sharded", [True, pytest.param(False, marks=FULL)])

@@ -74,6 +74,7 @@ def sized():
             yield pytest.param(size, -part - 1, id=f"{size}-all-{part}", marks=pytest.mark.full)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("size", "num"), list(sized()))
 def test_it_is_the_attention_of_one_process(ranks, size, num):
     chosen = small(size, num) if num > 0 else cases(size)[-num - 1 :: 4]

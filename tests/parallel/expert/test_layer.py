@@ -22,6 +22,7 @@ def trained(cases: list) -> None:
     each(body, cases)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "cases",
     [
