@@ -17,6 +17,8 @@ ELSEWHERE = ("slurm", "browser")
 """Folders whose cases need a cluster or a browser, and are imported alone."""
 RANKS = {"ranks", "pool", "tdp", "forks", "start"}
 """Fixtures that start ranks."""
+DEAR = {"test_arrows.py", "test_comm.py", "test_family_makers.py", "test_files.py"}
+"""Files whose first case takes seconds: it starts processes itself, or reads all sources."""
 
 
 def is_cheap(test: object) -> bool:
@@ -45,7 +47,7 @@ class OneAFolder:
                 missing.append(f"{name}: {error}")
                 continue
             preload += module.get("RANKS_IMPORT", ())
-            if path.relative_to(TESTS).parts[0] in ELSEWHERE:
+            if path.relative_to(TESTS).parts[0] in ELSEWHERE or path.name in DEAR:
                 continue
             if any(is_cheap(value) for key, value in module.items() if key.startswith("test_")):
                 self.chosen.setdefault(path.parent, path)
