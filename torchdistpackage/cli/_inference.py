@@ -167,9 +167,9 @@ class ModelSource:
             ConfigError: a change is wrong, or, unless a launcher started this, the layout does
                 not fit the model.
         """
-        given = {change.partition("=")[0].strip() for change in changes}
+        overridden = {change.partition("=")[0].strip() for change in changes}
         every = {**_FORWARD_KEYS, **keys}
-        overrides = [f"{key}={value}" for key, value in every.items() if key not in given]
+        overrides = [f"{key}={value}" for key, value in every.items() if key not in overridden]
         here = detect(os.environ)
         world_size = None if here.source == "alone" else here.world_size
         if self.is_run:
@@ -203,8 +203,8 @@ def source_of(path: Path, checkpoint: Path | None) -> ModelSource:
             f"{path}: it has peft's {ADAPTER_FILE}, of adapters without their model; write both "
             f"with tdp export --merge, or name the folder of the run"
         )
-    what = f"it has neither {RESOLVED} nor {CONFIG}" if path.is_dir() else "there is no such folder"
-    raise ConfigError(f"{path}: {what}; name the folder of a run or of a transformers model")
+    why = f"it has neither {RESOLVED} nor {CONFIG}" if path.is_dir() else "there is no such folder"
+    raise ConfigError(f"{path}: {why}; name the folder of a run or of a transformers model")
 
 
 def find_source(

@@ -108,7 +108,7 @@ def _stages(plan: Plan) -> str:
         (2**30, "GiB") if any(x.memory.state_bytes >= 2**30 for x in loads) else (2**20, "MiB")
     )
     memory: list[Sequence[object]] = [("pipe", "parameters", *_BYTES)]
-    held: list[Sequence[object]] = [("pipe", "compute", "stage", "modules")]
+    stage_rows: list[Sequence[object]] = [("pipe", "compute", "stage", "modules")]
     for rank in loads:
         m = rank.memory
         parts = (m.weights_bytes, m.gradients_bytes, m.optimizer_bytes, m.state_bytes)
@@ -116,7 +116,7 @@ def _stages(plan: Plan) -> str:
         memory.append((rank.index, f"{rank.num_parameters:,}", *sizes))
         first = (rank.index, f"{rank.share:.1%}")
         for stage, names in rank.stages.items():
-            held.append((*first, stage, _ends(names)))
+            stage_rows.append((*first, stage, _ends(names)))
             first = ("", "")
     zero, notes = plan.config.parallel.zero, ""
     if zero:
@@ -131,7 +131,7 @@ def _stages(plan: Plan) -> str:
         in_4_bits = sum(math.prod(plan.layouts[name].shape) for name in plan.packed)
         total += f" and {in_4_bits:,} are held in 4 bits"
     head = f"{total}; each rank of a pipe index holds, in {unit}{notes}"
-    return f"{head}\n{text_table(memory)}\n\n{text_table(held, last_left=True)}"
+    return f"{head}\n{text_table(memory)}\n\n{text_table(stage_rows, last_left=True)}"
 
 
 def _ends(names: Sequence[str]) -> str:
@@ -189,13 +189,13 @@ def _checkpoints(plan: Plan) -> list[str]:
     times = [f"{section.save_every} steps"] if section.save_every else []
     times += [f"{section.save_every_min:g} minutes"] if section.save_every_min else []
     times = times or [f"{plan.config.train.steps} steps"]
-    how = "between steps"
+    manner = "between steps"
     if section.async_mode != "disabled":
         most = max((x.memory.weights_bytes + x.memory.optimizer_bytes for x in loads), default=0)
         copy = f", at most {size_text(most)} a rank" if most else ""
         where = ", where the host has room for it" if section.async_mode == "auto" else ""
-        how = f"while training goes on, from a copy in host memory{copy}{where}"
-    lines = [f"checkpoints        every {' and '.join(times)}, written {how}"]
+        manner = f"while training goes on, from a copy in host memory{copy}{where}"
+    lines = [f"checkpoints        every {' and '.join(times)}, written {manner}"]
     if section.local_dir is not None:
         size = sum(x.memory.weights_bytes + x.memory.optimizer_bytes for x in loads) / len(loads)
         # of its own ranks and of the next node's (2), two checkpoints and one that is being written
@@ -214,9 +214,9 @@ def _recompute(plan: Plan) -> str:
         return "recompute          every block, in its backward"
     lines = ["recompute          auto: chosen from times and memory measured at the start"]
     lines.append(f"                   {train.memory_gb:g} GB in all on a rank")
-    for held in loads:
-        left_gb = activation_budget_gb(plan.config, held.memory, f"pipe {held.index}")
-        lines.append(f"                   {left_gb:.4g} GB for activations at pipe {held.index}")
+    for load in loads:
+        left_gb = activation_budget_gb(plan.config, load.memory, f"pipe {load.index}")
+        lines.append(f"                   {left_gb:.4g} GB for activations at pipe {load.index}")
     return "\n".join(lines)
 
 

@@ -185,8 +185,8 @@ def diff(
         typer.echo(f"all {num_same} tensors are equal")
         return
     rows: list[Sequence[object]] = [("TENSOR", "LARGEST DIFFERENCE", "")]
-    for name, what, largest in differences[:most]:
-        rows.append((name, "" if math.isinf(largest) and what else f"{largest:.6g}", what))
+    for name, note, largest in differences[:most]:
+        rows.append((name, "" if math.isinf(largest) and note else f"{largest:.6g}", note))
     typer.echo(text_table(rows, num_left=1, last_left=True))
     if len(differences) > most:
         typer.echo(f"... and {len(differences) - most} more (--most N shows them)")
@@ -308,11 +308,11 @@ def prune(
 ) -> None:
     """List, or with --yes remove, the checkpoints that no rule keeps."""
     folder = _folder(where)
-    own = _retention(folder)
+    retention = _retention(folder)
     keep = Retention(
-        own.last if keep_last is None else keep_last,
-        own.every if keep_every is None else keep_every,
-        own.best if keep_best is None else keep_best,
+        retention.last if keep_last is None else keep_last,
+        retention.every if keep_every is None else keep_every,
+        retention.best if keep_best is None else keep_best,
     )
 
     def doomed() -> list[CheckpointInfo]:

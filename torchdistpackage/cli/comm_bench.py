@@ -375,8 +375,8 @@ def _submit(
             Slurm refuses the job.
     """
     config = load(path, overrides, job=True)
-    own = config.run.model_copy(update={"name": f"{config.run.name}{_SUFFIX}"})
-    config = absolute(config.model_copy(update={"run": own}), Path.cwd())
+    run_section = config.run.model_copy(update={"name": f"{config.run.name}{_SUFFIX}"})
+    config = absolute(config.model_copy(update={"run": run_section}), Path.cwd())
     # the axes of the run on the smallest number of nodes that the job may get
     axes = config.resolve(job_shape(config).world_sizes[0]).parallel.axes()
     _check_names(request, limits, axes, config.parallel.expert)

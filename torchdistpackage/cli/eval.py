@@ -65,15 +65,15 @@ def eval(
             f"{target} was trained on preference pairs, whose loss needs the reference model; find "
             f"it in metrics.jsonl at each validation, or give --data FILE for the loss of a text"
         )
-    given = dict(change.split("=", 1) for change in changes if "=" in change)
-    if data is None and not source.is_run and "data.path" not in given:
+    overridden = dict(change.split("=", 1) for change in changes if "=" in change)
+    if data is None and not source.is_run and "data.path" not in overridden:
         problems.append(f"{target} names no data; give --data FILE")
     keys: dict[str, object] = {}
     if data is not None or tokenizer is not None:
-        keys |= _data_keys(source, data, tokenizer, given.get("data.name"), problems)
+        keys |= _data_keys(source, data, tokenizer, overridden.get("data.name"), problems)
     layout = {"parallel.pipe": pipe, "parallel.tensor": tensor}
     keys |= {key: size for key, size in layout.items() if size is not None}
-    keys |= _batch_keys(source, {**keys, **given})
+    keys |= _batch_keys(source, {**keys, **overridden})
     config = None
     with ListedIn(problems):
         config = source.config(keys, changes)
@@ -87,13 +87,13 @@ def eval(
                 tokenized_part(config, part)
         except DataError as error:
             raise refusal(_COMMAND, [str(error)]) from error
-    found = inference.on_ranks(source, config, EvalRequest(all_data=data is not None))
+    result = inference.on_ranks(source, config, EvalRequest(all_data=data is not None))
     if detect(os.environ).rank == 0:
         on = str(data) if data is not None else "validation data"
-        every = {on: found, **found.sets}
+        every = {on: result, **result.sets}
         if as_json:
             values = {name: _values(x, _perplexity(config, x), name) for name, x in every.items()}
-            sets = {name: values[name] for name in found.sets}
+            sets = {name: values[name] for name in result.sets}
             typer.echo(json.dumps(values[on] | ({"sets": sets} if sets else {})))
         else:
             for name, x in every.items():
@@ -145,48 +145,48 @@ def _batch_keys(source: ModelSource, keys: dict[str, object]) -> dict[str, objec
 
     A source of the user's own gets whole batches, because its samples depend on them.
     """
-    own, here = source.own, detect(os.environ)
+    run, here = source.own, detect(os.environ)
 
     def size(axis: str) -> int:
-        text = str(keys.get(f"parallel.{axis}", getattr(own.parallel, axis)))
+        text = str(keys.get(f"parallel.{axis}", getattr(run.parallel, axis)))
         return int(text) if text.isdigit() else 1
 
     if here.source == "alone" or "parallel.data" in keys:
         num_data = size("data")
     else:
         num_data = max(here.world_size // (size("pipe") * size("context") * size("tensor")), 1)
-    found: dict[str, object] = {"parallel.data": num_data}
+    batch_keys: dict[str, object] = {"parallel.data": num_data}
     if not source.is_run:
-        found["data.seq_len"] = min(source.window, _WINDOW)
-    if own.data.target is not None and keys.get("data.target") != "null":
-        return found | {"pipeline.microbatches": 1}
-    rounds = (own.parallel.data if own.parallel.data != "auto" else 1) * own.train.accumulate
-    samples = own.data.global_batch // (rounds * own.pipeline.microbatches) if source.is_run else 1
-    return found | {
+        batch_keys["data.seq_len"] = min(source.window, _WINDOW)
+    if run.data.target is not None and keys.get("data.target") != "null":
+        return batch_keys | {"pipeline.microbatches": 1}
+    rounds = (run.parallel.data if run.parallel.data != "auto" else 1) * run.train.accumulate
+    samples = run.data.global_batch // (rounds * run.pipeline.microbatches) if source.is_run else 1
+    return batch_keys | {
         "pipeline.microbatches": _MICROBATCHES,
         "data.global_batch": max(samples, 1) * _MICROBATCHES * num_data,
     }
 
 
-def _line(found: EvalResult, perplexity: float | None, on: str) -> str:
-    line = f"loss {found.loss:.6f}"
+def _line(result: EvalResult, perplexity: float | None, on: str) -> str:
+    line = f"loss {result.loss:.6f}"
     if perplexity is not None:
-        line += f" nats per token, perplexity {perplexity:.4f}, {found.num_tokens:,} tokens"
+        line += f" nats per token, perplexity {perplexity:.4f}, {result.num_tokens:,} tokens"
     else:
-        line += f", {found.num_tokens:,} counted"
-    return f"{line} of {on}" + ("" if found.step is None else f", step {found.step}")
+        line += f", {result.num_tokens:,} counted"
+    return f"{line} of {on}" + ("" if result.step is None else f", step {result.step}")
 
 
-def _values(found: EvalResult, perplexity: float | None, on: str) -> dict[str, object]:
+def _values(result: EvalResult, perplexity: float | None, on: str) -> dict[str, object]:
     """Return the values for JSON, with null for NaN and infinity, which JSON cannot hold."""
-    values = {"loss": found.loss, "perplexity": perplexity}
+    values = {"loss": result.loss, "perplexity": perplexity}
     numbers = {k: x if x is not None and math.isfinite(x) else None for k, x in values.items()}
-    more = {"tokens": found.num_tokens, "windows": found.num_windows, "data": on}
-    return {**numbers, **more, "step": found.step}
+    more = {"tokens": result.num_tokens, "windows": result.num_windows, "data": on}
+    return {**numbers, **more, "step": result.step}
 
 
-def _perplexity(config: RunConfig, found: EvalResult) -> float | None:
+def _perplexity(config: RunConfig, result: EvalResult) -> float | None:
     """Return the perplexity, or None if the loss is not the cross entropy of tokens."""
-    if config.model.loss is not None or not found.num_windows:
+    if config.model.loss is not None or not result.num_windows:
         return None
-    return math.exp(found.loss) if not found.loss > 700 else math.inf
+    return math.exp(result.loss) if not result.loss > 700 else math.inf

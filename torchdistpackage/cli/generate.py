@@ -85,8 +85,8 @@ def generate(
     source = inference.find_source(_COMMAND, target, checkpoint, changes, problems)
     layout = {"parallel.pipe": pipe, "parallel.tensor": tensor}
     keys = {key: size for key, size in layout.items() if size is not None}
-    given = dict(change.split("=", 1) for change in changes if "=" in change)
-    replicas = given.get("parallel.data", 1)  # all replicas write the same text
+    overridden = dict(change.split("=", 1) for change in changes if "=" in change)
+    replicas = overridden.get("parallel.data", 1)  # all replicas write the same text
     keys |= {"parallel.data": 1, "pipeline.microbatches": 1, "data.global_batch": replicas}
     config = None
     with ListedIn(problems):

@@ -139,13 +139,20 @@ def _answers(
 
     source = answer(data, "1/5 Data: a file, a folder, MODULE:CLASS or example", EXAMPLE, _data)
     name = answer(model, "2/5 Model: gpt, a Hugging Face folder or MODULE:FUNCTION", GPT, _model)
-    place = answer(where, "3/5 Where: local, or a Slurm partition", LOCAL, str)
-    words = "Processes, one for each GPU" + ("" if place == LOCAL else ", as NODESxN such as 2x8")
+    where_to_run = answer(where, "3/5 Where: local, or a Slurm partition", LOCAL, str)
+    words = "Processes, one for each GPU" + (
+        "" if where_to_run == LOCAL else ", as NODESxN such as 2x8"
+    )
     nodes, per_node = answer(procs, f"4/5 {words}", "1", _ranks)
-    if place == LOCAL:
+    if where_to_run == LOCAL:
         nodes, per_node = 1, nodes * per_node
     return Answers(
-        source, name, place, nodes, per_node, answer(steps, "5/5 Optimizer steps", "200", _count)
+        source,
+        name,
+        where_to_run,
+        nodes,
+        per_node,
+        answer(steps, "5/5 Optimizer steps", "200", _count),
     )
 
 
@@ -289,14 +296,14 @@ def _fields(file: Path) -> set[str]:
 
 def _field(file: Path, fields: set[str]) -> str:
     """Return the field with the text, a chat, or a prompt and its completion."""
-    known = [key for key in (*CHAT_FIELDS, "text") if key in fields]
-    if not known and fields.issuperset(_PROMPTS):
+    known_fields = [key for key in (*CHAT_FIELDS, "text") if key in fields]
+    if not known_fields and fields.issuperset(_PROMPTS):
         return "+".join(_PROMPTS)
-    if not known and len(fields) == 1:
+    if not known_fields and len(fields) == 1:
         return next(iter(fields))
-    if not known:
+    if not known_fields:
         raise ConfigError(
             f"data: {file} has the fields {', '.join(sorted(fields))}, and none is called text, "
             f"messages, or prompt and completion; rename the one with the text"
         )
-    return known[0]
+    return known_fields[0]

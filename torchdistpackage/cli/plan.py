@@ -205,9 +205,9 @@ def _communication(
     plan: Plan, profile: Any, ranks_per_node: int | None, forward_s: float | None
 ) -> str:
     lines = [f"communication of a step, by the profile of {profile.date} ({profile.by})"]
-    for found in resolve(ESTIMATES)(plan, profile, ranks_per_node):
-        time = "not estimated" if found.time_s is None else f"{found.time_s * 1e3:.3g} ms"
-        lines.append(wrap(f"  {found.axis:<8} {time:>13}   {found.what}", indent=" " * 27))
+    for estimate in resolve(ESTIMATES)(plan, profile, ranks_per_node):
+        time = "not estimated" if estimate.time_s is None else f"{estimate.time_s * 1e3:.3g} ms"
+        lines.append(wrap(f"  {estimate.axis:<8} {time:>13}   {estimate.what}", indent=" " * 27))
     if len(lines) == 1:
         lines.append("  none: every group has one rank")
     if forward_s is not None:

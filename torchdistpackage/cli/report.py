@@ -58,8 +58,8 @@ def report(
         )
     if problems:
         raise refusal("tdp report", problems)
-    read = write_report(runs, path, time.time(), peak_tflops and peak_tflops * 1e12)
-    for data in read:
+    shown = write_report(runs, path, time.time(), peak_tflops and peak_tflops * 1e12)
+    for data in shown:
         for note in data.notes:
             typer.echo(f"note: {data.name}: {note}", err=True)
     typer.echo(f"wrote {path} ({size_text(path.stat().st_size)})")

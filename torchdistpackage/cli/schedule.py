@@ -28,8 +28,8 @@ def _cost(of: ActionKind, words: str) -> typer.models.OptionInfo:
     return typer.Option(metavar="N", min=1, help=text)
 
 
-def _file(what: str) -> typer.models.OptionInfo:
-    return typer.Option(metavar="FILE", help=f"Write {what} to FILE.")
+def _file(content: str) -> typer.models.OptionInfo:
+    return typer.Option(metavar="FILE", help=f"Write {content} to FILE.")
 
 
 def schedule(

@@ -128,8 +128,8 @@ def submit(
         return
     log = RunDir(prepared.runs[0][0]).main_log
     with ExitStack() as locks:
-        for own, _ in sorted(prepared.runs, key=lambda pair: pair[0]):
-            locks.enter_context(hold(RunDir(own).lock, f"a submission of {own.name}"))
+        for folder, _ in sorted(prepared.runs, key=lambda pair: pair[0]):
+            locks.enter_context(hold(RunDir(folder).lock, f"a submission of {folder.name}"))
         ensure_not_running(prepared)
         if fresh:
             for _, run in prepared.runs:
@@ -172,8 +172,8 @@ def _checked(
                 )
                 problems[run.problem("run.name", why)] = None
                 continue
-            own = run.run.model_copy(update={"name": name})
-            run = run.model_copy(update={"run": own})
+            run_section = run.run.model_copy(update={"name": name})
+            run = run.model_copy(update={"run": run_section})
         runs.append(run)
     if problems:
         raise ConfigErrors(path, problems)
@@ -196,8 +196,8 @@ def _summary(prepared: Prepared, submitted: Submitted) -> str:
     pairs = zip(submitted.records, prepared.runs, strict=True)
     lines = [f"job {record.job}  {folder}" for record, (folder, _) in pairs]
     lines.append(f"on {job.shape}; code: {commit}{changed}; {size}")
-    for what in ("show", "logs -f", "cancel"):
-        lines.append(f"    tdp jobs {what} {shlex.quote(name)}")
+    for command in ("show", "logs -f", "cancel"):
+        lines.append(f"    tdp jobs {command} {shlex.quote(name)}")
     return "\n".join(lines)
 
 

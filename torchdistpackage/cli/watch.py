@@ -134,16 +134,16 @@ def _bar(status: RunStatus, columns: int) -> str:
 
 
 def _follow_lines(view: RunView, interval: float) -> None:
-    said, notes = "", set[str]()
+    last_line, notes = "", set[str]()
     while True:
         data, status = view.look()
         for note in data.notes:
             if note not in notes:
                 notes.add(note)
                 typer.echo(f"note: {note}")
-        if status.line != said:
-            said = status.line
-            typer.echo(said)
+        if status.line != last_line:
+            last_line = status.line
+            typer.echo(last_line)
             sys.stdout.flush()
         if status.ended:
             return
@@ -173,7 +173,7 @@ def _keys() -> Generator:
     import tty
 
     terminal = sys.stdin.fileno()
-    before = termios.tcgetattr(terminal)
+    settings = termios.tcgetattr(terminal)
 
     def pressed(seconds: float) -> str:
         ready, _, _ = select.select([terminal], [], [], seconds)
@@ -183,4 +183,4 @@ def _keys() -> Generator:
         tty.setcbreak(terminal)
         yield pressed
     finally:
-        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+        termios.tcsetattr(terminal, termios.TCSADRAIN, settings)

@@ -179,8 +179,8 @@ def absent_files(config: RunConfig) -> list[Problem]:
 
 def old_packages(config: RunConfig) -> list[Problem]:
     """Packages that the model and optim sections need and that are there, but too old."""
-    found = {key: too_old(package) for package, key in _needed_packages(config).items()}
-    return [config.problem(key, text) for key, text in found.items() if text is not None]
+    problems_of = {key: too_old(package) for package, key in _needed_packages(config).items()}
+    return [config.problem(key, text) for key, text in problems_of.items() if text is not None]
 
 
 def _needed_packages(config: RunConfig) -> dict[str, str]:
@@ -198,10 +198,10 @@ def _needed_packages(config: RunConfig) -> dict[str, str]:
 
 def wrong_files(config: RunConfig) -> list[Problem]:
     """What the data and model sections name or need, and is there, but of no use to this run."""
-    found = {"data.tokenizer": _of_tokenizer(config)}
-    found |= {key: _of_size(part) for key, part in config.data.all_parts.items()}
+    problems_of = {"data.tokenizer": _of_tokenizer(config)}
+    problems_of |= {key: _of_size(part) for key, part in config.data.all_parts.items()}
     return old_packages(config) + [
-        config.problem(key, text) for key, texts in found.items() for text in texts
+        config.problem(key, text) for key, texts in problems_of.items() for text in texts
     ]
 
 

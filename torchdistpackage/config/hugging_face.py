@@ -278,14 +278,14 @@ def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
     values, longest = rope_parameters(settings), settings.get("max_position_embeddings", 2048)
     kind = values.get("rope_type", values.get("type", "default"))
     theta = values.get("rope_theta") or settings.get("rope_theta") or 10000.0
-    read = {
+    keys = {
         "default": (),
         "linear": _ROPE[:1],
         "llama3": _ROPE[:4],
         "yarn": (_ROPE[0], *_ROPE[3:]),
     }[kind]
-    rope = {key: values[key] for key in read if values.get(key) is not None}
-    if ORIGINAL in read:
+    rope = {key: values[key] for key in keys if values.get(key) is not None}
+    if ORIGINAL in keys:
         original = rope.setdefault(ORIGINAL, longest)
         if kind == "yarn" and isinstance(longest, int) and isinstance(original, int) and original:
             rope.setdefault("factor", longest / original)

@@ -109,7 +109,7 @@ def watched(
     if tpc.topology.world_size == 1:
         return measure(request)
     everyone = tuple(range(tpc.topology.world_size))
-    found: list[BenchReport] = []
+    reports: list[BenchReport] = []
 
     def run(thread: GuardedThread) -> None:
         def begin(cell: Measurement, part: Round) -> None:
@@ -122,7 +122,7 @@ def watched(
             on_round(cell)
 
         thread.begin("the start of the bench", everyone)
-        found.append(measure(request, begin))
+        reports.append(measure(request, begin))
 
     run_guarded(
         run,
@@ -135,7 +135,7 @@ def watched(
         alike=(DataCorruptionError, TopologyError),
         title="the bench cannot go on",
     )
-    return found[0]
+    return reports[0]
 
 
 def measure(request: Request, begin: Begin = lambda *_: None) -> BenchReport:
@@ -148,10 +148,10 @@ def measure(request: Request, begin: Begin = lambda *_: None) -> BenchReport:
     """
     user = user_name()  # before hours of measuring, after which nothing may fail any more
     hosts = tuple(cast(list[str], primitives.gather_objects(socket.gethostname())))
-    found: list[Row] = []
+    rows: list[Row] = []
     for cell, plan in _cells(request, hosts):
         times = [one for part in plan for one in _round(cell, part, request, begin)]
-        found += rows_of(cell, times, {unit: link_of(unit, hosts) for unit, *_ in times})
+        rows += rows_of(cell, times, {unit: link_of(unit, hosts) for unit, *_ in times})
     on_cuda = primitives.is_nccl(tpc.get_group("global"))
     return BenchReport(
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -163,7 +163,7 @@ def measure(request: Request, begin: Begin = lambda *_: None) -> BenchReport:
         hosts=hosts,
         iterations=request.iterations,
         warmup=request.warmup,
-        rows=tuple(found),
+        rows=tuple(rows),
         pairs=_pairs(request, len(hosts), begin) if request.pairs and len(hosts) > 1 else None,
     )
 
@@ -210,9 +210,9 @@ def _pairs(request: Request, num_ranks: int, begin: Begin) -> Pairs:
     size_bytes = request.counted_sizes(dtype, 1)[-1]
     cell = _cell(PAIRS, "p2p_both", CONCURRENT, dtype, size_bytes)
     times = {
-        (a, b): statistics.median(mine)
+        (a, b): statistics.median(unit)
         for part in tournament(num_ranks)
-        for (a, b), mine, *_ in _round(cell, part, request, begin)
+        for (a, b), unit, *_ in _round(cell, part, request, begin)
     }
     return Pairs(size_bytes=size_bytes, dtype=dtype, times=dict(sorted(times.items())))
 
@@ -242,20 +242,20 @@ def _round(cell: Measurement, part: Round, request: Request, begin: Begin) -> li
         device=primitives.device_of(world),
     )
     # on a device the host must also wait: who is not in the unit is silent until it is done
-    known = primitives.all_gather(row, world).cpu()
-    if bool(known[:, 0].any()):
+    every_row = primitives.all_gather(row, world).cpu()
+    if bool(every_row[:, 0].any()):
         texts = [text for text in primitives.gather_objects(wrong) if text]
         raise DataCorruptionError(
             "data arrived wrong:\n  "
             + "\n  ".join(map(str, texts[:8]))
             + "\nfigures of such a network mean nothing; see tdp comm test, and these hosts"
         )
-    found: list[Times] = []
+    times: list[Times] = []
     for unit in part:
-        slowest = known[list(unit), 1:].amax(dim=0).tolist()
+        slowest = every_row[list(unit), 1:].amax(dim=0).tolist()
         ours_s, bare_s, host_s = (slowest[i * number :][:number] for i in range(KEPT))
-        found.append((unit, ours_s, bare_s, host_s if row.is_cuda else ()))
-    return found
+        times.append((unit, ours_s, bare_s, host_s if row.is_cuda else ()))
+    return times
 
 
 def _run(
@@ -264,11 +264,11 @@ def _run(
     """What was wrong, or "", and times of this rank, KEPT rows of them."""
     like = member.like(getattr(torch, cell.dtype.replace("bf16", "bfloat16")))
     number = cell.size_bytes // ELEMENT_BYTES[cell.dtype]
-    what = cell.operation, member.ranks, member.index, number, like
+    key = cell.operation, member.ranks, member.index, number, like
 
     def verify() -> str:
-        got = tdp_call(cell.operation, make_input(*what), member)()
-        wanted = expected(*what)
+        got = tdp_call(cell.operation, make_input(*key), member)()
+        wanted = expected(*key)
         if got is None or wanted is None or not (text := compare(got, wanted)):
             return ""
         return (
@@ -278,7 +278,7 @@ def _run(
 
     wrong = verify()
     ours, bare = in_turns(
-        [make(cell.operation, make_input(*what), member) for make in (tdp_call, torch_call)],
+        [make(cell.operation, make_input(*key), member) for make in (tdp_call, torch_call)],
         together,
         like[1],
         iterations=request.iterations,

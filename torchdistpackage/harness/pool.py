@@ -255,8 +255,8 @@ class Ranks:
 
     def _failures(self, answers: Mapping[int, Answer]) -> list[Failure]:
         """As ranks said, or as those ended that said nothing."""
-        said = [a.outcome for a in answers.values() if isinstance(a.outcome, Failure)]
-        return said + [
+        failures = [a.outcome for a in answers.values() if isinstance(a.outcome, Failure)]
+        return failures + [
             worker.with_output(ended)
             for worker in self._group.ranks
             if worker.rank not in answers and (ended := worker.exit_failure())

@@ -207,8 +207,8 @@ class _PoolWorker:
         keeps = dist.group.WORLD is self._default and not self._lost_messages()
         key = f"job{self._num_jobs} keeps the world, rank "
         self._store.set(f"{key}{self._rank}", str(keeps))
-        said = self._store.multi_get([f"{key}{rank}" for rank in range(self._world_size)])
-        return all(word == b"True" for word in said)
+        answers = self._store.multi_get([f"{key}{rank}" for rank in range(self._world_size)])
+        return all(answer == b"True" for answer in answers)
 
     def _lost_messages(self) -> bool:
         """Return whether messages are in flight, which the next job would take for its own."""

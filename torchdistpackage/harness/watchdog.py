@@ -74,9 +74,9 @@ def watch(
         CommError: there are several ranks, and no default process group.
         OSError: the folder cannot be written.
     """
-    place = detect(os.environ)
-    rank, topology = (tpc.rank, tpc.topology) if tpc.is_set else (place.rank, None)
-    world_size = place.world_size if topology is None else topology.world_size
+    rendezvous = detect(os.environ)
+    rank, topology = (tpc.rank, tpc.topology) if tpc.is_set else (rendezvous.rank, None)
+    world_size = rendezvous.world_size if topology is None else topology.world_size
     return HangWatchdog(
         folder,
         rank=rank,
@@ -108,8 +108,8 @@ def agree_on_start(folder: str | Path, *, rank: int, world_size: int) -> str:
     start = str(primitives.broadcast_object(start))
     # a new name, so no file system remembers that it was not there
     files = Folder(parent, start)
-    mine = (files.path.is_dir(), f"{socket.gethostname()} at {parent}")
-    problem = primitives.reduce_objects(mine, _blind_ranks)
+    own_view = (files.path.is_dir(), f"{socket.gethostname()} at {parent}")
+    problem = primitives.reduce_objects(own_view, _blind_ranks)
     if problem:  # each would report, in the first hang, that the others have never come
         if rank == 0:
             shutil.rmtree(files.path, ignore_errors=True)
@@ -224,8 +224,8 @@ class HangWatchdog(Heartbeat):
         failure = failure or os.environ.get("TDP_FAILURE")
         path = Path(failure) if failure else None
         self._ending = Shutdown(self._folder, rank, world_size, topology, path)
-        own = str(path) if path else None
-        self._dump = Dump(rank, State.HERE, Process.mine(), time.time(), failure=own)
+        report_path = str(path) if path else None
+        self._dump = Dump(rank, State.HERE, Process.mine(), time.time(), failure=report_path)
         self._clock = StepClock(self)
         self._peek_s = min(LOOK_S, timeout_s / 4, self.first_timeout_s / 4) / PEEKS
         self._nearby = Nearby(self._folder.path, (PEEKS - 1) * self._peek_s)

@@ -105,10 +105,10 @@ class EntryPoint:
         module = self._load()
         if self.is_main:  # objects that the caller pickled say they come from __main__
             sys.modules["__main__"] = module
-        found: object = module
+        target: object = module
         for name in self.qualname.split("."):
-            found = getattr(found, name, None)
-        if not callable(found):
+            target = getattr(target, name, None)
+        if not callable(target):
             advice = "check the spelling"
             if hasattr(module, _CUT):
                 advice = (
@@ -119,7 +119,7 @@ class EntryPoint:
                 f"{self}: no function {self.qualname!r} in {module.__name__} "
                 f"({getattr(module, '__file__', 'built in')}); {advice}"
             )
-        return found
+        return target
 
     def _load(self) -> ModuleType:
         loaded = sys.modules.get(self.module)

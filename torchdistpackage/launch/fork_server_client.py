@@ -144,23 +144,23 @@ class ForkServer:
         reference = target if isinstance(target, EntryPoint) else EntryPoint.of(target)
         umask = os.umask(0o077)
         os.umask(umask)
-        place = dict(os.environ if env is None else env), str(Path.cwd())
+        environment_and_folder = dict(os.environ if env is None else env), str(Path.cwd())
         search, argv = tuple(_absolute_path()), tuple(sys.argv)
-        request = ForkRequest(reference, pack(args), *place, search, argv, umask)
+        request = ForkRequest(reference, pack(args), *environment_and_folder, search, argv, umask)
         fds = [f if isinstance(f, int) else f.fileno() for f in (stdout, stderr)]
         if not with_channel:
-            pid, mine = self._fork(request, fds), None
+            pid, pidfd = self._fork(request, fds), None
         else:
-            mine, theirs = Channel.pair()
+            pidfd, theirs = Channel.pair()
             try:
                 pid = self._fork(request, [*fds, theirs.fileno()])
             except BaseException:
-                mine.close()
+                pidfd.close()
                 raise
             finally:
                 theirs.close()
-            self._channels.append(mine)
-        child = self._running[pid] = ForkedChild(self, pid, mine)
+            self._channels.append(pidfd)
+        child = self._running[pid] = ForkedChild(self, pid, pidfd)
         return child
 
     def fileno(self) -> int:

@@ -126,7 +126,11 @@ def from_json(text: str) -> LockHolder | None:
 
 
 def _why_gone(
-    holder: LockHolder | None, own: LockHolder, silent_s: float, freed: bool, runner: Runner | None
+    holder: LockHolder | None,
+    claimant: LockHolder,
+    silent_s: float,
+    freed: bool,
+    runner: Runner | None,
 ) -> str:
     """Why the holder writes no more; "" if it may.
 
@@ -136,32 +140,41 @@ def _why_gone(
     silent = f"it gave no sign of life for {silent_s:.0f} s" if silent_s > STALE_S else ""
     if holder is None:
         return silent
-    if _precedes(holder, own):
+    if _precedes(holder, claimant):
         return "it was an earlier start of the same"
-    if holder.boot and holder.boot == own.boot:
-        if holder.namespace == own.namespace:
+    if holder.boot and holder.boot == claimant.boot:
+        if holder.namespace == claimant.namespace:
             return "" if started_ticks(holder.pid) == holder.born else "its process is gone"
         if holder.flocked:
             return "its process is gone" if freed else ""
     # outside of a step a process may outlive its job, as under salloc
-    word = _slurm_says(holder, own, runner or limited(ASK_S)) if holder.step else ""
-    return "" if word is None else word or silent
+    why = _slurm_says(holder, claimant, runner or limited(ASK_S)) if holder.step else ""
+    return "" if why is None else why or silent
 
 
-def _precedes(holder: LockHolder, own: LockHolder) -> bool:
+def _precedes(holder: LockHolder, claimant: LockHolder) -> bool:
     """Return whether `own` is a later start of the same job, so that `holder` has ended."""
-    if holder.job and holder.job == own.job:
-        if own.restart != holder.restart:
-            return own.restart > holder.restart
-        both = own.step.isdecimal() and holder.step.isdecimal() and own.batch and holder.batch
-        return both and int(own.step) > int(holder.step)
-    return bool(holder.elastic) and holder.elastic == own.elastic and own.round > holder.round
+    if holder.job and holder.job == claimant.job:
+        if claimant.restart != holder.restart:
+            return claimant.restart > holder.restart
+        both = (
+            claimant.step.isdecimal()
+            and holder.step.isdecimal()
+            and claimant.batch
+            and holder.batch
+        )
+        return both and int(claimant.step) > int(holder.step)
+    return (
+        bool(holder.elastic)
+        and holder.elastic == claimant.elastic
+        and claimant.round > holder.round
+    )
 
 
-def _slurm_says(holder: LockHolder, own: LockHolder, runner: Runner) -> str | None:
+def _slurm_says(holder: LockHolder, claimant: LockHolder, runner: Runner) -> str | None:
     """Return why the holder's step is over; None if it is not over, "" if that is not known."""
     try:
-        if holder.job == own.job:
+        if holder.job == claimant.job:
             ran = runner(["squeue", "-h", "-s", "-j", holder.job, "-o", "%i"])
             if ran.code:
                 return ""
@@ -202,8 +215,8 @@ class Lock:
                     return
                 try:
                     with os.fdopen(open_regular(self.path, os.O_RDONLY), "rb") as file:
-                        found = from_json(file.read(_MAX_BYTES).decode(errors="replace"))
-                    if found and found.token != self._own.token:
+                        holder = from_json(file.read(_MAX_BYTES).decode(errors="replace"))
+                    if holder and holder.token != self._own.token:
                         break
                     os.utime(self.path)
                 except FileNotFoundError:  # removed by hand
@@ -214,7 +227,7 @@ class Lock:
         else:
             return
         sys.stderr.write(
-            f"{self.path} is held by {found} now: this process was silent for too long, or the "
+            f"{self.path} is held by {holder} now: this process was silent for too long, or the "
             f"file was removed; it ends here and writes no more\n"
         )
         sys.stderr.flush()
@@ -245,19 +258,19 @@ def take(
         HeldError: another process holds it; names it, since when, and how to end it.
         LaunchError: the file cannot be made.
     """
-    own = this_process(doing, os.environ if env is None else env)
-    made: list[Path] = []
+    claimant = this_process(doing, os.environ if env is None else env)
+    created: list[Path] = []
     try:
-        made = make_folder(path.parent)
+        created = make_folder(path.parent)
         while True:
             try:
-                return Lock(path, own, _create(path, own), made)
+                return Lock(path, claimant, _create(path, claimant), created)
             except FileExistsError:
-                _make_way(path, own, runner)
+                _make_way(path, claimant, runner)
             except FileNotFoundError:  # the one before us has just taken the folder away
-                made += make_folder(path.parent)
+                created += make_folder(path.parent)
     except BaseException as error:
-        remove_empty(made)
+        remove_empty(created)
         if not isinstance(error, OSError):
             raise
         raise LaunchError(
@@ -270,48 +283,48 @@ def holder_of(
     path: Path, env: Mapping[str, str] | None = None, runner: Runner | None = None
 ) -> LockHolder | None:
     """The holder of the lock, if it may still write."""
-    own = this_process("a look", os.environ if env is None else env)
+    observer = this_process("a look", os.environ if env is None else env)
     with contextlib.suppress(OSError):
-        found, silent_s, freed = _read(path)
-        if not _why_gone(found, own, silent_s, freed, runner):
-            return found
+        holder, silent_s, freed = _read(path)
+        if not _why_gone(holder, observer, silent_s, freed, runner):
+            return holder
     return None
 
 
-def _make_way(path: Path, own: LockHolder, runner: Runner | None) -> None:
+def _make_way(path: Path, claimant: LockHolder, runner: Runner | None) -> None:
     """Take away the file of a holder that is gone.
 
     Raises:
         HeldError: it may still write.
     """
     try:
-        found, silent_s, freed = _read(path)
+        holder, silent_s, freed = _read(path)
     except FileNotFoundError:
         return
-    why = _why_gone(found, own, silent_s, freed, runner)
+    why = _why_gone(holder, claimant, silent_s, freed, runner)
     if not why:
-        ways = [found.advice] if found else []
-        if found is None or found.boot != own.boot:
+        ways = [holder.advice] if holder else []
+        if holder is None or holder.boot != claimant.boot:
             ways.append(f"if it is gone, that counts after {STALE_S:.0f} s without a heartbeat")
         raise HeldError(
-            f"{own.doing} is under way elsewhere: {path} is held by {found or 'another process'}, "
-            f"last heartbeat {max(silent_s, 0):.0f} s ago; {'; '.join(ways)}; or use another "
-            f"run.name"
+            f"{claimant.doing} is under way elsewhere: {path} is held by "
+            f"{holder or 'another process'}, last heartbeat {max(silent_s, 0):.0f} s ago; "
+            f"{'; '.join(ways)}; or use another run.name"
         )
-    log.info("%s was left by %s: %s", path, found, why)
+    log.info("%s was left by %s: %s", path, holder, why)
     until_s = time.monotonic() + _PATIENCE_S
-    while not take_away(path, found, by_force=time.monotonic() > until_s):
+    while not take_away(path, holder, by_force=time.monotonic() > until_s):
         time.sleep(_RETRY_S)
 
 
-def _create(path: Path, own: LockHolder) -> int:
+def _create(path: Path, claimant: LockHolder) -> int:
     """Make the file appear with all that it says; its handle, locked by the kernel if it can be.
 
     Raises:
         FileExistsError: another's is there.
     """
     draft = beside(path)
-    handle = _write(draft, own)
+    handle = _write(draft, claimant)
     try:
         os.link(draft, path)
     except BaseException as error:
@@ -320,17 +333,17 @@ def _create(path: Path, own: LockHolder) -> int:
         _close(handle)
         if not isinstance(error, OSError) or isinstance(error, FileExistsError | FileNotFoundError):
             raise
-        return _write(path, own)  # no hard links here: the file is there before its content
+        return _write(path, claimant)  # no hard links here: the file is there before its content
     finally:
         draft.unlink(missing_ok=True)
     return handle
 
 
-def _write(path: Path, own: LockHolder) -> int:
+def _write(path: Path, claimant: LockHolder) -> int:
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     _HANDLES.add(handle)
     try:
-        os.write(handle, to_json(replace(own, flocked=_flock(handle) is True)).encode())
+        os.write(handle, to_json(replace(claimant, flocked=_flock(handle) is True)).encode())
         os.fsync(handle)
     except BaseException:
         _close(handle)
@@ -370,7 +383,7 @@ def _read(path: Path) -> tuple[LockHolder | None, float, bool]:
     what is new only then.
     """
     with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
-        found = from_json(file.read(_MAX_BYTES).decode(errors="replace"))
+        holder = from_json(file.read(_MAX_BYTES).decode(errors="replace"))
         beaten_s, freed = os.fstat(file.fileno()).st_mtime, _flock(file.fileno()) is True
     now_s, clock = time.time(), beside(path)
     with contextlib.suppress(OSError):  # may only look
@@ -378,7 +391,7 @@ def _read(path: Path) -> tuple[LockHolder | None, float, bool]:
             file.write(b"1")
         now_s = clock.stat().st_mtime
         clock.unlink()
-    return found, now_s - beaten_s, freed
+    return holder, now_s - beaten_s, freed
 
 
 def take_away(path: Path, holder: LockHolder | None, *, by_force: bool) -> bool:
@@ -392,8 +405,12 @@ def take_away(path: Path, holder: LockHolder | None, *, by_force: bool) -> bool:
         os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file,
     ):
         is_busy = not by_force and _flock(file.fileno()) is False
-        found = from_json(file.read(_MAX_BYTES).decode(errors="replace"))
-        same = found is None if holder is None else found and found.token == holder.token
+        written_holder = from_json(file.read(_MAX_BYTES).decode(errors="replace"))
+        same = (
+            written_holder is None
+            if holder is None
+            else written_holder and written_holder.token == holder.token
+        )
         if is_busy:
             return not same  # else it is the file of the process that was faster, and stays
         if same and os.fstat(file.fileno()).st_ino == path.stat().st_ino:

@@ -65,11 +65,11 @@ def note_start(
 
 def written_keys(config: "RunConfig") -> dict[str, list[Any]]:
     """By dotted key its value and where that was written: file and line, or the command line."""
-    found: dict[str, list[Any]] = {}
+    values_of: dict[str, list[Any]] = {}
     for key, value in flat(config.model_dump(mode="json")):
         if (location := config.location(key)) is not None:
-            found[key] = [value, location.file + (f":{location.line}" if location.line else "")]
-    return found
+            values_of[key] = [value, location.file + (f":{location.line}" if location.line else "")]
+    return values_of
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -87,8 +87,8 @@ def read_events(folder: Path) -> tuple[list[RunEvent], int]:
     Raises:
         LaunchError: the name is that of a device, a pipe or the like, or the file is too large.
     """
-    found, torn = read_json_lines(folder / EVENTS, _event)
-    return found, len(torn)
+    events, torn = read_json_lines(folder / EVENTS, _event)
+    return events, len(torn)
 
 
 def _event(row: Any) -> RunEvent:

@@ -76,12 +76,12 @@ class RowReader:
             check_regular(self.path, follow=True)
             with self.path.open("rb") as file:
                 inode, at = self._place
-                found = file.seek(0, 2)
+                size = file.seek(0, 2)
                 now = self.path.stat().st_ino
-                if now != inode or found < at:
+                if now != inode or size < at:
                     self.rows, self.num_torn, self._cut, at = {}, 0, b"", 0
                 file.seek(at)
-                data = file.read(found - at)
+                data = file.read(size - at)
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -140,5 +140,5 @@ def last_rows(path: Path) -> Iterator[Row]:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return
-    found = map(parse_row, reversed(lines))
-    yield from (row for row in found if row is not None)
+    rows = map(parse_row, reversed(lines))
+    yield from (row for row in rows if row is not None)

@@ -140,13 +140,13 @@ def _open_log(rank: WatchedRank) -> int:
 
 def _reports(rank: WatchedRank) -> dict[Path, int]:
     """The other ranks' reports that are there and the decision, and when each was written."""
-    found: dict[Path, int] = {}
+    sizes: dict[Path, int] = {}
     decision = () if rank.decision is None else (rank.decision,)
     for path in (*rank.failures.glob("rank*.json"), *decision):
         with contextlib.suppress(OSError):
-            found[path] = path.stat().st_mtime_ns
-    found.pop(rank.report, None)
-    return found
+            sizes[path] = path.stat().st_mtime_ns
+    sizes.pop(rank.report, None)
+    return sizes
 
 
 def _be_the_rank(
@@ -185,8 +185,8 @@ def _leave(rank: WatchedRank, failure: Failure) -> None:
 
     The report of a hang stays: what a rank raises after it is how the hang ends.
     """
-    left = read_failure(rank.report)
-    if left is not None and left.kind is FailureKind.HUNG:
+    reported = read_failure(rank.report)
+    if reported is not None and reported.kind is FailureKind.HUNG:
         return
     try:
         atomic_write(rank.report, to_json(failure))
@@ -200,10 +200,10 @@ class _RankSupervisor:
     def __init__(self, rank: WatchedRank, signals: SignalFlag) -> None:
         self._rank, self._signals = rank, signals
         self._num_passed = len(signals.all_received)
-        before = rank.log.stat()
-        self._log_start_bytes = before.st_size
+        log_stat = rank.log.stat()
+        self._log_start_bytes = log_stat.st_size
         # By the clock of the file system, which all ranks share. A peer may fail before we begin.
-        old_ns = before.st_mtime_ns - _SKEW_NS
+        old_ns = log_stat.st_mtime_ns - _SKEW_NS
         self._earlier = {path: at_ns for path, at_ns in _reports(rank).items() if at_ns < old_ns}
         self._pid = 0
         self._look_s = self._state_s = 0.0
@@ -344,18 +344,18 @@ def wait_for_word(
     has_ended: whether the run came to an end, and so not all ranks leave reports.
     """
     until_s = time.monotonic() + limit_s
-    look_s, said = 0.0, False
+    look_s, announced = 0.0, False
     while not signals.all_received and (now_s := time.monotonic()) < until_s:
         if now_s >= look_s:
             first, look_s = not look_s, now_s + _LOOK_S
             # names alone, since every rank looks
-            left = {int(path.stem.removeprefix("rank")) for path in failures.glob("rank*.json")}
-            if len(left) >= num_ranks or has_ended():
+            reported = {int(path.stem.removeprefix("rank")) for path in failures.glob("rank*.json")}
+            if len(reported) >= num_ranks or has_ended():
                 return
-            if not first and not said and rank == min(left, default=rank):
-                said = True
+            if not first and not announced and rank == min(reported, default=rank):
+                announced = True
                 sys.stderr.write(
-                    f"no word from {num_ranks - len(left)} of {num_ranks} ranks; if their node is "
-                    f"gone, Slurm has up to {limit_s:g} s to find out\n"
+                    f"no word from {num_ranks - len(reported)} of {num_ranks} ranks; if their node "
+                    f"is gone, Slurm has up to {limit_s:g} s to find out\n"
                 )
         time.sleep(_SIGNAL_S)

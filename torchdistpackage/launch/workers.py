@@ -118,14 +118,14 @@ class WorkerGroup:
         """
         self._selector.select(timeout_s)
         self.server.reap()  # first: what a rank sent before it ended is then there to be read
-        found: list[tuple[int, object]] = []
+        outcomes: list[tuple[int, object]] = []
         for worker in [key.data for key in self._selector.get_map().values() if key.data]:
             messages, open_ = worker.channel.recv_ready()
-            found += [(worker.rank, message) for message in messages]
+            outcomes += [(worker.rank, message) for message in messages]
             if not open_:
                 self._selector.unregister(worker.channel)
                 worker.is_open = False
-        return found
+        return outcomes
 
     @property
     def running(self) -> list[LocalRank]:
@@ -182,7 +182,7 @@ class _Signals:
     def caught(self) -> Generator[None]:
         """Collect signals; afterwards deliver the first one as if never caught, unless handled."""
         in_main = threading.current_thread() is threading.main_thread()
-        before = [
+        previous = [
             (signum, signal.signal(signum, self._note))
             for signum in dict.fromkeys((signal.SIGINT, signal.SIGTERM, *self.handled))
             if in_main and signal.getsignal(signum) not in (signal.SIG_IGN, None)
@@ -190,7 +190,7 @@ class _Signals:
         try:
             yield
         finally:
-            for signum, handler in before:
+            for signum, handler in previous:
                 signal.signal(signum, handler)
         if fatal := [signum for signum in self.received if signum not in self.handled]:
             signal.raise_signal(fatal[0])
@@ -351,11 +351,13 @@ class _RankMonitor:
 
     def _failure(self, worker: LocalRank) -> Failure | None:
         outcome = self.outcomes.get(worker.rank)
-        left = read_failure(self.group.server.folder / f"failure{worker.rank}.json")
+        report = read_failure(self.group.server.folder / f"failure{worker.rank}.json")
         # after the report of a hang a rank may raise, as a peer that has ended already is gone
-        said = left if left is not None and left.kind is FailureKind.HUNG else outcome or left
-        if isinstance(said, Failure):
-            return said
+        failure = (
+            report if report is not None and report.kind is FailureKind.HUNG else outcome or report
+        )
+        if isinstance(failure, Failure):
+            return failure
         ended = worker.exit_failure()
         return None if ended is None or (ended.exit_code == 0 and outcome) else ended
 

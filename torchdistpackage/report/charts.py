@@ -41,18 +41,18 @@ def charts(runs: Sequence[Run], peak_flops: float | None = None) -> list[Chart]:
 
     peak_flops: FLOP/s of one device, for the model FLOPs utilization.
     """
-    found = [_loss(runs)]
+    figures = [_loss(runs)]
     counted = " and ".join(dict.fromkeys(run.unit for run in runs))
     for key, title, note, unit, log in _LINES:
         note, unit = note.format(counted.capitalize()), unit.format(counted)
-        found.append(_line_chart(runs, key, title, note, unit, log=log))
-    found.append(_utilization(runs, peak_flops))
+        figures.append(_line_chart(runs, key, title, note, unit, log=log))
+    figures.append(_utilization(runs, peak_flops))
     for run in runs:
         of = f" of {run.name}" if len(runs) > 1 else ""
-        found += [_spent(run, of), _memory(run, of), _slow(run, of)]
-        found += [_by_part(run, key, of) for key in _keys_of_parts(run)]
-    found += _others(runs)
-    return [chart for chart in found if chart is not None and chart.traces]
+        figures += [_spent(run, of), _memory(run, of), _slow(run, of)]
+        figures += [_by_part(run, key, of) for key in _keys_of_parts(run)]
+    figures += _others(runs)
+    return [chart for chart in figures if chart is not None and chart.traces]
 
 
 _LINES = (
@@ -80,8 +80,8 @@ def thin(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
 
 def series(rows: Iterable[Row], key: str) -> list[Point]:
     """Steps and finite numbers of a key."""
-    found = ((row["step"], number(row.get(key))) for row in rows)
-    return [(step, value) for step, value in found if value is not None]
+    points = ((row["step"], number(row.get(key))) for row in rows)
+    return [(step, value) for step, value in points if value is not None]
 
 
 def _line(points: Sequence[Point], name: str, most: int, **more: Any) -> dict[str, Any]:
@@ -97,14 +97,14 @@ def _share(runs: Sequence[Run]) -> int:
 def _loss(runs: Sequence[Run]) -> Chart:
     traces: list[dict[str, Any]] = []
     for index, run in enumerate(runs):
-        before = f"{run.name} " if len(runs) > 1 else ""
+        prefix = f"{run.name} " if len(runs) > 1 else ""
         if points := series(run.rows, "loss"):
             colour = {"colour": index if len(runs) > 1 else 0}
-            traces.append(_line(points, f"{before}training", _share(runs), **colour))
+            traces.append(_line(points, f"{prefix}training", _share(runs), **colour))
         if points := series(run.rows, "val_loss"):
             look = {"mode": "markers", "marker": {"size": 8, "symbol": "diamond"}}
             look["colour"] = index if len(runs) > 1 else 1
-            traces.append({**_line(points, f"{before}validation", _share(runs)), **look})
+            traces.append({**_line(points, f"{prefix}validation", _share(runs)), **look})
     for key, dash in (("unigram", "dot"), ("bigram", "dash")):
         levels = [p for run in runs[:1] for p in series(run.rows, key)]
         if levels and traces:
@@ -134,13 +134,13 @@ def _line_chart(
 def _utilization(runs: Sequence[Run], peak_flops: float | None) -> Chart:
     """The share of the devices' peak that the model's FLOPs are, or these alone."""
     traces: list[dict[str, Any]] = []
-    known = peak_flops is not None
+    has_peak = peak_flops is not None
     for index, run in enumerate(runs):
         ranks = next((s.num_ranks for s in reversed(run.starts) if s.num_ranks), None)
         scale = 1.0 if peak_flops is None else 1 / (peak_flops * (ranks or 1))
         if points := [(x, y * scale) for x, y in series(run.rows, "flops_per_s")]:
             traces.append(_line(points, run.name, _share(runs), colour=index))
-    if known:
+    if has_peak:
         note = f"FLOPs of the model, over {peak_flops / 1e12:g} TFLOP/s for each device."
         return Chart("mfu", "Model FLOPs utilization", note, traces, _steps("share"))
     note = "FLOPs of the model in a second, all ranks. Give --peak-tflops for a utilization."
@@ -151,16 +151,16 @@ def _spent(run: Run, of: str) -> Chart:
     """Mean over ranks of what a step was spent on, one above another."""
     parts: dict[str, list[Point]] = {}
     for row in _columns(run.ranks):
-        step, whole = row["step"], _mean(row.get("time_s"))
+        step, step_s = row["step"], _mean(row.get("time_s"))
         phases, waits = mapping(row, "phases"), mapping(row, "waits")
-        if whole is None or not phases:
+        if step_s is None or not phases:
             continue
         cost = {"compute": sum(_mean(phases.get(name)) or 0.0 for name in _COMPUTE)}
-        for axis, held in waits.items():
+        for axis, waited in waits.items():
             name = "bubble and pipeline messages" if axis == "pipe" else f"exposed, {axis}"
-            cost[name] = _mean(held) or 0.0
+            cost[name] = _mean(waited) or 0.0
         cost["data"] = _mean(phases.get("data")) or 0.0
-        cost["host"] = max(whole - sum(cost.values()), 0.0)
+        cost["host"] = max(step_s - sum(cost.values()), 0.0)
         for name, seconds in cost.items():
             parts.setdefault(name, []).append((step, seconds))
     traces = [
@@ -180,13 +180,13 @@ def _memory(run: Run, of: str) -> Chart:
     gib = [(row["step"], [x / 2**30 for x in numbers(row["peak_bytes"])]) for row in rows]
     if num <= _MOST_LINES:
         lines: dict[str, Callable[[list[float]], float | None]] = {
-            run.rank_text(rank): lambda held, rank=rank: _at(held, rank) for rank in range(num)
+            run.rank_text(rank): lambda table, rank=rank: _at(table, rank) for rank in range(num)
         }
     else:
         lines = {"least": min, "median": statistics.median, "most": max}
     traces = []
     for index, (name, pick) in enumerate(lines.items()):
-        points = [(step, y) for step, held in gib if (y := pick(held)) is not None]
+        points = [(step, y) for step, table in gib if (y := pick(table)) is not None]
         traces.append(_line(points, name, _MOST_COLUMNS, colour=index))
     note = "The most that each rank has held so far: GPU memory, or without a GPU of its process."
     return Chart(f"memory-{run.name}", f"Peak memory by rank{of}", note, traces, _steps("GiB"))
@@ -200,7 +200,7 @@ def _slow(run: Run, of: str) -> Chart:
     num = max(map(len, table), default=0)
     if num < 2:
         return Chart("slow", "", "", [])
-    z = [[round(held[r], 1) if r < len(held) else None for held in table] for r in range(num)]
+    z = [[round(ratios[r], 1) if r < len(ratios) else None for ratios in table] for r in range(num)]
     largest = max((abs(x) for line in z for x in line if x is not None), default=0.0)
     bound = max(10.0, min(largest, 100.0))
     trace = {
@@ -232,18 +232,18 @@ def _parts(value: Any) -> dict[str, float]:
 
 def _by_part(run: Run, key: str, of: str) -> Chart:
     """A line for each part of a key, as the load of experts by layer; a heat map of many parts."""
-    found = [(row["step"], parts) for row in run.rows if (parts := _parts(row.get(key)))]
-    held = _columns(found)
-    names = list(dict.fromkeys(name for _, parts in held for name in parts))
+    rows = [(row["step"], parts) for row in run.rows if (parts := _parts(row.get(key)))]
+    columns = _columns(rows)
+    names = list(dict.fromkeys(name for _, parts in columns for name in parts))
     if len(names) > _MOST_LINES:
-        z = [[parts.get(name) for _, parts in held] for name in names]
+        z = [[parts.get(name) for _, parts in columns] for name in names]
         trace = {
-            "type": "heatmap", "x": [step for step, _ in held], "y": names, "z": z,
+            "type": "heatmap", "x": [step for step, _ in columns], "y": names, "z": z,
             "colorscale": "Viridis",
         }  # fmt: skip
         traces = [trace]
     else:
-        lines = ([(step, p[name]) for step, p in held if name in p] for name in names)
+        lines = ([(step, p[name]) for step, p in columns if name in p] for name in names)
         traces = [
             _line(points, name, _MOST_COLUMNS, colour=index)
             for index, (name, points) in enumerate(zip(names, lines, strict=True))
@@ -267,8 +267,8 @@ def _others(runs: Sequence[Run]) -> list[Chart]:
     keys = {
         k for run in runs for row in run.rows[-1000:] for k in row if number(row[k]) is not None
     }
-    left = sorted(keys - _OWN_CHART - _KNOWN)
-    return [_line_chart(runs, key, key, f"{key} by step.", "") for key in left]
+    other_keys = sorted(keys - _OWN_CHART - _KNOWN)
+    return [_line_chart(runs, key, key, f"{key} by step.", "") for key in other_keys]
 
 
 def _columns(rows: Sequence[T]) -> Sequence[T]:
@@ -282,8 +282,8 @@ def _steps(unit: str) -> dict[str, Any]:
 
 
 def _mean(value: Any) -> float | None:
-    found = numbers(value)
-    return sum(found) / len(found) if found else None
+    values = numbers(value)
+    return sum(values) / len(values) if values else None
 
 
 def _at(values: Sequence[float], index: int) -> float | None:

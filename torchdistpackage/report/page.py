@@ -67,7 +67,7 @@ def html(runs: Sequence[Run], now_s: float, peak_flops: float | None = None) -> 
         peak_flops = next((peak for d in devices if (peak := peak_flops_of(d))), None)
     shown = [life(runs, now_s), *charts(runs, peak_flops)]
     shown = [chart for chart in shown if chart.traces]
-    held = tables(runs)
+    tables_html = tables(runs)
     title = ", ".join(run.name for run in runs)
     figures = [{"key": c.key, "traces": c.traces, "layout": c.layout} for c in shown]
     # within a script no text may look like its end
@@ -76,8 +76,8 @@ def html(runs: Sequence[Run], now_s: float, peak_flops: float | None = None) -> 
     )
     names = ("page.css", "page.js")
     css, script = (Path(__file__).with_name(name).read_text("utf-8") for name in names)
-    sections = [*map(_chart, shown), *_pictures(runs), *map(_table, held)]
-    links = [(c.key, c.title) for c in shown] + [(f"t-{t.key}", t.title) for t in held]
+    sections = [*map(_chart, shown), *_pictures(runs), *map(_table, tables_html)]
+    links = [(c.key, c.title) for c in shown] + [(f"t-{t.key}", t.title) for t in tables_html]
     menu = " ".join(f'<a href="#{escape(key)}">{escape(text)}</a>' for key, text in links)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -152,20 +152,20 @@ def _table(table: Table) -> str:
 
 def _pictures(runs: Sequence[Run]) -> list[str]:
     """The pipeline as predicted, and below it as measured."""
-    found = []
+    pictures = []
     for run in runs:
         if run.picture is None:
             continue
         of = f" of {escape(run.name)}" if len(runs) > 1 else ""
         text = base64.b64encode(run.picture).decode("ascii")
         label = f"Timeline of the pipeline{of}, predicted above measured"
-        found.append(
+        pictures.append(
             f'<section class="wide"><h2>Timeline of the pipeline{of}</h2>'
             f"<p>As the schedule predicts it, and below as measured in the last recorded step.</p>"
             f'<div class="picture" tabindex="0" role="region" aria-label="{label}">'
             f'<img alt="{label}" src="data:image/svg+xml;base64,{text}"></div></section>'
         )
-    return found
+    return pictures
 
 
 def _notes(runs: Sequence[Run]) -> str:

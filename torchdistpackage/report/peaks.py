@@ -19,5 +19,5 @@ _TFLOPS = {
 
 def peak_flops_of(device: str) -> float | None:
     """Of a device by its name, as `torch.cuda.get_device_name` gives it; None: unknown."""
-    found = (tflops for name, tflops in _TFLOPS.items() if name.lower() in device.lower())
-    return next((tflops * 1e12 for tflops in found), None)
+    matches = (tflops for name, tflops in _TFLOPS.items() if name.lower() in device.lower())
+    return next((tflops * 1e12 for tflops in matches), None)

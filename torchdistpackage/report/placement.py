@@ -50,8 +50,8 @@ def _panel(axis: str, mesh: Mesh, per_node: int) -> tuple[list[str], float]:
         parts.append(text(x + 4, y + 13, f"node {index}"))
         for at, rank in enumerate(ranks):
             row, column = divmod(at, columns)
-            place = x + 4 + column * _CELL, y + 18 + row * _CELL
-            parts += _rank(place, rank, number[rank], mesh)
+            corner = x + 4 + column * _CELL, y + 18 + row * _CELL
+            parts += _rank(corner, rank, number[rank], mesh)
         x += width + _GAP
     y += height
     if drawn.stop < mesh.size:
@@ -60,11 +60,11 @@ def _panel(axis: str, mesh: Mesh, per_node: int) -> tuple[list[str], float]:
     return parts, y + _GAP
 
 
-def _rank(place: tuple[float, float], rank: int, group: int, mesh: Mesh) -> Iterator[str]:
+def _rank(corner: tuple[float, float], rank: int, group: int, mesh: Mesh) -> Iterator[str]:
     where = " ".join(f"{axis} {index}" for axis, index in mesh.coord(rank).items())
-    said = f"rank {rank}: {where}, group {group}"
-    yield box(*place, (_CELL, _CELL), colour_of(group), said, rank=rank, group=group)
-    yield text(place[0] + _CELL / 2, place[1] + 19, str(rank), anchor="middle")
+    title = f"rank {rank}: {where}, group {group}"
+    yield box(*corner, (_CELL, _CELL), colour_of(group), title, rank=rank, group=group)
+    yield text(corner[0] + _CELL / 2, corner[1] + 19, str(rank), anchor="middle")
 
 
 def _title(axis: str, mesh: Mesh, per_node: int) -> str:

@@ -153,9 +153,9 @@ class Run:
     @property
     def mesh(self) -> Mesh:
         """Axes of several ranks, as the ranks wrote them; without axes where they did not."""
-        found = next((row["layout"] for row in self.ranks if "layout" in row), [])
+        layout = next((row["layout"] for row in self.ranks if "layout" in row), [])
         try:
-            return Mesh(tuple((str(name), size) for name, size in found if size != 1))
+            return Mesh(tuple((str(name), size) for name, size in layout if size != 1))
         except (TypeError, ValueError):  # which a TopologyError is
             return Mesh(())
 
@@ -176,8 +176,8 @@ def _check_run_folder(files: RunDir) -> None:
     folder = files.run
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder; name a run folder, as runs/my_run")
-    known = (files.metrics, files.resolved, files.ranks, files.job, files.logs, files.events)
-    if not any(path.exists() for path in known):
+    files_of_run = (files.metrics, files.resolved, files.ranks, files.job, files.logs, files.events)
+    if not any(path.exists() for path in files_of_run):
         inside = sorted(x.parent.name for x in folder.glob(f"*/{RESOLVED}"))[:4]
         hint = f"; did you mean {folder / inside[0]}?" if inside else ""
         raise ConfigError(f"{folder} has no {METRICS} or {RESOLVED}, so it is no run folder{hint}")

@@ -132,8 +132,8 @@ def _complete(dumps: dict[int, Dump], world_size: int) -> bool:
 
 def _loses_a_peer(dumps: dict[int, Dump]) -> bool:
     """Whether a rank raised because it lost a peer, and others, in their loops, may do so next."""
-    found = {dump.state for dump in dumps.values()}
-    return {State.RAISED, State.DUMPED} <= found and any(
+    states = {dump.state for dump in dumps.values()}
+    return {State.RAISED, State.DUMPED} <= states and any(
         dump.state is State.RAISED and is_secondary(from_json(dump.error))
         for dump in dumps.values()
     )

@@ -37,8 +37,8 @@ def innermost(stacks: Sequence[str]) -> str:
     """
     lines = [x.strip() for x in loop_of(stacks).splitlines()]
     places = [x.removeprefix("File ") for x in lines if x.startswith("File ")]
-    own = [place for place in places if not _LIBRARY.search(place)]
-    return next(iter([*own[-1:], *places[-1:]]), "")
+    user_places = [place for place in places if not _LIBRARY.search(place)]
+    return next(iter([*user_places[-1:], *places[-1:]]), "")
 
 
 def is_waiting(stacks: Sequence[str], *, on_device: bool = False) -> bool:

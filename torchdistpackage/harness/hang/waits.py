@@ -86,8 +86,8 @@ class RecordedCall:
     def exactly(self) -> str:
         """Everything that is known of it."""
         tensor = f", {self._tensor}" if self.dtype else ""
-        what = f"{self.operation} number {self.sequence}{self._towards}"
-        return f"{what}, {self._group}{tensor}, for {self.age_s:.1f} s"
+        text = f"{self.operation} number {self.sequence}{self._towards}"
+        return f"{text}, {self._group}{tensor}, for {self.age_s:.1f} s"
 
     @property
     def _tensor(self) -> str:
@@ -168,11 +168,11 @@ class RankRecord:
         for raw in reversed(self._calls):
             if raw["sequence"] != call.sequence or self._keys[raw["group"]] != call.group:
                 continue
-            mine = self._call(raw)
-            if call.peer is None and mine.peer is None:
-                return mine
-            if mine.peer == rank and mine.operation == _OTHER_END.get(call.operation):
-                return mine
+            recorded = self._call(raw)
+            if call.peer is None and recorded.peer is None:
+                return recorded
+            if recorded.peer == rank and recorded.operation == _OTHER_END.get(call.operation):
+                return recorded
         return None
 
     def reached(self, call: RecordedCall, rank: int) -> int:
@@ -198,8 +198,8 @@ class _Meeting:
         self.issued = tuple(reached.get(m, -1) for m in self.behind)
         self.calls: dict[int, RecordedCall] = {}
         if not self.behind:
-            found = {m: records[m].matching(call, rank) for m in members}
-            self.calls = {m: other for m, other in found.items() if other is not None}
+            matches = {m: records[m].matching(call, rank) for m in members}
+            self.calls = {m: other for m, other in matches.items() if other is not None}
         # of each kind the first member
         backwards = reversed(self.calls.items())
         self.kinds = {(c.operation, c.dtype, c.shape): m for m, c in backwards}
@@ -225,15 +225,15 @@ class _Meeting:
 def waits(records: Mapping[int, RankRecord], blocked: Iterable[int]) -> list[RankWait]:
     """All waits of the ranks `blocked`. A rank without a record is waited for."""
     meetings: dict[tuple[object, ...], _Meeting] = {}
-    found: list[RankWait] = []
+    rank_waits: list[RankWait] = []
     for rank in sorted(blocked):
         for call in records[rank].pending():
-            own = () if call.peer is None else (rank, call.peer, call.operation)
-            key = (call.group, call.sequence, *own)
+            message_key = () if call.peer is None else (rank, call.peer, call.operation)
+            key = (call.group, call.sequence, *message_key)
             meeting = meetings.get(key) or meetings.setdefault(key, _Meeting(call, rank, records))
             if (wait := meeting.wait(call, rank)) is not None:
-                found.append(wait)
-    return found
+                rank_waits.append(wait)
+    return rank_waits
 
 
 def blocked_by(found: Sequence[RankWait]) -> dict[int, set[int]]:
@@ -301,8 +301,8 @@ def aborted(rank: int, stack: str, records: Mapping[int, RankRecord]) -> str:
     # the innermost frame comes first, and the call that was numbered is the outermost
     operation = (_ENTRY.findall(stack) or [""])[-1].removeprefix("start_")
     first = max(met.values(), key=lambda call: call.operation == operation)
-    place = first.line, first.sequence
-    there = {peer: call for peer, call in met.items() if (call.line, call.sequence) == place}
+    key = first.line, first.sequence
+    there = {peer: call for peer, call in met.items() if (call.line, call.sequence) == key}
     brought = ", ".join(versions((call, peer) for peer, call in there.items()))
     inside = f"inside {operation}" if operation else "there"
     is_other = bool(operation) and first.peer is None and operation != first.operation
@@ -319,14 +319,14 @@ def aborted(rank: int, stack: str, records: Mapping[int, RankRecord]) -> str:
 
 def _met(rank: int, records: Mapping[int, RankRecord]) -> dict[int, RecordedCall]:
     """By peer its last call with `rank` that has not ended, where no device does the waiting."""
-    found: dict[int, RecordedCall] = {}
+    calls: dict[int, RecordedCall] = {}
     for peer, record in records.items():
         for call in reversed(record.calls):
             together = call.peer == rank if call.peer is not None else rank in call.ranks
             if together and call.state != "done" and not call.on_device:
-                found[peer] = call
+                calls[peer] = call
                 break
-    return found
+    return calls
 
 
 # -- in words -----------------------------------------------------------------------------
@@ -334,13 +334,13 @@ def _met(rank: int, records: Mapping[int, RankRecord]) -> dict[int, RecordedCall
 
 def versions(calls: Iterable[tuple[RecordedCall, int]]) -> list[str]:
     """`all_reduce float32[4] (ranks 0, 2)`, of calls and their ranks."""
-    said = grouped((call.called, rank) for call, rank in calls)
-    return [f"{what} ({ranks_listed(ranks)})" for what, ranks in said.items()]
+    by_version = grouped((call.called, rank) for call, rank in calls)
+    return [f"{version} ({ranks_listed(ranks)})" for version, ranks in by_version.items()]
 
 
 def grouped(pairs: Iterable[tuple[Alike, int]]) -> dict[Alike, list[int]]:
     """The ranks that say the same."""
-    found: dict[Alike, list[int]] = {}
+    groups: dict[Alike, list[int]] = {}
     for said, rank in pairs:
-        found.setdefault(said, []).append(rank)
-    return found
+        groups.setdefault(said, []).append(rank)
+    return groups

@@ -82,11 +82,11 @@ class TrackedStorage:
             at = high
         if at < after:
             inside.append(StorageRange(at, after))
-        before = [access for piece in inside for access in piece.accesses]
+        earlier = [access for piece in inside for access in piece.accesses]
         if full:
             inside = [StorageRange(first, after)]
         self.pieces = rest + inside
-        return before, inside
+        return earlier, inside
 
 
 class History:
@@ -148,14 +148,16 @@ class History:
 
     def memory(self, x: Tensor, stream: int) -> TrackedStorage:
         storage = x.untyped_storage()
-        found = self._memories.get(storage._cdata)
-        if found is None:
-            found = self._memories[storage._cdata] = TrackedStorage(StorageWeakRef(storage), stream)
-        return found
+        memory = self._memories.get(storage._cdata)
+        if memory is None:
+            memory = self._memories[storage._cdata] = TrackedStorage(
+                StorageWeakRef(storage), stream
+            )
+        return memory
 
     def is_on_host(self, x: Tensor) -> bool:
-        found = self._memories.get(x.untyped_storage()._cdata)
-        return found is not None and found.on_host
+        memory = self._memories.get(x.untyped_storage()._cdata)
+        return memory is not None and memory.on_host
 
     def resized(self, storage: torch.UntypedStorage, stream: int, what: str) -> None:
         """Its memory goes back, and what it gets instead is new and of `stream`."""
@@ -193,7 +195,7 @@ class History:
         self.see_frees()
         self._num_ops += 1
         self._clocks.update_seq_num(stream, self._num_ops)
-        where, made = issued_at(), []
+        where, accesses = issued_at(), []
         in_backward = torch._C._current_graph_task_id() != -1
         for tensors, is_write in ((reads, False), (writes, True)):
             for x in tensors:
@@ -201,11 +203,11 @@ class History:
                     self._num_ops, stream, what, is_write, tuple(x.shape), where, in_backward
                 )
                 self._note(x, access)
-                made.append(access)
+                accesses.append(access)
         if stream == HOST:
             self.record(self._host_event, HOST)
             self._clocks.all_streams_wait_for_event(self._host_event)
-        return made
+        return accesses
 
     def _note(self, x: Tensor, access: Access) -> None:
         if x.layout is not torch.strided or x.is_meta or not x.numel():
@@ -213,8 +215,8 @@ class History:
         memory = self.memory(x, access.stream)
         reach = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
         first = x.storage_offset() * x.itemsize
-        before, pieces = memory.cut(first, first + reach * x.itemsize, access.writes)
-        for other in before:
+        earlier, pieces = memory.cut(first, first + reach * x.itemsize, access.writes)
+        for other in earlier:
             if (access.writes or other.writes) and not self._is_after(access.stream, other):
                 self._refuse(access, other)
         for piece in pieces:

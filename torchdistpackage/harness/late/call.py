@@ -135,8 +135,8 @@ class Mirror:
         self._sent: deque[Tensor] = deque()
 
     def begin(self, sends: Parts, likes: Parts) -> Transfer:
-        mine = sends[self._rank]
-        rooms = [zip(mine or parts, parts, strict=False) for parts in likes]
+        messages_of_rank = sends[self._rank]
+        rooms = [zip(messages_of_rank or parts, parts, strict=False) for parts in likes]
         return Transfer([[_fitted(x, like) for x, like in pairs] for pairs in rooms])
 
     def post(self, messages: Sequence[Posted]) -> Transfer:
@@ -294,9 +294,9 @@ class LateCall:
         memory = Counter(guard.pointer for guard in self.guards)
         return any(g.written and g.is_shared(memory[g.pointer]) for g in self.guards)
 
-    def _refuse(self, guard: Guard, found: str) -> None:
-        if found:
-            raise RaceError(f"{self.name}, tensor of shape {guard.shape}: {found}{self.where}")
+    def _refuse(self, guard: Guard, misuse: str) -> None:
+        if misuse:
+            raise RaceError(f"{self.name}, tensor of shape {guard.shape}: {misuse}{self.where}")
 
 
 class LateWork(OwnWork):

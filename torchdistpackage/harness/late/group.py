@@ -122,10 +122,10 @@ class LateGroup(OwnGroup):
         what = " and ".join(f"{what} {self._ranks[peer]}" for what, _, peer in messages)
         work = self._go(what, True, lambda: self._transport.post(messages), sent, received, finish)
         for (what, _, peer), tag in posted:
-            before, of = self._tags.get((what, peer), (tag, work.call))
-            if before != tag and not of.done:
+            previous_tag, of = self._tags.get((what, peer), (tag, work.call))
+            if previous_tag != tag and not of.done:
                 raise RaceError(
-                    f"{of.name}: tags {before} and {tag} distinguish messages from one rank, "
+                    f"{of.name}: tags {previous_tag} and {tag} distinguish messages from one rank, "
                     f"but NCCL ignores tags: they meet in the order of their issue{issued_at()}"
                 )
             self._tags[what, peer] = tag, work.call
@@ -149,8 +149,8 @@ class LateGroup(OwnGroup):
         if world.check is not None:
             world.check(name, operation, [*reads, *writes])
         written = {id(x) for x in writes}
-        read = {id(x): x for x in reads if id(x) not in written}
-        guards = [Guard(x, False) for x in read.values()] + [Guard(x, True) for x in writes]
+        read_only = {id(x): x for x in reads if id(x) not in written}
+        guards = [Guard(x, False) for x in read_only.values()] + [Guard(x, True) for x in writes]
         world.claim(self, name, guards)
         if not is_async:
             while self.calls:
@@ -158,14 +158,14 @@ class LateGroup(OwnGroup):
             transfer = begin()
             transfer.wait()
             finish(transfer, list(writes))
-            world.observer.called(self, name, list(read.values()), writes, None)
+            world.observer.called(self, name, list(read_only.values()), writes, None)
             world.draw()
             return LateWork(None, lambda: None, writes)
         call = LateCall(name, guards, begin(), finish)
         work = LateWork(call, lambda: self._settle(call), writes)
         self.calls.append(call)
         world.issued(self, call)
-        world.observer.called(self, name, list(read.values()), writes, call)
+        world.observer.called(self, name, list(read_only.values()), writes, call)
         world.draw()
         return work
 

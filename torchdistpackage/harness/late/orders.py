@@ -40,18 +40,18 @@ class Order:
 
     def __post_init__(self) -> None:
         order, comma, more = self.token.partition(",")
-        name, colon, how = order.partition(":")
-        known = not colon or how == "early" or how.isdecimal()
-        if name != LATE or not known or more != ("strict" if comma else ""):
+        name, colon, seed_or_early = order.partition(":")
+        is_valid = not colon or seed_or_early == "early" or seed_or_early.isdecimal()
+        if name != LATE or not is_valid or more != ("strict" if comma else ""):
             raise ConfigError(
                 f"transport {self.token!r} is not known; use gloo, late, late:early, or late:N "
                 f"with a whole number N as the seed of an order of completion, each of the last "
                 f"three also followed by ,strict"
             )
         self.strict = bool(comma)
-        self._early = how == "early"
-        if how.isdecimal():
-            self._draws = random.Random(f"{how}/{self.rank}")
+        self._early = seed_or_early == "early"
+        if seed_or_early.isdecimal():
+            self._draws = random.Random(f"{seed_or_early}/{self.rank}")
 
     @property
     def at_wait_only(self) -> bool:

@@ -108,12 +108,12 @@ def _set(stream: StreamDouble) -> None:
 
 @contextmanager
 def _on(stream: StreamDouble | None) -> Iterator[None]:
-    before = _now.stream
-    _now.stream = before if stream is None else stream.stream_id
+    previous = _now.stream
+    _now.stream = previous if stream is None else stream.stream_id
     try:
         yield
     finally:
-        _now.stream = before
+        _now.stream = previous
 
 
 class _StreamsDouble:
@@ -152,21 +152,21 @@ class _AccessMode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, history = kwargs or {}, _histories[-1]
         with torch._C.DisableTorchFunctionSubclass():
-            given = [(at, x) for at, x in tensors_of(args, kwargs) if x.layout is torch.strided]
-            places = [history.is_on_host(x) for _, x in given]
-            old = storages_of(given)
+            inputs = [(at, x) for at, x in tensors_of(args, kwargs) if x.layout is torch.strided]
+            places = [history.is_on_host(x) for _, x in inputs]
+            old = storages_of(inputs)
             result = func(*args, **kwargs)
-            made = made_in(result, old)
+            created = made_in(result, old)
             stream = HOST if any(places) else _now.stream
             crosses = func in COPIES and any(places) and not all(places)
-            for x in made:
+            for x in created:
                 history.memory(x, _now.stream).on_host = stream == HOST
             reads, writes = [], []
             if (written := written_arguments(func)) is not None:
-                reads = [x for at, x in given if at not in written]
-                writes = [x for at, x in given if at in written]
+                reads = [x for at, x in inputs if at not in written]
+                writes = [x for at, x in inputs if at in written]
             if not func._schema.name.startswith(("aten::empty", "aten::new_empty")):
-                writes += made
+                writes += created
             if not reads and not writes:
                 return result
             history.run(_now.stream if crosses else stream, str(func), reads, writes)
@@ -250,8 +250,8 @@ def ordered_streams() -> Iterator[History]:
         stack.enter_context(patch.object(world, "observer", _Calls()))
         _histories.append(history)
         stack.callback(_histories.pop)
-        before, _now.stream = _now.stream, 0
-        stack.callback(setattr, _now, "stream", before)
+        previous, _now.stream = _now.stream, 0
+        stack.callback(setattr, _now, "stream", previous)
         stack.enter_context(_AccessMode())
         yield history
         history.see_frees()

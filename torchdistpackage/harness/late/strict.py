@@ -99,16 +99,18 @@ class DeviceMemory:
         if operation == "barrier":  # its token is the transport's own
             return
         for x in tensors:
-            what = f"{name}: a tensor of shape {tuple(x.shape)} and dtype {dtype_name(x.dtype)}"
+            described = (
+                f"{name}: a tensor of shape {tuple(x.shape)} and dtype {dtype_name(x.dtype)}"
+            )
             if x not in self:
                 _, line = self._made.get(x.untyped_storage()._cdata, (None, ""))
-                made = f", made at {line}," if line else ""
+                origin = f", made at {line}," if line else ""
                 raise RaceError(
-                    f"{what}{made} is in host memory, but NCCL moves what is on the device; make "
-                    f"it with device=device_of(group){issued_at()}"
+                    f"{described}{origin} is in host memory, but NCCL moves what is on the device; "
+                    f"make it with device=device_of(group){issued_at()}"
                 )
             if x.dtype not in _DTYPES:
-                raise RaceError(f"{what} is none that NCCL knows; move its bytes{issued_at()}")
+                raise RaceError(f"{described} is none that NCCL knows; move its bytes{issued_at()}")
 
 
 @contextmanager
@@ -169,8 +171,8 @@ class _Functions(TorchFunctionMode):
         return result
 
     def _device(self, func, args, kwargs) -> torch.device:
-        found = func(*args, **kwargs)
-        return DEVICE if args[0] in self._marks and found == _HOST else found
+        device = func(*args, **kwargs)
+        return DEVICE if args[0] in self._marks and device == _HOST else device
 
     def _to(self, func, args, kwargs) -> Tensor:
         """A copy where the device is another one, as between host and GPU."""
@@ -217,11 +219,11 @@ class _DeviceMarkMode(TorchDispatchMode):
         frame = caller()
         if frame is None:
             return func(*args, **kwargs)
-        given = list(tensors_of(args, kwargs))
-        on_device = _is_device(kwargs.get("device")) or any(x in self._marks for _, x in given)
+        inputs = list(tensors_of(args, kwargs))
+        on_device = _is_device(kwargs.get("device")) or any(x in self._marks for _, x in inputs)
         if func is torch.ops.aten.lift_fresh.default:
             on_device = on_device or is_users(frame)
-        old = storages_of(given)
+        old = storages_of(inputs)
         result = func(*args, **kwargs)
         if not on_device:
             return result
@@ -229,7 +231,7 @@ class _DeviceMarkMode(TorchDispatchMode):
             self._marks.add(x)
         if func not in COPIES:  # these write where their target is, whatever they read
             places = written_arguments(func) or ()
-            for x in (x for at, x in given if at in places):
+            for x in (x for at, x in inputs if at in places):
                 self._marks.add(x)
         return result
 
@@ -260,8 +262,8 @@ def is_users(frame: FrameType) -> bool:
         return True
     layer: FrameType | None = frame
     while layer is not None and not _is_users_own(layer.f_code.co_filename):
-        own = layer.f_locals.get("self") if layer.f_code.co_name == "__init__" else None
-        if isinstance(own, nn.Module) and layer.f_code.co_filename.startswith(_LAYERS):
+        instance = layer.f_locals.get("self") if layer.f_code.co_name == "__init__" else None
+        if isinstance(instance, nn.Module) and layer.f_code.co_filename.startswith(_LAYERS):
             return True
         layer = layer.f_back
     return False

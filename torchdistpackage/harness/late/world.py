@@ -172,11 +172,11 @@ def _look(calls: list[LateCall], func, x: Tensor, writes: bool) -> None:
 
 
 def _raise(call: LateCall, guard: Guard, func, writes: bool) -> None:
-    found = READ
+    misuse = READ
     if writes:
-        found = WRITTEN if guard.written else CHANGED
+        misuse = WRITTEN if guard.written else CHANGED
     raise RaceError(
-        f"{call.name}, tensor of shape {guard.shape}: {found}, by {func}{issued_at()}\n"
+        f"{call.name}, tensor of shape {guard.shape}: {misuse}, by {func}{issued_at()}\n"
         f"the call was issued{call.where}"
     )
 

@@ -68,8 +68,8 @@ def launch_order(traces: Sequence[Trace], name: Name) -> Finding | None:
     def runs(board: Matcher) -> list[Iterator[PendingOp]]:
         return [_replay(board, trace, groups) for trace in on_device]
 
-    found = drive(runs, list(groups.values()), name)
-    return found and replace(found, kind="launch order", text=_LAUNCH_ORDER + found.text)
+    finding = drive(runs, list(groups.values()), name)
+    return finding and replace(finding, kind="launch order", text=_LAUNCH_ORDER + finding.text)
 
 
 def host_blocking(
@@ -80,8 +80,8 @@ def host_blocking(
 
     earlier: what they did before all of them came to one point.
     """
-    if earlier and (found := host_blocking(earlier, name)):
-        return found
+    if earlier and (finding := host_blocking(earlier, name)):
+        return finding
     groups = {old: LintGroup(old.ranks, old.name, lazy=old.lazy) for old in _groups(traces)}
     for old, new in groups.items():
         new.eager = old.eager
@@ -94,8 +94,8 @@ def host_blocking(
                     connections.note(entry, groups[entry.group], entry.messages)
         return [_replay(board, trace, groups, connections.before) for trace in traces]
 
-    found = drive(runs, list(groups.values()), name)
-    return found and replace(found, kind="first use", text=_FIRST_USE + found.text)
+    finding = drive(runs, list(groups.values()), name)
+    return finding and replace(finding, kind="first use", text=_FIRST_USE + finding.text)
 
 
 def drive(
@@ -126,8 +126,8 @@ def drive(
                 board.waiting[rank] = entry
     except Disagreement as found:
         return disagreement(found, name)
-    left = [board.waiting[rank] for rank in sorted(board.waiting)] or board.leftovers(groups)
-    return stuck(board, left, name) if left else None
+    unmatched = [board.waiting[rank] for rank in sorted(board.waiting)] or board.leftovers(groups)
+    return stuck(board, unmatched, name) if unmatched else None
 
 
 def _groups(traces: Sequence[Trace]) -> list[LintGroup]:

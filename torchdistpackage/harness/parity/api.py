@@ -40,12 +40,12 @@ def compare_layouts(
         raise ConfigError("compare_layouts: no layout has several ranks; pass one, as {'data': 2}")
     with ExitStack() as stack:
         ranks = pool or stack.enter_context(RankPool(MOST_RANKS, timeout_s=600.0))
-        (whole,), *records = run_layouts(build, batch, chosen, ranks)
-    if whole.error:
-        raise ConfigError(f"compare_layouts: one process alone fails: {whole.error}")
+        (one_process,), *records = run_layouts(build, batch, chosen, ranks)
+    if one_process.error:
+        raise ConfigError(f"compare_layouts: one process alone fails: {one_process.error}")
     return ParityReport(
         [
-            (axes, first_difference(whole, held, axes))
-            for axes, held in zip(chosen, records, strict=True)
+            (axes, first_difference(one_process, record, axes))
+            for axes, record in zip(chosen, records, strict=True)
         ]
     )

@@ -139,14 +139,14 @@ def run_layouts(
     ranks: Callable[[int], Ranks],
 ) -> list[list[ParityRecord]]:
     """The records of one process, and of every layout."""
-    found = []
+    records = []
     build, batch = importable(build), importable(batch)
     for axes in ({}, *layouts):
         num = 1
         for size in axes.values():
             num *= size
-        found.append(records_of(ranks(num), record_rank, build, batch, dict(axes)))
-    return found
+        records.append(records_of(ranks(num), record_rank, build, batch, dict(axes)))
+    return records
 
 
 def records_of(ranks: Ranks, record: Callable[..., ParityRecord], *args: Any) -> list[ParityRecord]:
@@ -157,7 +157,7 @@ def records_of(ranks: Ranks, record: Callable[..., ParityRecord], *args: Any) ->
         rank, line = 0, str(error).partition("\n")[0]
         if error.culprit is not None:
             rank, line = error.culprit.rank, error.culprit.error or line
-        found = [ParityRecord({}) for _ in range(ranks.world_size)]
-        found[rank].error = line.removeprefix("TorchDistError: ")
-        found[rank].error_detail = str(error)
-        return found
+        records = [ParityRecord({}) for _ in range(ranks.world_size)]
+        records[rank].error = line.removeprefix("TorchDistError: ")
+        records[rank].error_detail = str(error)
+        return records

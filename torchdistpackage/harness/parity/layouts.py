@@ -16,12 +16,12 @@ def layouts_of(axes: Axes) -> list[dict[str, int]]:
     """Each axis with several ranks alone, all pairs, and all together; two ranks an axis."""
     several = [axis for axis, size in axes.items() if size > 1]
     sizes = dict.fromkeys(several, 2)
-    found = [
+    layouts = [
         {axis: sizes[axis] for axis in chosen}
         for number in (1, 2)
         for chosen in combinations(several, number)
     ]
-    return [*found, *([sizes] if len(several) > 2 else [])]
+    return [*layouts, *([sizes] if len(several) > 2 else [])]
 
 
 def text_of(axes: Axes) -> str:
@@ -53,7 +53,7 @@ class ParityReport:
         for axes, finding in self.findings:
             if finding is None:
                 lines.append(f"{text_of(axes)}: the same as one process")
-            elif any(known <= set(axes) for known in seen):
+            elif any(seen_axes <= set(axes) for seen_axes in seen):
                 lines.append(f"{text_of(axes)}: differs too")
             else:
                 seen.append(set(axes))
@@ -67,7 +67,7 @@ def checked(layouts: Iterable[Axes], most_ranks: int) -> list[dict[str, int]]:
     Raises:
         ValueError: a layout has no ranks, or more than `most_ranks`.
     """
-    found = []
+    problems = []
     for axes in layouts:
         ranks = 1
         for axis, size in axes.items():
@@ -80,5 +80,5 @@ def checked(layouts: Iterable[Axes], most_ranks: int) -> list[dict[str, int]]:
                 f"an axis show what more would"
             )
         if ranks > 1:
-            found.append({axis: size for axis, size in axes.items() if size > 1})
-    return found
+            problems.append({axis: size for axis, size in axes.items() if size > 1})
+    return problems

@@ -215,8 +215,8 @@ class Comparison:
         self._phases, self._every = phases, every
         self._group = resolve_group(group, "global")
         if mesh is None:
-            line = Mesh((("data", self._group.size()),))
-            mesh = tpc.topology.dense if tpc.is_set else line
+            ranks_mesh = Mesh((("data", self._group.size()),))
+            mesh = tpc.topology.dense if tpc.is_set else ranks_mesh
         if mesh.size != self._group.size():
             raise TopologyError(
                 f"a comparison of {self._group.size()} ranks got a mesh of {mesh.size} "
@@ -251,12 +251,12 @@ class Comparison:
         kept = self._phases.kept()
         of_steps = [kept.get(step) for step in steps] + [None] * (WINDOW - len(steps))
         rows = [[math.nan if x is None else x.get(p, 0.0) for x in of_steps] for p in PHASES]
-        mine = torch.tensor([rows], dtype=torch.float32)
+        row = torch.tensor([rows], dtype=torch.float32)
         device = primitives.device_of(self._group)
         if device.type == "cuda":
             # any other memory would have the host wait for what the device is doing
-            mine = mine.pin_memory().to(device, non_blocking=True)
-        self._pending = primitives.all_gather(mine, self._group, async_op=True)
+            row = row.pin_memory().to(device, non_blocking=True)
+        self._pending = primitives.all_gather(row, self._group, async_op=True)
 
     def _read(self) -> list[str]:
         """Judge what has arrived."""
@@ -267,11 +267,12 @@ class Comparison:
             return []
         table, self._arrived = self._arrived.read(), None  # [rank][phase][step]
         assert self._alerts is not None
-        known = [k for k in range(WINDOW) if not any(math.isnan(rank[0][k]) for rank in table)]
+        complete = [k for k in range(WINDOW) if not any(math.isnan(rank[0][k]) for rank in table)]
         times = {
-            phase: [[rank[p][k] for k in known] for rank in table] for p, phase in enumerate(PHASES)
+            phase: [[rank[p][k] for k in complete] for rank in table]
+            for p, phase in enumerate(PHASES)
         }
         times = fastest_of(times, self._together, ("forward", "backward"))
-        found = find_stragglers(times, self._alike, self._costs)
-        self._costs = measured(times, self._costs, found)
-        return self._alerts.alerts(found)
+        stragglers = find_stragglers(times, self._alike, self._costs)
+        self._costs = measured(times, self._costs, stragglers)
+        return self._alerts.alerts(stragglers)

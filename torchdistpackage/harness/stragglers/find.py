@@ -120,19 +120,19 @@ def find_stragglers(
     if min(len(row) for rows in times.values() for row in rows) < MIN_STEPS:
         return []
     busy_s = [sum(map(median, of_rank)) for of_rank in zip(*times.values(), strict=True)]
-    found: list[Straggler] = []
+    stragglers: list[Straggler] = []
     for phase, groups in alike.items():
         rows = times[phase]
         for ranks in groups:
             if len(ranks) > 1:
                 typical = _typical(rows[rank] for rank in ranks)
                 for rank in ranks:
-                    found += _judged(rank, phase, rows[rank], typical, busy_s[rank])
+                    stragglers += _judged(rank, phase, rows[rank], typical, busy_s[rank])
         if phase in costs:
             alone = [ranks[0] for ranks in groups if len(ranks) == 1]
             for rank, typical, slack in _expected(alone, rows, costs[phase]):
-                found += _judged(rank, phase, rows[rank], typical, busy_s[rank], slack)
-    return sorted(found, key=lambda straggler: -straggler.excess_s)
+                stragglers += _judged(rank, phase, rows[rank], typical, busy_s[rank], slack)
+    return sorted(stragglers, key=lambda straggler: -straggler.excess_s)
 
 
 def measured(
@@ -144,9 +144,9 @@ def measured(
     for phase, rows in times.items():
         if phase not in slow and len(rows[0]) >= MIN_STEPS:
             now = [median(row) for row in rows]
-            known = before.get(phase)
-            if known is not None and known.measured:
-                now = [(x + y) / 2 for x, y in zip(known.of_rank, now, strict=True)]
+            previous = before.get(phase)
+            if previous is not None and previous.measured:
+                now = [(x + y) / 2 for x, y in zip(previous.of_rank, now, strict=True)]
             costs[phase] = Cost(now, measured=True)
     return costs
 

@@ -150,11 +150,11 @@ def _link_main_log(files: RunDir, output: Path) -> None:
 @contextmanager
 def _environment(env: Mapping[str, str]) -> Generator[None]:
     """submitit starts sbatch with this process's environment."""
-    before = dict(os.environ)
+    previous = dict(os.environ)
     os.environ.clear()
     os.environ.update(env)
     try:
         yield
     finally:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(previous)

@@ -24,8 +24,8 @@ def exclusion(script: Path, nodes: Sequence[str]) -> list[str]:
     """
     if not nodes:
         return []
-    own = _EXCLUDE.findall(script.read_text(encoding="utf-8")) if script.is_file() else []
-    return [f"--exclude={','.join([*own, *nodes])}"]
+    excluded = _EXCLUDE.findall(script.read_text(encoding="utf-8")) if script.is_file() else []
+    return [f"--exclude={','.join([*excluded, *nodes])}"]
 
 
 def leave_out(
@@ -42,12 +42,12 @@ def leave_out(
     their hardware, the oldest evidence first. Where the job could not even run on all nodes that
     are up, none is left out, and it waits for whichever comes.
     """
-    held = node_blocklist.reasons(suspects, now_s)
+    reasons = node_blocklist.reasons(suspects, now_s)
     worst_last = sorted(
-        held,
+        reasons,
         key=lambda node: (
-            any(e.weight < node_blocklist.THRESHOLD for e in held[node]),
-            max(e.time_s for e in held[node]),
+            any(e.weight < node_blocklist.THRESHOLD for e in reasons[node]),
+            max(e.time_s for e in reasons[node]),
         ),
     )
 
@@ -62,15 +62,15 @@ def leave_out(
         return ran.code == 0 or not _NO_NODES.search(ran.err)
 
     fewest, most = 0, len(worst_last)
-    if held and could_run(0):
+    if reasons and could_run(0):
         most = 0
     while fewest + 1 < most:
         middle = (fewest + most) // 2
         fewest, most = (fewest, middle) if could_run(middle) else (middle, most)
-    forgiven, left = worst_last[:most], tuple(sorted(worst_last[most:]))
-    notes = [node_blocklist.explain(suspects, now_s, left)] if left else []
+    forgiven, excluded = worst_last[:most], tuple(sorted(worst_last[most:]))
+    notes = [node_blocklist.explain(suspects, now_s, excluded)] if excluded else []
     notes += [
-        f"not leaving out {'; '.join(map(str, held[node]))}: the job could not run without it"
+        f"not leaving out {'; '.join(map(str, reasons[node]))}: the job could not run without it"
         for node in sorted(forgiven)
     ]
-    return left, tuple(notes)
+    return excluded, tuple(notes)

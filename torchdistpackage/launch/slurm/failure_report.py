@@ -116,7 +116,12 @@ def _without_culprit(
 
 
 def start_again(
-    folder: Path, start: str, num_ranks: int, left: int, margin_s: float, end_s: float | None
+    folder: Path,
+    start: str,
+    num_ranks: int,
+    num_restarts: int,
+    margin_s: float,
+    end_s: float | None,
 ) -> Decision:
     """Whether the ranks are started anew in this job, where all nodes answer; AGAIN is written.
 
@@ -133,7 +138,7 @@ def start_again(
     decided = decide_in_job(
         f"after step {progress(files).step or 0}: {died}",
         decision(files, earlier[-1]) if earlier else None,
-        left=left,
+        left=num_restarts,
         time_up=time_is_up(now_s, end_s, (), (), margin_s),
         bad_node=evidence.reason if evidence else "",
     )
@@ -153,8 +158,8 @@ def main(argv: list[str]) -> int:
     if len(numbers) == 4 and code != CANNOT_WRITE:
         end = os.environ.get("TDP_JOB_END_S", "")
         end_s = float(end) if end.isdecimal() else None
-        left, margin_s = int(numbers[2]), float(numbers[3])
-        decided = start_again(folder, start, num_ranks, left, margin_s, end_s)
+        num_restarts, margin_s = int(numbers[2]), float(numbers[3])
+        decided = start_again(folder, start, num_ranks, num_restarts, margin_s, end_s)
         if decided.word is not RequeueDecision.AGAIN:
             sys.stdout.write(f"{decided.reason}\n")
     sys.stdout.write(text + "\n")

@@ -180,8 +180,8 @@ def preview(config: RunConfig, here: Path) -> BatchJob:
 def interpreter_of(config: RunConfig, python: str) -> str:
     """What starts Python in a task: `python`, a path, unless a container or conda has its own."""
     section = config.launch.slurm
-    own = extra_of(section, "container") or extra_of(section, "conda")
-    inside = bool(own) or any("container-image" in x for x in extra_of(section, "srun"))
+    environment = extra_of(section, "container") or extra_of(section, "conda")
+    inside = bool(environment) or any("container-image" in x for x in extra_of(section, "srun"))
     return "python" if inside else python
 
 
@@ -198,15 +198,15 @@ def _literal(path: Path) -> str:
 
 def _options(config: RunConfig, shape: JobGeometry) -> tuple[dict[str, str | None], dict[str, str]]:
     """Lines of the header, the layout first, and the comments that stand above some."""
-    given = header(config.launch.slurm)
+    sbatch_options = header(config.launch.slurm)
     options: dict[str, str | None] = {
         "nodes": shape.nodes_text,
-        **{name: given[name] for name in LAYOUT if name in given},
+        **{name: sbatch_options[name] for name in LAYOUT if name in sbatch_options},
         "ntasks-per-node": str(shape.tasks_per_node),
         "cpus-per-task": str(shape.cpus_per_task),
     }
     notes: dict[str, str] = {}
-    for name, value in given.items():
+    for name, value in sbatch_options.items():
         if name in options:
             continue
         if name in ("gpus", "gpus-per-task") and shape.gpus_per_node is not None:
@@ -248,22 +248,24 @@ def code_paths(
             by its copy; of the others only those in PYTHONPATH stay.
         env: environment of this process.
     """
-    held = {parent.as_posix() for item in snapshot.items for parent in Path(item.name).parents}
+    folders = {parent.as_posix() for item in snapshot.items for parent in Path(item.name).parents}
     here, root = here.resolve(), snapshot.tree.root
 
     def counterpart(path: Path) -> str | None:
         if not path.is_relative_to(root):
             return None
         inside = Path("tree", path.relative_to(root)).as_posix()
-        return str(folder / inside) if inside in held else None
+        return str(folder / inside) if inside in folders else None
 
-    package = str(folder / "package") if "package" in held else counterpart(PACKAGE.parent)
-    own = counterpart(here)
-    given = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    found = [package, own]
-    found += [counterpart(Path(here, x).resolve()) or str(here / x) for x in given]
-    found += [counterpart(Path(here, x).resolve()) for x in imports if x]
-    return CodePaths(str(folder), tuple(dict.fromkeys(x for x in found if x)), own or str(here))
+    package = str(folder / "package") if "package" in folders else counterpart(PACKAGE.parent)
+    here_copied = counterpart(here)
+    python_path = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    paths = [package, here_copied]
+    paths += [counterpart(Path(here, x).resolve()) or str(here / x) for x in python_path]
+    paths += [counterpart(Path(here, x).resolve()) for x in imports if x]
+    return CodePaths(
+        str(folder), tuple(dict.fromkeys(x for x in paths if x)), here_copied or str(here)
+    )
 
 
 def import_folders(
@@ -289,30 +291,30 @@ def points(sweeps: Sequence[str]) -> tuple[SweepRun, ...]:
     keys = [key for key, _ in axes]
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
         raise ConfigError(f"--sweep {twice[0]} is given twice; put all values behind one of them")
-    found: dict[str, SweepRun] = {}
+    runs: dict[str, SweepRun] = {}
     for values in itertools.product(*(values for _, values in axes)):
         pairs = list(zip(keys, values, strict=True))
         suffix = "-".join(f"{key.rpartition('.')[2]}={_fit(value)}" for key, value in pairs)
-        if suffix in found:
+        if suffix in runs:
             raise ConfigError(
                 f"--sweep makes two runs with the name ending in {suffix}; remove one"
             )
-        found[suffix] = SweepRun(suffix, tuple(f"{key}={value}" for key, value in pairs))
-        if len(found) > MAX_RUNS:
+        runs[suffix] = SweepRun(suffix, tuple(f"{key}={value}" for key, value in pairs))
+        if len(runs) > MAX_RUNS:
             raise ConfigError(f"--sweep makes more than {MAX_RUNS} runs; sweep fewer values")
-    return tuple(found.values())
+    return tuple(runs.values())
 
 
 def _axis(text: str) -> tuple[str, list[str]]:
     key, equals, values = (part.strip() for part in text.partition("="))
-    found = _split(values)
-    if not key or not equals or not all(found):
+    parts = _split(values)
+    if not key or not equals or not all(parts):
         raise ConfigError(f"--sweep {text}: write it as section.key=value,value")
     if key in ("run.name", "run.dir") or key.startswith("launch."):
         raise ConfigError(
             f"--sweep {key}: the runs of an array share their job; submit them one by one"
         )
-    return key, found
+    return key, parts
 
 
 def _split(text: str) -> list[str]:

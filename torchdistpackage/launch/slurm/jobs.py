@@ -92,9 +92,10 @@ def cancel(runs: Sequence[SubmittedRun], runner: Runner = run_command) -> list[s
 
 def refuse_held(folder: Path) -> None:
     """Raises HeldError if anybody trains in the run folder, in a job or not."""
-    if held := holder_of(RunDir(folder).run_lock):
+    if holder := holder_of(RunDir(folder).run_lock):
         raise HeldError(
-            f"{folder} is being written by {held}; {held.advice}, or give this run another run.name"
+            f"{folder} is being written by {holder}; {holder.advice}, or give this run another "
+            "run.name"
         )
 
 
@@ -170,10 +171,10 @@ def _lost_job(script: Path, since_s: float, noted: Sequence[str], runner: Runner
     ran = runner(_SQUEUE)
     if ran.code != 0:
         raise LaunchError(f"squeue cannot say whether {script} was submitted: {ran.why}")
-    known, jobs = {array_job_id(job) for job in noted}, list[tuple[float, int]]()
+    noted_ids, jobs = {array_job_id(job) for job in noted}, list[tuple[float, int]]()
     for line in ran.out.splitlines():
         match = re.fullmatch(r"(\d+)\|(\d+)\|(.*)", line.strip())
-        if match and match[1] not in known and f"{match[3]} ".startswith(f"{script} "):
+        if match and match[1] not in noted_ids and f"{match[3]} ".startswith(f"{script} "):
             jobs.append((float(match[2]), int(match[1])))
     late = [pair for pair in jobs if pair[0] >= since_s - _CLOCKS_DIFFER_S]
     return str(max(late)[1]) if late else ""
@@ -185,9 +186,9 @@ def resolve_intent(files: RunDir, runner: Runner, now_s: float) -> Submission | 
     Raises:
         LaunchError: the controller does not answer, or the job may still come.
     """
-    known = read_records(files.records)
+    records = read_records(files.records)
     for intent in read_records(files.intent):
-        job = _lost_job(Path(intent.script), intent.time_s, [r.job for r in known], runner)
+        job = _lost_job(Path(intent.script), intent.time_s, [r.job for r in records], runner)
         if job:
             return _note(files, intent, job)
         if (left_s := intent.time_s + GRACE_S - now_s) > 0:

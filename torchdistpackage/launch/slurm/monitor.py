@@ -218,15 +218,15 @@ def monitor(
         LaunchError: Slurm refused to take the job again more often than `max_resubmits`, or gave no
             answer, so that it may have taken it.
     """
-    limits, said = limits or ResubmitLimits(), ""
+    limits, last_line = limits or ResubmitLimits(), ""
     history = [Attempt(target.job(), clock())]
     first_step = target.step() or 0
 
     def say_once(line: str) -> None:
-        nonlocal said
-        if line != said:
+        nonlocal last_line
+        if line != last_line:
             say(line)
-        said = line
+        last_line = line
 
     while True:
         if (job := target.job()) != history[-1].job:  # it came by itself: the same submission

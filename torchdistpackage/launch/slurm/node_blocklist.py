@@ -107,13 +107,13 @@ def read(path: Path) -> list[NodeIncident]:
     Lines that are none are passed over with a warning, and so is what is no file.
     """
     try:
-        found, bad = read_json_lines(path, _parse)
+        evidence, bad = read_json_lines(path, _parse)
     except LaunchError as error:
         log.warning("%s", error)
         return []
     if bad:
         log.warning("%s: not read: line %s", path, ", ".join(map(str, bad)))
-    return found
+    return evidence
 
 
 def reasons(path: Path, now_s: float) -> dict[str, list[NodeIncident]]:
@@ -121,8 +121,8 @@ def reasons(path: Path, now_s: float) -> dict[str, list[NodeIncident]]:
     heaviest: dict[tuple[str, str], NodeIncident] = {}
     for evidence in read(path):
         key = (evidence.node, evidence.job)
-        before = heaviest.get(key)
-        if evidence.expires_s > now_s and (before is None or evidence.weight > before.weight):
+        heavier = heaviest.get(key)
+        if evidence.expires_s > now_s and (heavier is None or evidence.weight > heavier.weight):
             heaviest[key] = evidence
     by_node: dict[str, list[NodeIncident]] = {}
     for evidence in sorted(heaviest.values(), key=lambda e: (e.node, e.time_s)):
@@ -137,9 +137,9 @@ def excluded(path: Path, now_s: float) -> tuple[str, ...]:
 
 def explain(path: Path, now_s: float, of: Collection[str] | None = None) -> str:
     """Which nodes are left out and why, as a line for each; "" if none is. of: those alone."""
-    held = {n: e for n, e in reasons(path, now_s).items() if of is None or n in of}
-    lines = [f"leaving out {'; '.join(map(str, evidence))}" for evidence in held.values()]
-    return "\n".join([*lines, f"({path} says so; remove a line to forgive)"]) if held else ""
+    evidence_of = {n: e for n, e in reasons(path, now_s).items() if of is None or n in of}
+    lines = [f"leaving out {'; '.join(map(str, evidence))}" for evidence in evidence_of.values()]
+    return "\n".join([*lines, f"({path} says so; remove a line to forgive)"]) if evidence_of else ""
 
 
 def record_failed_nodes(
@@ -160,15 +160,15 @@ def record_failed_nodes(
     if not earlier or not earlier[-1].nodes:
         return []
     start = earlier[-1]
-    word = decision(files, start)
-    if files.decision(start.start).exists() and not (word and NODE_SILENT in word.reason):
+    decided = decision(files, start)
+    if files.decision(start.start).exists() and not (decided and NODE_SILENT in decided.reason):
         return []
-    known = {(e.node, e.job) for e in read(files.suspects) if e.weight >= THRESHOLD}
+    recorded = {(e.node, e.job) for e in read(files.suspects) if e.weight >= THRESHOLD}
     end_s = now + NODE_FAIL_EXPIRY_S
     new = [
         NodeIncident(node, f"{state} under job {start.job}", THRESHOLD, now, end_s, start.start)
         for node, state in _broken(start, runner, now).items()
-        if (node, start.start) not in known
+        if (node, start.start) not in recorded
     ]
     for evidence in new:
         record(files.suspects, evidence)
@@ -197,8 +197,8 @@ def _broken(start: Start, runner: Runner, now_s: float) -> dict[str, str]:
         since_s = float(since) if since.isdigit() else now_s
         under = start.time_s - _CLOCKS_DIFFER_S <= since_s <= until_s
         if node in nodes and under and _DOWN.fullmatch(state):
-            word = state.rstrip("*").lower()
-            broken.setdefault(node, f"{word} ({reason})" if reason else word)
+            state_name = state.rstrip("*").lower()
+            broken.setdefault(node, f"{state_name} ({reason})" if reason else state_name)
     return broken
 
 
@@ -227,7 +227,7 @@ def _reason(failure: Failure) -> str:
     if failure.kind is FailureKind.HUNG:  # the detail is about all ranks
         return "did not answer in a hang" if "does not answer" in failure.error else ""
     text = f"{failure.error}\n{failure.detail}".lower()
-    return next((what for what, pattern in _HARDWARE if re.search(pattern, text)), "")
+    return next((reason for reason, pattern in _HARDWARE if re.search(pattern, text)), "")
 
 
 def _parse(values: Any) -> NodeIncident:

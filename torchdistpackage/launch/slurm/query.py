@@ -181,12 +181,12 @@ def expand_array(job: str) -> tuple[str, ...]:
     match = re.fullmatch(r"(\d+)_\[([^]]*)\]?", job)
     if match is None:
         return (job.removesuffix("+0"),)
-    found: list[str] = []
+    ids: list[str] = []
     for part in match[2].partition("%")[0].split(","):
         if span := re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part):
             first, last, step = int(span[1]), int(span[2] or span[1]), int(span[3] or 1)
-            found += [f"{match[1]}_{task}" for task in range(first, last + 1, max(step, 1))]
-    return tuple(found)
+            ids += [f"{match[1]}_{task}" for task in range(first, last + 1, max(step, 1))]
+    return tuple(ids)
 
 
 def parse_squeue(text: str) -> dict[str, JobInfo]:
@@ -215,21 +215,21 @@ def parse_sacct(text: str) -> dict[str, JobInfo]:
     """
     jobs: dict[str, JobInfo] = {}
     for job, state, status, elapsed, nodes, reason in _rows(text, len(SACCT_FIELDS)):
-        word, _, by = state.partition(" by ")
+        state_name, _, by = state.partition(" by ")
         pair = re.fullmatch(r"(\d+):(\d+)", status)  # code:signal
         info = JobInfo(
             job,
-            word.partition(" ")[0],
+            state_name.partition(" ")[0],
             "" if reason == "None" else reason,
             "" if nodes == "None assigned" else nodes,
-            _exit_code(word, int(pair[1]), int(pair[2])) if pair else None,
+            _exit_code(state_name, int(pair[1]), int(pair[2])) if pair else None,
             0,
             float(elapsed) if elapsed.isdigit() else None,
             by,
         )
         for task in expand_array(job):
-            before = jobs.get(task)
-            restarts = 0 if before is None or before.restarts is None else before.restarts + 1
+            earlier = jobs.get(task)
+            restarts = 0 if earlier is None or earlier.restarts is None else earlier.restarts + 1
             jobs[task] = replace(info, job=task, restarts=restarts)
     return jobs
 
@@ -295,15 +295,15 @@ def query_jobs(
     ran = runner([*SQUEUE, "-j", asked if "," in asked else f"{asked},{asked}"])
     if ran.code != 0:
         raise LaunchError(f"squeue cannot say how jobs {_joined(ids)} are: {ran.why}")
-    known = parse_squeue(ran.out)
-    gone = [job for job in ids if _select(job, known).outcome is not Outcome.ALIVE]
+    queued = parse_squeue(ran.out)
+    gone = [job for job in ids if _select(job, queued).outcome is not Outcome.ALIVE]
     if not gone:
-        return QueryResult({job: _select(job, known) for job in ids})
+        return QueryResult({job: _select(job, queued) for job in ids})
     try:
         counted, note = _accounting(gone, runner, since_s), ""
     except LaunchError as error:
         counted, note = {}, str(error)
-    merged = {job: _merge(job, known.get(job), counted.get(job)) for job in {**counted, **known}}
+    merged = {job: _merge(job, queued.get(job), counted.get(job)) for job in {**counted, **queued}}
     jobs = {job: _select(job, merged) for job in ids}
     missed = note and any(not info.state for info in jobs.values())
     return QueryResult(jobs, (note,) if missed else ())
@@ -321,24 +321,24 @@ def _joined(ids: Sequence[str]) -> str:
     return ",".join(dict.fromkeys(map(array_job_id, ids)))
 
 
-def _merge(job: str, known: JobInfo | None, counted: JobInfo | None) -> JobInfo:
-    if known is None:
+def _merge(job: str, queued: JobInfo | None, counted: JobInfo | None) -> JobInfo:
+    if queued is None:
         if counted is None or counted.ended:
             return counted or JobInfo(job)
         why = f"the controller does not know it, though sacct says {counted.state}"
         return JobInfo(job, reason=why)
-    if counted is None or counted.state != known.state:
-        return known
+    if counted is None or counted.state != queued.state:
+        return queued
     return replace(
-        known,
+        queued,
         by=counted.by,
-        nodes=known.nodes or counted.nodes,
-        exit_code=counted.exit_code if known.exit_code is None else known.exit_code,
+        nodes=queued.nodes or counted.nodes,
+        exit_code=counted.exit_code if queued.exit_code is None else queued.exit_code,
     )
 
 
-def _select(job: str, known: Mapping[str, JobInfo]) -> JobInfo:
+def _select(job: str, jobs: Mapping[str, JobInfo]) -> JobInfo:
     """The job of that id, or the tasks of the array of that id."""
-    if info := known.get(job):
+    if info := jobs.get(job):
         return info
-    return merge_array(job, (info for info in known.values() if info.job.startswith(f"{job}_")))
+    return merge_array(job, (info for info in jobs.values() if info.job.startswith(f"{job}_")))

@@ -109,11 +109,11 @@ def time_is_up(
     """Why the step that begins now must be the last; "" while there is time. No end: never."""
     if end_s is None:
         return ""
-    left, needed = end_s - now_s, required_time_s(step_s, save_s, margin_s, ahead)
-    if left > needed:
+    remaining_s, needed = end_s - now_s, required_time_s(step_s, save_s, margin_s, ahead)
+    if remaining_s > needed:
         return ""
     return (
-        f"the job ends in {left:.0f} s, and {ahead} steps, two saves and the margin of "
+        f"the job ends in {remaining_s:.0f} s, and {ahead} steps, two saves and the margin of "
         f"{margin_s:g} s may take {needed:.0f} s"
     )
 

@@ -100,19 +100,19 @@ def read_starts(path: Path) -> list[Start]:
     Raises:
         LaunchError: it is no file that can be read.
     """
-    found, _ = read_json_lines(path, lambda values: Start(**values))
-    return list({start.start: start for start in found}.values())  # the last line of one holds
+    starts, _ = read_json_lines(path, lambda values: Start(**values))
+    return list({start.start: start for start in starts}.values())  # the last line of one holds
 
 
 def this_start(files: RunDir, env: Mapping[str, str], step: int) -> Start:
     """The start that this process belongs to, as noted or as it will be."""
-    own, before = attempt_id(env), read_starts(files.starts)
-    if noted := next((s for s in before if s.start == own), None):
+    attempt, earlier = attempt_id(env), read_starts(files.starts)
+    if noted := next((s for s in earlier if s.start == attempt), None):
         return noted
     job = env.get("SLURM_JOB_ID", "")
     return Start(
-        own,
-        len(before),
+        attempt,
+        len(earlier),
         env.get("TDP_SERIES") or job,
         job,
         time.time(),
@@ -125,8 +125,8 @@ def this_start(files: RunDir, env: Mapping[str, str], step: int) -> Start:
 
 def series_of(files: RunDir, start: Start) -> list[Start]:
     """The starts of the same submission up to `start`, which comes last."""
-    before = (s for s in read_starts(files.starts) if s.start != start.start)
-    return [*(s for s in before if s.series == start.series), start]
+    earlier = (s for s in read_starts(files.starts) if s.start != start.start)
+    return [*(s for s in earlier if s.series == start.series), start]
 
 
 def append_start(files: RunDir, start: Start) -> None:
@@ -137,5 +137,5 @@ def append_start(files: RunDir, start: Start) -> None:
 
 def amend_start(files: RunDir, env: Mapping[str, str], step: int) -> None:
     """Note where this start really began: a checkpoint may look complete and be damaged."""
-    if own := next((s for s in read_starts(files.starts) if s.start == attempt_id(env)), None):
-        append_start(files, replace(own, step=step))
+    if start := next((s for s in read_starts(files.starts) if s.start == attempt_id(env)), None):
+        append_start(files, replace(start, step=step))

@@ -170,13 +170,15 @@ def find(name: str, folder: Path) -> list[SubmittedRun]:
             return [run]
     runs = find_runs(folder)
     ids = [{x for r in run.records for x in (r.job, array_job_id(r.job))} for run in runs]
-    if found := [run for run, own in zip(runs, ids, strict=True) if name in (run.name, *own)]:
-        return found
+    if matches := [
+        run for run, job_ids in zip(runs, ids, strict=True) if name in (run.name, *job_ids)
+    ]:
+        return matches
     for path in paths:
-        if found := find_runs(path):
-            return found
-    known = [known for run in runs for known in (run.name, run.latest.job)]
-    near = difflib.get_close_matches(name, known, n=3) or known[-4:][::-1]
+        if matches := find_runs(path):
+            return matches
+    name_or_id = [name_or_id for run in runs for name_or_id in (run.name, run.latest.job)]
+    near = difflib.get_close_matches(name, name_or_id, n=3) or name_or_id[-4:][::-1]
     there = f"did you mean {' or '.join(near)}?" if near else "no run there was ever submitted"
     raise ConfigError(f"no run in {folder} has the name or job id {name!r}; {there}")
 
@@ -198,8 +200,8 @@ def progress(files: RunDir) -> RunProgress:
     step = loss = None
     for row in last_rows(files.metrics):
         step = int(row["step"]) if step is None else step
-        if isinstance(found := row.get("loss"), float | int) and abs(found) < 1e300:
-            loss = float(found)
+        if isinstance(loss_value := row.get("loss"), float | int) and abs(loss_value) < 1e300:
+            loss = float(loss_value)
             break
     for path in (files.resolved, files.config):
         with contextlib.suppress(OSError):
@@ -211,13 +213,13 @@ def progress(files: RunDir) -> RunProgress:
 
 def starts(run: SubmittedRun, record: Submission | None = None) -> list[Start]:
     """All starts in order, or those of the submission `record`."""
-    found = read_starts(run.files.starts)
+    every = read_starts(run.files.starts)
     if record is None:
-        return found
+        return every
     if record.job == array_job_id(record.job):
-        return [s for s in found if s.job == record.job]
+        return [s for s in every if s.job == record.job]
     # A task knows itself by an id of its own, not by the array's.
-    return [s for s in found if s.time_s >= record.time_s - _CLOCKS_DIFFER_S]
+    return [s for s in every if s.time_s >= record.time_s - _CLOCKS_DIFFER_S]
 
 
 def decision(files: RunDir, start: Start) -> Decision | None:
@@ -269,9 +271,9 @@ def _own_state(run: SubmittedRun) -> RunState:
         events = read_events(run.folder)[0]
     except LaunchError:
         events = []
-    own = {start.start for start in starts(run, run.latest)}
-    found = [start for start in run_starts(run.files, events) if start.attempt in own]
-    return state_of(found, has_rows=True)
+    attempts = {start.start for start in starts(run, run.latest)}
+    latest_starts = [start for start in run_starts(run.files, events) if start.attempt in attempts]
+    return state_of(latest_starts, has_rows=True)
 
 
 def rank_logs(run: SubmittedRun, rank: int, restart: int | None = None) -> list[Path]:
@@ -286,13 +288,13 @@ def rank_logs(run: SubmittedRun, rank: int, restart: int | None = None) -> list[
         return int(text) if text.isdigit() else -1
 
     logs = run.files.logs
-    found = sorted(logs.glob(f"rank{rank}.restart*.log"), key=number)
-    found = [path for path in found if restart in (None, number(path))]
-    if not found:
+    paths = sorted(logs.glob(f"rank{rank}.restart*.log"), key=number)
+    paths = [path for path in paths if restart in (None, number(path))]
+    if not paths:
         there = ", ".join(sorted(path.name for path in logs.glob("*.log"))) or "no log at all"
         which = "" if restart is None else f" of restart {restart}"
         raise ConfigError(f"rank {rank} has no log{which} in {logs}; there is {there}")
-    return found
+    return paths
 
 
 @dataclass(slots=True)
@@ -365,9 +367,9 @@ def _ended(folder: Path, runner: Runner, now_s: float) -> Status | None:
         info = query_jobs([job], runner, since_s=run.latest.time_s).jobs[job]
     except LaunchError:
         return None
-    found = status(run, info, now_s)
+    now = status(run, info, now_s)
     chained = read_run(folder) != run  # just before it ended
-    return None if chained or found.outcome is Outcome.ALIVE else found
+    return None if chained or now.outcome is Outcome.ALIVE else now
 
 
 def run_starts(
@@ -383,21 +385,23 @@ def run_starts(
     attempts = {x.start.start: x for x in attempt_results(SubmittedRun(files.run, ()))}
     begun = [event for event in events if event.kind == START]
     ends = [event for event in events if event.kind == END]
-    known = {str(event.values.get("attempt")) for event in begun}
+    begun_attempts = {str(event.values.get("attempt")) for event in begun}
     older = [
         RunEvent(START, x.start.step, x.start.time_s, {"attempt": name, "host": x.start.host})
         for name, x in attempts.items()
-        if name not in known
+        if name not in begun_attempts
     ]
     begun = sorted([*begun, *older], key=lambda event: event.at_s)
-    found: list[RunStart] = []
+    result: list[RunStart] = []
     for place, event in enumerate(begun):
         until_s = begun[place + 1].at_s if place + 1 < len(begun) else None
-        own = [e for e in ends if e.at_s >= event.at_s and (until_s is None or e.at_s < until_s)]
+        own_ends = [
+            e for e in ends if e.at_s >= event.at_s and (until_s is None or e.at_s < until_s)
+        ]
         attempt = attempts.get(str(event.values.get("attempt", "")))
-        end = own[-1] if own else None
-        found.append(_start(files, event, end, attempt, until_s, last_sign_s))
-    return found
+        end = own_ends[-1] if own_ends else None
+        result.append(_start(files, event, end, attempt, until_s, last_sign_s))
+    return result
 
 
 def _start(

@@ -47,8 +47,8 @@ def setup_lines(job: BatchJob) -> list[str]:
 
 def verdict_lines(job: BatchJob) -> list[str]:
     """What follows an srun that others wrote: without a decision, the report of the failure."""
-    said = 'if [ ! -f "$_tdp_run/job/decision.$_tdp_start" ]; then'
-    return ["_tdp_status=$?", said, *verdict(job), "fi"]
+    undecided = 'if [ ! -f "$_tdp_run/job/decision.$_tdp_start" ]; then'
+    return ["_tdp_status=$?", undecided, *verdict(job), "fi"]
 
 
 def directive(name: str, value: str | None) -> str:
@@ -61,10 +61,10 @@ def directive(name: str, value: str | None) -> str:
 
 
 def _head(job: BatchJob) -> str:
-    what = f"{len(job.runs)} runs of {job.name}, each" if job.sweep else job.name
+    title = f"{len(job.runs)} runs of {job.name}, each" if job.sweep else job.name
     lines = [
         "#!/bin/bash",
-        f"# {what} on {job.shape}. It needs nothing but its run folder:",
+        f"# {title} on {job.shape}. It needs nothing but its run folder:",
         f"#     sbatch {shlex.quote(job.script)}",
         "#",
     ]
@@ -87,7 +87,7 @@ def _place(job: BatchJob) -> str:
     nodes = str(counts[0]) if len(counts) == 1 else '"$SLURM_JOB_NUM_NODES"'
     use = ""
     if job.used:
-        pairs = folded([f"[{given}]={used}" for given, used in job.used.items()], 12)
+        pairs = folded([f"[{granted}]={used}" for granted, used in job.used.items()], 12)
         use = f"\n# Of so many nodes as many are used.\nreadonly _tdp_use=({pairs})"
         nodes = '"${_tdp_use[$SLURM_JOB_NUM_NODES]}"'
     return f"""
@@ -131,7 +131,7 @@ _tdp_status=$?
 
 def _come_back(job: BatchJob) -> list[str]:
     attempts = f"{{,.{{1..{job.restarts_in_job}}}}}" if job.restarts_in_job else ""
-    read = f"""
+    read_decision = f"""
 # The last decision of the ranks.
 _tdp_word='' _tdp_reason=''
 for _tdp_file in "$_tdp_run/job/decision.$_tdp_start"{attempts}; do
@@ -195,7 +195,7 @@ if [ "$_tdp_status" -eq 0 ]; then
     exit {EXIT_REQUEUE_DENIED}
 fi
 """
-    parts = [read, ends, *([silent] if job.trains else []), 'exit "$_tdp_status"']
+    parts = [read_decision, ends, *([silent] if job.trains else []), 'exit "$_tdp_status"']
     return [part.strip("\n") for part in parts]
 
 
@@ -204,7 +204,7 @@ def _chain(job: BatchJob) -> str:
     array = ' --array="$SLURM_ARRAY_TASK_ID"' if job.sweep else ""
     task = "_$SLURM_ARRAY_TASK_ID" if job.sweep else ""
     intent = RunDir(Path("$_tdp_run")).intent
-    known = json.dumps({k: v for k, v in asdict(job.record).items() if k not in ("job", "time_s")})
+    record = json.dumps({k: v for k, v in asdict(job.record).items() if k not in ("job", "time_s")})
     return f"""
 _tdp_now=$(_tdp_state)
 # A cancelled job gets no successor; one preempted without a requeue does.
@@ -232,7 +232,7 @@ done
 # looks for this job first.
 _tdp_note() {{
     printf '{{"job": "%s", "time_s": %s, %s}}\\n' "$1" "$(date +%s)" \\
-        {shlex.quote(known[1:-1])}
+        {shlex.quote(record[1:-1])}
 }}
 _tdp_note "{task}" >"{intent}"
 _tdp_next=$(env "${{_tdp_own[@]}}" sbatch --parsable \\

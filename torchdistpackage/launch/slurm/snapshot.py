@@ -70,11 +70,11 @@ def tree_of(here: Path, patterns: Sequence[str] = (), skip: Sequence[Path] = ())
     try:
         root = Path(os.fsdecode(_git(here, "rev-parse", "--show-toplevel").rstrip(b"\n")))
     except LaunchError as error:
-        found = _without_git(here, skip, str(error))
+        tree = _without_git(here, skip, str(error))
     else:
-        found = _tracked(root, skip)
-    more = _listed(here, found.root, patterns)
-    return replace(found, files=tuple(sorted({*found.files, *more})))
+        tree = _tracked(root, skip)
+    more = _listed(here, tree.root, patterns)
+    return replace(tree, files=tuple(sorted({*tree.files, *more})))
 
 
 def _git(folder: Path, *args: str) -> bytes:
@@ -94,8 +94,8 @@ def _git(folder: Path, *args: str) -> bytes:
     except subprocess.TimeoutExpired:
         raise LaunchError(f"git {args[0]} took more than {_GIT_TIMEOUT_S:g} s") from None
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        words = said[0].removeprefix("fatal: ") if said else f"git {args[0]} failed"
+        output = done.stderr.decode(errors="replace").strip().splitlines()
+        words = output[0].removeprefix("fatal: ") if output else f"git {args[0]} failed"
         raise LaunchError(words)
     return done.stdout
 
@@ -180,12 +180,12 @@ def _listed(here: Path, root: Path, patterns: Iterable[str]) -> Iterator[str]:
     for pattern in patterns:
         try:
             is_name = os.path.lexists(here / pattern)
-            found = [here / pattern] if is_name else sorted(here.glob(pattern))
+            paths = [here / pattern] if is_name else sorted(here.glob(pattern))
         except (NotImplementedError, ValueError) as error:
             raise LaunchError(f"launch.slurm.files: {pattern!r}: {error}") from None
-        if not found:
+        if not paths:
             raise LaunchError(f"launch.slurm.files: {pattern!r} names no file below {here}")
-        for path in found:
+        for path in paths:
             for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
                 if not _is_file(file) or "__pycache__" in file.parts:
                     continue
@@ -248,13 +248,13 @@ def collect(tree: Tree) -> CodeSnapshot:
     Raises:
         LaunchError: a file cannot be read.
     """
-    own = [p for p in PACKAGE.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    package_files = [p for p in PACKAGE.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     init = PACKAGE / "__init__.py"
     if init.is_relative_to(tree.root) and init.relative_to(tree.root).as_posix() in tree.files:
-        names = {*tree.files, *(p.relative_to(tree.root).as_posix() for p in own)}
+        names = {*tree.files, *(p.relative_to(tree.root).as_posix() for p in package_files)}
         items = _items(tree.root, "tree", names)
     else:
-        names = {p.relative_to(PACKAGE.parent).as_posix() for p in own}
+        names = {p.relative_to(PACKAGE.parent).as_posix() for p in package_files}
         items = _items(tree.root, "tree", tree.files) + _items(PACKAGE.parent, "package", names)
     items.sort(key=lambda item: item.name)
     try:
@@ -335,8 +335,10 @@ def prune(codes: Path, scripts: Path, now_s: float) -> list[Path]:
 
 
 def _items(root: Path, top: str, names: Iterable[str]) -> list[SnapshotFile]:
-    held = set(names)
-    held |= {parent.as_posix() for name in held for parent in Path(name).parents}
+    names_of_items = set(names)
+    names_of_items |= {
+        parent.as_posix() for name in names_of_items for parent in Path(name).parents
+    }
 
     def link(path: Path) -> str | None:
         """Where a link leads from inside the snapshot: to the copy, or else to the original."""
@@ -344,7 +346,10 @@ def _items(root: Path, top: str, names: Iterable[str]) -> list[SnapshotFile]:
             return None
         leads = path.readlink()
         leads_to = Path(os.path.normpath(path.parent / leads))
-        inside = leads_to.is_relative_to(root) and leads_to.relative_to(root).as_posix() in held
+        inside = (
+            leads_to.is_relative_to(root)
+            and leads_to.relative_to(root).as_posix() in names_of_items
+        )
         return str(leads if inside and not leads.is_absolute() else leads_to)
 
     return [SnapshotFile(f"{top}/{name}", root / name, link(root / name)) for name in names]
@@ -360,6 +365,6 @@ def _digest(files: Iterable[tuple[SnapshotFile, Path]]) -> str:
             with path.open("rb") as file:
                 content = hashlib.file_digest(file, "sha256").digest()
                 kind = b"program" if os.fstat(file.fileno()).st_mode & 0o111 else b"file"
-        own = kind + b"\0" + os.fsencode(item.name) + b"\0" + content
-        digest.update(hashlib.sha256(own).digest())
+        entry = kind + b"\0" + os.fsencode(item.name) + b"\0" + content
+        digest.update(hashlib.sha256(entry).digest())
     return digest.hexdigest()[:12]

@@ -127,8 +127,8 @@ def prepare(
         names = "\0".join(folder.name for folder, _ in runs)
         tag = hashlib.sha256(names.encode()).hexdigest()[:8]
         array = Sweep(Path(first.run.dir) / f"{sweep}.sweep-{tag}", max_parallel)
-        own = first.run.model_copy(update={"name": sweep})
-        first = first.model_copy(update={"run": own})
+        run_section = first.run.model_copy(update={"name": sweep})
+        first = first.model_copy(update={"run": run_section})
     _check_paths(here, Path(first.run.dir))
     tree = tree_of(here, extra_of(first.launch.slurm, "files"), [Path(first.run.dir)])
     snapshot = collect(tree)
@@ -143,8 +143,8 @@ def prepare(
     notes = snapshot.notes
     if names := options_dropped(env):
         shown = ", ".join(map(shlex.quote, names))
-        said = f"not passed on to sbatch: {shown}; write such options into launch.slurm"
-        notes = (*notes, said)
+        note = f"not passed on to sbatch: {shown}; write such options into launch.slurm"
+        notes = (*notes, note)
     return Prepared(job, render(job), runs, snapshot, notes)
 
 
@@ -205,8 +205,8 @@ def submit_prepared(
     record = replace(job.record, time_s=now_s, via=via)
     if submit_fn is not None:
         records = [replace(record, job=own_id) for own_id in submit_fn(prepared, nodes)]
-        for files, own in zip(folders, records, strict=True):
-            append_record(files.records, own)
+        for files, run_record in zip(folders, records, strict=True):
+            append_record(files.records, run_record)
     else:
         tasks = [f"_{i}" if job.sweep else "" for i in range(len(folders))]
         intents = [(f, replace(record, job=task)) for f, task in zip(folders, tasks, strict=True)]
@@ -221,8 +221,8 @@ def _sbatch(script: Path, nodes: Sequence[str], env: Mapping[str, str], runner: 
     try:
         return sbatch(script, env, runner, options=exclusion(script, nodes))
     except LaunchError as error:
-        said = str(error).rpartition(f"{script}: ")[2].lower()
-        advice = next((f"; {advice}" for part, advice in _ADVICE if part in said), "")
+        answer = str(error).rpartition(f"{script}: ")[2].lower()
+        advice = next((f"; {advice}" for part, advice in _ADVICE if part in answer), "")
         raise type(error)(f"{error}{advice}") from error
 
 
@@ -232,7 +232,7 @@ def write_run_dir(prepared: Prepared, now_s: float) -> None:
     Raises:
         LaunchError: they cannot be written; then all is as before.
     """
-    made: list[Path] = []
+    created: list[Path] = []
     code = Path(prepared.job.code.folder)
     is_new = not code.exists()
     texts = {RunDir(folder).config: config.to_yaml() for folder, config in prepared.runs}
@@ -241,7 +241,7 @@ def write_run_dir(prepared: Prepared, now_s: float) -> None:
     folders += [Path(prepared.job.script).parent, prepared.codes]
     try:
         for folder in folders:
-            made = [*make_folder(folder), *made]
+            created = [*make_folder(folder), *created]
         materialize(prepared.snapshot, prepared.codes, socket.gethostname(), now_s)
         atomic_write_all(texts)
         if sweep := prepared.job.sweep:
@@ -252,7 +252,7 @@ def write_run_dir(prepared: Prepared, now_s: float) -> None:
     except (OSError, LaunchError) as error:
         if is_new:
             shutil.rmtree(code, ignore_errors=True)
-        remove_empty(made)
+        remove_empty(created)
         if isinstance(error, LaunchError):
             raise
         raise LaunchError(f"the run folder cannot be written: {error}; set run.dir") from error
