@@ -178,13 +178,13 @@ def absent_files(config: RunConfig) -> list[Problem]:
 
 
 def old_packages(config: RunConfig) -> list[Problem]:
-    """Packages that the model and optim sections need and that are there, but too old."""
+    """Return a problem for each package that a key needs and whose release is too old."""
     problems_of = {key: too_old(package) for package, key in _needed_packages(config).items()}
     return [config.problem(key, text) for key, text in problems_of.items() if text is not None]
 
 
 def _needed_packages(config: RunConfig) -> dict[str, str]:
-    """Package -> the key that needs it."""
+    """Return the packages that the run needs, each with the key that needs it."""
     model = config.model
     needs = {
         "transformers": ("model.hf", model.hf is not None),
@@ -197,7 +197,7 @@ def _needed_packages(config: RunConfig) -> dict[str, str]:
 
 
 def wrong_files(config: RunConfig) -> list[Problem]:
-    """What the data and model sections name or need, and is there, but of no use to this run."""
+    """Return a problem for each file that exists, but does not fit this run."""
     problems_of = {"data.tokenizer": _of_tokenizer(config)}
     problems_of |= {key: _of_size(part) for key, part in config.data.all_parts.items()}
     return old_packages(config) + [

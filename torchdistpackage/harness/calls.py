@@ -82,7 +82,7 @@ def reduce_input(rank: int, ranks: Sequence[int], number: int, like: Like) -> Te
 
 
 def expected_sum(ranks: Sequence[int], number: int, like: Like, first: int = 0) -> Tensor:
-    """What the summands of these ranks add up to, from place `first` on."""
+    """Return what the summands of these ranks add up to, from place `first` on."""
     return expected_max(ranks, number, like, first) + (len(ranks) - 1) * _ones(len(ranks), like[0])
 
 
@@ -94,7 +94,7 @@ def expected_max(ranks: Sequence[int], number: int, like: Like, first: int = 0) 
 
 
 def compare(got: Tensor, expected: Tensor) -> str:
-    """Which element is wrong, with both values; "" if none is."""
+    """Return which element is wrong, with both values; "" if none is."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         shown = [f"{dtype_name(x.dtype)}{list(x.shape)}" for x in (got, expected)]
         return f"got {shown[0]}, expected {shown[1]}"

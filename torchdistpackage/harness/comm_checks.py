@@ -45,7 +45,7 @@ class Check:
 
 
 def collectives() -> list[Check]:
-    """What is checked over each group: each row of COLLECTIVES, and what it does not cover."""
+    """Return the checks over each group: each row of COLLECTIVES, and what it does not cover."""
     return [
         *(
             Check(f"{name} of {dtype}", partial(_row, name, getattr(torch, dtype)))
@@ -65,7 +65,7 @@ def collectives() -> list[Check]:
 
 
 def neighbours() -> list[Check]:
-    """What is checked along the pipe axis, the last stage being the first one's neighbour."""
+    """Return the checks along the pipe axis, where the last stage is the first one's neighbour."""
     return [
         Check("message to the next stage", partial(_message, 1, 0, NUM_ELEMENTS)),
         Check("message to the previous stage", partial(_message, 0, 1, NUM_ELEMENTS)),

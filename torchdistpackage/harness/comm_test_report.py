@@ -88,7 +88,7 @@ class Verdict(_JsonText):
     advice: tuple[str, ...] = ()
 
     def raise_problems(self, title: str = "") -> None:
-        """Raises CommTestError if there are any; title: instead of their number."""
+        """Raise CommTestError if there are problems; title: text in place of their number."""
         if self.problems:
             number = len(self.problems)
             title = title or ("1 check failed" if number == 1 else f"{number} checks failed")
@@ -105,7 +105,7 @@ def judge(
     limit_s: float,
     meeting: str,
 ) -> Verdict:
-    """Which ranks or hosts are to blame, if any."""
+    """Return which ranks or hosts are to blame, if any."""
     absent = sorted(set(range(world_size)) - set(reports))
     stops = {rank: r.stop for rank, r in sorted(reports.items()) if r.stop is not None}
     failed = [rank for rank, stop in stops.items() if stop.error]

@@ -46,11 +46,13 @@ def run_guarded(
     alike: tuple[type[Exception], ...] = (),
     title: str = "",
 ) -> Verdict:
-    """What all ranks decide on `function`, which calls `begin` of its thread ahead of each step.
+    """Run `function` in a thread on all ranks, and return the verdict that they agree on.
 
-    limit_s: for a step and the decision, as errors name it. step_s: for a step. settle_s: for the
-    ranks to decide. look_s: between looks at the thread. alike: what all ranks raise alike, and is
-    raised here. title: of the error.
+    `function` calls `begin` of its thread before each step.
+
+    limit_s: time limit of a step and the decision, as errors name it. step_s: of a step. settle_s:
+    time for the ranks to decide. look_s: time between looks at the thread. alike: errors that all
+    ranks raise alike, and that are raised here. title: of the error.
 
     Raises:
         CommTestError: a rank did not come through a step, failed, or found something wrong; on all
@@ -102,10 +104,10 @@ class GuardedThread:
     def report(
         self, is_alarmed: Callable[[], bool], *, step_s: float, settle_s: float, look_s: float
     ) -> RankReport:
-        """When the function has ended, or a step takes longer than `step_s`.
+        """Wait until the function ends or a step takes longer than `step_s`; return a report.
 
-        is_alarmed: whether another rank has waited in vain; never waits itself.
-        settle_s: for the step under way when the alarm is heard.
+        is_alarmed: returns at once whether another rank has waited in vain.
+        settle_s: time for the current step after such an alarm.
         """
         alarm_s = float("inf")
         while not self._ended.wait(look_s):
@@ -236,7 +238,7 @@ class SharedStatus:
         return Verdict.from_json(text)
 
     def alarmed(self) -> bool:
-        """Whether a rank has waited in vain, or the store is gone. Never waits."""
+        """Return whether a rank has waited in vain, or the store is gone. Never waits."""
         if self._glance is None:
             self._glance = self._ask(lambda store: store.check([self._key("alarm")]))
         elif self._glance.done():

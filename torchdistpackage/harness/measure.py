@@ -177,7 +177,7 @@ def user_name() -> str:
 
 
 def _cells(request: Request, hosts: Sequence[str]) -> Iterator[tuple[Measurement, list[Round]]]:
-    """What to measure in which rounds, the same on all ranks."""
+    """Yield what to measure in which rounds, the same on all ranks."""
     over = request.over or tuple(name for name, size in tpc.topology.dense.axes if size > 1)
     for axis in over:
         groups = tpc.all_ranks(axis)
@@ -261,7 +261,7 @@ def _round(cell: Measurement, part: Round, request: Request, begin: Begin) -> li
 def _run(
     cell: Measurement, member: GroupMember, request: Request, together: Call
 ) -> tuple[str, list[float]]:
-    """What was wrong, or "", and times of this rank, KEPT rows of them."""
+    """Return an error or "", and KEPT rows of times of this rank."""
     like = member.like(getattr(torch, cell.dtype.replace("bf16", "bfloat16")))
     number = cell.size_bytes // ELEMENT_BYTES[cell.dtype]
     key = cell.operation, member.ranks, member.index, number, like

@@ -355,7 +355,7 @@ def run_on_topology(
 
 
 def num_ranks(axes: Axes, procs: int | None, here: Rendezvous) -> int:
-    """How many ranks there are, or are to be started.
+    """Return how many ranks there are, or are to be started.
 
     Raises:
         TopologyError: `procs` is not what the launcher says, or nothing says how many.

@@ -88,7 +88,7 @@ class ForkedChild:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it is in stopped state (SIGSTOP, Ctrl-Z), which no exit code ever shows."""
+        """Return whether the child is stopped (SIGSTOP, Ctrl-Z), which no exit code shows."""
         return self.exit is None and stopped(self.pid) == "T"
 
 

@@ -83,7 +83,7 @@ class LockHolder:
 
     @property
     def advice(self) -> str:
-        """How to end it."""
+        """Return advice on how to end the holder."""
         kill = f"`kill {self.pid}` on {self.host}"
         return f"{f'`scancel {self.job}`' if self.job else kill} ends it"
 
@@ -132,7 +132,7 @@ def _why_gone(
     freed: bool,
     runner: Runner | None,
 ) -> str:
-    """Why the holder writes no more; "" if it may.
+    """Return why the holder writes no more; "" if it may.
 
     own: the process that asks. silent_s: since the holder's last heartbeat. freed: the kernel no
     longer locks the file.

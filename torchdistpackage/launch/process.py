@@ -140,7 +140,7 @@ def stopped(pid: int) -> str:
 
 
 def started_ticks(pid: int) -> int | None:
-    """When the process was started, in clock ticks since the boot; None if it has ended."""
+    """Return when the process was started, in clock ticks since the boot; None if it has ended."""
     fields = _stat(pid)
     return int(fields[19]) if fields and fields[0] not in "ZX" else None
 
@@ -175,7 +175,7 @@ def line_stream(fd: int) -> TextIO:
 
 
 def why_cuda_initialised(open_files: Path = Path("/proc/self/fd")) -> str:
-    """What shows that the CUDA driver was initialised here, which a fork could not use; or "".
+    """Return why the CUDA driver counts as initialized here, so that a fork cannot use it; or "".
 
     The driver itself is asked: torch knows only what torch did. Nothing is loaded or initialised.
     An open /dev/nvidiactl is no sign: NVML, which is safe before a fork, holds it as well.

@@ -67,7 +67,7 @@ class RowReader:
     _cut: bytes = b""
 
     def read_new(self) -> bool:
-        """Whether rows were added, or the file was replaced, as a run that resumes does.
+        """Return whether rows were added, or the file was replaced as a resume does.
 
         Raises:
             DataError: the name is that of a device, a pipe or the like, which is not opened.
@@ -95,7 +95,7 @@ class RowReader:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the last line has no end: it is being written, or torn."""
+        """Return whether the last line has no end: it is being written, or torn."""
         return bool(self._cut.strip())
 
     def finish(self) -> None:

@@ -65,7 +65,7 @@ class LocalRank:
         return self.child.exit is None
 
     def exit_failure(self) -> Failure | None:
-        """How its process ended; None while it runs."""
+        """Return how its process ended; None while it runs."""
         gone = self.child.exit
         return gone and from_exit(self.rank, gone.pid, gone.exit_code, gone.time_s)
 
@@ -111,7 +111,8 @@ class WorkerGroup:
         self._selector.register(worker.channel, selectors.EVENT_READ, worker)
 
     def poll(self, timeout_s: float | None) -> list[tuple[int, object]]:
-        """What ranks have sent, each with its rank; waits for a message, an end or `timeout_s`.
+        """Return what ranks have sent, each with its rank; waits for a message, an end or
+        `timeout_s`.
 
         Raises:
             LaunchError: the server is gone, and all ranks with it.
@@ -142,7 +143,7 @@ class WorkerGroup:
         return {worker.rank for worker in self.ranks if not worker.is_open} | self.ended
 
     def news_s(self, failures: Sequence[Failure]) -> float:
-        """How long to wait, from the first of `failures` on, for others that explain them."""
+        """Return how long to wait after the first of `failures` for others that explain them."""
         is_explained = not all(map(is_secondary, failures))
         if is_explained or any(worker.child.is_stopped for worker in self.running):
             return _NEWS_S
@@ -343,7 +344,7 @@ class _RankMonitor:
         return failures
 
     def _patience_s(self, signum: int, num_before: int) -> float:
-        """How long ranks that got `signum` may take; a second request to end means: now."""
+        """Return how long ranks that got `signum` may take; a second request to end means: now."""
         if signum not in self.signals.handled:
             return 0.0 if num_before else self.grace_s
         again = signum == signal.SIGTERM and signum in self.signals.received[:num_before]

@@ -193,7 +193,7 @@ def _memory(run: Run, of: str) -> Chart:
 
 
 def _slow(run: Run, of: str) -> Chart:
-    """How much longer than its peers each rank was busy."""
+    """Return how much longer than its peers each rank was busy."""
     rows = [row for row in _columns(run.ranks) if mapping(row, "phases")]
     mesh = run.mesh
     table = [busy_excess(row, mesh) for row in rows]

@@ -89,7 +89,7 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """How the run is, with the reason of its end."""
+        """Return how the run is, with the reason of its end."""
         return state_of(self.starts, has_rows=bool(self.rows))
 
     @property
@@ -136,7 +136,7 @@ class Run:
 
     @property
     def unit(self) -> str:
-        """What the loss is a mean over, as the run's own lines say it."""
+        """Return what the loss is a mean over, as the run's own lines say it."""
         get = self.config.get
         if get("data.name") == "preference":
             return "pairs"
@@ -160,7 +160,7 @@ class Run:
             return Mesh(())
 
     def coord_text(self, rank: int) -> str:
-        """Where a rank is along axes of several ranks, as `data 1 context 1`; "" if unknown."""
+        """Return the place of a rank on axes of several ranks, such as `data 1 context 1`, or ""."""
         mesh = self.mesh
         if rank >= mesh.size:
             return ""
@@ -234,7 +234,7 @@ def _places(keys: Any) -> dict[str, str]:
 
 
 def _is_copy(place: str, run: Run) -> bool:
-    """Whether a place is the job's own copy of what was submitted, which has its place."""
+    """Return whether a place is the job's own copy of what was submitted, which has its place."""
     return place.partition(":")[0].endswith("job/config.yaml") and bool(run.places)
 
 

@@ -95,7 +95,7 @@ def _of_ranks(data: Run) -> dict[str, str]:
 
 
 def _times(data: Run, step: int, step_s: float | None, now_s: float, ended: bool) -> dict[str, str]:
-    """How long until the last step, the next checkpoint and the end of the job."""
+    """Return how long until the last step, the next checkpoint and the end of the job."""
     facts: dict[str, str] = {}
     if ended or not step_s:
         return facts

@@ -114,7 +114,7 @@ def _writing(path: Path, advice: str) -> Iterator[None]:
 
 
 def missing_matplotlib() -> str:
-    """Why nothing can be drawn, "" where matplotlib is there and works."""
+    """Return why nothing can be drawn, "" where matplotlib is there and works."""
     try:
         import matplotlib
         import matplotlib.backends.backend_agg

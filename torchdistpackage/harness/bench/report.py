@@ -92,7 +92,7 @@ def find_suspects(times_s: Mapping[Pair, float], hosts: Sequence[str]) -> SlowLi
 
 
 def _times_slower(medians_s: Mapping[Link, float]) -> dict[Link, float]:
-    """How many times as long as the fast links each one takes."""
+    """Return the time of each link divided by that of fast links."""
     if not medians_s:
         return {}
     ordered = sorted(medians_s.values())

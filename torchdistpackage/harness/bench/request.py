@@ -61,7 +61,7 @@ class Request:
 
     @property
     def gives_lines(self) -> bool:
-        """Whether there are two sizes in full elements, as a line through times needs."""
+        """Return whether there are two sizes in full elements, as a line through times needs."""
         return any(len(self.counted_sizes(dtype, 1)) > 1 for dtype in self.dtypes)
 
     def counted_sizes(self, dtype: str, num_parts: int) -> list[int]:

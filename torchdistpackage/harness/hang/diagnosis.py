@@ -135,7 +135,7 @@ class Hang:
         return who if who.startswith("rank ") else f"rank {rank} ({who})"
 
     def _doing(self, rank: int) -> str:
-        """What a rank does that others wait for, in a line."""
+        """Return what a rank does that others wait for, in a line."""
         if (trouble := self._trouble(rank)) is not None:
             return trouble.what
         if own := self.waiting.get(rank):
@@ -190,7 +190,7 @@ class Hang:
         return Suspect(rank, dump.process.host, dump.process.pid, cause, what, detail)
 
     def _trouble(self, rank: int) -> Suspect | None:
-        """What is wrong with a rank that does not train any more, or does not answer."""
+        """Return what is wrong with a rank that does not train any more, or does not answer."""
         dump = self.dumps.get(rank)
         if dump is None:
             what = "has never come to its first step, or its folder is another one"

@@ -52,7 +52,7 @@ class Process:
         return letter if started == self.started and letter not in "ZX" else ""
 
     def descendants(self) -> list["Process"]:
-        """What it has started, as the workers of a loader, and what those have; parents first."""
+        """Return the child processes, such as a loader's workers, and theirs; parents first."""
         children: dict[int, list[Process]] = {}
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):  # noqa: PTH208 - names
             letter, parent, started = _stat(pid)
@@ -179,7 +179,7 @@ class Folder:
         return {}
 
     def num_reporting(self, *, below: int) -> int:
-        """How many ranks below wait for the report, or write it; counted up to 3.
+        """Return how many lower ranks wait for the report or write it, counted up to 3.
 
         No rank lists the folder for that: thousands that do would list millions of names.
         """

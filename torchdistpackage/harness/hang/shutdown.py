@@ -120,7 +120,7 @@ class Shutdown:
 
 
 def _complete(dumps: dict[int, Dump], world_size: int) -> bool:
-    """Whether all have answered, are gone or are stopped, and none is about to say more."""
+    """Return whether all ranks have answered, are gone or stopped, and none will say more."""
     letters = states(dumps)
     if len(dumps) < world_size or _loses_a_peer(dumps):
         return False
@@ -131,7 +131,7 @@ def _complete(dumps: dict[int, Dump], world_size: int) -> bool:
 
 
 def _loses_a_peer(dumps: dict[int, Dump]) -> bool:
-    """Whether a rank raised because it lost a peer, and others, in their loops, may do so next."""
+    """Return whether a rank raised because it lost a peer, and others may soon do the same."""
     states = {dump.state for dump in dumps.values()}
     return {State.RAISED, State.DUMPED} <= states and any(
         dump.state is State.RAISED and is_secondary(from_json(dump.error))

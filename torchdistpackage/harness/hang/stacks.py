@@ -42,7 +42,7 @@ def innermost(stacks: Sequence[str]) -> str:
 
 
 def is_waiting(stacks: Sequence[str], *, on_device: bool = False) -> bool:
-    """Whether the loop stands in a call that waits for other ranks, or for its device.
+    """Return whether the loop is in a call that waits for other ranks or for its device.
 
     on_device: it issues its work to one.
     """

@@ -155,7 +155,7 @@ class RankRecord:
         )
 
     def pending(self) -> list[RecordedCall]:
-        """Where the host is blocked, and the last call of each kind that a device may wait in."""
+        """Return the calls that block the host, and the last call in which each device may wait."""
         last = {_line(c): c for c in self._calls}
         chosen = [c for c in self._calls if c["state"] == "waiting"]
         chosen += [
@@ -176,7 +176,7 @@ class RankRecord:
         return None
 
     def reached(self, call: RecordedCall, rank: int) -> int:
-        """How many calls of mine could have met those of `rank` up to `call`."""
+        """Return how many calls of this rank could have met those of `rank` up to `call`."""
         if call.peer is None:
             return self.issued.get(call.group, 0)
         return self.messages.get((call.group, rank, _OTHER_END[call.operation]), 0)
@@ -287,7 +287,7 @@ _ADVICE = (
 
 
 def aborted(rank: int, stack: str, records: Mapping[int, RankRecord]) -> str:
-    """How `rank` ended, as said after "rank 0 "; "" where it did not abort in a call of gloo's.
+    """Return how `rank` ended, to be said after "rank 0 "; "" if no call of gloo aborted it.
 
     gloo aborts the rank that is sent more than it has room for, which may be the one that did
     right. What it brought itself is lost with it: its stack says in which operation it was, and the

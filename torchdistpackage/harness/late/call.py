@@ -219,7 +219,7 @@ class Guard:
         self._version = x._version if alone else None
 
     def is_shared(self, own: int) -> bool:
-        """Whether someone else has the memory, besides `own` tensors of the call."""
+        """Return whether others than the call's `own` tensors hold the memory."""
         wrapper = 1  # Python's, through which one asks
         storage = self.x.untyped_storage()
         return torch._C._storage_Use_Count(storage._cdata) > own + wrapper
@@ -288,7 +288,7 @@ class LateCall:
 
     @property
     def is_lost(self) -> bool:
-        """Whether no one can wait any more, but someone still has the memory that it writes."""
+        """Return whether nobody can wait for the call, but somebody still has its output."""
         if self.done or self.waited or self.handle() is not None:
             return False
         memory = Counter(guard.pointer for guard in self.guards)

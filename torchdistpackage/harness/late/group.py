@@ -177,7 +177,7 @@ class LateGroup(OwnGroup):
 
 
 def _num_in_batch() -> int:
-    """How many messages torch's batch that is being posted has; 1 outside of one."""
+    """Return how many messages torch's batch that is being posted has; 1 outside of one."""
     frame = sys._getframe(3)
     for _ in range(4):
         if frame is None:

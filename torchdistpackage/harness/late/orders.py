@@ -18,7 +18,7 @@ LATE = "late"
 
 
 def is_late(transport: str) -> bool:
-    """Whether this names an order of the late transport, and not a back end.
+    """Return whether this names an order of the late transport, and not a back end.
 
     Raises:
         ConfigError: it names neither.

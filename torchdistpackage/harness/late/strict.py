@@ -257,7 +257,7 @@ def caller() -> FrameType | None:
 
 
 def is_users(frame: FrameType) -> bool:
-    """Whether what is made in this frame is a user's, or part of a layer of the package."""
+    """Return whether a tensor made in this frame is the user's, or belongs to a layer."""
     if _is_users_own(frame.f_code.co_filename):
         return True
     layer: FrameType | None = frame

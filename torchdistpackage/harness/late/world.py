@@ -183,7 +183,7 @@ def _raise(call: LateCall, guard: Guard, func, writes: bool) -> None:
 
 @cache
 def written_arguments(func) -> frozenset[int | str] | None:
-    """Which arguments an operation writes, by place and name; None: it touches no elements."""
+    """Return which arguments an operation writes, by index and name; None if it touches no data."""
     arguments = func._schema.arguments
     aliases = [a.alias_info for a in arguments]
     is_view = any(alias is not None and not alias.is_write for alias in aliases)

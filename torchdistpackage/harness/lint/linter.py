@@ -56,7 +56,7 @@ _FIRST_USE = (
 
 
 def launch_order(traces: Sequence[Trace], name: Name) -> Finding | None:
-    """What stops if all that ranks did, which came to its end, is run with one queue a rank."""
+    """Replay the calls of a run that finished with one queue for each rank; return a deadlock."""
     queues: Queues = {rank: deque() for rank in range(len(traces))}
     # hosts make groups, and no device; what goes through host memory holds no device up
     on_device = [[(e, w) for e, w in t if e.call not in (CREATION, SPLIT)] for t in traces]
@@ -75,10 +75,11 @@ def launch_order(traces: Sequence[Trace], name: Name) -> Finding | None:
 def host_blocking(
     traces: Sequence[Trace], name: Name, earlier: Sequence[Trace] = ()
 ) -> Finding | None:
-    """What stops if all that ranks did, which came to its end, is run with hosts that stop to
-    connect.
+    """Replay the calls of a run that finished with hosts that block to connect a group.
 
-    earlier: what they did before all of them came to one point.
+    Returns a deadlock, or None.
+
+    earlier: calls before a point that all ranks have passed.
     """
     if earlier and (finding := host_blocking(earlier, name)):
         return finding

@@ -150,7 +150,7 @@ def run_layouts(
 
 
 def records_of(ranks: Ranks, record: Callable[..., ParityRecord], *args: Any) -> list[ParityRecord]:
-    """What each rank notes; where the steps end by an error, one rank's record is that error."""
+    """Return the record of each rank; if the steps fail, one rank's record is the error."""
     try:
         return ranks.run(record, *args)
     except RankError as error:

@@ -98,7 +98,7 @@ def submit(
 
 
 def _python(job: BatchJob) -> tuple[str, ...]:
-    """What starts a rank: in the job's container, and safe from early signals."""
+    """Return the command that starts a rank, in the job's container and safe from early signals."""
     return ("sh", "-c", IGNORE_SIGNALS_UNTIL_READY, "task", *job.extra("container"), job.python[0])
 
 

@@ -48,7 +48,7 @@ _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?")
 
 
 def exit_code(failure: Failure) -> int:
-    """What a shell would say: 1 to 255, 128 and the number of a signal."""
+    """Return an exit code as a shell has it: 1 to 255, with 128 + n for signal n."""
     code = failure.exit_code
     if code is None:
         return 1
@@ -79,7 +79,7 @@ def verdict(run: Path, start: str, code: int, num_ranks: int) -> tuple[str, int]
 
 
 def _refuses(files: RunDir) -> str:
-    """Why nothing can be written to the run folder; "" if something can."""
+    """Return why nothing can be written to the run folder; "" if something can."""
     probe = beside(files.job / "probe")
     try:
         atomic_write(probe, " " * _PROBE_BYTES)
@@ -90,7 +90,7 @@ def _refuses(files: RunDir) -> str:
 
 
 def _reached(files: RunDir) -> str:
-    """How far the rows of the run go."""
+    """Return how far the rows of the run go."""
     step = next((row["step"] for row in last_rows(files.run / METRICS)), None)
     return f"{METRICS} has no row" if step is None else f"{METRICS} goes up to step {step}"
 
@@ -123,9 +123,9 @@ def start_again(
     margin_s: float,
     end_s: float | None,
 ) -> Decision:
-    """Whether the ranks are started anew in this job, where all nodes answer; AGAIN is written.
+    """Decide whether to restart the ranks in this job, if all nodes answer; write AGAIN if so.
 
-    left: how often that may be done still. end_s: when the job ends, in seconds since 1970.
+    num_restarts: restarts left in this job. end_s: when the job ends, in seconds since 1970.
     """
     files, now_s = RunDir(folder), time.time()
     failures = [f for f in read_failure_reports(files.failures(start)) if f.rank < num_ranks]

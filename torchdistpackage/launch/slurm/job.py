@@ -178,7 +178,7 @@ def preview(config: RunConfig, here: Path) -> BatchJob:
 
 
 def interpreter_of(config: RunConfig, python: str) -> str:
-    """What starts Python in a task: `python`, a path, unless a container or conda has its own."""
+    """Return the Python of a task: `python`, a path, unless a container or conda has its own."""
     section = config.launch.slurm
     environment = extra_of(section, "container") or extra_of(section, "conda")
     inside = bool(environment) or any("container-image" in x for x in extra_of(section, "srun"))

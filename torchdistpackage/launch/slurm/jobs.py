@@ -50,7 +50,7 @@ Intent = tuple[RunDir, Submission]
 
 
 def query_runs(runs: Iterable[SubmittedRun], runner: Runner = run_command) -> QueryResult:
-    """How the latest jobs of the runs are. If Slurm cannot be asked, its notes say why."""
+    """Return the states of the latest jobs of the runs; notes say why Slurm could not be asked."""
     latest = [run.latest for run in runs]
     since_s = min((record.time_s for record in latest), default=None)
     try:
@@ -91,7 +91,7 @@ def cancel(runs: Sequence[SubmittedRun], runner: Runner = run_command) -> list[s
 
 
 def refuse_held(folder: Path) -> None:
-    """Raises HeldError if anybody trains in the run folder, in a job or not."""
+    """Raise HeldError if anybody trains in the run folder, in a job or not."""
     if holder := holder_of(RunDir(folder).run_lock):
         raise HeldError(
             f"{folder} is being written by {holder}; {holder.advice}, or give this run another "
@@ -181,7 +181,7 @@ def _lost_job(script: Path, since_s: float, noted: Sequence[str], runner: Runner
 
 
 def resolve_intent(files: RunDir, runner: Runner, now_s: float) -> Submission | None:
-    """What became of a submission of this run that was begun and never noted: its job, noted now.
+    """Find the job of a submission that was begun and never recorded; record and return it.
 
     Raises:
         LaunchError: the controller does not answer, or the job may still come.

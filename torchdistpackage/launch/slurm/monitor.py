@@ -160,7 +160,7 @@ class RunTarget:
         return self._now().latest.job
 
     def step(self) -> int | None:
-        """How far it is; None where steps are not counted."""
+        """Return the step that the run has reached; None if steps are not counted."""
         return progress(self._run.files).step or 0
 
     def word(self) -> Decision | None:

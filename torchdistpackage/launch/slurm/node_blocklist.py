@@ -72,7 +72,7 @@ class NodeIncident:
 def incident_of(
     failure: Failure, job: str, now_s: float, others: Sequence[Failure] = ()
 ) -> NodeIncident | None:
-    """What the failure that brought a start down says against its node, if anything.
+    """Return the evidence against its node in the failure that ended a start, if there is any.
 
     others: of this start. A node that reported a rank's end after the alarm of a hang is not gone.
     """
@@ -136,7 +136,7 @@ def excluded(path: Path, now_s: float) -> tuple[str, ...]:
 
 
 def explain(path: Path, now_s: float, of: Collection[str] | None = None) -> str:
-    """Which nodes are left out and why, as a line for each; "" if none is. of: those alone."""
+    """Return a line for each excluded node and why; "" if none is. of: names of nodes to list."""
     evidence_of = {n: e for n, e in reasons(path, now_s).items() if of is None or n in of}
     lines = [f"leaving out {'; '.join(map(str, evidence))}" for evidence in evidence_of.values()]
     return "\n".join([*lines, f"({path} says so; remove a line to forgive)"]) if evidence_of else ""
@@ -203,7 +203,7 @@ def _broken(start: Start, runner: Runner, now_s: float) -> dict[str, str]:
 
 
 def _end_s(start: Start, runner: Runner) -> float | None:
-    """When the job of a start ended, that time, as the accounting has it."""
+    """Return when the job ended after this start, according to the accounting, or None."""
     since = slurm_time(start.time_s - _CLOCKS_DIFFER_S)
     asked = ("sacct", "-D", "-X", "-n", "-P", "-j", start.job, "-S", since, "-o", "Start,End")
     rows = [row for row in _rows(runner, *asked) if len(row) == 2 and all(map(str.isdigit, row))]
@@ -211,7 +211,7 @@ def _end_s(start: Start, runner: Runner) -> float | None:
 
 
 def _rows(runner: Runner, *command: str) -> list[list[str]]:
-    """What a command lists, in fields; nothing where it cannot."""
+    """Return the rows that a command lists, split into fields; none if the command fails."""
     try:
         ran = runner(command)
     except LaunchError as error:

@@ -164,7 +164,7 @@ class JobInfo:
 
     @property
     def ended(self) -> bool:
-        """Whether it is over for good, one way or the other."""
+        """Return whether the job is over for good, successful or not."""
         return self.outcome in (Outcome.SUCCEEDED, Outcome.FAILED, Outcome.CANCELLED)
 
 
@@ -190,7 +190,7 @@ def expand_array(job: str) -> tuple[str, ...]:
 
 
 def parse_squeue(text: str) -> dict[str, JobInfo]:
-    """What squeue wrote, called as `SQUEUE`; lines of another shape are passed over."""
+    """Parse the output of `SQUEUE`; lines of another shape are skipped."""
     jobs: dict[str, JobInfo] = {}
     for job, state, restarts, status, used, nodes, reason in _rows(text, len(SQUEUE_FIELDS)):
         # the kernel's status: the code in the upper byte, the signal in the lower
@@ -209,7 +209,7 @@ def parse_squeue(text: str) -> dict[str, JobInfo]:
 
 
 def parse_sacct(text: str) -> dict[str, JobInfo]:
-    """What sacct wrote, called as `SACCT`; lines of another shape are passed over.
+    """Parse the output of `SACCT`; lines of another shape are skipped.
 
     A job that was requeued has a row for each start, in order: the last one counts.
     """
@@ -281,7 +281,7 @@ class QueryResult:
 def query_jobs(
     ids: Sequence[str], runner: Runner = run_command, *, since_s: float | None = None
 ) -> QueryResult:
-    """How the jobs `ids` are; without a state those that no one knows, yet or any more.
+    """Return the states of jobs; one that Slurm does not know, yet or any more, has none.
 
     ids: `123`, or `123_4` for a task of an array; `123` of an array is its tasks taken together.
     since_s: when the earliest was submitted; keeps out jobs of long ago that had the same ids.

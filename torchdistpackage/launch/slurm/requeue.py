@@ -106,7 +106,7 @@ def time_is_up(
     margin_s: float,
     ahead: int = 2,
 ) -> str:
-    """Why the step that begins now must be the last; "" while there is time. No end: never."""
+    """Return why the step that begins now must be the last; "" if there is time, or no limit."""
     if end_s is None:
         return ""
     remaining_s, needed = end_s - now_s, required_time_s(step_s, save_s, margin_s, ahead)
@@ -128,10 +128,10 @@ class RestartDenial(StrEnum):
 def restart_denial(
     progress: Sequence[bool], num_starts: int, max_restarts: int
 ) -> RestartDenial | None:
-    """Whether a job may be started again, by requeue or by the monitor; None: it may.
+    """Return why a job may not be started again, by requeue or by the monitor; None if it may.
 
-    progress: of each start, the last one last, whether it got further, or ended through no fault of
-    its own. num_starts: those that count against the limit, the first one included.
+    progress: for each start, the last one last, whether it made progress, or ended through no fault
+        of its own. num_starts: starts that count against the limit, including the first.
     """
     if len(progress) >= 2 and not any(progress[-2:]):
         return RestartDenial.NO_PROGRESS
@@ -141,7 +141,7 @@ def restart_denial(
 def restart_denied_reason(
     steps: Sequence[int], step: int, limits: RequeueSection, in_job: int = 0
 ) -> str:
-    """Why no further start is made after those that began at `steps`; "" if one may be.
+    """Return why no further start is made after those that began at `steps`; "" if one may be.
 
     step: where it would begin. in_job: how many of these were no requeues, but ranks that were
     started anew in their job.
@@ -160,10 +160,11 @@ def restart_denied_reason(
 def decide_in_job(
     died: str, before: Decision | None, *, left: int, time_up: str = "", bad_node: str = ""
 ) -> Decision:
-    """What becomes of a run that `died` so, after which step included, in a job that goes on.
+    """Return whether to restart the ranks in this job, which goes on, or to stop.
 
-    before: what was decided of the start before this one. left: restarts in this job. time_up: why
-    the job is too short for one. bad_node: what speaks against the node.
+    died: how the run failed, and after which step. before: decision about the start before this
+        one. left: number of restarts left in this job. time_up: why the job is too short for a
+        restart, or "". bad_node: evidence against the node, or "".
     """
     again = Decision(RequeueDecision.AGAIN, died)
     if bad_node:
@@ -219,7 +220,7 @@ def requeue_id(env: Mapping[str, str]) -> str:
 
 
 def why_not(mode: str, env: Mapping[str, str], runner: Runner = run_command) -> str:
-    """Why this job, whose script is not ours, will not come back in `mode`; "" if it can."""
+    """Return why a job without the script of tdp submit cannot be requeued; "" if it can."""
     if mode == "never" or env.get("TDP_BATCH"):
         return ""
     cannot = f"job {requeue_id(env)} will not come back by itself"

@@ -84,13 +84,13 @@ class Start:
 
     @property
     def attempt(self) -> int:
-        """How often the ranks had been started before in the same start of the job."""
+        """Return the number of the restart within this start of the job; 0 for the first."""
         _, _, attempt = f"{self.start}.0.0".split(".")[:3]
         return int(attempt)
 
 
 def in_job(starts: Iterable[Start]) -> int:
-    """How many of `starts` came in the job of the one before, which was not requeued for them."""
+    """Return how many of `starts` were restarts within a job, without a requeue."""
     return sum(start.attempt > 0 for start in starts)
 
 

@@ -196,7 +196,7 @@ def single(runs: Sequence[SubmittedRun]) -> SubmittedRun:
 
 
 def progress(files: RunDir) -> RunProgress:
-    """How far the run is, whatever its job does."""
+    """Return how far the run has got, whatever its job does."""
     step = loss = None
     for row in last_rows(files.metrics):
         step = int(row["step"]) if step is None else step
@@ -308,7 +308,7 @@ class LogTail:
     _cut: dict[Path, bytes] = field(default_factory=dict[Path, bytes])
 
     def read_new(self, paths: Sequence[Path]) -> str:
-        """What was added to `paths` since the last call, in their order."""
+        """Return what was added to `paths` since the last call, in their order."""
         parts: list[str] = []
         for path in paths:
             at = self.read_bytes.get(path, 0)
@@ -358,7 +358,7 @@ def follow(
 
 
 def _ended(folder: Path, runner: Runner, now_s: float) -> Status | None:
-    """How the latest job ended; None while it may go on."""
+    """Return how the latest job ended; None while it may go on."""
     run = read_run(folder)
     if run is None:
         return None

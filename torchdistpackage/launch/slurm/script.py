@@ -41,12 +41,12 @@ def render(job: BatchJob) -> str:
 
 
 def setup_lines(job: BatchJob) -> list[str]:
-    """What comes before the ranks, whatever starts them: names, environment, code."""
+    """Return what comes before the ranks, whatever starts them: names, environment, code."""
     return [_place(job), *environment(job)]
 
 
 def verdict_lines(job: BatchJob) -> list[str]:
-    """What follows an srun that others wrote: without a decision, the report of the failure."""
+    """Return what follows an srun of others: without a decision, the report of the failure."""
     undecided = 'if [ ! -f "$_tdp_run/job/decision.$_tdp_start" ]; then'
     return ["_tdp_status=$?", undecided, *verdict(job), "fi"]
 
@@ -250,7 +250,7 @@ exit 0
 
 
 def environment(job: BatchJob) -> list[str]:
-    """What comes before the ranks, whatever starts them."""
+    """Return what comes before the ranks, whatever starts them."""
     ended = '_tdp_say "ended with code $? before a rank was started: modules, conda or prologue"'
     parts = [
         f"""

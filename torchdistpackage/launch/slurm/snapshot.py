@@ -78,7 +78,7 @@ def tree_of(here: Path, patterns: Sequence[str] = (), skip: Sequence[Path] = ())
 
 
 def _git(folder: Path, *args: str) -> bytes:
-    """What git writes; a LaunchError where it is missing or refuses, in its own words."""
+    """Return what git writes; a LaunchError where it is missing or refuses, in its own words."""
     command = ["git", "-C", str(folder), "-c", "core.quotepath=off", *args]
     env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     try:
@@ -223,7 +223,7 @@ class CodeSnapshot:
     num_bytes: int
 
     def folder(self, codes: Path) -> Path:
-        """Where it lies, or will lie, in the folder of all snapshots."""
+        """Return where it lies, or will lie, in the folder of all snapshots."""
         return codes / self.digest
 
     @property
@@ -341,7 +341,7 @@ def _items(root: Path, top: str, names: Iterable[str]) -> list[SnapshotFile]:
     }
 
     def link(path: Path) -> str | None:
-        """Where a link leads from inside the snapshot: to the copy, or else to the original."""
+        """Return where a link in the snapshot leads: to the copy, or else to the original."""
         if not path.is_symlink():
             return None
         leads = path.readlink()

@@ -149,7 +149,7 @@ def prepare(
 
 
 def ensure_sbatch(env: Mapping[str, str]) -> None:
-    """Raises LaunchError where there is no Slurm to submit to."""
+    """Raise LaunchError where there is no Slurm to submit to."""
     if shutil.which("sbatch", path=env.get("PATH")) is None:
         raise LaunchError("there is no sbatch here; submit from where it is, on a login node")
 
