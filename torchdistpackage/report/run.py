@@ -160,7 +160,7 @@ class Run:
             return Mesh(())
 
     def coord_text(self, rank: int) -> str:
-        """Return the place of a rank on axes of several ranks, such as `data 1 context 1`, or ""."""
+        """Return the place of a rank on axes of several ranks, e.g. `data 1 context 1`, or ""."""
         mesh = self.mesh
         if rank >= mesh.size:
             return ""
