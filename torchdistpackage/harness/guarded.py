@@ -168,7 +168,7 @@ class SharedStatus:
         self._default = dist.distributed_c10d._get_default_store()
         self._topic, self._prefix = topic, ""
         self._store: dist.Store | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # one connection to the store answers one question at a time
         self._glance: Future[bool] | None = None
         self._alarmed = False
 
@@ -247,7 +247,7 @@ class SharedStatus:
         return self._alarmed
 
     def _ask(self, question: Callable[[dist.Store], Answer]) -> "Future[Answer]":
-        """The answer, from a thread that ends with the process; one question at a time."""
+        """Ask the store in a daemon thread, so that a dead store cannot block; return a future."""
         future: Future[Answer] = Future()
 
         def task() -> None:
@@ -274,7 +274,7 @@ class SharedStatus:
         return "/".join(map(str, (self._prefix, *parts)))
 
     def _verdict(self, store: dist.Store, place: str, wait_s: float) -> bytes | None:
-        # asked again and again, because a wait in vain makes torch write to stderr
+        # polls, because a wait of torch that times out writes to stderr
         key, end_s, pause_s = self._key(place, "verdict"), time.monotonic() + wait_s, 0.0
         while not store.check([key]):
             if time.monotonic() > end_s:

@@ -341,7 +341,7 @@ def _time_blocking(call: AnyCall, together: AnyCall, times: CallTimes) -> None:
 
 
 class _DeviceTimer:
-    """By events on the current stream, which every call of ours makes wait for its result."""
+    """Times calls by events on the current stream, which waits for the result of each call."""
 
     def __init__(self) -> None:
         self._cycles_per_s = _cycles_per_s()
@@ -349,11 +349,12 @@ class _DeviceTimer:
 
     def time(self, call: AnyCall, together: AnyCall, times: CallTimes) -> None:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # keep the device busy until the call is issued, so that its launch is not measured
         torch.cuda._sleep(int(self._held_s * self._cycles_per_s))
         together()
         begin.record()
         times.host_s.append(_host_s(call))
-        if begin.query():  # the device came to it while the host was still busy
+        if begin.query():  # the device reached it before the host had issued the call
             self._held_s = min(2 * self._held_s, LONGEST_S)
         end.record()
         end.synchronize()  # the next iteration starts on an empty queue

@@ -276,7 +276,7 @@ class Ranks:
             if all(now) and now == sizes:
                 break
             sizes = now
-            time.sleep(0.05)
+            time.sleep(0.05)  # the ranks need a moment to write their stacks
         name = getattr(fn, "__qualname__", repr(fn))
         lines = [
             f"{name} did not return within {limit_s:g} s on ranks {waiting} of "

@@ -232,6 +232,7 @@ class HangWatchdog(Heartbeat):
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._loop_thread: int | None = None
         self._c_stacks = CStacks(enabled=c_stacks)
+        # the loop and the watching thread both write this rank's file
         self._writing = threading.Lock()
         self._alarm, self._reported = threading.Event(), threading.Event()
 
@@ -269,9 +270,10 @@ class HangWatchdog(Heartbeat):
         with contextlib.suppress(OSError):
             self._write(state=State.RAISED, error=to_json(failure))
         if is_secondary(failure) and self._dump.failure is None:
-            # a peer is gone; a supervisor would say which and how
+            # a peer is gone, and there is no supervisor that reports which one and why
             self._alarm.set()
         if self._alarm.is_set():
+            # the thread prints the report; this rank must not exit before it did
             self._reported.wait(end_s(self.world_size) + LOOK_S)
 
     # -- the thread --------------------------------------------------------------------
@@ -281,7 +283,7 @@ class HangWatchdog(Heartbeat):
         while not self._alarm.wait(self._peek_s):
             if looks := next(peeks) % PEEKS == 0:
                 self._c_stacks.arm()
-            # a slow or failing file system is not the end of the run
+            # a slow or failing file system must not end the run
             with contextlib.suppress(OSError):
                 if self._is_hung():
                     self._alarm.set()
@@ -300,7 +302,7 @@ class HangWatchdog(Heartbeat):
                 if more:
                     self._write(more=False, flights=_flights())
                 diagnosis = self._ending.report(alarm_s)
-        finally:  # whatever else is wrong, the run must not go on hanging
+        finally:  # whatever goes wrong in the report, the run must not go on hanging
             self._ending.end(self._dump, diagnosis, self._reported)
 
     def _is_hung(self) -> bool:

@@ -210,7 +210,7 @@ def _run(child: _Child) -> NoReturn:
     if code == 0:
         for thread in threading.enumerate():
             if thread is not threading.main_thread() and not thread.daemon:
-                thread.join()
+                thread.join()  # as Python does at exit, which this child skips
         atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

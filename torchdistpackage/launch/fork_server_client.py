@@ -194,7 +194,7 @@ class ForkServer:
         self._channel.close()
         try:
             self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:  # someone stopped it; its children die with it
+        except subprocess.TimeoutExpired:  # the server is stopped; its children die with it
             self._process.kill()
             self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)  # if the server was killed

@@ -42,7 +42,7 @@ ASK_S = 5.0
 LOST = 1
 """Exit code of a holder whose lock was given to another."""
 _PATIENCE_S = 5.0
-"""For others that are taking the same file away at this moment."""
+"""How long to wait for other processes that are removing the same stale file."""
 _RETRY_S = 0.05
 _MAX_BYTES = 1 << 14
 _IS_ID = re.compile(r"\d*")
@@ -193,6 +193,7 @@ class Lock:
     def __init__(self, path: Path, own: LockHolder, handle: int, made: list[Path]):
         self.path, self._own, self._handle, self._made = path, own, handle, made
         self._released = threading.Event()
+        # keeps a heartbeat from creating the file again while `release` removes it
         self._beating = threading.Lock()
 
     def keep(self) -> None:
@@ -203,7 +204,7 @@ class Lock:
     def release(self) -> None:
         """Take the file away if it is still ours, and the folders made for it if they are empty."""
         self._released.set()
-        with self._beating:  # or a heartbeat would make the file anew
+        with self._beating:  # or a heartbeat would create the file again
             take_away(self.path, self._own, by_force=True)
         _close(self._handle)
         remove_empty(self._made)
@@ -219,19 +220,19 @@ class Lock:
                     if holder and holder.token != self._own.token:
                         break
                     os.utime(self.path)
-                except FileNotFoundError:  # removed by hand
+                except FileNotFoundError:  # somebody removed it by hand: claim it again
                     with contextlib.suppress(OSError):
                         _close(_create(self.path, self._own))
-                except OSError:  # the file system is away, and no other writes to it either
+                except OSError:  # the file system is away, so no other process can write either
                     pass
         else:
             return
         sys.stderr.write(
-            f"{self.path} is held by {holder} now: this process was silent for too long, or the "
-            f"file was removed; it ends here and writes no more\n"
+            f"{self.path} is now held by {holder}: this process sent no heartbeat for too long, or "
+            f"the file was removed; it exits here and writes nothing more\n"
         )
         sys.stderr.flush()
-        os._exit(LOST)
+        os._exit(LOST)  # at once, because two writers would damage the run folder
 
 
 @contextlib.contextmanager
@@ -314,7 +315,7 @@ def _make_way(path: Path, claimant: LockHolder, runner: Runner | None) -> None:
     log.info("%s was left by %s: %s", path, holder, why)
     until_s = time.monotonic() + _PATIENCE_S
     while not take_away(path, holder, by_force=time.monotonic() > until_s):
-        time.sleep(_RETRY_S)
+        time.sleep(_RETRY_S)  # another process holds the file to remove it; it needs a moment
 
 
 def _create(path: Path, claimant: LockHolder) -> int:
@@ -395,10 +396,10 @@ def _read(path: Path) -> tuple[LockHolder | None, float, bool]:
 
 
 def take_away(path: Path, holder: LockHolder | None, *, by_force: bool) -> bool:
-    """Remove the file if it is the one of `holder`; False if another is just doing so.
+    """Remove the lock file of `holder`; return False if another process is removing it.
 
-    by_force: also if the kernel says that it is locked, which may be our own lock, or one that an
-    NFS server keeps for a machine that is gone.
+    by_force: remove it also if the kernel says that it is locked. That may be our own lock, or one
+        that an NFS server keeps for a machine that is gone.
     """
     with (
         contextlib.suppress(FileNotFoundError),
@@ -412,7 +413,7 @@ def take_away(path: Path, holder: LockHolder | None, *, by_force: bool) -> bool:
             else written_holder and written_holder.token == holder.token
         )
         if is_busy:
-            return not same  # else it is the file of the process that was faster, and stays
+            return not same  # another holder's file belongs to a faster process, and stays
         if same and os.fstat(file.fileno()).st_ino == path.stat().st_ino:
             path.unlink()
     return True

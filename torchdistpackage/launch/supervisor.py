@@ -224,7 +224,7 @@ class _RankSupervisor:
                 selector.select(_POLL_S)
                 if not self._copy(output, log) and selector.get_map():
                     selector.unregister(output)
-                    time.sleep(_POLL_S / 10)
+                    time.sleep(_POLL_S / 10)  # the rank closed its output and is about to exit
                 self._look_around()
                 if (now_s := time.monotonic()) >= self._state_s:
                     self._state_s = now_s + _LOOK_S
@@ -339,16 +339,16 @@ def wait_for_word(
     has_ended: Callable[[], bool],
     limit_s: float = HOLD_S,
 ) -> None:
-    """Until all ranks have left reports in `failures`, or Slurm tells this process to end.
+    """Wait until all ranks have left reports in `failures`, or Slurm tells this process to end.
 
-    has_ended: whether the run came to an end, and so not all ranks leave reports.
+    has_ended: returns whether the run has ended, so that not all ranks leave reports.
     """
     until_s = time.monotonic() + limit_s
     look_s, announced = 0.0, False
     while not signals.all_received and (now_s := time.monotonic()) < until_s:
         if now_s >= look_s:
             first, look_s = not look_s, now_s + _LOOK_S
-            # names alone, since every rank looks
+            # list names without opening files, because every rank looks here
             reported = {int(path.stem.removeprefix("rank")) for path in failures.glob("rank*.json")}
             if len(reported) >= num_ranks or has_ended():
                 return
@@ -358,4 +358,4 @@ def wait_for_word(
                     f"no word from {num_ranks - len(reported)} of {num_ranks} ranks; if their node "
                     f"is gone, Slurm has up to {limit_s:g} s to find out\n"
                 )
-        time.sleep(_SIGNAL_S)
+        time.sleep(_SIGNAL_S)  # short, so that a signal of Slurm ends the wait quickly

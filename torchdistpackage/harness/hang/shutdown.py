@@ -30,9 +30,10 @@ GATHER_S = 4.0
 TAKE_OVER_S = 1.5
 """After which the next rank writes the report, if the one whose turn it is does not."""
 END_S = 9.0
-"""After the alarm a rank ends, report or not; with thousands of ranks later (`end_s`)."""
+"""Seconds after the alarm at which a rank exits, with or without a report; with thousands of ranks
+later (`end_s`)."""
 _LINGER_S = 3.0
-"""For a rank that left its loop to end by itself."""
+"""Seconds that a rank which left its loop gets to exit by itself."""
 _SPEAK_S = 1.0
 _LOOK_S = 0.2
 
@@ -98,13 +99,13 @@ class Shutdown:
                 _leave_end(dump, self.failure, "" if self.folder.has_report else no_report)
         elif diagnosis is not None:
             says = f"{diagnosis.text}\nthe same is in {self.folder.report}\n"
-        # a stream that no one reads, or that the loop's thread holds, must not keep us
+        # in a thread, because a stream that nobody reads, or that the loop holds, would block
         speaker = threading.Thread(target=_say, args=(says,), daemon=True)
         speaker.start()
         speaker.join(_SPEAK_S)
         reported.set()
         if dump.state is not State.DUMPED:
-            time.sleep(_LINGER_S)
+            time.sleep(_LINGER_S)  # this rank may be about to exit with its own error
         for child in dump.process.descendants():  # workers of a loader may hang as well
             child.kill()
         os._exit(1)

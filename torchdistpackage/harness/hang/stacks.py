@@ -80,6 +80,7 @@ class CStacks:
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled, self._fd, self._tells_crashes = enabled, -1, False
+        # arming and closing must not interleave, and a fork must not copy a running timer
         self._lock = threading.Lock()
 
     def open(self, fd: int) -> None:
@@ -97,7 +98,7 @@ class CStacks:
         self.arm()
 
     def arm(self) -> None:
-        """If no one comes here again in time, C writes the stacks."""
+        """Restart the timer after which faulthandler writes the stacks."""
         with self._lock:
             self._start()
 

@@ -254,7 +254,7 @@ class Comparison:
         row = torch.tensor([rows], dtype=torch.float32)
         device = primitives.device_of(self._group)
         if device.type == "cuda":
-            # any other memory would have the host wait for what the device is doing
+            # from pageable memory the copy would make the host wait for the device
             row = row.pin_memory().to(device, non_blocking=True)
         self._pending = primitives.all_gather(row, self._group, async_op=True)
 

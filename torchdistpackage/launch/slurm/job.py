@@ -27,7 +27,7 @@ from torchdistpackage.launch.slurm.snapshot import PACKAGE, CodeSnapshot
 from torchdistpackage.run_files import RunDir
 
 _SIGNAL_S = 30
-"""How long before the end Slurm's own signal comes at the latest; Slurm may be a minute early."""
+"""Least seconds between Slurm's own signal and the job's end; Slurm may send it a minute early."""
 TRAIN = ("-u", "-P", "-m", "torchdistpackage", "train")
 MAX_RUNS = 1000
 """As many tasks as Slurm takes in one array by default."""
@@ -223,7 +223,7 @@ def _options(config: RunConfig, shape: JobGeometry) -> tuple[dict[str, str | Non
     if "signal" not in options and requeue.signals:
         name = "USR1" if "USR1" in requeue.signals else requeue.signals[0]
         options["signal"] = f"{name}@{max(_SIGNAL_S, round(requeue.margin_s))}"
-        notes["signal"] = "The ranks look at the clock themselves; this is for those that cannot."
+        notes["signal"] = "Ranks watch the time limit themselves; this is for ranks that cannot."
     if config.launch.elastic.nodes is not None and requeue.in_job_restarts:
         options["no-kill"] = None
         notes["no-kill"] = "The ranks are started anew on the nodes that are left."

@@ -43,7 +43,7 @@ _LOST = re.compile(r"timed? ?out|contact|connect|communicat|send|recv|message", 
 _CLOCKS_DIFFER_S = 60.0
 _SQUEUE = ("squeue", "-h", "--me", "-t", "all", "-o", "%F|%V|%o")
 _TRIES_S = (0.0, 1.0, 3.0)
-"""Waits before looks for a job whose answer has just been lost."""
+"""Seconds to wait before each look for a job whose answer was lost: Slurm lists it a bit later."""
 
 Intent = tuple[RunDir, Submission]
 """Where a job is to be noted, and as what: without its id, or with its task of an array alone."""
@@ -226,9 +226,9 @@ def submit_with_intent(
 def _find_taken(
     intents: Sequence[Intent], lost: bool, runner: Runner, sleep: Callable[[float], object]
 ) -> str:
-    """The id of a job that was taken although sbatch did not say so; else "".
+    """Return the id of a job that Slurm accepted although sbatch reported none; else "".
 
-    lost: no one knows whether it was taken, so it is waited for, and the intents stay.
+    lost: it is not known whether Slurm accepted the job, so wait for it, and keep the intents.
     """
     files, record = intents[0]
     noted = [r.job for r in read_records(files.records)]

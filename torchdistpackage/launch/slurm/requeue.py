@@ -291,7 +291,7 @@ def _facts(
     """
     job = requeue_id(env)
     for wait_s in _WAITS_S:
-        sleep(wait_s)
+        sleep(wait_s)  # a busy controller may show an empty answer for a few seconds
         shown = _out(runner, "scontrol", "-o", "show", "job", job)
         facts = dict(word.split("=", 1) for word in shown.split() if "=" in word)
         if "JobState" in facts:

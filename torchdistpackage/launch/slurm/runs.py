@@ -340,17 +340,20 @@ def follow(
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Status:
-    """Pass on what is in `paths()` and what is added to it, until the run's latest job is over.
+    """Write what is in `paths()` and what is added to it, until the run's latest job is over.
 
-    tail: what it has read is not passed on. A requeue is no end, and neither is a job that was
-    chained behind this one. While the controller does not answer, the logs go on being read.
+    A requeue is no end, and neither is a job that depends on this one. While the controller does
+    not answer, it goes on reading the logs.
+
+    tail: what it has read already is not written again.
     """
     tail, asked_s, ended = tail or LogTail(), float("-inf"), None
     while ended is None:
         if clock() - asked_s >= _ASK_S:
             asked_s = clock()
             ended = _ended(run.folder, runner, asked_s)
-        if text := tail.read_new(paths()):  # after the question: what an ended job wrote is there
+        # read after asking Slurm, so that all output of a job that has ended is there
+        if text := tail.read_new(paths()):
             write(text)
         if ended is None:
             sleep(_POLL_S)
