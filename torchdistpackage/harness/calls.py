@@ -68,7 +68,7 @@ class GroupMember:
 
 
 def rank_pattern(rank: int, number: int, like: Like, first: int = 0) -> Tensor:
-    """(number,) numbers of the endless row of `rank`, from place `first` on."""
+    """Return `number` elements of the endless pattern of `rank`, from index `first` on."""
     return _in(like[0], _drawn(rank, _places(first, number, like)))
 
 

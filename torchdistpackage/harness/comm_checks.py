@@ -1,4 +1,4 @@
-"""Operations over a group on data that says which rank sent it, and what must arrive.
+"""Check operations over a group with data that shows its sender, against what must arrive.
 
 The expected numbers follow from the global ranks alone and are exact, so a wrong rank, a wrong
 order and a wrong place each show, element by element. Only an average is rounded.
@@ -75,7 +75,7 @@ def neighbours() -> list[Check]:
 
 
 def pair() -> Check:
-    """Messages both ways between two ranks."""
+    """Return the check of messages both ways between two ranks."""
     return Check(
         "messages both ways",
         lambda member: _exchange(member, [(member.peer, member.peer)], NUM_ELEMENTS),

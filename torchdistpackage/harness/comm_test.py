@@ -51,7 +51,7 @@ class CommTest:
 
 @dataclass(frozen=True, slots=True)
 class GroupClass:
-    """Groups that are busy at the same time: those of some modes, which have the same ranks.
+    """A kind of groups that are busy at the same time: modes whose groups have the same ranks.
 
     which: what one of them is called. size: its ranks.
     steps: what this rank does in turn, as many as any other rank.

@@ -79,7 +79,7 @@ class _Step(NamedTuple):
 
 
 class GuardedThread:
-    """Runs `function` in a thread with the caller's tpc and on the device of `group`.
+    """Run `function` in a thread, with the caller's tpc and on the device of `group`.
 
     wrong, times_s: the function's, for the report. failure: what it raised.
     """

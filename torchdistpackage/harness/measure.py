@@ -314,7 +314,7 @@ def in_turns(
     iterations: int,
     warmup: int,
 ) -> list[CallTimes]:
-    """For each call its times, of this rank.
+    """Return the times of each call on this rank.
 
     together: brings the ranks together, untimed. The order is turned from one iteration to the
     next, and `warmup` iterations go ahead that are not kept.

@@ -1,4 +1,4 @@
-"""Ranks that run functions: of a pool, one after another, for tests; or of a topology.
+"""Run functions on ranks: on a pool that tests reuse, or on the ranks of a topology.
 
 A test sees fresh ranks without paying for them. What a function leaves behind is cleaned up in the
 ranks; where that is not possible (it raised, hung or died), the ranks are killed and the next run

@@ -147,7 +147,7 @@ class Heartbeat:
         self.since_s = _now_s()
 
     def beat(self) -> None:
-        """What is under way goes on, so its time limit begins anew."""
+        """Restart the time limit, because what runs now makes progress."""
         self.num_beats += 1
         self.since_s = _now_s()
 

@@ -1,4 +1,4 @@
-"""From a launcher's variables to ranks that run, and what became of them. No torch.
+"""Start ranks, watch them, and report how they ended. No torch.
 
 Ranks of our own    workers (start, watch, end; be a rank or start them), entrypoint (the function
                     by name, and its call), fork_server_client, fork_server and ipc.

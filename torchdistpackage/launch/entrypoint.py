@@ -49,7 +49,7 @@ class EntryPoint:
 
     @staticmethod
     def of(target: str | Callable[..., object]) -> EntryPoint:
-        """Reference to "module:function" or to a function defined at the top of a module.
+        """A reference to "module:function", or to a function at the top level of a module.
 
         Raises:
             LaunchError: no other process could find it by name.

@@ -1,4 +1,4 @@
-"""Child processes by fork from a server that has imported everything once.
+"""Start child processes by forking a server that has imported everything once.
 
 A rank costs a fork (30 ms) instead of an interpreter with its imports (1.1 s with torch). This
 process never forks itself, so it may have threads and CUDA; the server (`launch/fork_server.py`) is

@@ -1,4 +1,4 @@
-"""Messages between a process and the children it started: framed pickles over a private socket.
+"""Messages between a process and its children: framed pickles over a private socket.
 
 A pickle travels only over a socket pair whose both ends this program made itself, never over a file
 or an address that others could write to. This file is the one place that reads pickles, but for
@@ -46,7 +46,7 @@ class Channel:
 
     @staticmethod
     def pair() -> tuple[Channel, Channel]:
-        """Two connected ends."""
+        """Return two connected channels."""
         left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         return Channel(left), Channel(right)
 

@@ -116,7 +116,7 @@ def to_json(holder: LockHolder) -> str:
 
 
 def from_json(text: str) -> LockHolder | None:
-    """Back from `to_json`; None of what is none, or not complete yet."""
+    """Read a holder from JSON; None if the text is none, or not complete yet."""
     try:
         holder = LockHolder(**parse_json(text))
     except (ValueError, TypeError):

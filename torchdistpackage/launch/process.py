@@ -1,4 +1,4 @@
-"""Processes of this machine: their state in /proc, signals that are noted, and what a fork needs.
+"""Processes of this machine: their state in /proc, recorded signals, and checks before a fork.
 
 A signal handler does nothing but note: what runs the process looks at the note where it can act on
 it, and every process that shares a step must agree first.
@@ -28,7 +28,7 @@ class Interrupted(BaseException):
 
 
 class SignalFlag:
-    """Signals received since `listen`, in order. A fork takes the handlers with it."""
+    """The signals received since `listen`, in order. A fork inherits the handlers."""
 
     def __init__(self) -> None:
         self.all_received: list[signal.Signals] = []
@@ -51,7 +51,7 @@ class SignalFlag:
 
     @property
     def received(self) -> str:
-        """Name of the first one; "" if there was none."""
+        """Return the name of the first signal, or ""."""
         return self.all_received[0].name if self.all_received else ""
 
     @contextmanager
@@ -76,7 +76,7 @@ class SignalFlag:
 
 
 class _Undone(BaseException):
-    """Raised where a signal came that ends this process."""
+    """Raised when a signal came that ends this process."""
 
 
 @contextmanager
@@ -146,7 +146,7 @@ def started_ticks(pid: int) -> int | None:
 
 
 def num_threads() -> int:
-    """Threads of this process, also those that Python does not know."""
+    """Return the number of threads of this process, also those that Python does not know."""
     return len(os.listdir("/proc/self/task"))  # noqa: PTH208
 
 

@@ -1,4 +1,4 @@
-"""What happens to a run besides its steps, each with its time: `events.jsonl`. No torch.
+"""The events of a run besides its steps, each with its time: `events.jsonl`. No torch.
 
 `tdp submit` and rank 0 append to it, `tdp report` and `tdp watch` read it. It is a record for
 people, so a disk that takes no more of it ends no run.
@@ -73,7 +73,7 @@ def written_keys(config: "RunConfig") -> dict[str, list[Any]]:
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values."""
+    """Yield dotted keys and their values."""
     for key, value in section.items():
         if isinstance(value, dict) and value:
             yield from flat(cast(dict[str, Any], value), f"{prefix}{key}.")

@@ -66,7 +66,7 @@ _READ_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class WatchedRank:
-    """What is watched: rank, its log, and the folder for reports of this start.
+    """A watched rank: its number, its log, and its report of this start.
 
     decision: file that says that the run has ended; a rank asked to end then, ends. num_ranks: of
     this start, if a rank that lost a peer shall wait for word of it.
@@ -293,7 +293,7 @@ class _RankSupervisor:
 
 
 def _spoken(failure: Failure) -> str:
-    """For the main log, where all ranks speak: consequences in a line, the rest in full."""
+    """Return the text for the main log of all ranks: consequences in a line, causes in full."""
     head = f"rank {failure.rank} on {failure.host}: {summary(failure)}"
     # what rank 0 wrote is in the main log already, but no one writes a report of a hang
     reported = not failure.rank and failure.kind is not FailureKind.HUNG

@@ -77,7 +77,7 @@ class LocalRank:
 
 
 class WorkerGroup:
-    """Ranks forked from one server: started, heard, and ended together."""
+    """Ranks that one server forks, and that start and end together."""
 
     def __init__(self, server: ForkServer) -> None:
         self.server = server
@@ -134,7 +134,7 @@ class WorkerGroup:
 
     @property
     def ended(self) -> set[int]:
-        """Ranks whose processes are gone."""
+        """Return the ranks whose processes are gone."""
         return {worker.rank for worker in self.ranks if not worker.is_running}
 
     @property
@@ -300,7 +300,7 @@ def run_or_launch(
 
 @dataclass(frozen=True, slots=True)
 class _RankMonitor:
-    """Waits for the ranks, and ends them all after the first failure or signal.
+    """Wait for the ranks, and end all of them after the first failure or signal.
 
     outcomes: what ranks returned, or how they failed, as they said. read_bytes: of each log.
     """

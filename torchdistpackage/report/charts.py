@@ -66,7 +66,7 @@ _OWN_CHART = {"loss", "val_loss", "flops_per_s", *(line[0] for line in _LINES)}
 
 
 def thin(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
-    """At most `most` of the points, in order, with the lowest and the highest of every stretch."""
+    """Return at most `most` points, in order, with the least and largest of every interval."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(2 * len(points) / most)
@@ -79,7 +79,7 @@ def thin(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
 
 
 def series(rows: Iterable[Row], key: str) -> list[Point]:
-    """Steps and finite numbers of a key."""
+    """Return the steps and finite numbers of a key."""
     points = ((row["step"], number(row.get(key))) for row in rows)
     return [(step, value) for step, value in points if value is not None]
 
@@ -148,7 +148,7 @@ def _utilization(runs: Sequence[Run], peak_flops: float | None) -> Chart:
 
 
 def _spent(run: Run, of: str) -> Chart:
-    """Mean over ranks of what a step was spent on, one above another."""
+    """Return a chart of what the time of a step was spent on, as stacked means over ranks."""
     parts: dict[str, list[Point]] = {}
     for row in _columns(run.ranks):
         step, step_s = row["step"], _mean(row.get("time_s"))
@@ -218,7 +218,7 @@ def _slow(run: Run, of: str) -> Chart:
 
 
 def _keys_of_parts(run: Run) -> list[str]:
-    """Keys of metrics.jsonl whose values are lists of numbers, or mappings to numbers."""
+    """Return the keys of metrics.jsonl whose values are lists of, or mappings to, numbers."""
     return sorted({k for row in run.rows[-1000:] for k, v in row.items() if _parts(v)})
 
 
@@ -272,7 +272,7 @@ def _others(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _columns(rows: Sequence[T]) -> Sequence[T]:
-    """As many rows as a chart has room for, evenly, with the last one."""
+    """Return evenly spaced rows, as many as fit in a chart, including the last one."""
     every = math.ceil(len(rows) / _MOST_COLUMNS) if rows else 1
     return rows[::-1][::every][::-1]
 

@@ -18,6 +18,6 @@ _TFLOPS = {
 
 
 def peak_flops_of(device: str) -> float | None:
-    """Of a device by its name, as `torch.cuda.get_device_name` gives it; None: unknown."""
+    """Return the peak of a device by its torch.cuda.get_device_name; None if unknown."""
     matches = (tflops for name, tflops in _TFLOPS.items() if name.lower() in device.lower())
     return next((tflops * 1e12 for tflops in matches), None)

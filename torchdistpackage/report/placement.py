@@ -1,4 +1,4 @@
-"""Ranks on their nodes, coloured by group: what `tdp plan --picture` draws."""
+"""Draw ranks on their nodes, coloured by group, for `tdp plan --picture`."""
 
 from collections.abc import Iterator, Sequence
 

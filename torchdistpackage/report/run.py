@@ -94,7 +94,7 @@ class Run:
 
     @property
     def holder(self) -> LockHolder | None:
-        """Who trains in the folder now, as the lock says; None: nobody."""
+        """Return who trains in the folder now, according to its lock; None: nobody."""
         return holder_of(self.files.run_lock)
 
     @property
@@ -130,7 +130,7 @@ class Run:
 
     @property
     def num_steps(self) -> int | None:
-        """Steps of the whole run."""
+        """Return the number of steps of the whole run."""
         value = self.config.get("train.steps")
         return value if isinstance(value, int) else None
 
@@ -167,7 +167,7 @@ class Run:
         return " ".join(f"{axis} {index}" for axis, index in mesh.coord(rank).items())
 
     def rank_text(self, rank: int) -> str:
-        """Such as `rank 3 (data 1 context 1)`."""
+        """Return a rank with its position, such as `rank 3 (data 1 context 1)`."""
         coord = self.coord_text(rank)
         return f"rank {rank} ({coord})" if coord else f"rank {rank}"
 
@@ -299,7 +299,7 @@ def _log_warnings(files: RunDir) -> Iterator[tuple[str, str]]:
 
 
 def when(time_s: float) -> str:
-    """Local time as text, to the second; "?" for what is no time."""
+    """Return local time as text, to the second; "?" if `at_s` is no time."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
     except (ValueError, OverflowError, OSError):

@@ -1,4 +1,4 @@
-"""How a run is just now, in facts and one curve of characters: what `tdp watch` shows."""
+"""The status of a run that `tdp watch` shows: facts, and a curve of characters."""
 
 import statistics
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ def status_of(data: Run, now_s: float, queue: str = "", *, queue_ended: bool = F
 
 
 def _of_ranks(data: Run) -> dict[str, str]:
-    """Shares of a step, memory and ranks that lag, of the last row of ranks.jsonl."""
+    """Return shares of a step, memory and slow ranks from the last row of ranks.jsonl."""
     facts: dict[str, str] = {}
     row = data.ranks[-1]
     whole = _mean(row.get("time_s"))
@@ -121,7 +121,7 @@ def _times(data: Run, step: int, step_s: float | None, now_s: float, ended: bool
 
 
 def _quiet_s(data: Run, step_s: float, now_s: float) -> float | None:
-    """For how long a running run has written nothing, if that is unusual."""
+    """Return how long a running run has written nothing, if that is unusual."""
     sign_s = last_sign_s(data)
     since = 0.0 if sign_s is None else now_s - sign_s
     return since if since > max(_QUIET_STEPS * step_s, 30.0) else None

@@ -1,4 +1,4 @@
-"""What a report tells besides charts of steps: starts on one axis of time, and tables of text."""
+"""The parts of a report besides charts of steps: starts over time, and tables of text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _MOST_RANKS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text under a head. note: what they are."""
+    """A table: rows of text under a head. note: a caption."""
 
     key: str
     title: str
@@ -67,7 +67,7 @@ def life(runs: Sequence[Run], now_s: float) -> Chart:
 
 
 def tables(runs: Sequence[Run]) -> list[Table]:
-    """Starts, warnings, what was not there, and the configuration or what differs in it."""
+    """Return the tables of starts, warnings, missing files and the configuration."""
     several = len(runs) > 1
     own = [run.name for run in runs]
 
@@ -125,7 +125,7 @@ def _start_rows(run: Run) -> list[list[str]]:
 
 
 def _rank_rows(run: Run) -> list[list[str]]:
-    """Of each rank its place and, of the last row with numbers, how busy it was and its memory."""
+    """Return a row for each rank: its position, and how busy it was and its memory at the end."""
     if not run.ranks:
         return []
     last, hosts = run.ranks[-1], next((r["hosts"] for r in run.ranks if "hosts" in r), [])
@@ -146,7 +146,7 @@ def _item(values: Any, index: int) -> Any:
 
 
 def _changes(run: Run) -> list[list[str]]:
-    """Keys that a later start set to another value than the one before it."""
+    """Return keys that a start set to another value than the start before it."""
     rows: list[list[str]] = []
     for before, now in zip(run.starts, run.starts[1:], strict=False):
         if not before.keys or not now.keys:

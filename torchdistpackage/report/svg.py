@@ -1,4 +1,4 @@
-"""Pieces of a picture: text and boxes as SVG, colours of kinds and of amounts."""
+"""Parts of an SVG picture: text, boxes, and colours for kinds and amounts."""
 
 import colorsys
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ _SCALE = ((165, 15, 21), (252, 174, 97), (255, 255, 191), (116, 173, 209), (49, 
 
 
 def escape(words: str) -> str:
-    """Text for a page or a picture, with escapes for what is markup or not seen."""
+    """Return text for a page or picture, with markup and invisible characters escaped."""
     return html_escape(printable(words))
 
 
@@ -55,7 +55,7 @@ def colour_between(value: float, least: float, most: float) -> str:
 
 
 def ink_on(fill: str) -> str:
-    """Black or white, whichever is read on a colour."""
+    """Return black or white, whichever is readable on a colour."""
     red, green, blue = (int(fill[at : at + 2], 16) for at in (1, 3, 5))
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 110 else "white"
 

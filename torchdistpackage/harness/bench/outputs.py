@@ -29,7 +29,7 @@ _TICKS = 16
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Files to write, each if it is named; `plots` is a folder, `picture` an SVG."""
+    """The files to write, or None for each; `plots` is a folder, `picture` an SVG."""
 
     json: Path | None = None
     profile: Path | None = None
@@ -151,7 +151,7 @@ def draw(report: BenchReport, folder: Path) -> list[Path]:
 
 
 def _bandwidth(report: BenchReport, axis: str, figure) -> None:
-    """Colour is the operation, dashes are groups that are busy together, a marker the rest."""
+    """Draw bandwidth by size: a colour for each operation, dashes for groups at once."""
     axes = figure.subplots()
     rows = [row for row in report.rows if row.axis == axis]
     colours = {name: f"C{i}" for i, name in enumerate(COLLECTIVES)}

@@ -1,4 +1,4 @@
-"""What `tdp comm bench --picture` draws: who is slow to whom, and times by size with their fit.
+"""Draw slow links, and times by size with their fits, for `tdp comm bench --picture`.
 
 No torch and no matplotlib.
 """
@@ -42,7 +42,7 @@ def _moved(parts: Sequence[str], y: float) -> list[str]:
 
 
 def _matrices(report: BenchReport) -> Iterator[tuple[Sequence[str], Callable[[int], int], str]]:
-    """Names of rows and columns, the row of a rank, and what a row is."""
+    """Yield the names of rows and columns, the row of each rank, and what a row stands for."""
     hosts = list(dict.fromkeys(report.hosts))
     if len(hosts) > 1:
         yield hosts, lambda rank: hosts.index(report.hosts[rank]), "hosts"
@@ -89,7 +89,7 @@ def _kind(row: Row | CostModel) -> tuple[str, str, str, int]:
 
 
 def _times(title: str, rows: Sequence[Row], lines: Sequence[CostModel]) -> Iterator[str]:
-    """Measured times as dots, the fitted lines through them, both axes logarithmic."""
+    """Draw measured times as dots with their fitted lines, on logarithmic axes."""
     sizes, times = [row.size_bytes for row in rows], [row.p50_s for row in rows]
     left, right = min(sizes), max(max(sizes), 2 * min(sizes))
     low, high = min(times) / 1.5, max(times) * 1.5

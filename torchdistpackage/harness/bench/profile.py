@@ -33,11 +33,11 @@ FORMAT, VERSION = "torchdistpackage cluster profile", 1
 
 
 class _Measured(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
-    """What a file may hold: finite numbers, and each value of its own type."""
+    """Base class of what a profile file may hold: finite numbers and strict types."""
 
 
 class LinkFit(_Measured):
-    """time_s = latency_s + bytes / bytes_per_s.
+    """A linear model of times: time_s = latency_s + bytes / bytes_per_s.
 
     bytes_per_s: None where size made no difference that stands out of the deviation.
     deviation: mean of |measured - fitted| / measured; None of two sizes, where any line fits.
@@ -52,7 +52,7 @@ class LinkFit(_Measured):
     deviation: float | None = Field(ge=0)
 
     def time_s(self, num_bytes: float) -> float:
-        """Seconds of a call of so many bytes."""
+        """Return the seconds of a call of so many bytes."""
         return LinkModel(self.latency_s, self.bytes_per_s or inf).seconds(num_bytes)
 
 
@@ -70,7 +70,7 @@ def fit(points: Sequence[tuple[float, float]]) -> LinkFit | None:
 
 
 class CostModel(_Measured):
-    """Time by *bus* bytes, size_bytes x bus factor, so that it holds for other group sizes too.
+    """A fit of times by *bus* bytes (size x bus factor), so that it holds for other group sizes.
 
     largest_bytes: bus bytes of the largest size that was measured.
     """

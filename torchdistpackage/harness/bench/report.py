@@ -1,4 +1,4 @@
-"""What a bench found: values, their JSON, what is below a limit, and who is slow. No torch.
+"""The results of a bench: values, their JSON, violated limits and slow links. No torch.
 
 A row is the slowest of the units that it stands for, because a collective job waits for that one.
 Times are of one call, of which the slowest rank of an iteration counts.
@@ -101,7 +101,7 @@ def _times_slower(medians_s: Mapping[Link, float]) -> dict[Link, float]:
 
 
 def _slow_ranks(times_s: Mapping[Pair, float], hosts: Sequence[str]) -> dict[int, float]:
-    """Ranks whose way to other hosts is slow while that of the others of their host is not."""
+    """Return ranks that are slow to other hosts while the other ranks of their host are not."""
     away: dict[int, list[float]] = {}
     for (a, b), time_s in times_s.items():
         if hosts[a] != hosts[b]:
@@ -138,7 +138,7 @@ def _slow_hosts(between: Mapping[Link, float], out: Iterable[str]) -> set[str]:
 
 
 def _sides(names: set[str], between: Mapping[Link, float]) -> tuple[tuple[str, ...], ...]:
-    """Hosts by whom they reach over fast links; () if all are one, or each is alone."""
+    """Return sets of hosts that fast links connect; () if there is one set, or all are single."""
     side = {host: {host} for host in names}
     for (a, b), times in between.items():
         if times < SLOW and {a, b} <= names and side[a] is not side[b]:
@@ -153,7 +153,7 @@ EVERY, PAIRS = "", "pairs"
 
 
 class Measurement(BaseModel, frozen=True):
-    """What is measured at one go: an operation over one kind of group, at one size.
+    """One measurement: an operation over one kind of group, at one size.
 
     size_bytes: as counted, full elements.
     """
@@ -193,19 +193,19 @@ class Row(Measurement, frozen=True):
     @computed_field
     @property
     def algbw_bytes_per_s(self) -> float:
-        """Algorithm bandwidth, as the NCCL tests have it."""
+        """Return the algorithm bandwidth, as the NCCL tests define it."""
         return self.size_bytes / self.p50_s
 
     @computed_field
     @property
     def busbw_bytes_per_s(self) -> float:
-        """Bus bandwidth, as the NCCL tests have it."""
+        """Return the bus bandwidth, as the NCCL tests define it."""
         spec = COLLECTIVES[self.operation]
         return spec.bus_bytes_per_s(self.size_bytes, self.num_ranks, self.p50_s)
 
 
 class Pairs(BaseModel, frozen=True):
-    """Both ways at once between each two ranks. times: the median seconds of each."""
+    """Messages both ways at once between every two ranks. times: median seconds of each pair."""
 
     size_bytes: int
     dtype: str
@@ -318,12 +318,12 @@ def rows_of(
 
 
 def percentile(ascending: Sequence[float], percent: int) -> float:
-    """The smallest of the values that `percent` of them do not exceed."""
+    """Return the smallest value that `percent` % of the values do not exceed."""
     return ascending[max(math.ceil(percent / 100 * len(ascending)), 1) - 1]
 
 
 def rate(bytes_per_s: float) -> str:
-    """In GB/s (10^9), three digits."""
+    """Return a rate in GB/s (10^9), with three digits."""
     return f"{bytes_per_s / 1e9:.3g}"
 
 

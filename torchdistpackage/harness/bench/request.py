@@ -1,4 +1,4 @@
-"""What a bench measures (operations, sizes, element types, axes), and in which rounds. No torch.
+"""The request of a bench: operations, sizes, element types, axes, and the rounds. No torch.
 
 Sizes are those that are counted (comm/collective_table.py), in bytes. A *unit* is the ranks that
 take part in one call: a group for a collective, two neighbours for a message. Within a round no
@@ -72,7 +72,7 @@ class Request:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Bytes, ascending: `1KiB,3MiB` lists them, `1KiB:16MiB` doubles, `1KiB:16MiB:x4` quadruples.
+    """Return sizes in bytes: `1KiB,3MiB` lists them, `1KiB:16MiB` doubles, `...:x4` quadruples.
 
     Raises:
         ConfigError: a part reads as no size, is zero, or a range goes down.
@@ -100,7 +100,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def parse_names(text: str, what: str, names: Collection[str]) -> tuple[str, ...]:
-    """Those of `names` that the text has between commas, each once.
+    """Return the names between commas in the text, each once; all must be among `names`.
 
     Raises:
         ConfigError: there is no such name; lists those there are.
@@ -117,7 +117,7 @@ def parse_names(text: str, what: str, names: Collection[str]) -> tuple[str, ...]
 
 
 def whole_elements(size_bytes: int, dtype: str, num_parts: int) -> int:
-    """Elements of `size_bytes`, rounded up to an integer number in each of `num_parts` parts."""
+    """Return the elements of `size_bytes`, rounded up to a multiple of `num_parts`."""
     return -(-size_bytes // (ELEMENT_BYTES[dtype] * num_parts)) * num_parts
 
 
@@ -143,7 +143,7 @@ def parts_of(text: str, what: str) -> Sequence[str]:
 
 
 def link_of(unit: Participants, hosts: Sequence[str]) -> str:
-    """NODE if all ranks are on one host, else NETWORK; `hosts` by rank."""
+    """Return NODE if all ranks are on one host, else NETWORK; `hosts` by rank."""
     return NODE if len({hosts[rank] for rank in unit}) == 1 else NETWORK
 
 
@@ -183,7 +183,7 @@ def all_at_once(units: Sequence[Participants]) -> list[Round]:
 
 
 def tournament(num_ranks: int) -> list[Round]:
-    """Rounds in which every rank meets every other one exactly once.
+    """Return rounds of pairs in which every rank meets every other rank exactly once.
 
     The circle method: rank 0 sits still, the others move on by one seat a round and meet the one
     opposite; with an odd number one of them pauses. num_ranks - 1 rounds, or num_ranks if odd.

@@ -1,4 +1,4 @@
-"""Who is to blame for a hang, from what its ranks left, and the report that says it. No torch.
+"""Find the rank that caused a hang from the dumps of all ranks, and write the report. No torch.
 
 A rank that waits is not to blame. The culprits are found at the end of the waits: ranks
 that raised, died, stopped or do not answer; then those that do something else while others wait for
@@ -40,7 +40,7 @@ _DOING = {
 
 
 class Cause(IntEnum):
-    """What is wrong with a rank, the worst first."""
+    """Kinds of faults of a rank, the worst first."""
 
     RAISED, GONE, LOST, STOPPED, SILENT, LEFT, BUSY, CIRCLE, FOLLOWED = range(9)
 
@@ -286,7 +286,7 @@ class Hang:
         return self._of(first, Cause.BUSY, what)
 
     def _crossed(self) -> Suspect | None:
-        """Two calls that no device ends, issued in different orders."""
+        """Return a fault for two calls that no device can finish, issued in different orders."""
         found = flights.order_conflict(self.flights)
         if found is None or not {found.first, found.second} <= self.answered:
             return None
@@ -373,7 +373,7 @@ class Hang:
         return "; " + "; ".join(said)
 
     def _others(self) -> list[str]:
-        """Ranks that neither wait nor are waited for."""
+        """Return the lines about ranks that neither wait nor are waited for."""
         left = self.answered - self.waiting.keys() - self.blocked_by.keys() if self.waits else ()
         said = grouped((self._doing(rank), rank) for rank in sorted(left))
         return [f"{self.describe_rank(ranks[0])} {what}" for what, ranks in said.items()]

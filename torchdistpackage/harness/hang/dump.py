@@ -1,4 +1,4 @@
-"""Files of a watch: what its ranks say in a shared folder, and on each host. No torch.
+"""Files of the hang watch: the dumps of ranks in a shared folder, and flags on each host. No torch.
 
 In the shared folder every file that is polled is there from the beginning. Clients of a network
 file system may believe for a minute that a file is missing, but look again at each opening of one

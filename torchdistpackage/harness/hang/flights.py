@@ -1,4 +1,4 @@
-"""Collectives that devices have not ended, by the flight recorder of NCCL. No torch.
+"""Find collectives that devices have not finished, from NCCL's flight recorder. No torch.
 
 Calls of two groups need one order on all ranks that are in both, for a kernel stays on its device
 until it has met all others. Two calls in different orders on two ranks may wait for ever.

@@ -1,4 +1,4 @@
-"""What ranks do after the alarm: one puts the report together, then all end. No torch.
+"""End the ranks after the alarm: one rank writes the report, then all exit. No torch.
 
 No rank waits for long. The lowest rank that is there writes the report, with what has
 come by then; if it does not, the next one does; and a rank ends even if no report came at all.

@@ -1,4 +1,4 @@
-"""Stacks of a rank: what they show of its loop, and those that C writes for it. No torch.
+"""Stacks of a rank: read where its loop is, and have faulthandler write them. No torch.
 
 On a device a backward and its hooks run in threads of autograd, which Python did not start: a loop
 that stands in autograd's engine is where such a thread is. A host that only issues kernels stands

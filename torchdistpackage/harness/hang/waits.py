@@ -1,4 +1,4 @@
-"""Which ranks wait for which, from the records of all ranks, and their calls in words. No torch.
+"""Find which ranks wait for which from the records of all ranks, and describe calls. No torch.
 
 The k-th collective of a group waits for the members that have not issued their k-th, the k-th
 receive from a peer for the peer's k-th send. A host that is blocked says so; where a device does
@@ -164,7 +164,7 @@ class RankRecord:
         return list(map(self._call, chosen))
 
     def matching(self, call: RecordedCall, rank: int) -> RecordedCall | None:
-        """My call that must meet `call` of `rank`, if the ring still has it."""
+        """Return this rank's call that must meet `call` of `rank`, if the record still has it."""
         for raw in reversed(self._calls):
             if raw["sequence"] != call.sequence or self._keys[raw["group"]] != call.group:
                 continue

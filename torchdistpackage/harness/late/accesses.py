@@ -1,4 +1,4 @@
-"""Which stream read and wrote which bytes, and what is ordered before what.
+"""Record which stream reads and writes which bytes, and which accesses are ordered.
 
 Order is what torch's own vector clocks say (torch.cuda._sanitizer, pure Python). What the
 host does is a stream of its own, which all work issued later comes after.

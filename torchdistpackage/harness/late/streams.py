@@ -1,4 +1,4 @@
-"""Streams of a device that is not there: who runs what on which is noted, and races are refused.
+"""Streams of a simulated device: record what runs on which stream, and refuse races.
 
 All runs at once, in the order of the program, so numbers are right whatever the streams.
 What a device could run in another order is a mistake because nothing orders it (accesses.py), not
@@ -143,7 +143,7 @@ class _StreamsDouble:
 
 
 class _AccessMode(TorchDispatchMode):
-    """Notes what each operation reads and writes."""
+    """Record what each operation reads and writes."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -1,4 +1,4 @@
-"""Strictness of the late transport: what NCCL would refuse of a call's tensors, on CPUs.
+"""Refuse on CPUs the tensors of a call that NCCL would refuse.
 
 Where memory is follows from what made it, so both of torch's modes watch: one sees each function
 with the device that was asked for, the other each operation, those of backwards too. A mark belongs

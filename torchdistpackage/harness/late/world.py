@@ -1,4 +1,4 @@
-"""What the late groups of a process share: the order of completion, and all that is in flight.
+"""State that the late groups of a process share: the order of completion, and calls in flight.
 
 Operations on tensors in flight are named at the line that runs them. What no operation shows, such
 as NumPy's views of a tensor, is found by its bits when the call is delivered (call.py).

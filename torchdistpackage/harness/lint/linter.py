@@ -158,7 +158,7 @@ def _replay(
 
 
 class Connections:
-    """What each rank has connected so far, and the entries in which it stops to do so."""
+    """Connections that each rank has made so far, and the entries in which it makes them."""
 
     def __init__(self, board: Matcher):
         self._board = board

@@ -1,4 +1,4 @@
-"""Layouts to compare with one process, and the table of what was found. No torch.
+"""Choose layouts to compare with one process, and make the table of differences. No torch.
 
 Each axis alone comes first, then pairs, then all: who finds a difference with few axes needs no
 larger layout to look for it.
@@ -31,7 +31,7 @@ def text_of(axes: Axes) -> str:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """What was found: of each layout that was compared its first difference, or None."""
+    """The first difference, or None, of each layout that was compared."""
 
     findings: Sequence[tuple[dict[str, int], Any]]
 

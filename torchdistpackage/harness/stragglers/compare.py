@@ -1,4 +1,4 @@
-"""What a rank does in a step and for how long (data, forward, ...), and which ranks are slow.
+"""Measure the phases of a rank's steps (data, forward, ...), and find slow ranks.
 
 The clock of a phase stands still while the rank waits for others, so a rank that waits for a slow
 one is not slow itself. On a host it is the wall clock less `recorder.waited_s`, and less what the

@@ -1,4 +1,4 @@
-"""Which ranks are slow, from how long each was busy with each phase, and what is said. No torch.
+"""Find slow ranks from how long each was busy with each phase, and report them. No torch.
 
 A rank is compared with those that do the same work, in the same steps. It is named where it is the
 slower one in nearly all of them, by more than that difference varies between steps. A rank without
@@ -51,7 +51,7 @@ CHANGE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the work of each rank costs, for ranks that no one shares theirs with.
+    """The cost of each rank's work in a phase, for ranks that no other rank does the same work as.
 
     of_rank: 0 for a rank that is not to be judged. measured: it is the seconds of an earlier
     window, below which no rank is slow; else a plan, in any unit.
@@ -208,7 +208,7 @@ def _judged(
 
 
 class Alerts:
-    """What is said of stragglers from window to window: each once, and again when it is over.
+    """Reports of stragglers over time: each is reported once, and again when it is over.
 
     One that is not clear is reported when two windows in a row have found it. hosts: by rank.
     """

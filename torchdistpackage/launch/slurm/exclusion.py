@@ -1,4 +1,4 @@
-"""Which suspect nodes a submission leaves out: all, unless the job could then never run.
+"""Choose the suspect nodes that a submission excludes: all, unless the job could then never run.
 
 `sbatch --test-only` says whether a job could run on the nodes that are up, however busy they are.
 """

@@ -1,4 +1,4 @@
-"""From a configuration to its batch job, as a value; and a sweep, which is many runs in one job.
+"""The batch job of a configuration, as a value; and a sweep, which is many runs in one job.
 
 The same configuration, folders and code always give the same job. It holds no text of a shell, so
 that other ways to submit read it as well. A task of a sweep's array is a run like any other, with a
@@ -112,7 +112,7 @@ class BatchJob:
 
 
 def job_shape(config: RunConfig) -> JobGeometry:
-    """Nodes, tasks and CPUs of the job.
+    """Return the nodes, tasks and CPUs of the job.
 
     Raises:
         ConfigError: the options or the degrees do not give one; lists all that is wrong.
@@ -192,7 +192,7 @@ def absolute(config: RunConfig, here: Path) -> RunConfig:
 
 
 def _literal(path: Path) -> str:
-    """For --output, where a percent sign starts a pattern."""
+    """Return a path for --output, in which a percent sign would start a pattern."""
     return str(path).replace("%", "%%")
 
 

@@ -1,4 +1,4 @@
-"""What is done to submitted runs: look, cancel, submit again.
+"""Query, cancel and resubmit submitted runs.
 
 A run has at most one job that is alive, so nothing is submitted before Slurm has said that all
 earlier ones are over. A submission whose answer was lost is found again, so that it never becomes

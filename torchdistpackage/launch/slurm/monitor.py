@@ -1,4 +1,4 @@
-"""Watches one job, and submits it again when it fails.
+"""Watch one job, and submit it again when it fails.
 
 `next_step` decides from what was seen and the time, and does nothing; `monitor` carries it out.
 """
@@ -34,7 +34,7 @@ _ARRAY = re.compile(r"^#SBATCH\s+(--array|-a)\b", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class ResubmitLimits:
-    """How often, and how soon, a job is submitted again.
+    """Limits of the monitor: how often, and how soon, it submits a job again.
 
     healthy_s: a job that lived so long counts as one that made progress, without steps to show it.
     unknown_s: how long Slurm may know nothing of the job before it is given up.

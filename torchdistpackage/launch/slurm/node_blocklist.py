@@ -1,4 +1,4 @@
-"""Nodes that did harm: `suspects.jsonl` next to the runs, one piece of evidence a line.
+"""Suspect nodes: `suspects.jsonl` next to the runs, with one piece of evidence on each line.
 
 Evidence has a weight and an end, and a node is left out while the evidence that is still valid
 weighs 1 together. What the user's own code does (an exception, too much memory) is none. A start of
@@ -54,7 +54,7 @@ _CLOCKS_DIFFER_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class NodeIncident:
-    """Something that speaks against a node. job: its start (`123.0`), or its id."""
+    """A piece of evidence against a node. job: the start (`123.0`) or id of its job."""
 
     node: str
     reason: str
@@ -131,7 +131,7 @@ def reasons(path: Path, now_s: float) -> dict[str, list[NodeIncident]]:
 
 
 def excluded(path: Path, now_s: float) -> tuple[str, ...]:
-    """Names of the nodes to leave out, for `sbatch --exclude`."""
+    """Return the names of the nodes to exclude, for `sbatch --exclude`."""
     return tuple(reasons(path, now_s))
 
 
@@ -176,7 +176,7 @@ def record_failed_nodes(
 
 
 def _broken(start: Start, runner: Runner, now_s: float) -> dict[str, str]:
-    """Nodes that went down under a start -> what Slurm says of them."""
+    """Return the nodes that went down during a start, and the state that Slurm gives for each."""
     try:
         nodes = set(expand(start.nodes))
     except LaunchError as error:

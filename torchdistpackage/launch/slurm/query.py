@@ -1,4 +1,4 @@
-"""Asks Slurm how jobs are: its commands, its words for states, and what its answers mean.
+"""Ask Slurm for the states of jobs: its commands, its states, and what they mean.
 
 A job is over only when a word of the table says so. A word that is not in it, or no answer at all,
 is "unknown", and nothing is ever resubmitted or cancelled because of it.
@@ -30,7 +30,7 @@ _EARLIER_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class CompletedCommand:
-    """How a command ended and what it wrote."""
+    """A finished command: its exit code and output."""
 
     code: int
     out: str = ""
@@ -142,7 +142,7 @@ SACCT = ("sacct", "-D", "-X", "-n", "-P", f"--delimiter={SEPARATOR}", "-o", ",".
 
 @dataclass(frozen=True, slots=True)
 class JobInfo:
-    """What Slurm says about a job, or one task of an array.
+    """Slurm's information about a job, or about one task of an array.
 
     state: Slurm's word, "" if it has none. reason: why it waits, or why it ended. nodes: Slurm's
         host list. exit_code: as a shell would say it (128 and the signal), None while it is not

@@ -64,7 +64,7 @@ class Decision:
 
     @staticmethod
     def parse(line: str) -> Decision:
-        """Back from `str()`.
+        """Parse a decision that `str()` wrote.
 
         Raises:
             LaunchError: the line starts with none of the words.
@@ -86,7 +86,7 @@ def quantile(values: Sequence[float], q: float = _QUANTILE) -> float:
 def required_time_s(
     step_s: Sequence[float], save_s: Sequence[float], margin_s: float, ahead: int = 2
 ) -> float:
-    """Seconds that must be left before a step for the next steps and saves to fit in as well.
+    """Return the seconds that must be left before a step for the next steps and saves to fit.
 
     ahead: steps that are done if this one is begun without the wish to end. Two, because what is
     wished for in a step ends the run after it: to let this one pass is to do the next one too.
@@ -119,7 +119,7 @@ def time_is_up(
 
 
 class RestartDenial(StrEnum):
-    """Why a job is not started again."""
+    """The reasons for which a job is not started again."""
 
     NO_PROGRESS = "no progress"  # in two starts in a row
     LIMIT = "limit"  # as many restarts as are allowed
@@ -266,7 +266,7 @@ def requeue_self(
     runner: Runner = run_command,
     sleep: Callable[[float], object] = time.sleep,
 ) -> int:
-    """Requeue this job if that was decided and no one else will do it; the code to end with.
+    """Requeue this job if that was decided and nobody else does it; return the exit code.
 
     Raises:
         LaunchError: Slurm did not take it.

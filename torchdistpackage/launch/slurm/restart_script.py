@@ -51,7 +51,7 @@ def srun(job: BatchJob) -> str:
 
 
 def verdict(job: BatchJob, start: str = "_tdp_start", more: str = "") -> tuple[str, str]:
-    """Asks who failed first, and ends the shell with that rank's code.
+    """Return shell that finds the rank that failed first, and exits with its code.
 
     start: variable with the name of the start. more: words that allow for another start.
     """

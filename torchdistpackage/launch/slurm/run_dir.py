@@ -130,7 +130,7 @@ def series_of(files: RunDir, start: Start) -> list[Start]:
 
 
 def append_start(files: RunDir, start: Start) -> None:
-    """Append the start, unless it is there as it is."""
+    """Append the start, unless the file has it already."""
     if start not in read_starts(files.starts):
         append_json(files.starts, asdict(start))
 

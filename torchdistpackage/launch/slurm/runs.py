@@ -1,4 +1,4 @@
-"""What a run folder says of a run: submissions, starts, how far it is, how it ended, and its logs.
+"""Read a run folder: submissions, starts, progress, how the run ended, and logs.
 
 These files are read as they are found, at any moment and from any machine that shares them: what is
 missing or cut short is left out, never an error. A log only grows, and a restart with a file of its
@@ -69,7 +69,7 @@ class RunProgress:
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """How one start ended: what its ranks decided, and which of them failed."""
+    """The end of one start: what its ranks decided, and which of them failed."""
 
     start: Start
     decision: Decision | None

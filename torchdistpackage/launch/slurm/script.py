@@ -313,7 +313,7 @@ if [ -n "$_tdp_end" ]; then export TDP_JOB_END_S="$_tdp_end"; fi
 
 
 def ranks(job: BatchJob) -> list[str]:
-    """srun and, without a decision of the ranks, the report of the failure; ends its shell."""
+    """Return srun and, for ranks without a decision, the report of the failure; exits its shell."""
     start = f"""
 # The ranks handle signals: they save and write their decision, on which this
 # script then acts. sh -c ignores them until the Python of a rank does, or a
@@ -331,7 +331,7 @@ _tdp_status=$?
 
 
 def patterns(names: Sequence[str]) -> str:
-    """Alternatives of a case, a few on a line."""
+    """Return the alternatives of a shell `case`, a few on each line."""
     return folded([f"{name} |" for name in names]).removesuffix(" |")
 
 

@@ -44,7 +44,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Files of the code by their paths from `root`, and what a user should know of them.
+    """The files of the code by their paths from `root`, and notes for the user.
 
     git: commit, branch and whether files differ from it, for code.json. diff: against the commit.
     untracked: modules that git does not know.

@@ -88,7 +88,7 @@ class Prepared:
 
     @property
     def codes(self) -> Path:
-        """Folder of all snapshots."""
+        """Return the folder of all snapshots."""
         return Path(self.job.code.folder).parent
 
 
@@ -109,7 +109,7 @@ def prepare(
     max_parallel: int | None = None,
     command: Sequence[str] | None = None,
 ) -> Prepared:
-    """Work out a submission from `here`; only reads.
+    """Compute a submission from `here`, without writing anything.
 
     configs: one, or one for each run of a sweep. sweep: its name. command: of a task, if not
     training.
