@@ -77,8 +77,8 @@ def reduce_input(rank: int, ranks: Sequence[int], number: int, like: Like) -> Te
 
     And a one everywhere, unless so many ones are more than the dtype holds exactly.
     """
-    mine = _places(0, number, like) % len(ranks) == ranks.index(rank)
-    return rank_pattern(rank, number, like) * mine + _ones(len(ranks), like[0])
+    is_own = _places(0, number, like) % len(ranks) == ranks.index(rank)
+    return rank_pattern(rank, number, like) * is_own + _ones(len(ranks), like[0])
 
 
 def expected_sum(ranks: Sequence[int], number: int, like: Like, first: int = 0) -> Tensor:

@@ -83,24 +83,24 @@ def pair() -> Check:
 
 
 def _row(operation: str, dtype: torch.dtype, member: GroupMember) -> Found:
-    what = operation, member.ranks, member.index, NUM_ROWS * len(member.ranks), member.like(dtype)
-    got, wanted = tdp_call(operation, make_input(*what), member)(), expected(*what)
+    key = operation, member.ranks, member.index, NUM_ROWS * len(member.ranks), member.like(dtype)
+    got, wanted = tdp_call(operation, make_input(*key), member)(), expected(*key)
     assert got is not None and wanted is not None
     yield got, wanted, ""
 
 
 def _max(member: GroupMember) -> Found:
     like = member.like(torch.float64)
-    mine = reduce_input(member.rank, member.ranks, NUM_ELEMENTS, like)
-    got = primitives.all_reduce(mine, member.group, primitives.MAX)
+    sent = reduce_input(member.rank, member.ranks, NUM_ELEMENTS, like)
+    got = primitives.all_reduce(sent, member.group, primitives.MAX)
     yield got, expected_max(member.ranks, NUM_ELEMENTS, like), ""
 
 
 def _average(member: GroupMember) -> Found:
     like, size = member.like(torch.float32), len(member.ranks)
     mean = expected_sum(member.ranks, NUM_ELEMENTS, like) / size
-    mine = reduce_input(member.rank, member.ranks, NUM_ELEMENTS, like)
-    got = primitives.all_reduce(mine, member.group, primitives.AVG)
+    sent = reduce_input(member.rank, member.ranks, NUM_ELEMENTS, like)
+    got = primitives.all_reduce(sent, member.group, primitives.AVG)
     # back ends divide before or after they add, so the last bits are theirs
     near = (got - mean).abs() <= size * torch.finfo(like[0]).eps * mean
     yield torch.where(near, mean, got), mean, ""
@@ -118,18 +118,18 @@ def _all_gather_uneven(member: GroupMember) -> Found:
 
 def _reduce_scatter_uneven(member: GroupMember) -> Found:
     like, sizes = member.like(torch.int64), _uneven(len(member.ranks))
-    mine = reduce_input(member.rank, member.ranks, sum(sizes), like)
+    sent = reduce_input(member.rank, member.ranks, sum(sizes), like)
     wanted = expected_sum(member.ranks, sum(sizes), like).split(sizes)[member.index]
-    yield primitives.reduce_scatter(mine, member.group, sizes), wanted, ""
+    yield primitives.reduce_scatter(sent, member.group, sizes), wanted, ""
 
 
 def _all_to_all_uneven(member: GroupMember) -> Found:
     """Rank i sends to rank j as many rows as i + j is given."""
     like, size, index = member.like(torch.uint8), len(member.ranks), member.index
     table = [[(3 * i + 5 * j) % 7 for j in range(size)] for i in range(size)]
-    mine, received = table[index], [row[index] for row in table]
-    x = rank_pattern(member.rank, sum(mine), like)
-    got = primitives.all_to_all(x, member.group, mine, received)
+    sent_sizes, received = table[index], [row[index] for row in table]
+    x = rank_pattern(member.rank, sum(sent_sizes), like)
+    got = primitives.all_to_all(x, member.group, sent_sizes, received)
     parts = [
         rank_pattern(rank, row[index], like, first=sum(row[:index]))
         for rank, row in zip(member.ranks, table, strict=True)
@@ -152,8 +152,8 @@ def _barrier(member: GroupMember) -> Found:
 
 def _gather_objects(member: GroupMember) -> Found:
     """Texts of different lengths, each with its rank."""
-    mine = {"rank": member.rank, "text": "x" * (member.rank % 5)}
-    got = primitives.gather_objects(mine, member.group)
+    sent = {"rank": member.rank, "text": "x" * (member.rank % 5)}
+    got = primitives.gather_objects(sent, member.group)
     ranks = [
         o["rank"] if isinstance(o, dict) and len(o["text"]) == o["rank"] % 5 else -1 for o in got
     ]
@@ -169,8 +169,8 @@ def _broadcast_object(member: GroupMember) -> Found:
 
 def _message(forward: int, backward: int, number: int, member: GroupMember) -> Found:
     ranks, index = member.ranks, member.index
-    before, after = ranks[index - 1], ranks[(index + 1) % len(ranks)]
-    ways = [(before, after)] * forward + [(after, before)] * backward
+    previous_rank, after = ranks[index - 1], ranks[(index + 1) % len(ranks)]
+    ways = [(previous_rank, after)] * forward + [(after, previous_rank)] * backward
     yield from _exchange(member, ways, number)
 
 

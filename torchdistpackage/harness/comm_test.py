@@ -159,11 +159,11 @@ def _walk(kinds: Sequence[GroupClass], thread: GuardedThread) -> None:
     for kind in kinds:
         begin_s = time.monotonic()
         for check, member in kind.steps:
-            what = f"{check.name} over the {kind.which} of ranks {list(member.ranks)}"
-            thread.begin(what, member.ranks)
+            title = f"{check.name} over the {kind.which} of ranks {list(member.ranks)}"
+            thread.begin(title, member.ranks)
             for got, expected, source in check.run(member):
                 if problem := compare(got, expected):
-                    thread.wrong.append(f"{what}{source}: rank {member.rank} on {host} {problem}")
+                    thread.wrong.append(f"{title}{source}: rank {member.rank} on {host} {problem}")
         thread.times_s.append(time.monotonic() - begin_s)
 
 
@@ -195,27 +195,32 @@ def _kinds(used: list[str]) -> list[GroupClass]:
 
 def _all_pairs() -> GroupClass:
     """Each rank with each other one, as a tournament."""
-    size, mine = tpc.topology.world_size, tpc.rank
+    size, own_rank = tpc.topology.world_size, tpc.rank
     # of an odd number one sits out
-    peers = [next((a + b - mine for a, b in x if mine in (a, b)), None) for x in tournament(size)]
+    peers = [
+        next((a + b - own_rank for a, b in x if own_rank in (a, b)), None) for x in tournament(size)
+    ]
     return _pairs("all pairs", peers, size * (size - 1) // 2)
 
 
 def _with_rank_0() -> GroupClass:
     """Rank 0 with each other rank in turn."""
-    size, mine = tpc.topology.world_size, tpc.rank
-    peers = [r if mine == 0 else 0 if mine == r else None for r in range(1, size)]
+    size, own_rank = tpc.topology.world_size, tpc.rank
+    peers = [r if own_rank == 0 else 0 if own_rank == r else None for r in range(1, size)]
     return _pairs("pairs with rank 0", peers, size - 1)
 
 
 def _pairs(name: str, peers: list[int | None], num_pairs: int) -> GroupClass:
     """Messages both ways with each of my peers in turn; None: a turn in which I have none."""
-    group, mine, everyone = tpc.get_group("global"), tpc.rank, range(tpc.topology.world_size)
-    nothing = Check("nothing", lambda _: iter(())), GroupMember(group, tuple(everyone), mine)
+    group, own_rank, everyone = tpc.get_group("global"), tpc.rank, range(tpc.topology.world_size)
+    nothing = Check("nothing", lambda _: iter(())), GroupMember(group, tuple(everyone), own_rank)
     steps = [
         nothing
         if peer is None
-        else (comm_checks.pair(), GroupMember(group, (min(mine, peer), max(mine, peer)), mine))
+        else (
+            comm_checks.pair(),
+            GroupMember(group, (min(own_rank, peer), max(own_rank, peer)), own_rank),
+        )
         for peer in peers
     ]
     return GroupClass((name,), "pair", 2, num_pairs, tuple(steps))

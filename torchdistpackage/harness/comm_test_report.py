@@ -160,10 +160,10 @@ def _absences(
 ) -> list[str]:
     """One line for each operation that a rank did not come through, of those that waited."""
     lines: list[str] = []
-    left = set(absent)
+    missing = set(absent)
     for stop in sorted(stops.values(), key=lambda stop: stop.step):
-        if missed := sorted(left & set(stop.ranks)):
-            left -= set(missed)
+        if missed := sorted(missing & set(stop.ranks)):
+            missing -= set(missed)
             waiting = [r for r, other in stops.items() if other.what == stop.what]
             error = next((stops[r].error for r in waiting if stops[r].error), "")
             lines.append(
@@ -171,9 +171,9 @@ def _absences(
                 f"{named(waiting, host_of)} waited"
                 + (f", with the error: {error}" if error else "")
             )
-    if left:
+    if missing:
         lines.append(
-            f"{meeting}: {named(sorted(left), host_of)} did not come within {limit_s:g} s; "
+            f"{meeting}: {named(sorted(missing), host_of)} did not come within {limit_s:g} s; "
             f"{named(came, host_of)} came"
         )
     return lines
@@ -187,7 +187,7 @@ def _silences(stops: dict[int, StuckAt], host_of: HostOf, limit_s: float) -> lis
         if stop.step == first:
             waiting.setdefault(stop.what, []).append(rank)
     return [
-        f"{what}: did not end within {limit_s:g} s on {named(ranks, host_of)}, although all ranks "
-        f"run; see whether these hosts reach each other"
-        for what, ranks in waiting.items()
+        f"{operation}: did not end within {limit_s:g} s on {named(ranks, host_of)}, although all "
+        "ranks run; see whether these hosts reach each other"
+        for operation, ranks in waiting.items()
     ]

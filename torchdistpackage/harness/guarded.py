@@ -140,15 +140,15 @@ def limited(groups: Iterable[Group], seconds: float) -> Iterator[None]:
     Only gloo's groups get the limit, whose operation then fails and can be reported. NCCL's
     watchdog would end the process; there the caller keeps time itself.
     """
-    before = []
+    previous = []
     for group in {group for group in groups if backend_of(group) == "gloo"}:
         limit = group._get_backend(torch.device("cpu")).options._timeout
-        before.append((group, limit, state_of(group).limit))
+        previous.append((group, limit, state_of(group).limit))
         set_timeout(group, seconds)
     try:
         yield
     finally:
-        for group, limit, recorded in before:
+        for group, limit, recorded in previous:
             set_timeout(group, limit.total_seconds())
             state_of(group).limit = recorded
 
@@ -225,9 +225,9 @@ class SharedStatus:
             text = self._ask(attend).result(within_s)
         except (RuntimeError, TimeoutError) as error:
             silent = isinstance(error, TimeoutError)
-            how = f"does not answer within {within_s:.1f} s" if silent else "is gone"
+            trouble = f"does not answer within {within_s:.1f} s" if silent else "is gone"
             raise lost(
-                f"{self._keeper()} {how}, so the ranks cannot tell each other how it went; see "
+                f"{self._keeper()} {trouble}, so the ranks cannot tell each other how it went; see "
                 f"whether rank 0 still runs"
             ) from error
         if text is None:

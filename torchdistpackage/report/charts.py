@@ -225,7 +225,7 @@ def _keys_of_parts(run: Run) -> list[str]:
 def _parts(value: Any) -> dict[str, float]:
     """The numbers of a mapping by name, of a list by place; {} for what is neither."""
     if isinstance(value, list):
-        value = {str(place): one for place, one in enumerate(value)}
+        value = {str(index): one for index, one in enumerate(value)}
     pairs = value.items() if isinstance(value, dict) else ()
     return {name: x for name, one in pairs if (x := number(one)) is not None}
 

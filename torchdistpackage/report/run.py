@@ -263,14 +263,14 @@ def _saves(files: RunDir, events: Sequence[RunEvent]) -> list[RunSave]:
                 there[int(match[1])] = path.stat().st_mtime
     except OSError:
         pass
-    found = {
+    saves = {
         e.step: RunSave(e.step, e.at_s, number(e.values.get("took_s")), e.step in there)
         for e in events
         if e.kind == SAVE
     }
     for step, at_s in there.items():
-        found.setdefault(step, RunSave(step, at_s, None, True))
-    return [found[step] for step in sorted(found)]
+        saves.setdefault(step, RunSave(step, at_s, None, True))
+    return [saves[step] for step in sorted(saves)]
 
 
 def _row_warnings(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
@@ -315,7 +315,9 @@ def busy_excess(row: Row, mesh: Mesh) -> list[float]:
     busy = [sum(x) for x in zip(*phases, strict=False)]
     stage = _stages(mesh, len(busy))
     middle = {
-        s: statistics.median(b for b, own in zip(busy, stage, strict=True) if own == s)
+        s: statistics.median(
+            b for b, rank_stage in zip(busy, stage, strict=True) if rank_stage == s
+        )
         for s in set(stage)
     }
     return [
@@ -326,5 +328,5 @@ def busy_excess(row: Row, mesh: Mesh) -> list[float]:
 
 @lru_cache
 def _stages(mesh: Mesh, num_ranks: int) -> list[int]:
-    known = mesh.size >= num_ranks
-    return [mesh.index(rank, "pipe") if known else 0 for rank in range(num_ranks)]
+    is_known = mesh.size >= num_ranks
+    return [mesh.index(rank, "pipe") if is_known else 0 for rank in range(num_ranks)]

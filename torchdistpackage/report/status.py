@@ -77,15 +77,15 @@ def _of_ranks(data: Run) -> dict[str, str]:
     """Return shares of a step, memory and slow ranks from the last row of ranks.jsonl."""
     facts: dict[str, str] = {}
     row = data.ranks[-1]
-    whole = _mean(row.get("time_s"))
+    step_s = _mean(row.get("time_s"))
     waits = row.get("waits")
-    if whole and isinstance(waits, dict):
-        shares = {axis: (_mean(held) or 0.0) / whole for axis, held in waits.items()}
+    if step_s and isinstance(waits, dict):
+        shares = {axis: (_mean(wait_s) or 0.0) / step_s for axis, wait_s in waits.items()}
         facts["exposed"] = ", ".join(f"{axis} {share:.1%}" for axis, share in shares.items())
     peaks = row.get("peak_bytes")
-    found = [x for x in peaks if number(x) is not None] if isinstance(peaks, list) else []
-    if found:
-        most = max(found)
+    numbers_of = [x for x in peaks if number(x) is not None] if isinstance(peaks, list) else []
+    if numbers_of:
+        most = max(numbers_of)
         facts["memory"] = f"{size_text(most)} at most, on {data.rank_text(peaks.index(most))}"
     if isinstance(row.get("phases"), dict):
         excess = busy_excess(row, data.mesh)
@@ -148,13 +148,13 @@ def curve(values: Sequence[float], columns: int, rows: int) -> list[str]:
 
 
 def _median(rows: Sequence[Row], key: str) -> float | None:
-    found = [value for _, value in series(rows[-_RECENT:], key)]
-    return statistics.median(found) if found else None
+    values = [value for _, value in series(rows[-_RECENT:], key)]
+    return statistics.median(values) if values else None
 
 
 def _mean(value: Any) -> float | None:
-    found = [x for x in value if number(x) is not None] if isinstance(value, list) else []
-    return sum(found) / len(found) if found else None
+    numbers_of = [x for x in value if number(x) is not None] if isinstance(value, list) else []
+    return sum(numbers_of) / len(numbers_of) if numbers_of else None
 
 
 def _short(value: float) -> str:

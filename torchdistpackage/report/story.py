@@ -32,9 +32,9 @@ def life(runs: Sequence[Run], now_s: float) -> Chart:
     traces: list[dict[str, Any]] = []
     shown: set[str] = set()
     for run in runs:
-        for place, start in enumerate(run.starts):
+        for row, start in enumerate(run.starts):
             end_s = start.end_s or (now_s if start.word == "running" else start.begin_s)
-            text = f"start {place} ({start.attempt}) from step {start.step}: {_end(start)}"
+            text = f"start {row} ({start.attempt}) from step {start.step}: {_end(start)}"
             traces.append(
                 {
                     "type": "scatter", "mode": "lines", "line": {"width": 18},
@@ -69,7 +69,7 @@ def life(runs: Sequence[Run], now_s: float) -> Chart:
 def tables(runs: Sequence[Run]) -> list[Table]:
     """Return the tables of starts, warnings, missing files and the configuration."""
     several = len(runs) > 1
-    own = [run.name for run in runs]
+    names = [run.name for run in runs]
 
     def named(run: Run, row: Sequence[str]) -> list[str]:
         return [run.name, *row] if several else list(row)
@@ -84,7 +84,7 @@ def tables(runs: Sequence[Run]) -> list[Table]:
     ]  # fmt: skip
     if several:
         found.append(Table("differs", "What differs", "Keys whose values differ between the runs.",
-                           ["key", *own], _differences(runs)))  # fmt: skip
+                           ["key", *names], _differences(runs)))  # fmt: skip
     changed = [named(run, row) for run in runs for row in _changes(run)]
     if changed:
         found.append(Table("changed", "Changed between starts", "Keys that a start set anew.",
@@ -148,21 +148,21 @@ def _item(values: Any, index: int) -> Any:
 def _changes(run: Run) -> list[list[str]]:
     """Return keys that a start set to another value than the start before it."""
     rows: list[list[str]] = []
-    for before, now in zip(run.starts, run.starts[1:], strict=False):
-        if not before.keys or not now.keys:
+    for earlier, now in zip(run.starts, run.starts[1:], strict=False):
+        if not earlier.keys or not now.keys:
             continue
-        for key in sorted({*before.keys, *now.keys}):
-            was, became = _set(before, key), _set(now, key)
+        for key in sorted({*earlier.keys, *now.keys}):
+            was, became = _set(earlier, key), _set(now, key)
             if was[0] != became[0]:
                 rows.append([key, now.attempt, was[0], became[0], became[1]])
     return rows
 
 
 def _set(start: RunStart, key: str) -> tuple[str, str]:
-    held = start.keys.get(key)
-    if not isinstance(held, list) or len(held) != 2:
+    value = start.keys.get(key)
+    if not isinstance(value, list) or len(value) != 2:
         return "default", ""
-    return _text(held[0]), str(held[1])
+    return _text(value[0]), str(value[1])
 
 
 def _differences(runs: Sequence[Run]) -> list[list[str]]:

@@ -58,21 +58,23 @@ def _heat_map(
     cable is seen."""
     cells: dict[tuple[int, int], tuple[float, tuple[int, int]]] = {}
     for pair in pairs.times:
-        place = of(pair[0]), of(pair[1])
-        found = pairs.busbw_bytes_per_s(pair), pair
-        for one in {place, place[::-1]}:
-            cells[one] = min(cells.get(one, found), found)
+        cell = of(pair[0]), of(pair[1])
+        speed_and_pair = pairs.busbw_bytes_per_s(pair), pair
+        for one in {cell, cell[::-1]}:
+            cells[one] = min(cells.get(one, speed_and_pair), speed_and_pair)
     speeds = [speed for speed, _ in cells.values()]
     least, most = min(speeds, default=0.0), max(speeds, default=0.0)
     title = f"GB/s between {what}, both ways at once, {size_text(pairs.size_bytes)}: the slowest"
     parts = [text(12, 14, f"{title} pair of ranks")]
     for (a, b), (speed, pair) in sorted(cells.items()):
         x, y = _LEFT + b * _CELL, 24 + a * _CELL
-        said = f"{names[a]} and {names[b]}: {speed / 1e9:.3g} GB/s, ranks {pair[0]} and {pair[1]}"
+        tooltip = (
+            f"{names[a]} and {names[b]}: {speed / 1e9:.3g} GB/s, ranks {pair[0]} and {pair[1]}"
+        )
         # by their ratio, as within a node a link is many times as fast
         fill = colour_between(math.log(speed), math.log(least), math.log(most))
         data = {"from": names[a], "to": names[b]}
-        parts.append(box(x, y, (_CELL, _CELL), fill, said, **data))
+        parts.append(box(x, y, (_CELL, _CELL), fill, tooltip, **data))
         words = f"{speed / 1e9:.0f}" if speed >= 9.5e9 else f"{speed / 1e9:.2g}"
         parts.append(text(x + _CELL / 2, y + 21, words, anchor="middle", fill=ink_on(fill)))
     for index, name in enumerate(names):
@@ -91,11 +93,11 @@ def _kind(row: Row | CostModel) -> tuple[str, str, str, int]:
 def _times(title: str, rows: Sequence[Row], lines: Sequence[CostModel]) -> Iterator[str]:
     """Draw measured times as dots with their fitted lines, on logarithmic axes."""
     sizes, times = [row.size_bytes for row in rows], [row.p50_s for row in rows]
-    left, right = min(sizes), max(max(sizes), 2 * min(sizes))
+    smallest, right = min(sizes), max(max(sizes), 2 * min(sizes))
     low, high = min(times) / 1.5, max(times) * 1.5
 
     def at(size: float, time_s: float) -> tuple[float, float]:
-        x = math.log(size / left) / math.log(right / left)
+        x = math.log(size / smallest) / math.log(right / smallest)
         y = math.log(min(max(time_s, low), high) / low) / math.log(high / low)
         return _LEFT + x * _PANEL_WIDTH, 24 + (1 - y) * _PANEL_HEIGHT
 
@@ -107,7 +109,7 @@ def _times(title: str, rows: Sequence[Row], lines: Sequence[CostModel]) -> Itera
     for size in sorted(set(sizes)):
         yield text(at(size, low)[0], 40 + _PANEL_HEIGHT, size_text(size), anchor="middle")
     for power in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1):
-        y = at(left, 10.0**power)[1]
+        y = at(smallest, 10.0**power)[1]
         ends = f'x1="{_LEFT}" x2="{_LEFT + _PANEL_WIDTH}" y1="{y:g}" y2="{y:g}"'
         yield f'<line {ends} stroke="#ddd"/>'
         yield text(_LEFT - 6, y + 4, f"{10.0**power:g} s", anchor="end")
@@ -117,17 +119,17 @@ def _times(title: str, rows: Sequence[Row], lines: Sequence[CostModel]) -> Itera
         same = [row for row in rows if _kind(row) == kind]
         factor = COLLECTIVES[kind[0]].bus_factor(kind[3])
         if (line := fits.get(kind)) is not None:
-            xs = [left * (right / left) ** (i / 40) for i in range(41)]
-            known = [(x, line.time_s(x * factor)) for x in xs]
-            ends = " ".join("{:.4g},{:.4g}".format(*at(x, t)) for x, t in known if t is not None)
+            xs = [smallest * (right / smallest) ** (i / 40) for i in range(41)]
+            curve = [(x, line.time_s(x * factor)) for x in xs]
+            ends = " ".join("{:.4g},{:.4g}".format(*at(x, t)) for x, t in curve if t is not None)
             words = " ".join(map(str, kind[:2]))
             yield f'<polyline points="{ends}" fill="none" stroke="{colour}" data-fit="{words}"/>'
         for row in same:
             x, y = at(row.size_bytes, row.p50_s)
-            said = f"{' '.join(kind[:3])}, {size_text(row.size_bytes)}: {row.p50_s:.3g} s"
+            tooltip = f"{' '.join(kind[:3])}, {size_text(row.size_bytes)}: {row.p50_s:.3g} s"
             yield (
                 f'<circle cx="{x:.4g}" cy="{y:.4g}" r="3.5" fill="{colour}" stroke="#444">'
-                f"<title>{said}</title></circle>"
+                f"<title>{tooltip}</title></circle>"
             )
         y = 34 + 15 * index
         yield box(_LEFT + _PANEL_WIDTH + 14, y - 9, (10, 10), colour, "")

@@ -58,10 +58,10 @@ class LinkFit(_Measured):
 
 def fit(points: Sequence[tuple[float, float]]) -> LinkFit | None:
     """The line through (bytes, seconds) points (`fit_line`), as a profile holds it."""
-    found = fit_line(points)
-    if found is None:
+    model = fit_line(points)
+    if model is None:
         return None
-    line, deviation = found
+    line, deviation = model
     return LinkFit(
         latency_s=line.latency_s,
         bytes_per_s=line.bytes_per_s if isfinite(line.bytes_per_s) else None,
@@ -86,9 +86,11 @@ class CostModel(_Measured):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_file(cls, found: Any) -> Any:
+    def _of_file(cls, values: Any) -> Any:
         """The file has the values of the fit among the others."""
-        return found | {"fit": found} if isinstance(found, dict) and "fit" not in found else found
+        return (
+            values | {"fit": values} if isinstance(values, dict) and "fit" not in values else values
+        )
 
     @field_validator("operation")
     @classmethod

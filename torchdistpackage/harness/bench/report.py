@@ -119,22 +119,30 @@ def _slow_ranks(times_s: Mapping[Pair, float], hosts: Sequence[str]) -> dict[int
 
 def _slow_hosts(between: Mapping[Link, float], out: Iterable[str]) -> set[str]:
     """The host with the largest slow share first, then without it again; `out` are out already."""
-    left = {link: t for link, t in between.items() if not {*link} & {*out}}
-    found: set[str] = set()
+    other_links = {link: t for link, t in between.items() if not {*link} & {*out}}
+    slow_hosts: set[str] = set()
     while True:
         share: dict[str, tuple[float, float]] = {}
-        open_links = {link: t for link, t in left.items() if not found & {*link}}
+        open_links = {link: t for link, t in other_links.items() if not slow_hosts & {*link}}
         for host in {host for link in open_links for host in link}:
-            own = [t for link, t in open_links.items() if host in link]
-            if len(own) > 1:  # of a single link either end may be to blame
-                share[host] = (sum(t >= SLOW for t in own) / len(own), statistics.median(own))
+            host_times = [t for link, t in open_links.items() if host in link]
+            if len(host_times) > 1:  # of a single link either end may be to blame
+                share[host] = (
+                    sum(t >= SLOW for t in host_times) / len(host_times),
+                    statistics.median(host_times),
+                )
         worst = max(share, key=lambda host: (share[host], host), default=None)
         if worst is None or share[worst][0] < _AS_A_WHOLE:
             break
-        found.add(worst)
+        slow_hosts.add(worst)
     # what is ill is slow to the ill ones too
-    near = {host for link, t in left.items() if t < SLOW and found >= {*link} for host in link}
-    return found - near
+    near = {
+        host
+        for link, t in other_links.items()
+        if t < SLOW and slow_hosts >= {*link}
+        for host in link
+    }
+    return slow_hosts - near
 
 
 def _sides(names: set[str], between: Mapping[Link, float]) -> tuple[tuple[str, ...], ...]:
@@ -297,7 +305,7 @@ def rows_of(
         unit, ours, bare, _ = one
         medians = statistics.median(ours), statistics.median(bare)
         by_link.setdefault(link[unit], []).append((*medians, one))
-    found: list[Row] = []
+    rows: list[Row] = []
     for name, same in by_link.items():
         # by both, or what was unlucky in ours alone would be held against the bare call
         p50_s, bare_s, (unit, ours, _, host) = max(same, key=lambda one: one[0] + one[1])
@@ -313,8 +321,8 @@ def rows_of(
             bare_p50_s=bare_s,
             host_p50_s=statistics.median(host) if host else None,
         )
-        found.append(row)
-    return tuple(found)
+        rows.append(row)
+    return tuple(rows)
 
 
 def percentile(ascending: Sequence[float], percent: int) -> float:
@@ -360,8 +368,8 @@ def violations(report: BenchReport, limits: Mapping[str, float]) -> list[str]:
     best: dict[tuple[str, str, str, str], tuple[float, tuple[int, ...]]] = {}
     for row in report.rows:
         key = (row.axis, row.link, row.mode, row.operation)
-        found = (row.busbw_bytes_per_s, row.ranks)
-        best[key] = max(best.get(key, found), found)
+        slowest = (row.busbw_bytes_per_s, row.ranks)
+        best[key] = max(best.get(key, slowest), slowest)
     lines = [
         f"{axis}, {link}, {mode}: {operation} over ranks {list(ranks)} reaches {rate(busbw)} GB/s, "
         f"below {rate(limit)}"

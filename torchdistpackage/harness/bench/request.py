@@ -77,7 +77,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     Raises:
         ConfigError: a part reads as no size, is zero, or a range goes down.
     """
-    found: set[int] = set()
+    sizes: set[int] = set()
     for part in parts_of(text, "size"):
         first, *rest = part.split(":")
         low = _size(first)
@@ -94,9 +94,9 @@ def parse_sizes(text: str) -> tuple[int, ...]:
                 f"sizes {part!r}: a range is FROM:TO or FROM:TO:xN and goes up, e.g. 1KiB:16MiB:x4"
             )
         while low <= high:
-            found.add(low)
+            sizes.add(low)
             low *= factor
-    return tuple(sorted(found))
+    return tuple(sorted(sizes))
 
 
 def parse_names(text: str, what: str, names: Collection[str]) -> tuple[str, ...]:
@@ -122,10 +122,10 @@ def whole_elements(size_bytes: int, dtype: str, num_parts: int) -> int:
 
 
 def _size(text: str) -> int:
-    found = _SIZE.fullmatch(text.strip())
-    if found is None or found[2].lower() not in _UNITS:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(f"{text!r} is no size; write a number and B, KiB, MiB or GiB, e.g. 4MiB")
-    size_bytes = float(found[1]) * _UNITS[found[2].lower()]
+    size_bytes = float(match[1]) * _UNITS[match[2].lower()]
     if size_bytes < 1 or size_bytes != int(size_bytes):
         raise ConfigError(
             f"size {text!r} is {size_bytes:g} bytes; a message that can be timed has a whole "
@@ -149,13 +149,13 @@ def link_of(unit: Participants, hosts: Sequence[str]) -> str:
 
 def units_of(groups: Iterable[Sequence[int]], is_message: bool) -> list[Participants]:
     """The groups of more than one rank, or the neighbours in them: (0, 1), (1, 2), ..."""
-    found: list[Participants] = []
+    units: list[Participants] = []
     for ranks in map(tuple, groups):
         if is_message:
-            found += itertools.pairwise(ranks)
+            units += itertools.pairwise(ranks)
         elif len(ranks) > 1:
-            found.append(ranks)
-    return found
+            units.append(ranks)
+    return units
 
 
 def one_by_one(units: Sequence[Participants], hosts: Sequence[str], limit: int) -> list[Round]:

@@ -138,10 +138,10 @@ class Hang:
         """Return what a rank does that others wait for, in a line."""
         if (trouble := self._trouble(rank)) is not None:
             return trouble.what
-        if own := self.waiting.get(rank):
-            return f"itself waits in {own.call}"
-        place = innermost(self.dumps[rank].stacks)
-        return f"is {self._phase(rank)}{f': {place}' if place else ''}"
+        if own_wait := self.waiting.get(rank):
+            return f"itself waits in {own_wait.call}"
+        location = innermost(self.dumps[rank].stacks)
+        return f"is {self._phase(rank)}{f': {location}' if location else ''}"
 
     def _phase(self, rank: int) -> str:
         phase = str((self.dumps[rank].snapshot or {}).get("phase", ""))
@@ -163,18 +163,18 @@ class Hang:
 
     def suspects(self) -> tuple[Suspect, ...]:
         """At least one, the first one to blame first."""
-        found = [c for rank in range(self.world_size) if (c := self._trouble(rank)) is not None]
+        troubled = [c for rank in range(self.world_size) if (c := self._trouble(rank)) is not None]
         busy = self.answered & self.blocked_by.keys() - self.waiting.keys()
         if (crossed := self._crossed()) is not None:
-            found.append(crossed)
+            troubled.append(crossed)
             busy = {r for r in busy if not self._waits_for_device(r)}
         for rank in sorted(busy, key=lambda r: (-len(self.blocked_by[r]), r)):
             num = len(self.blocked_by[rank])
             others = f"{num} other rank{'s wait' if num > 1 else ' waits'} for it"
-            found.append(self._of(rank, Cause.BUSY, f"is {self._phase(rank)} while {others}"))
-        found += [self._circle(circle) for circle in cycles(self.waits)]
-        found.sort(key=lambda c: (c.cause, self._since(c)))
-        return tuple(found or [self._unexplained()])
+            troubled.append(self._of(rank, Cause.BUSY, f"is {self._phase(rank)} while {others}"))
+        troubled += [self._circle(circle) for circle in cycles(self.waits)]
+        troubled.sort(key=lambda c: (c.cause, self._since(c)))
+        return tuple(troubled or [self._unexplained()])
 
     def _since(self, culprit: Suspect) -> float:
         """Of those that raised, the first comes first; the others stay as they are."""
@@ -193,31 +193,31 @@ class Hang:
         """Return what is wrong with a rank that does not train any more, or does not answer."""
         dump = self.dumps.get(rank)
         if dump is None:
-            what = "has never come to its first step, or its folder is another one"
-            return Suspect(rank, "", 0, Cause.LOST, what)
+            fault = "has never come to its first step, or its folder is another one"
+            return Suspect(rank, "", 0, Cause.LOST, fault)
         if dump.state is State.DUMPED:
             return None
         if dump.state is State.LEFT:
-            what = f"has ended its loop after {dump.step} steps, and the others have not"
+            fault = f"has ended its loop after {dump.step} steps, and the others have not"
             cause, detail = Cause.LEFT, ""
         elif dump.state is State.RAISED:
             failure = from_json(dump.error)
             cause = Cause.FOLLOWED if is_secondary(failure) else Cause.RAISED
-            what, detail = f"raised {failure.error}", failure.detail
+            fault, detail = f"raised {failure.error}", failure.detail
             if failure.kind is FailureKind.EXIT:
-                what = f"left its loop by {failure.error or f'sys.exit({failure.exit_code})'}"
+                fault = f"left its loop by {failure.error or f'sys.exit({failure.exit_code})'}"
         else:
-            cause, what, detail = self._silent(rank, dump)
-        return Suspect(rank, dump.process.host, dump.process.pid, cause, what, detail)
+            cause, fault, detail = self._silent(rank, dump)
+        return Suspect(rank, dump.process.host, dump.process.pid, cause, fault, detail)
 
     def _silent(self, rank: int, dump: Dump) -> tuple[Cause, str, str]:
         letter, stack = self.letters.get(rank), self.stacks.get(rank, "").strip()
         host, at = dump.process.host, f", process {dump.process.pid}"
         if letter is None:
-            what = "does not answer"
+            fault = "does not answer"
             if host not in {self.hosts[r] for r in self.answered}:
-                what += f": no rank on {host} does, so the host or its network is gone"
-            return Cause.LOST, what, stack
+                fault += f": no rank on {host} does, so the host or its network is gone"
+            return Cause.LOST, fault, stack
         if letter == "":
             crash = stack.startswith("Fatal") and stack.partition("\n")[0]
             ended = f"crashed ({crash})" if crash else "ended without a word, as by a kill"
@@ -236,17 +236,17 @@ class Hang:
         peer, call = self.describe_rank(first.behind[0]), first.call
         if first.disagrees:
             against = " against ".join(self._versions(first))
-            what = f"and {peer} do not agree on {call.numbered}: {against}"
+            fault = f"and {peer} do not agree on {call.numbered}: {against}"
         elif first.other is not None:
-            what = (
+            fault = (
                 f"and all others are in {call.numbered}, {call.called}, and it does "
                 f"not end: look at the network between their hosts, and at arguments that differ, "
                 f"which `with comm.checked_calls():` compares"
             )
         else:
             ways = (f"rank {w.rank} waits in {w.call} for rank {w.behind[0]}" for w in circle)
-            what = f"and {peer} wait in a circle: {'; '.join(ways)}"
-        return self._of(first.rank, Cause.CIRCLE, what)
+            fault = f"and {peer} wait in a circle: {'; '.join(ways)}"
+        return self._of(first.rank, Cause.CIRCLE, fault)
 
     def _versions(self, wait: RankWait) -> list[str]:
         """`all_reduce float32[4] (rank 0)`, `broadcast float32[4] (ranks 1, 2)`."""
@@ -270,8 +270,8 @@ class Hang:
         waiting = {rank for rank in self.answered if self._is_waiting(rank)}
         if waiting == self.answered and (stuck := self._stuck_devices()) is not None:
             return stuck
-        left = sorted(self.answered - waiting or self.answered)
-        alike = grouped((loop_of(self.dumps[rank].stacks), rank) for rank in left)
+        unexplained = sorted(self.answered - waiting or self.answered)
+        alike = grouped((loop_of(self.dumps[rank].stacks), rank) for rank in unexplained)
         num = min(map(len, alike.values()))
         first, *more = sorted(r for ranks in alike.values() if len(ranks) == num for r in ranks)
         taken = f"in a step that has taken {self.dumps[first].over_s:.0f} s"
@@ -282,20 +282,20 @@ class Hang:
         if first in waiting:
             doing = "waiting, in calls that are not numbered"
         unknown = "which of them delays the others is not known"
-        what = f"and {ranks_listed(more)} are {doing}, {taken}: {unknown}"
-        return self._of(first, Cause.BUSY, what)
+        fault = f"and {ranks_listed(more)} are {doing}, {taken}: {unknown}"
+        return self._of(first, Cause.BUSY, fault)
 
     def _crossed(self) -> Suspect | None:
         """Return a fault for two calls that no device can finish, issued in different orders."""
-        found = flights.order_conflict(self.flights)
-        if found is None or not {found.first, found.second} <= self.answered:
+        conflict = flights.order_conflict(self.flights)
+        if conflict is None or not {conflict.first, conflict.second} <= self.answered:
             return None
-        what = (
-            f"and {self.describe_rank(found.second)} have issued {found.one} and {found.other} in "
-            f"different orders, and no device ends them: issue calls of several groups in one "
-            f"order on all ranks"
+        fault = (
+            f"and {self.describe_rank(conflict.second)} have issued {conflict.one} and "
+            f"{conflict.other} in different orders, and no device ends them: issue calls of "
+            "several groups in one order on all ranks"
         )
-        return self._of(found.first, Cause.CIRCLE, what)
+        return self._of(conflict.first, Cause.CIRCLE, fault)
 
     def _stuck_devices(self) -> Suspect | None:
         """All wait, and for no rank that is behind: what does not end is on devices."""
@@ -343,8 +343,9 @@ class Hang:
         """Return the lines that say which rank waits for which."""
         alike: dict[tuple[object, ...], list[RankWait]] = {}
         for wait in self.waits:
-            call, own = wait.call, wait.rank if wait.call.peer is not None or wait.other else -1
-            key = (own, call.group, call.operation, call.sequence, wait.behind)
+            call = wait.call
+            own_rank = wait.rank if call.peer is not None or wait.other else -1
+            key = (own_rank, call.group, call.operation, call.sequence, wait.behind)
             alike.setdefault(key, []).append(wait)
         lines: list[str] = []
         for first, *more in alike.values():
@@ -363,30 +364,34 @@ class Hang:
             return f"; there {role}{self.who(wait.behind[0])} is in {wait.other.called}"
         issued_by = dict(zip(wait.behind, wait.issued or [-1] * len(wait.behind), strict=True))
         behind = sorted(wait.behind, key=lambda rank: rank in self.waiting)
-        said: list[str] = []
+        phrases: list[str] = []
         for rank in behind[:SHOWN_RANKS]:
             issued = issued_by[rank]
             count = f", which has issued {issued}," if issued >= 0 and not role else ""
-            said.append(f"{role}{self.who(rank)}{count} {self._doing(rank)}")
+            phrases.append(f"{role}{self.who(rank)}{count} {self._doing(rank)}")
         if len(behind) > SHOWN_RANKS:
-            said.append(f"and {ranks_listed(behind[SHOWN_RANKS:])}")
-        return "; " + "; ".join(said)
+            phrases.append(f"and {ranks_listed(behind[SHOWN_RANKS:])}")
+        return "; " + "; ".join(phrases)
 
     def _others(self) -> list[str]:
         """Return the lines about ranks that neither wait nor are waited for."""
-        left = self.answered - self.waiting.keys() - self.blocked_by.keys() if self.waits else ()
-        said = grouped((self._doing(rank), rank) for rank in sorted(left))
-        return [f"{self.describe_rank(ranks[0])} {what}" for what, ranks in said.items()]
+        others = self.answered - self.waiting.keys() - self.blocked_by.keys() if self.waits else ()
+        by_activity = grouped((self._doing(rank), rank) for rank in sorted(others))
+        return [
+            f"{self.describe_rank(ranks[0])} {activity}" for activity, ranks in by_activity.items()
+        ]
 
     def _stacks(self, culprits: Sequence[Suspect], blamed: Sequence[Suspect]) -> list[str]:
         """Return the stacks of all ranks that answered and were not shown above."""
         above = {(c.rank, (c.detail,)) for c in blamed[:SHOWN_RANKS]}
-        left = [(self.dumps[rank].stacks, rank) for rank in sorted(self.answered)]
-        left = [(stacks, rank) for stacks, rank in left if (rank, stacks) not in above]
-        left += [((c.detail,), c.rank) for c in culprits if c not in blamed]
+        stacks_of_ranks = [(self.dumps[rank].stacks, rank) for rank in sorted(self.answered)]
+        stacks_of_ranks = [
+            (stacks, rank) for stacks, rank in stacks_of_ranks if (rank, stacks) not in above
+        ]
+        stacks_of_ranks += [((c.detail,), c.rank) for c in culprits if c not in blamed]
         return [
             f"{ranks_listed(ranks)}:\n" + _indented("\n".join(s.rstrip() for s in stacks))
-            for stacks, ranks in grouped(left).items()
+            for stacks, ranks in grouped(stacks_of_ranks).items()
         ]
 
 

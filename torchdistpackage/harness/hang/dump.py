@@ -59,10 +59,10 @@ class Process:
             if letter not in "ZX":
                 child = replace(self, pid=pid, started=started)
                 children.setdefault(parent, []).append(child)
-        found = list(children.get(self.pid, ()) if self.state() else ())
-        for process in found:  # grows on the way
-            found += children.get(process.pid, ())
-        return found
+        processes = list(children.get(self.pid, ()) if self.state() else ())
+        for process in processes:  # grows on the way
+            processes += children.get(process.pid, ())
+        return processes
 
     def kill(self) -> None:
         """End it, if it is still the same one and may be ended by us."""
@@ -187,8 +187,8 @@ class Folder:
         for rank in range(below):
             if num == 3:
                 break
-            found = self.read([rank]).get(rank)
-            num += found is not None and found.reports
+            dump = self.read([rank]).get(rank)
+            num += dump is not None and dump.reports
         return num
 
     def stacks(self, ranks: Iterable[int]) -> dict[int, str]:
@@ -249,10 +249,10 @@ class Nearby:
 
     def __init__(self, shared: Path, every_s: float) -> None:
         self._every_s = every_s
-        known = hashlib.sha256(f"{socket.gethostname()}\0{shared}".encode()).hexdigest()[:16]
-        own = _own_folder()
-        self._looked = own and own / f"{known}.looked"
-        self._alarm = own and own / f"{known}.alarm"
+        name = hashlib.sha256(f"{socket.gethostname()}\0{shared}".encode()).hexdigest()[:16]
+        own_folder = _own_folder()
+        self._looked = own_folder and own_folder / f"{name}.looked"
+        self._alarm = own_folder and own_folder / f"{name}.alarm"
 
     def is_due(self) -> bool:
         """Return whether this rank must look now; if so, the other ranks rely on it."""
@@ -343,8 +343,8 @@ def _own_folder() -> Path | None:
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return None
-    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-    return folder if is_ours and not found.st_mode & 0o077 else None
+    is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    return folder if is_ours and not status.st_mode & 0o077 else None

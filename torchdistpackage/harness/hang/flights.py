@@ -105,9 +105,9 @@ def order_conflict(flights: Flights) -> OrderConflict | None:
 
 def met(flights: Flights) -> InFlightCall | None:
     """The first unfinished call that each of its ranks has issued."""
-    held = {rank: {flight.name for flight in each} for rank, each in flights.items()}
+    names = {rank: {flight.name for flight in each} for rank, each in flights.items()}
     for flight in (flight for each in flights.values() for flight in each):
-        if flight.ranks and all(flight.name in held.get(rank, ()) for rank in flight.ranks):
+        if flight.ranks and all(flight.name in names.get(rank, ()) for rank in flight.ranks):
             return flight
     return None
 
@@ -118,9 +118,9 @@ def lines(flights: Flights, most: int) -> list[str]:
     for rank, held in flights.items():
         for flight in held[:most]:
             by_name.setdefault(flight.name, []).append((flight, rank))
-    said: list[str] = []
+    texts: list[str] = []
     for alike in list(by_name.values())[:most]:
         states = grouped((flight.state, rank) for flight, rank in alike)
         each = (f"{state} on {ranks_listed(ranks)}" for state, ranks in states.items())
-        said.append(f"{alike[0][0]}: {', '.join(each)}")
-    return said + ([f"and {len(by_name) - most} more"] if len(by_name) > most else [])
+        texts.append(f"{alike[0][0]}: {', '.join(each)}")
+    return texts + ([f"and {len(by_name) - most} more"] if len(by_name) > most else [])

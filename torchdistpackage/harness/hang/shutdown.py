@@ -59,11 +59,10 @@ class Shutdown:
         alarm_s: time.time() of the alarm. OSError: the folder cannot be used any more.
         """
         began_s = time.monotonic()
-        while not self.folder.has_report and (since_s := time.monotonic() - began_s) < end_s(
-            self.world_size
-        ):
-            before = self.folder.num_reporting(below=self.rank)
-            if not before or since_s > GATHER_S + before * TAKE_OVER_S:
+        limit_s = end_s(self.world_size)
+        while not self.folder.has_report and (since_s := time.monotonic() - began_s) < limit_s:
+            num_before = self.folder.num_reporting(below=self.rank)
+            if not num_before or since_s > GATHER_S + num_before * TAKE_OVER_S:
                 dumps = self.folder.read()
                 if since_s > GATHER_S or _complete(dumps, self.world_size):
                     return self._write(dumps, alarm_s)
@@ -79,11 +78,11 @@ class Shutdown:
             if report and (letter := noted_stopped(Path(report)))
         }
         stacks = self.folder.stacks(silent)
-        found = diagnose(self.world_size, dumps, stacks, topology=self.topology, noted=noted)
+        diagnosis = diagnose(self.world_size, dumps, stacks, topology=self.topology, noted=noted)
         if self.failure is not None:
-            atomic_write(self.failure, to_json(found.failure(alarm_s)))
-        self.folder.write_report(found.text)
-        return found
+            atomic_write(self.failure, to_json(diagnosis.failure(alarm_s)))
+        self.folder.write_report(diagnosis.text)
+        return diagnosis
 
     def end(self, dump: Dump, diagnosis: Diagnosis | None, reported: threading.Event) -> None:
         """End this process, and those of this host that cannot; first say why. Does not return.

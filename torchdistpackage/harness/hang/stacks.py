@@ -37,7 +37,7 @@ def innermost(stacks: Sequence[str]) -> str:
     """
     lines = [x.strip() for x in loop_of(stacks).splitlines()]
     places = [x.removeprefix("File ") for x in lines if x.startswith("File ")]
-    user_places = [place for place in places if not _LIBRARY.search(place)]
+    user_places = [location for location in places if not _LIBRARY.search(location)]
     return next(iter([*user_places[-1:], *places[-1:]]), "")
 
 

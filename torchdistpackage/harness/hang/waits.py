@@ -236,10 +236,10 @@ def waits(records: Mapping[int, RankRecord], blocked: Iterable[int]) -> list[Ran
     return rank_waits
 
 
-def blocked_by(found: Sequence[RankWait]) -> dict[int, set[int]]:
+def blocked_by(rank_waits: Sequence[RankWait]) -> dict[int, set[int]]:
     """Rank -> ranks that wait for it, directly or through others."""
     direct: dict[int, set[int]] = {}
-    for wait in found:
+    for wait in rank_waits:
         for member in wait.behind:
             direct.setdefault(member, set()).add(wait.rank)
     result: dict[int, set[int]] = {}
@@ -253,13 +253,13 @@ def blocked_by(found: Sequence[RankWait]) -> dict[int, set[int]]:
     return result
 
 
-def cycles(found: Sequence[RankWait]) -> list[list[RankWait]]:
+def cycles(rank_waits: Sequence[RankWait]) -> list[list[RankWait]]:
     """Waits that lead back to where they began, for ranks that wait for no rank outside of one."""
     of_rank: dict[int, list[RankWait]] = {}
-    for wait in found:
+    for wait in rank_waits:
         if wait.behind:
             of_rank.setdefault(wait.rank, []).append(wait)
-    blocked = blocked_by(found)
+    blocked = blocked_by(rank_waits)
     explained = {r for end in blocked.keys() - of_rank.keys() for r in blocked[end]}
     result: list[list[RankWait]] = []
     placed: set[int] = set()
@@ -341,6 +341,6 @@ def versions(calls: Iterable[tuple[RecordedCall, int]]) -> list[str]:
 def grouped(pairs: Iterable[tuple[Alike, int]]) -> dict[Alike, list[int]]:
     """The ranks that say the same."""
     groups: dict[Alike, list[int]] = {}
-    for said, rank in pairs:
-        groups.setdefault(said, []).append(rank)
+    for key, rank in pairs:
+        groups.setdefault(key, []).append(rank)
     return groups

@@ -111,24 +111,24 @@ class LateGroup(OwnGroup):
             return None
         posted, self._batch = self._batch, []
         messages = [message for message, _ in posted]
-        sent = [x for what, x, _ in messages if what == "send"]
-        received = [x for what, x, _ in messages if what == "receive"]
-        is_received = [what == "receive" for what, _, _ in messages]
+        sent = [x for kind, x, _ in messages if kind == "send"]
+        received = [x for kind, x, _ in messages if kind == "receive"]
+        is_received = [kind == "receive" for kind, _, _ in messages]
 
         def finish(transfer: Transfer, writes: Tensors) -> None:
             for (room,), x in zip(compress(transfer.rooms, is_received), writes, strict=True):
                 copy(room, x.data)
 
-        what = " and ".join(f"{what} {self._ranks[peer]}" for what, _, peer in messages)
-        work = self._go(what, True, lambda: self._transport.post(messages), sent, received, finish)
-        for (what, _, peer), tag in posted:
-            previous_tag, of = self._tags.get((what, peer), (tag, work.call))
+        kind = " and ".join(f"{kind} {self._ranks[peer]}" for kind, _, peer in messages)
+        work = self._go(kind, True, lambda: self._transport.post(messages), sent, received, finish)
+        for (kind, _, peer), tag in posted:
+            previous_tag, of = self._tags.get((kind, peer), (tag, work.call))
             if previous_tag != tag and not of.done:
                 raise RaceError(
                     f"{of.name}: tags {previous_tag} and {tag} distinguish messages from one rank, "
                     f"but NCCL ignores tags: they meet in the order of their issue{issued_at()}"
                 )
-            self._tags[what, peer] = tag, work.call
+            self._tags[kind, peer] = tag, work.call
         return work
 
     def _go(self, *call) -> LateWork:

@@ -193,8 +193,8 @@ def written_arguments(func) -> frozenset[int | str] | None:
     return frozenset([*places, *(arguments[i].name for i in places)])
 
 
-def storages_of(given: Iterable[tuple[object, Tensor]]) -> set[int]:
-    return {x.untyped_storage()._cdata for _, x in given if x.layout is torch.strided}
+def storages_of(tensors: Iterable[tuple[object, Tensor]]) -> set[int]:
+    return {x.untyped_storage()._cdata for _, x in tensors if x.layout is torch.strided}
 
 
 def made_in(result: object, old: set[int]) -> list[Tensor]:

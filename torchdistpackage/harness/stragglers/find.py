@@ -219,10 +219,10 @@ class Alerts:
         self._quiet: dict[tuple[int, str], int] = {}
         self._before: set[tuple[int, str]] = set()
 
-    def alerts(self, found: Sequence[Straggler]) -> list[str]:
+    def alerts(self, stragglers: Sequence[Straggler]) -> list[str]:
         """Lines about what is new in a window whose stragglers are `found`."""
         lines: list[str] = []
-        now = {(straggler.rank, straggler.phase): straggler for straggler in found}
+        now = {(straggler.rank, straggler.phase): straggler for straggler in stragglers}
         for key, straggler in now.items():
             self._quiet[key] = 0
             if (straggler.clear or key in self._before) and self._is_new(straggler):
@@ -238,5 +238,5 @@ class Alerts:
         return lines
 
     def _is_new(self, straggler: Straggler) -> bool:
-        before = self._reported.get((straggler.rank, straggler.phase))
-        return before is None or not 1 / CHANGE < straggler.excess_s / before.excess_s < CHANGE
+        reported = self._reported.get((straggler.rank, straggler.phase))
+        return reported is None or not 1 / CHANGE < straggler.excess_s / reported.excess_s < CHANGE
