@@ -1,4 +1,4 @@
-"""What a run trains on: each sample a function of the seed, the step and its number.
+"""The data of a run: each sample is a function of the seed, the step and its number.
 
 Token ids       tokens/ (files, rows and chats to ids, kept by content).
 Samples         source (which samples a rank sees in which step), corpus (ids as one long array),

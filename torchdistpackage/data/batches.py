@@ -1,7 +1,7 @@
-"""The batches of a rank, one after another; for a device they are made a step ahead in a thread.
+"""A rank's batches in order; for a device, a thread makes them a step ahead.
 
-Small ones of our own sources are made several at once. Between the passes of two steps all that a
-batch needs has left the processor's caches, and in a loop by itself it takes a fifth of the time.
+Small batches of our own sources are made several at once. Between the passes of two steps all that
+a batch needs leaves the processor's caches; made in a loop, a batch takes a fifth of the time.
 """
 
 from collections import deque
@@ -19,18 +19,20 @@ from torchdistpackage.errors import DataError
 
 _Number = tuple[Split, int, int]
 """Split, step (of a validation: its batch) and round."""
-_AT_ONCE, _BYTES = 16, 1 << 16
-"""Most batches that are made at once, and how large they may be together."""
+_AT_ONCE = 16
+"""Largest number of batches made at once."""
+_BYTES = 1 << 16
+"""Largest size of the batches made at once, together."""
 _Task = tuple[_Number, "Future[DataBatch]"]
 
 
 class Batches:
-    """The part of a rank, `data_index` of `num_data`, in every batch; one is asked for at a time.
+    """Makes the batches of the rank at `data_index` of `num_data`; it is asked for one at a time.
 
-    per_round: its samples in a round, of which a step has `rounds`; num_steps: of the run.
-    prepare: called with the tensors of each batch before it is handed out. ahead: have those of the
-    next step made in a thread, which `close` ends. several: make small ones ahead too, in any
-    thread, so the source is asked earlier than a batch is due.
+    per_round: samples of the rank in a round; a step has `rounds` of them. num_steps: steps of the
+    run. prepare: called with the tensors of each batch before it is handed out. ahead: a thread
+    makes the batches of the next step; `close` ends it. several: make small batches ahead too, in
+    whatever thread asks, so the source is asked before a batch is due.
     """
 
     def __init__(
@@ -47,9 +49,15 @@ class Batches:
         ahead: bool = False,
         several: bool = False,
     ):
-        self._source, self._seed, self._prepare = source, seed, prepare
-        self._data_index, self._num_data, self._per_round = data_index, num_data, per_round
-        self._rounds, self._num_steps, self._ahead = rounds, num_steps, ahead
+        self._source = source
+        self._seed = seed
+        self._prepare = prepare
+        self._data_index = data_index
+        self._num_data = num_data
+        self._per_round = per_round
+        self._rounds = rounds
+        self._num_steps = num_steps
+        self._ahead = ahead
         self._several = several
         self._made: dict[_Number, DataBatch] = {}
         self._thread: Thread | None = None
@@ -57,10 +65,10 @@ class Batches:
         self._coming: deque[tuple[_Number, Future[DataBatch]]] = deque()
 
     def of_training(self, step: int, index: int) -> DataBatch:
-        """Round `index` of step `step`.
+        """Return the batch of round `index` of step `step`.
 
         Raises:
-            DataError: the source gave another number of samples. And whatever the source raises.
+            DataError: the source gave another number of samples. Errors of the source pass through.
         """
         number: _Number = ("train", step, index)
         if not self._ahead:
@@ -68,18 +76,18 @@ class Batches:
         if self._coming and self._coming[0][0] == number:
             batch = self._coming.popleft()[1]
         else:
-            # the first one, or a step that is done again
+            # the first batch, or a step that is done again
             batch = self._in_thread(number)
         self._ask_for_next(number)
         return batch.result()
 
     def of_validation(self, batch: int, index: int) -> DataBatch:
-        """Round `index` of batch `batch` of a validation; raises as `of_training`."""
+        """Return round `index` of batch `batch` of a validation; raises as `of_training`."""
         number: _Number = ("val", batch, index)
         return self._in_thread(number).result() if self._ahead else self._make(number)
 
     def close(self, *, wait: bool = True) -> None:
-        """End the thread, after the batch it is at, which need not be waited for."""
+        """End the thread after the batch it is making. wait: do not return before it has ended."""
         for _, future in self._coming:
             future.cancel()
         self._coming.clear()
@@ -87,18 +95,19 @@ class Batches:
             self._tasks.put(None)
             if wait:
                 self._thread.join()
-            self._thread, self._tasks = None, SimpleQueue()
+            self._thread = None
+            self._tasks = SimpleQueue()
 
     def _ask_for_next(self, number: _Number) -> None:
-        """Have the rounds of one step under way, those that follow `number`."""
+        """Ask the thread for the rounds that follow `number`, one step's worth of them."""
         numbers = self._following(number, self._rounds)
         if [n for n, _ in self._coming] != numbers[: len(self._coming)]:
-            return  # a step that is done again; those under way come after it
+            return  # a step is done again; the batches under way come after it
         for following in islice(numbers, len(self._coming), None):
             self._coming.append((following, self._in_thread(following)))
 
     def _following(self, number: _Number, many: int) -> list[_Number]:
-        """Those that come next in training."""
+        """Return the numbers of the `many` training batches after `number`, up to the run's end."""
         _, step, index = number
         first = (step - 1) * self._rounds + index + 1
         wanted = range(first, min(first + many, self._num_steps * self._rounds))
@@ -111,14 +120,14 @@ class Batches:
                 target=_serve, args=(self._tasks, WeakMethod(self._take)), name="data", daemon=True
             )
             self._thread.start()
-            # a run that was not closed and is no longer held: its thread must not hold it
+            # nobody closed this object: its thread must end when the last reference to it goes
             finalize(self, self._tasks.put, None).atexit = False
         future: Future[DataBatch] = Future()
         self._tasks.put((number, future))
         return future
 
     def _take(self, number: _Number) -> DataBatch:
-        """That one; with it those that follow are made, if they are small."""
+        """Return batch `number`; if batches are small, make the ones that follow with it."""
         if number in self._made:
             return self._made.pop(number)
         batch = self._make(number)
@@ -129,12 +138,12 @@ class Batches:
                 try:
                     self._made[following] = self._make(following)
                 except Exception:
-                    break  # it is raised again when that batch is due
+                    break  # making the batch when it is due raises this again
         return batch
 
     def _make(self, number: _Number) -> DataBatch:
         split, step, index = number
-        found = self._source.batch(
+        batch = self._source.batch(
             split,
             self._seed,
             step,
@@ -143,30 +152,30 @@ class Batches:
             self._per_round,
             first=index * self._num_data * self._per_round,
         )
-        if not 2 <= len(found) <= 3 or any(not isinstance(x, Tensor | None) for x in found):
+        if not 2 <= len(batch) <= 3 or any(not isinstance(x, Tensor | None) for x in batch):
             raise DataError(
-                f"the data source gave ({', '.join(type(x).__name__ for x in found)}); a batch is "
+                f"the data source gave ({', '.join(type(x).__name__ for x in batch)}); a batch is "
                 f"(inputs, targets), two tensors, and position_ids if there are any"
             )
-        given = zip(found, DataBatch._fields, strict=False)  # two of them, or all
-        names = [(len(x), name) for x, name in given if x is not None]
+        fields = zip(batch, DataBatch._fields, strict=False)  # two of them, or all
+        names = [(len(x), name) for x, name in fields if x is not None]
         if any(n != self._per_round for n, _ in names):
             raise DataError(
                 f"the data source gave {' and '.join(f'{n} {name}' for n, name in names)} "
                 f"where {self._per_round} samples were asked of data index {self._data_index}"
             )
-        return self._prepare(*found)
+        return self._prepare(*batch)
 
 
 def _serve(
-    tasks: "SimpleQueue[_Task | None]", maker: "WeakMethod[Callable[[_Number], DataBatch]]"
+    tasks: "SimpleQueue[_Task | None]", weak_make: "WeakMethod[Callable[[_Number], DataBatch]]"
 ) -> None:
-    """Make what is asked for, one after another; what is raised goes to its taker."""
-    while (task := tasks.get()) is not None and (make := maker()) is not None:
+    """Make the batches that are asked for, in order; an error goes to whoever takes the batch."""
+    while (task := tasks.get()) is not None and (make := weak_make()) is not None:
         number, future = task
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(make(number))
             except BaseException as error:
                 future.set_exception(error)
-        del make, task, future  # the last batch is not kept while the next one is waited for
+        del make, task, future  # or this frame keeps the last batch while it waits for a task

@@ -1,8 +1,8 @@
-"""Documents put whole into samples of one length: best fit, the longest first.
+"""Packing of uncut documents into samples of one length: best fit, the longest first.
 
 Each document goes into the sample with the least room that is enough for it, else into a new one
-(best-fit decreasing; Ding et al., Fewer Truncations Improve Language Modeling, 2024). How many
-samples that makes depends on the lengths alone, and so is equal in every epoch.
+(best-fit decreasing; Ding et al., Fewer Truncations Improve Language Modeling, 2024). The number of
+samples depends on the lengths alone, so every epoch has the same number.
 """
 
 from bisect import bisect_left, insort
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 
 class WholeOrder(NamedTuple):
-    """Which documents come one after another, and where in their tokens samples begin and stop."""
+    """An order of documents, and the positions in their tokens where samples begin and stop."""
 
     documents: npt.NDArray[np.int64]
     begins: npt.NDArray[np.int64]
@@ -24,23 +24,23 @@ class WholeOrder(NamedTuple):
 def pack_whole(
     documents: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], seq_len: int
 ) -> WholeOrder:
-    """Samples of up to `seq_len` + 1 tokens, the last of which is a target alone.
+    """Return samples of up to `seq_len` + 1 tokens; the last of these serves as a target only.
 
-    lengths: of `documents`. Of equal lengths the first document comes first. One that is longer
-    than a sample fills as many as it can, each of which begins with the last token of the one
-    before, and its rest is packed like a document.
+    lengths: tokens of each of `documents`. Documents of equal length keep their order. A document
+    longer than a sample fills as many samples as it can; each of these begins with the last token
+    of the sample before. Its rest is packed like a document.
     """
     room = seq_len + 1
-    # whole samples of a long document stand before its rest
-    before = np.maximum(-(-(lengths - room) // seq_len), 0)
-    rests = lengths - before * seq_len
-    bins = best_fit(rests, room, first=np.flatnonzero(before))
+    # a long document first fills samples by itself; they come before its rest
+    num_full = np.maximum(-(-(lengths - room) // seq_len), 0)
+    rests = lengths - num_full * seq_len
+    bins = best_fit(rests, room, first=np.flatnonzero(num_full))
     order = np.asarray([i for each in bins for i in each], np.int64)
     ends = np.cumsum(lengths[order])
     last = np.cumsum([len(each) for each in bins]) - 1
     bin_stops = ends[last]
     bin_begins = np.concatenate([[0], bin_stops[:-1]])
-    counts = before[[each[0] for each in bins]] + 1
+    counts = num_full[[each[0] for each in bins]] + 1
     inside = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     begins = np.repeat(bin_begins, counts) + inside * seq_len
     stops = np.minimum(begins + room, np.repeat(bin_stops, counts))
@@ -50,16 +50,16 @@ def pack_whole(
 def best_fit(
     lengths: npt.NDArray[np.int64], room: int, first: Sequence[int] | npt.NDArray[np.int64]
 ) -> list[list[int]]:
-    """Numbers of items by bin, of `room` each. first: items that have to begin a bin."""
+    """Return the item numbers of each bin of size `room`. first: items that must begin a bin."""
     bins: list[list[int]] = []
-    of_room: dict[int, list[int]] = {}
-    rooms: list[int] = []  # in ascending order, those of which there are bins
+    bins_by_room: dict[int, list[int]] = {}
+    rooms: list[int] = []  # the keys of bins_by_room, ascending
 
-    def put(index: int, left: int) -> None:
-        if left and left not in of_room:
-            insort(rooms, left)
-        if left:
-            of_room.setdefault(left, []).append(index)
+    def put(index: int, free: int) -> None:
+        if free and free not in bins_by_room:
+            insort(rooms, free)
+        if free:
+            bins_by_room.setdefault(free, []).append(index)
 
     begins = {int(item) for item in first}
     for item in sorted(begins):
@@ -74,10 +74,10 @@ def best_fit(
             bins.append([item])
             put(len(bins) - 1, room - length)
             continue
-        index = of_room[rooms[at]].pop()
-        left = rooms[at] - length
-        if not of_room[rooms[at]]:
-            del of_room[rooms.pop(at)]
+        index = bins_by_room[rooms[at]].pop()
+        free = rooms[at] - length
+        if not bins_by_room[rooms[at]]:
+            del bins_by_room[rooms.pop(at)]
         bins[index].append(item)
-        put(index, left)
+        put(index, free)
     return bins

@@ -1,11 +1,11 @@
-"""Several sources as one: sample n of a run is of the source on whose arc point n lies.
+"""A blend of several sources: sample n of a run comes from the source on whose arc point n lies.
 
 The points n x step mod 2**64 fill a circle evenly (Weyl), most evenly with the golden ratio as the
 step (Knuth, The Art of Computer Programming 3, 6.4), and each source has an arc as long as its
 weight. How many of the first n points lie in an arc is a sum of floors, which takes some 40
 divisions (Graham, Knuth, Patashnik, Concrete Mathematics, 3.5). So a sample's source, and its
-number among the samples of that source, follow from n alone: nothing is saved, and after any number
-of samples the part of each source is right up to a few samples.
+number among the samples of that source, follow from n alone. Nothing is saved, and after any number
+of samples the share of each source is right up to a few samples.
 """
 
 from bisect import bisect_right
@@ -27,7 +27,7 @@ _STEP = 0x9E3779B97F4A7C15
 
 
 class BlendOrder:
-    """Which source each sample is of. weights: at least one above 0."""
+    """The source of each sample. weights: one a source, at least one above 0."""
 
     def __init__(self, weights: Sequence[float], seed: int):
         parts = list(accumulate(Fraction(weight) for weight in weights))
@@ -35,36 +35,38 @@ class BlendOrder:
         self._first = seed_from("blend", seed)
 
     def source(self, number: int) -> int:
-        """That of sample `number`."""
+        """Return the index of the source of sample `number`."""
         return bisect_right(self._ends, (self._first + number * _STEP) % _CIRCLE)
 
     def counts(self, number: int) -> list[int]:
-        """Of each source, how many of the first `number` samples are of it."""
+        """Return how many of the first `number` samples come from each source."""
         below = [self._below(end, number) for end in self._ends]
         return [b - a for a, b in zip([0, *below], below, strict=False)]
 
     def _below(self, end: int, number: int) -> int:
-        """How many of the first points lie before `end`: where floor((x - end) / circle) lies one
-        below floor(x / circle)."""
-        whole = _sum_of_floors(number, _CIRCLE, _STEP, self._first)
-        return whole - _sum_of_floors(number, _CIRCLE, _STEP, self._first - end + _CIRCLE) + number
+        """Return how many of the first `number` points lie before `end`.
+
+        A point x lies before it where floor((x - end) / circle) is one below floor(x / circle).
+        """
+        turns = _sum_of_floors(number, _CIRCLE, _STEP, self._first)
+        return turns - _sum_of_floors(number, _CIRCLE, _STEP, self._first - end + _CIRCLE) + number
 
 
 def _sum_of_floors(number: int, over: int, step: int, first: int) -> int:
-    """The sum of (first + i * step) // over for i from 0 to below `number`, as Euclid divides."""
+    """Return the sum of (first + i * step) // over for i in range(number), as Euclid divides."""
     total = 0
     while number:
-        whole, step = divmod(step, over)
-        more, first = divmod(first, over)
-        total += whole * (number * (number - 1) // 2) + more * number
-        # what is left are the lattice points under a line, counted along the other axis
+        step_floor, step = divmod(step, over)
+        first_floor, first = divmod(first, over)
+        total += step_floor * (number * (number - 1) // 2) + first_floor * number
+        # the rest is the lattice points under a line: count them along the other axis
         number, first = divmod(step * number + first, over)
         over, step = step, over
     return total
 
 
 class BlendPart(NamedTuple):
-    """A source of several. num_samples: of one pass over its training data."""
+    """One source of a blend. num_samples: samples in one pass over its training data."""
 
     label: str
     weight: float
@@ -73,15 +75,17 @@ class BlendPart(NamedTuple):
 
 
 class BlendedDataset:
-    """Samples of several sources, each as often as its weight says; see `DataSource`.
+    """Samples of several sources, each drawn in proportion to its weight; see `DataSource`.
 
     A validation has samples of all sources too, by the same weights. global_batch: samples in a
-    step, or in a batch of a validation. rows_per_sample: what is asked for are rows, of which a
-    sample has so many, one after another.
+    step, or in a batch of a validation. rows_per_sample: consecutive rows that make up a sample;
+    `batch` counts rows.
     """
 
     def __init__(self, parts: Sequence[BlendPart], global_batch: int, rows_per_sample: int = 1):
-        self.parts, self._global_batch, self._rows = parts, global_batch, rows_per_sample
+        self.parts = parts
+        self._global_batch = global_batch
+        self._rows = rows_per_sample
         self.seq_len = parts[0].data.seq_len
         self._orders: dict[int, BlendOrder] = {}
 
@@ -101,7 +105,7 @@ class BlendedDataset:
         *,
         first: int = 0,
     ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-        """As those of the sources; see `DataSource.batch`.
+        """Return rows of the sources in the order of the blend; see `DataSource.batch`.
 
         Raises:
             DataError: no such split or data index, or a source cannot be read.
@@ -109,25 +113,34 @@ class BlendedDataset:
         check_place(split, data_index, num_data)
         # training steps are counted from 1, batches of a validation from 0
         start = 1 if split == "train" else 0
-        each = self._rows
-        begin = (step - start) * self._global_batch * each + first + data_index * per_rank
+        rows_per_sample = self._rows
+        begin = (
+            (step - start) * self._global_batch * rows_per_sample + first + data_index * per_rank
+        )
         order = self._order(seed if split == "train" else 0)
-        sources = [order.source(row // each) for row in range(begin, begin + per_rank)]
-        wanted, before = Counter(sources), [each * n for n in order.counts(begin // each)]
-        found: list[Tensor] | None = None
+        sources = [order.source(row // rows_per_sample) for row in range(begin, begin + per_rank)]
+        wanted = Counter(sources)
+        # rows that each source has given before this batch
+        first_rows = [rows_per_sample * n for n in order.counts(begin // rows_per_sample)]
+        blended: list[Tensor] | None = None
         for index, number in wanted.items():
-            data, own_seed = self.parts[index].data, seed_from("source", seed, index)
+            data = self.parts[index].data
+            source_seed = seed_from("source", seed, index)
             rows = torch.tensor([row for row, of in enumerate(sources) if of == index])
-            some = data.batch(split, own_seed, start, 0, 1, number, first=before[index])
-            if found is None:
-                found = [x.new_empty(per_rank, *x.shape[1:]) for x in some]
-            for whole, part in zip(found, some, strict=True):
-                whole[rows] = part
-        assert found is not None
-        return (found[0], found[1]) if len(found) == 2 else (found[0], found[1], found[2])
+            source_batch = data.batch(
+                split, source_seed, start, 0, 1, number, first=first_rows[index]
+            )
+            if blended is None:
+                blended = [x.new_empty(per_rank, *x.shape[1:]) for x in source_batch]
+            for target, rows_of_source in zip(blended, source_batch, strict=True):
+                target[rows] = rows_of_source
+        assert blended is not None
+        return (
+            (blended[0], blended[1]) if len(blended) == 2 else (blended[0], blended[1], blended[2])
+        )
 
     def shares(self, seed: int, step: int) -> dict[str, float]:
-        """Of each source, its part of the samples of a training step."""
+        """Return the share of each source in the samples of a training step."""
         order = self._order(seed)
         before, after = (order.counts(x * self._global_batch) for x in (step - 1, step))
         return {
@@ -136,7 +149,7 @@ class BlendedDataset:
         }
 
     def epochs(self, seed: int, step: int) -> dict[str, float]:
-        """Of each source, how often its data have been passed over when a training step is done."""
+        """Return the epochs over the data of each source at the end of a training step."""
         counts = self._order(seed).counts(step * self._global_batch)
         return {
             x.label: self._rows * n / x.num_samples for x, n in zip(self.parts, counts, strict=True)

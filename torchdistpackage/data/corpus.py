@@ -1,8 +1,8 @@
-"""Where tokens come from: one long array of ids for training and one for validation.
+"""The tokens of a run: one long array of ids for training and one for validation.
 
-Nothing read in training is read again in validation. Folders are split by files,
-by a hash of the relative path, of equal files only the first counts, and a single file is cut near
-its end. Ids are mapped from the disk, so that the ranks of a node share one copy; text is bytes.
+Validation reads nothing that training reads. A folder is split by file, by a hash of the relative
+path; of files with equal contents only the first counts. A single file is cut near its end. Ids are
+mapped from the disk, so that the ranks of a node share one copy. Text is read as bytes.
 """
 
 import hashlib
@@ -26,10 +26,10 @@ from torchdistpackage.errors import DataError
 
 
 class ConcatView:
-    """`parts`, 1-D arrays of one dtype one after another: read by position and by slices of step 1.
+    """A concatenation of 1-D arrays of one dtype, read by position and by slices of step 1.
 
-    Only the slice that is asked for is copied, and only where it lies in several of them.
-    files: of each part, if it is mapped; a read raises DataError if its file became shorter.
+    A slice is copied only where it lies in several of `parts`. files: the file of each part, None
+    where a part is not mapped; a read raises DataError if the file became shorter.
     """
 
     def __init__(
@@ -41,7 +41,8 @@ class ConcatView:
         self.dtype = np.dtype(dtype)
         files = [None] * len(parts) if files is None else files
         pairs = [(part, file) for part, file in zip(parts, files, strict=True) if len(part)]
-        self._parts, self._files = [part for part, _ in pairs], [file for _, file in pairs]
+        self._parts = [part for part, _ in pairs]
+        self._files = [file for _, file in pairs]
         self._ends = list(accumulate(map(len, self._parts)))
 
     def __len__(self) -> int:
@@ -64,7 +65,7 @@ class ConcatView:
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, self.dtype), *pieces])
 
     def __array__(self, dtype: npt.DTypeLike = None, copy: bool | None = None) -> npt.NDArray:
-        """All of it, for a look at a small one."""
+        """Return all ids as one array; meant for a look at a small view."""
         return np.asarray(self[:], dtype)
 
 
@@ -80,12 +81,13 @@ NOT_LIBRARY = frozenset(
 """Folders of the standard library that hold other people's code, tests or demonstrations."""
 
 MOST_MAPPED = 1 << 14
-"""Files of a folder that are mapped, the largest; a process may have 65,530 maps on Linux. The rest
-are read."""
+"""How many files of a folder are mapped, the largest first; the others are read. Linux allows a
+process 65,530 maps."""
 
 LARGE_BYTES = 2**31
-"""Files beyond it are mapped by numpy, which keeps them open, of which a process has few. torch
-does not, but its maps could be written to, and Linux grants none beyond the memory of the node."""
+"""Size above which numpy maps a file instead of torch. numpy keeps each file open, and a process
+has few descriptors. torch keeps none open, but its maps are private and writable: Linux refuses one
+that is larger than the memory of the node."""
 
 _HEAD_BYTES = 1 << 20
 _COUNT_AT_ONCE = 1 << 22
@@ -100,7 +102,7 @@ class Corpus:
 
 
 def python_stdlib(val_fraction: float) -> Corpus:
-    """Bytes of every `.py` file of the running Python's standard library, without its tests.
+    """Return the bytes of all `.py` files of the running Python's standard library but its tests.
 
     Raises:
         DataError: there are no such files, or one cannot be read.
@@ -116,9 +118,9 @@ def python_stdlib(val_fraction: float) -> Corpus:
 
 
 def text(path: str | Path, val_fraction: float) -> Corpus:
-    """Bytes of a text file, or of all files in a folder and below that are not hidden.
+    """Return the bytes of a text file, or of all files in and below a folder that are not hidden.
 
-    A folder of two files or more is split by files; a single file has its end cut off.
+    A folder of two files or more is split by file; the end of a single file is for validation.
 
     Raises:
         DataError: the path is missing or empty, or a file cannot be read or is not text.
@@ -138,12 +140,12 @@ def text(path: str | Path, val_fraction: float) -> Corpus:
 
 
 def tokens(path: str | Path, dtype: str, val_fraction: float) -> Corpus:
-    """Ids in a plain binary file, in this machine's byte order, mapped and not loaded.
+    """Map the ids of a plain binary file in this machine's byte order, without loading them.
 
     dtype: uint8, uint16 or uint32. The last `val_fraction` is for validation.
 
     Raises:
-        DataError: the file is missing, empty or ends within an id, or `dtype` is another.
+        DataError: the file is missing, is empty or ends within an id, or `dtype` is none of these.
     """
     if dtype not in TOKEN_DTYPES:
         raise DataError(f"token ids of type {dtype!r} in {path}; use {', '.join(TOKEN_DTYPES)}")
@@ -151,10 +153,10 @@ def tokens(path: str | Path, dtype: str, val_fraction: float) -> Corpus:
 
 
 def entropies(train: Ids, val: Ids, vocab: int = BYTE_VOCAB) -> tuple[float, float]:
-    """(unigram, bigram) cross entropy of `val`, in nats a token, under tables counted on `train`.
+    """Return the (unigram, bigram) cross entropy of `val`, in nats a token, by counts on `train`.
 
     Both are smoothed by adding one to every count (Laplace). The first token of `val` has no
-    predecessor and counts in the first only.
+    predecessor, so it counts in the unigram only.
 
     Raises:
         DataError: fewer than two tokens on a side, or `vocab` is over 4096: the table of pairs
@@ -175,8 +177,8 @@ def entropies(train: Ids, val: Ids, vocab: int = BYTE_VOCAB) -> tuple[float, flo
     single[train[0]] += 1
     val_single[val[0]] += 1
     unigram = np.log(len(train) + vocab) - np.log(single + 1.0)
-    before = np.log(pairs.sum(1, keepdims=True) + float(vocab))
-    bigram = before - np.log(pairs + 1.0)
+    first_total = np.log(pairs.sum(1, keepdims=True) + float(vocab))
+    bigram = first_total - np.log(pairs + 1.0)
     return (
         float((val_single * unigram).sum() / len(val)),
         float((val_pairs * bigram).sum() / (len(val) - 1)),
@@ -184,34 +186,34 @@ def entropies(train: Ids, val: Ids, vocab: int = BYTE_VOCAB) -> tuple[float, flo
 
 
 def _count_pairs(ids: Ids, vocab: int) -> npt.NDArray[np.int64]:
-    """How often each pair of neighbours occurs: (first, second) -> count."""
+    """Return a table [first, second] of how often each pair of neighbours occurs."""
     counts = np.zeros(vocab * vocab, dtype=np.int64)
     for start in range(0, len(ids) - 1, _COUNT_AT_ONCE):
-        some = ids[start : start + _COUNT_AT_ONCE + 1].astype(np.int64)
-        if (top := int(some.max())) >= vocab:
+        block = ids[start : start + _COUNT_AT_ONCE + 1].astype(np.int64)
+        if (top := int(block.max())) >= vocab:
             raise DataError(f"token id {top} is outside a vocabulary of {vocab}")
-        counts += np.bincount(some[:-1] * vocab + some[1:], minlength=vocab * vocab)
+        counts += np.bincount(block[:-1] * vocab + block[1:], minlength=vocab * vocab)
     return counts.reshape(vocab, vocab)
 
 
-def _files(root: Path, without: frozenset[str] = frozenset()) -> list[str]:
-    """Relative paths of the files below `root`, in order, without hidden ones."""
-    found: list[str] = []
+def _files(root: Path, skipped_folders: frozenset[str] = frozenset()) -> list[str]:
+    """Return the sorted relative paths of the files below `root` that are not hidden."""
+    relative_paths: list[str] = []
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in without and name[0] != "."]
+        folders[:] = [name for name in folders if name not in skipped_folders and name[0] != "."]
         paths = (Path(folder, name) for name in files if name[0] != ".")
-        found += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
-    return sorted(found)
+        relative_paths += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
+    return sorted(relative_paths)
 
 
 def _split_by_file(root: Path, names: Sequence[str], val_fraction: float) -> Corpus:
-    place = {name: _place(name) for name in names}
-    in_val = {name for name in names if place[name] < val_fraction}
+    hashes = {name: _place(name) for name in names}
+    in_val = {name for name in names if hashes[name] < val_fraction}
     # With few files the hashes may put all on one side.
     if not in_val and val_fraction > 0:
-        in_val = {min(names, key=lambda name: place[name])}
+        in_val = {min(names, key=lambda name: hashes[name])}
     if len(in_val) == len(names):
-        in_val.remove(max(names, key=lambda name: place[name]))
+        in_val.remove(max(names, key=lambda name: hashes[name]))
     contents = _contents(root, names)
     sides = ([x for name, x in contents.items() if (name in in_val) is s] for s in (False, True))
     return Corpus(*(ConcatView([x for x, _ in s], np.uint8, [f for _, f in s]) for s in sides))
@@ -221,28 +223,28 @@ _Content = tuple[npt.NDArray[np.uint8], MappedTensors | None]
 
 
 def _contents(root: Path, names: Sequence[str]) -> dict[str, _Content]:
-    """The bytes of those files that are not as one before them, and the file if it is mapped."""
+    """Return the bytes of each file, and the file if it is mapped; skip repeated contents."""
     sizes = {name: _text_size(root / name) for name in names}
     mapped = set(sorted(names, key=sizes.__getitem__, reverse=True)[:MOST_MAPPED])
-    of_size = Counter(sizes.values())
-    found: dict[str, _Content] = {}
+    num_of_size = Counter(sizes.values())
+    contents: dict[str, _Content] = {}
     seen: set[bytes] = set()
     for name, size in sizes.items():
         if not size:
             continue
         file = MappedTensors.of(root / name) if name in mapped else None
-        content = _without_mark(_whole(root / name, size, mapped=file is not None))
-        if of_size[size] > 1:
+        content = _without_mark(_file_bytes(root / name, size, mapped=file is not None))
+        if num_of_size[size] > 1:
             digest = hashlib.blake2b(content.data).digest()
             if digest in seen:
                 continue
             seen.add(digest)
-        found[name] = content, file
-    return found
+        contents[name] = content, file
+    return contents
 
 
 def _place(name: str) -> float:
-    """A hash of the path, from 0 to 1."""
+    """Return a hash of the path, from 0 to 1."""
     digest = hashlib.blake2b(os.fsencode(name), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
@@ -253,7 +255,7 @@ def _split_at_end(ids: npt.NDArray, file: MappedTensors, val_fraction: float) ->
 
 
 def _text_size(path: Path) -> int:
-    """Bytes of a file that begins like text."""
+    """Return the size of a file in bytes; raises DataError if it does not begin like text."""
     try:
         with path.open("rb") as file:
             _check_text(path, file.read(_HEAD_BYTES))
@@ -262,7 +264,7 @@ def _text_size(path: Path) -> int:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _whole(path: Path, num_bytes: int, *, mapped: bool) -> npt.NDArray[np.uint8]:
+def _file_bytes(path: Path, num_bytes: int, *, mapped: bool) -> npt.NDArray[np.uint8]:
     try:
         if not mapped:
             return np.fromfile(path, np.uint8, num_bytes)
@@ -279,11 +281,13 @@ def _map(path: Path, dtype: str) -> tuple[npt.NDArray[np.unsignedinteger], Mappe
         size_bytes = file.num_bytes
         width = np.dtype(dtype).itemsize
         if size_bytes == 0:
-            raise DataError(f"{path} is empty; is it the right file, and complete?")
+            raise DataError(
+                f"{path} is empty; check that data.path is the right file, and complete"
+            )
         if size_bytes % width:
             raise DataError(
                 f"{path} has {size_bytes} bytes, which is no whole number of ids of {width} bytes "
-                f"({dtype}); is the file complete, and of another dtype?"
+                f"({dtype}); check that the file is complete, and data.dtype"
             )
         return np.asarray(np.memmap(path, dtype, mode="r")), file
     except OSError as error:
@@ -291,7 +295,7 @@ def _map(path: Path, dtype: str) -> tuple[npt.NDArray[np.unsignedinteger], Mappe
 
 
 def _without_mark(content: npt.NDArray) -> npt.NDArray:
-    """A byte order mark says how a text is written and is no part of it."""
+    """Return the content without a byte order mark, which is no part of the text."""
     return content[len(BOM) :] if content[: len(BOM)].tobytes() == BOM else content
 
 

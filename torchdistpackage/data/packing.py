@@ -1,16 +1,15 @@
 """Documents of a tokenized text, packed into samples of one length.
 
-An epoch is a permutation of all documents, drawn from the seed and the epoch's number; its tokens,
+An epoch is a permutation of all documents, drawn from the seed and the epoch's number. Its tokens,
 one document after another, are cut into samples. Sample i of step s is number s x global batch + i
-of all epochs, so nothing but the step is needed to go on. A target that begins a document does not
-count, as what comes before it belongs to another; nor do prompts, nor what is left of the last
-sample of an epoch.
+of all epochs, so a resumed run needs only the step. Some targets do not count: the first
+token of a document, as another document precedes it; prompts; padding of the last sample.
 
-Packed whole (see bins.py), the documents of a sample are none that began in another, but for those
-that are longer than a sample; samples are then permuted in each epoch.
+With packing `whole` (see bins.py) no document is cut, except one that is longer than a sample.
+Every epoch then permutes the samples.
 
-With document masks each piece of a document in a sample stands alone: positions begin again with
-it, which is all that a model needs to know where it begins.
+With document masks each piece of a document in a sample stands alone. Its positions begin at 0,
+which tells a model where the piece begins.
 """
 
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ from torchdistpackage.errors import DataError
 
 
 class DocumentOrder(NamedTuple):
-    """Documents one after another: which, and where each ends; where samples begin and stop."""
+    """An order of documents: their numbers and token ends, and where samples begin and stop."""
 
     documents: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
@@ -41,13 +40,13 @@ class DocumentOrder(NamedTuple):
 
 
 class PackedDataset:
-    """Samples of `seq_len` tokens from whole documents; see `DataSource`.
+    """Samples of `seq_len` tokens, packed from documents; see `DataSource`.
 
-    global_batch: samples in a step, or in a batch of a validation. val_fraction: part of the
-    documents that only validation sees, see `split_documents`; it begins again after its last
-    sample. 1: all, with no training; 0: none.
-    packing: wrapped cuts documents where a sample ends; whole does not; auto: whole where prompts
-    do not count. document_masks: batches come with position_ids, from 0 in each piece of a
+    global_batch: samples in a step, or in a batch of a validation. val_fraction: fraction of the
+    documents that only validation sees, see `split_documents`; validation begins again after its
+    last sample. 1: all documents, without training; 0: none.
+    packing: `wrapped` cuts documents where a sample ends, `whole` does not, and `auto` is `whole`
+    if prompts do not count. document_masks: batches have position_ids, from 0 in each piece of a
     document, see `DataBatch`.
 
     Raises:
@@ -66,9 +65,11 @@ class PackedDataset:
         document_masks: bool = False,
         packing: str = "wrapped",
     ):
-        self.text, self.seq_len, self._global_batch = text, seq_len, global_batch
+        self.text = text
+        self.seq_len = seq_len
+        self._global_batch = global_batch
         self._document_masks = document_masks
-        self._whole = packing == "whole" or (packing == "auto" and text.prompts is not None)
+        self._packs_whole = packing == "whole" or (packing == "auto" and text.prompts is not None)
         self.split = split_documents(text, val_fraction)
         self._trains = val_fraction < 1
         self._ranges: Sequence[range] = (range(seq_len),)
@@ -78,13 +79,13 @@ class PackedDataset:
 
     def part(self, ranges: Sequence[range]) -> "PackedDataset":
         """See `SequenceSource`."""
-        found = copy(self)
-        found._ranges = ranges
-        return found
+        dataset = copy(self)
+        dataset._ranges = ranges
+        return dataset
 
     @cached_property
     def num_samples(self) -> dict[str, int]:
-        """Samples in an epoch, of each split."""
+        """Samples in an epoch, by split."""
         return {s: len(self._ordered(s, 0, 0).begins) for s in self.split.parts}
 
     def batch(
@@ -98,8 +99,10 @@ class PackedDataset:
         *,
         first: int = 0,
     ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-        """(ids, targets) and, with document masks, position_ids: int64 (per_rank, seq_len) each, on
-        the CPU; targets of -100 do not count. Of a `part` ids and targets are as long as that.
+        """Return (ids, targets) and, with document masks, position_ids, on the CPU.
+
+        Each is int64 (per_rank, seq_len); targets of -100 do not count. A `part` returns ids and
+        targets of its own length.
 
         Raises:
             DataError: no such split or data index, or a file became shorter.
@@ -107,8 +110,9 @@ class PackedDataset:
         check_place(split, data_index, num_data)
         self.text.check()
         # training steps are counted from 1, batches of a validation from 0
-        before = (step - 1 if split == "train" else step) * self._global_batch
-        number, per_epoch = before + first + data_index * per_rank, self.num_samples[split]
+        num_before = (step - 1 if split == "train" else step) * self._global_batch
+        number = num_before + first + data_index * per_rank
+        per_epoch = self.num_samples[split]
         length = sum(map(len, self._ranges))
         ids = np.zeros((per_rank, length), np.int64)
         targets = np.full((per_rank, length), IGNORE, np.int64)
@@ -116,17 +120,28 @@ class PackedDataset:
         for row in range(per_rank):
             epoch, sample = divmod(number + row, per_epoch)
             order = self._order(split, seed, epoch if split == "train" else 0)
-            stop, begin = int(order.stops[sample]), 0
             at = int(order.begins[sample])
-            for each in self._ranges:
-                here = slice(begin, begin + len(each))
-                filled = ids[row, here], targets[row, here]
-                self._fill(self.split.parts[split], order, at + each.start, stop, *filled)
-                begin = here.stop
+            stop = int(order.stops[sample])
+            begin = 0
+            for span in self._ranges:
+                columns = slice(begin, begin + len(span))
+                self._fill(
+                    self.split.parts[split],
+                    order,
+                    at + span.start,
+                    stop,
+                    ids[row, columns],
+                    targets[row, columns],
+                )
+                begin = columns.stop
             if self._document_masks:
                 positions[row] = _positions(order, at, self.seq_len)
-        found = torch.from_numpy(ids), torch.from_numpy(targets)
-        return (*found, torch.from_numpy(positions)) if self._document_masks else found
+        ids_and_targets = torch.from_numpy(ids), torch.from_numpy(targets)
+        return (
+            (*ids_and_targets, torch.from_numpy(positions))
+            if self._document_masks
+            else ids_and_targets
+        )
 
     def _fill(
         self,
@@ -137,13 +152,15 @@ class PackedDataset:
         ids: npt.NDArray,
         targets: npt.NDArray,
     ) -> None:
-        """From token `at` of an epoch on, document by document; nothing from `stop` on."""
-        text, stop = self.text, min(at + len(ids) + 1, stop)
+        """Fill `ids` and `targets` with the tokens of an epoch from `at` on, up to `stop`."""
+        text = self.text
+        stop = min(at + len(ids) + 1, stop)
         if at >= stop:
             return
         tokens = np.empty(stop - at, np.int64)
         counts = np.ones(stop - at, bool)
-        i, begin = int(np.searchsorted(order.ends, at, side="right")), at
+        i = int(np.searchsorted(order.ends, at, side="right"))
+        begin = at
         while at < stop:
             document = int(order.documents[i])
             end = min(int(order.ends[i]), stop)
@@ -155,7 +172,7 @@ class PackedDataset:
             if text.counted is not None:
                 counts[where] = text.counted[source] != 0
             if offset == 0:
-                counts[at - begin] = False  # predicted from another document
+                counts[at - begin] = False  # another document precedes the first token
             at, i = end, i + 1
         ids[: len(tokens)] = tokens[: len(ids)]
         targets[: len(tokens) - 1] = np.where(counts[1:], tokens[1:], IGNORE)
@@ -164,7 +181,7 @@ class PackedDataset:
         key = (split, seed if split == "train" else 0, epoch)
         if key not in self._orders:
             if split == "train":
-                # two epochs at most: a step may reach into the next one
+                # keep two epochs at most: a step may reach into the next one
                 kept = [k for k in self._orders if k[0] == split][-1:]
                 self._orders = {k: o for k, o in self._orders.items() if k[0] != split or k in kept}
             self._orders[key] = self._ordered(*key)
@@ -175,7 +192,7 @@ class PackedDataset:
         documents = part.documents
         if split == "train":
             documents = shuffled(documents, seed_from("documents", seed, epoch))
-        if not self._whole:
+        if not self._packs_whole:
             ends = np.cumsum(part.lengths[documents])
             total = int(ends[-1]) if len(ends) else 0
             begins = np.arange(0, max(total - 1, 0), self.seq_len)
@@ -198,7 +215,7 @@ class PackedDataset:
         return [*problems, *(self.split.problems(self.seq_len) if self._trains else ())]
 
     def _long_prompts(self) -> list[str]:
-        """Of documents whose prompt alone fills a sample."""
+        """Return the problem of documents whose prompt alone fills a sample."""
         text, prompts = self.text, self.text.prompts
         if prompts is None or not len(long := np.flatnonzero(prompts >= self.seq_len)):
             return []
@@ -210,13 +227,14 @@ class PackedDataset:
 
 
 def shuffled(numbers: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
-    """The numbers in the order of a hash of each with the seed."""
+    """Return the numbers, ordered by a hash of each with the seed."""
     return numbers[np.argsort(hashed(numbers, seed), kind="stable")]
 
 
 def _positions(order: DocumentOrder, at: int, seq_len: int) -> npt.NDArray[np.int64]:
-    """0, 1, ... from each beginning of a document on, in the sample that begins at token `at` of
-    an epoch, and of what is filled up with zeros behind the last.
+    """Return the position ids of the sample that begins at token `at` of an epoch.
+
+    They count from 0 in each document, and anew in the padding behind the last one.
     """
     first = np.zeros(seq_len, np.int64)
     inside = slice(*np.searchsorted(order.ends, (at, at + seq_len - 1), side="right"))

@@ -1,9 +1,9 @@
-"""Preference pairs as samples, each of two rows: the chosen answer, and the rejected one.
+"""Preference pairs as samples of two rows each: the chosen answer, and the rejected one.
 
 An epoch is a permutation of all pairs, drawn from the seed and the epoch's number. Pair i of step s
-is number s x global batch + i of all epochs, so nothing but the step is needed to go on. A row is
-the prompt and one answer, cut or filled up to one length; what is filled up stands behind, where no
-token of the answer sees it, and does not count, nor do prompts.
+is number s x global batch + i of all epochs, so a resumed run needs only the step. A row is the
+prompt and one answer, cut or padded to one length. The padding follows the answer, so no token of
+the answer attends to it. Targets in prompts and padding do not count.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ from torchdistpackage.errors import DataError
 class PreferenceDataset:
     """Rows of `seq_len` tokens, row 2 i chosen and row 2 i + 1 rejected; see `DataSource`.
 
-    global_batch: pairs in a step, or in a batch of a validation. val_fraction: part of the pairs
-    that only validation sees. 1: all, with no training; 0: none.
+    global_batch: pairs in a step, or in a batch of a validation. val_fraction: fraction of the
+    pairs that only validation sees. 1: all pairs, without training; 0: none.
 
     Raises:
-        DataError: an id is outside `vocab`, a pair is none in such rows, or one side has none; all
-            at once.
+        DataError: an id is outside `vocab`, a pair has no two different answers in such rows, or
+            one side has no pair; all problems at once.
     """
 
     def __init__(
@@ -42,7 +42,9 @@ class PreferenceDataset:
         global_batch: int,
         val_fraction: float,
     ):
-        self.text, self.seq_len, self._num_rows = text, seq_len, 2 * global_batch
+        self.text = text
+        self.seq_len = seq_len
+        self._num_rows = 2 * global_batch
         split = split_pairs(text, val_fraction)
         self._pairs = {name: part.documents for name, part in split.parts.items()}
         self._epochs: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
@@ -56,13 +58,13 @@ class PreferenceDataset:
             raise DataError("\n".join(problems))
 
     def part(self, ranges: Sequence[range]) -> "PreferenceDataset":
-        """See `SequenceSource`: of rows that ranks do not share, all."""
+        """Return this dataset: ranks never share the sequence of a pair, so each reads it all."""
         assert [*ranges] == [range(self.seq_len)]
         return self
 
     @property
     def num_samples(self) -> dict[str, int]:
-        """Rows in an epoch, of each split."""
+        """Rows in an epoch, by split."""
         return {name: 2 * len(pairs) for name, pairs in self._pairs.items()}
 
     def batch(
@@ -76,9 +78,9 @@ class PreferenceDataset:
         *,
         first: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """(ids, targets), int64 (per_rank, seq_len) each, on the CPU; targets of -100 do not count.
+        """Return (ids, targets), int64 (per_rank, seq_len) each, on the CPU.
 
-        per_rank, first: in rows, of which a pair has two.
+        Targets of -100 do not count. per_rank, first: counted in rows; a pair has two.
 
         Raises:
             DataError: no such split or data index, or a file became shorter.
@@ -86,8 +88,8 @@ class PreferenceDataset:
         check_place(split, data_index, num_data)
         self.text.check()
         # training steps are counted from 1, batches of a validation from 0
-        before = (step - 1 if split == "train" else step) * self._num_rows
-        begin = before + first + data_index * per_rank
+        num_before = (step - 1 if split == "train" else step) * self._num_rows
+        begin = num_before + first + data_index * per_rank
         ids = np.zeros((per_rank, self.seq_len), np.int64)
         targets = np.full((per_rank, self.seq_len), IGNORE, np.int64)
         for row, number in enumerate(range(begin, begin + per_rank)):
@@ -100,19 +102,21 @@ class PreferenceDataset:
     def _fill(
         self, document: int, ids: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]
     ) -> None:
-        text, begin = self.text, int(self.text.ends[document - 1]) if document else 0
+        text = self.text
+        begin = int(text.ends[document - 1]) if document else 0
         where = slice(begin, min(int(text.ends[document]), begin + self.seq_len + 1))
         assert text.counted is not None
-        tokens, counts = text.tokens[where].astype(np.int64), text.counted[where] != 0
+        tokens = text.tokens[where].astype(np.int64)
+        counts = text.counted[where] != 0
         ids[: len(tokens)] = tokens[: self.seq_len]
         targets[: len(tokens) - 1] = np.where(counts[1:], tokens[1:], IGNORE)
 
     def _epoch(self, split: Split, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-        """The pairs of a pass in their order; of a validation always the same."""
+        """Return the pairs of an epoch in their order; a validation always has the same order."""
         if split == "val":
             return self._pairs[split]
         if (seed, epoch) not in self._epochs:
-            # two at most: a step may reach into the next one
+            # keep two epochs at most: a step may reach into the next one
             kept = list(self._epochs.items())[-1:]
             drawn = shuffled(self._pairs[split], seed_from("documents", seed, epoch))
             self._epochs = {**dict(kept), (seed, epoch): drawn}

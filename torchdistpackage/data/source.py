@@ -1,9 +1,9 @@
-"""Which samples a rank sees in which step.
+"""The samples that a rank sees in each step.
 
-Sample i of a step is a function of (seed, step, i) alone, and a rank takes its part of
-0, 1, 2, ... by its index along data. So every layout trains on the same samples in the same
-order, a resumed run goes on with the ones that were next, with nothing to save but the step, and
-what was prepared and never used (batches.py) is lost without a trace.
+Sample i of a step is a function of (seed, step, i) alone, and a rank takes its slice of
+0, 1, 2, ... by its index along data. So every layout trains on the same samples in the same order.
+A resumed run goes on with the next samples and needs only the step. Batches that were prepared and
+never used (batches.py) change nothing.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ _CHECK_AT_START = 1 << 26
 
 @runtime_checkable
 class DataSource(Protocol):
-    """What a run trains on. Your own, given by import path, is any object with this method."""
+    """The data of a run. A source of your own, named by import path, is any object with `batch`."""
 
     def batch(
         self,
@@ -49,30 +49,33 @@ class DataSource(Protocol):
         *,
         first: int = 0,
     ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-        """(inputs, targets) of one rank, dim 0 of both being its `per_rank` samples, on the CPU.
+        """Return (inputs, targets) of one rank on the CPU; dim 0 of both is its `per_rank` samples.
 
-        Samples of several documents may have a third, position_ids, see `DataBatch`.
-        They are the samples `first + data_index * per_rank` and up of step `step`. Sample i of a
-        step must depend on nothing but (split, seed, step, i): never on `num_data`, the global
-        rank, or what was asked before. Accumulation round r has first = r * num_data * per_rank.
-        For "val", `step` counts the batches of one validation, from 0, which is the same each time.
+        Samples of several documents may have a third tensor, position_ids, see `DataBatch`.
+        The samples are `first + data_index * per_rank` and up of step `step`. Sample i of a step
+        must depend on (split, seed, step, i) alone: never on `num_data`, the global rank or
+        earlier calls. Accumulation round r has first = r * num_data * per_rank. For "val", `step`
+        counts the batches of one validation, from 0; every validation is the same.
 
-        On a device it is called from a thread, a step ahead, for one batch at a time.
+        For a device, a thread calls this a step ahead, for one batch at a time.
         """
         ...
 
 
 @runtime_checkable
 class SequenceSource(DataSource, Protocol):
-    """A source that reads parts of its samples, where ranks share a sequence. Of one without
-    `part` each rank is given whole samples, and keeps its part.
+    """A source that can read a slice of each sample, for ranks that share a sequence.
+
+    From a source without `part` each rank reads full samples and keeps its slice.
     """
 
     seq_len: int
 
     def part(self, ranges: Sequence[range]) -> "SequenceSource":
-        """The same samples, of whose `seq_len` positions inputs and targets are those in `ranges`,
-        one after another. position_ids stay whole: by them every rank knows who sees whom.
+        """Return a source of the same samples that has inputs and targets at `ranges` only.
+
+        ranges: of the `seq_len` positions, concatenated in this order. position_ids keep all
+        positions: every rank makes its attention mask from them.
         """
         ...
 
@@ -81,8 +84,8 @@ class TokenDataset:
     """Windows of `seq_len` tokens and, as targets, the tokens that follow each.
 
     train, val: 1-D token ids, see `corpus`. Training windows begin anywhere, drawn anew in each
-    step; validation has `num_val` windows, evenly spaced, and begins again after these.
-    global_batch: samples in a batch of a validation; None: no round is left for another call.
+    step. Validation has `num_val` windows, evenly spaced, and begins again after these.
+    global_batch: samples in a batch of a validation; None: num_data * per_rank of a call.
 
     Raises:
         DataError: training data is shorter than one window, or has ids outside the vocabulary
@@ -113,20 +116,20 @@ class TokenDataset:
 
     def part(self, ranges: Sequence[range]) -> "TokenDataset":
         """See `SequenceSource`."""
-        found = copy(self)
-        found._ranges = ranges
-        return found
+        dataset = copy(self)
+        dataset._ranges = ranges
+        return dataset
 
     @cached_property
     def table_entropies(self) -> tuple[float, float] | None:
-        """(unigram, bigram) of the validation split; None of a vocabulary too large to count."""
+        """(unigram, bigram) entropies of the validation split; None for too large a vocabulary."""
         if self.vocab > MAX_TABLE_VOCAB:
             return None
         return entropies(self._ids["train"], self._ids["val"], vocab=self.vocab)
 
     @property
     def num_samples(self) -> dict[Split, int]:
-        """Windows that would hold each token once, the last less than full, of each split."""
+        """Windows that hold each token once, by split; the last one may not be full."""
         return {s: -(-(len(ids) - 1) // self.seq_len) for s, ids in self._ids.items()}
 
     def batch(
@@ -140,8 +143,9 @@ class TokenDataset:
         *,
         first: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """(ids, targets), int64 (per_rank, seq_len) each, on the CPU; see `DataSource.batch`. Of a
-        `part` they are as long as that.
+        """Return (ids, targets), int64 (per_rank, seq_len) each, on the CPU.
+
+        See `DataSource.batch`. A `part` returns tensors of its own length.
 
         Raises:
             DataError: no such split or data index, the split is shorter than one window, or an
@@ -153,17 +157,20 @@ class TokenDataset:
             starts = self._drawn(seed, step, sample)
         else:
             starts = self._spaced(step * (self._global_batch or num_data * per_rank) + sample)
-        found, begin = np.empty((2, per_rank, sum(map(len, self._ranges))), np.int64), 0
-        for each in self._ranges:
-            window = self._windows(split, starts + each.start, len(each))
-            end = begin + len(each)
-            found[0, :, begin:end], found[1, :, begin:end] = window[:, :-1], window[:, 1:]
+        # int64, as torch's embedding and cross entropy take their indices
+        rows = np.empty((2, per_rank, sum(map(len, self._ranges))), np.int64)
+        begin = 0
+        for span in self._ranges:
+            window = self._windows(split, starts + span.start, len(span))
+            end = begin + len(span)
+            rows[0, :, begin:end] = window[:, :-1]
+            rows[1, :, begin:end] = window[:, 1:]
             begin = end
-        inputs, targets = torch.from_numpy(found).unbind()
+        inputs, targets = torch.from_numpy(rows).unbind()
         return inputs, targets
 
     def _windows(self, split: Split, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray:
-        """`length` tokens from each start on, and the one that follows, as their last target."""
+        """Return `length` tokens from each start on, and one more, which is the last target."""
         tokens = self._ids[split]
         window = np.empty((len(starts), length + 1), tokens.dtype)
         for row, start in zip(window, starts.tolist(), strict=True):
@@ -173,7 +180,7 @@ class TokenDataset:
         return window
 
     def _drawn(self, seed: int, step: int, sample: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Random window starts, each a hash of its own sample index."""
+        """Return random window starts, each a hash of its sample index."""
         num_starts = np.uint64(len(self._ids["train"]) - self.seq_len)
         return (hashed(sample, seed_from("data", seed, step)) % num_starts).astype(np.int64)
 
@@ -200,7 +207,7 @@ class TokenDataset:
 
 
 def check_place(split: str, data_index: int, num_data: int) -> None:
-    """What a source is asked for.
+    """Check the split and data index that a source is asked for.
 
     Raises:
         DataError: no such split or data index.
@@ -215,7 +222,7 @@ def check_place(split: str, data_index: int, num_data: int) -> None:
 
 
 def hashed(numbers: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.uint64]:
-    """A random number for each (SplitMix64)."""
+    """Return a random 64-bit number for each of `numbers` (SplitMix64)."""
     z = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     z += np.uint64(seed)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -224,13 +231,15 @@ def hashed(numbers: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.uint64]:
 
 
 def table_entropies(source: DataSource) -> tuple[float, float] | None:
-    """What a model is compared with: see `TokenDataset`; None of a source of your own."""
+    """Return the entropies that a loss is compared with, see `TokenDataset`; None if unknown."""
     return source.table_entropies if isinstance(source, TokenDataset) else None
 
 
 class DataBatch(NamedTuple):
-    """On the host. position_ids: int64 like ids, from 0 in each document of a sample; no token sees
-    another document. None: a sample is one document.
+    """The tensors of a batch, on the host.
+
+    position_ids: int64 like ids, from 0 in each document of a sample; no token attends to another
+    document. None: a sample is one document.
     """
 
     inputs: Tensor
@@ -239,7 +248,7 @@ class DataBatch(NamedTuple):
 
 
 def fingerprint(x: Tensor) -> int:
-    """63-bit number that differs, but for chance, for other contents, shapes and dtypes."""
+    """Return a 63-bit hash of contents, shape and dtype."""
     digest = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)}".encode(), digest_size=8)
     flat = x.detach().cpu().contiguous().reshape(-1)
     digest.update(flat.view(torch.uint8).numpy().data)
@@ -254,18 +263,24 @@ def check_fingerprints(
     *,
     part: int = 0,
 ) -> None:
-    """Make sure that all ranks of the group with equal `part` hold the same fingerprint: one small
-    all-gather.
+    """Check that all ranks of the group with equal `part` have the same fingerprint.
 
-    The value that most hold counts as right, of equally many the first rank's.
+    It takes one small all-gather. The value that most ranks have counts as right; in a tie, that of
+    the first rank.
 
     Raises:
         DataError: on every rank of the group, with the ranks that differ.
     """
-    mine = torch.tensor([[value, part]], dtype=torch.int64, device=device)
-    rows, ranks = primitives.all_gather(mine, group).tolist(), primitives.ranks_of(group)
-    for number in sorted({held for _, held in rows}):
-        values = [(rank, v) for rank, (v, held) in zip(ranks, rows, strict=True) if held == number]
+    # int64 holds the 63 bits of a fingerprint exactly
+    row = torch.tensor([[value, part]], dtype=torch.int64, device=device)
+    rows = primitives.all_gather(row, group).tolist()
+    ranks = primitives.ranks_of(group)
+    for number in sorted({rank_part for _, rank_part in rows}):
+        values = [
+            (rank, v)
+            for rank, (v, rank_part) in zip(ranks, rows, strict=True)
+            if rank_part == number
+        ]
         right, _ = Counter(v for _, v in values).most_common(1)[0]
         if odd := ", ".join(f"rank {r} has {v:016x}" for r, v in values if v != right):
             raise DataError(

@@ -1,7 +1,7 @@
-"""Chats written as one text by a tokenizer's chat template, with what the assistant says in it.
+"""Chats that a tokenizer's chat template writes as one text, with the spans of the assistant.
 
-A turn of the assistant is what the template marks with `{% generation %}`; of a template without
-these marks `chat_turns` finds it. No torch.
+A template marks a turn of the assistant with `{% generation %}`; for a template without these
+marks `chat_turns` finds the turns. No torch.
 """
 
 import json
@@ -37,25 +37,26 @@ ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function")
 
 Render = Callable[..., str]
-"""Called with messages and add_generation_prompt."""
+"""Writes messages as one text; called with messages and add_generation_prompt."""
 
 
 class ChatTemplate:
     """The chat templates of a tokenizer's folder, run in Jinja's sandbox.
 
-    today: the date that templates write as today's. tally: counts what is to be said of the chats
-    that are read.
+    today: the date that templates write as today's. tally: counts how replies were found and
+    which keys no template used, see `row_notes`.
 
     Raises:
         DataError: the folder has none, or `default` is no Jinja template.
     """
 
     def __init__(self, folder: Path, today: date, tally: Tally | None = None):
-        self._folder, self._sources = folder, chat_templates(folder)
+        self._folder = folder
+        self._sources = chat_templates(folder)
         if not self._sources:
             raise DataError(no_chat_template(folder))
-        # no message can contain what is drawn here
-        self._begin, self._end = (f"\0{word}{secrets.token_hex(8)}\0" for word in "<>")
+        # random, so that no message can contain them
+        self._begin, self._end = (f"\0{sign}{secrets.token_hex(8)}\0" for sign in "<>")
         self._compile, self._errors = chat_environment(self._begin, self._end, today)
         self._tokens = special_tokens(folder)
         self._renders: dict[str, Render] = {}
@@ -76,7 +77,7 @@ class ChatTemplate:
         return self._renders[name]
 
     def _writer(self, variables: dict[str, Any], where: str) -> Render:
-        """Return what writes messages of a row: its template with the row's variables."""
+        """Return the function that writes messages of a row: its template with its variables."""
         name = self._name(variables)
         if name is None:
             raise DataError(
@@ -89,7 +90,7 @@ class ChatTemplate:
         return template_name(self._sources, has_tools=variables[TOOLS] is not None)
 
     def _count(self, messages: list[Message], variables: dict[str, Any]) -> None:
-        """Count the keys of messages and the options of a row that its template does not have."""
+        """Count the keys of messages and the options of a row that its template does not use."""
         source = self._sources[self._name(variables) or DEFAULT]
         seen = (*_KNOWN, *(_REASONING if any(key in source for key in _REASONING) else ()))
         for message in messages:
@@ -99,12 +100,14 @@ class ChatTemplate:
         count_unused(self._tally, variables, used, TEMPLATE_OPTIONS)
 
     def document(self, value: dict[str, Any], where: str, first: int = 0) -> Document:
-        """The chat of one line, as text with the spans of the assistant. where: of errors. first:
-        of the messages that are learned; those before it are a prompt.
+        """Return the chat of one line as a text with the spans of the assistant.
+
+        where: names the line in errors. first: the first message that may be learned; the messages
+        before it are a prompt.
 
         Raises:
-            DataError: it is no chat, says nothing that would be learned, or the template does not
-                take it or does not show what the assistant says.
+            DataError: the value is no chat, no message of it would be learned, the template
+                refuses it, or the assistant's text cannot be told from the rest.
         """
         messages = _messages(value, where)
         learned = [i for i in _learned(messages, where) if i >= first]
@@ -115,35 +118,35 @@ class ChatTemplate:
         if self._begin in text:
             self._tally[MARKED] += 1
             return self._marked(text, where, self._finder(write, messages, text), learned)
-        found = self._finder(write, messages, text).turns(learned)
-        if isinstance(found, int):
+        turns = self._finder(write, messages, text).turns(learned)
+        if isinstance(turns, int):
             raise DataError(
-                f"{where}: the chat template does not write message {found + 1} such that what the "
+                f"{where}: the chat template does not write message {turns + 1} such that what the "
                 f"assistant says can be told from the rest; mark replies in the template with "
                 f"{{% generation %}}"
             )
-        self._tally[REWRITTEN if found.rewritten else PREFIXED] += 1
-        return Document(text, spans=_joined(found.spans, where))
+        self._tally[REWRITTEN if turns.rewritten else PREFIXED] += 1
+        return Document(text, spans=_joined(turns.spans, where))
 
     def prompt(self, text: str, where: str) -> str:
-        """What stands before a reply to a user who says `text`.
+        """Return the text before a reply to a user who says `text`.
 
         Raises:
-            DataError: the template does not take it.
+            DataError: the template refuses it.
         """
-        said: list[Message] = [{"role": "user", "content": text}]
-        return self._writer(_variables({}, where), where)(said, add_generation_prompt=True)
+        messages: list[Message] = [{"role": "user", "content": text}]
+        return self._writer(_variables({}, where), where)(messages, add_generation_prompt=True)
 
     def behind_reply(self) -> str:
-        """What the template writes behind a reply, by which a turn ends.
+        """Return the text that the template writes behind a reply to end the turn.
 
         Raises:
-            DataError: the template does not take a chat of one reply.
+            DataError: the template refuses a chat of one reply.
         """
         reply = secrets.token_hex(8)
-        said: list[Message] = [{"role": "user", "content": "-"}]
-        said.append({"role": ASSISTANT, "content": reply})
-        text = self._writer(_variables({}, ""), "a chat of one reply")(said)
+        messages: list[Message] = [{"role": "user", "content": "-"}]
+        messages.append({"role": ASSISTANT, "content": reply})
+        text = self._writer(_variables({}, ""), "a chat of one reply")(messages)
         return self._unmarked(text.partition(reply)[2])
 
     def _text(
@@ -169,10 +172,12 @@ class ChatTemplate:
         return text.replace(self._begin, "").replace(self._end, "")
 
     def _finder(self, write: Render, messages: list[Message], text: str) -> TurnFinder:
-        def plain(some: list[Message], *, add_generation_prompt: bool = False) -> str:
-            return self._unmarked(write(some, add_generation_prompt=add_generation_prompt))
+        def write_unmarked(chat: list[Message], *, add_generation_prompt: bool = False) -> str:
+            return self._unmarked(write(chat, add_generation_prompt=add_generation_prompt))
 
-        return TurnFinder(plain, messages, self._unmarked(text), lambda: self._added_tokens)
+        return TurnFinder(
+            write_unmarked, messages, self._unmarked(text), lambda: self._added_tokens
+        )
 
     @cached_property
     def _added_tokens(self) -> list[str]:
@@ -184,7 +189,7 @@ class ChatTemplate:
     def _marked(
         self, text: str, where: str, finder: TurnFinder, learned: Sequence[int]
     ) -> Document:
-        """The marked parts that are of the messages `learned`."""
+        """Return the chat with those marked spans that belong to the messages `learned`."""
         plain, spans = "", list[tuple[int, int]]()
         for number, part in enumerate(text.split(self._begin)):
             inside, _, after = part.partition(self._end) if number else ("", "", part)
@@ -196,14 +201,14 @@ class ChatTemplate:
         if left_out and len(spans) == len(replies):
             spans = [x for i, x in zip(replies, spans, strict=True) if i in learned]
         elif left_out:
-            found = finder.turns(left_out)
-            if isinstance(found, int):
+            turns = finder.turns(left_out)
+            if isinstance(turns, int):
                 raise DataError(
-                    f"{where}: message {found + 1} is not learned, and the chat template marks "
+                    f"{where}: message {turns + 1} is not learned, and the chat template marks "
                     f"{len(spans)} parts of {len(replies)} replies, so which are its is not known; "
                     f"mark each reply once with {{% generation %}}"
                 )
-            spans = [x for x in spans if not any(x[0] < b and a < x[1] for a, b in found.spans)]
+            spans = [x for x in spans if not any(x[0] < b and a < x[1] for a, b in turns.spans)]
         return Document(plain, spans=_joined(spans, where))
 
 
@@ -212,15 +217,18 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def _with_reasoning(message: Message) -> Message:
-    """Return a message whose reasoning has the names that templates read, as in transformers."""
-    found = next((message[key] for key in _REASONING if message.get(key) is not None), None)
-    if found is None:
+    """Return the message with its reasoning under the names that templates read.
+
+    transformers does the same.
+    """
+    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    if reasoning is None:
         return message
-    return {_REASONING[1]: found, **message, _REASONING[0]: found}
+    return {_REASONING[1]: reasoning, **message, _REASONING[0]: reasoning}
 
 
 def _variables(value: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return what a template is given of a row besides its messages."""
+    """Return the variables that a row sets for its template, besides the messages."""
     tools = value.get(TOOLS)
     if isinstance(tools, str):
         tools = value_of_json(tools, f"{where}: {TOOLS}")
@@ -239,13 +247,13 @@ def _variables(value: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _options(value: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the variables of the template that the row sets, such as enable_thinking."""
-    found = value.get(TEMPLATE_OPTIONS)
-    if isinstance(found, str):
-        found = value_of_json(found, f"{where}: {TEMPLATE_OPTIONS}")
-    if not (found is None or isinstance(found, dict)):
-        kind = type(found).__name__
+    field = value.get(TEMPLATE_OPTIONS)
+    if isinstance(field, str):
+        field = value_of_json(field, f"{where}: {TEMPLATE_OPTIONS}")
+    if not (field is None or isinstance(field, dict)):
+        kind = type(field).__name__
         raise DataError(f"{where}: {TEMPLATE_OPTIONS} is a {kind}; it has to be a mapping")
-    options = {key: x for key, x in cast(dict[str, Any], found or {}).items() if x is not None}
+    options = {key: x for key, x in cast(dict[str, Any], field or {}).items() if x is not None}
     if wrong := [key for key in options if key in _NOT_OPTIONS]:
         raise DataError(
             f"{where}: {TEMPLATE_OPTIONS} has {wrong[0]}, which is no variable of a template "
@@ -255,9 +263,21 @@ def _options(value: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 _NOT_OPTIONS = (
-    *("messages", TOOLS, RETRIEVED, "add_generation_prompt", "conversation", "chat_template"),
-    *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
-    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    "messages",
+    TOOLS,
+    RETRIEVED,
+    "add_generation_prompt",
+    "conversation",
+    "chat_template",
+    "continue_final_message",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
 )
 """Arguments of apply_chat_template that are not for the template, or that others set."""
 
@@ -273,29 +293,29 @@ _KNOWN = ("role", "content", *_COUNTS)
 
 def _learned(messages: list[Message], where: str) -> list[int]:
     """Return the numbers of the assistant's messages that count in the loss."""
-    found: list[int] = []
+    learned: list[int] = []
     for i, message in enumerate(messages):
-        given = {key: message[key] for key in _COUNTS if message.get(key) is not None}
-        for key, value in given.items():
+        flags = {key: message[key] for key in _COUNTS if message.get(key) is not None}
+        for key, value in flags.items():
             if not isinstance(value, int | float) or value not in _COUNTS[key]:
                 raise DataError(
                     f"{where}: {key} of message {i + 1} is {value!r}; a message counts or does "
                     f"not: {' or '.join(map(json.dumps, _COUNTS[key]))}"
                 )
-        counts = all(given.values())
+        counts = all(flags.values())
         if counts and message["role"] == ASSISTANT:
-            found.append(i)
-        elif counts and any(key in given for key in ("train", "training")):
+            learned.append(i)
+        elif counts and any(key in flags for key in ("train", "training")):
             raise DataError(
                 f"{where}: message {i + 1}, of the role {message['role']}, is to be learned "
-                f"({', '.join(given)}); only the {ASSISTANT}'s are: leave it out"
+                f"({', '.join(flags)}); only the {ASSISTANT}'s are: leave it out"
             )
-    if not found:
+    if not learned:
         raise DataError(
             f"{where}: no message of the {ASSISTANT} counts ({', '.join(_COUNTS)}), so nothing "
             f"would be learned; remove it"
         )
-    return found
+    return learned
 
 
 def _joined(spans: list[tuple[int, int]], where: str) -> tuple[tuple[int, int], ...]:
@@ -305,23 +325,24 @@ def _joined(spans: list[tuple[int, int]], where: str) -> tuple[tuple[int, int], 
 
 
 def _messages(value: dict[str, Any], where: str) -> list[Message]:
-    """The messages of a line, without keys that are null."""
+    """Return the messages of a line, without keys that are null."""
     if CHAT not in value:
         names = ", ".join(value) or "none"
         raise DataError(f"{where}: no field {CHAT!r}; there are {names} (data.field)")
-    found = value[CHAT]
-    if not isinstance(found, list):
+    messages = value[CHAT]
+    if not isinstance(messages, list):
         raise DataError(
-            f"{where}: {CHAT} is a {type(found).__name__}; it has to be a list of {{role, content}}"
+            f"{where}: {CHAT} is a {type(messages).__name__}; it has to be a list of "
+            f"{{role, content}}"
         )
-    if not found:
+    if not messages:
         raise DataError(f"{where}: {CHAT} is empty; remove this document")
-    problems = [text for i, x in enumerate(found, 1) if (text := _problem(x, f"message {i}"))]
-    if not problems and all(x["role"] != ASSISTANT for x in found):
+    problems = [text for i, x in enumerate(messages, 1) if (text := _problem(x, f"message {i}"))]
+    if not problems and all(x["role"] != ASSISTANT for x in messages):
         problems = [f"no message is of the {ASSISTANT}, so nothing would be learned; remove it"]
     if problems:
         raise DataError(f"{where}: {'; '.join(problems)}")
-    return [{key: x for key, x in message.items() if x is not None} for message in found]
+    return [{key: x for key, x in message.items() if x is not None} for message in messages]
 
 
 def _problem(message: object, name: str) -> str | None:

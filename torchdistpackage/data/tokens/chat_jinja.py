@@ -1,6 +1,6 @@
 """The Jinja environment of chat templates: a sandbox with the names that transformers gives them.
 
-Only the date is not today's: it is one for a run, so that its ids stay as they are. No torch.
+One difference: a run has one date instead of today's, so that its ids stay the same. No torch.
 """
 
 import json
@@ -13,15 +13,15 @@ from typing import Any
 from torchdistpackage.errors import DataError
 
 _OLDEST = (3, 1, 6)
-"""Before it, sandboxes had ways out."""
+"""Oldest accepted jinja2: templates can break out of the sandboxes of earlier versions."""
 
 
 def chat_environment(
     begin: str, end: str, today: date
 ) -> tuple[Callable[[str], Any], type[Exception]]:
-    """Return what compiles a template, and what that raises.
+    """Return the function that compiles a template, and the class of its errors.
 
-    begin, end: are written around a block `generation`. today: what `strftime_now` writes.
+    begin, end: written around a block `generation`. today: the date that `strftime_now` formats.
 
     Raises:
         DataError: jinja2 is missing or too old.
@@ -34,26 +34,26 @@ def chat_environment(
         raise DataError(
             f"chat templates need jinja2 3.1.6 or later ({error}); pip install jinja2"
         ) from error
-    found = version("jinja2")
-    if tuple(int(x) for x in re.findall(r"\d+", found)[:3]) < _OLDEST:
-        raise DataError(f"chat templates need jinja2 3.1.6 or later, not {found}; upgrade it")
+    installed = version("jinja2")
+    if tuple(int(x) for x in re.findall(r"\d+", installed)[:3]) < _OLDEST:
+        raise DataError(f"chat templates need jinja2 3.1.6 or later, not {installed}; upgrade it")
 
     class GenerationTag(ext.Extension):
         tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser):
-            line = next(parser.stream).lineno
+            lineno = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            around = [nodes.Output([nodes.TemplateData(x)], lineno=line) for x in (begin, end)]
+            around = [nodes.Output([nodes.TemplateData(x)], lineno=lineno) for x in (begin, end)]
             return [around[0], *body, around[1]]
 
     class PublicNamespace(Namespace):
-        """Names of Python's own, which begin with an underscore, are no attributes."""
+        """A namespace that refuses attributes with a leading underscore, such as `__class__`."""
 
         def __init__(*args: Any, **values: Any):
-            # as Jinja's own, so that an attribute may be called self
-            self, *given = args
-            attributes = dict(*given, **values)
+            # self is taken from args, as Jinja does, so that an attribute may be called self
+            self, *mappings = args
+            attributes = dict(*mappings, **values)
             for name in attributes:
                 refuse_private(name)
             Namespace.__init__(self, attributes)
@@ -83,7 +83,7 @@ def chat_environment(
 
 
 class TemplateDict:
-    """`dict` of templates, without what else a class gives access to."""
+    """The `dict` of templates: it gives no access to the attributes of a class."""
 
     def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
         return dict(*args, **values)
@@ -99,7 +99,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own writes < and & as HTML does."""
+    """Write a value as JSON; Jinja's own filter would escape < and & for HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,6 +1,6 @@
-"""The kinds of rows that hold a chat, each as {messages, tools}: OpenAI's, ShareGPT's, Alpaca's.
+"""Chats of OpenAI's, ShareGPT's and Alpaca's rows, converted to {messages, tools}.
 
-What is none of these is left as it is, for the reader of messages to name. No torch.
+Other values are left as they are, for the reader of messages to name. No torch.
 """
 
 from typing import Any, cast
@@ -20,7 +20,7 @@ ROLE_OF = {
     "function_response": "tool",
     "observation": "tool",
 }
-"""Roles that ShareGPT's rows call otherwise."""
+"""Our role for each of ShareGPT's role names that differ from it."""
 _BELOW = "Below is an instruction that describes a task"
 _WRITE = "Write a response that appropriately completes the request."
 _WITH_INPUT = (
@@ -31,12 +31,12 @@ _WITHOUT_INPUT = f"{_BELOW}. {_WRITE}\n\n### Instruction:\n{{instruction}}\n\n##
 
 
 def chat_row(value: dict[str, Any], where: str) -> dict[str, Any]:
-    """`value` with its chat as a list of messages under `messages`, and its tools as a list.
+    """Return `value` with its chat as a list under `messages`, and its tools as a list.
 
-    where: of errors.
+    where: names the row in errors.
 
     Raises:
-        DataError: a part of it is of no known form.
+        DataError: a field of it has no known form.
     """
     row = dict(value)
     if TOOLS in row:
@@ -44,45 +44,46 @@ def chat_row(value: dict[str, Any], where: str) -> dict[str, Any]:
     if value.get(MESSAGES) is not None:
         return {**row, MESSAGES: message_list(value[MESSAGES], f"{where}: {MESSAGES}")}
     if value.get(CONVERSATIONS) is not None:
-        found = message_list(value[CONVERSATIONS], f"{where}: {CONVERSATIONS}")
+        messages = message_list(value[CONVERSATIONS], f"{where}: {CONVERSATIONS}")
     elif is_alpaca(value):
-        found = _alpaca_messages(value, where)
+        messages = _alpaca_messages(value, where)
     else:
         return row
-    if isinstance(found, list) and found and (text := _text(value, SYSTEM, where)):
-        first = found[0]
+    if isinstance(messages, list) and messages and (text := _text(value, SYSTEM, where)):
+        first = messages[0]
         if not (isinstance(first, dict) and first.get("role") == SYSTEM):
-            found = [{"role": SYSTEM, "content": text}, *found]
-    return {**row, MESSAGES: found}
+            messages = [{"role": SYSTEM, "content": text}, *messages]
+    return {**row, MESSAGES: messages}
 
 
 def message_list(value: Any, where: str) -> Any:
-    """The messages of a list or of its JSON text, with role and content as a text.
+    """Return the messages of a list or of its JSON text, each with role and content as text.
 
     Raises:
-        DataError: a part of a content is no text, or JSON within is none.
+        DataError: a part of a content is no text, or a text within is not valid JSON.
     """
-    found = _json_list(value, where)
-    if not isinstance(found, list):
+    messages = _json_list(value, where)
+    if not isinstance(messages, list):
         return value
     return [
         _message(x, f"{where[: where.rfind(': ') + 2]}message {number}")
-        for number, x in enumerate(cast(list[Any], found), 1)
+        for number, x in enumerate(cast(list[Any], messages), 1)
     ]
 
 
 def is_alpaca(value: dict[str, Any]) -> bool:
-    """Whether a row has an instruction."""
+    """Return whether a row has an instruction."""
     return value.get(INSTRUCTION) is not None
 
 
 def alpaca_texts(value: dict[str, Any], where: str) -> tuple[str, Any]:
-    """The prompt of stanford_alpaca, and the output as it is, which has to be checked.
+    """Return the prompt of stanford_alpaca, and the output as it is; the caller checks it.
 
     Raises:
-        DataError: the row has more than such a prompt has room for, or a part that is no text.
+        DataError: the row has a field that such a prompt has no room for, or that is no text.
     """
-    instruction, further = _text(value, INSTRUCTION, where), _text(value, INPUT, where)
+    instruction = _text(value, INSTRUCTION, where)
+    further = _text(value, INPUT, where)
     if extra := [key for key in (SYSTEM, HISTORY) if value.get(key)]:
         raise DataError(
             f"{where}: {extra[0]} has no place in Alpaca's prompts; set data.field to {MESSAGES}"
@@ -108,7 +109,7 @@ def _alpaca_messages(value: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _text(value: dict[str, Any], key: str, where: str) -> str:
-    """That of a key, which may be absent."""
+    """Return the text of a key, or an empty one where the key is absent."""
     text = value.get(key)
     if not (text is None or isinstance(text, str)):
         raise DataError(f"{where}: {key} is a {type(text).__name__}; it has to be a text")
@@ -120,26 +121,26 @@ def _message(message: Any, where: str) -> Any:
         message = value_of_json(message, where)
     if not isinstance(message, dict):
         return message
-    found = dict(cast(dict[str, Any], message))
-    if "from" in found and "value" in found:
-        found = {"role": found.pop("from"), "content": found.pop("value"), **found}
-    role = found.get("role")
+    renamed = dict(cast(dict[str, Any], message))
+    if "from" in renamed and "value" in renamed:
+        renamed = {"role": renamed.pop("from"), "content": renamed.pop("value"), **renamed}
+    role = renamed.get("role")
     if isinstance(role, str):
-        found["role"] = ROLE_OF.get(role, role)
-    if isinstance(content := found.get("content"), list):
-        found["content"] = _joined(cast(list[Any], content), where)
-    if found.get("role") == CALL:
-        calls = value_of_json(str(found["content"]), f"{where}, a {CALL},")
-        each = cast(list[Any], calls if isinstance(calls, list) else [calls])
-        calls = [{"type": "function", "function": x} for x in each]
-        return {**found, "role": "assistant", "content": "", "tool_calls": calls}
-    if "tool_calls" in found:
-        found["tool_calls"] = _json_list(found["tool_calls"], f"{where}: tool_calls")
-    return found
+        renamed["role"] = ROLE_OF.get(role, role)
+    if isinstance(content := renamed.get("content"), list):
+        renamed["content"] = _joined(cast(list[Any], content), where)
+    if renamed.get("role") == CALL:
+        calls = value_of_json(str(renamed["content"]), f"{where}, a {CALL},")
+        call_list = cast(list[Any], calls if isinstance(calls, list) else [calls])
+        calls = [{"type": "function", "function": x} for x in call_list]
+        return {**renamed, "role": "assistant", "content": "", "tool_calls": calls}
+    if "tool_calls" in renamed:
+        renamed["tool_calls"] = _json_list(renamed["tool_calls"], f"{where}: tool_calls")
+    return renamed
 
 
 def _joined(parts: list[Any], where: str) -> Any:
-    """The text of a content in parts; what has none is left, to be named as no text."""
+    """Return the text of a content in parts; other contents pass unchanged, to be refused later."""
     if not parts or not all(isinstance(x, dict) and "type" in x for x in parts):
         return parts
     texts: list[str] = []
@@ -154,7 +155,7 @@ def _joined(parts: list[Any], where: str) -> Any:
 
 
 def _json_list(value: Any, where: str) -> Any:
-    """A list that may be written as a text of JSON, as may each of its items."""
+    """Return a list; it, or each of its items, may be given as a JSON text."""
     if isinstance(value, str):
         if not value.strip():
             return None
@@ -168,7 +169,7 @@ def _json_list(value: Any, where: str) -> Any:
 
 
 def value_of_json(text: str, what: str) -> Any:
-    """Return the value that a text of JSON stands for: schemas differ, so a table may hold one.
+    """Return the value of a JSON text: a table with one column type may hold such texts.
 
     what: names the text in errors.
 

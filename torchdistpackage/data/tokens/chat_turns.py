@@ -1,8 +1,8 @@
-"""Where the assistant's turns are in a chat that a template has written without marks of them.
+"""Finds the assistant's turns in a chat that a template has written without marks.
 
-A turn begins behind the generation prompt and ends where the next message begins. Both are found by
-writing the chat again: up to a message, or with a sentinel behind one. Nothing is taken for granted
-of the template: what it writes with a sentinel has to be the chat but for the sentinel. No torch.
+A turn begins behind the generation prompt and ends where the next message begins. The finder writes
+the chat again to find both: up to a message, or with a sentinel behind one. It takes nothing about
+the template for granted: without the sentinel, such a text must equal the chat. No torch.
 """
 
 import secrets
@@ -16,19 +16,22 @@ from torchdistpackage.errors import DataError
 
 Message = dict[str, Any]
 Write = Callable[..., str]
-"""Called with messages and add_generation_prompt; raises DataError if the template refuses them."""
+"""Writes messages as one text; raises DataError if the template refuses them. Called with messages
+and add_generation_prompt."""
 
 
 class Turns(NamedTuple):
-    """spans: the characters of each turn. rewritten: whether sentinels were needed."""
+    """The turns of a chat. spans: characters of each turn. rewritten: sentinels were needed."""
 
     spans: list[tuple[int, int]]
     rewritten: bool
 
 
 class _Anchor(NamedTuple):
-    """A place in the chat behind some text of a message. put: the message with a sentinel there.
-    is_single: the template writes it once."""
+    """A position in the chat behind some text of a message.
+
+    put: the message with a sentinel there. is_single: the template writes that text once.
+    """
 
     put: Message
     position: int
@@ -38,21 +41,22 @@ class _Anchor(NamedTuple):
 class TurnFinder:
     """Finds turns in `text`, which `write` makes of `messages`.
 
-    tokens: of the tokenizer, no part of which is a text of its own, such as <|im_end|>.
+    tokens: texts of the tokenizer that must not be split, such as <|im_end|>.
     """
 
     def __init__(
         self, write: Write, messages: list[Message], text: str, tokens: Callable[[], Sequence[str]]
     ):
-        self._write, self.messages, self._text = write, messages, text
+        self._write = write
+        self.messages = messages
+        self._text = text
         self._tokens = tokens
         self._sentinel = f"Zq{secrets.token_hex(8)}qZ"
         self._anchors: dict[int, _Anchor | None] = {}
         self._beginnings: dict[tuple[int, bool], str | None] = {}
 
     def turns(self, wanted: Sequence[int]) -> Turns | int:
-        """Return the turns that are the messages of these numbers, or the first of these numbers
-        whose turn cannot be proved."""
+        """Return the turns of the messages `wanted`, or the first one whose turn is unproved."""
         spans, rewritten = list[tuple[int, int]](), False
         for i in wanted:
             is_last = i + 1 == len(self.messages)
@@ -69,8 +73,11 @@ class TurnFinder:
         return Turns(spans, rewritten)
 
     def _behind_own_header(self, i: int, begin: int) -> int:
-        """Where a turn begins that the template begins with a header, though its generation prompt
-        is empty there: behind a tool's reply, where the model goes on with its turn."""
+        """Return where turn `i` begins, behind a header that is no generation prompt.
+
+        After a tool's reply the model goes on with its turn, so some templates write no generation
+        prompt there, yet begin the message with a header.
+        """
         if not i or self.messages[i - 1]["role"] in ("user", "assistant") or self._prompt(i):
             return begin
         content = str(self.messages[i].get("content") or "")
@@ -80,54 +87,54 @@ class TurnFinder:
         return begin
 
     def _by_prefixes(self, i: int) -> tuple[int, int] | None:
-        """The turn of a template that writes each message alike, whatever follows."""
-        before = self._before(i)
-        if before is None or not self._text.startswith(before):
+        """Return the turn if the template writes each message the same, whatever follows it."""
+        head = self._before(i)
+        if head is None or not self._text.startswith(head):
             return None
         if i + 1 == len(self.messages):
-            return len(before), len(self._text)
+            return len(head), len(self._text)
         upto = self._upto(i + 1)
-        if upto is None or not (upto.startswith(before) and self._text.startswith(upto)):
+        if upto is None or not (upto.startswith(head) and self._text.startswith(upto)):
             return None
-        return len(before), len(upto)
+        return len(head), len(upto)
 
     def _before(self, i: int) -> str | None:
-        """The chat before a message with the generation prompt, where the template writes that."""
-        before = self._upto(i, add_generation_prompt=True)
+        """Return the chat before message `i`, with the generation prompt if there is one."""
+        head = self._upto(i, add_generation_prompt=True)
         follows_user = i and self.messages[i - 1]["role"] != "assistant"
-        if before is None or follows_user or any(map(before.endswith, self._prompts)):
-            return before
-        return None if any(self._prompts) else before
+        if head is None or follows_user or any(map(head.endswith, self._prompts)):
+            return head
+        return None if any(self._prompts) else head
 
     def _begin(self, i: int) -> int | None:
-        """Where a turn begins: behind what it has in common with the generation prompt."""
-        before = self._before(i)
-        if before is not None and self._text.startswith(before):
-            return len(before)
-        # its content begins with no letter of a prompt, and what precedes it is what it is
+        """Return where a turn begins: behind what it has in common with the generation prompt."""
+        prompted = self._before(i)
+        if prompted is not None and self._text.startswith(prompted):
+            return len(prompted)
+        # with a sentinel for content, the beginning shared with a prompt ends before the content
         bare = {**self.messages[i], "content": self._sentinel}
         prompt = self._prompt(i)
         anchor = self._anchor(i - 1) if i else None
         if anchor is not None and anchor.is_single:
-            head = [*self.messages[: i - 1], anchor.put]
-            marked = self._behind(self._try(head, add_generation_prompt=True))
-            whole = self._try([*head, bare, *self.messages[i + 1 :]])
-            shared = self._shared(marked, self._behind(whole), prompt) if before else None
+            chat_before = [*self.messages[: i - 1], anchor.put]
+            marked = self._behind(self._try(chat_before, add_generation_prompt=True))
+            written = self._try([*chat_before, bare, *self.messages[i + 1 :]])
+            shared = self._shared(marked, self._behind(written), prompt) if prompted else None
             if shared is not None and self._text.startswith(shared, anchor.position):
                 return anchor.position + len(shared)
-        whole = self._try([*self.messages[:i], bare, *self.messages[i + 1 :]])
-        shared = self._shared(before, whole, prompt)
+        written = self._try([*self.messages[:i], bare, *self.messages[i + 1 :]])
+        shared = self._shared(prompted, written, prompt)
         if shared is not None and self._text.startswith(shared):
             return len(shared)
-        behind = self._behind_header((whole or "").partition(self._sentinel)[0], anchor)
+        behind = self._behind_header((written or "").partition(self._sentinel)[0], anchor)
         if behind is not None:
             return behind
-        # content that holds the reasoning, where the prompt has an empty one
-        shared = self._shared(before, self._text, prompt)
+        # a content that includes the reasoning, where the prompt has an empty one
+        shared = self._shared(prompted, self._text, prompt)
         return None if shared is None else len(shared)
 
     def _behind_header(self, head: str, anchor: _Anchor | None) -> int | None:
-        """Where a turn begins: behind the last header in `head`, what is before its content."""
+        """Return where a turn begins: behind the last header in `head`; its content follows."""
         first = 0 if anchor is None else anchor.position
         for header in self._headers:
             at = head.rfind(header)
@@ -135,17 +142,20 @@ class TurnFinder:
                 return at + len(header)
         return None
 
-    def _shared(self, before: str | None, whole: str | None, prompt: str) -> str | None:
-        """What a text that ends with the generation prompt shares with the chat, if that is all of
-        the text but for an end of the prompt."""
-        if before is None or whole is None:
+    def _shared(self, prompted: str | None, chat: str | None, prompt: str) -> str | None:
+        """Return the common beginning of `prompted` and `chat`, or None if it is too short.
+
+        prompted: a text that ends with `prompt`, the generation prompt. The beginning has to hold
+        all of it but for an end of the prompt.
+        """
+        if prompted is None or chat is None:
             return None
-        shared = self._common(before, whole)
-        is_whole = len(shared) == len(before)
-        return shared if is_whole or len(shared) > len(before) - len(prompt) else None
+        shared = self._common(prompted, chat)
+        is_all = len(shared) == len(prompted)
+        return shared if is_all or len(shared) > len(prompted) - len(prompt) else None
 
     def _prompt(self, i: int) -> str:
-        """The generation prompt behind the messages before `i`."""
+        """Return the generation prompt behind the messages before `i`."""
         plain, asked = self._upto(i), self._upto(i, add_generation_prompt=True)
         return self._added(plain, asked)
 
@@ -159,7 +169,7 @@ class TurnFinder:
 
     @cached_property
     def _after_users(self) -> list[list[Message]]:
-        """Beginnings of the chat that end with a user, or else a user alone."""
+        """Beginnings of the chat that end with a user, or a user alone if there is none."""
         users = [j for j, x in enumerate(self.messages) if x["role"] == "user"]
         chats = [self.messages[: j + 1] for j in users[:2]]
         return chats or [[{"role": "user", "content": "-"}]]
@@ -171,17 +181,19 @@ class TurnFinder:
 
     @cached_property
     def _headers(self) -> list[str]:
-        """What stands before a reply to a user: generation prompts, or what of them a reply has."""
-        found = {*self._prompts}
+        """Texts before a reply to a user: generation prompts, or what replies share with them."""
+        headers = {*self._prompts}
         for chat in self._after_users:
-            prompt, before = self._prompt_of(chat), self._try(chat, add_generation_prompt=True)
-            whole = self._try([*chat, {"role": "assistant", "content": self._sentinel}])
-            if (shared := self._shared(before, whole, prompt)) is not None and before is not None:
-                found.add(shared[len(before) - len(prompt) :])
-        return sorted(found - {""}, key=len, reverse=True)
+            prompt, prompted = self._prompt_of(chat), self._try(chat, add_generation_prompt=True)
+            replied = self._try([*chat, {"role": "assistant", "content": self._sentinel}])
+            if (
+                shared := self._shared(prompted, replied, prompt)
+            ) is not None and prompted is not None:
+                headers.add(shared[len(prompted) - len(prompt) :])
+        return sorted(headers - {""}, key=len, reverse=True)
 
     def _end(self, i: int) -> int | None:
-        """Where a turn ends: behind what the template writes before a generation prompt."""
+        """Return where a turn ends: where the template would write a generation prompt."""
         if i + 1 == len(self.messages):
             return len(self._text)
         if (anchor := self._anchor(i)) is None:
@@ -201,16 +213,16 @@ class TurnFinder:
             yield self._prompt(i)
 
     def _anchor(self, i: int) -> _Anchor | None:
-        """A place in message `i` where a sentinel changes nothing else of the chat."""
+        """Return a position in message `i` where a sentinel changes nothing else of the chat."""
         if not self._anchors:
             self._anchors |= self._replies()
         if i not in self._anchors:
-            found = (self._proved(i, put) for put in self._with_sentinel(self.messages[i]))
-            self._anchors[i] = next((x for x in found if x is not None), None)
+            candidates = (self._proved(i, put) for put in self._with_sentinel(self.messages[i]))
+            self._anchors[i] = next((x for x in candidates if x is not None), None)
         return self._anchors[i]
 
     def _replies(self) -> dict[int, _Anchor]:
-        """The anchors behind all replies at once, if the template takes sentinels there."""
+        """Return anchors behind all replies at once, if the template takes sentinels there."""
         texts = {
             i: text
             for i, x in enumerate(self.messages)
@@ -244,8 +256,10 @@ class TurnFinder:
         return _Anchor(put, chat.index(self._sentinel), chat.count(self._sentinel) == 1)
 
     def _with_sentinel(self, message: Message) -> Iterator[Message]:
-        """The message with a sentinel behind its content, which a template may trim, or behind the
-        name of its last call."""
+        """Yield the message with a sentinel behind its content or behind the name of its last call.
+
+        A template may trim a content, so the trimmed one is tried too.
+        """
         content = message.get("content")
         for text in dict.fromkeys((content, content.rstrip())) if isinstance(content, str) else ():
             yield {**message, "content": text + self._sentinel}
@@ -265,13 +279,13 @@ class TurnFinder:
                     yield {**message, "tool_calls": [*calls[:-1], put]}
 
     def _behind(self, text: str | None) -> str | None:
-        """What follows the first of the sentinels of a text."""
+        """Return the text behind the first sentinel, or None without one."""
         if text is None or self._sentinel not in text:
             return None
         return text.partition(self._sentinel)[2]
 
     def _common(self, one: str, other: str) -> str:
-        """What both texts begin with, without a part of a token."""
+        """Return the longest common beginning of both texts that splits no token."""
         lengths = range(1, min(len(one), len(other)) + 1)
         shared = one[: bisect_left(lengths, True, key=lambda n: one[:n] != other[:n])]
         cut, tokens = len(shared), [x for x in self._tokens() if len(x) > 1]
@@ -287,7 +301,7 @@ class TurnFinder:
             cut = min(inside)
 
     def _upto(self, i: int, *, add_generation_prompt: bool = False) -> str | None:
-        """What the template writes of the messages before `i`."""
+        """Return what the template writes for the messages before `i`."""
         key = i, add_generation_prompt
         if key not in self._beginnings:
             self._beginnings[key] = self._try(
@@ -296,7 +310,7 @@ class TurnFinder:
         return self._beginnings[key]
 
     def _try(self, messages: list[Message], *, add_generation_prompt: bool = False) -> str | None:
-        """What the template writes; None if it takes no such chat."""
+        """Return what the template writes; None if it refuses the chat."""
         try:
             return self._write(messages, add_generation_prompt=add_generation_prompt)
         except DataError:

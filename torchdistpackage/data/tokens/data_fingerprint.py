@@ -1,7 +1,7 @@
 """A fingerprint of the data files of a run, by which a resumed run tells that they were edited.
 
-A file of at most 64 MiB is read whole, of a larger one its size and 64 blocks that lie evenly in
-it. No torch.
+It covers all bytes of a file of at most 64 MiB, and the size and 64 evenly spaced blocks of a
+larger one. No torch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,14 +19,14 @@ _BLOCK_BYTES = 1 << 16
 
 
 class DataFingerprints(NamedTuple):
-    """Of the files that a run trains on, and of those that only validations read. "": unknown."""
+    """Fingerprints of the files of training, and of those only validation reads; "": unknown."""
 
     training: str = ""
     evaluation: str = ""
 
 
 def data_fingerprints(config: RunConfig) -> DataFingerprints:
-    """Of the files as they are now."""
+    """Return the fingerprints of the files as they are now."""
     both = _parts(config)
     return DataFingerprints(
         *(data_fingerprint([x.path for x in p.values() if x.path is not None]) for p in both)
@@ -34,15 +34,15 @@ def data_fingerprints(config: RunConfig) -> DataFingerprints:
 
 
 def edited_data(
-    config: RunConfig, step: int, before: DataFingerprints, now: DataFingerprints
+    config: RunConfig, step: int, saved: DataFingerprints, current: DataFingerprints
 ) -> list[str]:
-    """What to say of data that are others than when `step` was saved."""
+    """Return notes on data files that have changed since `step` was saved."""
     follows = (
         "the samples from here on are not those of an undisturbed run",
         "losses of validations from here on are not comparable with those before",
     )
     notes: list[str] = []
-    for parts, old, new, text in zip(_parts(config), before, now, follows, strict=True):
+    for parts, old, new, text in zip(_parts(config), saved, current, follows, strict=True):
         if step and old and new != old:
             keys = ", ".join(f"{key} {part.path}" for key, part in parts.items())
             notes.append(f"{keys} has other contents than when step {step} was saved, so {text}")
@@ -50,12 +50,12 @@ def edited_data(
 
 
 def _parts(config: RunConfig) -> tuple[dict[str, DataSection], dict[str, DataSection]]:
-    trains, every = config.data.parts, config.data.all_parts
-    return trains, {key: part for key, part in every.items() if key not in trains}
+    trains = config.data.parts
+    return trains, {key: x for key, x in config.data.all_parts.items() if key not in trains}
 
 
 def data_fingerprint(paths: Sequence[str]) -> str:
-    """Of files, and of all files of folders with their names; "" where there is none to read."""
+    """Return a hash of files, and of folders with the names in them; "" if one cannot be read."""
     if not paths:
         return ""
     checksum = xxhash.xxh3_64()
@@ -67,7 +67,7 @@ def data_fingerprint(paths: Sequence[str]) -> str:
                 for start, length in _spans(size_bytes):
                     opened.seek(start)
                     checksum.update(opened.read(length))
-    except OSError:  # whoever reads the data says what is wrong
+    except OSError:  # the reader of the data reports what is wrong
         return ""
     return checksum.hexdigest()
 

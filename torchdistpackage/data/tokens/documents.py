@@ -1,8 +1,8 @@
 """The documents of text files, JSON lines and parquet files, one after another. No torch.
 
-A file is read in pieces, each of whole lines or row groups, so that several processes can share it.
-A line or row that is no document comes as the error that says so, in its place, so that a reader
-can name several of them at once.
+A file is read in pieces of complete lines or row groups, so that several processes can share it.
+Where a line or row is no document, its error comes in its place, so that a reader can name several
+errors at once.
 """
 
 import os
@@ -28,29 +28,29 @@ from torchdistpackage.data.tokens.parquet_rows import parquet_file, plain_rows
 from torchdistpackage.errors import DataError
 
 PAIRS = "prompt+completion"
-"""The field that stands for two: the prompt does not count in the loss."""
+"""The field name that stands for two fields; the prompt does not count in the loss."""
 CHAT, TOOLS = "messages", "tools"
-"""The field that holds a chat, a list of messages, and that of its tools."""
+"""Fields of a chat: its list of messages, and its tools."""
 TEMPLATE_OPTIONS, RETRIEVED = "chat_template_kwargs", "documents"
-"""Variables of the chat template that a row sets, and texts that were found for it."""
+"""Fields of a chat: template variables that the row sets, and texts retrieved for it."""
 CHAT_EXTRAS = (TOOLS, TEMPLATE_OPTIONS, RETRIEVED)
-"""Fields next to a chat, which need not be there."""
+"""Optional fields next to a chat."""
 _CHAT_KINDS = (CHAT, CONVERSATIONS, INSTRUCTION)
-"""Fields of which a chat has one."""
+"""Fields that hold a chat; a row has one of them."""
 _CHAT_HINT = f"; data.field={CHAT} reads chats, also those of ShareGPT and Alpaca"
 PIECE_BYTES = 1 << 20
-"""Of a file that is read at once, more where a line or row group is longer: at the 1 to 4 MB/s that
-a core tokenizes, cores that share the last pieces of a file wait less than a second."""
+"""Size of a piece; it is larger where a line or row group is longer. A core tokenizes 1 to 4 MB/s,
+so the cores that finish first wait less than a second for the last pieces of a file."""
 _BLOCK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class TextSource:
-    """What to tokenize. kind: text, jsonl, parquet or preference; path: a file, or a folder of such
-    files.
+    """The texts to tokenize, and how to read them.
 
-    field: of a jsonl line or parquet column; `prompt+completion` reads these two, `messages` is a
-    chat of any kind. tokenizer: a folder with tokenizer.json, or that file. bos, eos: see
+    kind: text, jsonl, parquet or preference. path: a file, or a folder of such files.
+    field: key of a jsonl line, or a parquet column; `prompt+completion` reads these two, `messages`
+    a chat of any kind. tokenizer: a folder with tokenizer.json, or that file. bos, eos: see
     `text_ends`. today: the date that a chat template writes as today's; None: it writes none.
     """
 
@@ -64,27 +64,27 @@ class TextSource:
 
     @property
     def is_chat(self) -> bool:
-        """Whether each line or row is a chat."""
+        """True if each line or row is a chat."""
         return self.field in CHAT_FIELDS
 
     @property
     def may_be_chat(self) -> bool:
-        """Whether the chat template of the tokenizer's folder says what the text is."""
+        """True if the chat template of the tokenizer's folder may write the text."""
         return self.is_chat or self.kind == PREFERENCE
 
     @property
     def has_prompts(self) -> bool:
-        """Whether some tokens do not count."""
+        """True if some tokens may not count in the loss."""
         return self.is_chat or self.field == PAIRS or self.kind == PREFERENCE
 
     @property
     def documents_per_line(self) -> int:
-        """Of a pair both answers are documents, the chosen one first."""
+        """Number of documents of a line: a pair has two, the chosen answer first."""
         return 2 if self.kind == PREFERENCE else 1
 
     @property
     def ends(self) -> TextEnds:
-        """What stands around each document; around a chat nothing, as a template has written it.
+        """Ids around each document; none around a chat, as its template writes them.
 
         Raises:
             DataError: see `text_ends`.
@@ -95,8 +95,10 @@ class TextSource:
 
 
 class Document(NamedTuple):
-    """text: what is trained on. prompt: before it, without counting. spans: the characters of text
-    that count, from and to; None: all.
+    """A text to train on.
+
+    prompt: precedes the text and does not count. spans: ranges of characters of `text` that count;
+    None: all count.
     """
 
     text: str
@@ -105,7 +107,7 @@ class Document(NamedTuple):
 
     @property
     def learned(self) -> tuple[tuple[int, int], ...] | None:
-        """The characters of prompt and text together that count; None: all."""
+        """Ranges of characters of prompt + text that count; None: all count."""
         if self.spans is None and self.prompt:
             return ((len(self.prompt), len(self.prompt) + len(self.text)),)
         return self.spans
@@ -119,33 +121,36 @@ class AnswerPair(NamedTuple):
 
 
 Reader = Callable[[dict[str, Any], str], Document | AnswerPair]
-"""What an object holds, and where it is, for errors; raises DataError if it holds no such thing."""
+"""Reads a document from a row; called with the row and its place, for errors. Raises DataError."""
 
 
 def files_of(kind: str, path: Path) -> list[Path]:
-    """The file, or those of a folder and below that are not hidden, in order of their names.
+    """Return the file, or the files in and below a folder that are not hidden, sorted by path.
 
-    Of a folder jsonl and parquet files are those with that suffix.
+    From a folder, jsonl and parquet take only the files with their suffix.
 
     Raises:
         DataError: there are none.
     """
     if path.is_file():
         return [path]
-    suffix, found = SUFFIX_OF_KIND.get(kind, ""), list[Path]()
+    suffix = SUFFIX_OF_KIND.get(kind, "")
+    files = list[Path]()
     for folder, folders, names in os.walk(path):
         folders[:] = [name for name in folders if name[0] != "."]
         paths = (Path(folder, n) for n in names if n[0] != "." and n.endswith(suffix))
-        found += [path for path in paths if path.is_file()]  # the read of a pipe would not end
-    if not found:
-        what = f"no {suffix} file" if suffix else "no file"
-        raise DataError(f"data.path {path}: there is {what} there; put the data there")
-    return sorted(found)
+        files += [path for path in paths if path.is_file()]  # reading a pipe would never end
+    if not files:
+        missing = f"no {suffix} file" if suffix else "no file"
+        raise DataError(f"data.path {path}: there is {missing} there; put the data there")
+    return sorted(files)
 
 
 class Piece(NamedTuple):
-    """What is read at once of a file: of JSON lines from byte `first` to before byte `last`, of
-    parquet these row groups. num_bytes: that it has in the file.
+    """The part of a file that is read at once.
+
+    first, last: a half-open range of bytes for JSON lines, of row groups for parquet. num_bytes:
+    its size in the file.
     """
 
     path: Path
@@ -155,7 +160,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(kind: str, path: Path) -> Iterator[Piece]:
-    """A file in pieces, in order; one, even if it is empty. A text file is one document, so one.
+    """Yield the pieces of a file in order, at least one; a text file is one document, so one piece.
 
     Raises:
         DataError: the file cannot be read, or is no parquet file.
@@ -166,7 +171,8 @@ def pieces_of(kind: str, path: Path) -> Iterator[Piece]:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            first, last = 0, size if kind == "text" else _line_end(file, PIECE_BYTES, size)
+            first = 0
+            last = size if kind == "text" else _line_end(file, PIECE_BYTES, size)
             yield Piece(path, first, last, last)
             while last < size:
                 first, last = last, _line_end(file, last + PIECE_BYTES, size)
@@ -176,12 +182,12 @@ def pieces_of(kind: str, path: Path) -> Iterator[Piece]:
 
 
 def _line_end(file: BinaryIO, at: int, size: int) -> int:
-    """The first beginning of a line from byte `at` on; `size`: there is none."""
-    at = min(at, size) - 1  # the byte before may end a line
+    """Return where the first line from byte `at` on begins, or `size` if none does."""
+    at = min(at, size) - 1  # the byte before `at` may end a line
     file.seek(max(at, 0))
     while at < size and (block := file.read(_BLOCK_BYTES)):
-        if (found := block.find(b"\n")) >= 0:
-            return at + found + 1
+        if (newline := block.find(b"\n")) >= 0:
+            return at + newline + 1
         at += len(block)
     return size
 
@@ -189,11 +195,11 @@ def _line_end(file: BinaryIO, at: int, size: int) -> int:
 def documents_of(
     kind: str, piece: Piece, field: str, reader: Reader | None = None, number: int = 0
 ) -> Iterator[Document | AnswerPair | DataError | None]:
-    """All documents of a piece of a file.
+    """Yield all documents of a piece of a file.
 
-    reader: of lines and rows; by default texts under `field`. number: lines or rows of the file
-    before the piece, for errors. Instead of a line or row that is no JSON object or no document
-    comes the error that says so, and None for an empty line.
+    reader: reads a line or row; by default it takes the texts under `field`. number: lines or rows
+    of the file before the piece, for errors. A line or row that is no JSON object or no document
+    comes as its error, and an empty line as None.
 
     Raises:
         DataError: the file cannot be read, is no text or no parquet file, or lacks a column.
@@ -210,16 +216,17 @@ def documents_of(
 def _json_lines(
     piece: Piece, reader: Reader, number: int
 ) -> Iterator[Document | AnswerPair | DataError | None]:
-    path, left = piece.path, piece.num_bytes
+    path = piece.path
+    num_left = piece.num_bytes
     try:
         with path.open("rb") as file:
             if piece.first == 0 and (problem := wrong_encoding(file.read(4))) is not None:
                 raise DataError(f"{path} {problem}")
             file.seek(piece.first)
-            while left > 0 and (line := file.readline()):
-                left -= len(line)
+            while num_left > 0 and (line := file.readline()):
+                num_left -= len(line)
                 number += 1
-                line = line.removeprefix(BOM)  # of files that were put together, too
+                line = line.removeprefix(BOM)  # joined files have one amid their lines too
                 if not line.strip():
                     yield None
                     continue
@@ -246,7 +253,8 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
 
 def _row_groups(path: Path) -> Iterator[Piece]:
     with parquet_file(path) as file:
-        facts, first, size = file.metadata, 0, 0
+        facts = file.metadata
+        first = size = 0
         for index in range(facts.num_row_groups):
             group = facts.row_group(index)
             columns = map(group.column, range(group.num_columns))
@@ -261,13 +269,14 @@ def _row_groups(path: Path) -> Iterator[Piece]:
 def _rows(
     piece: Piece, field: str, reader: Reader, number: int
 ) -> Iterator[Document | AnswerPair | DataError]:
-    path, groups = piece.path, list(range(piece.first, piece.last))
+    path = piece.path
+    groups = list(range(piece.first, piece.last))
     with parquet_file(path) as file:
-        there = file.schema_arrow.names
-        names, missing = _columns(field, there)
+        columns = file.schema_arrow.names
+        names, missing = _columns(field, columns)
         if missing is not None:
             raise DataError(
-                f"{path}: no column {missing!r}; there are {', '.join(there)} (data.field)"
+                f"{path}: no column {missing!r}; there are {', '.join(columns)} (data.field)"
             )
         for row in plain_rows(file, groups, names):
             number += 1
@@ -280,17 +289,17 @@ def _rows(
                 yield error
 
 
-def _columns(field: str, there: list[str]) -> tuple[list[str], str | None]:
-    """Those to read, of these, and one that is missing."""
+def _columns(field: str, columns: list[str]) -> tuple[list[str], str | None]:
+    """Return which of `columns` to read, and a missing one or None."""
     names = _fields(field)
     if field in CHAT_FIELDS:
-        missing = None if any(x in there for x in _CHAT_KINDS) else field
-    elif field == PAIRS and INSTRUCTION in there:
+        missing = None if any(x in columns for x in _CHAT_KINDS) else field
+    elif field == PAIRS and INSTRUCTION in columns:
         missing = None
     else:
         names = field.split("+") if field == PAIRS else [field]
-        missing = next((x for x in names if x not in there), None)
-    return [x for x in names if x in there], missing
+        missing = next((x for x in names if x not in columns), None)
+    return [x for x in names if x in columns], missing
 
 
 def column_names(path: Path) -> list[str]:
@@ -307,10 +316,10 @@ def fields_of(source: TextSource) -> list[str]:
 
 
 def fields_of_row(source: TextSource, value: dict[str, Any]) -> list[str]:
-    """Return the keys of this row that are read, by the kind that it is of."""
-    mine = (CHAT,) if source.is_chat else ("prompt",)
+    """Return the keys of this row that are read; its kind decides which."""
+    decisive_keys = (CHAT,) if source.is_chat else ("prompt",)
     unread: tuple[str, ...] = ()
-    if any(value.get(key) is not None for key in mine):
+    if any(value.get(key) is not None for key in decisive_keys):
         unread = (CONVERSATIONS, *ALPACA)
     elif value.get(CONVERSATIONS) is not None:
         unread = tuple(key for key in ALPACA if key != SYSTEM)
@@ -326,10 +335,10 @@ def _fields(field: str) -> list[str]:
 
 
 def text_document(value: dict[str, Any], where: str, *, field: str) -> Document:
-    """The texts of one line or row.
+    """Return the document of one line or row.
 
     Raises:
-        DataError: it lacks a field, or that is no text or empty.
+        DataError: a field is missing, is no text or is empty.
     """
     if field == PAIRS and is_alpaca(value) and value.get("prompt") is None:
         prompt, answer = alpaca_texts(value, where)
@@ -351,12 +360,12 @@ def text_document(value: dict[str, Any], where: str, *, field: str) -> Document:
     return Document(texts[-1], texts[0] if len(texts) > 1 else "")
 
 
-def is_unicode(text: str, what: str) -> str:
-    """`text`, which JSON can write with half of a pair of surrogates; raises DataError of such."""
+def is_unicode(text: str, label: str) -> str:
+    """Return `text`; raise DataError if it has half a surrogate pair, which JSON can write."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{what} is no Unicode text: letter {error.start}") from error
+        raise DataError(f"{label} is no Unicode text: letter {error.start}") from error
     return text
 
 

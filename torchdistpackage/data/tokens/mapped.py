@@ -1,6 +1,6 @@
-"""Whether a file that is mapped still has the bytes that are read through the map. No torch.
+"""A check that a mapped file still has the bytes that are read through the map. No torch.
 
-A read beyond the end of a file that became shorter kills the process by SIGBUS, without a word.
+Reading beyond the end of a file that became shorter kills the process with SIGBUS, silently.
 """
 
 from dataclasses import dataclass
@@ -12,32 +12,33 @@ from torchdistpackage.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class MappedTensors:
-    """A file as it was when it was mapped. Another one of the same name, moved there, is none of
-    the map's business.
+    """The identity and size of a file when it was mapped.
+
+    The map keeps the old file where another one was moved to its name, so that is no error.
     """
 
     path: Path
-    place: tuple[int, int]
+    device_inode: tuple[int, int]
     num_bytes: int
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Raises OSError if it is not there."""
+        """Describe the file at `path`; raises OSError if there is none."""
         path = path.absolute()
-        found = path.stat()
-        return cls(path, (found.st_dev, found.st_ino), found.st_size)
+        facts = path.stat()
+        return cls(path, (facts.st_dev, facts.st_ino), facts.st_size)
 
     def check(self) -> None:
-        """Before a read: microseconds.
+        """Check the file before a read; takes microseconds.
 
         Raises:
-            DataError: it has become shorter.
+            DataError: the file has become shorter.
         """
         try:
             now = self.path.stat()
         except OSError:
-            return  # its name is gone, and the map has it still
-        if now.st_size < self.num_bytes and (now.st_dev, now.st_ino) == self.place:
+            return  # the name is gone, but the map keeps the file
+        if now.st_size < self.num_bytes and (now.st_dev, now.st_ino) == self.device_inode:
             raise DataError(
                 f"{self.path} had {self.num_bytes:,} bytes when this run began to read it, and has "
                 f"{now.st_size:,} now; do not change data while a run trains: bring the file back "

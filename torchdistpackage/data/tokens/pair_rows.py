@@ -1,4 +1,4 @@
-"""Pairs as rows of one length: prompt and answer from their beginning on; the rest is cut off.
+"""Preference pairs as rows of one length: a row has the beginning of prompt and answer.
 
 No torch.
 """
@@ -11,7 +11,7 @@ from torchdistpackage.data.tokens.token_cache import MOST_PROBLEMS, TokenizedTex
 
 
 def cut_pairs(text: TokenizedText, seq_len: int) -> str | None:
-    """What to say of pairs of which a row of `seq_len` tokens cannot hold an answer whole."""
+    """Return a note on pairs with an answer that a row of `seq_len` tokens cannot hold whole."""
     # a row has one more token, as its last target
     lengths = np.diff(text.ends, prepend=0)
     is_long = lengths > seq_len + 1
@@ -25,15 +25,19 @@ def cut_pairs(text: TokenizedText, seq_len: int) -> str | None:
 
 
 def pair_problems(text: TokenizedText, seq_len: int) -> list[str]:
-    """Pairs that are none in rows of `seq_len` tokens, by file and line, the first of many."""
+    """Return problems of pairs without two different answers in a row of `seq_len` tokens.
+
+    Each names file and line; of many problems these are the first ones.
+    """
     assert text.prompts is not None
     room = seq_len + 1
-    starts, lengths = text.starts, np.diff(text.ends, prepend=0)
+    starts = text.starts
+    lengths = np.diff(text.ends, prepend=0)
     no_room = text.prompts >= room
     no_room = no_room[::2] | no_room[1::2]
     both_cut = (lengths > room)[::2] & (lengths > room)[1::2]
 
-    def found():
+    def problems():
         for pair in np.flatnonzero(no_room | both_cut).tolist():
             chosen, rejected = starts[2 * pair], starts[2 * pair + 1]
             where, prompt = text.origin(2 * pair), text.prompts[2 * pair : 2 * pair + 2].max()
@@ -50,4 +54,4 @@ def pair_problems(text: TokenizedText, seq_len: int) -> list[str]:
                     f"(data.seq_len={seq_len}); raise data.seq_len, or remove it"
                 )
 
-    return list(islice(found(), MOST_PROBLEMS))
+    return list(islice(problems(), MOST_PROBLEMS))

@@ -1,7 +1,7 @@
 """Rows of parquet files as the objects that JSON lines would hold. No torch.
 
-Arrow gives every struct of a column the keys of all of them, so there null is a key that the row
-does not have. In a map and in a list null is a value.
+Arrow gives every struct of a column the keys of all its structs, so null in a struct is a key that
+the row lacks. In a map and in a list null is a value.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,12 +20,12 @@ _ROWS = 512
 """Rows that are in memory at once."""
 
 Plain = Callable[[Any], Any]
-"""Makes of a value that Arrow gives what JSON would."""
+"""Converts a value of Arrow to what JSON would give."""
 
 
 @contextmanager
 def parquet_file(path: Path) -> "Iterator[ParquetFile]":
-    """Raises DataError if pyarrow is missing, or the file cannot be read as parquet."""
+    """Open a parquet file; raises DataError if pyarrow is missing or the file cannot be read."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -44,7 +44,7 @@ def parquet_file(path: Path) -> "Iterator[ParquetFile]":
 def plain_rows(
     file: "ParquetFile", groups: list[int], names: list[str]
 ) -> Iterator[dict[str, Any] | ValueError]:
-    """Rows of row groups, with these columns; instead of one that is no JSON comes the error."""
+    """Yield these columns of the rows of row groups; a row with invalid JSON comes as its error."""
     makers = {
         field.name: make
         for field in file.schema_arrow
@@ -62,10 +62,10 @@ def plain_rows(
 
 
 def _plain(kind: "DataType") -> Plain | None:
-    """None: the values are what they have to be."""
+    """Return the function that converts values of this type; None: they need no change."""
     from pyarrow import BaseExtensionType, types
 
-    if isinstance(kind, BaseExtensionType):  # as `datasets` keeps values of mixed types
+    if isinstance(kind, BaseExtensionType):  # `datasets` keeps values of mixed types as arrow.json
         is_json = kind.extension_name == "arrow.json"
         return _unless_null(parse_json) if is_json else _plain(kind.storage_type)
     if types.is_dictionary(kind):

@@ -1,7 +1,7 @@
-"""Pairs of answers to one prompt, of which one is preferred, as the lines of a file hold them.
+"""Preference pairs in the lines of a file: two answers to one prompt, of which one is preferred.
 
-A line is `{prompt, chosen, rejected}`: three texts, or three lists of messages. Of chats the prompt
-may be left out; it is then what both answers begin with. No torch.
+A line is `{prompt, chosen, rejected}`: three texts, or three lists of messages. Chats may leave out
+the prompt; it is then what both answers begin with. No torch.
 """
 
 from collections.abc import Callable
@@ -35,24 +35,29 @@ ANSWERS = (CHOSEN, REJECTED)
 
 
 class PairReader:
-    """Reads lines of pairs. folder: of the tokenizer, whose chat template writes chats; today: the
-    date that it writes; tally: see `ChatTemplate`."""
+    """Reads lines of preference pairs.
+
+    folder: folder of the tokenizer, whose chat template writes chats. today: the date that the
+    template writes. tally: see `ChatTemplate`.
+    """
 
     def __init__(self, folder: Path, today: date, tally: Tally | None = None):
-        self._folder, self._today, self._tally = folder, today, tally
+        self._folder = folder
+        self._today = today
+        self._tally = tally
 
     @cached_property
     def _template(self) -> ChatTemplate:
         return ChatTemplate(self._folder, self._today, self._tally)
 
     def __call__(self, value: dict[str, Any], where: str) -> AnswerPair:
-        """The pair of one line. where: of errors.
+        """Return the pair of one line. where: names the line in errors.
 
         Raises:
             DataError: keys are missing or of mixed kinds, an answer is empty, both answers are
-                equal, or the template does not take a chat; all that is wrong with the line.
+                equal, or the template refuses a chat; it names all that is wrong with the line.
         """
-        value = _read(value, where)
+        value = _normalized(value, where)
         is_chat = any(isinstance(value.get(key), list) for key in ANSWERS)
         needed = ANSWERS if is_chat else (PROMPT, *ANSWERS)
         problems = [f"no key {key!r}" for key in needed if key not in value]
@@ -61,8 +66,10 @@ class PairReader:
         kind, name = (list, "list of messages") if is_chat else (str, "text")
         for key in (PROMPT, *ANSWERS):
             if key in value and not isinstance(value[key], kind):
-                found = type(value[key]).__name__
-                problems.append(f"{key} is a {found}; it has to be a {name}, as the answers are")
+                type_name = type(value[key]).__name__
+                problems.append(
+                    f"{key} is a {type_name}; it has to be a {name}, as the answers are"
+                )
             elif key in ANSWERS and key in value and not value[key]:
                 problems.append(f"{key} is empty")
         if not problems and value[CHOSEN] == value[REJECTED]:
@@ -93,21 +100,24 @@ class PairReader:
         return AnswerPair(*_each([lambda key=k, x=x: document(key, x) for k, x in answers]))
 
 
-def _read(value: dict[str, Any], where: str) -> dict[str, Any]:
-    """A line with its chats as lists of messages. ShareGPT's prompt is `conversations`, and an
-    answer may be one message; Alpaca's prompt is an instruction."""
-    found = dict(value)
-    if found.get(CONVERSATIONS) is not None and found.get(PROMPT) is None:
-        found[PROMPT] = chat_row(found, where)[CHAT]
-    elif is_alpaca(found) and found.get(PROMPT) is None:
-        found[PROMPT], _ = alpaca_texts(found, where)
+def _normalized(value: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a line with its chats as lists of messages.
+
+    ShareGPT's prompt is `conversations`, and an answer may be one message; Alpaca's prompt is an
+    instruction.
+    """
+    row = dict(value)
+    if row.get(CONVERSATIONS) is not None and row.get(PROMPT) is None:
+        row[PROMPT] = chat_row(row, where)[CHAT]
+    elif is_alpaca(row) and row.get(PROMPT) is None:
+        row[PROMPT], _ = alpaca_texts(row, where)
     for key in (PROMPT, *ANSWERS):
-        part = [found[key]] if isinstance(found.get(key), dict) else found.get(key)
-        if isinstance(part, list):
-            found[key] = message_list(part, f"{where}: {key}")
-    if TOOLS in found:
-        found[TOOLS] = chat_row({TOOLS: found[TOOLS]}, where)[TOOLS]
-    return found
+        messages = [row[key]] if isinstance(row.get(key), dict) else row.get(key)
+        if isinstance(messages, list):
+            row[key] = message_list(messages, f"{where}: {key}")
+    if TOOLS in row:
+        row[TOOLS] = chat_row({TOOLS: row[TOOLS]}, where)[TOOLS]
+    return row
 
 
 def _of_texts(value: dict[str, Any], where: str) -> AnswerPair:
@@ -117,13 +127,14 @@ def _of_texts(value: dict[str, Any], where: str) -> AnswerPair:
 
 
 def _each(makers: list[Callable[[], Document]]) -> list[Document]:
-    """What they make; raises one DataError of all that they raise."""
-    found, problems = list[Document](), list[str]()
+    """Return what the makers return; raise one DataError with all the errors they raise."""
+    documents = list[Document]()
+    problems = list[str]()
     for make in makers:
         try:
-            found.append(make())
+            documents.append(make())
         except DataError as error:
             problems.append(str(error))
     if problems:
         raise DataError("; ".join(problems))
-    return found
+    return documents

@@ -1,4 +1,4 @@
-"""Prompts as token ids, and ids as a text that grows. No torch."""
+"""Conversion of prompts to token ids, and of ids to a text that grows. No torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,32 +9,32 @@ from torchdistpackage.data.tokens.token_encoder import load_tokenizer
 
 _BYTES = 256
 _UNFINISHED = "\ufffd"
-"""What stands at the end of a text whose last letter has not all its bytes."""
+"""The end of a decoded text whose last letter lacks bytes."""
 
 _BEFORE = ("\n", "x", "")
-"""Texts behind which one token may stand without growing together with them."""
+"""Texts to put before a token to test it; most tokenizers do not merge across them."""
 
 
 class TokenCodec(Protocol):
-    """Text to ids and back. stop: the end of text."""
+    """Converts text to ids and back. stop: id of the end of text."""
 
     stop: int | None
 
     def encode(self, text: str) -> list[int]:
-        """None of a text without a token."""
+        """Return the ids of a text, none for a text without a token."""
         ...
 
     def token(self, text: str) -> int | None:
-        """The id of the token that this text is; None: it is none, or several."""
+        """Return the id of the one token that is this text, or None."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Without special tokens, and without ids that stand for nothing."""
+        """Return the text of ids, without special tokens and ids that have no text."""
         ...
 
 
 class ByteCodec:
-    """Tokens are the bytes of the text in UTF-8."""
+    """A codec whose tokens are the bytes of the text in UTF-8."""
 
     stop = None
 
@@ -42,18 +42,18 @@ class ByteCodec:
         return list(text.encode())
 
     def token(self, text: str) -> int | None:
-        found = text.encode()
-        return found[0] if len(found) == 1 else None
+        encoded = text.encode()
+        return encoded[0] if len(encoded) == 1 else None
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < _BYTES).decode(errors="replace")
 
 
 class TokenizerCodec:
-    """A tokenizer.json. bos: ids that stand before each text, see `text_ends`.
+    """A codec of a tokenizer.json. bos: ids before each text, see `text_ends`.
 
     Raises:
-        DataError: the tokenizers library is missing, or the file is none of its.
+        DataError: the tokenizers library is missing, or the file is not in its format.
     """
 
     def __init__(self, path: str | Path, *, bos: tuple[int, ...] = ()):
@@ -69,36 +69,41 @@ class TokenizerCodec:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def special(self, text: str) -> int | None:
-        """The id of a special token that `text` begins with."""
+        """Return the id of the special token that `text` begins with, or None."""
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids[0] if ids and not self.decode(ids[:1]) else None
 
     def token(self, text: str) -> int | None:
-        # a tokenizer may put a space before a text of its own, so look amid others first
-        for before in _BEFORE:
-            found = self._tokenizer.encode(before + text, add_special_tokens=False)
-            span = len(before), len(before) + len(text)
-            ids = [x for x, at in zip(found.ids, found.offsets, strict=True) if at[1] > span[0]]
-            if len(ids) == 1 and (not before or found.offsets[-1] == span):
+        # a tokenizer may add a space before a whole text, so look behind other text first
+        for prefix in _BEFORE:
+            encoding = self._tokenizer.encode(prefix + text, add_special_tokens=False)
+            span = len(prefix), len(prefix) + len(text)
+            ids = [
+                x for x, at in zip(encoding.ids, encoding.offsets, strict=True) if at[1] > span[0]
+            ]
+            if len(ids) == 1 and (not prefix or encoding.offsets[-1] == span):
                 return ids[0]
         return None
 
 
 class GrowingText:
-    """The text behind a prompt, as far as its letters are certain."""
+    """The text behind a prompt, up to the last complete letter."""
 
     def __init__(self, codec: TokenCodec, prompt: Sequence[int]):
-        self._codec, self._ids = codec, list(prompt)
-        self._shown = codec.decode(prompt)  # a decoder may look at what stands before
+        self._codec = codec
+        self._ids = list(prompt)
+        self._shown = codec.decode(
+            prompt
+        )  # decoding depends on the ids before, so decode the prompt too
 
     def add(self, token: int) -> str:
-        """What one more token adds; nothing while the bytes of a letter are missing."""
+        """Return the text that a token adds, "" while bytes of a letter are missing."""
         self._ids.append(token)
         text = self._codec.decode(self._ids)
         return "" if text.endswith(_UNFINISHED) else self._show(text)
 
     def end(self) -> str:
-        """What is left, with a sign for what is no letter."""
+        """Return the rest of the text, with a replacement character for an incomplete letter."""
         return self._show(self._codec.decode(self._ids))
 
     def _show(self, text: str) -> str:

@@ -1,6 +1,6 @@
-"""What is to be said of rows once they are read: how replies were found, and keys that nobody used.
+"""Notes on rows after reading them: how replies were found, and keys that nobody used.
 
-Counts are kept with the ids in a cache entry, so every start says it. No torch.
+A cache entry keeps the counts with the ids, so every start prints the notes. No torch.
 """
 
 from collections import Counter
@@ -11,12 +11,12 @@ MARKED = "chats whose replies the chat template marks with {% generation %}"
 PREFIXED = "chats whose replies are what each adds to the chat before it"
 REWRITTEN = "chats whose replies were found by writing them again with a sentinel"
 _WAYS = (MARKED, PREFIXED, REWRITTEN)
-"""How replies were found."""
+"""Counted names that say how replies were found."""
 _SHOWN = 20
-"""Names of keys; some files have a name for every row."""
+"""Largest number of unused keys in a note: some files have another key in every row."""
 
 Tally = Counter[str]
-"""How many rows each thing is to be said of."""
+"""Number of rows that each note is about."""
 
 
 def count_unused(tally: Tally, value: Mapping[str, Any], used: Collection[str], of: str) -> None:
@@ -27,13 +27,13 @@ def count_unused(tally: Tally, value: Mapping[str, Any], used: Collection[str], 
 
 
 def row_notes(counts: Mapping[str, int]) -> list[str]:
-    """Return what to say of the rows with these counts."""
+    """Return the notes on rows with these counts."""
     ways = [f"{counts[way]:,} {way}" for way in _WAYS if way in counts]
     return [*ways, *unused_notes(counts)]
 
 
 def unused_notes(counts: Mapping[str, int]) -> list[str]:
-    """Return which keys of the rows with these counts nobody used, in a line, or nothing."""
+    """Return a note on the keys that nobody used, or no note if all were used."""
     notes = list[str]()
     unused = Counter({name: x for name, x in counts.items() if name not in _WAYS}).most_common()
     if unused:

@@ -1,6 +1,6 @@
-"""Which documents only validation sees: by a hash of their text, or the end of a single one.
+"""The split of documents into training and validation: by a hash of their text.
 
-No torch.
+A single document is cut, and validation reads its end. No torch.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,11 @@ PAIR = "pair"
 
 
 class SplitPart(NamedTuple):
-    """documents: which are in it. starts, lengths: of what is read of each of all documents."""
+    """One side of a split.
+
+    documents: numbers of its documents. starts, lengths: the tokens that it reads, by number of
+    document, for all documents of the text.
+    """
 
     documents: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
@@ -30,8 +34,10 @@ class SplitPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentSplit:
-    """What each side reads. is_cut: training reads the beginning of a text and validation the end.
-    has_prompts: of the documents, which are never cut. unit: what documents are called; a pair
+    """The documents of each side of a split.
+
+    is_cut: training reads the beginning of each document, validation the end. has_prompts: the
+    documents have prompts, so they are never cut. unit: name of a document in messages; a pair
     makes a sample whatever its length.
     """
 
@@ -42,17 +48,18 @@ class DocumentSplit:
 
     @property
     def note(self) -> str | None:
-        """What to say of a text that is cut."""
+        """A note on a text that is cut, else None."""
         if not self.is_cut:
             return None
-        number, total = self.parts["val"].num_tokens, sum(p.num_tokens for p in self.parts.values())
+        number = self.parts["val"].num_tokens
+        total = sum(part.num_tokens for part in self.parts.values())
         return (
             f"the data are one document, so it is cut: its last {number:,} of {total:,} tokens are "
             f"for validation (data.val_fraction)"
         )
 
     def problems(self, seq_len: int) -> Iterator[str]:
-        """What to say of sides that do not fill a sample of `seq_len` tokens."""
+        """Yield a problem for each side that does not fill a sample of `seq_len` tokens."""
         total = sum(part.num_tokens for part in self.parts.values()) if self.is_cut else None
         for split, part in self.parts.items():
             if self.has_prompts and not len(part.documents):
@@ -63,37 +70,39 @@ class DocumentSplit:
                 continue
             if self.unit == PAIR:
                 continue
-            of = f" in {len(part.documents):,} documents" if not self.is_cut else ""
+            extent = f" in {len(part.documents):,} documents" if not self.is_cut else ""
             if self.is_cut and split == "val":
-                of = ", the end of the only document"
-            if text := too_few_tokens(split, part.num_tokens, seq_len, of=of, total=total):
+                extent = ", the end of the only document"
+            if text := too_few_tokens(split, part.num_tokens, seq_len, of=extent, total=total):
                 yield text
 
 
 def split_documents(text: TokenizedText, val_fraction: float) -> DocumentSplit:
-    """The same for the same texts and fraction; 1: all documents are for validation, 0: none.
+    """Split the documents of a text; equal texts and fractions give equal splits.
 
-    Equal documents are on one side, unless there is no other text: then each is cut near its end,
-    but for those with prompts.
+    val_fraction: 1 gives validation all documents, 0 none. Equal documents are on one side. If all
+    documents are equal, each is cut near its end, unless it has a prompt.
     """
-    starts, lengths, every = text.starts, np.diff(text.ends, prepend=0), np.arange(len(text.ends))
+    starts = text.starts
+    lengths = np.diff(text.ends, prepend=0)
+    numbers = np.arange(len(text.ends))
     has_prompts = text.prompts is not None
     if val_fraction in (0, 1):
-        only = {"val" if val_fraction else "train": SplitPart(every, starts, lengths)}
+        only = {"val" if val_fraction else "train": SplitPart(numbers, starts, lengths)}
         return DocumentSplit(only, False, has_prompts)
     in_val = _in_val(text.places, val_fraction)
     if in_val.any() or has_prompts:
-        train, val = (SplitPart(every[side], starts, lengths) for side in (~in_val, in_val))
+        train, val = (SplitPart(numbers[side], starts, lengths) for side in (~in_val, in_val))
         return DocumentSplit({"train": train, "val": val}, False, has_prompts)
     # all are equal, and so are their lengths
     num_train, num_val = split_at_end(int(lengths[0]), val_fraction)
-    train = SplitPart(every, starts, np.full_like(lengths, num_train))
-    val = SplitPart(every, starts + num_train, np.full_like(lengths, num_val))
+    train = SplitPart(numbers, starts, np.full_like(lengths, num_train))
+    val = SplitPart(numbers, starts + num_train, np.full_like(lengths, num_val))
     return DocumentSplit({"train": train, "val": val}, True, has_prompts)
 
 
 def split_pairs(text: TokenizedText, val_fraction: float) -> DocumentSplit:
-    """The same of pairs of documents, whose numbers are those of lines."""
+    """Split preference pairs like documents; a pair has the number of its line."""
     lines = replace(
         text,
         ends=text.ends[1::2],
@@ -104,11 +113,14 @@ def split_pairs(text: TokenizedText, val_fraction: float) -> DocumentSplit:
     return replace(split_documents(lines, val_fraction), unit=PAIR)
 
 
-def _in_val(places: npt.NDArray[np.float64], val_fraction: float) -> npt.NDArray[np.bool_]:
-    """By their hash; with few documents at least one on each side, where there are two texts."""
-    in_val = places < val_fraction
+def _in_val(hashes: npt.NDArray[np.float64], val_fraction: float) -> npt.NDArray[np.bool_]:
+    """Return which documents validation has, by the hashes of their texts.
+
+    Where there are two different texts, each side has a document, however few there are.
+    """
+    in_val = hashes < val_fraction
     if not in_val.any():
-        in_val = places == places.min()
+        in_val = hashes == hashes.min()
     if in_val.all():
-        in_val = places != places.max()
+        in_val = hashes != hashes.max()
     return in_val

@@ -1,7 +1,7 @@
 """The date that chat templates write as today's: one for a run. No torch.
 
-It is that of the run's first start, which is in its resolved.yaml, so that a resume a day later
-trains on the same ids.
+It is the date of the run's first start. resolved.yaml keeps it, so that a resume a day later trains
+on the same ids.
 """
 
 from datetime import date
@@ -16,23 +16,23 @@ from torchdistpackage.run_files import RESOLVED
 
 
 def today() -> str:
-    """Return the date of now, as data.template_date has it."""
+    """Return today's date in the format of data.template_date."""
     return date.today().isoformat()
 
 
 def with_template_date(config: RunConfig, resume: str = "auto") -> RunConfig:
     """Return the run with data.template_date, if its chat templates write a date.
 
-    It is the one of the configuration, else of the run's earlier start, else of the run that
-    `resume` names a checkpoint of, else today's.
+    The first of these that has a date gives it: the configuration, the run's earlier start, the run
+    whose checkpoint `resume` names, today.
     """
     if not needs_date(config):
         return config
-    places = [] if resume == "never" else [run_folder(config)]
+    runs = [] if resume == "never" else [run_folder(config)]
     if resume not in ("auto", "never"):
-        places.append(Path(resume).parent.parent)
-    found = (recorded for place in places if (recorded := _recorded(place)) is not None)
-    return dated(config, next(found, today()))
+        runs.append(Path(resume).parent.parent)
+    dates = (recorded for run in runs if (recorded := _recorded(run)) is not None)
+    return dated(config, next(dates, today()))
 
 
 def needs_date(config: RunConfig) -> bool:
@@ -52,5 +52,5 @@ def _recorded(run: Path) -> str | None:
     file = run / RESOLVED
     try:
         return load(file, ["model.weights=null"]).data.template_date if file.is_file() else None
-    except (ConfigError, OSError):  # of a version whose keys are no longer known
+    except (ConfigError, OSError):  # an older version had other keys
         return None

@@ -1,4 +1,4 @@
-"""The texts that a run trains on: where they and their ids are, and what is wrong with them.
+"""The tokenized texts of a run: their files, their cache, and their problems.
 
 No torch.
 """
@@ -31,60 +31,63 @@ from torchdistpackage.data.tokens.token_workers import Progress
 from torchdistpackage.errors import DataError
 
 _FIRST_ROWS = 100
-"""Rows of a file that a plan reads."""
+"""Number of rows of a file that a plan reads."""
 
 
 def text_source(data: DataSection) -> TextSource:
-    """What a data section with a tokenizer has tokenized."""
-    where = data.name or "", data.path or "", data.tokenizer or ""
-    source = TextSource(*where, data.field, data.bos, data.eos)
+    """Return the texts that a data section with a tokenizer has tokenized."""
+    source = TextSource(
+        data.name or "", data.path or "", data.tokenizer or "", data.field, data.bos, data.eos
+    )
     if not (source.may_be_chat and folder_writes_date(source.tokenizer)):
         return source
     return replace(source, today=data.template_date or today())
 
 
 def token_cache_folder(config: RunConfig) -> Path:
-    """Where tokenized texts are kept, for all runs of a folder."""
+    """Return the folder of tokenized texts, which all runs in one run.dir share."""
     return Path(config.data.cache or Path(config.run.dir) / "tokens")
 
 
 def text_parts(config: RunConfig) -> dict[str, DataSection]:
-    """By the key of its path, each part of the data that is tokenized."""
+    """Return the parts of the data that have a tokenizer, by the key of their path."""
     return {key: x for key, x in config.data.all_parts.items() if x.tokenizer is not None}
 
 
 def tokenized_part(
     config: RunConfig, data: DataSection, progress: Progress | None = None
 ) -> TokenizedText:
-    """The ids of a part, made now if they are not there; raises DataError as `tokenized`."""
+    """Return the ids of a part, made now if they are missing; raises DataError as `tokenized`."""
     return tokenized(text_source(data), token_cache_folder(config), progress)
 
 
 def all_tokenized(config: RunConfig) -> bool:
-    """Whether all texts that the run trains on are; no if one cannot be read."""
+    """Return whether all texts of training are tokenized; False if one cannot be read."""
     cache = token_cache_folder(config)
-    trains = (x for key, x in text_parts(config).items() if key in config.data.parts)
+    training_parts = (x for key, x in text_parts(config).items() if key in config.data.parts)
     try:
-        return all(is_tokenized(text_source(data), cache) for data in trains)
+        return all(is_tokenized(text_source(data), cache) for data in training_parts)
     except DataError:
         return False
 
 
-def _split_problems(found: TokenizedText, data: DataSection) -> list[str]:
+def _split_problems(text: TokenizedText, data: DataSection) -> list[str]:
     if data.is_preference:
-        problems = split_pairs(found, data.val_fraction).problems(data.seq_len)
-        return [*problems, *pair_problems(found, data.seq_len)]
-    return list(split_documents(found, data.val_fraction).problems(data.seq_len))
+        problems = split_pairs(text, data.val_fraction).problems(data.seq_len)
+        return [*problems, *pair_problems(text, data.seq_len)]
+    return list(split_documents(text, data.val_fraction).problems(data.seq_len))
 
 
 def unused_keys(config: RunConfig) -> list[str]:
-    """Return which keys of the first rows of each part nobody uses, for a plan: it reads no more.
+    """Return notes on the keys that nobody uses in the first rows of each part, for a plan.
 
-    Of what cannot be read it says nothing: a start reads all of it and refuses.
+    A plan reads no more than these rows. It skips what cannot be read: a start reads all of it and
+    refuses.
     """
     notes: list[str] = []
     for key, data in text_parts(config).items():
-        source, tally = text_source(data), Tally()
+        source = text_source(data)
+        tally = Tally()
         folder = tokenizer_file(Path(source.tokenizer)).parent
         try:
             file = files_of(source.kind, Path(source.path))[0]
@@ -104,16 +107,15 @@ def unused_keys(config: RunConfig) -> list[str]:
 
 
 def wrong_texts(config: RunConfig) -> list[Problem]:
-    """What is wrong with the texts of a run with data.tokenizer, which are tokenized for it, with
-    a bar of progress."""
+    """Tokenize the texts of a run, with a progress bar, and return what is wrong with them."""
     problems: list[Problem] = []
     for key, data in text_parts(config).items():
         try:
             with tokenizing() as progress:
-                found = tokenized_part(config, data, progress)
+                text = tokenized_part(config, data, progress)
         except DataError as error:
-            texts = str(error).splitlines()
+            messages = str(error).splitlines()
         else:
-            texts = _split_problems(found, data)
-        problems += [config.problem(key, text.removeprefix("data.path ")) for text in texts]
+            messages = _split_problems(text, data)
+        problems += [config.problem(key, x.removeprefix("data.path ")) for x in messages]
     return problems

@@ -1,4 +1,4 @@
-"""How far texts are tokenized: a bar on a terminal, else a line now and then. No torch."""
+"""The progress of tokenizing: a bar on a terminal, else a line now and then. No torch."""
 
 import sys
 import time
@@ -19,12 +19,12 @@ from rich.progress import Progress as Bar
 from torchdistpackage.data.tokens.token_workers import Progress
 
 _LINE_S = 10.0
-"""Between lines; what takes less says nothing."""
+"""Seconds between lines; a shorter tokenization prints none."""
 
 
 @contextmanager
 def tokenizing(stream: TextIO | None = None) -> Iterator[Progress]:
-    """What `tokenized` tells its progress. stream: where it is shown, by default stderr."""
+    """Show progress; yields the function that `tokenized` calls. stream: by default stderr."""
     stream = sys.stderr if stream is None else stream
     console = Console(file=stream)
     if not console.is_terminal:
@@ -41,15 +41,15 @@ def tokenizing(stream: TextIO | None = None) -> Iterator[Progress]:
 
 
 def _lines(stream: TextIO) -> Progress:
-    began = said = time.monotonic()
+    began_s = last_line_s = time.monotonic()
 
     def show(done: int, total: int) -> None:
-        nonlocal said
-        now = time.monotonic()
-        if now - said < _LINE_S:
+        nonlocal last_line_s
+        now_s = time.monotonic()
+        if now_s - last_line_s < _LINE_S:
             return
-        said = now
-        speed = done / 1e6 / (now - began)
+        last_line_s = now_s
+        speed = done / 1e6 / (now_s - began_s)
         stream.write(f"tokenizing: {done / 1e6:.0f} of {total / 1e6:.0f} MB, {speed:.1f} MB/s\n")
         stream.flush()
 

@@ -1,18 +1,18 @@
-"""Texts turned into token ids once, and kept by the content of what they were made from. No torch.
+"""The cache of token ids: texts are tokenized once, and found again by their content. No torch.
 
 A cache entry is a folder named by a hash of the tokenizer, of every file, and of what is read from
-them. It is written beside and renamed when it is complete, under a lock: of many ranks the first
-tokenizes and the others wait. It holds
+them. A process writes it beside its final name and renames it when it is complete, under a lock:
+the first of many ranks tokenizes and the others wait. It holds
 
 tokens.bin     ids of all documents, one after another, uint16 or uint32
 ends.bin       int64: where each document ends in it
 lines.bin      int64: the line or row of each document in its file
 places.bin     float64 in [0, 1): a hash of each document's text, by which splits are made
 counted.bin    uint8, where prompts do not count: 1 for a token that counts in the loss
-prompts.bin    int64, with counted.bin: of each document the tokens before the first that counts
+prompts.bin    int64, with counted.bin: for each document the tokens before the first that counts
 meta.json      numbers, names of the files, which documents came from which, and checksums
 
-Whatever is long is written as it is made and mapped, so memory does not grow with the files.
+Long arrays are written as they are made, and mapped, so memory does not grow with the files.
 """
 
 import fcntl
@@ -47,23 +47,24 @@ from torchdistpackage.launch.process import undone_by_signals, usable_cpus
 
 _FORMAT = 9
 MOST_PROBLEMS = 20
-"""Lines named in one error."""
+"""Largest number of lines named in one error."""
 _MOST_NAME = 64
 WORKER_BYTES = 4 << 20
-"""Of texts for each process that tokenizes them: with less its start costs more than it gains."""
+"""Bytes of text for each tokenizing process; with less, starting it costs more than it gains."""
 _QUICK_BYTES = 1 << 26
-"""Of files that a plan reads to see whether their ids are known."""
+"""Size of files up to which a plan reads them to see whether their ids are cached."""
 _STALE_S = 3600.0
-"""Without a write, after which another host's draft is nobody's."""
+"""Seconds without a write after which another host's draft counts as abandoned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenizedText:
-    """A cache entry, mapped. counted, prompts: None where every token counts. eos: its id, or None.
-    lines: of each document, its line or row in its file.
+    """A mapped cache entry.
 
-    prompts: by document the tokens before the first that counts. documents_per_line: two where a
-    line is a pair, whose chosen answer comes first. tally: see `row_notes`.
+    counted, prompts: None where every token counts. prompts: for each document the tokens before
+    the first that counts. eos: id of the end of text, or None. lines: the line or row of each
+    document in its file. documents_per_line: two where a line is a pair, whose chosen answer comes
+    first. tally: see `row_notes`.
     """
 
     folder: Path
@@ -81,7 +82,7 @@ class TokenizedText:
     tally: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def check(self) -> None:
-        """Before a read of tokens or counted: raises DataError if their file became shorter."""
+        """Check the mapped files before a read; raises DataError if one became shorter."""
         for file in self.mapped:
             file.check()
 
@@ -90,13 +91,13 @@ class TokenizedText:
         return np.concatenate([np.zeros(1, np.int64), self.ends[:-1]])
 
     def origin(self, document: int) -> str:
-        """File and number of a document in it, from 1: of jsonl, its line."""
+        """Return the file of a document and its line or row there, from 1."""
         name, _ = max((f for f in self.files if f[1] <= document), key=lambda f: f[1])
         return f"{name}:{self.lines[document]}"
 
 
 def cut_documents(text: TokenizedText, seq_len: int) -> str | None:
-    """What to say of documents with a prompt that no sample of `seq_len` tokens can hold whole."""
+    """Return a note on documents with prompts that are longer than a sample, or None."""
     # a sample has one more token, as its last target
     lengths = np.diff(text.ends, prepend=0)
     num_long = int((lengths > seq_len + 1).sum())
@@ -110,64 +111,67 @@ def cut_documents(text: TokenizedText, seq_len: int) -> str | None:
 
 
 def tokenized(source: TextSource, cache: Path, progress: Progress | None = None) -> TokenizedText:
-    """The cache entry of `source` in `cache`, made now if it is not there.
+    """Return the cache entry of `source` in `cache`, made now if it is missing.
 
     Raises:
         DataError: a file or the tokenizer is missing or wrong, by file and line; of many wrong
-            lines the first ones.
+            lines it names the first ones.
     """
-    read = _read_for(source)
-    stamp = _stamp(source, read)
-    known = cache / f"{stamp.name}.known"
-    if (folder := _known(known, cache)) is not None:
-        return _read(folder)
-    folder = cache / _digest(source, read)
+    files = _input_files(source)
+    stamp = _stamp(source, files)
+    pointer = cache / f"{stamp.name}.known"
+    if (folder := _entry_of_stamp(pointer, cache)) is not None:
+        return _load(folder)
+    folder = cache / _digest(source, files)
     if not folder.exists():
         try:
             cache.mkdir(parents=True, exist_ok=True)
+            # wait for another rank that makes this entry, then look whether it has
             with _locked(cache / f"{folder.name}.lock"):
                 if not folder.exists():
-                    _make(source, read.texts, folder, progress)
+                    _make(source, files.texts, folder, progress)
         except OSError as error:
             raise DataError(f"cannot write the cache {folder}: {error.strerror}") from error
-    # a change within the last moments could leave the times as they are
-    if _stamp(source, read) == stamp and stamp.changed_s < time.time() - SETTLED_S:
-        with suppress(OSError):  # a cache that is only read
-            atomic_write(known, folder.name)
-    return _read(folder)
+    # a change right after the hash could leave the times as they are, so stamp only old files
+    if _stamp(source, files) == stamp and stamp.changed_s < time.time() - SETTLED_S:
+        with suppress(OSError):  # the cache may be read-only
+            atomic_write(pointer, folder.name)
+    return _load(folder)
 
 
 def is_tokenized(source: TextSource, cache: Path) -> bool:
-    """Whether `tokenized` would find an entry; no for files that would take long to read.
+    """Return whether `tokenized` would find an entry; False if hashing the files would take long.
 
     Raises:
         DataError: a file or the tokenizer is missing.
     """
-    read = _read_for(source)
-    stamp = _stamp(source, read)
-    if _known(cache / f"{stamp.name}.known", cache) is not None:
+    files = _input_files(source)
+    stamp = _stamp(source, files)
+    if _entry_of_stamp(cache / f"{stamp.name}.known", cache) is not None:
         return True
-    return stamp.num_bytes <= _QUICK_BYTES and (cache / _digest(source, read)).is_dir()
+    return stamp.num_bytes <= _QUICK_BYTES and (cache / _digest(source, files)).is_dir()
 
 
 class _Files(NamedTuple):
-    """What is read for an entry: of the tokenizer, and the texts."""
+    """The files that an entry is made from."""
 
     tokenizer: list[Path]
     texts: list[Path]
 
 
-def _read_for(source: TextSource) -> _Files:
+def _input_files(source: TextSource) -> _Files:
     vocabulary = tokenizer_file(Path(source.tokenizer))
-    beside = settings_files(vocabulary.parent)
-    beside += template_files(vocabulary.parent) if source.may_be_chat else []
-    return _Files([vocabulary, *beside], files_of(source.kind, Path(source.path)))
+    settings = settings_files(vocabulary.parent)
+    settings += template_files(vocabulary.parent) if source.may_be_chat else []
+    return _Files([vocabulary, *settings], files_of(source.kind, Path(source.path)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Stamp:
-    """Files as the file system describes them. name: of that, and of what is read from them.
-    changed_s: the time of the last change.
+    """A hash of files as the file system describes them, without reading them.
+
+    name: the hash, which also covers what is read from the files. changed_s: time of the last
+    change.
     """
 
     name: str
@@ -176,7 +180,10 @@ class _Stamp:
 
 
 def _stamp(source: TextSource, files: _Files) -> _Stamp:
-    """Of size, times and inode of each: ctime is of any change, and no program can set it back."""
+    """Return the stamp of files: size, times and inode of each.
+
+    Any change moves ctime, and no program can set it back.
+    """
     digest = hashlib.blake2b(f"{_FORMAT} {source}".encode(), digest_size=16)
     changed_ns = num_bytes = 0
     for path in (*files.tokenizer, *files.texts):
@@ -191,8 +198,8 @@ def _stamp(source: TextSource, files: _Files) -> _Stamp:
     return _Stamp(digest.hexdigest(), changed_ns / 1e9, num_bytes)
 
 
-def _known(path: Path, cache: Path) -> Path | None:
-    """The entry that was found by the contents of files when they had this stamp."""
+def _entry_of_stamp(path: Path, cache: Path) -> Path | None:
+    """Return the entry that `path` names: the one for the contents of files with this stamp."""
     try:
         name = read_regular(path, _MOST_NAME, follow=False).decode()
     except (OSError, UnicodeDecodeError):
@@ -202,10 +209,12 @@ def _known(path: Path, cache: Path) -> Path | None:
 
 
 def _digest(source: TextSource, files: _Files) -> str:
-    """Of contents, not of times: a copy elsewhere finds the same entry."""
-    digest, ends = hashlib.blake2b(digest_size=16), source.ends
+    """Return the hash of contents, not of times: a copy elsewhere finds the same entry."""
+    digest = hashlib.blake2b(digest_size=16)
+    ends = source.ends
     digest.update(f"{_FORMAT} {source.kind} {source.field} {len(files.texts)}".encode())
-    if ends.bos or source.eos == "off":  # else as in entries that are older than the choice
+    # the default adds nothing, so entries from before these options are still found
+    if ends.bos or source.eos == "off":
         digest.update(f" {ends.bos} {ends.eos}".encode())
     if source.today is not None:
         digest.update(f" {source.today}".encode())
@@ -225,7 +234,7 @@ def _content_digest(path: Path) -> bytes:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Wait until no other process, on a file system that knows locks, holds it."""
+    """Hold the lock at `path`; waits for other processes, if the file system has locks."""
     handle = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -235,11 +244,11 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _make(source: TextSource, files: list[Path], folder: Path, progress: Progress | None) -> None:
-    """Under the lock of the entry."""
+    """Make the entry `folder`; the caller holds its lock."""
     encoder = DocumentEncoder(source)
     host = f"{socket.gethostname()}.draft"
     for old in folder.parent.glob(f"{folder.name}.*.draft"):
-        # of a process that was killed, unless the lock does not reach to its host
+        # a killed process left it, unless the lock does not reach the host that writes it
         if old.name.endswith(f".{host}") or time.time() - _written_s(old) > _STALE_S:
             shutil.rmtree(old, ignore_errors=True)
     draft = folder.with_name(f"{folder.name}.{os.getpid()}.{host}")
@@ -270,14 +279,17 @@ def _make(source: TextSource, files: list[Path], folder: Path, progress: Progres
 
 
 def _written_s(draft: Path) -> float:
-    """When it was last written to."""
+    """Return the time of the last write to a draft."""
     with suppress(OSError):
         return max(x.stat().st_mtime for x in (draft, *draft.iterdir()))
     return 0.0
 
 
 class _Writer:
-    """The long files of an entry in `folder`, which `stack` closes. masks: tokens may not count."""
+    """Writes the long files of an entry in `folder`; `stack` closes them.
+
+    masks: some tokens may not count, so write which.
+    """
 
     def __init__(self, folder: Path, dtype: np.dtype, stack: ExitStack, *, masks: bool):
         self.num_tokens = self.num_documents = 0
@@ -289,11 +301,11 @@ class _Writer:
 
     @property
     def checksums(self) -> dict[str, tuple[int, str]]:
-        """By file its bytes and their checksum."""
+        """The size and checksum of each file."""
         return {name: (self._sizes[name], x.hexdigest()) for name, x in self._checksums.items()}
 
     def add(self, batch: EncodedBatch, number: int) -> None:
-        """number: lines of the file before it."""
+        """Write a batch. number: lines of its file before it."""
         ends = self.num_tokens + np.cumsum(batch.lengths)
         parts = {"tokens": batch.ids, "ends": ends, "places": batch.places}
         parts["lines"] = number + 1 + batch.lines
@@ -315,29 +327,30 @@ def _write(
     writer: _Writer,
     progress: Progress | None,
 ) -> list[tuple[str, int]]:
-    """For each file its name and how many documents were before it."""
+    """Write all files; return the name of each and the number of documents before it."""
     origins: list[tuple[str, int]] = []
     problems: list[str] = []
     sizes = [path.stat().st_size for path in files]
-    total, done, number = sum(sizes), 0, 0
+    total = sum(sizes)
+    done = number = 0
     num_workers = min(usable_cpus(os.environ), total // WORKER_BYTES)
     pieces = (piece for path in files for piece in pieces_of(source.kind, path))
     with TokenWorkers(source, num_workers) as workers:
-        for piece, found in workers.results(pieces):
+        for piece, encoded in workers.results(pieces):
             if piece.first == 0:  # the next file
                 done, number = sum(sizes[: len(origins)]), 0
                 origins.append((str(piece.path), writer.num_documents))
-            read = 0
-            # here numbers of lines are known, so what is wrong is found once more, to be named
-            here = encoder.batches(piece, number, encode=not problems)
-            for batch in here if found is None else found:
+            num_read = 0
+            # only here are line numbers known, so encode a wrong piece again to name its lines
+            batches = encoder.batches(piece, number, encode=not problems)
+            for batch in batches if encoded is None else encoded:
                 problems += batch.problems
                 if not problems:
                     writer.add(batch, number)
                 number += batch.num_lines
-                read = min(read + batch.num_letters, piece.num_bytes)
+                num_read = min(num_read + batch.num_letters, piece.num_bytes)
                 if progress is not None:
-                    progress(done + read, total)
+                    progress(done + num_read, total)
             done += piece.num_bytes
             if progress is not None:
                 progress(done, total)
@@ -350,32 +363,46 @@ def _write(
     return origins
 
 
-def _read(folder: Path) -> TokenizedText:
+def _load(folder: Path) -> TokenizedText:
     try:
         meta = checked_meta(folder)
         types = {"tokens": meta["dtype"], "ends": "int64", "places": "float64", "lines": "int64"}
         if (folder / "counted.bin").exists():
             types |= {"counted": "uint8", "prompts": "int64"}
         paths = {name: folder / f"{name}.bin" for name in types}
-        # only these are read again and again
+        # the rest is read once, here; these are read in every step
         mapped = tuple(MappedTensors.of(paths[n]) for n in ("tokens", "counted") if n in paths)
-        found = {
+        arrays = {
             name: np.asarray(np.memmap(paths[name], dtype, mode="r"))
             for name, dtype in types.items()
         }
         files = [(str(name), int(first)) for name, first in meta["files"]]
-        tokens, ends, places = found["tokens"], found["ends"], found["places"]
-        counted, prompts = found.get("counted", tokens), found.get("prompts", ends)
+        tokens = arrays["tokens"]
+        ends = arrays["ends"]
+        places = arrays["places"]
+        counted = arrays.get("counted", tokens)
+        prompts = arrays.get("prompts", ends)
         if not len(tokens) == len(counted) == ends[-1]:
             raise ValueError(f"{len(tokens)} tokens, where the documents end at {ends[-1]}")
-        if not len(ends) == len(places) == len(found["lines"]) == len(prompts):
+        if not len(ends) == len(places) == len(arrays["lines"]) == len(prompts):
             raise ValueError(f"{len(ends)} documents, of which {len(places)} have a place")
-        vocab, eos = int(meta["vocab"]), meta["eos"]
+        vocab = int(meta["vocab"])
+        eos = meta["eos"]
         tally = {str(name): int(number) for name, number in meta.get("tally", {}).items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"the cache entry {folder} is damaged ({error}); remove it") from error
-    masks = found.get("counted"), found.get("prompts")
-    each = int(meta.get("documents_per_line", 1))
     return TokenizedText(
-        folder, tokens, ends, places, *masks, vocab, eos, files, found["lines"], mapped, each, tally
+        folder=folder,
+        tokens=tokens,
+        ends=ends,
+        places=places,
+        counted=arrays.get("counted"),
+        prompts=arrays.get("prompts"),
+        vocab=vocab,
+        eos=eos,
+        files=files,
+        lines=arrays["lines"],
+        mapped=mapped,
+        documents_per_line=int(meta.get("documents_per_line", 1)),
+        tally=tally,
     )

@@ -1,7 +1,6 @@
-"""Checksums of the files of a token cache entry, which are read again only where they changed.
+"""Checksums of the files of a token cache entry; unchanged files are not read again.
 
-They find damage, and files of another entry; they are no defence against who wants to deceive.
-No torch.
+They find damage, and files of another entry. They do not protect against forgery. No torch.
 """
 
 import hashlib
@@ -18,21 +17,21 @@ from torchdistpackage.files import atomic_write
 
 META = "meta.json"
 SETTLED_S = 2.0
-"""After a change of a file, until another change surely gives it another time."""
+"""Seconds after a change of a file until another change surely gives it another time."""
 _MOST_META = 1 << 28
 _MOST_STAMP = 64
 
 
 def meta_text(meta: Mapping[str, Any]) -> str:
-    """What meta.json holds, with a checksum of its own."""
+    """Return the text of meta.json, with a checksum of itself."""
     return json.dumps({**meta, "checksum": _of_meta(meta)}, indent=1) + "\n"
 
 
 def checked_meta(folder: Path) -> dict[str, Any]:
-    """What meta.json of an entry says, after a check of all its files.
+    """Return the contents of an entry's meta.json, after a check of all its files.
 
-    A stamp beside the entry says that they were right when they had these sizes, times and inodes,
-    so that a start with many ids, or ranks, does not read all of them once more.
+    A stamp beside the entry records the sizes, times and inodes of files that passed the check, so
+    that a start with many ids or ranks does not read all files again.
 
     Raises:
         ValueError, KeyError: a file is not as it was written.
@@ -43,19 +42,19 @@ def checked_meta(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{META} is not as it was written")
     if meta["entry"] != folder.name:
         raise ValueError(f"{META} is that of the entry {meta['entry']}")
-    files = {f"{name}.bin": found for name, found in meta["checksums"].items()}
+    files = {f"{name}.bin": expected for name, expected in meta["checksums"].items()}
     stamp = folder.with_name(f"{folder.name}.checked")
     facts, changed_s = _facts(folder, [META, *files])
     with suppress(OSError, UnicodeDecodeError):
         if read_regular(stamp, _MOST_STAMP, follow=False).decode() == facts:
             return meta
-    for name, found in files.items():
+    for name, expected in files.items():
         checksum = new_checksum()
-        if [add_file(checksum, folder / name), checksum.hexdigest()] != found:
+        if [add_file(checksum, folder / name), checksum.hexdigest()] != expected:
             raise ValueError(f"{name} is not as it was written")
-    # a change within the last moments could leave the times as they are
+    # a change right after this check could leave the times as they are, so stamp only old files
     if changed_s < time.time() - SETTLED_S:
-        with suppress(OSError):  # a cache that is only read
+        with suppress(OSError):  # the cache may be read-only
             atomic_write(stamp, facts)
     return meta
 
@@ -65,10 +64,11 @@ def _of_meta(meta: Mapping[str, Any]) -> str:
 
 
 def _facts(folder: Path, names: list[str]) -> tuple[str, float]:
-    """A hash of how the file system describes these files, and when one was changed last."""
-    digest, changed_ns = hashlib.blake2b(digest_size=16), 0
+    """Return a hash of these files' sizes, times and inodes, and the time of the last change."""
+    digest = hashlib.blake2b(digest_size=16)
+    changed_ns = 0
     for name in names:
-        check_regular(folder / name, follow=True)  # the read of a pipe would not end
+        check_regular(folder / name, follow=True)  # reading a pipe would never end
         now = (folder / name).stat()
         facts = now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino
         digest.update(f"{name} {facts}\n".encode())

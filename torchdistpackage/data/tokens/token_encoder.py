@@ -1,7 +1,7 @@
-"""Documents of a piece of a file as token ids, in the arrays that a cache entry keeps. No torch.
+"""An encoder of documents to token ids, in the arrays that a cache entry keeps. No torch.
 
-Ids of a document depend on nothing but its text and the tokenizer, so pieces can be tokenized in
-any process and in any order.
+The ids of a document depend on its text and the tokenizer alone, so any process can tokenize any
+piece of a file, in any order.
 """
 
 import hashlib
@@ -36,17 +36,18 @@ from torchdistpackage.data.tokens.preference_pairs import PairReader
 from torchdistpackage.data.tokens.row_notes import Tally, count_unused
 from torchdistpackage.errors import DataError
 
-_MOST_LINES, _MOST_LETTERS = 512, 1 << 20
-"""That are tokenized at once: a token takes some 100 bytes until its id is copied."""
+_MOST_LINES = 512
+"""Largest number of lines tokenized at once."""
+_MOST_LETTERS = 1 << 20
+"""Letters tokenized at once: a token takes some 100 bytes until its id is copied."""
 
 
 class EncodedBatch(NamedTuple):
-    """Documents one after another, as a cache entry has them, and what is wrong with their lines:
-    then there are no documents.
+    """Encoded documents as a cache entry has them, or the problems of their lines.
 
-    num_letters: of all their texts. lines: of each document, how many lines are before its own.
-    lengths: tokens of each. counted, prompts: None where every
-    token counts. tally: see `row_notes`.
+    With problems there are no documents. num_letters: letters of all texts. lines: for each
+    document, the lines of the batch before its own. lengths: tokens of each. counted, prompts:
+    None where every token counts. tally: see `row_notes`.
     """
 
     num_lines: int
@@ -62,10 +63,10 @@ class EncodedBatch(NamedTuple):
 
 
 def load_tokenizer(path: Path) -> tuple[Any, int | None]:
-    """(tokenizer, id of its end-of-text token or None), from a folder or a file.
+    """Load (tokenizer, id of its end-of-text token or None) from a folder or a file.
 
     Raises:
-        DataError: the tokenizers library is missing, or the file is none of its.
+        DataError: the tokenizers library is missing, or the file is not in its format.
     """
     try:
         from tokenizers import AddedToken, Tokenizer
@@ -100,7 +101,8 @@ class DocumentEncoder:
 
     def __init__(self, source: TextSource):
         file = tokenizer_file(Path(source.tokenizer))
-        self._source, self._ends = source, source.ends
+        self._source = source
+        self._ends = source.ends
         self._tokenizer, self.eos = load_tokenizer(file)
         self._tally = Tally()
         self._reader = row_reader(source, file.parent, self._tally)
@@ -110,63 +112,64 @@ class DocumentEncoder:
     def batches(
         self, piece: Piece, number: int = 0, *, encode: bool = True
     ) -> Iterator[EncodedBatch]:
-        """The documents of a piece, some at a time. number: lines of the file before it.
+        """Yield the documents of a piece in batches. number: lines of the file before the piece.
 
-        encode: else lines are only looked through, as they are after one with a problem.
+        encode: False only checks the lines, as does the rest of a piece after a wrong line.
 
         Raises:
             DataError: the piece cannot be read or tokenized.
         """
-        source, unread = self._source, list[str]()
-        if source.kind == "parquet":  # of the others no value is read
+        source = self._source
+        unread = list[str]()
+        if source.kind == "parquet":  # its other columns are not even read, so count them here
             fields = fields_of(source)
             unread = [f"{x!r} of rows" for x in column_names(piece.path) if x not in fields]
         documents = documents_of(source.kind, piece, source.field, self._reader, number)
         for lines in _some_at_a_time(documents):
             problems = [str(x) for x in lines if isinstance(x, DataError)]
             encode = encode and not problems
-            held = [
+            numbered = [
                 (i, y)
                 for i, x in enumerate(lines)
                 if not (x is None or isinstance(x, DataError))
                 for y in (x if isinstance(x, AnswerPair) else (x,))
             ]
-            found = [document for _, document in held]
+            batch = [document for _, document in numbered]
             where = f"{piece.path}: documents {number + 1} to {number + len(lines)}"
-            arrays = self._encoded(found if encode else [], where)
+            arrays = self._encoded(batch if encode else [], where)
             tally = {**self._tally, **dict.fromkeys(unread, len(lines))}
             self._tally.clear()
-            at = np.asarray([i for i, _ in held if encode], np.int64)
-            yield EncodedBatch(len(lines), sum(map(_letters, found)), problems, at, *arrays, tally)
+            at = np.asarray([i for i, _ in numbered if encode], np.int64)
+            yield EncodedBatch(len(lines), sum(map(_letters, batch)), problems, at, *arrays, tally)
             number += len(lines)
 
     def _encoded(self, documents: list[Document], where: str):
-        """The arrays of an `EncodedBatch`, with what stands around each document."""
+        """Return the arrays of an `EncodedBatch`, with bos and eos around each document."""
         spans = [x.learned for x in documents]
         has_spans = any(x is not None for x in spans)
         texts = self._tokens([x.prompt + x.text for x in documents], where, offsets=has_spans)
         ids: list[list[int]] = []
         counted: list[npt.NDArray[np.uint8]] = []
         for document, span, text in zip(documents, spans, texts, strict=True):
-            # what a template has written has its special tokens already
+            # a template has written the special tokens already
             ends = self._ends.lacking(text.ids) if document.spans is None else TextEnds()
             ids.append([*ends.bos, *text.ids, *ends.eos])
             if self._source.has_prompts:
                 counted.append(_counted(text, span, ends))
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         flat = np.fromiter(chain.from_iterable(ids), self.dtype, int(lengths.sum()))
-        each = self._source.documents_per_line
-        # the answers of a pair are on one side of a split
-        places = [_place(documents[i - i % each]) for i in range(len(documents))]
-        known = flat, lengths, np.asarray(places, np.float64)
+        per_line = self._source.documents_per_line
+        # both answers of a pair have the place of the first, so a split keeps them together
+        hashes = [_place(documents[i - i % per_line]) for i in range(len(documents))]
+        places = np.asarray(hashes, np.float64)
         if not self._source.has_prompts:
-            return *known, None, None
+            return flat, lengths, places, None, None
         firsts = [int(x.argmax()) if x.any() else len(x) for x in counted]
-        every = np.concatenate([np.zeros(0, np.uint8), *counted])
-        return *known, every, np.asarray(firsts, np.int64)
+        mask = np.concatenate([np.zeros(0, np.uint8), *counted])
+        return flat, lengths, places, mask, np.asarray(firsts, np.int64)
 
     def _tokens(self, texts: list[str], where: str, *, offsets: bool) -> Sequence[Any]:
-        """What the library makes of each; without offsets it takes a tenth less."""
+        """Encode texts with the library; leaving out offsets saves a tenth of the time."""
         tokenizer = self._tokenizer
         encode = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
         try:
@@ -176,46 +179,47 @@ class DocumentEncoder:
 
 
 def row_reader(source: TextSource, folder: Path, tally: Tally) -> Reader:
-    """Return what makes a document of a line of the source, whose keys it counts in `tally`.
+    """Return the function that reads a line of the source; it counts unused keys in `tally`.
 
-    folder: of the tokenizer.
+    folder: folder of the tokenizer.
 
     Raises:
         DataError: the folder has no chat template for chats.
     """
     today = date.fromisoformat(source.today) if source.today else date.today()
     if source.kind == PREFERENCE:
-        read: Reader = PairReader(folder, today, tally)
+        reader: Reader = PairReader(folder, today, tally)
     elif source.may_be_chat:
         template = ChatTemplate(folder, today, tally)
 
-        def read(value: dict[str, Any], where: str) -> Document:
+        def reader(value: dict[str, Any], where: str) -> Document:
             return template.document(chat_row(value, where), where)
     else:
-        read = partial(text_document, field=source.field)
+        reader = partial(text_document, field=source.field)
 
-    def counted(value: dict[str, Any], where: str) -> Document | AnswerPair:
-        found = read(value, where)
+    def counting_reader(value: dict[str, Any], where: str) -> Document | AnswerPair:
+        documents = reader(value, where)
         count_unused(tally, value, fields_of_row(source, value), "rows")
-        return found
+        return documents
 
-    return counted
+    return counting_reader
 
 
 _Line = Document | AnswerPair | DataError | None
 
 
 def _some_at_a_time(documents: Iterator[_Line]) -> Iterator[list[_Line]]:
-    """All of them, as many together as may be tokenized at once."""
-    some, letters = list[_Line](), 0
+    """Yield lists of documents, each as many as may be tokenized at once."""
+    lines = list[_Line]()
+    letters = 0
     for document in documents:
-        some.append(document)
+        lines.append(document)
         letters += _letters(document)
-        if len(some) >= _MOST_LINES or letters >= _MOST_LETTERS:
-            yield some
-            some, letters = [], 0
-    if some:
-        yield some
+        if len(lines) >= _MOST_LINES or letters >= _MOST_LETTERS:
+            yield lines
+            lines, letters = [], 0
+    if lines:
+        yield lines
 
 
 def _letters(line: _Line) -> int:
@@ -228,7 +232,7 @@ def _letters(line: _Line) -> int:
 def _counted(
     text: Any, spans: tuple[tuple[int, int], ...] | None, ends: TextEnds
 ) -> npt.NDArray[np.uint8]:
-    """1 for each token of a document that counts; spans: None where all do."""
+    """Return 1 for each token of a document that counts, else 0; spans None: all count."""
     if spans is None:
         return np.ones(len(ends.bos) + len(text.ids) + len(ends.eos), np.uint8)
     inner = _within(text.offsets, spans).astype(np.uint8)
@@ -240,16 +244,16 @@ def _counted(
 def _within(
     offsets: list[tuple[int, int]], spans: tuple[tuple[int, int], ...]
 ) -> npt.NDArray[np.bool_]:
-    """Which tokens, each from one character to another, have a character of a span."""
+    """Return which tokens, given as ranges of characters, overlap a span."""
     begin, end = np.asarray(offsets, np.int64).reshape(-1, 2).T
-    found = np.zeros(len(begin), bool)
+    inside = np.zeros(len(begin), bool)
     for first, last in spans:
-        found |= (begin < last) & (np.maximum(end, begin + 1) > first)
-    return found
+        inside |= (begin < last) & (np.maximum(end, begin + 1) > first)
+    return inside
 
 
 def _place(document: Document) -> float:
-    """Equal texts have equal places, so no text is on both sides of a split."""
+    """Return a hash in [0, 1): equal texts have equal ones, so a split never separates them."""
     digest = hashlib.blake2b(document.prompt.encode(), digest_size=7)
     digest.update(b"\0" + document.text.encode())
     return int.from_bytes(digest.digest(), "big") / 2**56

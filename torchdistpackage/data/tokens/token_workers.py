@@ -1,8 +1,8 @@
-"""Processes that tokenize pieces of files side by side; what they make comes in order. No torch.
+"""Processes that tokenize pieces of files side by side, with results in order. No torch.
 
-Processes and not the threads of the tokenizers library, as parsing lines and copying ids hold
-Python's lock. They are forks of a server that has neither threads nor a device, so also a rank can
-have them made. Held at once are a few pieces a process, whatever the size of the files.
+The threads of the tokenizers library would not do: parsing lines and copying ids hold Python's
+lock. The processes are forks of a server that has neither threads nor a device, so a rank can start
+them too. Memory holds a few pieces a process, whatever the size of the files.
 """
 
 import os
@@ -22,35 +22,38 @@ from torchdistpackage.launch.fork_server_client import ForkedChild, ForkServer
 from torchdistpackage.launch.ipc import Channel
 
 Progress = Callable[[int, int], None]
-"""Told (bytes of text read, of all) now and then."""
+"""Called with (bytes of text read, bytes of all texts) now and then."""
 Encoded = list[EncodedBatch] | None
-"""What a piece holds; None: a line of it, or the piece, is wrong."""
+"""The batches of a piece; None: a line of it, or the piece, is wrong."""
 _TASKS = 2
-"""Of a worker: the one it is at, and the next, so that it need not wait for it."""
+"""Pieces sent to a worker: the one it works on, and the next, so that it need not wait."""
 _AHEAD = 4
-"""Pieces a worker that are under way, or wait for one before them."""
+"""Pieces per worker that are under way or wait for an earlier one."""
 _REAP_S = 5.0
+"""Seconds to wait for the exit status of a process that ended."""
 
 
 class _TokenProcess:
-    """A process, and the numbers of the pieces that it was given, in order."""
+    """A process, and the numbers of the pieces it works on, in order."""
 
     def __init__(self, child: ForkedChild):
         assert child.channel is not None
-        self.child, self.channel = child, child.channel
-        self.given: deque[int] = deque()
+        self.child = child
+        self.channel = child.channel
+        self.assigned: deque[int] = deque()
 
 
 class TokenWorkers:
-    """At most `most` processes that tokenize a source. With less than two there are none, and each
-    piece comes as None.
+    """At most `most` processes that tokenize a source.
 
-    encode: set to False when no more ids are wanted, only whether lines are wrong.
+    If `most` is below two there are none, and each piece comes as None. encode: set it to False
+    when ids are no longer needed, only whether lines are wrong.
     """
 
     def __init__(self, source: TextSource, most: int):
         self.encode = True
-        self._source, self._most = source, most
+        self._source = source
+        self._most = most
         self._stack = ExitStack()
         self._server = self._stack.enter_context(
             ForkServer(["torchdistpackage.data.tokens.token_workers"])
@@ -68,10 +71,10 @@ class TokenWorkers:
         self._stack.close()
 
     def results(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, Encoded]]:
-        """Each piece with what it holds, in order.
+        """Yield each piece with its batches, in order.
 
         Raises:
-            DataError: processes cannot be started, or one ended; names what it was at.
+            DataError: a process cannot be started, or ended early; names the piece it was at.
         """
         if self._most < 2:
             for piece in pieces:
@@ -88,7 +91,7 @@ class TokenWorkers:
                     break
                 index, piece = following
                 ahead[index] = piece
-                worker.given.append(index)
+                worker.assigned.append(index)
                 worker.channel.send((piece, self.encode))
                 following = next(coming, None)
             if number in done:
@@ -98,12 +101,14 @@ class TokenWorkers:
                 self._collect(ahead, done)
 
     def _with_room(self, piece: Piece) -> _TokenProcess | None:
-        """One that has nothing to do, started now if there may be one more; else one that has not
-        yet its next piece; None: all have.
+        """Return the worker to send a piece to, or None if all have their next one.
+
+        An idle worker comes first, then a new one if the limit allows, then one without its next
+        piece.
         """
-        least = min(self._workers, key=lambda x: len(x.given), default=None)
-        if least is not None and (not least.given or len(self._workers) == self._most):
-            return least if len(least.given) < _TASKS else None
+        least = min(self._workers, key=lambda x: len(x.assigned), default=None)
+        if least is not None and (not least.assigned or len(self._workers) == self._most):
+            return least if len(least.assigned) < _TASKS else None
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}  # one process is one core
         try:
             child = self._server.spawn(
@@ -121,19 +126,20 @@ class TokenWorkers:
         return worker
 
     def _collect(self, ahead: dict[int, Piece], done: dict[int, Encoded]) -> None:
-        """Wait for something that workers send."""
+        """Wait until a worker sends results, and store them in `done`."""
         self._selector.select()
-        with suppress(LaunchError):  # gone with all workers, of which the first says so
+        with suppress(LaunchError):  # the server is gone with all workers; the first one reports it
             self._server.reap()
         for worker in self._workers:
             messages, open_ = worker.channel.recv_ready()
             for message in messages:
-                done[worker.given.popleft()] = cast(Encoded, message)
+                done[worker.assigned.popleft()] = cast(Encoded, message)
             if not open_:
-                first = ahead[worker.given[0]] if worker.given else next(iter(ahead.values()))
+                first = ahead[worker.assigned[0]] if worker.assigned else next(iter(ahead.values()))
                 raise DataError(self._end_of(worker, first))
 
     def _end_of(self, worker: _TokenProcess, piece: Piece) -> str:
+        # the channel closes before the exit status is there, so wait for it
         until_s = time.monotonic() + _REAP_S
         try:
             while worker.child.exit is None and time.monotonic() < until_s:
@@ -141,14 +147,14 @@ class TokenWorkers:
                 time.sleep(0.01)
             gone = worker.child.exit
             code = None if gone is None else gone.exit_code
-            how = "ended" if code is None else f"ended with exit code {code}"
+            ending = "ended" if code is None else f"ended with exit code {code}"
             if code is not None and code < 0:
-                how = f"was ended by {signal.Signals(-code).name}"
+                ending = f"was ended by {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
-                how += " (if nobody sent that, memory was short)"
+                ending += " (if nobody sent that, memory was short)"
         except LaunchError as error:
-            how = f"is gone: {error}"
-        return f"{_named(self._source.kind, piece)}: the process that tokenized this {how}"
+            ending = f"is gone: {error}"
+        return f"{_named(self._source.kind, piece)}: the process that tokenized this {ending}"
 
 
 def _named(kind: str, piece: Piece) -> str:
@@ -162,7 +168,7 @@ def _named(kind: str, piece: Piece) -> str:
 
 
 def _lines(path: Path, first: int, last: int) -> int:
-    """How many end between these bytes."""
+    """Return the number of lines that end between these bytes."""
     number = 0
     with path.open("rb") as file:
         file.seek(first)
@@ -173,7 +179,7 @@ def _lines(path: Path, first: int, last: int) -> int:
 
 
 def tokenize_pieces(channel: Channel, source: TextSource) -> None:
-    """Be a worker: answer each piece with what it holds, until the channel is closed."""
+    """Answer each piece with its batches, until the channel is closed; the body of a worker."""
     encoder = DocumentEncoder(source)
     while True:
         try:
@@ -184,12 +190,12 @@ def tokenize_pieces(channel: Channel, source: TextSource) -> None:
 
 
 def _encoded(encoder: DocumentEncoder, piece: Piece, encode: bool) -> Encoded:
-    found: list[EncodedBatch] = []
+    batches: list[EncodedBatch] = []
     try:
         for batch in encoder.batches(piece, encode=encode):
             if batch.problems:
                 return None
-            found.append(batch)
+            batches.append(batch)
     except DataError:
         return None
-    return found
+    return batches
