@@ -112,7 +112,7 @@ def as_one_process(options: dict, size: int, nested: bool) -> None:
     for each in made:
         each.remove()
     moe_dp_iter_step()
-    assert expert_grads._made == []
+    assert expert_grads._reducers == []
 
 
 @pytest.mark.few(4)
@@ -256,7 +256,7 @@ def test_what_belongs_to_ranks_that_are_gone_is_dropped(ranks):
 
 def num_made() -> int:
     moe_dp_iter_step()
-    return len(expert_grads._made)
+    return len(expert_grads._reducers)
 
 
 def dropped() -> None:
@@ -268,7 +268,7 @@ def dropped() -> None:
     bias, gone = nets[0].bias, ref(nets[1].weight)
     del net, nets
     gc.collect()
-    assert len(expert_grads._made) == 2
+    assert len(expert_grads._reducers) == 2
     gc.disable()
     try:
         if dist.get_rank() == 0:
@@ -277,7 +277,7 @@ def dropped() -> None:
             bias.grad = None
             (bias * (1.0 + dist.get_rank())).sum().backward()
             moe_dp_iter_step()
-            assert len(expert_grads._made) == 1, f"after iteration {number}"
+            assert len(expert_grads._reducers) == 1, f"after iteration {number}"
             assert bias.grad.tolist() == [1.5, 1.5]
     finally:
         gc.enable()
@@ -288,7 +288,7 @@ def dropped() -> None:
     assert torch.equal(torch.load(saved), bias)
     again = create_moe_dp_hooks({"bias": bias}, dist.group.WORLD, None)
     again.remove()
-    expert_grads._made[0].remove()
+    expert_grads._reducers[0].remove()
     assert vars(bias) == {}
 
 

@@ -1,13 +1,12 @@
 """tplib's names, by `from torchdistpackage.compat.tplib import ...`.
 
-One rule: nothing is kept here. `init_model_parallel` sets `tpc` (data x tensor), and every other
-name reads it, so all of this package may be used with it. `src` is a global rank, `dst` a
+One rule: this module keeps no state. `init_model_parallel` sets `tpc` (data x tensor), and every
+other name reads it, so the rest of this package works with it. `src` is a global rank, `dst` a
 position in the tensor parallel group.
 
-The ranks of a `Worker` meet at a file and end together, so there is no port to collide on and
-nothing is left behind. A function that they can find by its name is found there; any other, typed
-in a notebook or defined inside another, travels by value, over the private channels of `run_local`
-alone.
+The ranks of a `Worker` meet at a file and end together, so no ports collide and nothing is left
+behind. They import a function by its name if they can. Any other function, typed in a notebook or
+defined inside another, travels by value, over the private channels of `run_local` only.
 """
 
 import os
@@ -61,7 +60,7 @@ _WORKER = ("Worker", "init_dist_env")
 _OWN = ("Worker", "destroy_dist_env")
 
 __path__: list[str] = []
-"""tplib has two modules, whose names are all in itself too."""
+"""Makes this module a package: tplib has two modules, whose names are also its own."""
 
 paths.announce(__name__, {})
 paths.announce(f"{__name__}.worker", {"compat.tplib": _WORKER})
@@ -87,24 +86,28 @@ def init_dist_env(
     local_rank: int = -1,
     backend: str = "nccl",
 ) -> None:
-    """Join the other ranks, unless that is done. All ranks call it; one alone is a world of 1.
+    """Join the other ranks, unless already joined; a single process is a world of 1.
+
+    All ranks call it.
 
     distributed_init_method: env:// (any launcher), tcp://HOST:PORT or file://PATH.
-    local_rank: default what the launcher says, else the rank among those of this host. The GPU of
+    local_rank: default the launcher's, else the position among the ranks of this host. The GPU of
         that number becomes the current one.
-    backend: "nccl", the default, means nccl where each rank has a GPU and gloo elsewhere.
+    backend: "nccl", the default, means nccl if each rank has a GPU, else gloo.
 
     Raises:
-        LaunchError: numbers are missing or contradict the ranks there are, or ranks never came.
+        LaunchError: numbers are missing or contradict the existing ranks, or ranks never came.
     """
     if not is_joined():
-        tpc.destroy()  # of a world that has ended
-        found = parse_init_method(distributed_init_method, world_size, rank, local_rank, os.environ)
-        join(found, backend=backend)
-        local_rank = found.local_rank
+        tpc.destroy()  # groups of a world that has ended
+        rendezvous = parse_init_method(
+            distributed_init_method, world_size, rank, local_rank, os.environ
+        )
+        join(rendezvous, backend=backend)
+        local_rank = rendezvous.local_rank
     group = world()
-    there = {"world_size": (world_size, group.size()), "rank": (rank, group.rank())}
-    for name, (asked, actual) in there.items():
+    numbers = {"world_size": (world_size, group.size()), "rank": (rank, group.rank())}
+    for name, (asked, actual) in numbers.items():
         if asked not in (-1, actual):
             raise LaunchError(
                 f"init_dist_env({name}={asked}), but torch.distributed is already initialised with "
@@ -121,7 +124,7 @@ def init_dist_env(
 def init_model_parallel(tp_size: int = 1, backend: str | None = None) -> None:
     """Cut the world into tensor parallel groups of `tp_size` neighbours; the rest is data parallel.
 
-    backend: the groups have that of the world; another one is refused.
+    backend: must be that of the world, which the groups use.
 
     Raises:
         LaunchError: `init_dist_env` was not called, this was called before, or the backend differs.
@@ -146,10 +149,10 @@ def init_model_parallel(tp_size: int = 1, backend: str | None = None) -> None:
 
 
 def ensure_init(tp_size: int, backend: str | None = None) -> None:
-    """`init_model_parallel`, or nothing where groups of this size are there.
+    """Call `init_model_parallel`, unless groups of this size exist.
 
     Raises:
-        TopologyError: they have another size. And what `init_model_parallel` raises.
+        TopologyError: groups of another size exist. Also as `init_model_parallel`.
     """
     if not model_parallel_is_initialized():
         init_model_parallel(tp_size, backend)
@@ -161,7 +164,7 @@ def ensure_init(tp_size: int, backend: str | None = None) -> None:
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether there are tensor parallel groups, made here or by `tpc.setup_process_groups`."""
+    """Return whether tensor parallel groups exist, from here or `tpc.setup_process_groups`."""
     return is_joined() and tpc.is_set
 
 
@@ -173,7 +176,7 @@ def destroy_model_parallel() -> None:
 
 
 def destroy_dist_env() -> None:
-    """End everything that `init_dist_env` and `init_model_parallel` began. Safe to repeat."""
+    """End what `init_dist_env` and `init_model_parallel` began. Safe to repeat."""
     destroy_model_parallel()
     leave()
 
@@ -182,7 +185,7 @@ def destroy_dist_env() -> None:
 
 
 def get_local_rank() -> int:
-    """My rank among those of this host.
+    """Return this process's position among the ranks of this host.
 
     Raises:
         LaunchError: it was never set.
@@ -193,12 +196,12 @@ def get_local_rank() -> int:
 
 
 def get_cpu_world_group() -> Group:
-    """All ranks, for what is in host memory."""
+    """Return the group of all ranks for tensors in host memory."""
     return on_cpu(world(_INIT))
 
 
 def get_tp_group() -> Group:
-    """My tensor parallel group.
+    """Return this rank's tensor parallel group.
 
     Raises:
         LaunchError: there is none yet.
@@ -220,7 +223,7 @@ def get_tp_rank() -> int:
 
 
 def get_tp_src_rank() -> int:
-    """Global rank of the first of my tensor parallel group."""
+    """Return the global rank of the first rank in this rank's tensor parallel group."""
     return primitives.ranks_of(get_tp_group())[0]
 
 
@@ -228,22 +231,22 @@ def get_tp_src_rank() -> int:
 
 
 def tp_all_reduce(input_: Tensor) -> Tensor:
-    """Sum over the tensor parallel group, in place and returned; out of place for autograd."""
+    """Sum over the tensor parallel group, in place unless autograd needs `input_`; returns it."""
     return all_reduce_(input_, get_tp_group())
 
 
 def tp_all_gather(input_: Tensor, dim: int = -1) -> Tensor:
-    """The parts of the tensor parallel group joined along `dim`. Autograd gives back my part's."""
+    """Gather along `dim` over the tensor parallel group; the backward slices the gradient."""
     return collectives.gather(input_, dim, get_tp_group())
 
 
 def tp_gather(input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-    """The parts joined along `dim` on rank `dst` of the tensor parallel group; None elsewhere."""
+    """Gather along `dim` on rank `dst` of the tensor parallel group; other ranks get None."""
     return objects.gather_to(input_, dim, get_tp_group(), dst)
 
 
 def broadcast_common(src: int = 0, group: Group | None = None) -> tuple[int, Group]:
-    """Size of the group and the group: the default group unless one is given.
+    """Return the size of the group and the group, by default the default group.
 
     Raises:
         LaunchError: there is no default group.
@@ -255,13 +258,13 @@ def broadcast_common(src: int = 0, group: Group | None = None) -> tuple[int, Gro
 
 
 def broadcast(input_: Tensor, src: int = 0, group: Group | None = None) -> Tensor:
-    """Overwrite `input_` with that of global rank `src`; returned."""
+    """Overwrite `input_` with that of global rank `src`, and return it."""
     _, group = broadcast_common(src, group)
     return objects.broadcast_tensors([input_], group, src)[0]
 
 
 def broadcast_obj_list(obj_list: list[Any], src: int = 0, group: Group | None = None) -> list[Any]:
-    """Replace what is in the list by what global rank `src` has in its; returned."""
+    """Replace the items of the list by those of global rank `src`, and return it."""
     _, group = broadcast_common(src, group)
     return objects.broadcast_object_list(obj_list, group, src)
 
@@ -269,35 +272,35 @@ def broadcast_obj_list(obj_list: list[Any], src: int = 0, group: Group | None = 
 def broadcast_tensor_dict(
     tensor_dict: dict[Any, Any] | None = None, src: int = 0, group: Group | None = None
 ) -> dict[Any, Any]:
-    """The dict of global rank `src` on every rank: tensors of any dtype on CPU or CUDA, nested."""
+    """Return the dict of global rank `src`: tensors of any dtype on CPU or CUDA, nested."""
     _, group = broadcast_common(src, group)
     return objects.broadcast_tensor_dict(tensor_dict, group, src)
 
 
 def create_group_and_assign(ranks: Sequence[int], backend: str, global_var: str) -> Group | None:
-    """The group of these ranks, for its members; None for the others.
+    """Return the group of these ranks to its members, None to other ranks.
 
-    It is named `global_var` but assigned to nothing: keep what is returned. backend: "gloo" for
-    what is in host memory, else that of the world.
+    It is named `global_var` but assigned to no variable, so keep the result. backend: "gloo" for
+    tensors in host memory, else that of the world.
     """
-    mine = world(_INIT).rank()
-    if mine not in ranks:
+    rank = world(_INIT).rank()
+    if rank not in ranks:
         return None
-    groups = tpc.groups if tpc.is_set else Groups(mine)
+    groups = tpc.groups if tpc.is_set else Groups(rank)
     on_host = backend == "gloo"
     group = groups.of(ranks, name=global_var, connects=not on_host)
     return on_cpu(group) if on_host else group
 
 
-# once, before the ranks are forked
+# loaded once, before the ranks are forked
 _PRELOAD = ("torch", "torch.distributed", __name__)
 
 
 class Worker:
     """Runs functions on `world_size` new ranks.
 
-    init_method: taken for the sake of its default and not needed: the ranks meet at a file.
-    backend: "nccl", the default, means nccl where each rank has a GPU and gloo elsewhere.
+    init_method: ignored, as the ranks meet at a file.
+    backend: "nccl", the default, means nccl if each rank has a GPU, else gloo.
 
     Raises:
         LaunchError: `world_size` is below 1.
@@ -310,23 +313,25 @@ class Worker:
         backend: str = "nccl",
     ):
         if world_size < 1:
-            raise LaunchError(f"world_size is {world_size}, but a run has at least 1 process")
-        self.world_size, self.init_method, self.backend = world_size, init_method, backend
+            raise LaunchError(f"world_size is {world_size}; use 1 or more")
+        self.world_size = world_size
+        self.init_method = init_method
+        self.backend = backend
 
     def run(self, func: Callable[..., object], *args: object, **kwargs: object) -> list[object]:
-        """Call `func(rank, *args, **kwargs)` on each rank; what they returned, by rank.
+        """Call `func(rank, *args, **kwargs)` on each rank; returns the results by rank.
 
-        The default group is joined before and left afterwards. What ranks print comes out here. In
-        a script without `if __name__ == "__main__":` each rank runs what stands above the first
-        call. A function that another process could not find by its name, or arguments that have
-        such ones in them, are sent by value, with the globals that they use.
+        Each rank joins the default group before the call and leaves it afterwards. Output of ranks
+        appears here. In a script without `if __name__ == "__main__":` each rank runs the lines
+        above the first call. Functions that another process cannot import by name are sent by
+        value, with the globals that they use, also within arguments.
 
         Raises:
             LaunchError: `func` or an argument cannot be pickled, or no process can be started.
             RankError: a rank raised or died; the text ends with its traceback. All are gone then.
         """
         if main_is_loading():
-            # a script without a guard, in a rank: it is here to be read, not to start more
+            # a rank imports a script without a guard: stop here, or it would start more ranks
             raise StopLoading
         call = PackedCall.of(func, *args, **kwargs)
         results = run_local(
@@ -340,7 +345,7 @@ class Worker:
 
 
 def _as_rank(call: PackedCall, backend: str) -> bytes:
-    """In each process."""
+    """Run the call in a rank: join, call, leave."""
     function = call.load()
     rank, *_ = setup_distributed(backend)
     result = call.pack_result(function(rank))

@@ -1,6 +1,6 @@
 """easy-model-parallel's names, by `import torchdistpackage.compat.emp as emp`.
 
-Nothing is loaded before it is asked for.
+A module is loaded when one of its names is first used.
 """
 
 from torchdistpackage.compat import paths

@@ -1,13 +1,13 @@
-"""easy-model-parallel's functor and what it makes: ours, under its names and with its arguments.
+"""easy-model-parallel's functor and its classes: `compat.placed` under its names and arguments.
 
-What it had and could not do works: keyword arguments, several outputs, integers, a backward where
-nothing moved. `launch` returns what the ranks returned.
+Some things work here that failed there: keyword arguments, several outputs, integers, a backward in
+which nothing moves. `launch` returns the results of the ranks.
 
-`to_rank_fn` is called by all ranks, and so is the backward through it. In a placed program
-(`compat.placed`) transfers are in one order on all ranks; here they are in that of autograd.
+All ranks call `to_rank_fn`, and all run the backward through it. A placed program (`compat.placed`)
+has one order of transfers on all ranks; here autograd decides the order.
 
-A message is a tensor that says its shape and dtype: any dtype, any strides, from a CPU or a GPU; it
-arrives on the CPU. A tag keeps messages apart.
+A message is a tensor with its shape and dtype: any dtype, any strides, from a CPU or a GPU; it
+arrives on the CPU. A tag tells messages apart.
 """
 
 import logging
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class EmptyFunction(Function):
-    """A zero that stands for what another rank computed; its gradients are zeros."""
+    """A zero in place of a result of another rank; its gradients are zeros."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class EmptyFunction(Function):
 
 
 def empty_fn(*args: Any) -> Tensor:
-    """A zero in whose graph these tensors are."""
+    """Return a zero with these tensors in its graph."""
     return EmptyFunction.apply(*args)  # type: ignore[return-value]
 
 
@@ -55,7 +55,7 @@ class EmptyModule(Module):
     """Stands for a module on ranks that do not hold it."""
 
     def get_grad_tensors(self, args: Any) -> list[Tensor]:
-        """The tensors in nested arguments that want a gradient."""
+        """Return the tensors in nested arguments that require a gradient."""
         return list(self._iter_grad_tensors(args))
 
     def _iter_grad_tensors(self, x: Any) -> Iterator[Tensor]:
@@ -67,12 +67,12 @@ class EmptyModule(Module):
                 yield from self._iter_grad_tensors(part)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """A zero in whose graph the arguments are."""
+        """Return a zero with the arguments in its graph."""
         return empty_fn(*self.get_grad_tensors((args, kwargs)))
 
 
 class ToRankFunction(Function):
-    """See `to_rank_fn`."""
+    """The autograd function of `to_rank_fn`."""
 
     @staticmethod
     def forward(
@@ -80,7 +80,10 @@ class ToRankFunction(Function):
     ) -> Tensor:
         rank = world().rank() if is_joined() else 0
         ctx.like = (input.shape, input.dtype, input.device)
-        ctx.source, ctx.target, ctx.tag, ctx.rank = src_rank, dst_rank, tag, rank
+        ctx.source = src_rank
+        ctx.target = dst_rank
+        ctx.tag = tag
+        ctx.rank = rank
         if src_rank == dst_rank:
             return input.clone()
         if rank == src_rank:
@@ -95,23 +98,23 @@ class ToRankFunction(Function):
         shape, dtype, device = ctx.like
         if ctx.source == ctx.target:
             return gradient, None, None, None, None
-        found = torch.zeros(shape, dtype=dtype, device=device)
+        returned = torch.zeros(shape, dtype=dtype, device=device)
         if ctx.rank == ctx.source:
             log.debug("receiving a gradient %s from rank %d", tuple(shape), ctx.target)
-            found = receive_tensor(ctx.target, tag=ctx.tag).to(device)
+            returned = receive_tensor(ctx.target, tag=ctx.tag).to(device)
         elif ctx.rank == ctx.target:
             log.debug("sending a gradient %s to rank %d", tuple(gradient.shape), ctx.source)
             send_tensor(gradient, ctx.source, tag=ctx.tag)
-        return found, None, None, None, None
+        return returned, None, None, None, None
 
 
 def to_rank_fn(input: Tensor, src_rank: int, tgt_rank: int, tag: int = 0) -> Tensor:
-    """`input` of rank `src_rank` on rank `tgt_rank`, elsewhere a zero; all ranks call it.
+    """Send `input` of rank `src_rank` to rank `tgt_rank`; other ranks get a zero.
 
-    In the backward the gradient goes back. A dtype without gradients goes one way.
+    All ranks call it. The backward sends the gradient back, for dtypes that have one.
 
     Raises:
-        PlacementError: on all ranks: one of both is no rank of the world.
+        PlacementError: on all ranks: `src_rank` or `tgt_rank` is no rank of the world.
     """
     for rank in (src_rank, tgt_rank):
         check_rank("to_rank_fn", rank)
@@ -129,7 +132,7 @@ DTYPE_MAP = {
     torch.uint8: 6,
     torch.bool: 7,
     torch.bfloat16: 8,
-    # the ones below it had no number for
+    # it had no numbers for the ones below
     torch.float16: 9,
     torch.complex64: 10,
     torch.complex128: 11,
@@ -148,10 +151,10 @@ _CPU = torch.device("cpu")
 
 
 def send_tensor(tensor: Tensor, dst: int, tag: int = 0, debug: bool = False) -> None:
-    """Send `tensor` to rank `dst`, which calls `receive_tensor` with the same tag; waits for it.
+    """Send `tensor` to rank `dst`, which calls `receive_tensor` with the same tag, and wait.
 
     Raises:
-        PlacementError: it is no dense tensor with memory, or `dst` no other rank.
+        PlacementError: it is no dense tensor with memory, or `dst` is no other rank.
     """
     _check_peer("send_tensor", dst)
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
@@ -170,7 +173,7 @@ def send_tensor(tensor: Tensor, dst: int, tag: int = 0, debug: bool = False) -> 
 
 
 def receive_tensor(src: int, tag: int = 0, debug: bool = False) -> Tensor:
-    """The tensor that rank `src` sends with this tag.
+    """Receive the tensor that rank `src` sends with this tag.
 
     Raises:
         PlacementError: `src` is no other rank.
@@ -186,7 +189,7 @@ def receive_tensor(src: int, tag: int = 0, debug: bool = False) -> Tensor:
 
 
 def check_rank(used_by: str, rank: object) -> None:
-    """Raises PlacementError if `rank` is none of the world, or none is joined."""
+    """Check that `rank` is a rank of the world; raises PlacementError."""
     size = world().size() if is_joined() else 1
     if not isinstance(rank, int) or not 0 <= rank < size:
         raise PlacementError(
@@ -205,7 +208,7 @@ def _channel(tag: int) -> TensorChannel:
 
 
 GRADIENTS = "torchdistpackage.compat.placed.mail"
-"""The logger that DEBUG_BACKWARD opens."""
+"""The logger that DEBUG_BACKWARD sets to DEBUG."""
 
 
 class Device(Place):
@@ -220,7 +223,7 @@ class Device(Place):
 
 
 class DeviceManagedTensor(managed.ManagedTensor):
-    """A tensor on a device. to_device_counter: what numbers the operations of all ranks."""
+    """A tensor on a device. to_device_counter: numbers the operations of all ranks."""
 
     def __init__(
         self,
@@ -233,7 +236,7 @@ class DeviceManagedTensor(managed.ManagedTensor):
 
     @property
     def to_device_counter(self) -> Program:
-        """What numbers the operations of all ranks."""
+        """The program, which numbers the operations of all ranks."""
         return self._program
 
 
@@ -262,13 +265,13 @@ class DeviceManagedCallable(managed.ManagedOperation):
 
 
 DeviceManagedOperation = DeviceManagedCallable
-"""What its page calls a DeviceManagedCallable."""
+"""The name of DeviceManagedCallable on its page."""
 
 
 class EmpFunctor(functor.DeviceFunctor):
     """Makes tensors, modules and functions belong to a device; see `compat.placed`.
 
-    _devices: one for each rank, or a list of devices for each.
+    _devices: one device for each rank, or a list of devices for each.
     """
 
     tensor_class = DeviceManagedTensor
@@ -280,20 +283,20 @@ class EmpFunctor(functor.DeviceFunctor):
 
     @property
     def to_device_counter(self) -> Program:
-        """What numbers the operations of all ranks."""
+        """The program, which numbers the operations of all ranks."""
         return self.program
 
     def in_context(self) -> bool:
-        """Whether it is under a device."""
+        """Return whether the functor is under a device."""
         return bool(self._under)
 
     @property
     def context_device(self) -> Place | None:
-        """The device that it is under."""
+        """The device that the functor is under, or None."""
         return self._under[-1] if self._under else None
 
     def make_place(self, devices: Sequence[torch.device], ranks: Sequence[int]) -> Place:
-        """A `Device`, or a place of several ranks."""
+        """Return a `Device`, or a place of several ranks."""
         if len(ranks) == 1:
             return Device(devices[0], ranks[0])
         return super().make_place(devices, ranks)
@@ -311,14 +314,14 @@ def launch(
     master_port: str = "12355",
     **options: Any,
 ) -> list[object]:
-    """Run `target(devices)` with a rank for each device; what they returned, by rank.
+    """Run `target(devices)` with a rank for each device; returns the results by rank.
 
-    master_addr, master_port: not needed: the ranks meet at a file. options: of `placed.launch`.
-    DEBUG_BACKWARD in the environment writes a line for each gradient that moves, EMP_LOG_LEVEL is
-    the level of what is logged to the console.
+    master_addr, master_port: ignored, as the ranks meet at a file. options: of `placed.launch`.
+    Two environment variables: DEBUG_BACKWARD logs a line for each gradient that moves, and
+    EMP_LOG_LEVEL is the log level of the console.
 
     Raises:
-        PlacementError: `target` does not take one argument, or a device is not there.
+        PlacementError: `target` does not take one argument, or a device is missing.
         RankError: a rank failed; the text ends with its traceback.
     """
     options = {"backend": backend, "prepare": prepare_logging, **options}
@@ -326,7 +329,7 @@ def launch(
 
 
 def prepare_logging(rank: int) -> None:
-    """What DEBUG_BACKWARD and EMP_LOG_LEVEL ask for, on this rank."""
+    """Set up this rank's logs as DEBUG_BACKWARD and EMP_LOG_LEVEL say."""
     debug = os.environ.get("DEBUG_BACKWARD", "") not in ("", "0")
     if not debug and "EMP_LOG_LEVEL" not in os.environ:
         return

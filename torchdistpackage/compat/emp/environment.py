@@ -1,7 +1,7 @@
-"""What easy-model-parallel reads of the environment: `BaseConfig`, and the logs of `setup_logging`.
+"""easy-model-parallel's use of the environment: `BaseConfig`, and the logs of `setup_logging`.
 
-`BaseConfig` is a dataclass whose fields may be set by variables. EMP_LOG_LEVEL is the level of the
-console, EMP_DATA_DIR the folder in whose `logs` each rank has its files.
+Environment variables can set the fields of a `BaseConfig`, a dataclass. EMP_LOG_LEVEL is the level
+of the console; each rank writes its log files to `logs` in the folder EMP_DATA_DIR.
 """
 
 import ast
@@ -24,19 +24,20 @@ __all__ = ["BaseConfig", "setup_logging"]
 
 @dataclasses.dataclass
 class BaseConfig:
-    """Fields take the values of the variables `envvar_prefix` + their name, in their own types.
+    """A dataclass whose fields take the values of environment variables `envvar_prefix` + name.
 
-    bool, int, float, str, Path and other types of one text; lists, tuples and dicts as Python
-    writes them; `None` where the type allows it. A field `local_rank` takes LOCAL_RANK.
+    Values have the field's type: bool, int, float, str, Path and other types made of one text;
+    lists, tuples and dicts in Python's syntax; `None` if the type allows it. A field `local_rank`
+    takes LOCAL_RANK.
 
     Raises:
-        ConfigError: variables with the prefix that are no fields, or have no value of the type;
+        ConfigError: variables with the prefix name no field, or their value has another type; it
             names all of them.
     """
 
     @property
     def envvar_prefix(self) -> str:
-        """What the names of the variables begin with."""
+        """The prefix of the variables' names."""
         return "MLCONFIG_"
 
     def __post_init__(self) -> None:
@@ -51,9 +52,10 @@ class BaseConfig:
         self.confirm_validity()
 
     def verify_unknown_env_vars(self) -> None:
-        """
+        """Check that every variable with the prefix names a field.
+
         Raises:
-            ConfigError: variables with the prefix are no fields; names all of them.
+            ConfigError: some do not; it names all of them.
         """
         if unknown := self._unknown():
             raise ConfigError("; ".join(unknown))
@@ -62,7 +64,7 @@ class BaseConfig:
         """Set the fields whose variables are set.
 
         Raises:
-            ConfigError: values are not of their field's type; names all of them.
+            ConfigError: values do not have their field's type; it names all of them.
         """
         problems: list[str] = []
         hints = typing.get_type_hints(type(self))
@@ -70,7 +72,7 @@ class BaseConfig:
             name = f"{self.envvar_prefix}{field.name}"
             if text := os.environ.get(name):
                 try:
-                    setattr(self, field.name, _read(text, hints[field.name]))
+                    setattr(self, field.name, _parsed(text, hints[field.name]))
                 except (ValueError, TypeError, SyntaxError) as error:
                     problems.append(f"{name}={text}: no {_shown(hints[field.name])} ({error})")
         local_rank = int(os.environ.get("LOCAL_RANK", "-1"))
@@ -80,7 +82,7 @@ class BaseConfig:
             raise ConfigError("; ".join(problems))
 
     def print_fields(self) -> None:
-        """Print the names, types and defaults of all fields, a line each."""
+        """Print name, type and default of each field, a line each."""
         lines = [f"{type(self).__name__}: Fields:"]
         for field in dataclasses.fields(self):
             default = None if field.default is dataclasses.MISSING else field.default
@@ -90,16 +92,16 @@ class BaseConfig:
         sys.stdout.write("\n".join(lines) + "\n")
 
     def confirm_validity(self) -> None:
-        """For subclasses: raise if the values do not go together."""
+        """Raise if the values do not fit together; subclasses override it."""
 
     def _unknown(self) -> list[str]:
-        known = {field.name.lower(): field.name for field in dataclasses.fields(self)}
+        fields = {field.name.lower(): field.name for field in dataclasses.fields(self)}
         prefix = self.envvar_prefix
         return [
             f"Unknown environment variable {name}={value}; there are "
-            f"{', '.join(prefix + field for field in known.values()) or 'none'}"
+            f"{', '.join(prefix + field for field in fields.values()) or 'none'}"
             for name, value in os.environ.items()
-            if name.startswith(prefix) and name.removeprefix(prefix).lower() not in known
+            if name.startswith(prefix) and name.removeprefix(prefix).lower() not in fields
         ]
 
 
@@ -107,17 +109,17 @@ def _shown(wanted: Any) -> str:
     return getattr(wanted, "__name__", None) if isinstance(wanted, type) else str(wanted)  # type: ignore[return-value]
 
 
-def _read(text: str, wanted: Any) -> Any:
-    """A value of the type `wanted`; of several types the first that takes it."""
+def _parsed(text: str, wanted: Any) -> Any:
+    """Return `text` as a value of the type `wanted`; of a union, the first type that takes it."""
     origin = typing.get_origin(wanted)
     if origin in (types.UnionType, typing.Union):
-        of = typing.get_args(wanted)
-        if type(None) in of and text == "None":
+        members = typing.get_args(wanted)
+        if type(None) in members and text == "None":
             return None
-        for one in of:
+        for one in members:
             if one is not type(None):
                 try:
-                    return _read(text, one)
+                    return _parsed(text, one)
                 except (ValueError, TypeError, SyntaxError):
                     continue
         raise ValueError("none of its types takes it")
@@ -140,29 +142,29 @@ def _read(text: str, wanted: Any) -> Any:
 
 
 def default_level() -> str | int:
-    """That of EMP_LOG_LEVEL, else INFO.
+    """Return the level of EMP_LOG_LEVEL, or INFO.
 
     Raises:
         ConfigError: it is no level.
     """
-    said = os.environ.get("EMP_LOG_LEVEL") or "INFO"
-    if said.isdecimal():
-        return int(said)
-    if said.upper() not in logging.getLevelNamesMapping():
+    level = os.environ.get("EMP_LOG_LEVEL") or "INFO"
+    if level.isdecimal():
+        return int(level)
+    if level.upper() not in logging.getLevelNamesMapping():
         raise ConfigError(
-            f"EMP_LOG_LEVEL is {said!r}; levels are "
+            f"EMP_LOG_LEVEL is {level!r}; levels are "
             f"{', '.join(logging.getLevelNamesMapping())}, or a number"
         )
-    return said.upper()
+    return level.upper()
 
 
 def log_folder() -> Path:
-    """Where the files go."""
+    """Return the folder of log files."""
     return Path(os.environ.get("EMP_DATA_DIR") or "data") / "logs"
 
 
 def __getattr__(name: str) -> object:
-    """DATA_DIR, LOG_DIR and default_log_level, as the environment says at this moment."""
+    """Return DATA_DIR, LOG_DIR or default_log_level as the environment is now."""
     if name == "DATA_DIR":
         return log_folder().parent
     if name == "LOG_DIR":
@@ -180,9 +182,9 @@ def setup_logging(
 ) -> list[Path]:
     """Log to the console and to files; returns the files.
 
-    console_level: default that of EMP_LOG_LEVEL. output_files: names below the folder of logs, in
-    which `{date}`, `{name}`, `{levelname}` and `{rank}` stand; each rank has its own, so a name
-    without `{rank}` gets it at its end. file_levels: one for each. show_locals: not used.
+    console_level: default EMP_LOG_LEVEL. output_files: names below the folder of logs, which may
+    contain `{date}`, `{name}`, `{levelname}` and `{rank}`; each rank writes its own files, so a
+    name without `{rank}` gets it at its end. file_levels: one for each file. show_locals: ignored.
 
     Raises:
         ConfigError: a level for each file is missing, or EMP_LOG_LEVEL is no level.
@@ -201,7 +203,7 @@ def setup_logging(
     root = logging.getLogger()
     root.addHandler(console)
     root.setLevel(console.level)
-    made = []
+    paths = []
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     for name, level in zip(names, levels, strict=True):
         if "{rank" not in name:
@@ -213,5 +215,5 @@ def setup_logging(
             levelname=logging.getLevelName(level),
             rank=rank,
         )
-        made.append(RankLog(log_folder() / file, rank, level).path)
-    return made
+        paths.append(RankLog(log_folder() / file, rank, level).path)
+    return paths

@@ -1,7 +1,7 @@
-"""Placed programs: one program, run by every rank, in which each tensor, module and operation has a
-place; transfers, and their reverse in the backward, appear by themselves.
+"""Placed programs: every rank runs one program, and each tensor, module and operation has a place.
 
-A name is loaded on first use.
+Transfers, and their reverse in the backward, happen automatically. A module is loaded when one of
+its names is first used.
 """
 
 from torchdistpackage.lazy import homes, load

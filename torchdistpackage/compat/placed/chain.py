@@ -1,6 +1,6 @@
-"""A chain of placed modules as a pipeline: cut into microbatches, run by the pipeline executor.
+"""A chain of placed modules as a pipeline of microbatches, run by the pipeline executor.
 
-Places need not ascend, and may come again: the schedule is made for where the stages are.
+Ranks need not ascend along the chain and may repeat: the schedule follows the stages' places.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchdistpackage.schedule.passes import lower
 
 
 class ChainStage(Module):
-    """Operations of one place, one after the other."""
+    """Consecutive operations on one place."""
 
     def __init__(self, operations: Sequence[Callable[..., Any]]):
         super().__init__()
@@ -43,18 +43,18 @@ class ChainStage(Module):
 
 
 class PlacedPipeline:
-    """A chain of managed modules and operations, each given what the one before it returns.
+    """A chain of managed modules and operations; each takes the output of the one before it.
 
         chain = PlacedPipeline([encoder, middle, head], loss=loss_of, num_microbatches=8)
         loss = chain.step(x, targets=y)
 
-    All ranks of the program make it and call it. Neighbours on one place are one stage. loss: a
+    All ranks of the program make it and call it. Neighbours on one place form one stage. loss: a
     function, or a managed operation on the last place. options: of `Pipeline`.
 
-    schedule: of this rank's program. pipeline: None on ranks that hold no part of the chain.
+    schedule: schedule of all ranks. pipeline: None on ranks without a stage of the chain.
 
     Raises:
-        PlacementError: the chain is empty, an element is no managed one, or on several ranks.
+        PlacementError: the chain is empty, or an element is not managed or is on several ranks.
         ScheduleError: no such schedule, or it does not fit.
     """
 
@@ -75,39 +75,39 @@ class PlacedPipeline:
             stages[-1][1].append(one)
         self._ends = stages[0][0], stages[-1][0]
         ranks = sorted({rank for rank, _ in stages})
-        places = tuple(ranks.index(rank) for rank, _ in stages)
-        self.schedule = schedule_on(places, schedule, num_microbatches)
+        stage_indices = tuple(ranks.index(rank) for rank, _ in stages)
+        self.schedule = schedule_on(stage_indices, schedule, num_microbatches)
         self.program.begin(f"a pipeline of {len(stages)} stages", None)
         self.pipeline: Pipeline | None = None
         if self.program.rank not in ranks:
             return
-        own = {
+        local_stages = {
             i: _stage([one.fn for one in operations])
             for i, (rank, operations) in enumerate(stages)
             if rank == self.program.rank
         }
-        function = loss.fn if isinstance(loss, ManagedOperation) else loss
-        here = next(one.data_device for one in chain if one.is_here)
-        options.setdefault("device", here.device)
+        loss_function = loss.fn if isinstance(loss, ManagedOperation) else loss
+        local_place = next(one.data_device for one in chain if one.is_here)
+        options.setdefault("device", local_place.device)
         self.pipeline = Pipeline(
-            own,
-            loss=function,
+            local_stages,
+            loss=loss_function,
             schedule=self.schedule,
             group=Groups(self.program.rank).of(ranks),
             **options,
         )
 
     def step(self, *args: Any, targets: Any = None, **options: Any) -> Tensor | None:
-        """Forward and backward of a batch; gradients add to what is there.
+        """Run forward and backward of a batch; gradients accumulate.
 
         args, targets: tensors, which every rank has, or managed ones on the first and last place.
 
-        Returns the mean loss, on ranks of the chain; elsewhere None.
+        Returns the mean loss on ranks of the chain, None elsewhere.
         """
         return self._call("step", args, targets, options)
 
     def eval_step(self, *args: Any, targets: Any = None, **options: Any) -> Tensor | None:
-        """The mean loss of a batch, without a backward."""
+        """Return the mean loss of a batch, without a backward."""
         return self._call("eval_step", args, targets, options)
 
     def _call(self, name: str, args: tuple[Any, ...], targets: Any, options: Any) -> Tensor | None:
@@ -115,9 +115,9 @@ class PlacedPipeline:
         self.program.begin(f"{name} of a pipeline", None)
         if self.pipeline is None:
             return None
-        given = [_here(x, self._ends[0]) for x in args]
+        local_args = [_here(x, self._ends[0]) for x in args]
         options = {**options, "targets": _here(targets, self._ends[1])}
-        args = () if any(x is _ELSEWHERE for x in given) else tuple(given)
+        args = () if any(x is _ELSEWHERE for x in local_args) else tuple(local_args)
         if options["targets"] is _ELSEWHERE:
             options["targets"] = None
         return getattr(self.pipeline, name)(*args, **options)
@@ -127,13 +127,13 @@ _ELSEWHERE = object()
 
 
 def _here(x: Any, rank: int) -> Any:
-    """The tensor of a managed one on `rank`, if this is that rank; other values as they are."""
+    """Return the tensor of a managed one on `rank`, _ELSEWHERE elsewhere; pass other values."""
     if not isinstance(x, ManagedTensor):
         return x
     if x.data_device.rank != rank:
         raise PlacementError(
-            f"a batch of a pipeline is on {x.data_device}, but its stage is on rank {rank}; put it "
-            f"there, or give the tensor itself on every rank"
+            f"a batch of a pipeline is on {x.data_device}, but its stage is on rank {rank}; move "
+            f"it there with to_device(), or pass the tensor itself on every rank"
         )
     return x.tensor if x.is_here else _ELSEWHERE
 
@@ -163,22 +163,23 @@ def _program_of(chain: Sequence[ManagedOperation]) -> Program:
 def schedule_on(
     places: tuple[int, ...], schedule: str | Schedule, num_microbatches: int
 ) -> Schedule:
-    """The schedule for stages on these pipe indices, in order.
+    """Return the schedule for stages on these pipe indices, in order.
 
-    A name whose own order of stages goes round the ranks as often as these do is that schedule,
-    on these ranks. For other orders stages run as soon as they can, the deepest first.
+    If the named schedule's own placement visits ranks in this order, it is that schedule with its
+    ranks renamed. For other placements stages run as soon as they can, the deepest first.
     """
     if isinstance(schedule, Schedule):
         return schedule
-    num, chunks = max(places) + 1, len(places) // (max(places) + 1)
+    num = max(places) + 1
+    chunks = len(places) // num
     if num * chunks == len(places):
-        made = build(schedule, num, num_microbatches, chunks)
-        renamed = dict(zip(made.placement, places, strict=True))
-        if tuple(renamed[i] for i in made.placement) == places and len({*renamed.values()}) == num:
-            programs = [made.programs[0]] * num
+        named = build(schedule, num, num_microbatches, chunks)
+        renamed = dict(zip(named.placement, places, strict=True))
+        if tuple(renamed[i] for i in named.placement) == places and len({*renamed.values()}) == num:
+            programs = [named.programs[0]] * num
             for old, new in renamed.items():
-                programs[new] = made.programs[old]
-            return replace(made, placement=places, programs=tuple(programs))
+                programs[new] = named.programs[old]
+            return replace(named, placement=places, programs=tuple(programs))
     work = TaskGraph(places, num_microbatches)
     stages = range(work.num_stages)
     rules = replace(

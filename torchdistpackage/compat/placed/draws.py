@@ -1,4 +1,4 @@
-"""Random numbers of operations that only the ranks of a place run."""
+"""Random streams of operations that only the ranks of a place run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,12 +10,11 @@ from torchdistpackage.comm.random import seed_from, seeded
 
 @contextmanager
 def own_draws(number: int, device: torch.device) -> Iterator[None]:
-    """Inside, torch draws from the stream of operation `number` of a placed program; afterwards as
-    if it had not.
+    """Let torch draw from the stream of operation `number`, then restore its own stream.
 
-    Only the ranks of its place run an operation. If that drew from the program's stream, the
-    streams of the ranks would part. So each operation has one of its own, which depends on the
-    program's seed and on the number of the operation alone.
+    Only the ranks of its place run an operation. If it drew from the program's stream, the streams
+    of the ranks would diverge. So each operation has a stream that depends on the program's seed
+    and the operation's number alone.
     """
     with seeded(seed_from(torch.default_generator.initial_seed(), number), device):
         yield

@@ -1,4 +1,4 @@
-"""`DeviceFunctor`: makes tensors, modules and functions belong to a place.
+"""`DeviceFunctor`: gives tensors, modules and functions a place.
 
     F = DeviceFunctor(devices)
     first, second = F.allocate_device(), F.allocate_device()
@@ -8,8 +8,8 @@
         head, loss = F(head), F(lambda y, t: (y - t).square().mean())
     loss(head(encoder(x)), x).backward()
 
-Every rank runs all of this. What runs on `first` runs on its rank alone, while the others go on to
-what is theirs.
+Every rank runs all of this. An operation on `first` runs on its rank alone, and the other ranks go
+on to their operations.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from torchdistpackage.errors import PlacementError
 class DeviceFunctor:
     """The places of a program; all ranks make it together.
 
-    devices: one for each rank, a list of devices for each, or k for each rank in one list.
-    group: its ranks; default the world, or this process alone where there is none.
+    devices: one device for each rank, a list of devices for each, or one list with k for each rank.
+    group: ranks of the program; default the world, or this process alone without a world.
 
     Raises:
-        PlacementError: on all ranks: the devices do not go round, or one is not there.
+        PlacementError: on all ranks: the ranks cannot share the devices, or one does not exist.
     """
 
     tensor_class: type[ManagedTensor] = ManagedTensor
@@ -54,8 +54,8 @@ class DeviceFunctor:
     def __init__(self, devices: Devices, group: Group | None = None):
         self.program: Program = program_of(group)
         self._devices = devices_by_rank(devices, len(self.program.ranks))
-        mine = self._devices[self.program.ranks.index(self.program.rank)]
-        problem = "; ".join(filter(None, map(problem_of, mine)))
+        local_devices = self._devices[self.program.ranks.index(self.program.rank)]
+        problem = "; ".join(filter(None, map(problem_of, local_devices)))
         self._agree(problem, group)
         self._places = [
             self.make_place((device,), (rank,))
@@ -67,10 +67,10 @@ class DeviceFunctor:
         self._groups: Groups | None = None
 
     def allocate_device(self, num_ranks: int = 1) -> Place:
-        """The next place, round and round. num_ranks: of that many ranks, from the next one on.
+        """Return the next place, cyclically. num_ranks: ranks of the place, from the next one on.
 
         Raises:
-            PlacementError: there are not so many ranks.
+            PlacementError: there are not that many ranks from there on.
         """
         place = self._places[self._next % len(self._places)]
         if num_ranks == 1:
@@ -84,14 +84,14 @@ class DeviceFunctor:
                 f"{len(ranks)} ranks of the program"
             )
         chosen = ranks[begin : begin + num_ranks]
-        of_last = [i for i, one in enumerate(self._places) if one.rank == chosen[-1]]
-        self._next = of_last[-1] + 1
+        places_of_last = [i for i, one in enumerate(self._places) if one.rank == chosen[-1]]
+        self._next = places_of_last[-1] + 1
         return self.place(chosen)
 
     def place(self, ranks: int | Sequence[int], device: str | torch.device | None = None) -> Place:
-        """The place of one rank, or of several that compute the same.
+        """Return the place of one rank, or of several that compute the same.
 
-        device: default the first of each of these ranks.
+        device: default the first device of each of these ranks.
 
         Raises:
             PlacementError: there is no such rank, or it does not have the device.
@@ -124,12 +124,12 @@ class DeviceFunctor:
         return self.make_place([torch.device(device)] * len(chosen), chosen)
 
     def make_place(self, devices: Sequence[torch.device], ranks: Sequence[int]) -> Place:
-        """The value that stands for a place, a device a rank; subclasses have their own."""
+        """Return the object for a place with a device for each rank; subclasses have their own."""
         here = ranks.index(self.program.rank) if self.program.rank in ranks else 0
         return Place(devices[here], tuple(ranks), tuple(devices))
 
     def group_of(self, place: Place) -> Group | None:
-        """The process group of the ranks of a place, made by them; None on other ranks."""
+        """Return the process group of a place, which its ranks make together; None elsewhere."""
         if not self.program.is_on(place):
             return None
         if self._groups is None:
@@ -138,7 +138,7 @@ class DeviceFunctor:
 
     @contextmanager
     def under(self, place: Place) -> Iterator[DeviceFunctor]:
-        """Inside, what the functor is applied to goes to `place`; afterwards to where it did."""
+        """Apply the functor to `place` within the context."""
         if not isinstance(place, Place):
             raise PlacementError(
                 f"under() takes a place (allocate_device() gives one), not {place!r}"
@@ -151,26 +151,25 @@ class DeviceFunctor:
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
-        """Inside, operations run when a value is asked for, or at the end, in their order; what
-        other ranks wait for is sent first. Without it `f(x)` here keeps a later `g(x)` on another
-        rank waiting for x.
+        """Delay operations until a value is needed or the context ends, and send first.
 
-        What operations read must not be changed inside, nor modes of modules.
+        Operations keep their order, but tensors that other ranks wait for leave before them.
+        Without it `f(x)` here keeps a later `g(x)` on another rank waiting for x. Inside, do not
+        change tensors that operations read, nor modes of modules.
         """
         with self.program.ahead():
             yield
 
     def __call__(self, obj: Any, *, dynamic: bool = False) -> Any:
-        """The tensor, module or function on the place that this is under.
+        """Put a tensor, module or function on the place of the enclosing `under`.
 
-        A tensor is a leaf: it has no graph behind it, and its gradient comes to the user's tensor.
-        A module on the meta device gets its memory here, on ranks of the place alone, and its
-        values by its own `reset_parameters`. dynamic: the number of outputs changes from call to
-        call.
+        A tensor must be a leaf without a graph; the user's tensor gets its gradient. A module on
+        the meta device gets memory here, on ranks of the place only, and values from its
+        `reset_parameters`. dynamic: the number of outputs changes from call to call.
 
         Raises:
-            PlacementError: under no place, or the tensor has a graph behind it, or it is none of
-                these.
+            PlacementError: there is no enclosing `under`, the tensor has a graph, or the object is
+                none of these.
         """
         place = self._place()
         if isinstance(obj, Tensor):
@@ -184,20 +183,20 @@ class DeviceFunctor:
         if isinstance(obj, Module):
             return self._module(obj, place, dynamic)
         if callable(obj):
-            made = self.operation_class(obj, place, self.program)
-            made.set_dynamic(dynamic)
-            return made
+            operation = self.operation_class(obj, place, self.program)
+            operation.set_dynamic(dynamic)
+            return operation
         raise PlacementError(
             f"Object must be a tensor, a module or a function, not a {type(obj).__name__}"
         )
 
     def build(self, make: Callable[..., Module], *args: Any, **kwargs: Any) -> Any:
-        """`make(*args, **kwargs)` on the ranks of the place; on others nothing is made.
+        """Call `make(*args, **kwargs)` on the ranks of the place only, and manage the module.
 
-        The numbers it draws are the same wherever it is made.
+        Its random values do not depend on the place.
 
         Raises:
-            PlacementError: under no place; on ranks of the place: it makes no module.
+            PlacementError: there is no enclosing `under`, or (on the place) it makes no module.
         """
         place = self._place()
         if not callable(make):
@@ -217,14 +216,14 @@ class DeviceFunctor:
     def optimizer(
         self, make: Callable[..., torch.optim.Optimizer], modules: Any, **options: Any
     ) -> torch.optim.Optimizer:
-        """An optimizer of what this rank holds; ranks that hold nothing may step it too.
+        """Return an optimizer of this rank's parameters; ranks without any may step it too.
 
-        modules: managed modules and tensors, or groups of options with such `params`.
+        modules: managed modules and tensors, or parameter groups with such `params`.
         """
         return make_optimizer(make, modules, **options)
 
     def finish(self) -> None:
-        """Wait until all that this rank sent has left; `launch` calls it at the end."""
+        """Wait until all messages of this rank have left; `launch` calls it at the end."""
         self.program.finish()
 
     def _place(self) -> Place:
@@ -243,15 +242,15 @@ class DeviceFunctor:
                 materialize(module, place.device)
         else:
             module = module.to(place.device)
-        made = self.module_class(module, place, self.program)
-        made.set_dynamic(dynamic)
-        return made
+        managed = self.module_class(module, place, self.program)
+        managed.set_dynamic(dynamic)
+        return managed
 
     def _agree(self, problem: str, group: Group | None) -> None:
-        said = [problem] if self.program.mail is None else gather_objects(problem, group)
+        texts = [problem] if self.program.mail is None else gather_objects(problem, group)
         problems = [
             f"rank {rank}: {text}"
-            for rank, text in zip(self.program.ranks, said, strict=True)
+            for rank, text in zip(self.program.ranks, texts, strict=True)
             if text
         ]
         if problems:
@@ -259,10 +258,10 @@ class DeviceFunctor:
 
 
 def materialize(module: Module, device: torch.device) -> None:
-    """Give a module of the meta device memory, and values by `reset_parameters` of each part.
+    """Give a module on the meta device memory, and values by its submodules' `reset_parameters`.
 
     Raises:
-        PlacementError: a part with tensors of its own has no `reset_parameters`.
+        PlacementError: a submodule with tensors has no `reset_parameters`.
     """
     owners = [
         (name, one)
@@ -284,27 +283,27 @@ def materialize(module: Module, device: torch.device) -> None:
 def make_optimizer(
     make: Callable[..., torch.optim.Optimizer], params: Any, **options: Any
 ) -> torch.optim.Optimizer:
-    """`make(...)` over what this rank holds of `params`; the groups are the same on all ranks.
+    """Return `make(...)` over this rank's tensors of `params`; all ranks have the same groups.
 
-    A rank that holds nothing gets one of an empty tensor, without a gradient, so that it steps and
-    schedules as the others do.
+    A rank without tensors gets an empty one without a gradient, so that it can step and schedule
+    like the others.
 
-    params: managed modules, managed leaf tensors, parameters, or groups of options, each a dict
-    with such `params`.
+    params: managed modules, managed leaf tensors, parameters, or parameter groups, each a dict with
+    such `params`.
 
     Raises:
-        PlacementError: something else is among them, or a group has no `params`.
+        PlacementError: `params` contains something else, or a group has no `params`.
     """
     single = isinstance(params, ManagedModule | ManagedTensor | Tensor)
     if not single and not isinstance(params, Iterable):
         raise _unknown(params)
-    given = [params] if single else list(params)
+    entries = [params] if single else list(params)
     groups = [
         {**one, "params": list(_tensors_here(one.get("params")))}
-        for one in given
+        for one in entries
         if isinstance(one, dict)
     ]
-    plain = [p for one in given if not isinstance(one, dict) for p in _tensors_here(one)]
+    plain = [p for one in entries if not isinstance(one, dict) for p in _tensors_here(one)]
     if plain or not groups:
         groups.append({"params": plain})
     if not any(group["params"] for group in groups):
@@ -313,7 +312,7 @@ def make_optimizer(
 
 
 def _tensors_here(params: Any) -> Iterable[Tensor]:
-    """The tensors that this rank has of modules, leaf tensors, parameters, or iterables of them."""
+    """Yield this rank's tensors of modules, leaf tensors, parameters, or iterables of them."""
     if isinstance(params, Tensor):
         yield params
     elif isinstance(params, ManagedModule):

@@ -1,12 +1,12 @@
 """The backward of a placed program: one graph for each operation, joined by hand.
 
 One rule: every rank posts the gradients that go to or come from other ranks from the last operation
-to the first (`routes.py`); what it computes between follows from that. An operation's inputs are
-cut from the graph that made them, so its backward runs once, when the gradients of all its outputs
-are there; autograd runs inside of operations alone.
+to the first (`routes.py`), and computes between as that needs. An operation's inputs are cut from
+the graph that made them, so its backward runs once, when the gradients of all its outputs have
+arrived; autograd runs only within an operation.
 
-What a rank must remember of an operation is a `StepRecord`; operations without its part leave
-none. A value knows its `frontier`, the last steps of this rank that it comes from.
+A `StepRecord` is what a rank remembers of an operation; operations that this rank takes no part in
+leave none. A value knows its `frontier`, the last steps of this rank that it depends on.
 """
 
 from __future__ import annotations
@@ -27,22 +27,26 @@ _MAX_FRONTIER = 32
 
 
 class GradTarget:
-    """A tensor that a gradient is for. leaf: it is accumulated there, None for an output.
+    """A tensor that gets a gradient.
 
-    number: of the operation that made it. changed_by: an operation that wrote to it since.
+    leaf: the tensor to accumulate in, None for an output. number: of the operation that made it.
+    changed_by: an operation that wrote to it since.
     """
 
     __slots__ = ("changed_by", "device", "leaf", "number")
 
     def __init__(self, number: int, device: torch.device, leaf: Tensor | None = None):
-        self.number, self.device, self.leaf, self.changed_by = number, device, leaf, ""
+        self.number = number
+        self.device = device
+        self.leaf = leaf
+        self.changed_by = ""
 
 
 class _CutEdge(torch.autograd.Function):
-    """The tensor in `box`, without the graph behind it; its gradient is left in `slot`.
+    """Cuts the tensor in `box` from its graph; the backward leaves its gradient in `slot`.
 
-    Its output is no leaf, so an operation may write to it, as a ReLU in place does. `anchor` makes
-    it want a gradient.
+    The output is no leaf, so an operation may write to it, as an in-place ReLU does. `anchor` makes
+    it require a gradient.
     """
 
     @staticmethod
@@ -58,10 +62,10 @@ class _CutEdge(torch.autograd.Function):
 
 
 class Content(NamedTuple):
-    """What a rank of its place has of a value.
+    """The tensors of a value, on a rank of its place.
 
-    skeleton: its structure, with a `Hole` for each tensor. targets: who gets the gradient of each
-    tensor, None where none is wanted.
+    skeleton: its structure, with a `Hole` for each tensor. targets: the target of each tensor's
+    gradient, None for a tensor without one.
     """
 
     skeleton: Any
@@ -69,61 +73,64 @@ class Content(NamedTuple):
     targets: list[GradTarget | None]
 
     def part(self, skeleton: Any) -> Content:
-        """The part with this skeleton."""
+        """Return the part with this skeleton."""
         used = holes(skeleton)
         renumbered = fill(skeleton, {old: Hole(new) for new, old in enumerate(used)})
         return Content(renumbered, [self.tensors[i] for i in used], [self.targets[i] for i in used])
 
     def detached(self) -> Content:
-        """The same without its graph."""
+        """Return the content without its graph."""
         return Content(
             self.skeleton, [x.detach() for x in self.tensors], [None] * len(self.tensors)
         )
 
     def value(self) -> Any:
-        """The tensors in their structure."""
+        """Return the tensors in their structure."""
         return fill(self.skeleton, self.tensors)
 
 
 class StepInput:
-    """A tensor that an operation reads on this rank, cut from what made it.
+    """A tensor that an operation reads on this rank, cut from its graph.
 
-    target: where its gradient belongs on this rank; None: it came from another rank.
+    target: gets its gradient on this rank; None: the tensor came from another rank.
     """
 
     __slots__ = ("_begun", "_slot", "cut", "meta", "source", "target")
 
     def __init__(self, x: Tensor, wants: bool, target: GradTarget | None, anchor: Tensor):
-        self.source, self.target = x, target
+        self.source = x
+        self.target = target
         self._slot: list[Tensor | None] = [None]
         self.meta = TensorMeta(tuple(x.shape), x.dtype, wants)
         self.cut: Tensor = _CutEdge.apply(anchor, [x], self._slot) if wants else x
         self._begun = self.cut._version
 
     def finish(self, operation: str) -> None:
-        """The operation has run: release the tensor, and note whether it was written to."""
+        """Release the tensor after the operation, and note whether the operation wrote to it."""
         if self.target is not None and self.cut._version != self._begun:
             self.target.changed_by = operation
         del self.cut, self.source
 
     def gradient(self) -> Tensor | None:
-        """The gradient from the backward that has just run, once; None where there was none."""
-        found, self._slot[0] = self._slot[0], None
-        return found
+        """Return the gradient of the last backward, and forget it; None if there is none."""
+        gradient = self._slot[0]
+        self._slot[0] = None
+        return gradient
 
 
 class StepRecord:
     """What this rank remembers of an operation for a backward.
 
-    outputs: where it runs here, of each output that wants a gradient where it is in its graph.
-    inputs: those that want one. returns: (rank, inputs) whose gradients go to another rank.
-    expects: (rank, metas, targets) of gradients that come, where it runs elsewhere.
+    outputs: (target, node in the graph) of each output with a gradient, if it runs here. inputs:
+    inputs with a gradient. returns: (rank, inputs) whose gradients go to another rank. expects:
+    (rank, metas, targets) of gradients that arrive from a rank where it runs.
     """
 
     __slots__ = ("expects", "inputs", "number", "outputs", "parents", "returns")
 
     def __init__(self, number: int, parents: tuple[StepRecord, ...]):
-        self.number, self.parents = number, parents
+        self.number = number
+        self.parents = parents
         self.outputs: list[tuple[GradTarget, Root]] = []
         self.inputs: list[StepInput] = []
         self.returns: list[tuple[int, list[StepInput]]] = []
@@ -131,11 +138,11 @@ class StepRecord:
 
     @property
     def matters(self) -> bool:
-        """Whether this rank has anything to do here in a backward."""
+        """True if this rank takes part in the operation's backward."""
         return bool(self.outputs or self.returns or self.expects)
 
     def add_output(self, x: Tensor) -> GradTarget | None:
-        """Where the gradient of this output is gathered; None: it wants none."""
+        """Return the target of this output's gradient, None if it requires none."""
         if not x.requires_grad:
             return None
         target = GradTarget(self.number, x.device)
@@ -145,7 +152,7 @@ class StepRecord:
         return target
 
     def add_return(self, rank: int, inputs: Sequence[StepInput]) -> None:
-        """The gradients of those that want one go to `rank`."""
+        """Send the gradients of these inputs, if they require one, to `rank` in the backward."""
         if wanting := [one for one in inputs if one.meta.requires_grad]:
             self.returns.append((rank, wanting))
 
@@ -165,23 +172,23 @@ class StepRecord:
             self.expects.append((rank, metas, targets))
 
     def backward(self, gathered: GatheredGrads, mail: Mail | None, retain_graph: bool) -> None:
-        """Run the operation's backward, if it runs here, and pass its gradients on."""
+        """Run the operation's backward, if it ran here, and pass its gradients on."""
         for rank, metas, targets in self.expects:
             assert mail is not None
             gathered.expect(targets, mail.expect_gradients(self.number, metas, rank), self.number)
-        found = [(root, gathered.take(target)) for target, root in self.outputs]
-        roots = [(root, g) for root, g in found if g is not None]
+        output_grads = [(root, gathered.take(target)) for target, root in self.outputs]
+        roots = [(root, g) for root, g in output_grads if g is not None]
         if roots:
             torch.autograd.backward(
                 [root for root, _ in roots], [g for _, g in roots], retain_graph=retain_graph
             )
-        made = {id(one): one.gradient() for one in self.inputs}
+        input_grads = {id(one): one.gradient() for one in self.inputs}
         for one in self.inputs:
             if one.target is not None:
-                gathered.add(one.target, made[id(one)])
+                gathered.add(one.target, input_grads[id(one)])
         for rank, inputs in self.returns:
             assert mail is not None
-            gradients = [made[id(one)] for one in inputs]
+            gradients = [input_grads[id(one)] for one in inputs]
             mail.send_gradients(self.number, gradients, [one.meta for one in inputs], rank)
 
 
@@ -189,7 +196,7 @@ Frontier = tuple[StepRecord, ...]
 
 
 def join_frontiers(frontiers: Iterable[Frontier]) -> Frontier:
-    """The frontier of a value that is computed from several."""
+    """Return the frontier of a value that is computed from several values."""
     steps = tuple({id(step): step for frontier in frontiers for step in frontier}.values())
     if len(steps) <= _MAX_FRONTIER:
         return steps
@@ -197,7 +204,7 @@ def join_frontiers(frontiers: Iterable[Frontier]) -> Frontier:
 
 
 def steps_before(frontier: Frontier) -> list[StepRecord]:
-    """All steps that a value comes from, the last operation first."""
+    """Return all steps that a value depends on, the last operation first."""
     reached = {id(step): step for step in frontier}
     todo = list(frontier)
     while todo:
@@ -209,11 +216,11 @@ def steps_before(frontier: Frontier) -> list[StepRecord]:
 
 
 def in_order_of_need(steps: Sequence[StepRecord]) -> Iterator[StepRecord]:
-    """Those with messages in their order, each right after what it needs; then the others.
+    """Yield steps with messages in order, each right after the steps it needs; then the others.
 
-    So no rank waits for a gradient while this one computes what no other rank waits for.
+    So no rank waits for a gradient while this one computes something that no rank waits for.
 
-    steps: the last operation first. A step comes after all that read its outputs on this rank.
+    steps: the last operation first. A step comes after all steps that read its outputs here.
     """
     readers: dict[int, list[StepRecord]] = {}
     for step in steps:
@@ -222,7 +229,8 @@ def in_order_of_need(steps: Sequence[StepRecord]) -> Iterator[StepRecord]:
     done: set[int] = set()
     for step in steps:
         if step.returns:
-            needed, todo = {id(step): step}, [step]
+            needed = {id(step): step}
+            todo = [step]
             while todo:
                 for reader in readers.get(id(todo.pop()), ()):
                     if id(reader) not in done and id(reader) not in needed:
@@ -241,10 +249,10 @@ def in_order_of_need(steps: Sequence[StepRecord]) -> Iterator[StepRecord]:
 
 
 class GatheredGrads:
-    """The gradients of one backward, gathered until what made their tensors has its turn."""
+    """The gradients of one backward, kept until the step that made their tensor runs."""
 
     def __init__(self) -> None:
-        self._found: dict[int, list[Tensor | tuple[ExpectedGrads, int, int]]] = {}
+        self._gathered: dict[int, list[Tensor | tuple[ExpectedGrads, int, int]]] = {}
         self._targets: dict[int, GradTarget] = {}
 
     def add(self, target: GradTarget, gradient: Tensor | None) -> None:
@@ -252,28 +260,29 @@ class GatheredGrads:
             self._at(target).append(gradient)
 
     def expect(self, targets: Sequence[GradTarget], coming: ExpectedGrads, operation: int) -> None:
-        """Gradients that another rank sends; they are waited for when they are used."""
+        """Add gradients that another rank sends; `take` waits for them."""
         for i, target in enumerate(targets):
             self._at(target).append((coming, i, operation))
 
     def take(self, target: GradTarget) -> Tensor | None:
-        """The sum of what was gathered, in the order in which it was."""
+        """Return the sum of the gradients of `target`, in the order in which they were added."""
         self._targets.pop(id(target), None)
         total: Tensor | None = None
-        for one in self._found.pop(id(target), ()):
+        for one in self._gathered.pop(id(target), ()):
             if isinstance(one, tuple):
                 coming, i, operation = one
-                found = coming.wait(operation)[i]
+                # wait only now, so that computing and receiving overlap
+                gradient = coming.wait(operation)[i]
             else:
-                found = one
-            if found is None:
+                gradient = one
+            if gradient is None:
                 continue
-            found = found.to(target.device)
-            total = found if total is None else total + found
+            gradient = gradient.to(target.device)
+            total = gradient if total is None else total + gradient
         return total
 
     def accumulate(self) -> None:
-        """Add what was gathered for leaves to their `grad`, the last one first."""
+        """Add the gradients of leaves to their `grad`, the last leaf first."""
         for target in sorted(self._targets.values(), key=lambda t: -t.number):
             gradient = self.take(target)
             if gradient is not None and target.leaf is not None:
@@ -281,14 +290,14 @@ class GatheredGrads:
 
     def _at(self, target: GradTarget) -> list[Any]:
         self._targets[id(target)] = target
-        return self._found.setdefault(id(target), [])
+        return self._gathered.setdefault(id(target), [])
 
 
 def refuse_changed(targets: Iterable[GradTarget | None], operation: str) -> None:
-    """
+    """Refuse inputs that an earlier operation changed in place; autograd cannot see that.
+
     Raises:
-        PlacementError: an earlier operation wrote to what this one reads, and autograd would not
-            know of it.
+        PlacementError: an earlier operation wrote to an input of this one.
     """
     for target in targets:
         if target is not None and target.changed_by:

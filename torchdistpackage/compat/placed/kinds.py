@@ -1,4 +1,4 @@
-"""What the outputs of an operation consist of, as the ranks outside of its place know it."""
+"""The structure of an operation's outputs, for the ranks outside of its place."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from torchdistpackage.compat.placed.structure import from_text, to_text
 from torchdistpackage.errors import PlacementError
 
 Kind = tuple[str, list[Any]]
-"""The kind and the names of the parts of an output, as `structure.parts_of` gives them."""
+"""Kind and part names of an output, as `structure.parts_of` returns them."""
 
 
 class Kinds:
-    """What the outputs of one operation consist of, which the ranks outside ask for once.
+    """The structure of one operation's outputs; the ranks outside of its place learn it once.
 
-    dynamic: it may change from call to call, so they ask each time.
+    dynamic: it may change from call to call, so they learn it each time.
     """
 
     def __init__(self, dynamic: bool = True):
         self._dynamic = dynamic
-        self._known: Kind | None = None
+        self._kind: Kind | None = None
         self._parts: dict[Any, Kinds] = {}
 
     def part(self, key: Any) -> Kinds:
-        """The same of one part."""
+        """Return the `Kinds` of one part."""
         return self._parts.setdefault(key, Kinds(self._dynamic))
 
-    def of(self, program: Program, value: PlacedValue, mine: Kind | None) -> Kind:
-        """The kind of a value on every rank. mine: what this rank sees, if it is of the place.
+    def of(self, program: Program, value: PlacedValue, local: Kind | None) -> Kind:
+        """Return the kind of a value on every rank. local: the kind, on ranks of the place.
 
         Raises:
-            PlacementError: on the place: it is not what the first call made.
+            PlacementError: on the place: the first call had another kind.
         """
-        if self._known is None or self._dynamic:
-            text = None if mine is None else to_text(list(mine))
+        if self._kind is None or self._dynamic:
+            text = None if local is None else to_text(list(local))
             kind, names = from_text(program.tell(value.place, "the parts of an output", text))
-            self._known = (kind, names)
-        elif mine is not None and mine != self._known:
+            self._kind = (kind, names)
+        elif local is not None and local != self._kind:
             raise PlacementError(
-                f"operation {value.number} gave {_shown(mine)}, but its first call gave "
-                f"{_shown(self._known)}, which the other ranks rely on; make it with "
+                f"operation {value.number} gave {_shown(local)}, but its first call gave "
+                f"{_shown(self._kind)}, which the other ranks rely on; make it with "
                 f"F(function, dynamic=True) if its outputs change from call to call"
             )
-        return self._known
+        return self._kind
 
 
 def _shown(kind: Kind) -> str:
-    what, names = kind
-    return f"a {what}" if what in ("tensor", "value") else f"{len(names)} parts ({names})"
+    kind_name, names = kind
+    return f"a {kind_name}" if kind_name in ("tensor", "value") else f"{len(names)} parts ({names})"

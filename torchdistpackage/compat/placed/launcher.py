@@ -1,4 +1,4 @@
-"""`launch`: a placed program on new ranks of this machine, or as the rank that this process is."""
+"""`launch`: runs a placed program on new ranks of this machine, or in this rank."""
 
 import inspect
 import logging
@@ -17,7 +17,7 @@ from torchdistpackage.errors import PlacementError
 from torchdistpackage.launch.entrypoint import PackedCall, StopLoading, main_is_loading
 from torchdistpackage.launch.workers import run_local, show_line
 
-# once, before the ranks are forked; the first optimizer imports torch._dynamo
+# loaded once, before the ranks are forked; the first optimizer imports torch._dynamo
 _PRELOAD = ("torch", "torch.distributed", "torch._dynamo", __name__)
 
 
@@ -33,14 +33,14 @@ def launch(
     timeout_s: float | None = None,
     prepare: Callable[[int], object] | None = None,
 ) -> list[object]:
-    """Run `main(devices)` on `num_procs` ranks; what they returned, by rank.
+    """Run `main(devices)` on `num_procs` ranks; returns the results by rank.
 
-    Under torchrun or srun this process is a rank already: nothing is started, and the list has its
-    own result alone. Each rank seeds Python, NumPy and torch alike, and prints here.
+    Under torchrun or srun this process is a rank already: it starts no ranks, and the list has only
+    its own result. All ranks seed Python, NumPy and torch the same, and print here.
 
-    devices: one for each rank ("cpu", "cuda:0"), a list for each, or several times as many.
+    devices: one device for each rank ("cpu", "cuda:0"), a list for each, or k times as many.
     num_procs: default one for each entry of `devices`.
-    backend: None: gloo where all devices are CPUs, else nccl where each rank has a GPU of its own.
+    backend: None: gloo if all devices are CPUs, else nccl if each rank has its own GPU.
     log_dir: each rank logs to `rank<r>.log` there, and what ranks other than 0 print goes to
         `rank<r>.restart0.log`.
     debug: compare the operations of all ranks; slow. None: as TDP_PLACED_DEBUG says.
@@ -48,8 +48,8 @@ def launch(
     prepare: called with its number on each rank first; a function at the top of a module.
 
     Raises:
-        PlacementError: `main` does not take one argument, a device is not there, or `num_procs`,
-            `seed` or `timeout_s` is none that can be.
+        PlacementError: `main` does not take one argument, a device does not exist, or `num_procs`,
+            `seed` or `timeout_s` is out of range.
         RankError: a rank failed; the text ends with its traceback. All are gone then.
         LaunchError: no process can be started.
     """
@@ -140,7 +140,7 @@ FORMAT = "%(asctime)s rank{rank} %(levelname)s %(name)s:%(lineno)d %(message)s"
 
 
 class RankLog:
-    """The log file of this rank; `remove()` ends it. path: of the file."""
+    """The log file of this rank at `path`; `remove()` closes it."""
 
     def __init__(self, path: Path, rank: int, level: int | str):
         self.path = path
@@ -154,7 +154,7 @@ class RankLog:
         root.setLevel(min(root.level, self._handler.level))
 
     def remove(self) -> None:
-        """Close the file, and let the root logger be as it was."""
+        """Close the file, and restore the root logger."""
         root = logging.getLogger()
         root.removeHandler(self._handler)
         root.setLevel(self._level)
@@ -162,5 +162,5 @@ class RankLog:
 
 
 def log_to_file(folder: Path, rank: int, level: int | str = logging.INFO) -> RankLog:
-    """Write what is logged on this rank, from `level` on, to `rank<r>.log` in `folder`."""
+    """Write this rank's log records from `level` on to `rank<r>.log` in `folder`."""
     return RankLog(folder / f"rank{rank}.log", rank, level)

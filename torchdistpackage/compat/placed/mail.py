@@ -1,11 +1,11 @@
-"""Messages of a placed program: outputs on their way to other ranks, and gradients back.
+"""Messages of a placed program: outputs to other ranks, and gradients back.
 
 One rule: a rank posts its messages in the order of `routes.py`, and waits only for what it is about
-to use. A send leaves from a copy, so the program may change its tensors right after.
+to use. A send reads from a copy, so the program may change its tensors right after.
 
-Each output travels behind a header in host memory, which says its structure, its shapes, and the
-number of the operation that it is for. Gradients have the shapes of what was sent: before them go
-only the number and which of them there are.
+A header in host memory precedes each output, with its structure, its shapes, and the number of the
+operation that reads it. Gradients have the shapes of the tensors that were sent: only the number
+and flags that say which gradients exist precede them.
 """
 
 import logging
@@ -26,14 +26,15 @@ from torchdistpackage.errors import CommError, PlacementError
 log = logging.getLogger(__name__)
 
 TAG = 0x7DF
-"""The tag of a placed program's messages, apart from those of pipelines and of the debug mode."""
+"""The tag of a placed program's messages; pipelines and the debug mode have others."""
 MAX_UNDER_WAY = 64
-"""Messages that a rank may be ahead of those that receive them, in number and in bytes."""
+"""Largest number of messages that a rank has sent and nobody has received."""
 MAX_UNDER_WAY_BYTES = 1 << 30
+"""Largest size of these messages together."""
 
 
 class Delivery(NamedTuple):
-    """A message that came: the structure, its tensors, and which of them want a gradient."""
+    """A received message: its structure, its tensors, and which of them require a gradient."""
 
     skeleton: Any
     tensors: list[Tensor]
@@ -41,31 +42,33 @@ class Delivery(NamedTuple):
 
 
 class ExpectedGrads:
-    """Gradients on their way here; `wait()` gives them, None where none was made."""
+    """Gradients that another rank sends; `wait()` returns them, None for each that has none."""
 
-    __slots__ = ("_flags", "_flags_work", "_found", "_gradients")
+    __slots__ = ("_flags", "_flags_work", "_gradients", "_received")
 
     def __init__(self, flags: Tensor, flags_work: Work, gradients: Incoming):
-        self._flags, self._flags_work, self._gradients = flags, flags_work, gradients
-        self._found: list[Tensor | None] | None = None
+        self._flags = flags
+        self._flags_work = flags_work
+        self._gradients = gradients
+        self._received: list[Tensor | None] | None = None
 
     def wait(self, operation: int) -> list[Tensor | None]:
-        """The gradients of what was sent to `operation`.
+        """Wait for the gradients of the tensors that `operation` read.
 
         Raises:
-            CommError: they are those of another operation.
+            CommError: gradients of another operation came.
         """
-        if self._found is None:
+        if self._received is None:
             self._flags_work.wait()
             buffers = self._gradients.wait()
             number, *there = self._flags.tolist()
             _same_operation(operation, number, "gradients")
-            self._found = [x if is_there else None for x, is_there in zip(buffers, there)]  # noqa: B905
-        return self._found
+            self._received = [x if is_there else None for x, is_there in zip(buffers, there)]  # noqa: B905
+        return self._received
 
 
 class Mail:
-    """The messages of one rank with the others of a group; all of them make it together."""
+    """Exchanges messages with the other ranks of a group; all ranks make it together."""
 
     def __init__(self, group: Group):
         self.device = device_of(group)
@@ -73,12 +76,12 @@ class Mail:
         bounds = {"max_sends": 2 * MAX_UNDER_WAY, "max_bytes": MAX_UNDER_WAY_BYTES}
         self._channel = TensorChannel(group, self.device, tag=TAG, **bounds)
         self.posted: list[tuple[str, int, int]] | None = None
-        """(what, operation, peer) of each message, where a test asks for them."""
+        """(kind, operation, peer) of each message, if a test sets it to a list."""
 
     def send(
         self, operation: int, text: str, tensors: Sequence[Tensor], wants: Sequence[bool], to: int
     ) -> None:
-        """Send an output, `text` its structure, to rank `to` for `operation`; does not wait."""
+        """Send an output to rank `to` for `operation`, without waiting. text: its structure."""
         self._note("send", operation, to)
         members = []
         for x, wanted in zip(tensors, wants, strict=True):
@@ -90,7 +93,7 @@ class Mail:
                 )
             members.append(TensorMeta(tuple(x.shape), x.dtype, wanted))
         description = Description("tuple", (str(operation), text), tuple(members))
-        # copies: what was sent is what it was at this call
+        # send copies, as the program may change its tensors before the send has left
         copies = [torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in tensors]
         with torch.no_grad():
             for copied, x in zip(copies, tensors, strict=True):
@@ -98,10 +101,10 @@ class Mail:
         self._channel.send(self._channel.send_header(description, to), copies, to)
 
     def receive(self, operation: int, source: int) -> Delivery:
-        """Wait for what rank `source` sends for `operation`.
+        """Wait for the output that rank `source` sends for `operation`.
 
         Raises:
-            CommError: it is at another operation.
+            CommError: the rank sent it for another operation.
         """
         self._note("receive", operation, source)
         spec = self._channel.receive_header(source)
@@ -118,7 +121,7 @@ class Mail:
         like: Sequence[TensorMeta],
         to: int,
     ) -> None:
-        """Send the gradients of what came from rank `to` for `operation`; does not wait."""
+        """Send the gradients of what came from rank `to` for `operation`, without waiting."""
         if log.isEnabledFor(logging.DEBUG):
             shapes = [None if x is None else tuple(x.shape) for x in gradients]
             log.debug("sending gradients %s of operation %s to rank %s", shapes, operation, to)
@@ -127,7 +130,7 @@ class Mail:
         flags = torch.tensor([operation, *there], dtype=torch.int64, device="cpu")
         tensors = []
         for x, meta in zip(gradients, like, strict=True):
-            if x is None:  # the peer has posted a receive for it
+            if x is None:  # the peer has posted a receive for every gradient
                 x = torch.zeros(meta.shape, dtype=meta.dtype, device=self.device)
             x = x.to_dense() if x.layout is not torch.strided else x
             tensors.append(x.detach().to(self.device).contiguous())
@@ -137,7 +140,7 @@ class Mail:
     def expect_gradients(
         self, operation: int, like: Sequence[TensorMeta], source: int
     ) -> ExpectedGrads:
-        """Begin to receive the gradients of what rank `source` read in `operation`."""
+        """Begin to receive the gradients of the tensors that rank `source` read in `operation`."""
         if log.isEnabledFor(logging.DEBUG):
             shapes = [meta.shape for meta in like]
             log.debug(
@@ -150,23 +153,25 @@ class Mail:
         return ExpectedGrads(flags, flags_work, gradients)
 
     def settle(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all messages have left."""
         self._channel.settle()
 
-    def _note(self, what: str, operation: int, peer: int) -> None:
+    def _note(self, kind: str, operation: int, peer: int) -> None:
         if self.posted is not None:
-            self.posted.append((what, operation, peer))
+            self.posted.append((kind, operation, peer))
 
 
 def _spec(like: Sequence[TensorMeta], device: torch.device) -> MessageSpec:
     return MessageSpec(Description("tuple", (), tuple(like)), device)
 
 
-def _same_operation(mine: int, theirs: int, what: str, source: int | None = None) -> None:
-    if mine != theirs:
+def _same_operation(
+    expected: int, number: int, message_kind: str, source: int | None = None
+) -> None:
+    if expected != number:
         where = "" if source is None else f" from rank {source}"
         raise CommError(
-            f"{what}{where} for operation {theirs} came where operation {mine} waits for its own: "
-            f"the ranks did not call the same operations in the same order; debug=True (or "
-            f"TDP_PLACED_DEBUG=1) names the first that differs"
+            f"{message_kind}{where} for operation {number} came where operation {expected} waits "
+            f"for its own: the ranks did not call the same operations in the same order; "
+            f"debug=True (or TDP_PLACED_DEBUG=1) names the first that differs"
         )

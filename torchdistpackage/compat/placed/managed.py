@@ -1,7 +1,7 @@
 """Tensors, modules and operations that live on one place of a placed program.
 
-On ranks of their place they hold the data, elsewhere they stand for it. What is done with them is
-the same call on every rank.
+On ranks of their place they hold the data; on other ranks they are placeholders. Every rank makes
+the same calls on them.
 """
 
 from __future__ import annotations
@@ -35,55 +35,58 @@ KindsOf = Kinds | Callable[[], Kinds] | None
 class ManagedTensor(TensorMethods):
     """A tensor on one place, or another output of an operation there.
 
-    An output of several parts is unpacked (`a, b = y`) or indexed (`y["loss"]`, `y[0]`) on all
-    ranks alike; the ranks outside of its place learn once for each operation what it consists of.
+    All ranks unpack (`a, b = y`) or index (`y["loss"]`, `y[0]`) an output of several parts the same
+    way; the ranks outside of its place learn its parts once for each operation.
 
-    tensor: on ranks of the place what it holds, elsewhere a placeholder. data_device: the place.
+    tensor: the data on ranks of the place, a placeholder elsewhere. data_device: the place.
     """
 
     def __init__(self, tensor: Tensor, place: Place, program: Program, is_leaf: bool = True):
         if tensor.grad_fn is not None and is_leaf:
             raise PlacementError(
                 "a managed tensor begins with one that has no graph behind it (grad_fn is set): "
-                "compute it by an operation on a place, or give its detach()"
+                "compute it by an operation on a place, or pass its detach()"
             )
         self._set(program.leaf(tensor, place), program, is_leaf, None)
 
     def _set(self, value: PlacedValue, program: Program, is_leaf: bool, kinds: KindsOf) -> None:
-        self._value, self._program, self.is_leaf, self._kinds = value, program, is_leaf, kinds
+        self._value = value
+        self._program = program
+        self.is_leaf = is_leaf
+        self._kinds = kinds
         self._kind: Kind | None = ("tensor", []) if is_leaf else None
 
     def _like(self, value: PlacedValue, kinds: Kinds | None) -> Any:
-        """Another output of this class."""
-        made = object.__new__(type(self))
-        made._set(value, self._program, False, kinds)
-        return made
+        """Return a managed tensor of this class with another value."""
+        result = object.__new__(type(self))
+        result._set(value, self._program, False, kinds)
+        return result
 
     @property
     def data_device(self) -> Place:
-        """The place."""
+        """The place of the data."""
         return self._value.place
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank is of its place."""
+        """True on ranks of its place."""
         return self._program.is_on(self.data_device)
 
     def _content(self) -> Content | None:
-        """The part that this rank has, once the operation has run; None outside of the place."""
+        """Run a pending operation and return this rank's content; None outside of the place."""
         if self._value.pending:
             self._program.flush()
         return self._value.content
 
     @property
     def tensor(self) -> Any:
-        """The data, on ranks of its place; elsewhere a zero that stands for it."""
+        """The data on ranks of its place, a zero as a placeholder elsewhere."""
         content = self._content()
         return torch.zeros([]) if content is None else content.value()
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient of a leaf, on ranks of its place; elsewhere None."""
+        """The gradient of a leaf on ranks of its place, None elsewhere."""
         content = self._content()
         if not self.is_leaf or content is None:
             return None
@@ -98,35 +101,35 @@ class ManagedTensor(TensorMethods):
         )
 
     def to_device(self, place: Place) -> Any:
-        """The same on another place."""
+        """Return the value on another place."""
         if not isinstance(place, Place):
             raise PlacementError(
                 f"to_device() takes a place (F.place(rank) gives one), not {place!r}"
             )
         if place == self.data_device:
             return self
-        made = run_on(place, self._program, _same, "to_device", (self,), {}, self._own_kinds())
-        made._kind = self._kind
-        return made
+        moved = run_on(place, self._program, _same, "to_device", (self,), {}, self._own_kinds())
+        moved._kind = self._kind
+        return moved
 
     def detach(self) -> Any:
-        """The same without its graph: no gradient goes through it."""
+        """Return the value without its graph: no gradient goes through it."""
         content = self._content()
         if content is not None:
             content = content.detached()
-        made = self._like(self._value.but(content, ()), self._own_kinds())
-        made._kind = self._kind
-        return made
+        result = self._like(self._value.but(content, ()), self._own_kinds())
+        result._kind = self._kind
+        return result
 
     def backward(self, gradient: Any = None, retain_graph: bool = False) -> None:
-        """Add the gradients of this tensor to all that it was made of, each on its own ranks.
+        """Add the gradients of this tensor to all leaves it depends on, each on the leaf's ranks.
 
-        gradient: a tensor of its shape, or a managed one; None where it is a single number.
+        gradient: a tensor of its shape, or a managed one; None if it has a single element.
 
         Raises:
-            PlacementError: it is a leaf, or has several parts, or the gradient is no tensor.
-            RuntimeError: on its place, as torch does: nothing in it wants a gradient, it is no
-                single number, or its graph is gone.
+            PlacementError: it is a leaf or has several parts, or the gradient is no tensor.
+            RuntimeError: on its place, as torch does: it requires no gradient, has several
+                elements, or its graph was freed.
         """
         if self.is_leaf:
             raise PlacementError("Cannot call backward on a leaf tensor")
@@ -140,13 +143,13 @@ class ManagedTensor(TensorMethods):
         self._program.backward(self._value, gradient, retain_graph)
 
     def full(self) -> Any:
-        """The value on every rank, without its graph; all ranks call it and wait for it."""
+        """Return the value on every rank, without its graph; all ranks call it and wait."""
         return self._program.everywhere(self._value, "full")
 
     def item(self) -> Any:
-        """The number on every rank; all ranks call it and wait for it."""
-        found = self.full()
-        return found.item() if isinstance(found, Tensor) else found
+        """Return the number on every rank; all ranks call it and wait."""
+        value = self.full()
+        return value.item() if isinstance(value, Tensor) else value
 
     def __float__(self) -> float:
         return float(self.item())
@@ -163,24 +166,27 @@ class ManagedTensor(TensorMethods):
     # -- parts ---------------------------------------------------------------------------
 
     def _parts(self) -> Kind:
-        """The kind and the names of its parts, on every rank."""
+        """Return the kind and the names of its parts, on every rank."""
         if self._kind is None:
             content = self._content()
-            mine = None if content is None else parts_of(content.skeleton)
+            local = None if content is None else parts_of(content.skeleton)
             kinds = self._own_kinds() or Kinds()
-            self._kind = kinds.of(self._program, self._value, mine)
+            self._kind = kinds.of(self._program, self._value, local)
         return self._kind
 
     def _own_kinds(self) -> Kinds | None:
-        """Worked out when it is asked for: most outputs are one tensor, and are not unpacked."""
+        """Return the kinds of this output.
+
+        They are looked up on first use, as most outputs are one tensor and never unpacked.
+        """
         if callable(self._kinds):
             self._kinds = self._kinds()
         return self._kinds
 
     def _part(self, key: Any) -> Any:
         content = self._content()
-        own = self._own_kinds()
-        kinds = None if own is None else own.part(key)
+        parent_kinds = self._own_kinds()
+        kinds = None if parent_kinds is None else parent_kinds.part(key)
         if content is not None:
             content = content.part(member(content.skeleton, key))
         return self._like(self._value.but(content), kinds)
@@ -189,12 +195,12 @@ class ManagedTensor(TensorMethods):
         if isinstance(key, str) or (isinstance(key, int) and not isinstance(key, bool)):
             kind, names = self._parts()
             if kind != "tensor":
-                found = key + len(names) if isinstance(key, int) and key < 0 else key
+                part_name = key + len(names) if isinstance(key, int) and key < 0 else key
                 if kind == "named" and isinstance(key, int) and key not in names:
-                    found = names[key] if -len(names) <= key < len(names) else key
-                if found not in names:
+                    part_name = names[key] if -len(names) <= key < len(names) else key
+                if part_name not in names:
                     raise PlacementError(f"an output has no part {key!r}; its parts are {names}")
-                return self._part(found)
+                return self._part(part_name)
         return run_together(operator.getitem, (self, key), {})
 
     def __len__(self) -> int:
@@ -212,7 +218,7 @@ class ManagedTensor(TensorMethods):
         return iter(names) if kind == "named" else iter([self._part(name) for name in names])
 
     def keys(self) -> list[Any]:
-        """Names of the parts."""
+        """Return the names of the parts."""
         return list(self._parts()[1])
 
     def __getattr__(self, name: str) -> Any:
@@ -237,19 +243,21 @@ def _same(x: Any) -> Any:
 
 
 class ManagedOperation:
-    """A function that runs on one place, on arguments that are brought there.
+    """A function that runs on one place; its arguments are moved there.
 
-    Arguments may nest in lists, tuples, dicts and dataclasses; what is no tensor is passed as it
-    is.
+    Arguments may nest in lists, tuples, dicts and dataclasses; values that are no tensors are
+    passed as they are.
     """
 
     def __init__(self, fn: Callable[..., Any], place: Place, program: Program):
-        self.fn, self.data_device, self._program = fn, place, program
+        self.fn = fn
+        self.data_device = place
+        self._program = program
         self._dynamic = False
         self._kinds: dict[str, Kinds] = {}
 
     def set_dynamic(self, dynamic: bool) -> None:
-        """Whether the number of its outputs may change from call to call."""
+        """Say whether the number of outputs may change from call to call."""
         self._dynamic = dynamic
 
     tensor_class: type[ManagedTensor] = ManagedTensor
@@ -260,12 +268,12 @@ class ManagedOperation:
 
     @property
     def program(self) -> Program:
-        """The program whose ranks all make it."""
+        """The program whose ranks all have this operation."""
         return self._program
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank is of its place."""
+        """True on ranks of its place."""
         return self._program.is_on(self.data_device)
 
     def __repr__(self) -> str:
@@ -273,7 +281,7 @@ class ManagedOperation:
 
 
 class AbsentModule(Module):
-    """Stands for a module on ranks that are not of its place."""
+    """A placeholder for a module on ranks outside of its place."""
 
 
 class ManagedModule(ManagedOperation):
@@ -284,11 +292,11 @@ class ManagedModule(ManagedOperation):
         super().__init__(module, place, program)
 
     def parameters(self) -> Iterable[torch.nn.Parameter]:
-        """The parameters of the module, on ranks of its place; elsewhere none."""
+        """Return the parameters of the module on ranks of its place, none elsewhere."""
         return self.module.parameters() if self.is_here else []
 
     def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
-        """The parameters of the module with their names, on ranks of its place; elsewhere none."""
+        """Return names and parameters of the module on ranks of its place, none elsewhere."""
         return self.module.named_parameters() if self.is_here else []
 
     def train(self, mode: bool = True) -> ManagedModule:
@@ -306,7 +314,7 @@ class ManagedModule(ManagedOperation):
 
 
 def name_of(fn: Any) -> str:
-    """What a function or module is called in messages."""
+    """Return the name of a function or module for messages."""
     return getattr(fn, "__name__", None) or type(fn).__name__
 
 
@@ -326,10 +334,10 @@ def run_on(
     Raises:
         PlacementError: an argument is a tensor without a place, or of another program.
     """
-    found, arguments = flatten((tuple(args), kwargs), _is_tensor_or_managed)
+    leaves, arguments = flatten((tuple(args), kwargs), _is_tensor_or_managed)
     values, order = list[ManagedTensor](), list[Any]()
     index: dict[int, int] = {}
-    for one in found:
+    for one in leaves:
         if isinstance(one, Tensor):
             raise PlacementError(
                 f"{name} on {place}: Tensor must be wrapped in DeviceManagedTensor: an argument of "
@@ -343,35 +351,35 @@ def run_on(
             index[id(one)] = len(values)
             values.append(one)
         order.append(Hole(index[id(one)]))
-    made = program.call(fn, name, place, fill(arguments, order), [one._value for one in values])
+    output = program.call(fn, name, place, fill(arguments, order), [one._value for one in values])
     result = object.__new__(tensor_class or (type(values[0]) if values else ManagedTensor))
     table = kinds
     if isinstance(table, dict):
-        result._set(made, program, False, lambda: _known(table, arguments, dynamic))
+        result._set(output, program, False, lambda: _kinds_for(table, arguments, dynamic))
     else:
-        result._set(made, program, False, table)
+        result._set(output, program, False, table)
     return result
 
 
-def _known(table: dict[str, Kinds], arguments: Any, dynamic: bool) -> Kinds:
-    """What is known of the outputs of a function called with arguments like these."""
+def _kinds_for(table: dict[str, Kinds], arguments: Any, dynamic: bool) -> Kinds:
+    """Return the kinds of a function's outputs for arguments like these."""
     return table.setdefault(signature(arguments), Kinds(dynamic))
 
 
 def run_together(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run `fn` where all of its arguments are.
+    """Run `fn` on the place of its arguments.
 
     Raises:
         PlacementError: they are on different places.
     """
-    found, _ = flatten((tuple(args), kwargs), lambda x: isinstance(x, ManagedTensor))
-    places = list(dict.fromkeys(one.data_device for one in found))
+    tensors, _ = flatten((tuple(args), kwargs), lambda x: isinstance(x, ManagedTensor))
+    places = list(dict.fromkeys(one.data_device for one in tensors))
     if len(places) > 1:
         raise PlacementError(
             f"{name_of(fn)} mixes tensors on {'; '.join(map(str, places))}, and no place is named "
             f"for it; wrap it: with F.under(place): op = F({name_of(fn)})"
         )
-    return run_on(places[0], found[0]._program, fn, name_of(fn), args, kwargs)
+    return run_on(places[0], tensors[0]._program, fn, name_of(fn), args, kwargs)
 
 
 def _is_tensor_or_managed(x: object) -> bool:

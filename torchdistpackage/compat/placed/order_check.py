@@ -1,4 +1,4 @@
-"""The debug mode: all ranks compare what they are about to do, one operation at a time."""
+"""The debug mode: all ranks compare each operation before they run it."""
 
 import sys
 from collections.abc import Sequence
@@ -13,30 +13,31 @@ _HERE = str(Path(__file__).parent)
 
 
 class OrderCheck:
-    """Compares operations over a group; slow, as every rank waits for all others at each."""
+    """Compares operations over a group; slow, as every rank waits for all others at each one."""
 
     def __init__(self, group: Group):
         self._group = group
 
-    def compare(self, number: int, what: str, place: Place | None, reads: Sequence[int]) -> None:
-        """
+    def compare(self, number: int, label: str, place: Place | None, reads: Sequence[int]) -> None:
+        """Compare the next operation of all ranks.
+
         Raises:
-            PlacementError: on all ranks: they are not about to do the same.
+            PlacementError: on all ranks: their next operations differ.
         """
-        mine = what if place is None else f"{what} on {place}"
+        description = label if place is None else f"{label} on {place}"
         if reads:
-            mine += f", which reads {', '.join(map(str, reads))}"
-        said = gather_objects((mine, called_at()), self._group)
-        texts = [str(text) for text, _ in said]  # type: ignore[misc]
+            description += f", which reads {', '.join(map(str, reads))}"
+        reports = gather_objects((description, called_at()), self._group)
+        texts = [str(text) for text, _ in reports]  # type: ignore[misc]
         if len(set(texts)) == 1:
             return
         ranks = ranks_of(self._group)
-        found: dict[str, list[int]] = {}
+        ranks_by_text: dict[str, list[int]] = {}
         for i, text in enumerate(texts):
-            found.setdefault(text, []).append(i)
+            ranks_by_text.setdefault(text, []).append(i)
         lines = [
-            f"rank {', '.join(str(ranks[i]) for i in at)}: {text} (called at {said[at[0]][1]})"  # type: ignore[index]
-            for text, at in found.items()
+            f"rank {', '.join(str(ranks[i]) for i in at)}: {text} (called at {reports[at[0]][1]})"  # type: ignore[index]
+            for text, at in ranks_by_text.items()
         ]
         raise PlacementError(
             f"the ranks take different paths at operation {number}: {'; '.join(lines)}; every rank "
@@ -46,7 +47,7 @@ class OrderCheck:
 
 
 def called_at() -> str:
-    """File and line of the program that called into this folder."""
+    """Return file and line of the program that called into this folder."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Places of a placed program: ranks, and the device there."""
+"""Places of a placed program: ranks, and their devices."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ Devices = Sequence[str | torch.device | Sequence[str | torch.device]]
 
 @dataclass(frozen=True)
 class Place:
-    """A device of one rank, or of several that compute the same, such as tensor-parallel ones.
+    """A device of one rank, or devices of several ranks that compute the same.
 
-    Each of `ranks` holds all that is placed there, and runs every operation placed there.
+    Each of `ranks` holds everything on the place and runs all its operations. Tensor-parallel ranks
+    are an example.
 
-    device: of this rank, outside of the place that of its first. devices: of each of `ranks`;
-    default `device`. Places are equal on all ranks alike, so `device` is not compared.
+    device: this rank's device; on ranks outside, that of the first rank. devices: of each of
+    `ranks`, default `device`. `device` differs between ranks, so comparisons leave it out.
     """
 
     device: torch.device = field(compare=False)
@@ -33,7 +34,7 @@ class Place:
 
     @property
     def rank(self) -> int:
-        """The rank; of several the first."""
+        """The first rank of the place."""
         return self.ranks[0]
 
     def __str__(self) -> str:
@@ -42,27 +43,27 @@ class Place:
 
 
 def problem_of(device: str | torch.device, *, is_here: bool = True) -> str:
-    """What is wrong with a device; "" if nothing is. is_here: look whether this host has it."""
+    """Return what is wrong with a device, or "". is_here: check that this host has it."""
     try:
-        found = torch.device(device)
+        parsed = torch.device(device)
     except (RuntimeError, TypeError):
         return f"{device!r} is no device; write 'cpu', 'cuda:0', ..."
-    if found.type not in ("cpu", "cuda"):
+    if parsed.type not in ("cpu", "cuda"):
         return f"{device!r}: only 'cpu' and 'cuda' devices are known here"
-    if is_here and found.type == "cuda":
+    if is_here and parsed.type == "cuda":
         num = torch.cuda.device_count()
-        if (found.index or 0) >= num:
+        if (parsed.index or 0) >= num:
             return f"'{device}' is not there: this host shows {num} CUDA devices"
     return ""
 
 
 def devices_by_rank(devices: Devices, num_ranks: int) -> list[list[torch.device]]:
-    """The devices of each rank.
+    """Return the devices of each rank.
 
     A flat list with k times as many devices as ranks gives each rank k of them, in order.
 
     Raises:
-        PlacementError: they do not go round, or one is no device; names all of these.
+        PlacementError: the ranks cannot share them, or some are no devices; it names all of these.
     """
     listed = isinstance(devices, Sequence) and not isinstance(devices, str)
     if not listed or not devices:
@@ -73,9 +74,10 @@ def devices_by_rank(devices: Devices, num_ranks: int) -> list[list[torch.device]
         raise PlacementError("; ".join(dict.fromkeys(problems)))
     flat = all(isinstance(d, str | torch.device) for d in devices)
     if flat and len(nested) % num_ranks == 0:
-        each = len(nested) // num_ranks
+        per_rank = len(nested) // num_ranks
         nested = [
-            [d for one in nested[i : i + each] for d in one] for i in range(0, len(nested), each)
+            [d for one in nested[i : i + per_rank] for d in one]
+            for i in range(0, len(nested), per_rank)
         ]
     if len(nested) != num_ranks:
         raise PlacementError(

@@ -1,9 +1,10 @@
-"""Which node of a graph goes to which place: arithmetic only, no processes.
+"""A search for the place of each node of a graph: arithmetic only, no processes.
 
 A step is every node's forward in the order of the program, then every backward in reverse. A place
-computes one at a time, in that order, as the ranks of a placed program do; what a node reads from
-another place comes a message later. Small graphs are searched in whole; larger ones start from the
-placements that list scheduling and cuts of the order give, and are improved node by node.
+computes one node at a time, in that order, as the ranks of a placed program do; an input from
+another place arrives a message later. The search tries all placements of a small graph. For larger
+graphs it starts from placements of list scheduling and cuts of the order, and improves them node by
+node.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from torchdistpackage.predict.links import LinkModel
 
 GIB = 1 << 30
 _EXHAUSTIVE = 5000
-"""Placements that are all tried; 8 nodes on any number of equal places are 4140."""
+"""Number of placements up to which all are tried; 8 nodes on equal places have at most 4140."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedNode:
-    """A node as it was measured.
+    """A node and its measurements.
 
-    reads: numbers of the nodes whose outputs it reads, all of them earlier. weight_bytes: of its
-    parameters and what training keeps for each; saved_bytes: what it keeps for its backward.
+    reads: numbers of the earlier nodes whose outputs it reads. weight_bytes: size of its parameters
+    and their training state. saved_bytes: size of the tensors it saves for its backward.
     """
 
     name: str
@@ -40,7 +41,7 @@ class PlacedNode:
 
 @dataclass(frozen=True, slots=True)
 class PlaceLink(LinkModel):
-    """The link between two places, checked, since users say it."""
+    """The link between two places; checks its numbers, as users give them."""
 
     latency_s: float = 1e-4
     bytes_per_s: float = 1e9
@@ -54,7 +55,7 @@ class PlaceLink(LinkModel):
 
 
 def step_seconds(nodes: Sequence[PlacedNode], places: Sequence[int], link: PlaceLink) -> float:
-    """How long a step takes with node i on place `places[i]`."""
+    """Return the seconds of a step with node i on place `places[i]`."""
     clock = dict.fromkeys(places, 0.0)
     done: list[float] = []
     there: dict[tuple[int, int], float] = {}
@@ -77,7 +78,8 @@ def step_seconds(nodes: Sequence[PlacedNode], places: Sequence[int], link: Place
             readers[j].append(i)
     back = [0.0] * len(nodes)
     for i in reversed(range(len(nodes))):
-        at, num_bytes = places[i], nodes[i].output_bytes
+        at = places[i]
+        num_bytes = nodes[i].output_bytes
         ready = [
             back[k] if places[k] == at else back[k] + link.seconds(num_bytes) for k in readers[i]
         ]
@@ -86,7 +88,7 @@ def step_seconds(nodes: Sequence[PlacedNode], places: Sequence[int], link: Place
 
 
 def bytes_of(nodes: Sequence[PlacedNode], places: Sequence[int], num_places: int) -> list[int]:
-    """Bytes in each place at the end of the forward, copies of what it reads included."""
+    """Return the bytes on each place at the end of the forward, with copies of its inputs."""
     num_bytes = [0] * num_places
     for i, node in enumerate(nodes):
         num_bytes[places[i]] += node.weight_bytes + node.saved_bytes + node.output_bytes
@@ -104,31 +106,31 @@ def search(
     exhaustive: bool = True,
     seed: int = 0,
 ) -> tuple[int, ...]:
-    """The place of each node, such that a step is short and each place holds what it has to.
+    """Return the place of each node for a short step that fits into memory.
 
-    memory_bytes: of each place. exhaustive: try every placement where there are few.
+    memory_bytes: of each place. exhaustive: try every placement if there are few.
 
     Raises:
-        PlacementError: no placement that was found fits; names the closest.
+        PlacementError: the search found no placement that fits; it names the closest.
     """
-    found = _Search(nodes, tuple(memory_bytes), link)
+    searcher = _Search(nodes, tuple(memory_bytes), link)
     count = 0
     if exhaustive:
         limit = _EXHAUSTIVE + 1
-        whole = list(itertools.islice(placements(len(nodes), found.memory), limit))
-        count = len(whole)
+        all_placements = list(itertools.islice(placements(len(nodes), searcher.memory), limit))
+        count = len(all_placements)
         if count < limit:
-            return found.checked(min(whole, key=found.value, default=()))
+            return searcher.checked(min(all_placements, key=searcher.value, default=()))
     best: tuple[int, ...] | None = None
-    for start in (*found.cuts(), *found.greedy(), *found.shuffled(seed, 12)):
-        made = found.improved(start)
-        if best is None or found.value(made) < found.value(best):
-            best = made
-    return found.checked(best or ())
+    for start in (*searcher.cuts(), *searcher.greedy(), *searcher.shuffled(seed, 12)):
+        candidate = searcher.improved(start)
+        if best is None or searcher.value(candidate) < searcher.value(best):
+            best = candidate
+    return searcher.checked(best or ())
 
 
 def placements(num: int, memory: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Every placement of `num` nodes, those that differ by the names of equal places once."""
+    """Yield every placement of `num` nodes, once for those that differ by swapping equal places."""
     kinds = [memory[: i + 1].count(size) - 1 for i, size in enumerate(memory)]
 
     def go(done: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -138,8 +140,8 @@ def placements(num: int, memory: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         used = set(done)
         for place, size in enumerate(memory):
             # the first of the equal places that are still empty stands for all of them
-            before = [p for p in range(place) if memory[p] == size]
-            if place in used or kinds[place] == 0 or all(p in used for p in before):
+            equal_before = [p for p in range(place) if memory[p] == size]
+            if place in used or kinds[place] == 0 or all(p in used for p in equal_before):
                 yield from go((*done, place))
 
     return go(())
@@ -147,10 +149,12 @@ def placements(num: int, memory: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 class _Search:
     def __init__(self, nodes: Sequence[PlacedNode], memory: tuple[int, ...], link: PlaceLink):
-        self.nodes, self.memory, self.link = nodes, memory, link
+        self.nodes = nodes
+        self.memory = memory
+        self.link = link
 
     def value(self, places: tuple[int, ...]) -> tuple[int, float]:
-        """(bytes too many, seconds), to be as small as can be."""
+        """Return (bytes over the limits, seconds); smaller is better."""
         num_bytes = bytes_of(self.nodes, places, len(self.memory))
         over = sum(max(0, h - limit) for h, limit in zip(num_bytes, self.memory, strict=True))
         return over, step_seconds(self.nodes, places, self.link)
@@ -170,7 +174,7 @@ class _Search:
         )
 
     def cuts(self) -> Iterator[tuple[int, ...]]:
-        """The order of the program, cut at equal shares of the time, on 1, 2, ... places."""
+        """Yield the program's order, cut into 1, 2, ... places with equal shares of the time."""
         total = sum(n.forward_s + n.backward_s for n in self.nodes) or 1.0
         for num in range(1, len(self.memory) + 1):
             places, passed = list[int](), 0.0
@@ -181,7 +185,7 @@ class _Search:
             yield tuple(places)
 
     def greedy(self) -> Iterator[tuple[int, ...]]:
-        """Each node where the step so far is shortest."""
+        """Yield the placement that puts each node where the step so far is shortest."""
         places: tuple[int, ...] = ()
         for i in range(len(self.nodes)):
             options = [(*places, p) for p in range(len(self.memory))]
@@ -190,19 +194,19 @@ class _Search:
         yield places
 
     def shuffled(self, seed: int, num: int) -> Iterator[tuple[int, ...]]:
-        """Random ones."""
+        """Yield random placements."""
         draw = random.Random(seed)
         for _ in range(num):
             yield tuple(draw.randrange(len(self.memory)) for _ in self.nodes)
 
     def improved(self, places: tuple[int, ...]) -> tuple[int, ...]:
-        """Change one node, or exchange two, as long as that helps."""
+        """Move a node, or two, as long as that helps."""
         best = self.value(places)
         while True:
-            found = min(self.near(places), key=self.value, default=places)
-            if self.value(found) >= best:
+            neighbour = min(self.near(places), key=self.value, default=places)
+            if self.value(neighbour) >= best:
                 return places
-            places, best = found, self.value(found)
+            places, best = neighbour, self.value(neighbour)
 
     def near(self, places: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         num = len(places)
@@ -210,7 +214,7 @@ class _Search:
             for p in range(len(self.memory)):
                 if p != places[i]:
                     yield (*places[:i], p, *places[i + 1 :])
-        # pairs only where there are few: there are as many as nodes squared
+        # pairs only for small graphs: their number grows with the square of the nodes
         for i, j in itertools.combinations(range(num), 2) if num <= 24 else ():
             for p, q in itertools.product(range(len(self.memory)), repeat=2):
                 changed = list(places)

@@ -1,7 +1,7 @@
-"""The operations of a placed program, as one rank carries them out.
+"""The operations of a placed program, as one rank runs them.
 
-Every rank makes the same calls, so all number them alike. One rule: which messages an operation
-means follows from its number and its places alone, so no rank asks another what comes next.
+Every rank makes the same calls, so all number them the same. One rule: the messages of an operation
+follow from its number and its places alone, so no rank asks another what comes next.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from torchdistpackage.compat.placed.structure import Hole, fill, flatten, holes,
 from torchdistpackage.errors import PlacementError
 
 DEBUG = "TDP_PLACED_DEBUG"
-"""Set to 1: compare the operations of all ranks, each before it is carried out."""
+"""Environment variable; set to 1, all ranks compare each operation before they run it."""
 
 
 class PlacedValue:
-    """An output, as this rank knows it. content: None on ranks that are not of its place.
+    """An output as this rank knows it.
 
-    pending: its operation is still to run.
+    content: None on ranks outside of its place. pending: its operation has not run yet.
     """
 
     __slots__ = ("content", "frontier", "number", "pending", "place")
@@ -55,17 +55,20 @@ class PlacedValue:
         frontier: Frontier = (),
         pending: bool = False,
     ):
-        self.place, self.number, self.content, self.frontier = place, number, content, frontier
+        self.place = place
+        self.number = number
+        self.content = content
+        self.frontier = frontier
         self.pending = pending
 
     def but(self, content: Content | None, frontier: Frontier | None = None) -> PlacedValue:
-        """The same with another content."""
-        kept = self.frontier if frontier is None else frontier
-        return PlacedValue(self.place, self.number, content, kept)
+        """Return this value with another content."""
+        new_frontier = self.frontier if frontier is None else frontier
+        return PlacedValue(self.place, self.number, content, new_frontier)
 
 
 class PlacedTask(NamedTuple):
-    """An operation that was called. grads: whether autograd was on then."""
+    """An operation that was called. grads: autograd was on then."""
 
     function: Callable[..., Any]
     name: str
@@ -95,33 +98,33 @@ class Program:
         self.debug = os.environ.get(DEBUG, "0") not in ("", "0")
 
     def get_next(self) -> int:
-        """A number for what all ranks do next."""
+        """Return the number of the next operation of all ranks."""
         self._number += 1
         return self._number
 
-    def begin(self, what: str, place: Place | None, reads: Sequence[int] = ()) -> int:
-        """The number of an operation; in the debug mode all ranks compare what it is.
+    def begin(self, label: str, place: Place | None, reads: Sequence[int] = ()) -> int:
+        """Return the number of an operation; in debug mode all ranks compare its label.
 
         Raises:
-            PlacementError: on all ranks: one is about to call another.
+            PlacementError: on all ranks: a rank is about to call another operation.
         """
         number = self.get_next()
         if self.debug and self._check is not None:
-            self._check.compare(number, what, place, reads)
+            self._check.compare(number, label, place, reads)
         return number
 
     def is_on(self, place: Place) -> bool:
-        """Whether this rank is one of the place's."""
+        """Return whether this rank is one of the place's ranks."""
         return self.rank in place.ranks
 
     def leaf(self, x: Tensor, place: Place) -> PlacedValue:
-        """A tensor of the user's on its place."""
+        """Return the value of a user's tensor on its place."""
         number = self.begin("a tensor", place)
         if not self.is_on(place):
             return PlacedValue(place, number, None, ())
         moved = x.to(place.device)
         if moved is not x and moved.requires_grad and not moved.is_leaf:
-            moved.retain_grad()  # the gradient is for both
+            moved.retain_grad()  # both tensors get the gradient
         _, skeleton = flatten(moved, _is_tensor)
         target = GradTarget(number, moved.device, moved) if moved.requires_grad else None
         return PlacedValue(place, number, Content(skeleton, [moved], [target]), ())
@@ -134,10 +137,10 @@ class Program:
         arguments: Any,
         values: Sequence[PlacedValue],
     ) -> PlacedValue:
-        """Run `function(*args, **kwargs)` where it is placed.
+        """Run `function(*args, **kwargs)` on `place`.
 
-        arguments: skeleton of (args, kwargs), in which values have their places. On other ranks
-        this only sends what the function reads, and returns.
+        arguments: skeleton of (args, kwargs) with a hole for each value. Ranks outside of the place
+        only send what the function reads.
         """
         number = self.begin(name, place, [value.number for value in values])
         output = PlacedValue(place, number, pending=True)
@@ -151,7 +154,7 @@ class Program:
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
-        """Inside, operations are only noted; `flush` runs them, and so does the end."""
+        """Queue operations within the context; `flush` runs them, and so does the end."""
         outer = self._ahead
         self._ahead = [] if outer is None else outer
         try:
@@ -161,25 +164,26 @@ class Program:
             self._ahead = outer
 
     def flush(self) -> None:
-        """Run what was noted, in its order; what other ranks wait for leaves as soon as it can.
+        """Run queued operations in order; tensors that other ranks wait for leave early.
 
-        A send may pass operations whose output it is not. It passes no other message, so all ranks
-        keep one order.
+        A send may overtake operations that do not compute what it sends. It overtakes no other
+        message, so all ranks keep one order of messages.
 
         Raises:
-            PlacementError: an operation changed in place what had left already.
+            PlacementError: an operation changed a tensor in place that had left already.
         """
         if not self._ahead:
             return
-        tasks, num_sent = list(self._ahead), 0
+        tasks = list(self._ahead)
+        num_sent = 0
         self._ahead.clear()
-        left: dict[int, list[tuple[Tensor, int]]] = {}
+        sent_early: dict[int, list[tuple[Tensor, int]]] = {}
         for i, task in enumerate(tasks):
             while num_sent < len(tasks) and (num_sent < i or self._may_leave(tasks[num_sent])):
                 if num_sent >= i:
-                    left[num_sent] = self._send_for(tasks[num_sent])
+                    sent_early[num_sent] = self._send_for(tasks[num_sent])
                 num_sent += 1
-            for x, version in left.pop(i, ()):
+            for x, version in sent_early.pop(i, ()):
                 if x._version != version:
                     raise PlacementError(
                         f"{task} reads a tensor that an operation before it has changed in place; "
@@ -190,7 +194,7 @@ class Program:
                 self._run(task, sends=num_sent <= i)
 
     def _sources(self, task: PlacedTask) -> list[tuple[int, int, list[int]]]:
-        """(from, to, indices of the values) of each message that the operation needs."""
+        """Return (from, to, indices of the values) of each message that the operation needs."""
         ranks = task.output.place.ranks
         return [
             (start, end, indices)
@@ -199,15 +203,15 @@ class Program:
         ]
 
     def _may_leave(self, task: PlacedTask) -> bool:
-        """Whether this rank only sends for it, and has what it sends."""
-        mine = [route for route in self._sources(task) if self.rank in route[:2]]
+        """Return whether this rank only sends for the operation, and has what it sends."""
+        routes = [route for route in self._sources(task) if self.rank in route[:2]]
         return all(
             start == self.rank and not any(task.values[i].pending for i in indices)
-            for start, _, indices in mine
+            for start, _, indices in routes
         )
 
     def _send_for(self, task: PlacedTask) -> list[tuple[Tensor, int]]:
-        """Send what the operation reads from here; the tensors, each with its version."""
+        """Send what the operation reads from here; returns the tensors with their versions."""
         sent = list[tuple[Tensor, int]]()
         for start, end, indices in self._sources(task):
             if start == self.rank:
@@ -218,11 +222,15 @@ class Program:
         return sent
 
     def _run(self, task: PlacedTask, *, sends: bool) -> None:
-        """Carry out an operation. sends: what it reads from here has not left yet."""
-        values, output, grads, place = task.values, task.output, task.grads, task.output.place
-        number, operation = output.number, str(task)
-        before = join_frontiers(value.frontier for value in values) if grads else ()
-        step = StepRecord(number, before)
+        """Run an operation. sends: what it reads from here has not left yet."""
+        values = task.values
+        output = task.output
+        grads = task.grads
+        place = output.place
+        number = output.number
+        operation = str(task)
+        parents = join_frontiers(value.frontier for value in values) if grads else ()
+        step = StepRecord(number, parents)
         inputs: dict[int, tuple[Any, list[StepInput]]] = {}
         for i, value in enumerate(values if self.is_on(place) else ()):
             if value.content is not None:
@@ -240,30 +248,35 @@ class Program:
                     step.add_expected(start, [values[i].content for i in indices])
         if self.is_on(place):
             output.content = self._compute(task, step, [inputs[i] for i in range(len(values))])
-        output.frontier = (step,) if step.matters else before
+        output.frontier = (step,) if step.matters else parents
         output.pending = False
 
     def _compute(
         self, task: PlacedTask, step: StepRecord, inputs: list[tuple[Any, list[StepInput]]]
     ) -> Content:
-        """Call the function with its inputs, here."""
+        """Call the function with its inputs on this rank."""
         device = task.output.place.device
-        step.inputs = [one for _, made in inputs for one in made if one.meta.requires_grad]
-        read = [fill(skeleton, [x.cut.to(device) for x in made]) for skeleton, made in inputs]
-        args, kwargs = fill(task.arguments, read)
+        step.inputs = [
+            one for _, step_inputs in inputs for one in step_inputs if one.meta.requires_grad
+        ]
+        arguments = [
+            fill(skeleton, [x.cut.to(device) for x in step_inputs])
+            for skeleton, step_inputs in inputs
+        ]
+        args, kwargs = fill(task.arguments, arguments)
         with own_draws(step.number, device):
-            found = task.function(*args, **kwargs)
-        del read, args, kwargs
-        for _, made in inputs:
-            for one in made:
+            result = task.function(*args, **kwargs)
+        del arguments, args, kwargs
+        for _, step_inputs in inputs:
+            for one in step_inputs:
                 one.finish(str(task))
-        tensors, skeleton = flatten(found, _is_tensor)
+        tensors, skeleton = flatten(result, _is_tensor)
         return Content(skeleton, tensors, [step.add_output(x) for x in tensors])
 
     def backward(self, root: PlacedValue, gradient: Any, retain_graph: bool) -> None:
-        """Add the gradients of `root` to all leaves and parameters it was made of, on their ranks.
+        """Add the gradients of `root` to all leaves and parameters it depends on, on their ranks.
 
-        gradient: of the root's shape, on ranks of its place; None for a number.
+        gradient: of the root's shape, on ranks of its place; None for a single element.
         """
         self.flush()
         self.begin("backward", root.place, [root.number])
@@ -274,30 +287,30 @@ class Program:
             step.backward(gathered, self.mail, retain_graph)
         gathered.accumulate()
 
-    def everywhere(self, value: PlacedValue, what: str) -> Any:
-        """The value, without its graph, on every rank; waits for it."""
+    def everywhere(self, value: PlacedValue, label: str) -> Any:
+        """Return the value, without its graph, on every rank; waits for it."""
         self.flush()
-        number = self.begin(what, value.place, [value.number])
-        found = value.content
+        number = self.begin(label, value.place, [value.number])
+        content = value.content
         others = tuple(rank for rank in self.ranks if rank not in value.place.ranks)
-        if found is not None:
-            found = found.detached()
+        if content is not None:
+            content = content.detached()
             for rank in others if self.rank == value.place.rank else ():
                 assert self.mail is not None
-                text = to_text(found.skeleton)
-                self.mail.send(number, text, found.tensors, [False] * len(found.tensors), rank)
-            return found.value()
+                text = to_text(content.skeleton)
+                self.mail.send(number, text, content.tensors, [False] * len(content.tensors), rank)
+            return content.value()
         assert self.mail is not None
         delivery = self.mail.receive(number, value.place.rank)
         return fill(delivery.skeleton, delivery.tensors)
 
-    def tell(self, place: Place, what: str, text: str | None) -> str:
-        """A text that the ranks of `place` know, on every rank."""
+    def tell(self, place: Place, label: str, text: str | None) -> str:
+        """Return on every rank a text that the ranks of `place` have."""
         content = None if text is None else Content(text, [], [])
-        return self.everywhere(PlacedValue(place, 0, content, ()), what)
+        return self.everywhere(PlacedValue(place, 0, content, ()), label)
 
     def finish(self) -> None:
-        """Wait until all that this rank sent has left; all ranks call it when they are done."""
+        """Wait until all messages of this rank have left; all ranks call it when they are done."""
         self.flush()
         self.begin("the end of the program", None)
         if self.mail is not None:
@@ -316,10 +329,10 @@ class Program:
         self.mail.send(number, to_text(skeletons), tensors, wants, rank)
 
     def _receive(self, number: int, source: int, place: Place) -> list[tuple[Any, list[StepInput]]]:
-        """(skeleton, its tensors) of each value that comes from rank `source`."""
+        """Return (skeleton, its tensors) of each value that comes from rank `source`."""
         assert self.mail is not None
         delivery = self.mail.receive(number, source)
-        made = [
+        inputs = [
             StepInput(x.to(place.device), wants, None, self._anchor)
             for x, wants in zip(delivery.tensors, delivery.wants, strict=True)
         ]
@@ -327,25 +340,25 @@ class Program:
         for skeleton in delivery.skeleton:
             used = holes(skeleton)
             renumbered = fill(skeleton, {old: Hole(new) for new, old in enumerate(used)})
-            values.append((renumbered, [made[i] for i in used]))
+            values.append((renumbered, [inputs[i] for i in used]))
         return values
 
     def _local(self, content: Content, operation: str, grads: bool) -> tuple[Any, list[StepInput]]:
         refuse_changed(content.targets, operation)
-        made = [
+        inputs = [
             StepInput(x, grads and t is not None, t, self._anchor)
             for x, t in zip(content.tensors, content.targets, strict=True)
         ]
-        return content.skeleton, made
+        return content.skeleton, inputs
 
 
 def _by_source(values: Sequence[PlacedValue], ranks: Ranks) -> list[tuple[Ranks, list[int]]]:
-    """(ranks, indices of the values that come from there), in the order of the values."""
-    found: dict[Ranks, list[int]] = {}
+    """Return (ranks, indices of the values from there), in the order of the values."""
+    indices_of: dict[Ranks, list[int]] = {}
     for i, value in enumerate(values):
         if value.place.ranks != ranks:
-            found.setdefault(value.place.ranks, []).append(i)
-    return list(found.items())
+            indices_of.setdefault(value.place.ranks, []).append(i)
+    return list(indices_of.items())
 
 
 def _root_gradient(content: Content, gradient: Tensor | None) -> tuple[GradTarget, Tensor]:
@@ -379,7 +392,7 @@ _alone: list[Program] = []
 
 
 def program_of(group: Group | None = None) -> Program:
-    """The one of the group (default: the world), which all of its ranks ask for together."""
+    """Return the program of a group (default: the world); all of its ranks call it together."""
     if group is None and is_joined():
         group = world()
     if group is None:
@@ -392,6 +405,6 @@ def program_of(group: Group | None = None) -> Program:
 
 
 def finish_all() -> None:
-    """Finish every program that this rank has part in; all ranks call it at their end."""
+    """Finish every program of this rank; all ranks call it at their end."""
     for program in [*_programs.values(), *_alone]:
         program.finish()

@@ -1,7 +1,7 @@
 """`propose`: a placement of a model's parts, from their measured times and memory.
 
-The model is traced by torch.fx; its parts are its children (and theirs, where one holds most of the
-time or memory) and the functions between them.
+torch.fx traces the model; its parts are its children (or their children, for large ones) and the
+functions between them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from torchdistpackage.tools.undisturbed import undisturbed
 class Proposal:
     """The place of each part of a model.
 
-    places: name of a part -> number of its place. seconds: of a step, predicted; alone_s: on one
-    place. held_bytes: of each place.
+    places: name of a part -> number of its place. seconds: predicted for a step. alone_s: predicted
+    for a step on one place. held_bytes: memory of each place.
     """
 
     places: dict[str, int]
@@ -57,19 +57,19 @@ class Proposal:
         return "\n".join(lines)
 
     def agreed(self, F: DeviceFunctor) -> Proposal:
-        """The proposal of the first rank, on all of them: each has measured other times."""
+        """Return the first rank's proposal on all ranks, as each has measured other times."""
         program = F.program
         first = Place(torch.device("cpu"), (program.ranks[0],))
-        mine = json.dumps([self.places, self.seconds, self.alone_s, self.held_bytes])
+        text = json.dumps([self.places, self.seconds, self.alone_s, self.held_bytes])
         is_first = program.rank == program.ranks[0]
-        said = program.tell(first, "a proposal", mine if is_first else None)
-        places, seconds, alone_s, held_bytes = json.loads(said)
+        agreed_text = program.tell(first, "a proposal", text if is_first else None)
+        places, seconds, alone_s, held_bytes = json.loads(agreed_text)
         return replace(
             self, places=places, seconds=seconds, alone_s=alone_s, held_bytes=tuple(held_bytes)
         )
 
     def apply(self, F: DeviceFunctor, places: Sequence[Place] | None = None) -> PlacedModel:
-        """The model with its parts on these places; default the next ones of `F`."""
+        """Return the model with its parts on these places; default the next places of `F`."""
         chosen = list(places or [F.allocate_device() for _ in self.held_bytes])
         if len(chosen) != len(self.held_bytes):
             raise PlacementError(
@@ -79,11 +79,13 @@ class Proposal:
 
 
 class PlacedModel:
-    """A model whose parts are on places; called with managed tensors. parts: by name."""
+    """A model whose parts are on places; call it with managed tensors. parts: by name."""
 
     def __init__(self, proposal: Proposal, F: DeviceFunctor, places: Sequence[Place]):
-        self.graph, self.parts = proposal.graph, dict[str, Any]()
-        self._functor, self._first = F, places[next(iter(proposal.places.values()), 0)]
+        self.graph = proposal.graph
+        self.parts = dict[str, Any]()
+        self._functor = F
+        self._first = places[next(iter(proposal.places.values()), 0)]
         for node in self.graph.graph.nodes:
             if node.op not in ("call_module", "call_function", "call_method", "get_attr"):
                 continue
@@ -91,11 +93,11 @@ class PlacedModel:
                 self.parts[node.name] = F(_function_of(node, self.graph))
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters that this rank holds."""
-        found = [
+        """Return the parameters on this rank."""
+        held_parameters = [
             p for one in self.parts.values() if hasattr(one, "parameters") for p in one.parameters()
         ]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(held_parameters))
 
     def train(self, mode: bool = True) -> PlacedModel:
         """Put all parts that are modules into training mode, or out of it."""
@@ -109,9 +111,9 @@ class PlacedModel:
         return self.train(False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output. Tensors without a place go to that of the first part.
+        """Return the model's output. Tensors without a place go to that of the first part.
 
-        Nothing of the user's runs between the parts, so what others wait for is sent ahead.
+        No code of the user's runs between the parts, so sends may leave ahead.
         """
         with self._functor.ahead():
             return self._forward(args, kwargs)
@@ -119,12 +121,12 @@ class PlacedModel:
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values = {node: self._placed(x) for node, x in _bound(self.graph, args, kwargs).items()}
         for node in self.graph.graph.nodes:
-            read = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            inputs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             if node.op == "placeholder":
                 continue
             if node.op == "output":
-                return read[0][0]
-            values[node] = self.parts[node.name](*read[0], **read[1])
+                return inputs[0][0]
+            values[node] = self.parts[node.name](*inputs[0], **inputs[1])
         return None
 
     def _placed(self, x: Any) -> Any:
@@ -135,7 +137,7 @@ class PlacedModel:
 
 
 class _Children(fx.Tracer):
-    """Modules of `leaves` are parts."""
+    """A tracer that keeps the modules in `leaves` as parts."""
 
     def __init__(self, leaves: set[str]):
         super().__init__()
@@ -156,16 +158,16 @@ def propose(
     repeats: int = 3,
     trains: bool = True,
 ) -> Proposal:
-    """Measure the parts of `model` on `example`, and place them such that a step is short.
+    """Measure the parts of `model` on `example`, and place them for a short step.
 
-    example: its input, or a tuple of inputs. memory_gb: GiB of each place. num_places: default as
-    many as `memory_gb` lists, else 2. link: between places. max_nodes: children are opened until
-    there are about so many. repeats: of each measurement, the shortest counts. trains: with
-    backwards, gradients and Adam's two copies of each parameter.
+    example: the model's input, or a tuple of inputs. memory_gb: GiB of each place. num_places:
+    default the length of `memory_gb`, or 2. link: between places. max_nodes: split children into
+    theirs up to about this number of parts. repeats: measurements of each part; the shortest
+    counts. trains: include backwards, gradients and Adam's two copies of each parameter.
 
     Raises:
-        PlacementError: the model cannot be traced, the example is not its inputs, a number is none
-            that can be, or the parts do not fit into the memory.
+        PlacementError: torch.fx cannot trace the model, the example does not fit its inputs, a
+            number is out of range, or the parts do not fit into the memory.
     """
     if not isinstance(model, Module):
         raise PlacementError(f"propose: the model is a {type(model).__name__}, no module")
@@ -201,9 +203,9 @@ def propose(
 
 
 def _trace(model: Module, max_nodes: int) -> fx.GraphModule:
-    """The graph of the model's parts; the largest child is opened while there are few."""
+    """Return the graph of the model's parts; split the largest child while parts are few."""
     leaves = {name for name, _ in model.named_children()}
-    made = _traced(model, leaves)
+    graph = _traced(model, leaves)
     while True:
         sizes = {
             name: sum(p.numel() for p in model.get_submodule(name).parameters())
@@ -217,10 +219,10 @@ def _trace(model: Module, max_nodes: int) -> fx.GraphModule:
             except PlacementError:
                 continue
             if _num_parts(opened) <= max_nodes:
-                leaves, made = leaves - {name} | inner, opened
+                leaves, graph = leaves - {name} | inner, opened
                 break
         else:
-            return made
+            return graph
 
 
 def _traced(model: Module, leaves: set[str]) -> fx.GraphModule:
@@ -238,7 +240,7 @@ def _num_parts(graph: fx.GraphModule) -> int:
 
 
 def _function_of(node: fx.Node, graph: fx.GraphModule) -> Any:
-    """The name of what a node calls."""
+    """Return the module or function that a node calls."""
     if node.op == "call_module":
         return graph.get_submodule(str(node.target))
     if node.op == "call_function":
@@ -249,7 +251,7 @@ def _function_of(node: fx.Node, graph: fx.GraphModule) -> Any:
 
 
 def operator_of(name: str) -> Callable[..., Any]:
-    """A call of the method `name` of the first argument."""
+    """Return a function that calls the method `name` of its first argument."""
 
     def call(x: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(x, name)(*args, **kwargs)
@@ -259,7 +261,7 @@ def operator_of(name: str) -> Callable[..., Any]:
 
 
 class _Attribute(Module):
-    """A parameter or buffer of the model itself."""
+    """A module that returns a parameter or buffer of the model itself."""
 
     def __init__(self, value: Any):
         super().__init__()
@@ -275,30 +277,31 @@ class _Attribute(Module):
 def _bound(
     graph: fx.GraphModule, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[fx.Node, Any]:
-    """The inputs of a graph by its placeholders.
+    """Return the inputs of a graph by its placeholders.
 
     Raises:
-        PlacementError: one is missing, or there are others.
+        PlacementError: an input is missing, unknown or given twice.
     """
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     names = [str(node.target) for node in inputs]
     named = dict(zip(names, args, strict=False))
     twice = sorted(named.keys() & kwargs.keys())
     defaults = {str(node.target): node.args[0] for node in inputs if node.args}
-    found = {**defaults, **named, **kwargs}
-    missing, unknown = [n for n in names if n not in found], sorted(found.keys() - set(names))
+    values = {**defaults, **named, **kwargs}
+    missing = [n for n in names if n not in values]
+    unknown = sorted(values.keys() - set(names))
     if missing or unknown or twice or len(args) > len(names):
         raise PlacementError(
             f"the model takes {', '.join(names) or 'nothing'}; {len(args)} values were given by "
             f"position; missing: {missing}, unknown: {unknown}, given twice: {twice}"
         )
-    return {node: found[str(node.target)] for node in inputs}
+    return {node: values[str(node.target)] for node in inputs}
 
 
 def _measure(
     graph: fx.GraphModule, inputs: tuple[Any, ...], repeats: int, trains: bool
 ) -> tuple[list[PlacedNode], list[str]]:
-    """Each part's times, bytes, and which parts it reads; the shortest of `repeats` passes."""
+    """Return the nodes and names of the parts; times are the shortest of `repeats` calls."""
     parts = [n for n in graph.graph.nodes if n.op not in ("placeholder", "output")]
     index = {node: i for i, node in enumerate(parts)}
     seconds = [[float("inf"), float("inf")] for _ in parts]
@@ -307,10 +310,11 @@ def _measure(
     values = _bound(graph, inputs, {})
     for node in graph.graph.nodes:
         if node.op not in ("placeholder", "output"):
-            i, function = index[node], _function_of(node, graph)
-            read = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            i = index[node]
+            function = _function_of(node, graph)
+            arguments = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             for _ in range(repeats):
-                output, times, saved = _timed(function, read, trains)
+                output, times, saved = _timed(function, arguments, trains)
                 seconds[i] = [min(a, b) for a, b in zip(seconds[i], times, strict=True)]
             weights = [p for p in getattr(function, "parameters", list)() if id(p) not in seen]
             seen.update(map(id, weights))
@@ -325,15 +329,16 @@ def _measure(
     return nodes, [node.name for node in parts]
 
 
-def _timed(function: Any, read: Any, trains: bool) -> tuple[Any, tuple[float, float], int]:
-    """(output without its graph, seconds forward and backward, bytes kept for the backward)."""
-    args, kwargs = fx.node.map_aggregate(read, _as_leaf)  # type: ignore[misc]
-    own = {x.data_ptr() for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)}
-    own |= {p.data_ptr() for p in getattr(function, "parameters", list)()}
+def _timed(function: Any, arguments: Any, trains: bool) -> tuple[Any, tuple[float, float], int]:
+    """Return (detached output, (forward, backward) seconds, bytes saved for the backward)."""
+    args, kwargs = fx.node.map_aggregate(arguments, _as_leaf)  # type: ignore[misc]
+    not_counted = {x.data_ptr() for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)}
+    not_counted |= {p.data_ptr() for p in getattr(function, "parameters", list)()}
     saved: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:
-        if x.data_ptr() not in own:
+        # inputs and parameters are in memory anyway, so count only what the backward adds
+        if x.data_ptr() not in not_counted:
             saved[x.data_ptr()] = x.nbytes
         return x
 
@@ -362,6 +367,7 @@ def _timed(function: Any, read: Any, trains: bool) -> tuple[Any, tuple[float, fl
 
 def _now(args: Any) -> float:
     for device in {x.device for x in leaves_of(args) if isinstance(x, Tensor) and x.is_cuda}:
+        # kernels run asynchronously, so wait for them before reading the clock
         torch.cuda.synchronize(device)
     return time.perf_counter()
 

@@ -1,7 +1,7 @@
 """Nested arguments and outputs: their leaves in one order, and the rest as a skeleton.
 
-Lists, tuples (named ones too), dicts and dataclasses nest; dicts are read by sorted key, so that
-the order does not depend on how a rank has filled one. Anything else is carried as it is.
+Lists, tuples, named tuples, dicts and dataclasses nest. Dicts are read by sorted key, so that the
+order does not depend on how a rank has filled one. Other values stay as they are.
 """
 
 import json
@@ -13,7 +13,7 @@ from torchdistpackage.errors import PlacementError
 
 
 class Hole(NamedTuple):
-    """Stands in a skeleton for leaf number `index`."""
+    """A placeholder in a skeleton for leaf number `index`."""
 
     index: int
 
@@ -29,7 +29,7 @@ def _is_hole(x: object) -> bool:
 
 
 def flatten(x: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], Any]:
-    """(the leaves in order, `x` with a `Hole` in the place of each)."""
+    """Return (the leaves in order, `x` with a `Hole` in place of each)."""
     leaves: list[Any] = []
 
     def take(leaf: Any) -> Hole:
@@ -40,19 +40,19 @@ def flatten(x: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], Any]:
 
 
 def fill(skeleton: Any, leaves: Sequence[Any] | Mapping[int, Any]) -> Any:
-    """The value again, from its leaves; given other holes, the skeleton with those."""
+    """Return the skeleton with its holes filled by leaves, which may be holes too."""
     return map_leaves(lambda hole: leaves[hole.index], skeleton, _is_hole, **_NESTING)
 
 
 def holes(skeleton: Any) -> list[int]:
-    """Numbers of the leaves in a skeleton, in order."""
+    """Return the numbers of the leaves in a skeleton, in order."""
     return [hole.index for hole in leaves_of(skeleton, _is_hole, by_key=True)]
 
 
 def parts_of(skeleton: Any) -> tuple[str, list[Any]]:
-    """(kind, names of the parts): `tensor`, `sequence`, `named` or `value`; plain enough for JSON.
+    """Return (kind, names of the parts); the kind is `tensor`, `sequence`, `named` or `value`.
 
-    Tuples with names and dataclasses are `named`, so are dicts.
+    JSON can hold both. Dicts and dataclasses are `named`.
     """
     if isinstance(skeleton, Hole):
         return "tensor", []
@@ -63,7 +63,7 @@ def parts_of(skeleton: Any) -> tuple[str, list[Any]]:
 
 
 def member(skeleton: Any, key: Any) -> Any:
-    """The part of a skeleton that is called `key`.
+    """Return the part of a skeleton with the name `key`.
 
     Raises:
         PlacementError: it has no such part.
@@ -79,21 +79,21 @@ def member(skeleton: Any, key: Any) -> Any:
 
 
 def to_text(skeleton: Any) -> str:
-    """A skeleton for another rank.
+    """Return a skeleton as a text for another rank.
 
     Raises:
-        PlacementError: there is a value in it that another rank could not make.
+        PlacementError: it contains a value that a text cannot carry.
     """
     return json.dumps(_plain(skeleton))
 
 
 def from_text(text: str) -> Any:
-    """What `to_text` wrote; named tuples come as tuples, dataclasses as dicts."""
+    """Return the skeleton of a text; named tuples come as tuples, dataclasses as dicts."""
     return _from_plain(json.loads(text))
 
 
 def signature(skeleton: Any) -> str:
-    """A text that is equal on all ranks for equal arguments; of what has no text, its type."""
+    """Return a text that is equal for equal arguments; other objects appear by their type."""
     return json.dumps(_plain(skeleton, lambda x: {"type": type(x).__name__}))
 
 

@@ -1,4 +1,4 @@
-"""Operators of Python and methods of tensors, for what stands for a tensor on another rank."""
+"""Operators of Python and methods of tensors, for placeholders of tensors on other ranks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
 _ONE_SIDED = ("neg", "abs", "lt", "le", "gt", "ge")
 _METHODS = (
-    *("abs", "add", "argmax", "argmin", "bfloat16", "bmm", "bool", "chunk", "clamp", "clone"),
-    *("contiguous", "cumsum", "div", "double", "eq", "exp", "expand", "flatten", "float"),
-    *("gather", "half", "index_select", "int", "log", "log_softmax", "long", "masked_fill"),
-    *("matmul", "max", "mean", "min", "mm", "mul", "ne", "norm", "permute", "pow", "relu"),
-    *("reshape", "sigmoid", "softmax", "split", "sqrt", "square", "squeeze", "std", "sub"),
-    *("sum", "t", "tanh", "topk", "transpose", "unbind", "unsqueeze", "var", "view"),
-)
+    "abs", "add", "argmax", "argmin", "bfloat16", "bmm", "bool", "chunk", "clamp", "clone",
+    "contiguous", "cumsum", "div", "double", "eq", "exp", "expand", "flatten", "float", "gather",
+    "half", "index_select", "int", "log", "log_softmax", "long", "masked_fill", "matmul", "max",
+    "mean", "min", "mm", "mul", "ne", "norm", "permute", "pow", "relu", "reshape", "sigmoid",
+    "softmax", "split", "sqrt", "square", "squeeze", "std", "sub", "sum", "t", "tanh", "topk",
+    "transpose", "unbind", "unsqueeze", "var", "view",
+)  # fmt: skip
 
 
 class TensorMethods:
-    """Each call is one of `__torch_function__` with the function of torch or of Python."""
+    """Methods that each call `__torch_function__` with the function of torch or of Python."""
 
     @classmethod
     def __torch_function__(
@@ -32,8 +32,8 @@ class TensorMethods:
 
 def _method(function: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
     def call(self: TensorMethods, *args: Any, **kwargs: Any) -> Any:
-        given = (*args, self) if swapped else (self, *args)
-        return self.__torch_function__(function, (), given, kwargs)
+        operands = (*args, self) if swapped else (self, *args)
+        return self.__torch_function__(function, (), operands, kwargs)
 
     return call
 

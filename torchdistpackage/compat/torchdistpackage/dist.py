@@ -1,11 +1,11 @@
-"""Functions of the earlier package's `dist`: two bandwidth tests, and suffixes of files.
+"""The earlier package's `dist`: two bandwidth tests, and suffixes of checkpoint files.
 
-The tests are called by hand on every rank of a group; they are the bench's own measurement with one
-size, and return the same figures by the factors that the earlier ones used, which are those of
-comm/collective_table.py. `python -m torchdistpackage.dist.py_comm_test` runs the first of them.
+Programs call the tests on every rank of a group. They run the bench's own measurement with one
+size, and compute bandwidth with the same factors as before (comm/collective_table.py).
+`python -m torchdistpackage.dist.py_comm_test` runs the first of them.
 
-By their suffixes ranks that hold different parameters write different files, and replicas the same
-one; the checkpoints of this package need none.
+The suffix gives ranks with different parameters different files, and replicas the same one; the
+checkpoints of this package need none.
 """
 
 import statistics
@@ -23,18 +23,21 @@ from torchdistpackage.harness.calls import GroupMember, make_input, sync, tdp_ca
 from torchdistpackage.harness.measure import in_turns
 
 MODES = ("all_reduce", "all_gather", "reduce_scatter")
-NUM_ITERATIONS, NUM_WARMUP = 20, 3
-GPU_ELEMENTS, CPU_ELEMENTS = 1801705472, 1 << 24
-"""What the program gathers: as many bytes as before, 7.2 GB; on CPUs 67 MB."""
+NUM_ITERATIONS = 20
+NUM_WARMUP = 3
+GPU_ELEMENTS = 1801705472
+"""Elements that the program gathers on GPUs: 7.2 GB, as in the earlier package."""
+CPU_ELEMENTS = 1 << 24
+"""Elements that the program gathers on CPUs: 67 MB."""
 
 
 def test_collection(
     ele_num_total: int, mode: str = "all_reduce", group: Group | None = None
 ) -> tuple[float, float]:
-    """(bus bandwidth in GB/s, seconds a call) of one collective over `group`, default: everybody.
+    """Measure one collective: (bus bandwidth in GB/s, seconds a call); default group: all ranks.
 
     ele_num_total: float32 elements of the larger buffer of a rank, a multiple of the group's size
-        but for all_reduce. mode: one of MODES. Equal on all ranks: the slowest counts.
+        except for all_reduce. mode: one of MODES. All ranks return the values of the slowest.
 
     Raises:
         CommError: there is no such mode, the elements do not divide, or the backend failed.
@@ -45,21 +48,23 @@ def test_collection(
 
 
 def test_all2all_balanced(ele_num: int, group: Group | None = None) -> tuple[float, float]:
-    """The same of an all-to-all in which each rank sends each other one as much.
+    """Measure an all-to-all with equal messages; returns as `test_collection`.
 
     ele_num: float32 elements of a rank's send buffer, a multiple of the group's size.
     """
     return _bandwidth("all_to_all", ele_num, group)
 
 
-# the names are the earlier package's, and pytest would take them for tests
+# pytest would take these names of the earlier package for tests
 test_collection.__test__ = False  # type: ignore[attr-defined]
 test_all2all_balanced.__test__ = False  # type: ignore[attr-defined]
 
 
 def _bandwidth(operation: str, num_elements: int, group: Group | None) -> tuple[float, float]:
     group = resolve_group(group, "global")
-    ranks, size, device = primitives.ranks_of(group), group.size(), primitives.device_of(group)
+    ranks = primitives.ranks_of(group)
+    size = group.size()
+    device = primitives.device_of(group)
     if num_elements < 1 or (COLLECTIVES[operation].in_parts and num_elements % size):
         raise CommError(
             f"{operation} of {num_elements} elements over {size} ranks: use 1 or more"
@@ -67,30 +72,31 @@ def _bandwidth(operation: str, num_elements: int, group: Group | None) -> tuple[
         )
     member = GroupMember(group, ranks, ranks[group.rank()])
     x = make_input(operation, ranks, member.index, num_elements, (torch.float32, device))
-    (mine,) = in_turns(
+    (samples,) = in_turns(
         [tdp_call(operation, x, member)],
         sync(operation, member),
         device,
         iterations=NUM_ITERATIONS,
         warmup=NUM_WARMUP,
     )
-    slowest = torch.tensor(mine.seconds, dtype=torch.float64, device=device)
+    # float64: float32 rounds seconds to fewer digits than the clock has
+    slowest = torch.tensor(samples.seconds, dtype=torch.float64, device=device)
     time_s = statistics.median(primitives.all_reduce(slowest, group, primitives.MAX).tolist())
     num_bytes = num_elements * x.element_size()
     return COLLECTIVES[operation].bus_bytes_per_s(num_bytes, size, time_s) / 1e9, time_s
 
 
 def get_mp_ckpt_suffix() -> str:
-    """`_tp_1_pp_0.pth` for tensor index 1 and pipeline index 0; an axis of one rank is left out."""
-    places = (("tp", "tensor"), ("pp", "pipe"))
-    used = [
-        f"_{short}_{tpc.get_group_rank(axis)}" for short, axis in places if tpc.is_mode_inited(axis)
+    """Return `_tp_1_pp_0.pth` for tensor index 1 and pipeline index 0, without axes of one rank."""
+    axes = (("tp", "tensor"), ("pp", "pipe"))
+    parts = [
+        f"_{short}_{tpc.get_group_rank(axis)}" for short, axis in axes if tpc.is_mode_inited(axis)
     ]
-    return "".join(used) + ".pth"
+    return "".join(parts) + ".pth"
 
 
 def main() -> None:
-    """The earlier program: an all-gather over all ranks, which rank 0 reports in a line."""
+    """Run the earlier program: an all-gather over all ranks, which rank 0 reports in a line."""
     rank, size, *_ = setup_distributed()
     num = (GPU_ELEMENTS if torch.cuda.is_available() else CPU_ELEMENTS) // size * size
     bandwidth, time_s = test_collection(num, "all_gather")

@@ -1,18 +1,18 @@
-"""Gradients of experts, averaged over the ranks that hold the same ones while a backward runs.
+"""Averaging of expert gradients, during the backward, over the ranks that hold the same experts.
 
-Experts sit deep in a model with a wrapper of its own, so no outputs are seen here and nothing says
-which backward is the last: `CountReady` takes a gradient for final when its parameter has got one
-as often as it did in the first iteration. In that one nothing leaves early, and `moe_dp_iter_step`
-ends every iteration: it sends the rest, also of experts that no token came to, and waits.
+Experts sit deep in a model that another wrapper wraps, so this module sees no outputs and nothing
+says which backward is the last. `CountReady` takes a gradient as final when its parameter got as
+many as in the first iteration. In the first iteration no bucket leaves early. `moe_dp_iter_step`
+ends every iteration: it sends the rest, also for experts that got no token, and waits.
 
-What leaves early leaves when this rank is ready, so each set of experts has a group of its own:
-on a shared one, calls of others would come before it here and after it there. Where calls are
-queued, as over NCCL, a group of its own does not help: a device may run the queues of all groups
-one after another, and must be given them in one order on all ranks. There nothing leaves early.
+A bucket that leaves early leaves when this rank is ready, so each set of experts has its own group:
+on a shared group, other calls would come before it on one rank and after it on another. Where calls
+are queued, as over NCCL, a separate group does not help: a device may run the queues of all groups
+one after another, so all ranks must fill them in one order. There no bucket leaves early.
 
-Only its parameters keep an `ExpertReducer`, so that a model goes with its hooks. But
-`moe_dp_iter_step` is a collective of those that are left, and ranks collect garbage each at its own
-time: so what was dropped is found in the same call on all of them.
+Only its parameters keep an `ExpertReducer` alive, so that dropping a model frees its hooks. But
+`moe_dp_iter_step` is a collective of the reducers that are left, and each rank collects garbage at
+its own time. So all ranks look for dropped reducers in the same call.
 """
 
 import gc
@@ -39,7 +39,7 @@ from torchdistpackage.errors import CommError
 BUCKET_BYTES = 25 * MIB
 
 LOOK_EVERY = 1000
-"""Iterations after which a model that was dropped is found: garbage is collected for that."""
+"""Iterations between looks for dropped models; each look runs the garbage collector."""
 
 Named = Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]]
 
@@ -55,30 +55,30 @@ def create_moe_dp_hooks(
     *,
     fp32_grads: bool = False,
 ) -> "ExpertReducer":
-    """Equalise these parameters over `moe_dp_group` now, and their gradients in every iteration.
+    """Broadcast these parameters over `moe_dp_group` now, and average their gradients from now on.
 
     All ranks of the group call it, with the same names in the same order, best once for all experts
-    of a model. End each iteration by `moe_dp_iter_step()` or the returned object's
+    of a model. End each iteration with `moe_dp_iter_step()` or the returned object's
     `reduce_gradients()`. A wrapper around the model must leave these parameters alone
-    (`_ddp_params_and_buffers_to_ignore`). A model that is dropped is freed after the 1st and every
-    1000th iteration, or at once by `remove()`.
+    (`_ddp_params_and_buffers_to_ignore`). A dropped model is freed after the 1st and every 1000th
+    iteration, or at once by `remove()`.
 
     params: name -> parameter, or pairs of them.
     moe_dp_group: ranks that hold the same experts, `tpc.get_group("moe_dp")`.
-    moe_dp_rank0: global rank in it whose values all start from; None is the group's first.
-    overlap_comm: send gradients while the backward runs, but over NCCL; `sync` sends all at the
-        end, as is needed where several reentrant checkpoints share a weight that not all of them
-        use in the first iteration.
+    moe_dp_rank0: global rank whose values all ranks start from; None: the group's first.
+    overlap_comm: send gradients while the backward runs, except over NCCL. sync: send all at the
+        end; needed if several reentrant checkpoints share a weight that not all of them use in the
+        first iteration.
     reduce_op: "avg", or "sum" (then zero gradients every iteration).
     num_grad_acc_iter: backwards in one iteration.
-    fp32_grads: the gradients of bf16 and fp16 parameters, which are added up in fp32, stay so;
-        by default they end in the parameters' dtype.
+    fp32_grads: keep gradients of bf16 and fp16 parameters in fp32, in which they are summed; by
+        default they are cast to the parameters' dtype.
 
     Raises:
         CommError: `moe_dp_rank0` is not in the group.
         ValueError: `reduce_op` is neither "avg" nor "sum".
     """
-    made = ExpertReducer(
+    reducer = ExpertReducer(
         dict(params),
         moe_dp_group,
         moe_dp_rank0,
@@ -87,40 +87,44 @@ def create_moe_dp_hooks(
         num_backwards=num_grad_acc_iter,
         fp32_grads=fp32_grads,
     )
-    _made.append(made)
-    return made
+    _reducers.append(reducer)
+    return reducer
 
 
 def moe_dp_iter_step() -> None:
-    """End an iteration of everything `create_moe_dp_hooks` made: gradients are reduced after it.
+    """End an iteration of all that `create_moe_dp_hooks` returned: finish reducing gradients.
 
     All ranks call it once in every iteration, after the last backward and before the optimizer.
     """
-    _made[:] = [made for made in _made if made.is_there]
-    for i in range(len(_made)):  # a name would keep the last one
-        _made[i].reduce_gradients()
-    if due := {id(made) for made in _made if made.num_iterations % LOOK_EVERY == 1}:
-        _drop_unheld(due)
+    _reducers[:] = [reducer for reducer in _reducers if reducer.is_there]
+    for i in range(len(_reducers)):  # a loop variable would keep the last reducer alive
+        _reducers[i].reduce_gradients()
+    if due := {id(reducer) for reducer in _reducers if reducer.num_iterations % LOOK_EVERY == 1}:
+        _drop_unused(due)
 
 
-def _drop_unheld(due: set[int]) -> None:
-    """Free those of `_made` with these ids that only it holds: the same on all ranks."""
-    kept = [(ref(made), None if id(made) in due else made, made._groups) for made in _made]
-    _made.clear()
+def _drop_unused(due: set[int]) -> None:
+    """Free the reducers with these ids that only `_reducers` keeps alive; all ranks do it at once.
+
+    All ranks must find the same ones, as ending a group is a collective.
+    """
+    entries = [(ref(x), None if id(x) in due else x, x._groups) for x in _reducers]
+    _reducers.clear()
+    # a model and its hooks may refer to each other, so only the collector frees them
     gc.collect()
-    for weak, _, groups in kept:
-        if (made := weak()) is not None:
-            _made.append(made)
+    for weak, _, groups in entries:
+        if (reducer := weak()) is not None:
+            _reducers.append(reducer)
         else:
             groups.destroy()
 
 
 _HOLDER = "_expert_gradients"
-"""The attribute of a parameter."""
+"""Attribute of a parameter that keeps its reducer alive."""
 
 
 class _KeepAlive:
-    """Keeps `reducer` as long as the parameter whose attribute this is; a copy keeps nothing."""
+    """Keeps `reducer` alive while the parameter with this attribute lives; a copy keeps nothing."""
 
     def __init__(self, reducer: "ExpertReducer"):
         self.reducer = reducer
@@ -130,13 +134,14 @@ class _KeepAlive:
 
 
 class CountReady(ReadyPolicy):
-    """A gradient is final when it has come as often as in the first iteration.
+    """Takes a gradient as final when it has come as often as in the first iteration.
 
-    num_backwards: in one iteration; a further one is counted in full.
+    num_backwards: backwards of one iteration; further ones count as a full iteration.
     """
 
     def __init__(self, reducer: Reducer, num_backwards: int):
-        self._reducer, self._num_backwards = reducer, num_backwards
+        self._reducer = reducer
+        self._num_backwards = num_backwards
         self._expected: list[int] = []
         self._times = [0] * len(reducer.specs)
         for slot in reducer.grad_buckets.slots:
@@ -160,16 +165,16 @@ class CountReady(ReadyPolicy):
         )
 
     def end_iteration(self) -> None:
-        """Expect as many gradients in the next one as came in the first."""
+        """Expect as many gradients in the next iteration as came in the first."""
         if not self._expected:
             n = self._num_backwards
-            # no token may have come in some of the backwards: full ones are counted
+            # some backwards may have had no token, so round up to full iterations
             self._expected = [n * max(1, -(-times // n)) for times in self._times]
         self._times = [0] * len(self._times)
 
 
 class ExpertReducer:
-    """Owns the gradients of some experts; see the module's text and `create_moe_dp_hooks`."""
+    """Reduces the gradients of some experts; see the module's text and `create_moe_dp_hooks`."""
 
     def __init__(
         self,
@@ -209,18 +214,18 @@ class ExpertReducer:
 
     @property
     def is_there(self) -> bool:
-        """Whether it was not removed and its ranks still are."""
+        """True until it is removed or its process groups end."""
         return bool(self._parameters) and self._groups.are_there
 
     def reduce_gradients(self) -> None:
-        """Send what has not left, wait, and begin the next iteration. All ranks call it."""
+        """Send the remaining buckets, wait, and begin the next iteration. All ranks call it."""
         self._reducer.finish()
         self._ready.end_iteration()
         self.num_iterations += 1
         self._reducer.begin()
 
     def remove(self) -> None:
-        """Take the hooks off and end the group; gradients stay. All ranks call it."""
+        """Remove the hooks and end the group; gradients stay. All ranks call it."""
         self._reducer.remove()
         for parameter in self._parameters:
             if getattr(vars(parameter).get(_HOLDER), "reducer", None) is self:
@@ -230,8 +235,8 @@ class ExpertReducer:
 
 
 MoEDP = ExpertReducer
-"""The earlier package's name of what `create_moe_dp_hooks` returns."""
+"""The earlier package's name for the class that `create_moe_dp_hooks` returns."""
 
-_made: list[ExpertReducer] = []
-"""In the order in which they were made, which is the same on all ranks; those whose ranks are no
-longer there are dropped when next seen."""
+_reducers: list[ExpertReducer] = []
+"""All reducers in the order of their creation, which is the same on all ranks. The next iteration
+drops those whose process groups have ended."""

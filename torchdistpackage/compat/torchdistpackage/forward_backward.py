@@ -1,8 +1,7 @@
 """A pipelined step around functions of your own, over tpc's pipe group.
 
-Every rank calls `forward_backward` with its own stages' functions and inputs. The gradient is that
-of the mean over the batch, whatever the number of microbatches, also where the batch does not
-divide.
+Every rank calls `forward_backward` with the functions and inputs of its stages. The gradient is
+that of the mean over the batch, for any number of microbatches, even if they differ in size.
 """
 
 from collections.abc import Sequence
@@ -51,29 +50,28 @@ def forward_backward(
     optimizer: its gradients are zeroed first; None accumulates into what is there.
     fwd_fn: called with one object if there is one, else with a list: the previous stage's
         tensors first, then this stage's own `inputs`, cut along dim 0. Returns a tensor, tuple or
-        dict for the next stage; on the last stage the loss of its microbatch: the mean as a number
-        without dims, or (sum, how many were summed), for targets that do not all count. A list has
-        one for each of this rank's stages, in ascending order, and so have `bwd_fn` and `inputs`
-        then.
+        dict for the next stage; on the last stage the loss of its microbatch: the mean as a scalar
+        tensor, or (sum, count) if some targets do not count. A list has one function for each of
+        this rank's stages, in ascending order; `bwd_fn` and `inputs` are then lists too.
     bwd_fn: `bwd_fn(output, gradient)`, gradient None on the last stage, where it may take the
-        output alone; None uses autograd. A schedule that splits backwards runs all of it where
-        the input's gradient is due.
-    inputs: this stage's own: None or empty, an object, or a list of them. Tensors are cut
-        into microbatches; other values go to each as they are.
+        output alone; None uses autograd. A schedule that splits backwards runs all of it when the
+        input's gradient is due.
+    inputs: inputs of this stage: None or empty, an object, or a list. Tensors are cut into
+        microbatches; every microbatch gets the other values as they are.
     forward_only: no graph, no backward.
-    dtype: not needed, messages say what they hold.
-    scatter_gather_tensors: each tensor rank sends its part of what all of them hold, and the
-        receiver joins the parts over `tensor_group` (default tpc's), where elements divide.
+    dtype: ignored, as messages carry their dtypes.
+    scatter_gather_tensors: each tensor rank sends its slice of the tensors that all of them have,
+        and the receiver gathers them over `tensor_group` (default tpc's), if the elements divide.
     schedule: as `Pipeline` takes it.
     reducer: `NaiveDDP(...).reducer` of a module that `fwd_fn` calls directly (`ddp.module`);
         its buckets then leave in the last backward of each parameter.
-    dynamic_shapes: what a stage gives may change its form while functions and inputs do not. Else
-        it is agreed on in the first step of these functions with inputs of these shapes on all
-        ranks, and a change is refused before it is sent.
+    dynamic_shapes: outputs of a stage may change shape while functions and inputs do not. By
+        default all ranks agree on shapes in the first step with these functions and input shapes,
+        and a change is refused before it is sent.
 
-    Returns the mean loss over the batch where the last stage is, None elsewhere; of (sum, count) it
-    is that of all replicas, whose counts are added up. With a backward of the last stage's own, or
-    `forward_only`, what is no loss is joined along dim 0, and numbers in it are means over samples.
+    Returns the mean loss over the batch on the rank of the last stage, None elsewhere; for
+    (sum, count) the mean over all replicas. With a `bwd_fn` of the last stage, or `forward_only`,
+    outputs that are no loss are joined along dim 0, and scalars in them averaged over samples.
 
     Raises:
         CommError: on every rank: there is no such schedule or it has no backwards, functions and
@@ -100,25 +98,28 @@ def forward_backward(
     )
     if optimizer is not None and not forward_only:
         optimizer.zero_grad()
-    sizes, last, counted = call.sizes, call.last, False if forward_only else call.counted
+    sizes = call.sizes
+    last = call.last
+    counted = False if forward_only else call.counted
     holders = () if counted is False else _holders(optimizer, counted)
     division = LossDivision(counted, [] if reducer is None else [reducer], holders)
     losses = Losses(sizes, counted=call.counted, reads=not is_queued(group))
-    functions, weights = call.forwards, losses.weights
-    own = {s: cut(mine, sizes) for s, mine in call.inputs.items()}
+    functions = call.forwards
+    weights = losses.weights
+    microbatches = {s: cut(inputs_of_s, sizes) for s, inputs_of_s in call.inputs.items()}
     outputs: dict[int, object] = {}
     sent_whole: dict[tuple[int, int], Message] = {}
 
     def forward(s: int, m: int, received: Message) -> Message:
         if s and parts is not None:
             received = scatter_gather.join(received, parts)
-        output = _called(functions[s], s, received, own[s][m])
+        output = _called(functions[s], s, received, microbatches[s][m])
         if s == last:
             own_backward = call.backwards[s] is not None
             if not _is_loss(output, forward_only, own_backward):
                 outputs[m] = detached(output)
                 return output  # type: ignore[return-value]
-            root = losses.put(m, output, own[s][m])
+            root = losses.put(m, output, microbatches[s][m])
             return root * weights[m] if own_backward else root
         if parts is None:
             return cast(Message, output)
@@ -144,14 +145,17 @@ def forward_backward(
         with step_over(group):
             source = ranks_of(group)[call.schedule.placement[last]]
             if counted is None:
-                found = bool(losses.counted)
-                counted = bool(primitives.broadcast_object(found, on_cpu(group), source))
+                # only the last stage has seen a loss, so it tells the others
+                counted = bool(
+                    primitives.broadcast_object(bool(losses.counted), on_cpu(group), source)
+                )
                 call.remember(counted)
             if counted:
                 _check_divisible(optimizer, reducer)
                 totals = losses.totals
                 if totals is None:
                     device = next((x.device for x in holders), device_of(group))
+                    # float64, as the last stage sums (sum, count), or counts would be rounded
                     totals = torch.zeros(2, dtype=torch.float64, device=device)
                 totals = division.divide(primitives.broadcast(totals, group, source), sum(sizes))
                 losses.totals = None if losses.totals is None else totals
@@ -171,10 +175,10 @@ def forward_eval(
     dynamic_shapes: bool = False,
     **options: object,
 ) -> object:
-    """One pass of the batch through the stages, without a graph.
+    """Run the batch through the stages once, without a graph.
 
-    Arguments as for `forward_backward`. Returns this stage's output, on every stage; with several
-    functions a list of theirs.
+    Arguments as for `forward_backward`. Returns the output of this rank's stage, or a list of
+    outputs if `fwd_fn` is a list.
     """
     call = FunctionCall(
         fwd_fn,
@@ -194,12 +198,15 @@ def forward_eval(
         return cast(Message, outputs[s])
 
     call.run(forward)
-    found = [outputs[s] for s in call.forwards]
-    return found if isinstance(fwd_fn, list | tuple) else found[0]
+    stage_outputs = [outputs[s] for s in call.forwards]
+    return stage_outputs if isinstance(fwd_fn, list | tuple) else stage_outputs[0]
 
 
 def _is_loss(output: object, forward_only: bool, has_own_backward: bool) -> bool:
-    """Whether an output is a loss. Without a backward two numbers are one if the second counts."""
+    """Return whether an output is a loss.
+
+    With `forward_only`, two numbers are (sum, count) only if the second is an integer.
+    """
     if not (forward_only or has_own_backward):
         return True
     if not is_counted(output):
@@ -208,34 +215,35 @@ def _is_loss(output: object, forward_only: bool, has_own_backward: bool) -> bool
     return not (forward_only and count.is_floating_point())
 
 
-def _called(function: FwdFn, stage: int, received: Message, own: Sequence[object]) -> object:
-    """`function` of what it received and its own inputs: one object as it is, several in a list."""
+def _called(function: FwdFn, stage: int, received: Message, inputs: Sequence[object]) -> object:
+    """Call `function` with the received tensors and its inputs: an object, or a list of them."""
     if stage:
-        before = (received,) if isinstance(received, dict) else tensors_of(received)
-        own = [*before, *own]
-    return function(own[0] if len(own) == 1 else own)
+        tensors = (received,) if isinstance(received, dict) else tensors_of(received)
+        inputs = [*tensors, *inputs]
+    return function(inputs[0] if len(inputs) == 1 else inputs)
 
 
 # -- (sum, count) --------------------------------------------------------------------------------
 
 
 def _holders(optimizer: torch.optim.Optimizer | None, counted: bool | None) -> list[Tensor]:
-    """The tensors that hold the step's gradients.
+    """Return the tensors with the step's gradients.
 
-    Those of an optimizer that shards are parameters and shards, which the sums alone fill.
+    A sharding optimizer has them in parameters and, until losses are known to count, in shards,
+    which only the reduction fills.
     """
     if isinstance(optimizer, ShardedOptimizer):
-        own = [h.spec.parameter for members in optimizer.partitions for h in members]
-        return own if counted else [*own, *optimizer.reducer.holders]
+        parameters = [h.spec.parameter for members in optimizer.partitions for h in members]
+        return parameters if counted else [*parameters, *optimizer.reducer.holders]
     return [] if optimizer is None else [p for g in optimizer.param_groups for p in g["params"]]
 
 
 def _check_divisible(optimizer: torch.optim.Optimizer | None, reducer: Reducer | None) -> None:
-    """Raises CommError: which gradients is not known, or they are not where they could be."""
+    """Check that the gradients to divide are known; raises CommError."""
     if optimizer is None:
         raise CommError(
             "the loss is (sum, count), and without the optimizer it is not known which gradients "
-            "are to be divided by the count; give it, or accumulate with Pipeline"
+            "are to be divided by the count; pass optimizer, or accumulate with Pipeline"
         )
     zero = isinstance(optimizer, ShardedOptimizer)
     if zero if reducer is None else reducer.holders and not zero:

@@ -1,11 +1,10 @@
-"""A call of functions as it is for this rank, as all ranks have agreed on it, and its executor,
-which is cached from call to call.
+"""A call of `forward_backward` on this rank, after all ranks agreed on it, and its cached executor.
 
-What a call gets wrong is found before anything is sent, and raised by all ranks. From its second
-run on an executor sends no headers, so all ranks take the one of an earlier call or none does:
-before each step every rank gives the others a number for all that its messages follow from, and a
-cached executor is found by the numbers of all ranks. A rank that has dropped something takes a new
-number, which finds nothing.
+All ranks check the call before anything is sent, and all raise if one finds a mistake. An executor
+sends no headers from its second run on, so either all ranks take the executor of an earlier call or
+none does. Before each step every rank therefore sends the others a number for all that determines
+its messages, and the numbers of all ranks together are the key of a cached executor. A rank that
+has dropped an executor takes a new number, which no key has.
 """
 
 import threading
@@ -35,14 +34,15 @@ from torchdistpackage.schedule.resolve import Order, has_backward, resolve_sched
 FwdFn = Callable[..., object]
 BwdFn = Callable[..., object]
 MOST_KEPT = 8
-"""Executors of one function: forms of its batches, numbers of microbatches, groups."""
+"""Executors that are cached for one function: one for each form of batch, number of microbatches
+and group."""
 
 
 class FunctionCall:
-    """A call as it is for this rank, by stage, as all ranks have agreed on it.
+    """A call on this rank, by stage, after all ranks agreed on it.
 
-    sizes: samples of each microbatch. counted: whether losses are (sum, count), as the last
-    stage's function gave them before; None before the first step.
+    sizes: samples of each microbatch. counted: True if losses are (sum, count), as in an earlier
+    call of the last stage's function; None before its first step.
     """
 
     def __init__(
@@ -60,52 +60,57 @@ class FunctionCall:
         dynamic_shapes: bool,
         num_parts: int | None = None,
     ):
-        """num_parts: of a message, None where it is not parted."""
+        """Agree on the call. num_parts: slices of a message, None if messages are not scattered."""
         refuse_interrupted(group)
         listed = isinstance(fwd_fn, list | tuple)
         functions = list(fwd_fn) if listed else [cast(FwdFn, fwd_fn)]
-        what, problem, num_samples, note, device = "", "", 0, (0, 0), torch.device("cpu")
+        # a rank that finds a mistake still takes part in the agreement, with these values
+        label = problem = ""
+        num_samples = 0
+        note = (0, 0)
+        device = torch.device("cpu")
         try:
             _check_callable("fwd_fn", functions)
             backwards = _each(bwd_fn, functions, "bwd_fn", isinstance(bwd_fn, list | tuple))
             _check_callable("bwd_fn", [f for f in backwards if f is not None])
-            own = [
+            stage_inputs = [
                 [] if x is None else list(x) if isinstance(x, list | tuple) else [x]
                 for x in _each(inputs, functions, "inputs", listed)
             ]
             self.schedule = schedule = schedule_for(
                 order, group.size(), num_microbatches, len(functions), forward_only
             )
-            self.last, stages = schedule.num_stages - 1, schedule.stages_of(group.rank())
+            self.last = schedule.num_stages - 1
+            stages = schedule.stages_of(group.rank())
             if not forward_only:
                 backwards = [
                     _of_two(f, s == self.last) for f, s in zip(backwards, stages, strict=True)
                 ]
             self.forwards: dict[int, FwdFn] = dict(zip(stages, functions, strict=True))
             self.backwards: dict[int, BwdFn | None] = dict(zip(stages, backwards, strict=True))
-            self.inputs: dict[int, list[object]] = dict(zip(stages, own, strict=True))
-            # what is not cut may be of any length
+            self.inputs: dict[int, list[object]] = dict(zip(stages, stage_inputs, strict=True))
+            # inputs that are not cut may have any length
             if num_microbatches > 1:
-                num_samples, problem = samples_in([("inputs", own)])
-            device = _device(group, own, optimizer)
+                num_samples, problem = samples_in([("inputs", stage_inputs)])
+            device = _device(group, stage_inputs, optimizer)
             note = self._note(
                 id(group),
                 id(schedule),
                 num_parts,
                 form_around(device, optimizer),
-                "dynamic" if dynamic_shapes else form_of(own),
+                "dynamic" if dynamic_shapes else form_of(stage_inputs),
             )
-            what = (
+            label = (
                 f"{schedule.name} of {schedule.num_stages} stages, {num_microbatches} microbatches"
                 + ", dynamic_shapes" * dynamic_shapes
             )
         except ScheduleError as error:
             problem = str(error)
-        agreement = StepAgreement(group, what, num_samples, problem, note)
+        agreement = StepAgreement(group, label, num_samples, problem, note)
         num_samples = agreement.settle()
         self.sizes = sizes_of(num_samples or num_microbatches, num_microbatches)
-        known = agreement.notes[self.schedule.placement[-1]][0]
-        self.counted: bool | None = (None, False, True)[known]
+        counted_code = agreement.notes[self.schedule.placement[-1]][0]
+        self.counted: bool | None = (None, False, True)[counted_code]
         self._executor = self._entry.executor(
             tuple(number for _, number in agreement.notes),
             lambda: Executor(self.schedule, group, device=device, dynamic_shapes=dynamic_shapes),
@@ -114,11 +119,11 @@ class FunctionCall:
             self._executor.timeout_s = timeout_s
 
     def _note(self, *form: object) -> tuple[int, int]:
-        """For the other ranks: (0: unknown, 1: a mean, 2: (sum, count), where the last function is;
-        a number for all that messages follow from).
+        """Return this rank's note to the others: (code of the loss, number of its message form).
 
-        form: that, but for the functions. A group or schedule that is named by its address lives as
-        long as the executor does.
+        The code is 0: unknown, 1: a mean, 2: (sum, count); the last stage's rank knows it. form:
+        all that determines messages, except the functions. It names group and schedule by id,
+        which is safe because the executor keeps them alive.
         """
         entries = {s: _entry_of(function) for s, function in self.forwards.items()}
         self._entry, *_ = entries.values()
@@ -128,8 +133,8 @@ class FunctionCall:
         text = repr(([entry.number for entry in entries.values()], form))
         digest = blake2b(text.encode(), digest_size=8).digest()
         counted = None if self._last_entry is None else self._last_entry.counted
-        known = 0 if counted is None else 1 + counted
-        return known, int.from_bytes(digest, "little", signed=True)
+        counted_code = 0 if counted is None else 1 + counted
+        return counted_code, int.from_bytes(digest, "little", signed=True)
 
     def run(
         self,
@@ -138,7 +143,7 @@ class FunctionCall:
         reducers: Sequence[Reducer] = (),
         weights: Sequence[float | Tensor] | None = None,
     ) -> None:
-        """All microbatches; an executor whose run ends in an exception is dropped."""
+        """Run all microbatches; drop the executor if its run raises."""
         executor = self._executor
         try:
             with step_over(executor.group):
@@ -149,22 +154,23 @@ class FunctionCall:
         self._entry.in_use = False
 
     def remember(self, counted: bool) -> None:
-        """Note whether losses count, for later calls of the last stage's function."""
+        """Remember for later calls whether the last stage's function returns (sum, count)."""
         if self._last_entry is not None:
             self._last_entry.counted = counted
 
 
 def _check_callable(name: str, values: Sequence[object]) -> None:
-    """Raises ScheduleError: one of them is no function."""
+    """Check that all values are functions; raises ScheduleError."""
     wrong = [value for value in values if not callable(value)]
     if wrong:
         raise ScheduleError(f"{name} is {wrong[0]!r}; give a function")
 
 
 def _of_two(bwd_fn: BwdFn | None, is_last: bool) -> BwdFn | None:
-    """`bwd_fn`, to be called with (output, gradient); on the last stage it may take one of them.
+    """Return `bwd_fn` as a function of (output, gradient).
 
-    Raises ScheduleError if it takes another number.
+    On the last stage it may take the output alone. Raises ScheduleError if it takes another number
+    of arguments.
     """
     takes = None if bwd_fn is None else Signature.of(bwd_fn)
     if takes is None or not (misfit := takes.misfit(2)):
@@ -176,7 +182,7 @@ def _of_two(bwd_fn: BwdFn | None, is_last: bool) -> BwdFn | None:
 
 
 def _each(value: object, functions: Sequence[FwdFn], name: str, listed: bool) -> list:
-    """One for each function; raises ScheduleError if there is another number."""
+    """Return one value for each function; raises ScheduleError if their number differs."""
     if not listed or (value is None and len(functions) > 1):
         return [value] * len(functions)
     if not isinstance(value, Sequence) or len(value) != len(functions):
@@ -189,14 +195,16 @@ def _each(value: object, functions: Sequence[FwdFn], name: str, listed: bool) ->
 
 
 def _device(
-    group: Group, own: Iterable[Sequence[object]], optimizer: torch.optim.Optimizer | None
+    group: Group, inputs: Iterable[Sequence[object]], optimizer: torch.optim.Optimizer | None
 ) -> torch.device:
-    """Where messages arrive: of a group of GPUs there, wherever the batch is kept until `fwd_fn`
-    moves it; else where this rank's inputs or parameters are, or the current device.
+    """Return the device where messages arrive.
+
+    With a queued backend it is the group's device, as `fwd_fn` may move the batch there. Otherwise
+    it is the device of this rank's inputs or parameters, or the current device.
     """
     if is_queued(group):
         return device_of(group)
-    tensors = [x for mine in own for x in mine if isinstance(x, Tensor)]
+    tensors = [x for stage_inputs in inputs for x in stage_inputs if isinstance(x, Tensor)]
     if not tensors and optimizer is not None:
         tensors = [p for g in optimizer.param_groups for p in g["params"]]
     if tensors:
@@ -206,39 +214,45 @@ def _device(
 
 
 def form_around(device: torch.device, optimizer: torch.optim.Optimizer | None) -> object:
-    """The rest that messages follow from: autocast, and which parameters are trained."""
-    kind, groups = device.type, [] if optimizer is None else optimizer.param_groups
+    """Return the rest that determines messages: device, autocast, and the trained parameters."""
+    kind = device.type
+    groups = [] if optimizer is None else optimizer.param_groups
     trained = "".join("01"[p.requires_grad] for g in groups for p in g["params"])
     is_autocast = torch.is_autocast_enabled(kind)
     return str(device), is_autocast and torch.get_autocast_dtype(kind), trained
 
 
 def schedule_for(order: Order, *asked: int) -> Schedule:
-    """The same object for the same order: made and checked once.
+    """Return the schedule of an order; the same order gives the same object, checked once.
 
-    asked: ranks, microbatches, chunks, whether only forwards. Raises ScheduleError: as
-    `resolve_schedule`, or it has no backwards and is to train.
+    asked: ranks, microbatches, chunks, forward_only. Raises ScheduleError as `resolve_schedule`, or
+    if it has no backwards and forward_only is False.
     """
     is_table = not isinstance(order, Schedule) and ("," in str(order) or "." in str(order))
     try:
-        return _first_equal(_made(order, *asked)) if is_table else _remembered(order, *asked)
-    except TypeError:  # no hash
-        return _made(order, *asked)
+        return (
+            _first_equal(_new_schedule(order, *asked)) if is_table else _remembered(order, *asked)
+        )
+    except TypeError:  # the order cannot be hashed, so it cannot be cached
+        return _new_schedule(order, *asked)
 
 
-def _made(
+def _new_schedule(
     order: Order, num_ranks: int, num_microbatches: int, chunks: int, forward_only: bool
 ) -> Schedule:
     schedule = resolve_schedule(order, num_ranks, num_microbatches, chunks)
     return evaluation(schedule, num_microbatches) if forward_only else has_backward(schedule)
 
 
-_remembered = lru_cache(maxsize=16, typed=True)(_made)
+_remembered = lru_cache(maxsize=16, typed=True)(_new_schedule)
 
 
 @lru_cache(maxsize=16)
 def _first_equal(schedule: Schedule) -> Schedule:
-    """The table's file may change, so it is read each time."""
+    """Return the first schedule that equals `schedule`.
+
+    A table's file may change, so the caller reads it each time.
+    """
     return schedule
 
 
@@ -250,9 +264,9 @@ _numbers = count(1)
 class _CacheEntry:
     """The cache of one function, and its number.
 
-    counted: whether the function, of a last stage, returns (sum, count); None until it has
-    returned. in_use: from the choice of an executor to the end of its run; if it is still set at
-    the next choice, that run has failed.
+    counted: True if the function, of a last stage, returns (sum, count); None until it has
+    returned. in_use: set from the choice of an executor to the end of its run; if it is still set
+    at the next choice, that run has failed.
     """
 
     def __init__(self) -> None:
@@ -265,10 +279,10 @@ class _CacheEntry:
         self.in_use = False
 
     def executor(self, notes: tuple[int, ...], make: Callable[[], Executor]) -> Executor:
-        """The executor of an earlier call in which all ranks had these notes, else a new one."""
+        """Return the executor of an earlier call with these notes of all ranks, or a new one."""
         self.in_use = True
         if notes not in self.executors:
-            # executors hold their group
+            # executors keep their group alive, so drop those of ended groups
             for entry in [entry for entries in _cache.of.values() for entry in entries.values()]:
                 if not all(is_alive(executor.group) for executor in entry.executors.values()):
                     entry.clear()
@@ -281,7 +295,7 @@ class _CacheEntry:
 
 
 class _Cache(threading.local):
-    """The entries of a rank, which may be a thread, by function; it keeps no function alive."""
+    """The cache entries of a rank, which may be a thread, by function; keeps no function alive."""
 
     def __init__(self) -> None:
         self.of: WeakKeyDictionary[object, dict[int, _CacheEntry]] = WeakKeyDictionary()
@@ -291,10 +305,14 @@ _cache = _Cache()
 
 
 def _entry_of(function: Callable) -> _CacheEntry:
-    """The entry of a function; of a bound method, which each look makes anew, by owner and code."""
-    code, owner = getattr(function, "__func__", None), getattr(function, "__self__", None)
-    of, which = (function, 0) if code is None or owner is None else (owner, id(code))
+    """Return the cache entry of a function.
+
+    Each access makes a new bound method, so the entry of one is found by owner and code.
+    """
+    code = getattr(function, "__func__", None)
+    owner = getattr(function, "__self__", None)
+    key, sub_key = (function, 0) if code is None or owner is None else (owner, id(code))
     try:
-        return _cache.of.setdefault(of, {}).setdefault(which, _CacheEntry())
-    except TypeError:  # of a kind that has no weak references, or no hash
+        return _cache.of.setdefault(key, {}).setdefault(sub_key, _CacheEntry())
+    except TypeError:  # the object has no weak references, or no hash
         return _CacheEntry()

@@ -1,6 +1,6 @@
-"""The job monitor of the earlier package by its names: `tools.slurm_job_monitor`.
+"""The earlier package's job monitor, `tools.slurm_job_monitor`.
 
-One rule: they ask the same functions as `tdp jobs` does, so what they say of a job is the same.
+One rule: it calls the functions of `tdp jobs`, so both report the same state of a job.
 """
 
 import logging
@@ -16,22 +16,22 @@ log = logging.getLogger(__name__)
 
 
 def launch_job(file: str | Path) -> str:
-    """Submit a batch script; the job's id."""
+    """Submit a batch script and return the job's id."""
     return sbatch(Path(file), os.environ)
 
 
 def get_slurm_jobinfo(jobid: str | int) -> JobInfo:
-    """What Slurm says of a job; without a state where it does not know it, yet or any more."""
+    """Return what Slurm knows of a job; it has no state if Slurm does not list the job."""
     return query_jobs([str(jobid)]).jobs[str(jobid)]
 
 
 def determine_job_is_alive(jobid: str | int) -> bool:
-    """Whether the job is not over; a new one that Slurm does not show yet is not."""
+    """Return whether the job has not ended; True for a new job that Slurm does not show yet."""
     return not get_slurm_jobinfo(jobid).ended
 
 
 def job_is_finished(jobid: str | int) -> bool:
-    """Whether the job ended well."""
+    """Return whether the job succeeded."""
     return get_slurm_jobinfo(jobid).outcome is Outcome.SUCCEEDED
 
 
@@ -47,7 +47,9 @@ def scancel_slurm_job(jobid: str | int) -> None:
 
 
 def monitor_job(file: str | Path, query_interval: float = 10) -> Stop:
-    """Submit a batch script, watch it, and submit it again when it failed and was not
-    cancelled: a few times, and later each time. Returns why the watching ended."""
+    """Submit a batch script, watch it, and submit it again if it fails without being cancelled.
+
+    It retries a few times, with growing pauses. Returns why it stopped watching.
+    """
     limits = ResubmitLimits(query_s=query_interval)
     return monitor(ScriptTarget(Path(file), os.environ), limits=limits, say=log.info)

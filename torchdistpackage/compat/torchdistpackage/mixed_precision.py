@@ -1,8 +1,8 @@
-"""What the earlier package had for 16 bits: ZeRO of a built optimizer alone, and a scaler to call.
+"""The earlier package's mixed precision: ZeRO over a built optimizer, and a callable scaler.
 
-Without the module no forward can be watched, so either every backward that brings a gradient sums
-what it has and the sums add up, or all of it waits for `step`. The scaler adds nothing of its own
-to GradScaler and clip_grad_norm_ but their order.
+Without the module the optimizer cannot watch a forward. So either every backward that brings a
+gradient reduces it and adds up the results, or all gradients wait for `step`. The scaler only calls
+GradScaler and clip_grad_norm_ in order.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,13 +25,14 @@ from torchdistpackage.optim.scaler import GradScaler
 
 
 class EveryBackwardReducer(Reducer):
-    """Reduces in every backward that brings a gradient; the first one of it arms the reducer.
+    """Reduces in every backward that brings a gradient; its first gradient arms the reducer.
 
-    No hook of its own: with thousands of small parameters one more a parameter is felt.
+    It extends the existing hook: with thousands of small parameters a second hook takes noticeable
+    time.
     """
 
     waits = True
-    """Whether the end of a backward waits for the sums."""
+    """True if the end of a backward waits for the reductions."""
 
     def grad_ready_hook(self) -> OnGradReady:
         accumulated = super().grad_ready_hook()
@@ -55,16 +56,17 @@ class Bf16ZeroOptimizer(ZeroOptimizer):
     bf16_master_weights: the optimizer works on the parameters as they are, without masters.
     overlap_comm: reduce during the backward, and gather parameters after `step`; the first read of
         a parameter waits for it.
-    stage: 1 shards the optimizer's state, 2 gradients too: then each backward sums, and keeps
-        its part of the sums alone. Every rank must make as many backwards that reach parameters.
-    bucket_size: elements in a bucket at most. bucketize: False sends each parameter alone.
-    replicas: ranks that hold the same shard, if `dp_group` is a part of those that see different
+    stage: 1 shards the optimizer's state, 2 gradients too: each backward then reduces and keeps
+        only this rank's shard. Every rank must run the same number of backwards.
+    bucket_size: largest number of elements in a bucket. bucketize: False sends each parameter
+        alone.
+    replicas: ranks with the same shard, if `dp_group` is only some of the ranks that see different
         batches: `replica_group(dp_group)`.
 
-    Where a ZeroOptimizer can have the module, it sends earlier and knows which backward counts.
+    Prefer a ZeroOptimizer with the module: it sends earlier and knows which backward is the last.
 
     Raises:
-        LayoutError: the optimizer cannot work on a part of the parameters.
+        LayoutError: the optimizer cannot work on shards of the parameters.
         ValueError: `stage` is neither 1 nor 2.
     """
 
@@ -103,24 +105,24 @@ class Bf16ZeroOptimizer(ZeroOptimizer):
             self.reducer.waits = not overlap_comm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of parameters and pieces, or set them to zero."""
+        """Drop the gradients of parameters and shards, or set them to zero."""
         with torch.no_grad():
             self.reducer.watch(())  # no backward is running: forget one that failed
         super().zero_grad(set_to_none)
 
     def _step(self) -> None:
         if not self._in_backward:
-            # on every rank alike, with or without a gradient
+            # all ranks must reduce here, even one without a gradient
             with torch.enable_grad():
                 self.reducer.watch(())
         super()._step()
 
 
 class NativeScalerPP:
-    """A GradScaler that is called with the loss, on stages, shards and replicas alike.
+    """A GradScaler that is called with the loss; works on stages, shards and replicas.
 
-    layouts, model_group: of the parameters to be clipped, as in `clip_grad_norm_`. scaling: how
-        GradScaler is made.
+    layouts, model_group: of the parameters to clip, as in `clip_grad_norm_`. scaling: arguments of
+        GradScaler.
     """
 
     state_dict_key = "amp_scaler"
@@ -133,7 +135,8 @@ class NativeScalerPP:
         **scaling,
     ):
         self.scaler = GradScaler(**scaling)
-        self._layouts, self._model_group = layouts, model_group
+        self._layouts = layouts
+        self._model_group = model_group
 
     def __call__(
         self,
@@ -145,15 +148,16 @@ class NativeScalerPP:
         create_graph: bool = False,
         need_update: bool = True,
     ) -> Tensor | None:
-        """One iteration after the forward; all ranks call it alike.
+        """Run backward, clipping and step of an iteration; all ranks call it.
 
-        loss: not scaled yet. None where a pipeline has run the backwards, of losses that its last
-            stage gave to `scaler.scale`.
+        loss: not scaled yet. None if a pipeline has run the backwards, with losses that its last
+            stage scaled by `scaler.scale`.
         clip_grad: largest norm, or largest value of an element where `clip_mode` is "value".
-        parameters: to clip; default the optimizer's. A ZeroOptimizer's shards are clipped always.
+        parameters: parameters to clip; default the optimizer's. A ZeroOptimizer always clips its
+            shards.
         need_update: False only accumulates.
 
-        Returns the norm before clipping, where it was made; not finite if the step was skipped.
+        Returns the norm before clipping, None if not computed; not finite if the step was skipped.
 
         Raises:
             ValueError: `clip_mode` is neither "norm" nor "value".
@@ -176,11 +180,11 @@ class NativeScalerPP:
         return norm
 
     def state_dict(self) -> dict[str, float | int]:
-        """That of the scaler, which torch's GradScaler can load."""
+        """Return the scaler's state, which torch's GradScaler can load."""
         return self.scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, float | int]) -> None:
-        """Go on with a saved scale."""
+        """Continue with a saved scale."""
         self.scaler.load_state_dict(state_dict)
 
     def _clip(
@@ -190,15 +194,12 @@ class NativeScalerPP:
         mode: str,
         parameters: nn.Parameter | Iterable[nn.Parameter] | None,
     ) -> Tensor | None:
-        own = [p for group in optimizer.param_groups for p in group["params"]]
+        if parameters is None or isinstance(optimizer, ShardedOptimizer):
+            # a sharded optimizer steps its shards, so clip those
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if mode == "value":
-            # what the optimizer steps: its shards, where it has some
-            given = (
-                own if parameters is None or isinstance(optimizer, ShardedOptimizer) else parameters
-            )
-            nn.utils.clip_grad_value_(given, limit)
+            nn.utils.clip_grad_value_(parameters, limit)
             return None
         if isinstance(optimizer, ShardedOptimizer):
             return clip_grad_norm_(optimizer, limit)
-        given = own if parameters is None else parameters
-        return clip_grad_norm_(given, limit, layouts=self._layouts, group=self._model_group)
+        return clip_grad_norm_(parameters, limit, layouts=self._layouts, group=self._model_group)

@@ -1,13 +1,13 @@
-"""Messages between stages by hand, under the names of the earlier package.
+"""Point-to-point messages between stages, under the names of the earlier package.
 
-For loops that post their own sends and receives; new code takes `Pipeline` or `forward_backward`.
-Each function moves a tensor, or a list of tensors and None, between this pipe rank and the next or
-the previous one, all it moves in one batch; at an end of the pipeline, with no rank there, it does
-nothing.
+They are for loops that post their own sends and receives; new code uses `Pipeline` or
+`forward_backward`. Each function moves a tensor, or a list of tensors and None, between this pipe
+rank and the next or previous one, in one batch. At an end of the pipeline, where there is no such
+rank, it does nothing.
 
-A receiver must know what comes. Shapes it is given; dtypes are those that `recv_obj_meta` received
-for such shapes, else `dtype`. A gradient has the form of what it is of, which the rank that sent
-that remembers: so numbers that are no floats get none, and one that is None goes as zeros.
+A receiver must know the form of a message. The caller gives shapes; dtypes are those that
+`recv_obj_meta` received for these shapes, else `dtype`. A gradient has the form of its tensor,
+which the rank that sent the tensor remembers. So integers get no gradient, and None goes as zeros.
 """
 
 import math
@@ -32,10 +32,10 @@ from torchdistpackage.errors import CommError
 Object = Tensor | Sequence[Tensor | None] | None
 Shapes = torch.Size | Sequence["torch.Size | None"] | None
 Form = list[TensorMeta | None]
-"""Of a message, its members."""
+"""The shape and dtype of each tensor of a message, None for a None."""
 
 _last_forms: PerGroup[dict[tuple[str, int], Form]] = PerGroup()
-"""Of what last was `sent` to, and `received` from, each global rank of a group."""
+"""The form of the last message `sent` to and `received` from each global rank of a group."""
 
 
 def send_obj_meta(obj: Object, need_meta: bool = True, next_rank: int | None = None) -> bool:
@@ -52,7 +52,7 @@ def send_obj_meta(obj: Object, need_meta: bool = True, next_rank: int | None = N
 
 
 def recv_obj_meta(obj_shape: Shapes, prev_rank: int | None = None) -> Shapes:
-    """What the previous stage sent; `obj_shape` itself if that is known already."""
+    """Return the shapes that the previous stage sent; `obj_shape` itself unless it is None."""
     peer = _prev(prev_rank)
     if obj_shape is not None or peer is None:
         return obj_shape
@@ -69,7 +69,7 @@ def recv_forward(
     dtype: torch.dtype | None = None,
     scatter_gather_tensors: bool = False,
 ) -> Object:
-    """What the previous stage sends: new leaves, of which floats require a gradient."""
+    """Receive the previous stage's output: new leaves; floats among them require a gradient."""
     exchange = _Exchange(dtype, scatter_gather_tensors)
     exchange.receive_forward(input_tensor_shape, _prev(prev_rank))
     return exchange.go()[0]
@@ -81,7 +81,7 @@ def recv_backward(
     dtype: torch.dtype | None = None,
     scatter_gather_tensors: bool = False,
 ) -> Object:
-    """The gradient that the next stage sends."""
+    """Receive the gradient that the next stage sends."""
     exchange = _Exchange(dtype, scatter_gather_tensors)
     exchange.receive_backward(output_grad_shape, _next(next_rank))
     return exchange.go()[1]
@@ -99,7 +99,7 @@ def send_forward(
 def send_backward(
     input_tensor_grad: Object, prev_rank: int | None = None, scatter_gather_tensors: bool = False
 ) -> None:
-    """Send the gradient of an input to the previous stage, which it came from."""
+    """Send the gradient of an input back to the previous stage."""
     exchange = _Exchange(None, scatter_gather_tensors)
     exchange.send_backward(input_tensor_grad, _prev(prev_rank))
     exchange.go()
@@ -113,8 +113,9 @@ def send_forward_recv_backward(
     dtype: torch.dtype | None = None,
     scatter_gather_tensors: bool = False,
 ) -> Object:
-    """Both with the next stage; returns the gradient, None without `recv_next`."""
-    exchange, peer = _Exchange(dtype, scatter_gather_tensors), _next(next_rank)
+    """Send to and receive from the next stage; returns the gradient, None without `recv_next`."""
+    exchange = _Exchange(dtype, scatter_gather_tensors)
+    peer = _next(next_rank)
     exchange.send_forward(output_tensor, peer)
     exchange.receive_backward(output_grad_shape, peer if recv_next else None)
     return exchange.go()[1]
@@ -128,8 +129,9 @@ def send_backward_recv_forward(
     dtype: torch.dtype | None = None,
     scatter_gather_tensors: bool = False,
 ) -> Object:
-    """Both with the previous stage; returns its output, None without `recv_prev`."""
-    exchange, peer = _Exchange(dtype, scatter_gather_tensors), _prev(prev_rank)
+    """Send to and receive from the previous stage; returns its output, None without `recv_prev`."""
+    exchange = _Exchange(dtype, scatter_gather_tensors)
+    peer = _prev(prev_rank)
     exchange.send_backward(input_tensor_grad, peer)
     exchange.receive_forward(input_tensor_shape, peer if recv_prev else None)
     return exchange.go()[0]
@@ -144,8 +146,10 @@ def send_forward_recv_forward(
     dtype: torch.dtype | None = None,
     scatter_gather_tensors: bool = False,
 ) -> Object:
-    """Send to the next stage and receive from the previous one, which may be named beyond the ends
-    where ranks run several stages; returns what came."""
+    """Send an output to the next stage and receive one from the previous stage; returns the latter.
+
+    Where ranks run several stages, `next_rank` and `prev_rank` may name a rank beyond an end.
+    """
     exchange = _Exchange(dtype, scatter_gather_tensors)
     exchange.send_forward(output_tensor, _next(next_rank, named=True))
     behind = _prev(prev_rank, named=True) if recv_prev else None
@@ -162,7 +166,10 @@ def send_backward_recv_backward(
     dtype: torch.dtype | None = None,
     scatter_gather_tensors: bool = False,
 ) -> Object:
-    """Send a gradient to the previous stage and receive one from the next; as above."""
+    """Send a gradient to the previous stage and receive one from the next; returns the latter.
+
+    Where ranks run several stages, `next_rank` and `prev_rank` may name a rank beyond an end.
+    """
     exchange = _Exchange(dtype, scatter_gather_tensors)
     exchange.send_backward(input_tensor_grad, _prev(prev_rank, named=True))
     ahead = _next(next_rank, named=True) if recv_next else None
@@ -182,9 +189,10 @@ def send_forward_backward_recv_forward_backward(
     dtype: torch.dtype | None = None,
     scatter_gather_tensors: bool = False,
 ) -> tuple[Object, Object]:
-    """All four at once; returns (input, gradient of the output)."""
+    """Send and receive in both directions at once; returns (input, gradient of the output)."""
     exchange = _Exchange(dtype, scatter_gather_tensors)
-    ahead, behind = _next(next_rank, named=True), _prev(prev_rank, named=True)
+    ahead = _next(next_rank, named=True)
+    behind = _prev(prev_rank, named=True)
     exchange.send_forward(output_tensor, ahead)
     exchange.send_backward(input_tensor_grad, behind)
     exchange.receive_forward(input_tensor_shape, behind if recv_prev else None)
@@ -193,7 +201,7 @@ def send_forward_backward_recv_forward_backward(
 
 
 def _next(rank: int | None, *, named: bool = False) -> int | None:
-    """The global rank of the next stage: None after the last, unless it may be named there."""
+    """Return the global rank of the next stage; None after the last, unless one was named."""
     if tpc.is_last_in_pipeline_group() and not (named and rank is not None):
         return None
     return tpc.get_next_global_rank("pipe") if rank is None else rank
@@ -206,7 +214,7 @@ def _prev(rank: int | None, *, named: bool = False) -> int | None:
 
 
 class _Exchange:
-    """What one call moves, all posted together."""
+    """The messages of one call, all posted together."""
 
     def __init__(self, dtype: torch.dtype | None, scatter_gather_tensors: bool):
         self._dtype = dtype
@@ -223,7 +231,8 @@ class _Exchange:
     def send_backward(self, obj: Object, peer: int | None) -> None:
         if peer is None:
             return
-        gradients, group = _members_of(obj), _group_of(peer)
+        gradients = _members_of(obj)
+        group = _group_of(peer)
         form = _forms(group).get(("received", peer))
         if form is None or len(form) != len(gradients):
             form = _form_of(obj)
@@ -238,9 +247,9 @@ class _Exchange:
 
     def receive_forward(self, shapes: Shapes, peer: int | None) -> None:
         if peer is not None:
-            known = _forms(_group_of(peer))
-            form = self._expected(shapes, known.get(("received", peer)), peer)
-            known["received", peer] = form
+            forms = _forms(_group_of(peer))
+            form = self._expected(shapes, forms.get(("received", peer)), peer)
+            forms["received", peer] = form
             self._forward = self._receive(form, shapes, peer, leaves=True)
 
     def receive_backward(self, shapes: Shapes, peer: int | None) -> None:
@@ -250,7 +259,8 @@ class _Exchange:
             self._backward = self._receive(floats, shapes, peer, leaves=False)
 
     def go(self) -> tuple[Object, Object]:
-        """(input, gradient of the output), None for what was not to be received."""
+        """Post all messages and wait; returns (input, gradient of the output), or None for each."""
+        # post to all groups before waiting for one, or two ranks could wait for each other
         for work in [post.go() for post in self._posts.values()]:
             work.wait()
         return self._forward(), self._backward()
@@ -267,8 +277,12 @@ class _Exchange:
     def _receive(
         self, form: Form, shapes: Shapes, peer: int, *, leaves: bool
     ) -> Callable[[], Object]:
-        """Gives the message once it is here. leaves: its floats require gradients."""
-        parts, device = self._parts, device_of(_group_of(peer))
+        """Post a receive; returns a function that gives the message after the wait.
+
+        leaves: floats in it require gradients.
+        """
+        parts = self._parts
+        device = device_of(_group_of(peer))
 
         def sent(member: TensorMeta) -> TensorMeta:
             num = math.prod(member.shape)
@@ -296,22 +310,23 @@ class _Exchange:
             self._posts[group] = Post(group)
         return self._posts[group]
 
-    def _expected(self, shapes: Shapes, known: Form | None, peer: int) -> Form:
-        """Members of these shapes; their dtypes as remembered for such, else as given."""
+    def _expected(self, shapes: Shapes, remembered: Form | None, peer: int) -> Form:
+        """Return the form of a message of these shapes, with the remembered dtypes or `dtype`."""
         if shapes is None:
             raise CommError(
-                f"what rank {peer} sends has no shape here; give one, or ask recv_obj_meta(None)"
+                f"the shape of the message from rank {peer} is None; pass it, or call "
+                f"recv_obj_meta(None) first"
             )
         listed = list(shapes) if _is_list(shapes) else [shapes]
         listed = [None if shape is None else tuple(shape) for shape in listed]
-        if known is None or [m and m.shape for m in known] != listed:
+        if remembered is None or [m and m.shape for m in remembered] != listed:
             dtype = self._dtype or torch.float
             return [None if shape is None else TensorMeta(shape, dtype, False) for shape in listed]
         if self._dtype is None:
-            return known
+            return remembered
         return [
             TensorMeta(m.shape, self._dtype, False) if m and m.dtype.is_floating_point else m
-            for m in known
+            for m in remembered
         ]
 
 
@@ -324,7 +339,7 @@ def _form_of(obj: Object) -> Form:
 
 
 def _is_list(shapes: Shapes) -> bool:
-    """Of several tensors: not one shape, which holds numbers."""
+    """Return whether `shapes` is a list of shapes, not one shape, which holds integers."""
     if isinstance(shapes, torch.Size) or shapes is None:
         return False
     return not all(isinstance(extent, int) for extent in shapes)
@@ -335,6 +350,6 @@ def _forms(group: Group) -> dict[tuple[str, int], Form]:
 
 
 def _group_of(peer: int) -> Group:
-    """The pipe group, or that of all ranks for a peer outside it."""
+    """Return the pipe group, or the group of all ranks for a peer outside it."""
     pipe = resolve_group(None, "pipe")
     return pipe if peer in ranks_of(pipe) else world()

@@ -1,7 +1,7 @@
 """Lists of ranks by arithmetic alone, for code that makes its own groups.
 
-One rule: every rank is in exactly one list. Sizes that do not tile the world are refused,
-never rounded. New code asks a `Mesh`, which also knows the names of the axes.
+One rule: every rank is in exactly one list. Sizes that do not tile the world raise an error and are
+never rounded. New code should use a `Mesh`, which also knows the names of the axes.
 """
 
 import math
@@ -12,7 +12,7 @@ from torchdistpackage.topology.mesh import whole_size
 
 
 def gen_inner_ranks(world_size: int, group_size: float) -> list[list[int]]:
-    """Neighbours in groups: 4 ranks in groups of 2 are [[0, 1], [2, 3]].
+    """Return groups of neighbours: 4 ranks in groups of 2 are [[0, 1], [2, 3]].
 
     Raises:
         TopologyError: `group_size` is not whole or does not divide `world_size`.
@@ -30,8 +30,8 @@ def gen_groups(
 ) -> None:
     """Call `hook(ranks)` for each group of `group_size` ranks along one axis.
 
-    strides: sizes of the axes inside this one; members are their product apart. None or empty:
-    neighbours. Groups come by their offset inside the inner axes first, then by the outer ones.
+    strides: sizes of the axes inside this one; the distance between members is their product. None
+    or empty: neighbours. Groups are ordered by their offset in the inner axes, then in the outer.
 
     Raises:
         TopologyError: a size is not whole, or the axes do not tile `world_size`.

@@ -1,8 +1,8 @@
-"""Messages between stages in parts: each tensor rank sends 1/n of what all n of them hold.
+"""Scattered messages between stages: each of n tensor ranks sends 1/n of a message they all have.
 
-The receiving rank joins the parts over its own tensor group; gradients go back in the same way.
-Only a tensor whose number of elements divides is parted. The original shape travels as that of an
-empty tensor, which has a description and no bytes.
+The receiving rank gathers the slices over its own tensor group; gradients go back the same way.
+Only tensors whose number of elements divides are scattered. The original shape travels as the shape
+of an empty tensor, which has a description and no bytes.
 """
 
 import torch
@@ -16,7 +16,10 @@ from torchdistpackage.errors import LayoutError
 
 
 def part(message: Message, group: Group) -> Message:
-    """My parts of the members of `message`, equal on all ranks of `group`; gradients are joined."""
+    """Return this rank's slices of `message`, which all ranks of `group` have.
+
+    The backward gathers the gradients.
+    """
     sealed = pack_message(message, {})
     shapes: dict[str, Tensor | None] = {}
     for key, x in sealed.items():
@@ -27,7 +30,7 @@ def part(message: Message, group: Group) -> Message:
 
 
 def join(parts: Message, group: Group) -> Message:
-    """The message of which `parts` is my part."""
+    """Gather the message of which `parts` is this rank's slice."""
     assert isinstance(parts, dict)
     message, shapes = unpack_message(parts)
     if not shapes:
@@ -43,7 +46,7 @@ def join(parts: Message, group: Group) -> Message:
 def join_gradients(
     parts: Message, gradients: tuple[Tensor | None, ...], group: Group
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the members of a message, from those of `parts`, what `part` made of it."""
+    """Return the gradients of a message, from the gradients of its slices `parts`."""
     assert isinstance(parts, dict)
     keys = [key for key in parts if key[0] != "+"]
     with torch.no_grad():
@@ -58,10 +61,10 @@ def join_gradients(
 def split_tensor_into_1d_equal_chunks(
     tensor: Tensor, new_buffer: bool = False, *, group: Group | None = None
 ) -> Tensor:
-    """My 1/n of the elements of `tensor`, of any shape and stride: (numel / n,).
+    """Return this rank's 1/n of the elements of `tensor`, of any shape and stride: (numel / n,).
 
-    new_buffer: in memory of its own. group: default tpc's tensor group. Raises LayoutError where
-    the elements do not divide.
+    new_buffer: copy them. group: default tpc's tensor group. Raises LayoutError if the group's size
+    does not divide the number of elements.
     """
     group = resolve_group(group, "tensor")
     flat = tensor.detach().reshape(-1)
@@ -70,16 +73,16 @@ def split_tensor_into_1d_equal_chunks(
             f"a tensor of shape {list(tensor.shape)} has {flat.numel()} elements, which "
             f"{group.size()} tensor ranks cannot share evenly; send it whole"
         )
-    mine = flat.chunk(group.size())[group.rank()] if flat.numel() else flat
-    return mine.clone() if new_buffer else mine
+    local = flat.chunk(group.size())[group.rank()] if flat.numel() else flat
+    return local.clone() if new_buffer else local
 
 
 def gather_split_1d_tensor(tensor: Tensor, *, group: Group | None = None) -> Tensor:
-    """The parts of all tensor ranks joined: (n,) -> (n * ranks,)."""
+    """Gather the slices of all tensor ranks: (n,) -> (n * ranks,)."""
     with torch.no_grad():
         return primitives.all_gather(tensor.reshape(-1), resolve_group(group, "tensor"))
 
 
 def divides(num: int, group: Group | None) -> bool:
-    """Whether `num` elements go in parts over `group`."""
+    """Return whether `group` can share `num` elements evenly."""
     return group is not None and group.size() > 1 and num > 0 and num % group.size() == 0

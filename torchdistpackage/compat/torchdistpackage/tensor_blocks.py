@@ -1,8 +1,8 @@
 """Transformer blocks under the names of the earlier package, each with its serial twin.
 
-Input is (B, N, C). Sequence parallelism cuts dim 0, which is the batch here. Whether its
-input is cut is an argument of a layer, which never asks the tensor. A parallel block's parameters
-are named as its twin's, with `linear` between layer and parameter where they are cut.
+Input is (B, N, C). Sequence parallelism cuts dim 0, which is the batch here. An argument tells a
+layer whether its input is cut; it never asks the tensor. A parallel block's parameters have the
+names of its twin's, with `linear` between layer and parameter if they are cut.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from torchdistpackage.topology.mesh import Mesh
 
 
 class _TwoLayers(nn.Module):
-    """Both twins, in a constructor of one signature; `make` gives fc1, fc2 and drop2."""
+    """The base of both MLPs, with one constructor; `make` returns fc1, fc2 and drop2."""
 
     def __init__(
         self,
@@ -48,7 +48,8 @@ class _TwoLayers(nn.Module):
         fc1, fc2, drop2 = self.make(sizes, bias, drop, tp_group, sequence_parallel)
         self.fc1 = fc1
         self.act = act_layer()
-        self.fc2, self.drop2 = fc2, drop2
+        self.fc2 = fc2
+        self.drop2 = drop2
 
     def make(
         self,
@@ -65,7 +66,7 @@ class _TwoLayers(nn.Module):
 
 
 class Mlp(_TwoLayers):
-    """Two linear layers on one rank; `tp_group` is accepted as by `TpMlp`, and unused.
+    """Two linear layers on one rank; takes `tp_group` for the signature of `TpMlp` and ignores it.
 
     Raises:
         LayoutError: `sequence_parallel`, which needs a group.
@@ -82,7 +83,7 @@ class Mlp(_TwoLayers):
 
 
 class TpMlp(_TwoLayers):
-    """`Mlp` with the hidden features cut over the group; `tp_group` counts for this layer only."""
+    """`Mlp` with the hidden features split over the group; `tp_group`: of this layer only."""
 
     def make(self, sizes, bias, drop, tp_group, sequence_parallel):
         group = tp_group or get_tp_group()
@@ -95,13 +96,14 @@ class TpMlp(_TwoLayers):
 
 
 class _SelfAttention(nn.Module):
-    """forward of both twins: `heads_here` heads, with dropout masks alike or of each rank's own."""
+    """The forward of both attentions: `heads_here` heads, dropout masks shared or per rank."""
 
     mask_group: Group | None = None
 
     def __init__(self, heads_here: int, attn_drop: float):
         super().__init__()
-        self.heads_here, self.attn_drop = heads_here, attn_drop
+        self.heads_here = heads_here
+        self.attn_drop = attn_drop
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(x)
@@ -130,7 +132,7 @@ class Attention(_SelfAttention):
 
 
 class TpAttention(_SelfAttention):
-    """`Attention` with the heads cut over the group; `tp_group` counts for this layer only."""
+    """`Attention` with the heads split over the group; `tp_group`: of this layer only."""
 
     def __init__(
         self,
@@ -194,24 +196,24 @@ class ParallelBlock(Grouped):
     forward = Block.forward
 
     def init_from_full(self, block: Block) -> None:
-        """Take my part of every weight and bias of the serial twin.
+        """Copy this rank's slice of every weight and bias of the serial twin.
 
         Raises:
             LayoutError: the twin has other sizes.
         """
-        whole = dict(block.named_parameters())
+        full_parameters = dict(block.named_parameters())
         mesh = Mesh(((self.axis, self.group.size()),))
         layouts = collect(self)
         for name, parameter in self.named_parameters():
-            full = whole[name.replace(".linear.", ".")]
+            full = full_parameters[name.replace(".linear.", ".")]
             copy_part(parameter, full, layouts[name], mesh, self.group.rank())
 
 
 class Transformer(nn.Module):
-    """`depth` blocks: x (B, N, dim), whole and equal on all ranks, to the same.
+    """A stack of `depth` blocks; input and output (B, N, dim) are equal on all ranks.
 
-    sequence_parallel: with tensor_parallel, activations between are cut along dim 0. An `x`
-        noted as cut (`set_sequence_parallel_attr`) is taken as it is.
+    sequence_parallel: with tensor_parallel, activations between blocks are cut along dim 0. An `x`
+        that is noted as cut (`set_sequence_parallel_attr`) is not cut again.
     """
 
     def __init__(
@@ -237,13 +239,13 @@ class Transformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel or not self.blocks:
-            return self._through(x)
+            return self._run_blocks(x)
         group = self.blocks[0].group
-        x = self._through(maybe_split_into_sequence_parallel(x, group=group))
-        # what follows is the same on all ranks, so my part's gradient is a slice
+        x = self._run_blocks(maybe_split_into_sequence_parallel(x, group=group))
+        # all ranks continue with the same work, so each takes its slice of the gradient
         return gather_from_sequence_parallel_region(x, False, group=group)
 
-    def _through(self, x: Tensor) -> Tensor:
+    def _run_blocks(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
         return x

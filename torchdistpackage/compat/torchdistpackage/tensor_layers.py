@@ -1,7 +1,7 @@
 """Tensor-parallel linear layers and sequence regions under the names of the earlier package.
 
-New code takes parallel/tensor/linear.py. Weights are (fin, fout), and sequence parallelism cuts
-dim 0 of whatever comes in. A group is taken once, when a layer is made or a function is called:
+New code uses parallel/tensor/linear.py. Weights are (fin, fout), and sequence parallelism cuts
+dim 0 of any input. Layers look up their group when they are made, functions when they are called:
 the one that `set_tp_group` chose, else tpc's tensor group, else all ranks.
 """
 
@@ -27,13 +27,13 @@ _chosen: Group | None = None
 
 
 def set_tp_group(group: Group | None) -> None:
-    """Choose the group of layers made from now on; None goes back to the default."""
+    """Choose the group of layers made from now on; None restores the default."""
     global _chosen
     _chosen = group
 
 
 def get_tp_group() -> Group:
-    """The chosen group, else tpc's tensor group, else the default group.
+    """Return the chosen group, else tpc's tensor group, else the default group.
 
     Raises:
         LaunchError: none is chosen and torch.distributed is not initialised.
@@ -42,35 +42,35 @@ def get_tp_group() -> Group:
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """Number of ranks in `get_tp_group()`."""
+    """Return the number of ranks in `get_tp_group()`."""
     return get_tp_group().size()
 
 
 def set_sequence_parallel_attr(x: Tensor, value: bool = True) -> Tensor:
-    """Note on `x` that it is (or is not) cut along dim 0. Operations drop the note."""
+    """Note on `x` whether it is cut along dim 0, and return it. Operations drop the note."""
     x.sequence_parallel = value
     return x
 
 
 def is_squence_parallel_tensor(x: Tensor) -> bool:
-    """Whether `x` itself, not what it was made from, is noted as cut."""
+    """Return whether `x` itself, not a tensor it was computed from, is noted as cut."""
     return getattr(x, "sequence_parallel", False) is True
 
 
 def gather_from_sequence_parallel_region(
     x: Tensor, tensor_parallel_output_grad: bool = True, *, group: Group | None = None
 ) -> Tensor:
-    """Join dim 0 of the group's parts.
+    """Gather the group's slices along dim 0.
 
-    tensor_parallel_output_grad: each rank goes on with work of its own, so gradients are
-        summed; False: all go on with the same work, and mine is a part of what any has.
+    tensor_parallel_output_grad: True if ranks continue with different work, so the backward sums
+        gradients; False if all continue with the same work, so it takes this rank's slice.
     """
     gather = collectives.all_gather if tensor_parallel_output_grad else collectives.gather
     return _noted(gather(x, 0, group or get_tp_group()), x, False)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, *, group: Group | None = None) -> Tensor:
-    """My part along dim 0 of the sum over the group; gradients are gathered."""
+    """Return this rank's slice along dim 0 of the sum over the group; gradients are gathered."""
     return _noted(collectives.reduce_scatter(x, 0, group or get_tp_group()), x, True)
 
 
@@ -82,22 +82,22 @@ def maybe_gather_from_sequence_parallel(x: Tensor, *, group: Group | None = None
 
 
 def maybe_split_into_sequence_parallel(x: Tensor, *, group: Group | None = None) -> Tensor:
-    """My part along dim 0 unless `x` is noted as cut; gradients are gathered."""
+    """Return this rank's slice along dim 0, unless `x` is noted as cut; gradients are gathered."""
     if is_squence_parallel_tensor(x):
         return x
     return _noted(collectives.scatter(x, 0, group or get_tp_group()), x, True)
 
 
 def _noted(y: Tensor, x: Tensor, value: bool) -> Tensor:
-    # a group of one gives back its input, on which a note would be the caller's
+    # a group of one returns its input, and a note on that would change the caller's tensor
     return set_sequence_parallel_attr(y.view_as(y) if y is x else y, value)
 
 
 @read_whole("weight", "bias")
 class TpLinear(Marked):
-    """x W + b on one rank: weight (fin, fout), uniform within 1 / sqrt(fin); bias zero.
+    """A linear layer x W + b on one rank: weight (fin, fout), uniform within 1 / sqrt(fin).
 
-    `cut` says of which layouts these are parts, for a layer that has a part over its group.
+    The bias starts at zero. cut: layouts of the parameters, if the layer has slices of them.
     """
 
     cut: Layouts | None = None
@@ -119,12 +119,12 @@ class TpLinear(Marked):
 
 
 def uniform(fin: int) -> Initial:
-    """Initial weights of a product over `fin` inputs: within 1 / sqrt(fin)."""
+    """Return the initial distribution of a weight with `fin` inputs: within 1 / sqrt(fin)."""
     return Initial("uniform", (3 * fin) ** -0.5)
 
 
 class _EitherLinear(Grouped):
-    """What both cuts share: a TpLinear of my part, called `linear`, made from the layouts."""
+    """The base of both split layers: `linear` is a TpLinear of this rank's slice."""
 
     def __init__(
         self,
@@ -136,14 +136,17 @@ class _EitherLinear(Grouped):
         tp_group: Group | None = None,
     ):
         super().__init__(tp_group or get_tp_group())
-        self.fin, self.fout, self.has_bias = fin, fout, bias
+        self.fin = fin
+        self.fout = fout
+        self.has_bias = bias
         self.sequence_parallel = sequence_parallel
         shape = local_shape(self.layouts()["linear.weight"], self._mesh(), self.group.rank())
         self.linear = TpLinear(*shape, bias)
         with differ(self.group.rank(), self.linear.weight.device):
             fill(self.linear.weight, uniform(fin))
         cut = ((n.removeprefix("linear."), x) for n, x in self.layouts().items())
-        self.linear.group, self.linear.cut = self.group, {n: x.named(n) for n, x in cut}
+        self.linear.group = self.group
+        self.linear.cut = {n: x.named(n) for n, x in cut}
         self.linear.mark()
         self.mark()
 
@@ -151,11 +154,12 @@ class _EitherLinear(Grouped):
         return {"linear.weight": uniform(self.fin), "linear.bias": ZEROS}
 
     def init_weight_from_full(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Take my part of a whole weight (fin, fout), and of a whole bias (fout,) if given."""
+        """Copy this rank's slice of a full weight (fin, fout), and of a full bias (fout,)."""
         self._take(self.layouts(), weight, bias)
 
     def _take(self, layouts: Layouts, weight: Tensor, bias: Tensor | None) -> None:
-        mesh, rank = self._mesh(), self.group.rank()
+        mesh = self._mesh()
+        rank = self.group.rank()
         for name, full in (("weight", weight), ("bias", bias)):
             if full is not None:
                 copy_part(getattr(self.linear, name), full, layouts[f"linear.{name}"], mesh, rank)
@@ -165,11 +169,11 @@ class _EitherLinear(Grouped):
 
 
 class ColParallelLinear(_EitherLinear):
-    """x (..., fin), whole on every rank, to my columns of x W + b.
+    """A linear layer split by columns: every rank has x (..., fin) and gets its columns of x W + b.
 
-    sequence_parallel: x is cut along dim 0 and gathered here. Who gathers by hand leaves it
-        False and passes tensor_parallel_output_grad=False, as the sum over the group
-        is taken here. parts: sizes of fused outputs, each cut by itself.
+    sequence_parallel: x is cut along dim 0, and the layer gathers it. A caller that gathers x
+        leaves it False and gathers with tensor_parallel_output_grad=False, as this layer's backward
+        already sums over the group. parts: sizes of fused outputs, each split separately.
     """
 
     def __init__(
@@ -189,11 +193,12 @@ class ColParallelLinear(_EitherLinear):
         return self._cut(self.parts)
 
     def init_weight_from_full_attn(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Take my heads of a fused weight (fin, 3 * dim): a part of each of q, k and v."""
+        """Copy this rank's heads of a fused weight (fin, 3 * dim): slices of q, k and v."""
         self._take(self._cut((self.fout // 3,) * 3), weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = own(self.linear, "weight").t(), own(self.linear, "bias")
+        weight = own(self.linear, "weight").t()
+        bias = own(self.linear, "bias")
         return column_linear(x, weight, bias, self.group, self.sequence_parallel)
 
     def _cut(self, parts: tuple[int, ...]) -> Layouts:
@@ -202,13 +207,17 @@ class ColParallelLinear(_EitherLinear):
 
 
 class RowParallelLinear(_EitherLinear):
-    """My columns of x to x W + b, whole, or cut along dim 0 when sequence-parallel; bias once."""
+    """A linear layer split by rows: takes this rank's columns of x and returns x W + b.
+
+    With sequence_parallel the result is cut along dim 0. The bias is added once.
+    """
 
     def layouts(self) -> Layouts:
         row = cut.row(self.fout, self.fin, self.has_bias, self.axis, self.sequence_parallel)
         return prefixed("linear", transposed(row))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = own(self.linear, "weight").t(), own(self.linear, "bias")
+        weight = own(self.linear, "weight").t()
+        bias = own(self.linear, "bias")
         bias = self.summed(bias) if self.sequence_parallel else bias
         return row_linear(x, weight, bias, self.group, self.sequence_parallel)

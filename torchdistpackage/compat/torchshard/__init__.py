@@ -1,6 +1,6 @@
 """torchshard's names, by `import torchdistpackage.compat.torchshard as ts`.
 
-Nothing is loaded before it is asked for.
+A module is loaded when one of its names is first used.
 """
 
 from importlib.metadata import version
@@ -8,7 +8,7 @@ from importlib.metadata import version
 from torchdistpackage.compat import paths
 
 __version__ = "0.1.0"
-"""Of the torchshard whose names these are."""
+"""Version of the torchshard whose names these are."""
 
 _PARALLEL_DIM = _PARALLEL_ATTR = "parallel_dim"
 _ORDER_ATTR = _ORDER_TYPE = "order_type"

@@ -1,8 +1,9 @@
-"""What torchshard's layers share: parameters that know how they are split, drawn as torch draws.
+"""The base of torchshard's layers: parameters that know how they are split.
 
-A layer starts as torch's own with the same seed does: the whole matrix is drawn, some rows at a
-time, and this rank keeps its part. What is whole on every rank starts as on the group's first.
-`shard_init_helper_` (torchshard.nn.init) does the same with an init method of the user's.
+A layer starts with the values that torch's own layer draws from the same seed: every rank draws the
+full matrix, some rows at a time, and keeps its slice. Parameters that are not split start with the
+values of the group's first rank. `shard_init_helper_` (torchshard.nn.init) does the same with an
+init method of the user's.
 """
 
 import math
@@ -25,18 +26,18 @@ from torchdistpackage.parallel.tensor.marked import Marked
 
 AXIS = "tensor"
 NUMBERS_AT_ONCE = 1 << 20
-"""About how many numbers of a matrix that is split exist at a time while it is drawn."""
+"""About how many elements of a split matrix are in memory at a time while it is drawn."""
 
 
 class ParallelLayer(Marked):
-    """What the layers share: parameters that know how they are split over my group."""
+    """A layer whose parameters know how they are split over this rank's group."""
 
     dim: ParallelDim
     order_type = 0
-    """1 where the weight is (in, out)."""
+    """1 if the weight is (in, out), else 0."""
 
     def split_over(self) -> dict[str, int]:
-        """By parameter the dim that is split."""
+        """Return the split dim of each split parameter, by name."""
         raise NotImplementedError
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -62,40 +63,40 @@ class ParallelLayer(Marked):
                 note(parameter, self.dim if name in over else None, self.order_type)
 
     def join(self) -> None:
-        """Take my group, which nothing but a layer that is split needs."""
+        """Take this rank's group; only a split layer needs one."""
         self.group = get_group() if self.dim is not None or is_initialized() else None
 
-    def part(self, whole: Tensor, name: str) -> Tensor:
-        """My part of a whole parameter."""
+    def part(self, full: Tensor, name: str) -> Tensor:
+        """Return this rank's slice of the full parameter `name`."""
         if (over := self.split_over().get(name)) is None:
-            return whole
+            return full
         assert self.group is not None
-        start, length = chunk(whole.shape[over], self.group.size(), self.group.rank())
-        return whole.narrow(over, start, length).clone()
+        start, length = chunk(full.shape[over], self.group.size(), self.group.rank())
+        return full.narrow(over, start, length).clone()
 
     def drawn(self, name: str, draw: Callable[[Tensor], object]) -> Tensor:
-        """My part of a whole matrix or vector, whose rows `draw` fills some at a time."""
+        """Return this rank's slice of parameter `name`; `draw` fills some of its rows at a time."""
         shape = self.whole_shapes()[name]
         over = self.split_over().get(name)
         if over is None:
-            whole = torch.empty(shape)
-            draw(whole)
-            return whole
+            full = torch.empty(shape)
+            draw(full)
+            return full
         assert self.group is not None
         start, length = chunk(shape[over], self.group.size(), self.group.rank())
-        mine = torch.empty([length if d == over else n for d, n in enumerate(shape)])
+        local = torch.empty([length if d == over else n for d, n in enumerate(shape)])
         for first, rows in _blocks(shape):
             draw(block := torch.empty(rows, *shape[1:]))
             if over == 0:
                 low, high = max(first, start), min(first + rows, start + length)
                 if low < high:
-                    mine[low - start : high - start] = block[low - first : high - first]
+                    local[low - start : high - start] = block[low - first : high - first]
             else:
-                mine[first : first + rows] = block[:, start : start + length]
-        return mine
+                local[first : first + rows] = block[:, start : start + length]
+        return local
 
     def equalise(self) -> None:
-        """Give what is whole the numbers of the group's first rank."""
+        """Give parameters that are not split the values of the group's first rank."""
         if self.group is None or self.group.size() == 1 or not self.split_over():
             return
         for name, parameter in self._parameters.items():
@@ -104,23 +105,26 @@ class ParallelLayer(Marked):
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(first row, number of rows): multiples of 16 rows, which torch's generators draw alike."""
+    """Yield (first row, number of rows) of blocks.
+
+    They are multiples of 16 rows: then torch draws the same values as in one call.
+    """
     width = math.prod(shape[1:])
     rows = max(NUMBERS_AT_ONCE // max(width, 1) // 16 * 16, 16)
     first = 0
     while first < shape[0]:
         rest = shape[0] - first
-        rows = rest if rest < rows + 16 else rows  # the tail is drawn with what is before it
+        rows = rest if rest < rows + 16 else rows  # draw a short tail with the block before it
         yield first, rows
         first += rows
 
 
 @torch.no_grad()
 def shard_init_helper_(init_method: Callable[..., object], tensor: Tensor, **kwargs: Any) -> None:
-    """Fill `tensor`, or its part, with what `init_method` draws for the whole on the first rank.
+    """Fill `tensor` with its slice of what `init_method` draws on the group's first rank.
 
-    A marked parameter, or its `.data`, is known as split, and gets its slice; one whose mark is
-    None gets the same on all ranks of the group. What has no mark is filled by `init_method` alone.
+    A marked parameter, or its `.data`, counts as split and gets its slice; one whose mark is None
+    gets the same values on all ranks of the group. Without a mark `init_method` fills it alone.
 
     Raises:
         ValueError: `tensor` is no tensor, or `init_method` cannot be called.
@@ -135,18 +139,19 @@ def shard_init_helper_(init_method: Callable[..., object], tensor: Tensor, **kwa
     if parameter is None:
         init_method(tensor, **kwargs)
         return
-    group, dim = get_group(), weight_dim(parameter)
+    group = get_group()
+    dim = weight_dim(parameter)
     shape = list(tensor.shape)
     if dim is not None:
         layout = layout_of(parameter)
         shape[dim] = shape[dim] * group.size() if layout is None else layout.shape[dim]
-    whole = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-    init_method(whole, **kwargs)
+    full = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    init_method(full, **kwargs)
     if group.size() > 1:
-        primitives.broadcast(whole, group)
+        primitives.broadcast(full, group)
     if dim is not None:
-        whole = whole.narrow(dim, *chunk(shape[dim], group.size(), group.rank()))
-    tensor.data.copy_(whole)
+        full = full.narrow(dim, *chunk(shape[dim], group.size(), group.rank()))
+    tensor.data.copy_(full)
 
 
 def _parameter_of(tensor: Tensor) -> Tensor | None:

@@ -1,6 +1,6 @@
-"""Which dim of an activation is split over my group, and the arguments of calls on such ones.
+"""The split dim of an activation, and helpers for calls on split activations.
 
-Also torchshard.utils, and `slice`: equal parts, and the vocabulary range of a rank.
+Also torchshard.utils, and `slice`: equal slices, and the vocabulary range of a rank.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,9 +17,9 @@ from torchdistpackage.errors import LayoutError
 class Cut:
     """A dim (>= 0) of a tensor that is split over the group, and its length over all ranks.
 
-    loose: here it is 1 long and a view made it, in front of a dim that may be meant as well, since
-        one head of 24 and 24 features behind a new dim are the same shape.
-    by_hand: the mark was set on a tensor of which nothing else says that it is a part.
+    loose: a view made the dim, it has length 1 here, and the next dim may be the split one instead:
+        one head of 24 and 24 features behind a new dim have the same shape.
+    by_hand: the user marked the tensor, and nothing else shows that it is a slice.
     """
 
     dim: int
@@ -28,29 +28,30 @@ class Cut:
     by_hand: bool = field(default=False, compare=False)
 
     def behind(self, x: Tensor) -> "Cut":
-        """A loose one, as that of the next dim of `x`."""
+        """Return the cut of the next dim of `x`, which a loose cut may mean."""
         return Cut(self.dim + 1, self.length * x.shape[self.dim + 1])
 
 
 class Touches(Exception):
-    """An operation would mix what different ranks hold."""
+    """Raised when an operation would mix values of different ranks."""
 
 
 Args, Kwargs = Sequence[Any], Mapping[str, Any]
 Rule = Callable[[Args, Kwargs, Any], Cut | None]
-"""Arguments and the result of a call -> the cut of the result, of each tensor in it."""
+"""Maps the arguments and result of a call to the cut of each tensor in the result."""
 
 
 def cut_of(x: object) -> Cut | None:
-    """How an activation is split; None: it is whole. Parameters are not followed."""
-    found = getattr(x, "__dict__", {}).get("_cut")
-    return None if found is None or isinstance(x, nn.Parameter) else found
+    """Return how an activation is split; None: not split, or a parameter."""
+    cut = getattr(x, "__dict__", {}).get("_cut")
+    return None if cut is None or isinstance(x, nn.Parameter) else cut
 
 
-def check_tensors(what: str, **values: object) -> None:
-    """
+def check_tensors(caller: str, **values: object) -> None:
+    """Check that all values are tensors.
+
     Raises:
-        ValueError: some are no tensors; all of them.
+        ValueError: some are no tensors; it names all of them.
     """
     wrong = [
         f"a tensor{f' as {name}' if len(values) > 1 else ''}, not {type(value).__name__}"
@@ -58,22 +59,22 @@ def check_tensors(what: str, **values: object) -> None:
         if not isinstance(value, Tensor)
     ]
     if wrong:
-        raise ValueError(f"{what} takes {' and '.join(wrong)}")
+        raise ValueError(f"{caller} takes {' and '.join(wrong)}")
 
 
 def tensors(values: Iterable[object]) -> list[Tensor]:
-    """Tensors among arguments, also those in lists and tuples."""
-    found: list[Tensor] = []
+    """Return the tensors among arguments, also those in lists and tuples."""
+    flat: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            flat.append(value)
         elif isinstance(value, list | tuple):
-            found += tensors(value)
-    return found
+            flat += tensors(value)
+    return flat
 
 
 def refusal(name: str, args: Args, kwargs: Kwargs) -> LayoutError:
-    """What is said of an operation that is not followed."""
+    """Return the error for an operation that a mark cannot follow."""
     x = next(t for t in tensors([*args, *kwargs.values()]) if cut_of(t) is not None)
     cut = cut_of(x)
     assert cut is not None
@@ -105,22 +106,23 @@ def dims_of(x: Tensor, dim: Any) -> set[int]:
 
 
 def check_divisibility(numerator: int, denominator: int) -> None:
-    """
+    """Check that `denominator` divides `numerator`.
+
     Raises:
-        AssertionError: it is not.
+        AssertionError: it does not.
     """
     if not denominator or numerator % denominator:
         raise AssertionError(f"{numerator} is not divisible by {denominator}")
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """The quotient of what divides; see `check_divisibility`."""
+    """Return numerator / denominator; see `check_divisibility`."""
     check_divisibility(numerator, denominator)
     return numerator // denominator
 
 
 class VocabUtility:
-    """First id, and one past the last, that a rank holds of an evenly split vocabulary."""
+    """Ranges of ids (first, one past the last) of a rank's slice of an evenly split vocabulary."""
 
     @staticmethod
     def vocab_range_from_per_partition_vocab_size(
@@ -133,9 +135,10 @@ class VocabUtility:
     def vocab_range_from_global_vocab_size(
         global_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """
+        """Return the range of `rank`.
+
         Raises:
-            AssertionError: the vocabulary does not divide, or there is no such rank.
+            AssertionError: world_size does not divide the vocabulary, or there is no such rank.
         """
         length = divide(global_vocab_size, world_size)
         if not 0 <= rank < world_size:
@@ -146,7 +149,7 @@ class VocabUtility:
 def slice(
     tensor: Tensor, num_partitions: int, dim: int | None = None, contiguous: bool = False
 ) -> tuple[Tensor, ...]:
-    """Equal parts along `dim`, by default the last: views, or copies of their own.
+    """Return equal slices along `dim`, by default the last one; contiguous: copies, not views.
 
     Raises:
         AssertionError: num_partitions does not divide it.

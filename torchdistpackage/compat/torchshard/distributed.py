@@ -1,6 +1,6 @@
-"""torchshard.distributed: model parallel groups, and collectives over mine that autograd can see.
+"""torchshard.distributed: model parallel groups, and collectives over this rank's group.
 
-Tensors are returned, not handles.
+The collectives return tensors, not handles; autograd follows those without an underscore.
 """
 
 import functools
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 __path__: list[str] = []
-"""torchshard has modules below this one, which are registered with it."""
+"""Makes this module a package: torchshard has modules below it, which are registered."""
 
 
 def __getattr__(name: str) -> object:
@@ -54,7 +54,7 @@ def __getattr__(name: str) -> object:
 
 
 def _or_input(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The pages call the first parameter `tensor`, the code `input`: both may be given by name."""
+    """Accept the first parameter as `tensor`, the pages' name, or `input`, the code's."""
 
     @functools.wraps(operation)
     def call(*args: object, **kwargs: object) -> Tensor:
@@ -69,9 +69,9 @@ def _or_input(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @_or_input
 def scatter(tensor: Tensor, dim: int | None = -1) -> Tensor:
-    """My part along `dim` of what all ranks hold alike; gradients are gathered. None: all of it.
+    """Return this rank's slice along `dim` of a tensor that all ranks have; None: all of it.
 
-    The result is marked as split along `dim`.
+    The result is marked as split along `dim`. The backward gathers gradients.
     """
     group = get_group()
     if dim is None:
@@ -85,22 +85,24 @@ def scatter(tensor: Tensor, dim: int | None = -1) -> Tensor:
 
 @_or_input
 def gather(tensor: Tensor, dim: int | None = -1) -> Tensor:
-    """The parts of my group joined along `dim`; my part's gradient comes back. None: as it is.
+    """Join the slices of this rank's group along `dim`; None: return `tensor`.
 
-    The result is whole, and its mark None, unless another dim than `dim` is split.
+    The mark of the result is None, unless another dim than `dim` is split. The backward returns the
+    gradient of this rank's slice.
     """
     group = get_group()
     if dim is None:
         return tensor
-    cut, sizes = cut_of(tensor), None
+    cut = cut_of(tensor)
+    sizes = None
     if cut is not None and cut.loose and dim % tensor.dim() == cut.dim + 1:
         cut = cut.behind(tensor)
-    here = cut is not None and dim % tensor.dim() == cut.dim
-    if here:
+    is_split_dim = cut is not None and dim % tensor.dim() == cut.dim
+    if is_split_dim:
         size = group.size()
         sizes = [chunk(cut.length, size, index)[1] for index in range(size)]
     out = _another(collectives.gather(marks.unmarked(tensor), dim, group, sizes), tensor)
-    if cut is not None and not here:
+    if cut is not None and not is_split_dim:
         marks.follow(out, cut)
         return out
     marks.set_attribute(out, None)
@@ -109,24 +111,27 @@ def gather(tensor: Tensor, dim: int | None = -1) -> Tensor:
 
 @_or_input
 def reduce(tensor: Tensor) -> Tensor:
-    """The sum over my group, in `tensor` itself unless it needs a gradient, which then passes."""
+    """Sum `tensor` over this rank's group: in place, unless it needs a gradient.
+
+    The backward passes the gradient through.
+    """
     plain = marks.unmarked(tensor)
     total = all_reduce_(plain, get_group())
-    return _whole(tensor if total is plain else total)
+    return _marked_whole(tensor if total is plain else total)
 
 
 @_or_input
 def copy(tensor: Tensor) -> Tensor:
-    """The tensor itself; its gradient is summed over my group."""
+    """Return the tensor itself; the backward sums its gradient over this rank's group."""
     return collectives.copy(marks.unmarked(tensor), get_group())
 
 
 def _another(out: Tensor, tensor: Tensor) -> Tensor:
-    """`out`, never `tensor` itself, which a group of one gives back: its mark is its own."""
+    """Return `out`, or a view if it is `tensor`, as in a group of one: each has its mark."""
     return out.view(out.shape) if out is tensor else out
 
 
-def _whole(x: Tensor) -> Tensor:
+def _marked_whole(x: Tensor) -> Tensor:
     if not isinstance(x, nn.Parameter):
         marks.set_attribute(x, None)
     return x
@@ -136,9 +141,9 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def _reduce(tensor: Tensor) -> Tensor:
-    """The sum over my group, in place and returned."""
+    """Sum `tensor` over this rank's group in place, and return it."""
     summed_in_place(marks.unmarked(tensor), get_group())
-    return _whole(tensor)
+    return _marked_whole(tensor)
 
 
 def _split(tensor: Tensor, dim: int | None = -1) -> Tensor:
@@ -150,7 +155,7 @@ def _gather(tensor: Tensor, dim: int | None = -1) -> Tensor:
 
 
 def _applied(name: str, function: Callable[..., Tensor]) -> type:
-    """A class of torchshard.distributed.comm, of which users call `apply`."""
+    """Return a class of torchshard.distributed.comm; users call its `apply`."""
     return type(name, (), {"apply": staticmethod(function), "__doc__": function.__doc__})
 
 

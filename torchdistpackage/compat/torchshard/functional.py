@@ -1,7 +1,7 @@
-"""torchshard.nn.functional: products, embeddings and cross entropy over my group.
+"""torchshard.nn.functional: linear, embedding and cross entropy over this rank's group.
 
 dim 1 or -1 splits the outputs (of an embedding: the features), 0 the inputs (the vocabulary), None
-nothing. An input knows by its mark whether it is a part or whole. Parts need not be equally long.
+nothing. The mark of an input says whether it is a slice. Slices may differ in length.
 """
 
 from typing import Any
@@ -25,7 +25,8 @@ ParallelDim = int | None
 
 
 def check_dim(dim: ParallelDim) -> None:
-    """
+    """Check the argument `dim`.
+
     Raises:
         ValueError: it is none of None, 0, 1, -1.
     """
@@ -35,10 +36,11 @@ def check_dim(dim: ParallelDim) -> None:
         )
 
 
-def check_sizes(what: str, lowest: int, **sizes: object) -> None:
-    """
+def check_sizes(caller: str, lowest: int, **sizes: object) -> None:
+    """Check that all sizes are whole numbers of at least `lowest`.
+
     Raises:
-        ValueError: some are no whole numbers of at least `lowest`; all of them.
+        ValueError: some are not; it names all of them.
     """
     wrong = [
         f"{name} {value!r}"
@@ -46,11 +48,11 @@ def check_sizes(what: str, lowest: int, **sizes: object) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < lowest
     ]
     if wrong:
-        raise ValueError(f"{what}: {', '.join(wrong)}; use whole numbers of at least {lowest}")
+        raise ValueError(f"{caller}: {', '.join(wrong)}; use whole numbers of at least {lowest}")
 
 
 def lengths(length: int) -> list[int]:
-    """How the ranks of my group share `length`: the first ones hold one more."""
+    """Return the lengths of all ranks' slices of `length`; the first ranks may have one more."""
     size = get_group().size()
     return [chunk(length, size, index)[1] for index in range(size)]
 
@@ -62,14 +64,14 @@ def parallel_linear(
     dim: ParallelDim = None,
     out_features: int | None = None,
 ) -> Tensor:
-    """x W^T + b with my part of W (Dout, Din).
+    """Return x W^T + b, computed with this rank's slice of W (Dout, Din).
 
-    dim 1 or -1: W (Dout/n, Din), b (Dout/n,); x whole, (..., Din); the result, marked, is
-        (..., Dout/n).
-    dim 0: W (Dout, Din/n), b (Dout,); x whole, or marked as split along its last dim; the result is
-        whole.
+    dim 1 or -1: W (Dout/n, Din), b (Dout/n,), x (..., Din), not split; the result is
+        (..., Dout/n) and marked.
+    dim 0: W (Dout, Din/n), b (Dout,); x is not split, or marked as split along its last dim; the
+        result is not split.
 
-    out_features: Dout, where it is not n times mine.
+    out_features: Dout, if it is not n times this rank's.
 
     Raises:
         ValueError: dim is none of None, 0, 1, -1, or an operand is no tensor.
@@ -79,7 +81,8 @@ def parallel_linear(
     check_tensors("parallel_linear", input=input, weight=weight)
     refuse_nested(input, "parallel_linear")
     if dim is not None:
-        weight, bias = plain(weight), None if bias is None else plain(bias)
+        weight = plain(weight)
+        bias = None if bias is None else plain(bias)
     if weight.dim() != 2:
         raise LayoutError(f"the weight of a product is (out, in), not {tuple(weight.shape)}")
     if dim is None:
@@ -107,7 +110,7 @@ def parallel_linear(
 
 
 def own_part(x: Tensor, cut: Cut | None, width: int) -> Tensor:
-    """My columns of `x`, scattered here unless `cut` says that they are all it has."""
+    """Return this rank's columns of `x`; scatter `x` unless `cut` says that it has only those."""
     if cut is None:
         sizes = lengths(x.shape[-1]) if x.dim() else []
         if not sizes or sizes[get_group().rank()] != width:
@@ -136,10 +139,10 @@ def parallel_embedding(
     dim: ParallelDim = None,
     embedding_dim: int | None = None,
 ) -> Tensor:
-    """Rows of a table by id, whole on every rank.
+    """Return rows of a table by id, in full on every rank.
 
-    dim 0: weight (V/n, D), num_embeddings is V; dim 1 or -1: (V, D/n), embedding_dim is D. By
-    default n times mine.
+    dim 0: weight (V/n, D), num_embeddings is V. dim 1 or -1: weight (V, D/n), embedding_dim is D.
+    By default they are n times this rank's.
 
     Raises:
         ValueError: dim is none of None, 0, 1, -1, or ids and table are no tensors.
@@ -158,7 +161,8 @@ def parallel_embedding(
         raise ValueError(f"ids are {input.dtype}; an embedding looks up whole numbers")
     if dim is None:
         return F.embedding(input, weight, **options)
-    group, weight = get_group(), plain(weight)
+    group = get_group()
+    weight = plain(weight)
     if dim == 0:
         if num_embeddings is None:
             num_embeddings = weight.shape[0] * group.size()
@@ -181,15 +185,15 @@ def parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy`, also of logits that are split by class.
+    """Return `torch.nn.functional.cross_entropy`, also for logits that are split by class.
 
     input (N, C) and target (N,); with more dims (N, ..., C) and (N, ...), or torch's own order
-    (N, C, ...). The classes are the dim that is split; of whole logits, that of the two with which
-    target fits. Class weights are given for all C. "none" has the shape of target.
+    (N, C, ...). The classes are the split dim; if logits are not split, target tells which of the
+    two dims they are. Class weights are for all C classes. "none" returns the shape of target.
 
     Raises:
-        LayoutError: the split dim is neither dim 1 nor the last one, shapes do not fit, or whole
-            logits fit target in both orders.
+        LayoutError: the split dim is neither dim 1 nor the last one, shapes do not fit, or logits
+            that are not split fit target in both orders.
         DataError: a target is outside 0..C-1.
         ValueError: an operand is no tensor.
     """
@@ -233,10 +237,10 @@ def reduction_of(size_average: bool | None, reduce: bool | None, reduction: str)
 
 
 def _classes_are_last(logits: Tensor, target: Tensor) -> bool:
-    """Whether whole logits are (N, ..., C) of more than two dims, where torch's are (N, C, ...).
+    """Return whether logits are (N, ..., C) with more than two dims; torch's are (N, C, ...).
 
     Raises:
-        LayoutError: both fit, and mean different losses.
+        LayoutError: target fits both orders, and they mean different losses.
     """
     if logits.dim() < 3 or target.shape != logits.shape[:-1]:
         return False
@@ -249,18 +253,19 @@ def _classes_are_last(logits: Tensor, target: Tensor) -> bool:
 
 
 def torch_cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """What `torch.nn.functional.cross_entropy` is of a split tensor.
+    """Return `torch.nn.functional.cross_entropy` of logits that may be split.
 
-    torchshard leaves that function alone: it takes logits for whole whatever their mark says. So a
-    mark by hand does not tell what is meant, and is refused; a split that is known is followed.
+    torchshard leaves torch's function alone: it takes logits as not split, whatever their mark
+    says. So a mark that the user set is ambiguous and refused; any other split is followed.
 
     Raises:
-        LayoutError: of logits that are marked by hand, or whose classes are not dim 1; else as
+        LayoutError: the user marked the logits, or their classes are not dim 1. Also as
             `parallel_cross_entropy`.
     """
     cut = cut_of(input)
     if cut is not None and input.dim() > 1:
-        shape, width = tuple(input.shape), input.shape[cut.dim]
+        shape = tuple(input.shape)
+        width = input.shape[cut.dim]
         if cut.by_hand and width != cut.length:
             raise LayoutError(
                 f"torch.nn.functional.cross_entropy of logits {shape} that were marked as split by "
@@ -279,11 +284,11 @@ def torch_cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any
 
 
 cross_entropy_loss = parallel_cross_entropy
-"""The page's name."""
+"""The name on torchshard's page."""
 
 
 class ParallelCrossEntropy(torch.autograd.Function):
-    """The name that forks import; `apply` is `parallel_cross_entropy` of split logits."""
+    """The name that forks import; `apply` calls `parallel_cross_entropy` with split logits."""
 
     @staticmethod
     def apply(input: Tensor, *arguments: Any) -> Tensor:

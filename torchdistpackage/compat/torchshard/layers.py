@@ -1,11 +1,11 @@
-"""torchshard.nn: layers that are split by one argument, `dim`, and converters of torch's own.
+"""torchshard.nn: layers that one argument, `dim`, splits, and converters of torch's own layers.
 
 dim 1 or -1 splits the outputs (of an embedding: the features), 0 the inputs (the vocabulary), None
 nothing.
 
-Torch's own layers become split ones in place: a layer stays the same object with another class, its
-parameters stay the same objects with less in them. So what hangs on them (hooks, ties, an
-optimizer's references, `requires_grad`) stays.
+A conversion splits torch's layers in place: a layer stays the same object with another class, and
+its parameters stay the same objects with fewer elements. So hooks, ties, an optimizer's references
+and `requires_grad` stay.
 """
 
 import copy
@@ -29,11 +29,11 @@ from torchdistpackage.parallel.tensor.weight_reads import own, read_whole
 
 @read_whole("weight", "bias")
 class ParallelLinear(ParallelLayer):
-    """`torch.nn.Linear` split over my group.
+    """`torch.nn.Linear` split over this rank's group.
 
-    dim 1 or -1: weight (out/n, in), bias (out/n,), result marked (..., out/n). dim 0: weight
-    (out, in/n), bias whole and added once, result whole. `in_features`, `out_features` are those
-    of the whole.
+    dim 1 or -1: weight (out/n, in), bias (out/n,), result (..., out/n) and marked. dim 0: weight
+    (out, in/n), bias (out,) added once, result not split. `in_features` and `out_features` are the
+    sizes over all ranks.
 
     Raises:
         ValueError: dim is none of None, 0, 1, -1.
@@ -49,7 +49,9 @@ class ParallelLinear(ParallelLayer):
         check_dim(dim)
         check_sizes("ParallelLinear", 0, in_features=in_features, out_features=out_features)
         super().__init__()
-        self.in_features, self.out_features, self.dim = in_features, out_features, dim
+        self.in_features = in_features
+        self.out_features = out_features
+        self.dim = dim
         self.join()
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
@@ -69,7 +71,7 @@ class ParallelLinear(ParallelLayer):
         """Draw the parameters anew, as torch.nn.Linear does."""
         root = math.sqrt(self.in_features) or 1.0
         gain = nn.init.calculate_gain("leaky_relu", math.sqrt(5))
-        bounds = {"weight": math.sqrt(3) * (gain / root), "bias": 1 / root}  # by the whole fan-in
+        bounds = {"weight": math.sqrt(3) * (gain / root), "bias": 1 / root}  # fan-in over all ranks
         for name in self.whole_shapes():
             bound = bounds[name]
             self._put(name, self.drawn(name, lambda x, b=bound: x.uniform_(-b, b)))
@@ -77,7 +79,7 @@ class ParallelLinear(ParallelLayer):
         self.equalise()
 
     def slice_params(self) -> None:
-        """Cut parameters that are whole to my part; those that are cut already stay."""
+        """Cut full parameters to this rank's slice; those that are cut already stay."""
         for name, shape in self.whole_shapes().items():
             parameter = getattr(self, name)
             if tuple(parameter.shape) == shape:
@@ -98,9 +100,9 @@ class ParallelLinear(ParallelLayer):
         return self._product(input)
 
     def _product(self, input: Tensor) -> Tensor:
-        whole = self.dim == 0 and cut_of(input) is None
-        if whole and input.shape[-1:] != (self.in_features,):
-            raise LayoutError(  # here, where all ranks know it; parts may be of unlike length
+        is_full = self.dim == 0 and cut_of(input) is None
+        if is_full and input.shape[-1:] != (self.in_features,):
+            raise LayoutError(  # all ranks see this here; slices may differ in length
                 f"a product of {self.in_features} inputs, of an input of shape {tuple(input.shape)}"
             )
         return functional.parallel_linear(
@@ -121,12 +123,13 @@ class ParallelLinear(ParallelLayer):
     def convert_parallel_linear(cls, module: nn.Module, dim: ParallelDim = None) -> nn.Module:
         """Split every torch.nn.Linear of `module`, and embeddings tied to one, in place.
 
-        Values, names, hooks, ties and what is frozen stay. A Linear itself is left as it is, and a
-        new layer returned. Names of what is split are noted for torch's DistributedDataParallel.
+        Values, names, hooks, ties and frozen parameters stay. If `module` is itself a Linear, it
+        stays as it is and a new layer is returned. The names of split parameters are noted for
+        torch's DistributedDataParallel.
 
         Raises:
             ValueError: dim is none of None, 0, 1, -1.
-            LayoutError: a weight is shared with a layer that cannot be split alike.
+            LayoutError: a weight is tied to a layer that cannot be split the same way.
         """
         return _convert(module, dim, nn.Linear)
 
@@ -139,7 +142,7 @@ def _without_graph(layer: ParallelLinear, input: Tensor) -> Tensor:
 
 @read_whole("weight")
 class ParallelEmbedding(ParallelLayer):
-    """`torch.nn.Embedding` split over my group; the result is whole on every rank.
+    """`torch.nn.Embedding` split over this rank's group; every rank gets the full result.
 
     dim 0: weight (V/n, D); dim 1 or -1: weight (V, D/n).
 
@@ -161,15 +164,20 @@ class ParallelEmbedding(ParallelLayer):
         check_sizes("ParallelEmbedding", 0, **sizes)
         super().__init__()
         if padding_idx is not None:
-            known = range(-num_embeddings, num_embeddings)
-            if type(padding_idx) is not int or padding_idx not in known:
+            valid_ids = range(-num_embeddings, num_embeddings)
+            if type(padding_idx) is not int or padding_idx not in valid_ids:
                 raise ValueError(
                     f"padding_idx {padding_idx!r} is outside the vocabulary of {num_embeddings}"
                 )
             padding_idx %= num_embeddings
-        self.num_embeddings, self.embedding_dim, self.dim = num_embeddings, embedding_dim, dim
-        self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
-        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.dim = dim
+        self.padding_idx = padding_idx
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.scale_grad_by_freq = scale_grad_by_freq
+        self.sparse = sparse
         self.join()
         self.register_parameter("weight", None)
         if _weight is None:
@@ -207,7 +215,7 @@ class ParallelEmbedding(ParallelLayer):
                 self.weight.data[row] = 0
 
     def slice_parameters(self) -> None:
-        """Cut a table that is whole to my part; one that is cut already stays."""
+        """Cut a full table to this rank's slice; one that is cut already stays."""
         if tuple(self.weight.shape) == self.whole_shapes()["weight"]:
             self.weight.data = self.part(self.weight.data, "weight")
         self.mark()
@@ -233,19 +241,19 @@ class ParallelEmbedding(ParallelLayer):
 
     @classmethod
     def convert_parallel_embedding(cls, module: nn.Module, dim: ParallelDim = None) -> nn.Module:
-        """Split every torch.nn.Embedding of `module`, and products tied to one, in place.
+        """Split every torch.nn.Embedding of `module`, and linear layers tied to one, in place.
 
-        As `ParallelLinear.convert_parallel_linear`.
+        See `ParallelLinear.convert_parallel_linear`.
         """
         return _convert(module, dim, nn.Embedding)
 
 
 Embedding = ParallelEmbedding
-"""A name of the page."""
+"""A name on torchshard's page."""
 
 
 class RegisterParallelDim(nn.Module):
-    """Marks the tensor, or each of a list or tuple, that passes through it."""
+    """Marks the tensor, or each tensor of a list or tuple, that passes through it."""
 
     def __init__(self, dim: ParallelDim = None):
         super().__init__()
@@ -269,12 +277,12 @@ SPLIT: dict[Plain, type] = {nn.Linear: ParallelLinear, nn.Embedding: ParallelEmb
 
 
 def _convert(module: nn.Module, dim: ParallelDim, kind: Plain) -> nn.Module:
-    """Split all layers of `kind` along `dim`, and those of the other kind that are tied to one.
+    """Split all layers of `kind` along `dim`, and layers of the other kind that are tied to one.
 
     Raises:
         ValueError: dim is none of None, 0, 1, -1.
-        LayoutError: a weight is shared with a layer that cannot be split alike, or nothing is left
-            to split, and what is split is so along another dim.
+        LayoutError: a weight is tied to a layer that cannot be split the same way, or no layer is
+            left to split and some are split along another dim.
     """
     check_dim(dim)
     check_module(module)
@@ -300,8 +308,9 @@ def _convert(module: nn.Module, dim: ParallelDim, kind: Plain) -> nn.Module:
 
 
 def _check_split_alike(module: nn.Module, dim: ParallelDim, kind: Plain) -> None:
-    """Refuse a conversion that would do nothing, where layers are split along another dim."""
-    split, alike = SPLIT[kind], LAST if dim in LAST else (dim,)
+    """Refuse a conversion that would do nothing because layers are split along another dim."""
+    split = SPLIT[kind]
+    alike = LAST if dim in LAST else (dim,)
     other = [
         f"{path or 'the layer'} has dim {layer.dim}"
         for path, layer in module.named_modules()
@@ -315,7 +324,7 @@ def _check_split_alike(module: nn.Module, dim: ParallelDim, kind: Plain) -> None
 
 
 def _is_plain(module: nn.Module, kind: Plain) -> bool:
-    """Whether it computes what a layer of torch's own does, by its own weight."""
+    """Return whether `module` runs the forward of torch's own layer."""
     return isinstance(module, kind) and type(module).forward is kind.forward
 
 
@@ -326,7 +335,7 @@ def _chosen(root: nn.Module, dim: ParallelDim, kind: Plain) -> list[tuple[nn.Mod
         id(part)
         for outer in root.modules()
         if isinstance(outer, nn.MultiheadAttention)
-        for part in outer.modules()  # it reads their weights itself
+        for part in outer.modules()  # MultiheadAttention reads their weights without their forward
     }
     for path, layer in root.named_modules():
         for parameter in layer._parameters.values():
@@ -354,14 +363,14 @@ def _chosen(root: nn.Module, dim: ParallelDim, kind: Plain) -> list[tuple[nn.Mod
 
 
 def _tied_dim(path: str, other: nn.Module, dim: ParallelDim, kind: Plain) -> ParallelDim:
-    """How a layer of the other kind is split, so that both weights are the same part."""
+    """Return the dim that splits a tied layer of the other kind into the same slices."""
     partner = nn.Embedding if kind is nn.Linear else nn.Linear
     tied: ParallelDim = 0 if dim in LAST else 1
     if _is_plain(other, partner):
         return tied
-    own = other.dim if isinstance(other, SPLIT[partner]) else None
-    if own is not None and (own in LAST) == (tied in LAST):
-        return own
+    other_dim = other.dim if isinstance(other, SPLIT[partner]) else None
+    if other_dim is not None and (other_dim in LAST) == (tied in LAST):
+        return other_dim
     raise LayoutError(
         f"{path}, a {type(other).__name__}, shares its weight with a layer that is to be split "
         f"along dim {dim}, and cannot be split alike; untie them first"
@@ -380,6 +389,6 @@ def _become(layer: nn.Module, dim: ParallelDim) -> None:
     for name, shape in layer.whole_shapes().items():
         parameter = layer._parameters[name]
         assert parameter is not None
-        if tuple(parameter.shape) == shape:  # else a tied layer has done it
+        if tuple(parameter.shape) == shape:  # else a tied layer has cut it already
             parameter.data = layer.part(parameter.data, name)
     layer.mark()

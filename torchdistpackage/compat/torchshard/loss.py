@@ -8,7 +8,7 @@ from torchdistpackage.compat.torchshard.marks import SplitTensor
 
 
 class ParallelCrossEntropyLoss(nn.Module):
-    """`torch.nn.CrossEntropyLoss`, also of logits that are split by class."""
+    """`torch.nn.CrossEntropyLoss`, also for logits that are split by class."""
 
     weight: Tensor | None
 
@@ -29,7 +29,7 @@ class ParallelCrossEntropyLoss(nn.Module):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         if torch.compiler.is_dynamo_compiling() and isinstance(input, SplitTensor):
-            return _without_graph(self, input, target)  # graphs lose its mark
+            return _without_graph(self, input, target)  # a compiled graph would lose the mark
         return self.loss(input, target)
 
     def loss(self, input: Tensor, target: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""torchshard's mark `parallel_dim`: along which dim a tensor is split over the group.
+"""torchshard's mark `parallel_dim`: the dim along which a tensor is split over the group.
 
 A mark is -1 or 1 (the last dim of an activation, the outputs of a weight), 0 (the inputs of a
-weight, the batch) or None. On an activation whose last dim is split it stays through operations:
-such a tensor is a `SplitTensor`, and rules.py says which operations it follows. On a parameter it
-is a plain attribute, next to `order_type`: 0 for a weight (out, in), 1 for (in, out), embeddings.
+weight, the batch) or None. An activation whose last dim is split is a `SplitTensor`: its mark
+follows the operations that rules.py lists. The mark of a parameter is a plain attribute, next to
+`order_type`: 0 for a weight (out, in), 1 for (in, out), as embeddings have it.
 """
 
 import copy
@@ -43,7 +43,7 @@ LAST = (-1, 1)
 
 
 class SplitTensor(Tensor):
-    """This rank's part of an activation; operations that it cannot follow are refused by name."""
+    """This rank's slice of an activation; it refuses operations that it cannot follow, by name."""
 
     @property
     def parallel_dim(self) -> Any:
@@ -61,11 +61,12 @@ class SplitTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs, name = dict(kwargs or {}), rules.name_of(func)
+        kwargs = dict(kwargs or {})
+        name = rules.name_of(func)
         if name in REPLACEMENTS and cut_of(argument(args, kwargs, 0, "input")):
             return resolve(REPLACEMENTS[name])(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            # an overload comes from a dispatch mode, of a call that was followed already
+            # a dispatch mode calls overloads, within a call that was followed already
             overload = isinstance(func, torch._ops.OpOverload)
             if overload or name in rules.FREE or not _split(args, kwargs):
                 return func(*args, **kwargs)
@@ -96,23 +97,25 @@ class SplitTensor(Tensor):
         return unmarked(self).__reduce_ex__(proto)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        # of a leaf its numbers, as a view of it is none; torch refuses others
+        # torch copies leaves only, and a view is none: copy the values of a leaf
         plain = unmarked(self.detach() if self.is_leaf else self)
         twin = copy.deepcopy(plain, memo).requires_grad_(self.requires_grad)
-        found = self.__dict__
-        mark(twin, 0, value=found["_mark"]).__dict__["_cut"] = found["_cut"]
+        attributes = self.__dict__
+        mark(twin, 0, value=attributes["_mark"]).__dict__["_cut"] = attributes["_cut"]
         return twin
 
 
 class SplitFakeTensor(SplitTensor, FakeTensor):
-    """A `SplitTensor` without numbers, by which torch.export follows a model."""
+    """A `SplitTensor` without values, with which torch.export traces a model."""
 
 
 REPLACEMENTS = {
     "cross_entropy": "torchdistpackage.compat.torchshard.functional:torch_cross_entropy",
 }
-"""Functions of torch that are others for a split `input`, by name, in files that import this one:
-a program may call torch's before it has used any of those files."""
+"""Functions of torch that are replaced for a split `input`, by name.
+
+They are import paths because their modules import this one, and a program may call torch's function
+before it has used any of them."""
 
 
 ALL_OR_ANY = {
@@ -121,7 +124,7 @@ ALL_OR_ANY = {
     "equal": primitives.MIN,
     "allclose": primitives.MIN,
 }
-"""Functions that are true of the whole if they are of all parts, or of any."""
+"""Functions whose result over all ranks is true if it is true on all ranks, or on any."""
 
 
 def _split(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -129,7 +132,7 @@ def _split(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _by_hand(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether nothing but marks by hand says that the result is a part."""
+    """Return whether only marks that the user set show that the result is a slice."""
     cuts = map(cut_of, tensors([*args, *kwargs.values()]))
     return all(cut.by_hand for cut in cuts if cut is not None)
 
@@ -137,35 +140,37 @@ def _by_hand(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def _of_all_ranks(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """True or false of the whole, which all ranks of the group ask together."""
-    out, rule = func(*args, **kwargs), rules.RULES.get(name)
+    """Return the truth value over all ranks; all ranks of the group must call."""
+    out = func(*args, **kwargs)
+    rule = rules.RULES.get(name)
     if rule is not None:
         with suppress(Touches):
             if (cut := rule(args, kwargs, out)) is not None:
                 follow(out, cut)
             return out
     x = tensors([*args, *kwargs.values()])[0]
+    # backends reduce no bools, so use uint8
     flags = torch.as_tensor(out, device=x.device).to(torch.uint8)
     flags = primitives.all_reduce(flags, get_group(), ALL_OR_ANY[name]).to(torch.bool)
     return flags if isinstance(out, Tensor) else bool(flags)
 
 
 def _set_items(func: Callable[..., Any], args: Sequence[Any]) -> None:
-    """`x[index] = value`, where x or value is split; x is marked as value is.
+    """Run `x[index] = value`, where x or value is split; x gets the mark of value.
 
     Raises:
-        LayoutError: the index goes through the split dim, or both are split in other ways.
+        LayoutError: the index selects along the split dim, or both are split in different ways.
     """
     x, index, value = args
-    cut, given = cut_of(x), cut_of(value)
-    if given is not None and cut is None:
-        cut = _cut_for(x, index, value, given)
+    cut, value_cut = cut_of(x), cut_of(value)
+    if value_cut is not None and cut is None:
+        cut = _cut_for(x, index, value, value_cut)
     elif cut is not None:
         try:
-            place = rules.kept_at(x.dim(), cut, index)
+            indexed_cut = rules.kept_at(x.dim(), cut, index)
         except Touches:
             raise refusal("setitem", args, {}) from None
-        if given not in (None, place):
+        if value_cut not in (None, indexed_cut):
             raise refusal("setitem", args, {})
     func(*args)
     if cut is not None and cut_of(x) is None:
@@ -173,16 +178,19 @@ def _set_items(func: Callable[..., Any], args: Sequence[Any]) -> None:
         follow(x, replace(cut, by_hand=_by_hand(args, {})))
 
 
-def _cut_for(x: Tensor, index: Any, value: Tensor, given: Cut) -> Cut | None:
-    """The cut of a whole `x` that takes the part `value` at `index`; None: it stays whole, as its
-    split dim is as long as all parts, and this rank's part has its place there."""
-    behind, num_dims = given.dim - value.dim(), x[index].dim()
+def _cut_for(x: Tensor, index: Any, value: Tensor, value_cut: Cut) -> Cut | None:
+    """Return the cut that an unmarked `x` gets from the slice `value` at `index`.
+
+    None: `x` stays unmarked, as it has the full length and takes this rank's slice at its position.
+    """
+    behind = value_cut.dim - value.dim()
+    num_dims = x[index].dim()
     for dim in range(x.dim()):
         with suppress(Touches):
-            place = rules.kept_at(x.dim(), Cut(dim, given.length), index)
-            if place.dim - num_dims == behind and x.shape[dim] == value.shape[given.dim]:
-                return Cut(dim, given.length)
-    if given.length in x.shape and given.length != value.shape[given.dim]:
+            indexed_cut = rules.kept_at(x.dim(), Cut(dim, value_cut.length), index)
+            if indexed_cut.dim - num_dims == behind and x.shape[dim] == value.shape[value_cut.dim]:
+                return Cut(dim, value_cut.length)
+    if value_cut.length in x.shape and value_cut.length != value.shape[value_cut.dim]:
         return None
     raise refusal("setitem", (x, index, value), {})
 
@@ -190,7 +198,7 @@ def _cut_for(x: Tensor, index: Any, value: Tensor, given: Cut) -> Cut | None:
 def _mark_memory(
     x: Tensor, cut: Cut, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Mark also the tensor of which `x`, which was written to, is a view."""
+    """Mark the base of the view `x` too, as writing to `x` wrote to it."""
     base = x._base
     if base is None or cut_of(base) is not None or isinstance(base, nn.Parameter):
         return
@@ -225,15 +233,15 @@ class SplitParameter(nn.Parameter):
 
 
 marked_parameters: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
-"""Parameters with a mark, by id, by which `shard_init_helper_` knows the `.data` of one."""
+"""Marked parameters by id; `shard_init_helper_` finds the parameter of a `.data` here."""
 
 
 def set_attribute(tensor: Tensor, value: object = None, order_type: int = 0) -> None:
-    """Mark `tensor` itself as split along `value`; None: it is whole.
+    """Mark `tensor` itself as split along `value`; None: it is not split.
 
     Raises:
         ValueError: `tensor` is no tensor, `value` no dim of it (of a parameter: none of 1, -1, 0),
-            nor None or "None", or `order_type` is neither 0 nor 1. Nothing is marked then.
+            nor None or "None", or `order_type` is neither 0 nor 1. Then nothing is marked.
     """
     _check_mark(tensor, value, order_type)
     if isinstance(tensor, nn.Parameter):
@@ -241,9 +249,12 @@ def set_attribute(tensor: Tensor, value: object = None, order_type: int = 0) -> 
             tensor.__class__ = SplitParameter
         note(tensor, value, order_type)
     elif value in LAST and tensor.dim():
-        last, cut = tensor.dim() - 1, cut_of(tensor)
+        last = tensor.dim() - 1
+        cut = cut_of(tensor)
         if cut is not None and cut.dim == last:
-            tensor.__dict__["_mark"] = value  # its length is known, also where parts are uneven
+            tensor.__dict__["_mark"] = (
+                value  # keep the cut: it knows the full length, even of uneven slices
+            )
         else:
             mark(tensor, last, value=value, by_hand=True)
     else:
@@ -256,14 +267,18 @@ def set_attribute(tensor: Tensor, value: object = None, order_type: int = 0) -> 
 
 def _check_mark(tensor: Tensor, value: object, order_type: object) -> None:
     check_tensors("a mark 'parallel_dim'", tensor=tensor)
-    known = (0, *LAST)
+    valid_dims = (0, *LAST)
     if not isinstance(tensor, nn.Parameter):
-        known = (*known, *range(-tensor.dim(), tensor.dim()))
+        valid_dims = (*valid_dims, *range(-tensor.dim(), tensor.dim()))
     wrong: list[str] = []
-    if value is not None and value != "None" and (type(value) is not int or value not in known):
+    if (
+        value is not None
+        and value != "None"
+        and (type(value) is not int or value not in valid_dims)
+    ):
         wrong.append(
             f"the mark {value!r} of a tensor of shape {tuple(tensor.shape)}; use None or one of "
-            f"{', '.join(map(str, sorted({*known})))}"
+            f"{', '.join(map(str, sorted({*valid_dims})))}"
         )
     if type(order_type) is not int or order_type not in (0, 1):
         wrong.append(f"order_type {order_type!r}; use 0 for a weight (out, in), 1 for (in, out)")
@@ -272,7 +287,7 @@ def _check_mark(tensor: Tensor, value: object, order_type: object) -> None:
 
 
 def note(parameter: nn.Parameter, value: object, order_type: int = 0) -> None:
-    """Set both attributes of a parameter, whose class stays."""
+    """Set both attributes of a parameter without changing its class."""
     setattr(parameter, MARK, value)
     setattr(parameter, ORDER, order_type)
     marked_parameters[id(parameter)] = parameter
@@ -281,7 +296,10 @@ def note(parameter: nn.Parameter, value: object, order_type: int = 0) -> None:
 def mark(
     x: Tensor, dim: int, length: int | None = None, value: object = -1, by_hand: bool = False
 ) -> Tensor:
-    """`x` itself, marked as split along `dim`, `length` long over the group (default: evenly)."""
+    """Mark `x` as split along `dim`, and return it.
+
+    length: of `dim` over all ranks; by default slices are equal.
+    """
     if length is None:
         length = x.shape[dim] * get_group_size()
     if type(x) is Tensor:
@@ -296,16 +314,17 @@ def mark(
 
 
 def follow(x: Tensor, cut: Cut) -> None:
-    """Mark the result of an operation."""
+    """Mark the result of an operation with its cut."""
     mark(x, cut.dim)
     if isinstance(x, SplitTensor):
         x.__dict__["_cut"] = cut
 
 
 def refuse_strict_export(layer: nn.Module) -> None:
-    """
+    """Refuse a strict export: it runs dynamo, whose graphs lose the mark of a tensor.
+
     Raises:
-        LayoutError: torch.export runs dynamo, whose graphs lose the mark of a tensor.
+        LayoutError: torch.export runs dynamo.
     """
     if torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling():
         raise LayoutError(
@@ -315,7 +334,7 @@ def refuse_strict_export(layer: nn.Module) -> None:
 
 
 def unmarked(x: Tensor) -> Tensor:
-    """The same numbers, as a tensor of torch's own, which autograd sees as the same."""
+    """Return a plain tensor of the same values; autograd takes it for a view of `x`."""
     if not isinstance(x, SplitTensor):
         return x
     with torch._C.DisableTorchFunctionSubclass():
@@ -328,17 +347,17 @@ def register_parallel_attribute(param: Tensor, value: object = None, order_type:
 
 
 def register_parallel_dim(tensor: Tensor, value: object = None) -> None:
-    """Mark `tensor` itself, order 0."""
+    """Mark `tensor` itself, with order 0."""
     set_attribute(tensor, value)
 
 
 def get_parallel_dim(tensor: Tensor) -> Any:
-    """The mark, None where there is none."""
+    """Return the mark of a tensor, or None."""
     return getattr(tensor, MARK, None)
 
 
 def weight_dim(parameter: Tensor) -> int | None:
-    """The dim of a marked parameter that is split, or None."""
+    """Return the split dim of a marked parameter, or None."""
     value = getattr(parameter, MARK, None)
     num_dims = len(parameter.shape)
     if value not in (0, *LAST) or isinstance(value, bool) or not num_dims:

@@ -1,8 +1,8 @@
-"""torchshard's groups: the tensor groups of `tpc`, so a group may be smaller than the world; sums.
+"""torchshard's groups, which are the tensor groups of `tpc`, and sums over them.
 
-Nothing is kept here. `init_process_group` sets `tpc` (data x tensor); ranks and sizes are those of
-the group. A sum goes into the input where autograd allows it: what autograd holds is never written
-to, so of an input that needs a gradient the sum is a new tensor.
+This module keeps no state. `init_process_group` sets `tpc` (data x tensor); a group may be smaller
+than the world, and ranks and sizes are those of the group. A sum overwrites its input unless that
+needs a gradient: autograd may have saved it, so the sum is then a new tensor.
 """
 
 import torch
@@ -16,7 +16,7 @@ from torchdistpackage.errors import LaunchError, TopologyError
 
 
 def init_process_group(group_size: int = -1) -> None:
-    """Cut the world into groups of `group_size` neighbours; -1 and what is larger mean all ranks.
+    """Cut the world into groups of `group_size` neighbours; -1 or a larger size means all ranks.
 
     Raises:
         LaunchError: torch.distributed is not initialised, or there are groups already.
@@ -37,7 +37,7 @@ def init_process_group(group_size: int = -1) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether there are model parallel groups, made here or by `tpc.setup_process_groups`."""
+    """Return whether model parallel groups exist, from here or `tpc.setup_process_groups`."""
     return is_joined() and tpc.is_set
 
 
@@ -47,7 +47,7 @@ def destroy_process_group() -> None:
 
 
 def get_group() -> Group:
-    """My model parallel group.
+    """Return this rank's model parallel group.
 
     Raises:
         LaunchError: there is none yet.
@@ -61,28 +61,28 @@ def get_group() -> Group:
 
 
 def get_rank() -> int:
-    """My position in my group. Never -1: every rank is in a group."""
+    """Return this rank's position in its group; never -1, as every rank is in a group."""
     return get_group().rank()
 
 
 def get_world_size() -> int:
-    """Number of ranks in my group."""
+    """Return the number of ranks in this rank's group."""
     return get_group().size()
 
 
 def get_group_size() -> int:
-    """Number of ranks in my group."""
+    """Return the number of ranks in this rank's group."""
     return get_group().size()
 
 
 def all_reduce_(x: Tensor, group: Group) -> Tensor:
-    """The sum over the group: in `x` itself unless it needs a gradient, which then passes."""
+    """Sum `x` over the group: in place, unless it needs a gradient, which then passes through."""
     if torch.is_grad_enabled() and x.requires_grad:
         return collectives.reduce(x, group)
     return summed_in_place(x, group)
 
 
 def summed_in_place(x: Tensor, group: Group) -> Tensor:
-    """`x`, overwritten by its sum over the group and unseen by autograd."""
+    """Overwrite `x` by its sum over the group, unseen by autograd, and return it."""
     primitives.all_reduce(x.detach(), group)
     return x

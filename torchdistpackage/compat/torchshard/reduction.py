@@ -1,4 +1,4 @@
-"""torchshard.nn._reduction, a copy of torch's own file: these are torch's functions."""
+"""torchshard.nn._reduction: torch's own functions, of which torchshard has a copy."""
 
 from torch.nn._reduction import get_enum, legacy_get_enum, legacy_get_string
 

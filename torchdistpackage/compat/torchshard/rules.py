@@ -1,7 +1,7 @@
-"""Which operations the mark of a split activation follows, and where the split dim is afterwards.
+"""The operations that a split activation's mark follows, and the split dim of their results.
 
-One rule: the numbers of a rank must not depend on how many ranks there are. An operation that would
-mix values along the split dim, of which this rank has a part, is refused by name; so is every
+One rule: the values of a rank must not depend on the number of ranks. An operation that would mix
+values along the split dim, of which this rank has a slice, is refused by name; so is every
 operation that is in no table here.
 """
 
@@ -27,49 +27,55 @@ from torchdistpackage.compat.torchshard.cuts import (
 
 
 def reshaped(by_sizes: bool) -> Rule:
-    """A view by another shape, where the split dim is the outermost of those it is joined with.
+    """Return the rule of a view by another shape.
 
-    by_sizes: the sizes are arguments, which say by -1 what depends on the number of ranks.
+    The split dim must be the outermost of the dims it is joined with. by_sizes: sizes are
+    arguments; -1 among them shows which one depends on the number of ranks.
     """
 
     def rule(args: Args, kwargs: Kwargs, out: Any) -> Cut:
         x, cut = args[0], cut_of(args[0])
         if cut is None:
             raise Touches
-        before, shape = math.prod(x.shape[: cut.dim]), tuple(out.shape)
-        places = [j for j in range(len(shape)) if math.prod(shape[:j]) == before]
-        asked = _asked(places, x, cut, args, shape) if by_sizes else []
-        for j in [*asked, *reversed(places)]:
+        num_outer = math.prod(x.shape[: cut.dim])
+        shape = tuple(out.shape)
+        positions = [j for j in range(len(shape)) if math.prod(shape[:j]) == num_outer]
+        likely = _likely_dims(positions, x, cut, args, shape) if by_sizes else []
+        for j in [*likely, *reversed(positions)]:
             below = math.prod(shape[j + 1 :])
             length, rest = divmod(cut.length * math.prod(x.shape[cut.dim + 1 :]), max(below, 1))
             if not rest:
-                return Cut(j, length, loose=j + 1 in places and shape[j] == 1)
+                return Cut(j, length, loose=j + 1 in positions and shape[j] == 1)
         raise Touches
 
     return rule
 
 
-def _asked(places: list[int], x: Tensor, cut: Cut, args: Args, shape: tuple[int, ...]) -> list[int]:
-    """Places, all but the last of them 1 long, where the split dim may be, best first.
+def _likely_dims(
+    positions: list[int], x: Tensor, cut: Cut, args: Args, shape: tuple[int, ...]
+) -> list[int]:
+    """Return which of `positions` may be split, the likeliest first; all but the last are 1 long.
 
-    Where it was, or where -1 is; else in front of the last: (N, S, 1 head, 24) by numbers.
+    That is the earlier position, then the one of -1, then the last but one: a program that writes
+    (N, S, 1, 24) in numbers means one head.
     """
     sizes = args[1:]
-    if sizes and isinstance(sizes[-1], list | tuple):  # in one argument, of unflatten behind a dim
+    # sizes may be one argument, which for unflatten follows a dim
+    if sizes and isinstance(sizes[-1], list | tuple):
         sizes = [*[0] * (args[1] % x.dim() if len(args) == 3 else 0), *sizes[-1]]
-    asked = [j for j, size in enumerate(sizes) if type(size) is int and size == -1]
-    if cut.dim in places and shape[: cut.dim + 1] == tuple(x.shape[: cut.dim + 1]):
-        asked.insert(0, cut.dim)
-    if len(places) > 1 and cut.dim:
-        asked.append(places[-2])
-    return [j for j in asked if j in places]
+    likely = [j for j, size in enumerate(sizes) if type(size) is int and size == -1]
+    if cut.dim in positions and shape[: cut.dim + 1] == tuple(x.shape[: cut.dim + 1]):
+        likely.insert(0, cut.dim)
+    if len(positions) > 1 and cut.dim:
+        likely.append(positions[-2])
+    return [j for j in likely if j in positions]
 
 
 def moved(order: Callable[[Tensor, Args, Kwargs], Sequence[int]]) -> Rule:
     def rule(args: Args, kwargs: Kwargs, out: Any) -> Cut:
         x, cut = first_of(args, kwargs)
-        places = [d % x.dim() for d in order(x, args, kwargs)]
-        return Cut(places.index(cut.dim), cut.length)
+        new_order = [d % x.dim() for d in order(x, args, kwargs)]
+        return Cut(new_order.index(cut.dim), cut.length)
 
     return rule
 
@@ -81,8 +87,9 @@ def swapped(x: Tensor, first: int, second: int) -> list[int]:
 
 
 def swapped_arguments(x: Tensor, args: Args, kwargs: Kwargs) -> list[int]:
-    names = ("dim0", "dim1")
-    return swapped(x, *(argument(args, kwargs, at + 1, name) for at, name in enumerate(names)))
+    first = argument(args, kwargs, 1, "dim0")
+    second = argument(args, kwargs, 2, "dim1")
+    return swapped(x, first, second)
 
 
 def permutation(x: Tensor, args: Args, kwargs: Kwargs) -> Sequence[int]:
@@ -113,7 +120,7 @@ def expand(args: Args, kwargs: Kwargs, out: Any) -> Cut:
 
 
 def one_less(args: Args, kwargs: Kwargs, out: Any) -> Cut:
-    """`select` and `unbind`: one dim goes."""
+    """Return the cut after `select` or `unbind`, which remove a dim."""
     x, cut = first_of(args, kwargs)
     (dim,) = dims_of(x, argument(args, kwargs, 1, "dim", 0))
     if dim == cut.dim:
@@ -122,7 +129,7 @@ def one_less(args: Args, kwargs: Kwargs, out: Any) -> Cut:
 
 
 def indexed(args: Args, kwargs: Kwargs, out: Any) -> Cut:
-    """`x[...]` with whole numbers, slices, None and ..., or one tensor in front."""
+    """Return the cut of `x[...]` by integers, slices, None and ..., or by one leading tensor."""
     cut = cut_of(args[0])
     if cut is None:
         raise Touches
@@ -130,39 +137,40 @@ def indexed(args: Args, kwargs: Kwargs, out: Any) -> Cut:
 
 
 def kept_at(num_dims: int, cut: Cut, index: Any) -> Cut:
-    """Where the split dim of a tensor of `num_dims` is after `index`, which leaves it alone."""
+    """Return the cut after indexing a tensor of `num_dims`; the index must leave it alone."""
     if isinstance(index, Tensor):
         covered = index.dim() if index.dtype in (torch.bool, torch.uint8) else 1
         if cut.dim < covered or cut_of(index) is not None:
             raise Touches
-        made = 1 if index.dtype in (torch.bool, torch.uint8) else index.dim()
-        return Cut(cut.dim - covered + made, cut.length)
+        num_new = 1 if index.dtype in (torch.bool, torch.uint8) else index.dim()
+        return Cut(cut.dim - covered + num_new, cut.length)
     items = list(index) if isinstance(index, tuple) else [index]
     if not all(i is None or i is Ellipsis or type(i) in (int, slice) for i in items):
         raise Touches
     used = sum(i is not None and i is not Ellipsis for i in items)
     if Ellipsis not in items:
         items.append(Ellipsis)
-    at, made = 0, 0
+    at = num_new = 0
     for item in items:
         if item is None:
-            made += 1
+            num_new += 1
             continue
         for _ in range(num_dims - used if item is Ellipsis else 1):
             kept = item is Ellipsis or item == slice(None)
             if at == cut.dim:
                 if not kept:
                     raise Touches
-                return Cut(made, cut.length)
-            made += kept or isinstance(item, slice)
+                return Cut(num_new, cut.length)
+            num_new += kept or isinstance(item, slice)
             at += 1
     raise Touches
 
 
 def elementwise(args: Args, kwargs: Kwargs, out: Any) -> Cut | None:
-    """Same place, counted from the end; an operand that is not split must be alike along it.
+    """Return the cut of an element-wise result: the same dim, counted from the end.
 
-    What is set against a parameter of its shape is a weight, and not followed.
+    An operand that is not split must have length 1 or the slice's along it. A value that meets a
+    parameter of its shape is a weight, and not followed.
     """
     values = tensors([*args, *kwargs.values()])
     if any(isinstance(x, nn.Parameter) and x.shape == values[0].shape for x in values[:2]):
@@ -171,29 +179,29 @@ def elementwise(args: Args, kwargs: Kwargs, out: Any) -> Cut | None:
     behind = [
         cut.behind(x) if cut and cut.loose else cut for x, cut in zip(values, cuts, strict=True)
     ]
-    found = _alike(values, cuts) or _alike(values, behind)
-    if found is None:
+    common = _alike(values, cuts) or _alike(values, behind)
+    if common is None:
         raise Touches
-    return found
+    return common
 
 
 def _alike(values: list[Tensor], cuts: list[Cut | None]) -> Cut | None:
-    """The cut of an element-wise result, None where operands do not fit together."""
+    """Return the cut of an element-wise result, None if the operands do not fit together."""
     split = [(x, cut) for x, cut in zip(values, cuts, strict=True) if cut is not None]
-    places = {(cut.dim - x.dim(), cut.length) for x, cut in split}
-    if len(places) != 1:
+    ends_and_lengths = {(cut.dim - x.dim(), cut.length) for x, cut in split}
+    if len(ends_and_lengths) != 1:
         return None
-    dim, length = places.pop()
+    dim, length = ends_and_lengths.pop()
     local = {x.shape[dim] for x, _ in split}
-    whole = {x.shape[dim] for x, c in zip(values, cuts, strict=True) if not c and x.dim() >= -dim}
-    if len(local) != 1 or not whole <= {1, *local}:
+    unsplit = {x.shape[dim] for x, c in zip(values, cuts, strict=True) if not c and x.dim() >= -dim}
+    if len(local) != 1 or not unsplit <= {1, *local}:
         return None
     loose = all(cut.loose for _, cut in split)
     return Cut(dim + max(x.dim() for x in values), length, loose)
 
 
 def along(at: int, default: int | None = None, name: str = "dim") -> Rule:
-    """Works along the dims that argument `at` names, and keeps the shape's number of dims."""
+    """Return the rule of an operation along the dims of argument `at` that keeps all dims."""
 
     def rule(args: Args, kwargs: Kwargs, out: Any) -> Cut:
         x, cut = first_of(args, kwargs)
@@ -205,10 +213,10 @@ def along(at: int, default: int | None = None, name: str = "dim") -> Rule:
 
 
 def reduces(at: int = 1, default: int | None = None) -> Rule:
-    """Takes the dims that argument `at` names away, or makes them 1; all of them by default."""
+    """Return the rule of a reduction over the dims of argument `at`, by default over all dims."""
 
     def rule(args: Args, kwargs: Kwargs, out: Any) -> Cut | None:
-        if len(args) > 1 and isinstance(args[1], Tensor):  # torch.maximum by another name
+        if len(args) > 1 and isinstance(args[1], Tensor):  # max(x, y) is torch.maximum
             return elementwise(args, kwargs, out)
         x, cut = first_of(args, kwargs)
         dims = dims_of(x, argument(args, kwargs, at, "dim", default))
@@ -241,27 +249,30 @@ def stack(args: Args, kwargs: Kwargs, out: Any) -> Cut:
 
 
 def product(args: Args, kwargs: Kwargs, out: Any) -> Cut:
-    """Of matrices: split along batch dims alike, by rows of the first or columns of the second."""
+    """Return the cut of a matmul of operands split along the same batch dim.
+
+    Or the first is split by rows, or the second by columns.
+    """
     a, b = tensors([*args, *kwargs.values()])[:2]
     if a.dim() < 2 or b.dim() < 2:
         raise Touches
-    places = {
+    splits = {
         (which, cut.dim - x.dim(), cut.length)
         for which, x in (("a", a), ("b", b))
         if (cut := cut_of(x)) is not None
     }
-    dims = {dim for _, dim, _ in places}
-    if len({length for *_, length in places}) != 1 or len(dims) != 1:
+    dims = {dim for _, dim, _ in splits}
+    if len({length for *_, length in splits}) != 1 or len(dims) != 1:
         raise Touches
     (dim,) = dims
-    (length,) = {length for *_, length in places}
+    (length,) = {length for *_, length in splits}
     if dim >= -2:
-        if {which for which, *_ in places} != {"a" if dim == -2 else "b"}:
+        if {which for which, *_ in splits} != {"a" if dim == -2 else "b"}:
             raise Touches
         return Cut(out.dim() + dim, length)
     sizes = [x.shape[dim] for x in (a, b) if cut_of(x) is not None]
-    whole = [x.shape[dim] for x in (a, b) if cut_of(x) is None and x.dim() >= -dim]
-    if len(set(sizes)) != 1 or not set(whole) <= {1, *sizes}:
+    unsplit = [x.shape[dim] for x in (a, b) if cut_of(x) is None and x.dim() >= -dim]
+    if len(set(sizes)) != 1 or not set(unsplit) <= {1, *sizes}:
         raise Touches
     return Cut(out.dim() + dim, length)
 
@@ -341,10 +352,10 @@ RULES: dict[str, Rule] = {
     "scaled_dot_product_attention": attention,
     "getitem": indexed,
 }
-"""By the name of an operation: without underscores, and without the r of a reflected one."""
+"""The rule of each operation, by its name without underscores or the r of a reflected one."""
 
 RANDOM = frozenset({"dropout", "alpha_dropout", "feature_alpha_dropout"})
-"""Operations that draw: each rank draws for its own part."""
+"""Operations with random values: each rank draws its own."""
 
 _FREE = (
     "size dim ndim ndimension shape dtype device layout numel nelement stride storage_offset "
@@ -359,13 +370,13 @@ _FREE = (
     "result_type can_cast volatile has_names is_conj is_neg _backward_hooks"
 )
 FREE = frozenset(_FREE.split())
-"""What does not look at the numbers, or shows them to a person."""
+"""Operations that do not use the values, or only show them to a person."""
 NUMBERS = ("__float__", "__int__", "__bool__", "__complex__", "__index__")
-"""What gives a number, where the same name without underscores gives a tensor."""
+"""Methods that return a number, while the name without underscores returns a tensor."""
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """The name by which RULES and FREE know a function of torch: `__radd__` is `add`."""
+    """Return the name of a torch function in RULES and FREE: `__radd__` is `add`."""
     name = getattr(func, "__name__", repr(func))
     if name in ("__get__", "__set__", "__delete__"):  # of an attribute, such as `x.T`
         return getattr(getattr(func, "__self__", None), "__name__", name)

@@ -1,4 +1,4 @@
-"""State dicts of models with split parameters: whole ones from parts, and parts from whole ones."""
+"""Conversion of state dicts of split models: slices to full tensors, and back."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -16,61 +16,61 @@ from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.mark import layout_of
 
 WRAPPED = "module."
-"""What DistributedDataParallel puts before every name."""
+"""The prefix that DistributedDataParallel puts before every name."""
 
 
 def collect_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any], prefix: str = ""
 ) -> "OrderedDict[str, Any]":
-    """`state_dict` with every split entry whole, on every rank; all ranks of the group must call.
+    """Return `state_dict` with every split entry gathered; all ranks of the group must call.
 
-    model and state_dict may each be of the wrapped or of the plain model. `prefix` is put before
-    every name.
+    model, state_dict: each of the wrapped or the plain model. prefix: put before every name.
 
     Raises:
         ValueError: `model` is no module, or `state_dict` no mapping.
-        LayoutError: split entries have other shapes; all are named.
+        LayoutError: split entries have other shapes; it names all of them.
     """
     split = _split_parameters(model)
     _check(split, state_dict, "", "collect_state_dict", lambda p, dim: tuple(p.shape))
     if split:
         expect_all("collect_state_dict()", get_group())
-    whole: OrderedDict[str, Any] = OrderedDict()
+    full: OrderedDict[str, Any] = OrderedDict()
     for name, value in state_dict.items():
-        if (found := split.get(name.removeprefix(WRAPPED))) is not None:
-            dim, parameter = found
+        if (split_entry := split.get(name.removeprefix(WRAPPED))) is not None:
+            dim, parameter = split_entry
             sizes = lengths(_whole_length(parameter, dim))
             value = collectives.gather(value.detach(), dim, get_group(), sizes)
-        whole[prefix + name] = value
-    return whole
+        full[prefix + name] = value
+    return full
 
 
 def relocate_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any], prefix: str = ""
 ) -> "OrderedDict[str, Any]":
-    """My parts of what `collect_state_dict` gave, to be loaded; `prefix` is taken off the names.
+    """Return this rank's slices of a collected state dict, to load; `prefix` is removed from names.
 
     Raises:
         ValueError: `model` is no module, or `state_dict` no mapping.
-        LayoutError: split entries have other shapes; all are named.
+        LayoutError: split entries have other shapes; it names all of them.
     """
     split = _split_parameters(model)
     _check(split, state_dict, prefix, "relocate_state_dict", _whole_shape)
-    mine: OrderedDict[str, Any] = OrderedDict()
+    local: OrderedDict[str, Any] = OrderedDict()
     for name, value in state_dict.items():
         name = name.removeprefix(prefix)
-        if (found := split.get(name.removeprefix(WRAPPED))) is not None:
-            dim, group = found[0], get_group()
+        if (split_entry := split.get(name.removeprefix(WRAPPED))) is not None:
+            dim, _ = split_entry
+            group = get_group()
             start, length = chunk(value.shape[dim], group.size(), group.rank())
             value = value.narrow(dim, start, length).clone()
-        mine[name] = value
-    return mine
+        local[name] = value
+    return local
 
 
 def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
-    """Names of the parameters that are split, noted where torch's DistributedDataParallel looks.
+    """Return the names of split parameters, and note them for torch's DistributedDataParallel.
 
-    Call it before wrapping: each rank's part is its own.
+    Call it before wrapping: each rank has another slice, which must not be averaged.
 
     Raises:
         ValueError: `module` is no module.
@@ -86,7 +86,8 @@ def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
 
 
 def check_module(module: object) -> None:
-    """
+    """Check that `module` is a torch.nn.Module.
+
     Raises:
         ValueError: it is none.
     """
@@ -95,7 +96,7 @@ def check_module(module: object) -> None:
 
 
 def _split_parameters(model: nn.Module) -> dict[str, tuple[int, Tensor]]:
-    """By plain name, tied second names too, the dim that is split."""
+    """Return (split dim, parameter) of split parameters by plain name, tied names included."""
     check_module(model)
     return {
         name.removeprefix(WRAPPED): (dim, parameter)
@@ -114,34 +115,38 @@ def _check(
     split: Mapping[str, tuple[int, Tensor]],
     state_dict: Mapping[str, Any],
     prefix: str,
-    what: str,
+    caller: str,
     shape_of: Callable[[Tensor, int], tuple[int, ...]],
 ) -> None:
-    """
+    """Check the entries of split parameters in a state dict.
+
     Raises:
         ValueError: `state_dict` is no mapping.
-        LayoutError: entries of split parameters are no tensors of the expected shape; all of them.
+        LayoutError: entries are no tensors of the expected shape; it names all of them.
     """
     if not isinstance(state_dict, Mapping):
-        raise ValueError(f"{what} takes a state dict, not {type(state_dict).__name__}")
+        raise ValueError(f"{caller} takes a state dict, not {type(state_dict).__name__}")
     wrong: list[str] = []
     for name, value in state_dict.items():
         plain = name.removeprefix(prefix).removeprefix(WRAPPED)
         if plain not in split:
             continue
         expected = shape_of(split[plain][1], split[plain][0])
-        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        if found != expected:
-            wrong.append(f"{name} is {found}, not {expected}")
+        actual = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        if actual != expected:
+            wrong.append(f"{name} is {actual}, not {expected}")
     if wrong:
         raise LayoutError(
-            f"{what}: {'; '.join(wrong)}. collect_state_dict takes parts, as a model has them, and "
-            f"relocate_state_dict whole tensors, as a file has them"
+            f"{caller}: {'; '.join(wrong)}; pass the entries of a model to collect_state_dict, and "
+            f"full tensors, as a file has them, to relocate_state_dict"
         )
 
 
 def _whole_length(parameter: Tensor, dim: int) -> int:
-    """Our layers say it; of a layer of one's own all ranks hold alike."""
+    """Return the length of the split dim over all ranks.
+
+    Our layers have it in their layout; for other layers all ranks have equal slices.
+    """
     layout = layout_of(parameter)
     if layout is not None:
         return layout.shape[dim]

@@ -192,8 +192,10 @@ def row_reader(source: TextSource, folder: Path, tally: Tally) -> Reader:
     elif source.may_be_chat:
         template = ChatTemplate(folder, today, tally)
 
-        def reader(value: dict[str, Any], where: str) -> Document:
+        def read_chat(value: dict[str, Any], where: str) -> Document:
             return template.document(chat_row(value, where), where)
+
+        reader = read_chat
     else:
         reader = partial(text_document, field=source.field)
 
