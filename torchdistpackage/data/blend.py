@@ -142,10 +142,12 @@ class BlendedDataset:
     def shares(self, seed: int, step: int) -> dict[str, float]:
         """Return the share of each source in the samples of a training step."""
         order = self._order(seed)
-        before, after = (order.counts(x * self._global_batch) for x in (step - 1, step))
+        counts_before, counts_after = (
+            order.counts(x * self._global_batch) for x in (step - 1, step)
+        )
         return {
             part.label: (b - a) / self._global_batch
-            for part, a, b in zip(self.parts, before, after, strict=True)
+            for part, a, b in zip(self.parts, counts_before, counts_after, strict=True)
         }
 
     def epochs(self, seed: int, step: int) -> dict[str, float]:

@@ -46,12 +46,12 @@ def status_of(data: Run, now_s: float, queue: str = "", *, queue_ended: bool = F
     start = data.starts[-1] if data.starts else None
     step_s = _median(data.rows, "time_s")
     facts: dict[str, str] = {}
-    word = data.state.word
-    ended = start is not None and word != RUNNING and start.end_s is not None
-    ended = ended or (queue_ended and word != RUNNING)
-    if step_s and word == RUNNING and (quiet := _quiet_s(data, step_s, now_s)):
-        word += f", quiet for {duration(quiet)}"
-    facts["state"] = str(replace(data.state, word=word))
+    state = data.state.word
+    ended = start is not None and state != RUNNING and start.end_s is not None
+    ended = ended or (queue_ended and state != RUNNING)
+    if step_s and state == RUNNING and (quiet := _quiet_s(data, step_s, now_s)):
+        state += f", quiet for {duration(quiet)}"
+    facts["state"] = str(replace(data.state, word=state))
     facts["queue"] = queue
     if len(data.starts) > 1:
         facts["restarts"] = f"{len(data.starts) - 1}, the last from step {data.starts[-1].step}"

@@ -119,7 +119,7 @@ class StepInput:
 
 
 class StepRecord:
-    """What this rank remembers of an operation for a backward.
+    """A rank's record of an operation, for a backward.
 
     outputs: (target, node in the graph) of each output with a gradient, if it runs here. inputs:
     inputs with a gradient. returns: (rank, inputs) whose gradients go to another rank. expects:

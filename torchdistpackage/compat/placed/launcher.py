@@ -63,16 +63,16 @@ def launch(
             f"The target function must have exactly 1 argument but got {num_args}: it is called "
             f"with the list of devices"
         )
-    here = detect(os.environ).source != "alone"
+    is_rank = detect(os.environ).source != "alone"
     num = len(devices) if num_procs is None else num_procs
-    by_rank = devices_by_rank(devices, num) if not here else []
+    by_rank = devices_by_rank(devices, num) if not is_rank else []
     if problems := [p for one in by_rank for d in one if (p := problem_of(d))]:
         raise PlacementError("; ".join(dict.fromkeys(problems)))
     if backend is None and "cuda" not in str(devices):
         backend = "gloo"
     folder = None if log_dir is None else str(Path(log_dir).resolve())
     options = (devices, seed, backend, folder, debug, timeout_s, prepare)
-    if here:
+    if is_rank:
         return [_run(main, *options)]
     call = PackedCall.of(main)
     results = run_local(
@@ -89,19 +89,19 @@ def launch(
 def _problems(
     main: object, devices: object, seed: object, num_procs: object, timeout_s: object
 ) -> list[str]:
-    """What is wrong with the arguments of `launch`, each by itself."""
-    found = list[str]()
+    """Return what is wrong with each argument of `launch`."""
+    problems = list[str]()
     if not callable(main):
-        found.append(f"what is run is a function of the devices, not {main!r}")
+        problems.append(f"what is run is a function of the devices, not {main!r}")
     if not isinstance(devices, Sized):
-        found.append(f"devices must be a list with at least one device, not {devices!r}")
+        problems.append(f"devices must be a list with at least one device, not {devices!r}")
     if not isinstance(seed, int):
-        found.append(f"seed={seed!r}: an integer")
+        problems.append(f"seed={seed!r}: an integer")
     if num_procs is not None and (not isinstance(num_procs, int) or num_procs < 1):
-        found.append(f"num_procs={num_procs!r}: 1 or more, or None for one a device")
+        problems.append(f"num_procs={num_procs!r}: 1 or more, or None for one a device")
     if timeout_s is not None and (not isinstance(timeout_s, int | float) or not timeout_s > 0):
-        found.append(f"timeout_s={timeout_s!r}: seconds above 0, or None")
-    return found
+        problems.append(f"timeout_s={timeout_s!r}: seconds above 0, or None")
+    return problems
 
 
 def _as_rank(call: PackedCall, *options: object) -> bytes:

@@ -106,7 +106,7 @@ def moe_dp_iter_step() -> None:
 def _drop_unused(due: set[int]) -> None:
     """Free the reducers with these ids that only `_reducers` keeps alive; all ranks do it at once.
 
-    All ranks must find the same ones, as ending a group is a collective.
+    All ranks must keep the same reducers, as `moe_dp_iter_step` is a collective of each of them.
     """
     entries = [(ref(x), None if id(x) in due else x, x._groups) for x in _reducers]
     _reducers.clear()

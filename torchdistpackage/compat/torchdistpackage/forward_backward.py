@@ -45,7 +45,7 @@ def forward_backward(
     timeout_s: float | None = None,
     dynamic_shapes: bool = False,
 ) -> object:
-    """One step over the pipe group: forward and backward of all microbatches.
+    """Run one step over the pipe group: forward and backward of all microbatches.
 
     optimizer: its gradients are zeroed first; None accumulates into what is there.
     fwd_fn: called with one object if there is one, else with a list: the previous stage's
@@ -155,7 +155,7 @@ def forward_backward(
                 totals = losses.totals
                 if totals is None:
                     device = next((x.device for x in holders), device_of(group))
-                    # float64, as the last stage sums (sum, count), or counts would be rounded
+                    # float64, the dtype of the totals that the last stage broadcasts
                     totals = torch.zeros(2, dtype=torch.float64, device=device)
                 totals = division.divide(primitives.broadcast(totals, group, source), sum(sizes))
                 losses.totals = None if losses.totals is None else totals

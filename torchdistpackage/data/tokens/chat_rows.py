@@ -168,10 +168,10 @@ def _json_list(value: Any, where: str) -> Any:
     return value
 
 
-def value_of_json(text: str, what: str) -> Any:
+def value_of_json(text: str, label: str) -> Any:
     """Return the value of a JSON text: a table with one column type may hold such texts.
 
-    what: names the text in errors.
+    label: names the text in errors.
 
     Raises:
         DataError: it is not JSON.
@@ -179,4 +179,4 @@ def value_of_json(text: str, what: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        raise DataError(f"{what} is a text that is not JSON: {error}") from error
+        raise DataError(f"{label} is a text that is not JSON: {error}") from error

@@ -76,20 +76,24 @@ def load_tokenizer(path: Path) -> tuple[Any, int | None]:
         ) from error
     file = tokenizer_file(path)
     try:
-        found = Tokenizer.from_str(file.read_text(encoding="utf-8-sig"))
+        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8-sig"))
     except Exception as error:  # the library raises plain Exceptions
         raise DataError(f"{file} is no tokenizer of the tokenizers library: {error}") from error
-    found.no_padding()
-    found.no_truncation()
-    # Ids are asked for without what it adds; all that it would do is cut spaces off offsets.
-    found.post_processor = None
-    # transformers adds the tokens that the settings name too; else their text would be several.
-    added = {x.content for x in found.get_added_tokens_decoder().values()}
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    # we encode without special tokens, so a post-processor would only cut spaces off offsets
+    tokenizer.post_processor = None
+    # as transformers, add the tokens that the settings name, or their text would be several tokens
+    added = {x.content for x in tokenizer.get_added_tokens_decoder().values()}
     names = {*special_tokens(file.parent).values()} - added
-    found.add_special_tokens(
-        [AddedToken(x, normalized=False) for x in sorted(names) if found.token_to_id(x) is not None]
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(x, normalized=False)
+            for x in sorted(names)
+            if tokenizer.token_to_id(x) is not None
+        ]
     )
-    return found, end_of_text(file)
+    return tokenizer, end_of_text(file)
 
 
 class DocumentEncoder:

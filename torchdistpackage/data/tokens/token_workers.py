@@ -44,7 +44,7 @@ class _TokenProcess:
 
 
 class TokenWorkers:
-    """At most `most` processes that tokenize a source.
+    """Up to `most` processes that tokenize a source.
 
     If `most` is below two there are none, and each piece comes as None. encode: set it to False
     when ids are no longer needed, only whether lines are wrong.
