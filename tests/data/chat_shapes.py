@@ -1,7 +1,7 @@
-"""Chat templates of the shapes that published models have, written anew and short.
+"""Short chat templates in the style of published models.
 
-Each writes what its model's does for what the chats here hold. `MARKED` are the same with
-`{% generation %}` around what an assistant says, for transformers' own masks.
+For the chats in these tests each writes the same text as its model's template. `MARKED` are the
+same with `{% generation %}` around the assistant's text, for transformers' own masks.
 """
 
 import json
@@ -301,7 +301,7 @@ _SPECIAL_TOKENS = """
 
 
 def save_chat_tokenizer(folder: Path, template: str | None = None, **settings: object) -> Path:
-    """Return a folder with a tokenizer that has the tokens of all shapes, as transformers loads."""
+    """Return a folder with a tokenizer that has the tokens of all templates."""
     from tokenizers import Tokenizer
 
     save_tokenizer(folder)

@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind that models have, trained in the test."""
+"""Small tokenizers of the kinds that models use, trained in the test."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +19,7 @@ SPECIAL = ["<unk>", "<s>", "</s>"]
 
 
 def llama_2() -> Tokenizer:
-    """BPE with bytes for what it does not know; Prepend puts a space before each text."""
+    """Train a BPE with byte fallback, whose Prepend puts a space before each text."""
     made = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     made.normalizer = normalizers.Sequence(
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
@@ -41,7 +41,7 @@ def llama_2() -> Tokenizer:
 
 
 def metaspace(scheme: str) -> Tokenizer:
-    """BPE behind Metaspace, as Llama's and Gemma's since."""
+    """Train a BPE behind Metaspace, as newer Llama and Gemma tokenizers are."""
     made = Tokenizer(models.BPE(unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     made.decoder = decoders.Metaspace(prepend_scheme=scheme)
@@ -50,7 +50,7 @@ def metaspace(scheme: str) -> Tokenizer:
 
 
 def t5() -> Tokenizer:
-    """A unigram model behind Metaspace, whose template ends texts with </s>."""
+    """Train a unigram model behind Metaspace, whose template ends texts with </s>."""
     made = Tokenizer(models.Unigram())
     made.pre_tokenizer = pre_tokenizers.Metaspace()
     made.decoder = decoders.Metaspace()
@@ -65,7 +65,7 @@ def t5() -> Tokenizer:
 
 
 def gpt_2() -> Tokenizer:
-    """BPE of bytes, whose template cuts spaces off the offsets."""
+    """Train a byte-level BPE, whose template cuts spaces off the offsets."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -81,7 +81,7 @@ def gpt_2() -> Tokenizer:
 
 
 def bert() -> Tokenizer:
-    """WordPiece, which keeps no spaces."""
+    """Train a WordPiece model, which keeps no spaces."""
     made = Tokenizer(models.WordPiece(unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     made.decoder = decoders.WordPiece()
@@ -102,7 +102,7 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 
 
 def save_kind(name: str, folder: Path) -> Path:
-    """The tokenizer of this name in `folder`, as save_pretrained leaves it."""
+    """Save the tokenizer of this name in `folder`, as save_pretrained does."""
     folder.mkdir(parents=True, exist_ok=True)
     KINDS[name]().save(str(folder / "tokenizer.json"))
     settings = {

@@ -1,4 +1,4 @@
-"""Batches made ahead are those made when they are due: contents, errors, and one at a time."""
+"""Batches made ahead equal batches made when due: contents, errors, one call at a time."""
 
 import re
 import threading
@@ -14,7 +14,7 @@ from torchdistpackage.train.step import Trainer
 
 
 class Source:
-    """Samples named after what they are; notes who asked for what, and fails where told to."""
+    """A source of samples named after their numbers; records its calls, and fails where told to."""
 
     def __init__(self, fails_at: int = 0, delay_s: float = 0.0):
         self.fails_at, self.delay_s = fails_at, delay_s

@@ -1,4 +1,4 @@
-"""Documents packed whole: none that fits is cut, every token is there once, little room is left."""
+"""Packing of uncut documents: none that fits is cut, each token occurs once, little is padded."""
 
 import numpy as np
 import pytest

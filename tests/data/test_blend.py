@@ -1,4 +1,4 @@
-"""Several sources by weights: exact parts, the same samples on every layout and after a resume."""
+"""Blends of sources: exact shares, and the same samples in every layout and after a resume."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_each_source_has_its_part_within_a_few_samples_however_many_there_were(w
 
 
 def parts_of(folder: Path) -> list[BlendPart]:
-    """Texts, pairs and ids, as 5, 3 and 2."""
+    """Return a blend of texts, pairs and ids with weights 5, 3 and 2."""
     (folder / "pairs").mkdir(exist_ok=True)
     cache, options = folder / "cache", {"vocab": 300, "seq_len": 16, "global_batch": 8}
     one = PackedDataset(
@@ -55,7 +55,7 @@ def parts_of(folder: Path) -> list[BlendPart]:
 
 
 def test_every_sample_is_the_next_of_its_source(tmp_path):
-    """So that each pass over a source has all of its samples once, in a new order."""
+    """Check that each pass over a source has all of its samples once, in a new order."""
     parts = parts_of(tmp_path)
     data, order, seen = BlendedDataset(parts, 8), BlendOrder([5, 3, 2], 7), [0, 0, 0]
     for step in range(1, 60):
@@ -100,7 +100,7 @@ def test_every_layout_sees_the_same_samples(tmp_path, split):
 
 
 def corpus(folder: Path) -> list[str]:
-    """Overrides that name a large source of texts, a small one of pairs, and a tokenizer."""
+    """Return overrides for a large source of texts, a small source of pairs, and a tokenizer."""
     save_lines(folder / "web.jsonl", [{"text": text} for text in sentences(60)])
     rows = [{"prompt": t[:9], "completion": t} for t in sentences(30, seed=1)]
     save_lines(folder / "tasks.jsonl", rows)

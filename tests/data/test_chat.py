@@ -1,4 +1,4 @@
-"""Chats: the text and the assistant's part of it are what the tokenizer's own template says."""
+"""Chats: the tokenizer's own template decides the text and the spans of the assistant."""
 
 import json
 import re
@@ -49,7 +49,7 @@ ALTERNATING = """\
 
 
 def chat(*turns: str) -> dict:
-    """user, assistant, user, ... in turn."""
+    """Return messages of user, assistant, user, ... in turn."""
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)]}
 
@@ -63,7 +63,7 @@ def chats(folder: Path, rows: list[dict], template: str | None = CHATML) -> Text
 
 
 def parts(found: TokenizedText, document: int, source: TextSource) -> tuple[str, list[str]]:
-    """The text of a document, and the runs of it that count."""
+    """Return the text of a document, and the runs of it that count."""
     tokenizer, _ = load_tokenizer(Path(source.tokenizer))
     where = slice(int(found.starts[document]), int(found.ends[document]))
     ids, counted = found.tokens[where].tolist(), found.counted[where].tolist()

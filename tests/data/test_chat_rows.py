@@ -1,4 +1,4 @@
-"""Every kind of row that holds a chat is the chat it means, from JSON lines and from parquet."""
+"""Every kind of row with a chat gives the right chat, from JSON lines and from parquet."""
 
 import json
 from dataclasses import replace
@@ -44,7 +44,7 @@ def source(folder: Path, rows: list[dict], field: str = "messages") -> TextSourc
 
 
 def read(asked: TextSource, folder: Path) -> tuple[TokenizedText, list[str]]:
-    """The entry, and the texts of its documents."""
+    """Return the cache entry, and the texts of its documents."""
     found = tokenized(asked, folder / "cache")
     decode = load_tokenizer(Path(asked.tokenizer))[0].decode
     at = zip(found.starts, found.ends, strict=True)

@@ -1,4 +1,4 @@
-"""Templates of a tokenizer's folder: which one writes a chat, with which names, at which date."""
+"""Chat templates of a tokenizer's folder: the choice of one, its variables, and its date."""
 
 import json
 from datetime import date
@@ -131,7 +131,7 @@ def run_of(folder: Path, template: str, **data: object) -> Path:
 
 
 def _text_at_a_start(config: RunConfig, folder: Path) -> str:
-    """What a start of the run writes of its chat; it records its configuration, as a run does."""
+    """Return the chat as a start of the run writes it, and record the configuration like a run."""
     started = with_template_date(config)
     (folder / "run" / RESOLVED).write_text(started.to_yaml())
     today = date.fromisoformat(started.data.template_date or "")

@@ -1,4 +1,4 @@
-"""Turns that are found without marks are those that marks in the same template would show."""
+"""Turns found without marks equal those that marks in the same template show."""
 
 from datetime import date
 from pathlib import Path
@@ -50,7 +50,7 @@ def rows_of(name: str) -> dict[str, dict]:
 
 
 def parts(template: ChatTemplate, row: dict) -> tuple[str, set[int]]:
-    """The text, and the numbers of its letters that count."""
+    """Return the text, and the indices of its letters that count."""
     found = template.document(row, "here")
     assert found.spans is not None
     return found.text, {i for begin, end in found.spans for i in range(begin, end)}
@@ -193,8 +193,10 @@ def test_keys_that_nobody_used_are_counted(tmp_path):
 
 
 def test_a_header_behind_a_tools_reply_is_not_learned(tmp_path):
-    """As DiffusionGemma's template has it: its generation prompt is empty there, the chat's is
-    not."""
+    """Check a template like DiffusionGemma's.
+
+    Its generation prompt is empty behind a tool's reply, but the chat has a header there.
+    """
     template = (
         "{% for m in messages %}{% if m.role == 'tool' %}<tool>{{ m.content }}</tool>"
         "{% else %}<turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"

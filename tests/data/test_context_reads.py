@@ -1,4 +1,4 @@
-"""Ranks that share sequences read their parts of the samples: the same tokens, and no others."""
+"""Ranks that share sequences read their slices of the samples: the same tokens and no others."""
 
 from dataclasses import replace
 from unittest.mock import patch
@@ -20,12 +20,12 @@ from torchdistpackage.parallel.context.order import SequenceOrder
 from torchdistpackage.train.evaluation import DocumentWindows, JoinedWindows, TokenWindows
 
 SEQ_LEN = 23
-"""Which no number of chunks divides."""
+"""A length that no number of chunks divides."""
 PLACES = [("train", 1, 0), ("train", 5, 2), ("val", 0, 0), ("val", 3, 2)]
 
 
 class Counted(ConcatView):
-    """Notes how many tokens were read."""
+    """An array that counts the tokens that were read."""
 
     num = 0
 
@@ -129,7 +129,7 @@ RUN = [
 
 
 def read_by_a_run(changes: list[str]) -> tuple[list[int], list[float | None]]:
-    """Tokens that this rank reads in two steps and a validation, and their losses."""
+    """Return the tokens that this rank reads in two steps and a validation, and their losses."""
     run, found = parity.trainer([*RUN, *changes]), [0]
     get = ConcatView.__getitem__
 
@@ -162,7 +162,7 @@ def test_a_run_reads_the_parts_and_has_the_losses_of_one_process(ranks, tmp_path
 
 
 def disagree(wrong: tuple[int, ...]) -> str | None:
-    """Ranks 0 and 2 read one part, 1 and 3 the other."""
+    """Check fingerprints where ranks 0 and 2 read one slice, and ranks 1 and 3 the other."""
     tpc.setup_process_groups([("pipe", 2), ("context", 2)])
     value = 10 * (tpc.rank % 2) + (tpc.rank in wrong)
     try:

@@ -1,4 +1,4 @@
-"""Data that were edited have another fingerprint, and a resumed run says so."""
+"""Edited data have another fingerprint, and a resumed run says so."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Texts that stand side by side are tokenized as the one text that they are."""
+"""Adjacent texts, such as prompt and completion, are tokenized as one text."""
 
 import json
 
@@ -21,11 +21,11 @@ PAIRS = [
     ("Answer: \u00e9", "\u00e9 more"),
 ]
 ALIKE = "Llama 2", "Metaspace always", "Metaspace first", "Metaspace never", "GPT-2"
-"""Kinds whose ids are the text; the others know no spaces or line ends."""
+"""Kinds whose ids decode to the text; the others lose spaces or line ends."""
 
 
 def documents(found: TokenizedText) -> list[tuple[list[int], list[int]]]:
-    """Of each its ids, and those that count."""
+    """Return the ids of each document, and the ids that count."""
     every = []
     for begin, end in zip(found.starts, found.ends, strict=True):
         ids, counts = found.tokens[begin:end], found.counted[begin:end] != 0
@@ -61,7 +61,7 @@ def test_a_prompt_and_its_answer_have_the_ids_of_one_text(tmp_path, name):
 
 
 def test_a_token_across_the_border_counts_as_in_trl(tmp_path):
-    """trl's answer begins where the ids of the prompt and those of the whole diverge."""
+    """Compare with trl, whose answer begins where ids of prompt and full text diverge."""
     folder = save_kind("Llama 2", tmp_path / "tokenizer")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     rows = [{"prompt": p, "completion": c} for p, c in PAIRS if p]

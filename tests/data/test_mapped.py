@@ -1,4 +1,4 @@
-"""A file that becomes shorter under a run is named, where a read of its map would be SIGBUS."""
+"""A file that becomes shorter during a run is named; reading its map would raise SIGBUS."""
 
 import os
 from pathlib import Path
@@ -20,8 +20,10 @@ RUN = [
 
 
 def cut_short(overrides: list[str], files: list[str]) -> None:
-    """Train, and have the files cut to nothing on the way, as `cp` of others does; small batches
-    are read up to 16 at once, which those of later steps are not."""
+    """Train, and truncate the files on the way, as `cp` onto them does.
+
+    Up to 16 small batches are read at once, so a later step is the first to read a truncated file.
+    """
     run = parity.trainer([*RUN, *overrides])
     run.train_step(1).wait()
     for file in files:
@@ -31,7 +33,7 @@ def cut_short(overrides: list[str], files: list[str]) -> None:
 
 
 def source(kind: str, folder: Path) -> tuple[list[str], list[Path]]:
-    """(settings of a run, files that it maps)."""
+    """Return (settings of a run, files that it maps)."""
     if kind == "tokens":
         file = folder / "ids.bin"
         (np.arange(20_000) % 300).astype(np.uint16).tofile(file)

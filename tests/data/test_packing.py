@@ -1,4 +1,4 @@
-"""Tokenized once, packed from whole documents: every token of an epoch once, in any layout."""
+"""Packing of tokenized documents: each token of an epoch occurs once, in any layout."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def dataset(source: TextSource, folder: Path, **changes) -> PackedDataset:
 
 
 def samples(data: PackedDataset, split: str, number: int, first: int = 0, seed: int = 7):
-    """Samples one by one, as step and place in it."""
+    """Yield samples one by one, by step and index in it."""
     for n in range(first, first + number):
         step, place = divmod(n, 8)
         step += split == "train"
@@ -84,7 +84,7 @@ def test_an_entry_is_found_by_content_and_made_once(tmp_path):
 
 
 def reference(data: PackedDataset, documents: np.ndarray) -> tuple[list[int], list[bool]]:
-    """Tokens of these documents one after another, and which of them a target may be."""
+    """Return the tokens of these documents in order, and which of them may be targets."""
     tokens, counts, text = [], [], data.text
     for i in documents:
         piece = slice(int(text.starts[i]), int(text.ends[i]))
@@ -268,7 +268,7 @@ def test_what_does_not_fit_the_run_is_said_at_once(tmp_path):
 
 
 def save_words(folder: Path, ids: dict[str, int]) -> Path:
-    """A tokenizer of these words alone, without an end of text or a word for all others."""
+    """Return a tokenizer of these words only, without an end of text or an unknown token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     made = Tokenizer(models.WordLevel(ids))
@@ -395,7 +395,7 @@ def test_keys_that_do_not_go_together_are_refused(overrides, text):
 
 @pytest.mark.parametrize("packing", ["auto", "wrapped"])
 def test_windows_of_an_evaluation_are_packed_as_training_packs(tmp_path, packing):
-    """What docs/generate.md says of the windows of chats."""
+    """Check what docs/generate.md says about the windows of chats."""
     texts = sentences(20, seed=3)
     found = tokenized(pairs(tmp_path, [(f"q {i}", x) for i, x in enumerate(texts)]), tmp_path / "c")
     lengths, size = np.diff(found.ends, prepend=0), 40

@@ -1,4 +1,4 @@
-"""Pairs from their file to rows: what counts, what is refused and named, and the order."""
+"""Preference pairs from file to rows: the targets that count, refusals, and the order."""
 
 import json
 

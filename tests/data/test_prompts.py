@@ -8,7 +8,7 @@ from torchdistpackage.data.tokens.prompts import ByteCodec, GrowingText, Tokeniz
 
 
 def shown(codec, prompt: str, text: str) -> list[str]:
-    """What each token of `text` adds behind the prompt, and the end."""
+    """Return what each token of `text` adds behind the prompt, and the end."""
     before = codec.encode(prompt)
     growing = GrowingText(codec, before)
     return [*map(growing.add, codec.encode(prompt + text)[len(before) :]), growing.end()]

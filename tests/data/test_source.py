@@ -1,4 +1,4 @@
-"""The same samples under every layout; validation text that training never sees."""
+"""Every layout sees the same samples, and training never sees validation text."""
 
 import hashlib
 import itertools
@@ -25,7 +25,7 @@ GLOBAL = 8
 
 
 def counting(train: int = 1000, val: int = 300, seq_len: int = 16, num_val: int = 256):
-    """A data set of so many tokens in which every token is its own position."""
+    """Return a data set in which every token is its own position."""
     ids = np.arange(max(train, val), dtype=np.uint16)
     return TokenDataset(ids[:train], ids[:val], len(ids), seq_len, num_val=num_val)
 
@@ -167,7 +167,7 @@ def test_the_split_of_a_folder_does_not_depend_on_other_files(tmp_path):
 def test_a_folder_is_its_files_in_order_and_trains_as_one_array_would(
     tmp_path, monkeypatch, most, large
 ):
-    """Windows that lie in a file, and such that cross one border or several."""
+    """Check windows that lie within a file, or cross one border or several."""
     monkeypatch.setattr(corpus, "MOST_MAPPED", most)
     monkeypatch.setattr(corpus, "LARGE_BYTES", large)
     draw = np.random.default_rng(0)
@@ -200,7 +200,7 @@ def test_a_folder_is_mapped_and_not_loaded(tmp_path):
         (tmp_path / f"{i}.txt").write_bytes(bytes([i + 65]) * 2**23)
 
     def used() -> tuple[int, int]:
-        """MiB of this process alone, and its open files."""
+        """Return the private memory of this process in MiB, and its open files."""
         status = Path("/proc/self/status").read_text()
         anonymous = next(x for x in status.splitlines() if x.startswith("RssAnon"))
         return int(anonymous.split()[1]) // 1024, len(list(Path("/proc/self/fd").iterdir()))

@@ -1,4 +1,4 @@
-"""One text is cut in two for validation; what does not fill a sample is refused, with numbers."""
+"""A single text is cut in two for validation; a side too short for a sample is refused."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ def one_file(folder: Path, words: int = 600) -> TextSource:
 
 
 def tokens_of(data: PackedDataset, split: str) -> list[int]:
-    """All tokens of an epoch, of which every sample but the last shares none."""
+    """Return all tokens of an epoch; its samples, except the last one, share none."""
     found, number = list[int](), data.num_samples[split]
     for n in range(number):
         step, place = divmod(n, 8)
@@ -44,7 +44,7 @@ def tokens_of(data: PackedDataset, split: str) -> list[int]:
 @pytest.mark.parametrize("copies", [1, 3])
 @pytest.mark.parametrize("masks", [False, True])
 def test_the_end_of_a_single_text_is_for_validation(tmp_path, copies, masks):
-    """Copies of it are cut alike, so that validation has nothing that training sees."""
+    """Check that copies are cut the same, so that training sees nothing of validation."""
     source = one_file(tmp_path)
     if copies > 1:
         source = json_lines(tmp_path, [Path(source.path).read_text()] * copies)

@@ -1,4 +1,4 @@
-"""What stands before and behind a text is the same in training, evaluation and generation."""
+"""Training, evaluation and generation put the same ids before and behind a text."""
 
 import hashlib
 import json
@@ -132,7 +132,7 @@ def test_a_chat_has_the_tokens_of_its_template_alone(tmp_path):
 
 @pytest.mark.parametrize("masks", [False, True])
 def test_what_begins_a_document_is_read_and_never_predicted(tmp_path, masks):
-    """Position 0 is that of the first token, which predicts the one behind it."""
+    """Check that position 0 belongs to the first token, which predicts the second."""
     texts = [(f"alpha {i}", f"beta gamma {i}") for i in range(60)]
     source = with_bos(pairs(tmp_path, texts))
     text = tokenized(source, tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""Byte order marks and empty lines are no part of a text; other encodings are refused by name."""
+"""Byte order marks and empty lines are left out of a text; other encodings are refused by name."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What is shown while texts are tokenized."""
+"""The progress output of tokenizing."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""A cache entry that is not as it was written is refused, and planted files are left alone."""
+"""A changed cache entry is refused, and planted files are left alone."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Texts tokenized by several processes: the entry, and what is said of it, is that of one."""
+"""Several processes tokenize like one: the same cache entry and the same messages."""
 
 import json
 import os
@@ -26,7 +26,7 @@ ODD = ("né à Zürich 東京 🚲", "x" * 3000, "a", "\u2028 no end of a line",
 
 @pytest.fixture
 def share(forks, monkeypatch):
-    """`share(n, size)`: files are tokenized by n processes, in pieces of `size` bytes."""
+    """Provide `share(n, size)`: n processes tokenize files, in pieces of `size` bytes."""
 
     def set_to(number: int, size: int) -> None:
         monkeypatch.setattr(documents, "PIECE_BYTES", size)
@@ -37,7 +37,7 @@ def share(forks, monkeypatch):
 
 
 def odd_lines(folder: Path) -> TextSource:
-    """Files with long lines, CRLF, letters of several bytes, no lines, a last line without end."""
+    """Write files with long lines, CRLF, multi-byte letters, no lines, and an unfinished line."""
     folder.mkdir()
     rows = [json.dumps({"text": x}, ensure_ascii=False) for x in (*ODD, *sentences(60)) * 2]
     (folder / "a.jsonl").write_text("\r\n".join(rows), encoding="utf-8", newline="")
@@ -47,7 +47,7 @@ def odd_lines(folder: Path) -> TextSource:
 
 
 def chats(folder: Path, kind: str = "jsonl") -> TextSource:
-    """Chats, or pairs of answers of which one is preferred."""
+    """Write chats, or preference pairs."""
     rows = []
     for i, text in enumerate(sentences(60)):
         asked, said = {"role": "user", "content": text}, {"role": "assistant", "content": f"{i} é"}
@@ -80,7 +80,7 @@ def files(folder: Path) -> TextSource:
 
 
 def made(source: TextSource, cache: Path) -> dict[str, bytes]:
-    """The files of its entry, made anew."""
+    """Make the cache entry anew and return its files."""
     shutil.rmtree(cache, ignore_errors=True)
     folder = tokenized(source, cache).folder
     assert not list(cache.glob("*.draft"))

@@ -13,8 +13,9 @@ WORDS = [
 
 
 def save_tokenizer(folder: Path, vocab: int = 300, *, bos: bool = False) -> Path:
-    """A byte-level BPE in `folder`, as save_pretrained leaves it. bos: it puts <s>, 2, before each
-    text, as that of Llama 3 does.
+    """Save a byte-level BPE in `folder`, as save_pretrained does.
+
+    bos: it puts <s>, id 2, before each text, as Llama 3's does.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -49,7 +50,7 @@ def save_lines(path: Path, rows: list[dict]) -> Path:
 
 
 def json_lines(folder: Path, texts: list[str]) -> TextSource:
-    """A source of these documents, with a tokenizer."""
+    """Return a source of these documents, with a tokenizer."""
     path = save_lines(
         folder / "data.jsonl", [{"text": text, "id": i} for i, text in enumerate(texts)]
     )
@@ -57,7 +58,7 @@ def json_lines(folder: Path, texts: list[str]) -> TextSource:
 
 
 def pairs(folder: Path, texts: list[tuple[str, str]]) -> TextSource:
-    """A source of these prompts and completions."""
+    """Return a source of these prompts and completions."""
     rows = [{"prompt": prompt, "completion": text} for prompt, text in texts]
     path = save_lines(folder / "pairs.jsonl", rows)
     tokenizer = save_tokenizer(folder / "tokenizer")
