@@ -216,7 +216,8 @@ class PackedDataset:
 
     def _long_prompts(self) -> list[str]:
         """Return the problem of documents whose prompt alone fills a sample."""
-        text, prompts = self.text, self.text.prompts
+        text = self.text
+        prompts = self.text.prompts
         if prompts is None or not len(long := np.flatnonzero(prompts >= self.seq_len)):
             return []
         return [

@@ -142,8 +142,10 @@ class Run:
             return "pairs"
         if get("model.loss") is not None:
             return "samples"
-        last, batch = self.rows[-1] if self.rows else {}, number(get("data.global_batch"))
-        tokens, step = number(last.get("tokens")), number(last.get("step"))
+        last = self.rows[-1] if self.rows else {}
+        batch = number(get("data.global_batch"))
+        tokens = number(last.get("tokens"))
+        step = number(last.get("step"))
         if get("model.target") is None or get("data.target") is None:
             return "tokens"
         if batch is None or tokens is None or step is None:

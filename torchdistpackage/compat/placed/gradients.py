@@ -158,7 +158,8 @@ class StepRecord:
 
     def add_expected(self, rank: int, contents: Sequence[Content | None]) -> None:
         """Expect the gradients of these values from `rank`."""
-        metas, targets = list[TensorMeta](), list[GradTarget]()
+        metas = list[TensorMeta]()
+        targets = list[GradTarget]()
         for x, target in [
             pair
             for one in contents

@@ -335,7 +335,8 @@ def run_on(
         PlacementError: an argument is a tensor without a place, or of another program.
     """
     leaves, arguments = flatten((tuple(args), kwargs), _is_tensor_or_managed)
-    values, order = list[ManagedTensor](), list[Any]()
+    values = list[ManagedTensor]()
+    order = list[Any]()
     index: dict[int, int] = {}
     for one in leaves:
         if isinstance(one, Tensor):

@@ -177,7 +177,8 @@ class _Search:
         """Yield the program's order, cut into 1, 2, ... places with equal shares of the time."""
         total = sum(n.forward_s + n.backward_s for n in self.nodes) or 1.0
         for num in range(1, len(self.memory) + 1):
-            places, passed = list[int](), 0.0
+            places = list[int]()
+            passed = 0.0
             for node in self.nodes:
                 middle = passed + (node.forward_s + node.backward_s) / 2
                 places.append(min(num - 1, int(num * middle / total)))
@@ -206,7 +207,8 @@ class _Search:
             neighbour = min(self.near(places), key=self.value, default=places)
             if self.value(neighbour) >= best:
                 return places
-            places, best = neighbour, self.value(neighbour)
+            places = neighbour
+            best = self.value(neighbour)
 
     def near(self, places: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         num = len(places)

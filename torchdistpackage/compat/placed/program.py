@@ -320,7 +320,8 @@ class Program:
         assert self.mail is not None
         contents = [value.content for value in values if value.content is not None]
         refuse_changed((t for one in contents for t in one.targets), f"operation {number}")
-        tensors, skeletons = list[Tensor](), list[Any]()
+        tensors = list[Tensor]()
+        skeletons = list[Any]()
         for one in contents:
             begin = len(tensors)
             skeletons.append(fill(one.skeleton, [Hole(begin + i) for i in range(len(one.tensors))]))

@@ -219,7 +219,8 @@ def _trace(model: Module, max_nodes: int) -> fx.GraphModule:
             except PlacementError:
                 continue
             if _num_parts(opened) <= max_nodes:
-                leaves, graph = leaves - {name} | inner, opened
+                graph = opened
+                leaves = leaves - {name} | inner
                 break
         else:
             return graph

@@ -36,7 +36,8 @@ class Touches(Exception):
     """Raised when an operation would mix values of different ranks."""
 
 
-Args, Kwargs = Sequence[Any], Mapping[str, Any]
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
 Rule = Callable[[Args, Kwargs, Any], Cut | None]
 """Maps the arguments and result of a call to the cut of each tensor in the result."""
 

@@ -190,7 +190,8 @@ class ChatTemplate:
         self, text: str, where: str, finder: TurnFinder, learned: Sequence[int]
     ) -> Document:
         """Return the chat with those marked spans that belong to the messages `learned`."""
-        plain, spans = "", list[tuple[int, int]]()
+        plain = ""
+        spans = list[tuple[int, int]]()
         for number, part in enumerate(text.split(self._begin)):
             inside, _, after = part.partition(self._end) if number else ("", "", part)
             spans.append((len(plain), len(plain) + len(inside)))

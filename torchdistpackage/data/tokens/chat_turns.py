@@ -57,7 +57,8 @@ class TurnFinder:
 
     def turns(self, wanted: Sequence[int]) -> Turns | int:
         """Return the turns of the messages `wanted`, or the first one whose turn is unproved."""
-        spans, rewritten = list[tuple[int, int]](), False
+        spans = list[tuple[int, int]]()
+        rewritten = False
         for i in wanted:
             is_last = i + 1 == len(self.messages)
             # a template that needed a sentinel once needs it again
@@ -66,7 +67,8 @@ class TurnFinder:
                 begin, end = self._begin(i), self._end(i)
                 if begin is None or end is None or begin > end:
                     return i
-                span, rewritten = (begin, end), True
+                span = (begin, end)
+                rewritten = True
             if spans and span[0] < spans[-1][1]:
                 return i
             spans.append((self._behind_own_header(i, span[0]), span[1]))
@@ -184,7 +186,8 @@ class TurnFinder:
         """Texts before a reply to a user: generation prompts, or what replies share with them."""
         headers = {*self._prompts}
         for chat in self._after_users:
-            prompt, prompted = self._prompt_of(chat), self._try(chat, add_generation_prompt=True)
+            prompt = self._prompt_of(chat)
+            prompted = self._try(chat, add_generation_prompt=True)
             replied = self._try([*chat, {"role": "assistant", "content": self._sentinel}])
             if (
                 shared := self._shared(prompted, replied, prompt)
@@ -288,7 +291,8 @@ class TurnFinder:
         """Return the longest common beginning of both texts that splits no token."""
         lengths = range(1, min(len(one), len(other)) + 1)
         shared = one[: bisect_left(lengths, True, key=lambda n: one[:n] != other[:n])]
-        cut, tokens = len(shared), [x for x in self._tokens() if len(x) > 1]
+        cut = len(shared)
+        tokens = [x for x in self._tokens() if len(x) > 1]
         while True:
             inside = [
                 start

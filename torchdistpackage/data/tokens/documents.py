@@ -261,7 +261,8 @@ def _row_groups(path: Path) -> Iterator[Piece]:
             size += sum(column.total_compressed_size for column in columns)
             if size >= PIECE_BYTES:
                 yield Piece(path, first, index + 1, size)
-                first, size = index + 1, 0
+                first = index + 1
+                size = 0
         if first < facts.num_row_groups or not facts.num_row_groups:
             yield Piece(path, first, facts.num_row_groups, size)
 

@@ -40,7 +40,8 @@ def pair_problems(text: TokenizedText, seq_len: int) -> list[str]:
     def problems():
         for pair in np.flatnonzero(no_room | both_cut).tolist():
             chosen, rejected = starts[2 * pair], starts[2 * pair + 1]
-            where, prompt = text.origin(2 * pair), text.prompts[2 * pair : 2 * pair + 2].max()
+            where = text.origin(2 * pair)
+            prompt = text.prompts[2 * pair : 2 * pair + 2].max()
             if no_room[pair]:
                 yield (
                     f"{where}: a prompt of {prompt} tokens fills a sample (data.seq_len="

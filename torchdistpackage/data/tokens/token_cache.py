@@ -338,7 +338,8 @@ def _write(
     with TokenWorkers(source, num_workers) as workers:
         for piece, encoded in workers.results(pieces):
             if piece.first == 0:  # the next file
-                done, number = sum(sizes[: len(origins)]), 0
+                done = sum(sizes[: len(origins)])
+                number = 0
                 origins.append((str(piece.path), writer.num_documents))
             num_read = 0
             # only here are line numbers known, so encode a wrong piece again to name its lines

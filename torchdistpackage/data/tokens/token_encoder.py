@@ -223,7 +223,8 @@ def _some_at_a_time(documents: Iterator[_Line]) -> Iterator[list[_Line]]:
         letters += _letters(document)
         if len(lines) >= _MOST_LINES or letters >= _MOST_LETTERS:
             yield lines
-            lines, letters = [], 0
+            lines = []
+            letters = 0
     if lines:
         yield lines
 
