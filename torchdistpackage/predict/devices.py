@@ -1,0 +1,338 @@
+"""The accelerators that a step time can be predicted for: one table, each number with its source.
+
+Peaks are those of dense matmuls (no sparsity), in FLOP/s; bandwidths are bytes per second in one
+direction. The rule: what a vendor prints stands in the table, and what was fitted on published
+steps stands in `Fit`, at most three numbers a device. A device without a fit borrows that of the
+nearest fitted one; whether a published step checks it says `is_checked` of published.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchdistpackage.errors import ConfigError
+
+TERA, GIGA = 1e12, 1e9
+GBIT = 1e9 / 8
+"""Bytes per second of a network card of 1 Gbit/s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The constants of a device that its data sheet does not print.
+
+    matmul: share of the peak that large bfloat16 matmuls reach. memory: share of the memory
+    bandwidth that element-wise kernels reach. link: share of a link's bandwidth that large
+    collectives reach.
+    """
+
+    matmul: float
+    memory: float
+    link: float
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """One kind of device and the node that its vendor builds around it.
+
+    peaks: FLOP/s of dense matmuls by dtype. memory_bytes_per_s, memory_bytes: of the device's
+    memory. node_bytes_per_s: to the other devices of its node, one direction. node_size: devices
+    that these links join. network_bytes_per_s: of the network card of one device. cores: streaming
+    multiprocessors or compute units, over which a matmul's tiles are spread. name_of_link: for
+    people.
+    """
+
+    name: str
+    title: str
+    peaks: Mapping[str, float]
+    memory_bytes_per_s: float
+    memory_bytes: float
+    node_bytes_per_s: float
+    node_size: int
+    network_bytes_per_s: float
+    cores: int
+    fit: Fit
+    is_fitted: bool
+    source: str
+
+    def peak(self, dtype: str) -> float:
+        """Return the FLOP/s of matmuls in this dtype; float8 is bfloat16 where there is none."""
+        return self.peaks.get(dtype, self.peaks["bfloat16"])
+
+
+_A100 = Fit(matmul=0.80, memory=0.70, link=0.75)
+_H100 = Fit(matmul=0.60, memory=0.70, link=0.75)
+
+DEVICES: dict[str, Accelerator] = {
+    each.name: each
+    for each in (
+        # NVIDIA A100 80GB data sheet (SXM): 312 TFLOPS BF16, 156 TF32, 19.5 FP32, 2,039 GB/s,
+        # NVLink 600 GB/s both ways; DGX A100 data sheet: eight 200 Gbit/s cards; 108 SMs: A100
+        # white paper.
+        Accelerator(
+            "a100",
+            "A100 80 GB SXM",
+            {"bfloat16": 312 * TERA, "tfloat32": 156 * TERA, "float32": 19.5 * TERA},
+            2039 * GIGA,
+            80 * GIGA,
+            300 * GIGA,
+            8,
+            200 * GBIT,
+            108,
+            _A100,
+            True,
+            "NVIDIA A100 data sheet; DGX A100 data sheet",
+        ),
+        # NVIDIA H100 data sheet (SXM, sparse rates halved): 989.4 BF16, 1,978.9 FP8, 3.35 TB/s,
+        # NVLink 900 GB/s both ways; DGX H100: eight 400 Gbit/s cards; 132 SMs: Hopper white paper.
+        Accelerator(
+            "h100-sxm",
+            "H100 SXM",
+            {
+                "float8": 1978.9 * TERA,
+                "bfloat16": 989.4 * TERA,
+                "tfloat32": 494.7 * TERA,
+                "float32": 67 * TERA,
+            },
+            3350 * GIGA,
+            80 * GIGA,
+            450 * GIGA,
+            8,
+            400 * GBIT,
+            132,
+            _H100,
+            True,
+            "NVIDIA H100 data sheet; DGX H100 data sheet",
+        ),
+        # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: 96 GB HBM2e at 2.4 TB/s and a
+        # limit of 500 W instead of 700. Under a power limit clocks follow about the cube root of
+        # the power (P ~ f V^2, V ~ f), of which some 150 W do not depend on the clock: (350 /
+        # 550)^(1/3) = 0.86.
+        Accelerator(
+            "h100-500w",
+            "H100 SXM at 500 W, HBM2e",
+            {
+                "float8": 0.86 * 1978.9 * TERA,
+                "bfloat16": 0.86 * 989.4 * TERA,
+                "tfloat32": 0.86 * 494.7 * TERA,
+                "float32": 0.86 * 67 * TERA,
+            },
+            2400 * GIGA,
+            96 * GIGA,
+            450 * GIGA,
+            8,
+            400 * GBIT,
+            132,
+            _H100,
+            False,
+            "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md",
+        ),
+        # NVIDIA H100 PCIe product brief PB-11133: 756 BF16, 1,513 FP8, 2,000 GB/s; 114 SMs. Pairs
+        # have a bridge; a group of more goes through PCIe 5.0 x16, 64 GB/s each way.
+        Accelerator(
+            "h100-pcie",
+            "H100 PCIe",
+            {
+                "float8": 1513 * TERA,
+                "bfloat16": 756 * TERA,
+                "tfloat32": 378 * TERA,
+                "float32": 51 * TERA,
+            },
+            2000 * GIGA,
+            80 * GIGA,
+            64 * GIGA,
+            8,
+            400 * GBIT,
+            114,
+            _H100,
+            False,
+            "NVIDIA H100 PCIe product brief PB-11133",
+        ),
+        # NVIDIA H200 data sheet (SXM): the rates of H100 SXM with 141 GB at 4.8 TB/s.
+        Accelerator(
+            "h200",
+            "H200 SXM",
+            {
+                "float8": 1978.9 * TERA,
+                "bfloat16": 989.4 * TERA,
+                "tfloat32": 494.7 * TERA,
+                "float32": 67 * TERA,
+            },
+            4800 * GIGA,
+            141 * GIGA,
+            450 * GIGA,
+            8,
+            400 * GBIT,
+            132,
+            _H100,
+            False,
+            "NVIDIA H200 data sheet",
+        ),
+        # DGX B200 data sheet, one of eight: 72 PFLOPS FP8 and 36 BF16 are sparse; 64 TB/s, 1,440
+        # GB, NVLink 1.8 TB/s both ways, eight 400 Gbit/s cards; 148 SMs: cudaDeviceProp.
+        Accelerator(
+            "b200",
+            "B200",
+            {
+                "float8": 4500 * TERA,
+                "bfloat16": 2250 * TERA,
+                "tfloat32": 1125 * TERA,
+                "float32": 75 * TERA,
+            },
+            8000 * GIGA,
+            180 * GIGA,
+            900 * GIGA,
+            8,
+            400 * GBIT,
+            148,
+            _H100,
+            False,
+            "NVIDIA DGX B200 data sheet",
+        ),
+        # DGX B300 data sheet, one of eight: 72 PFLOPS FP8 sparse, 64 TB/s, 2.3 TB, NVLink 1.8 TB/s
+        # both ways, eight 800 Gbit/s cards.
+        Accelerator(
+            "b300",
+            "B300",
+            {
+                "float8": 4500 * TERA,
+                "bfloat16": 2250 * TERA,
+                "tfloat32": 1125 * TERA,
+                "float32": 75 * TERA,
+            },
+            8000 * GIGA,
+            288 * GIGA,
+            900 * GIGA,
+            8,
+            800 * GBIT,
+            148,
+            _H100,
+            False,
+            "NVIDIA DGX B300 data sheet",
+        ),
+        # GB200 NVL72 data sheet, one of 72: 720 PFLOPS FP8 and 360 BF16 are sparse; 576 TB/s, 13.4
+        # TB, NVLink 130 TB/s both ways among all 72; one 400 Gbit/s card each.
+        Accelerator(
+            "gb200",
+            "GB200 NVL72",
+            {
+                "float8": 5000 * TERA,
+                "bfloat16": 2500 * TERA,
+                "tfloat32": 1250 * TERA,
+                "float32": 80 * TERA,
+            },
+            8000 * GIGA,
+            186 * GIGA,
+            900 * GIGA,
+            72,
+            400 * GBIT,
+            148,
+            _H100,
+            False,
+            "NVIDIA GB200 NVL72 data sheet",
+        ),
+        # GB300 NVL72 data sheet, one of 72: 720 PFLOPS FP8 and 360 BF16 are sparse; 576 TB/s, 20
+        # TB, NVLink 130 TB/s both ways; one 800 Gbit/s card each.
+        Accelerator(
+            "gb300",
+            "GB300 NVL72",
+            {
+                "float8": 5000 * TERA,
+                "bfloat16": 2500 * TERA,
+                "tfloat32": 1250 * TERA,
+                "float32": 80 * TERA,
+            },
+            8000 * GIGA,
+            279 * GIGA,
+            900 * GIGA,
+            72,
+            800 * GBIT,
+            148,
+            _H100,
+            False,
+            "NVIDIA GB300 NVL72 data sheet",
+        ),
+        # AMD Instinct MI300X data sheet: 1,307.4 BF16, 2,614.9 FP8, 5.3 TB/s, 192 GB, 304 compute
+        # units; seven links of 64 GB/s each way join eight of them.
+        Accelerator(
+            "mi300x",
+            "MI300X",
+            {
+                "float8": 2614.9 * TERA,
+                "bfloat16": 1307.4 * TERA,
+                "tfloat32": 653.7 * TERA,
+                "float32": 163.4 * TERA,
+            },
+            5300 * GIGA,
+            192 * GIGA,
+            448 * GIGA,
+            8,
+            400 * GBIT,
+            304,
+            _H100,
+            False,
+            "AMD Instinct MI300X data sheet",
+        ),
+        # AMD Instinct MI325X data sheet: the rates of MI300X with 256 GB at 6 TB/s.
+        Accelerator(
+            "mi325x",
+            "MI325X",
+            {
+                "float8": 2614.9 * TERA,
+                "bfloat16": 1307.4 * TERA,
+                "tfloat32": 653.7 * TERA,
+                "float32": 163.4 * TERA,
+            },
+            6000 * GIGA,
+            256 * GIGA,
+            448 * GIGA,
+            8,
+            400 * GBIT,
+            304,
+            _H100,
+            False,
+            "AMD Instinct MI325X data sheet",
+        ),
+        # AMD Instinct MI355X data sheet: 2,516.6 BF16, 5,033.2 FP8, 8 TB/s, 288 GB, 256 compute
+        # units; seven links of 76.8 GB/s each way. It has no TF32: float32 on the matrix cores is
+        # 157.3.
+        Accelerator(
+            "mi355x",
+            "MI355X",
+            {
+                "float8": 5033.2 * TERA,
+                "bfloat16": 2516.6 * TERA,
+                "tfloat32": 157.3 * TERA,
+                "float32": 157.3 * TERA,
+            },
+            8000 * GIGA,
+            288 * GIGA,
+            537.6 * GIGA,
+            8,
+            400 * GBIT,
+            256,
+            _H100,
+            False,
+            "AMD Instinct MI355X data sheet",
+        ),
+    )
+}
+
+OTHER_NAMES = {"h100": "h100-sxm", "a100-80gb": "a100", "h200-sxm": "h200", "a100-sxm": "a100"}
+"""Names that clusters give to devices, as in `gres: gpu:h100:8`."""
+
+
+def named_device(name: str) -> Accelerator | None:
+    """Return the device of this name, as Slurm's files spell it; None for another one."""
+    plain = name.lower().replace("_", "-").removeprefix("nvidia-").removeprefix("amd-")
+    return DEVICES.get(OTHER_NAMES.get(plain, plain))
+
+
+def find_device(name: str) -> Accelerator:
+    """Return the device of this name.
+
+    Raises:
+        ConfigError: there is none; lists the names.
+    """
+    if (device := named_device(name)) is None:
+        raise ConfigError(f"no device {name[:40]!r} is known; name one of {', '.join(DEVICES)}")
+    return device
