@@ -1,0 +1,104 @@
+"""How long a collective takes between devices: latency and bandwidth, by algorithm and node.
+
+A ring moves (n - 1) / n of the bytes over its slowest link, and its latency grows with its ranks; a
+tree's grows with their logarithm but moves more. A group that spans nodes uses the network card of
+each of its devices there, so its bandwidth is theirs together, and never more than the links inside
+the node. Axes do not share cards: each device sends through its own.
+"""
+
+import math
+from dataclasses import dataclass
+
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.predict.devices import Accelerator
+from torchdistpackage.predict.links import LinkModel
+
+NODE_HOP_S = 3.4e-6
+NETWORK_HOP_S = 14e-6
+START_S = 8.4e-6
+"""A hop of a ring inside a node and between nodes, and the start of a collective, as NCCL's own
+model has them for large messages (src/graph/tuning.cc, protocol Simple)."""
+SLOWDOWN = 0.19
+"""What a second of communication beside matmuls takes from them, by its cores and its share of the
+memory: the mean of arXiv:2507.03114, which measures overlapped training on A100, H100 and MI250."""
+
+
+def beside(comm_s: float, compute_s: float) -> float:
+    """Return what communication adds to this much computation beside it: what does not fit, and the
+    slowdown by what does."""
+    hidden = min(comm_s, compute_s)
+    return comm_s - hidden + hidden * SLOWDOWN
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """The links between devices. node_size: ranks of one node."""
+
+    node: LinkModel
+    network: LinkModel
+    node_size: int
+
+    @classmethod
+    def of(
+        cls, device: Accelerator, node_size: int = 0, network_bytes_per_s: float = 0.0
+    ) -> "Fabric":
+        """The links of a device, or of a cluster that says its own numbers.
+
+        Raises:
+            ConfigError: a bandwidth is zero or negative.
+        """
+        network = network_bytes_per_s or device.network_bytes_per_s
+        speeds = (device.node_bytes_per_s, network)
+        if min(speeds) <= 0:
+            raise ConfigError(
+                f"{device.name} has links of {speeds[0]:g} and {speeds[1]:g} bytes/s; give each "
+                f"bandwidth as a number above zero"
+            )
+        share = device.fit.link
+        return cls(
+            LinkModel(NODE_HOP_S, device.node_bytes_per_s * share),
+            LinkModel(NETWORK_HOP_S, network * share),
+            node_size or device.node_size,
+        )
+
+    def ring(self, size: int, stride: int) -> tuple[float, float]:
+        """Return latency and bytes per second of a ring of `size` ranks, `stride` apart."""
+        inside = max(min(size, self.node_size // stride), 1)
+        if inside >= size:
+            return (size - 1) * self.node.latency_s, self.node.bytes_per_s
+        nodes = math.ceil(size / inside)
+        hops = (size - nodes) * self.node.latency_s + nodes * self.network.latency_s
+        speed = inside * self.network.bytes_per_s
+        return hops, min(speed, self.node.bytes_per_s) if inside > 1 else speed
+
+    def gather_seconds(self, num_bytes: float, size: int, stride: int = 1) -> float:
+        """Return the seconds of an all-gather or a reduce-scatter of a tensor of so many bytes."""
+        if size < 2 or num_bytes <= 0:
+            return 0.0
+        latency, speed = self.ring(size, stride)
+        return START_S + latency + num_bytes * (size - 1) / size / speed
+
+    def sum_seconds(self, num_bytes: float, size: int, stride: int = 1) -> float:
+        """Return the seconds of an all-reduce: of a ring, or of a tree where that is less."""
+        if size < 2 or num_bytes <= 0:
+            return 0.0
+        latency, speed = self.ring(size, stride)
+        ring = 2 * latency + 2 * num_bytes * (size - 1) / size / speed
+        hop = self.node if size * stride <= self.node_size else self.network
+        tree = 2 * math.ceil(math.log2(size)) * hop.latency_s + 2.2 * num_bytes / speed
+        return START_S + min(ring, tree)
+
+    def exchange_seconds(self, num_bytes: float, size: int, stride: int = 1) -> float:
+        """Return the seconds of an all-to-all in which each rank gives away so many bytes."""
+        if size < 2 or num_bytes <= 0:
+            return 0.0
+        inside = max(min(size, self.node_size // stride), 1)
+        away = num_bytes * (size - inside) / size
+        here = num_bytes * (inside - 1) / size
+        out = self.network.seconds(away) if away else 0.0
+        return START_S + max(self.node.seconds(here), out)
+
+    def message_seconds(self, num_bytes: float, stride: int) -> float:
+        """Return the seconds of a message to the rank `stride` further."""
+        link = self.node if stride < self.node_size else self.network
+        return link.seconds(num_bytes)

@@ -1,0 +1,108 @@
+"""How long one kernel takes on a device: matmuls by shape and dtype, attention, element-wise work.
+
+A matmul is cut into tiles that the cores compute in waves; the last wave is as long as a full one,
+and each wave starts and ends a pipeline of its own. What it reads and writes may take longer, and
+then it is that. Element-wise kernels take the time of their bytes. Every kernel costs a launch.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torchdistpackage.predict.devices import Accelerator
+from torchdistpackage.predict.workload import AttentionKernel
+
+LAUNCH_S = 2e-6
+"""Between the end of a kernel and the start of the next in one stream."""
+_TILE_S = 1.5e-6
+"""To fill and to drain the pipeline of a tile."""
+_TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))
+"""Rows, columns, and the share of the rate of the largest tile that one of this size reaches, as it
+reads more for each of its results."""
+CAST_BYTES = 6
+"""Bytes read and written to bring a bfloat16 number to float8: its largest value is looked for,
+then it is read again and written twice, for the matmul and for that of the gradient."""
+
+_ATTENTION_SHARE: dict[AttentionKernel, tuple[float, float]] = {
+    "flash2": (0.36, 0.32),
+    "flash3": (0.66, 0.55),
+}
+"""Share of the peak that attention reaches forward and backward on long sequences, heads 128 wide,
+causal (Dao 2023, arXiv:2307.08691, and Shah et al. 2024, arXiv:2407.08608, figures of
+throughput)."""
+_ON_AMPERE = (0.62, 0.55)
+"""The same of flash2 on A100, for whose instructions it is written."""
+_HALF_LENGTH = 512
+"""Tokens of a sequence at which attention reaches half of that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """Rows m and columns n of a result whose sums have k terms, `count` times in one kernel."""
+
+    m: float
+    n: float
+    k: float
+    count: int = 1
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k * self.count
+
+    @property
+    def elements(self) -> float:
+        """Numbers read and written."""
+        return self.count * (self.m * self.k + self.k * self.n + self.m * self.n)
+
+    @property
+    def of_input(self) -> "Matmul":
+        """The matmul of the input's gradient."""
+        return Matmul(self.m, self.k, self.n, self.count)
+
+    @property
+    def of_weight(self) -> "Matmul":
+        """The matmul of the weight's gradient."""
+        return Matmul(self.k, self.n, self.m, self.count)
+
+
+def matmul_seconds(
+    device: Accelerator, matmul: Matmul, dtype: str, more_bytes: float = 0.0
+) -> float:
+    """Return the seconds of a matmul without its launch.
+
+    dtype: "float8" is read as one byte. more_bytes: what it reads and writes besides.
+    """
+    if matmul.flops <= 0:
+        return 0.0
+    core = device.peak(dtype) * device.fit.matmul / device.cores
+    seconds = math.inf
+    for rows, columns, share in _TILES:
+        tiles = math.ceil(matmul.m / rows) * math.ceil(matmul.n / columns) * matmul.count
+        tile_s = 2.0 * rows * columns * matmul.k / (core * share) + _TILE_S
+        seconds = min(seconds, math.ceil(tiles / device.cores) * tile_s)
+    item = {"float8": 1, "bfloat16": 2, "float64": 8}.get(dtype, 4)
+    return max(seconds, memory_seconds(device, matmul.elements * item + more_bytes))
+
+
+def memory_seconds(device: Accelerator, num_bytes: float) -> float:
+    """Return the seconds that reading and writing so many bytes takes."""
+    return num_bytes / (device.memory_bytes_per_s * device.fit.memory)
+
+
+def attention_seconds(
+    device: Accelerator, kernel: AttentionKernel, flops: float, seq_len: float, backward: bool
+) -> float:
+    """Return the seconds of flash attention. flops: of the part under the causal mask."""
+    shares = _ATTENTION_SHARE[kernel] if "float8" in device.peaks else _ON_AMPERE
+    share = shares[backward] * seq_len / (seq_len + _HALF_LENGTH)
+    return flops / (device.peak("bfloat16") * share)
+
+
+def launches(count: float) -> float:
+    """Return the seconds between so many kernels."""
+    return count * LAUNCH_S
+
+
+def total(seconds: Iterable[float]) -> float:
+    """Return the sum, exactly rounded, so that it does not depend on the order."""
+    return math.fsum(seconds)

@@ -1,0 +1,374 @@
+"""What one block and the two ends of a transformer take, forward and backward, on one rank.
+
+Each operation is listed once with its matmuls and bytes; backward, recomputation, tensor, context
+and expert communication follow from the list. The rule: nothing here is fitted, and an operation
+that is absent takes no time.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torchdistpackage.predict.collectives import Fabric, beside
+from torchdistpackage.predict.devices import Accelerator
+from torchdistpackage.predict.kernels import (
+    CAST_BYTES,
+    Matmul,
+    attention_seconds,
+    launches,
+    matmul_seconds,
+    memory_seconds,
+)
+from torchdistpackage.predict.workload import StepLayout, TransformerSizes
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A matmul with its casts, or a run of element-wise kernels, or an attention.
+
+    kind: "matmul", "elementwise", "attention" or "scores", which is attention in plain matmuls.
+    forward, backward: seconds of computation. kernels: launched forward; twice as many backward.
+    repeats: the recomputation of matmuls includes this one.
+    """
+
+    name: str
+    kind: str
+    forward: float
+    backward: float
+    kernels: int = 1
+    repeats: bool = False
+
+
+@dataclass(slots=True)
+class BlockTime:
+    """Seconds of one block for one microbatch; exposed communication by the axis it is along.
+
+    forward, backward: computation. recompute: what the backward computes again. kernels: launched
+    in all. tensor, context, expert: exposed, (forward, backward) with what recomputation repeats.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    recompute: float = 0.0
+    kernels: float = 0.0
+    tensor: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    context: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    expert: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    @property
+    def exposed(self) -> tuple[float, float]:
+        """Exposed communication forward and backward."""
+        axes = self.tensor, self.context, self.expert
+        return sum(x[0] for x in axes), sum(x[1] for x in axes)
+
+    @property
+    def pass_s(self) -> tuple[float, float]:
+        """Seconds of a forward and of a backward with all that they wait for."""
+        there, back = self.exposed
+        return self.forward + there, self.backward + self.recompute + back
+
+    def plus(self, other: "BlockTime", times: float = 1.0) -> "BlockTime":
+        """Return the sum of this and `times` the other."""
+
+        def pair(one: list[float], two: list[float]) -> list[float]:
+            return [a + times * b for a, b in zip(one, two, strict=True)]
+
+        return BlockTime(
+            self.forward + times * other.forward,
+            self.backward + times * other.backward,
+            self.recompute + times * other.recompute,
+            self.kernels + times * other.kernels,
+            pair(self.tensor, other.tensor),
+            pair(self.context, other.context),
+            pair(self.expert, other.expert),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCosts:
+    """Times the parts of a model on a device, as one layout shares them."""
+
+    sizes: TransformerSizes
+    layout: StepLayout
+    device: Accelerator
+    fabric: Fabric
+
+    # -- the operations of a block ----------------------------------------------------------
+
+    def block_operations(self) -> list[Operation]:
+        """The operations of one block, in order."""
+        z, x = self.sizes, self.layout
+        rows, tensor = x.tokens, x.tensor
+        apart = rows / (tensor if x.sequence_parallel else 1)
+        q, kv = z.heads * z.head_dim / tensor, z.kv_heads * z.head_dim / tensor
+        stream = apart * z.dim
+        ops = [
+            self._norm("attention norm", stream),
+            *self._inputs({"q": q, "k": kv, "v": kv}, rows, "k"),
+            self._elementwise("rotary positions", z.rotary * rows * (q + kv), (4, 4), (20, 20), 2),
+            *self._attention(rows, q),
+            self._linear("attention output", rows, z.dim, q, repeats=True),
+            self._residual("attention residual", stream),
+            self._norm("mlp norm", stream),
+            *(self._experts(apart) if z.num_experts else self._mlp(rows)),
+            self._residual("mlp residual", stream),
+        ]
+        return [each for each in ops if each.forward or each.backward]
+
+    def _mlp(self, rows: float) -> Iterator[Operation]:
+        z, hidden = self.sizes, self.sizes.hidden / self.layout.tensor
+        widths = {"gate": hidden, "up": hidden} if z.gated else {"up": hidden}
+        yield from self._inputs(widths, rows, "up" if z.gated else "")
+        yield self._activation("activation", rows * hidden)
+        yield self._linear("mlp down", rows, z.dim, hidden)
+
+    def _experts(self, rows: float) -> Iterator[Operation]:
+        """Router, permutation and the experts of a rank, which get as many rows as it sends."""
+        z, x = self.sizes, self.layout
+        here = max(z.num_experts // x.expert, 1)
+        routed = rows * z.top_k * (x.tensor if x.sequence_parallel else 1)
+        each, hidden = routed / here, z.hidden / x.tensor
+        yield self._linear("router", rows, z.num_experts, z.dim)
+        # to the order of ranks and back, and again to that of experts where the exchange does not
+        passes = (1 if x.dedups else 2) * routed * z.dim
+        yield self._elementwise("permutation", passes, (8, 10), (12, 16), 8)
+        widths = {"gate": hidden, "up": hidden} if z.gated else {"up": hidden}
+        yield from self._inputs(widths, each, "up" if z.gated else "", here)
+        yield self._activation("activation", routed * hidden)
+        yield self._linear("expert down", each, z.dim, hidden, count=here)
+
+    def _inputs(
+        self, widths: dict[str, float], rows: float, repeats: str, count: int = 1
+    ) -> Iterator[Operation]:
+        """Linear layers that share their input, as one matmul or each by itself. repeats: the one
+        that is computed again by `recompute: matmuls`."""
+        dim = self.sizes.dim
+        if self.layout.joins:
+            yield self._linear(" ".join(widths), rows, sum(widths.values()), dim, count)
+            return
+        for name, width in widths.items():
+            yield self._linear(name, rows, width, dim, count, name == repeats)
+
+    def _linear(
+        self, name: str, m: float, n: float, k: float, count: int = 1, repeats: bool = False
+    ) -> Operation:
+        """A linear layer: a matmul forward, those of both gradients backward, with its casts."""
+        x, matmul = self.layout, Matmul(m, n, k, count)
+        is_float8 = x.float8 and name != "router"
+        dtype = "float8" if is_float8 else x.dtype
+        forward = matmul_seconds(self.device, matmul, dtype)
+        backward = matmul_seconds(self.device, matmul.of_input, dtype)
+        kernels = 1
+        if not x.lora:
+            # the sum over microbatches in float32, which FSDP makes of reduced gradients
+            added = 8.0 * n * k * count if x.zero < 3 else 0.0
+            joined = added if x.joins else 0.0
+            backward += matmul_seconds(self.device, matmul.of_weight, dtype, joined)
+            backward += self._bytes(added - joined)
+        else:
+            both = self._adapter(m, n, k, count)
+            forward += both
+            backward += 2 * both
+            kernels += 3
+        if is_float8:
+            # a weight that stays is brought to float8 once a step
+            casts = 1.0 if x.zero == 3 else 1 / x.num_microbatches
+            forward += self._bytes(CAST_BYTES * (m * k + casts * n * k) * count)
+            backward += self._bytes(CAST_BYTES * m * n * count)
+            kernels += 3
+        return Operation(name, "matmul", forward, backward, kernels, repeats)
+
+    def _adapter(self, m: float, n: float, k: float, count: int) -> float:
+        """Seconds of the two thin matmuls of an adapter and of adding what they give."""
+        rank = self.layout.lora
+        thin = Matmul(m, rank, k, count), Matmul(m, n, rank, count)
+        dtype, item = self.layout.dtype, self.layout.item_bytes
+        seconds = sum(matmul_seconds(self.device, each, dtype) for each in thin)
+        return seconds + self._bytes(2 * item * m * n * count) + launches(2)
+
+    def _attention(self, rows: float, q: float) -> Iterator[Operation]:
+        z, x = self.sizes, self.layout
+        seen = z.attended(x.seq_len)
+        flops = 4.0 * rows * seen * q
+        if x.attention != "unfused":
+            length = x.seq_len / x.context
+            times = [
+                attention_seconds(self.device, x.attention, part, length, back)
+                for part, back in ((flops, False), (2.5 * flops, True))
+            ]
+            yield Operation("attention", "attention", times[0], times[1], x.context)
+            return
+        heads = int(x.micro_batch * z.heads / x.tensor) or 1
+        length = x.seq_len / x.context
+        scores = Matmul(length, x.seq_len, z.head_dim, heads)
+        values = Matmul(length, z.head_dim, x.seq_len, heads)
+        forward = sum(matmul_seconds(self.device, each, x.dtype) for each in (scores, values))
+        numbers, item = heads * length * x.seq_len, x.item_bytes
+        # softmax with its mask reads and writes the scores once; dropout again, with its mask
+        passes = 2 * item + (2 * item + 1 if x.dropout else 0)
+        forward += self._bytes(passes * numbers)
+        backward = 2 * forward
+        yield Operation("scores", "scores", forward, backward, 4)
+
+    def _norm(self, name: str, numbers: float) -> Operation:
+        eager = (30, 60) if self.sizes.norm == "rms" else (4, 8)
+        return self._elementwise(name, numbers, (4, 8), eager, 1 if eager[0] == 4 else 6)
+
+    def _residual(self, name: str, numbers: float) -> Operation:
+        # with dropout: two inputs, the result and a mask of bytes, forward and back
+        both = (7, 11) if self.layout.dropout else (4, 4)
+        return self._elementwise(name, numbers, both, (6, 6), 1)
+
+    def _activation(self, name: str, numbers: float) -> Operation:
+        both = ((6, 10), (10, 30)) if self.sizes.gated else ((4, 6), (4, 6))
+        return self._elementwise(name, numbers, *both, 2)
+
+    def _elementwise(
+        self,
+        name: str,
+        numbers: float,
+        fused: tuple[float, float],
+        eager: tuple[float, float],
+        eager_kernels: int,
+    ) -> Operation:
+        """A run of kernels that read and write `fused` or `eager` bytes a number, there and back,
+        at two bytes each."""
+        is_fused = self.layout.kernels == "fused"
+        there, back = fused if is_fused else eager
+        scale = numbers * self.layout.item_bytes / 2
+        seconds = self._bytes(there * scale), self._bytes(back * scale)
+        return Operation(name, "elementwise", *seconds, 1 if is_fused else eager_kernels)
+
+    def _bytes(self, num_bytes: float) -> float:
+        return memory_seconds(self.device, num_bytes)
+
+    # -- a block with its communication -----------------------------------------------------
+
+    def block(self) -> BlockTime:
+        """One block for one microbatch."""
+        x, ops = self.layout, self.block_operations()
+        forward = sum(op.forward for op in ops)
+        backward = sum(op.backward for op in ops)
+        again = [op for op in ops if self._is_repeated(op)]
+        if x.recompute == "blocks" and x.stops_early:
+            again = again[: max(i for i, op in enumerate(again) if op.kind == "matmul")]
+        share = x.recompute_share if again else 0.0
+        kernels = sum(op.kernels for op in ops)
+        repeated = share * sum(op.kernels for op in again)
+        time = BlockTime(
+            forward + launches(kernels),
+            backward + launches(2 * kernels),
+            share * sum(op.forward for op in again) + launches(repeated),
+            3.0 * kernels + repeated,
+        )
+        rerun = share if x.recompute == "blocks" else 0.0
+        self._tensor(time, ops, rerun)
+        self._context(time, ops, rerun)
+        self._expert(time, rerun)
+        return time
+
+    def _is_repeated(self, op: Operation) -> bool:
+        match self.layout.recompute:
+            case "none":
+                return False
+            case "attention":
+                return op.kind == "scores"
+            case "elementwise":
+                return "norm" in op.name or op.name == "activation"
+            case "matmuls":
+                return op.kind == "elementwise" or op.repeats
+            case "blocks":
+                return True
+
+    def _tensor(self, time: BlockTime, ops: list[Operation], rerun: float) -> None:
+        """A half of a block begins with an all-gather and ends with a reduce-scatter along the
+        sequence, or ends with an all-reduce; backward they are swapped."""
+        x, fabric = self.layout, self.fabric
+        if x.tensor == 1:
+            return
+        num_bytes = x.tokens * self.sizes.dim * x.item_bytes
+        matmuls = [op for op in ops if op.kind == "matmul" and op.name != "router"]
+        narrow = sum(op.forward for op in matmuls) / 4
+        back = sum(op.backward for op in matmuls) / 8
+        if not x.sequence_parallel:
+            one = fabric.sum_seconds(num_bytes, x.tensor)
+            time.tensor[0] += 2 * one
+            # the all-reduce of an input's gradient goes on beside the matmul of the weight's
+            time.tensor[1] += 2 * beside(one, 2 * back) + 2 * rerun * one
+            return
+        one = fabric.gather_seconds(num_bytes, x.tensor)
+        if x.tensor_overlap:
+            there = 4 * _in_chunks(one, narrow, x.tensor)
+            behind = 4 * _in_chunks(one, 2 * back, x.tensor)
+        else:
+            there = 4 * one
+            # beside the other matmul go the gather of the input and the scatter of its gradient
+            behind = 2 * one + 4 * beside(one, 2 * back)
+        time.tensor[0] += there
+        time.tensor[1] += behind + rerun * there
+
+    def _context(self, time: BlockTime, ops: list[Operation], rerun: float) -> None:
+        """Keys and values go around a ring, a hop while one part of the attention is computed;
+        backward their gradients go with them."""
+        x, z = self.layout, self.sizes
+        if x.context == 1:
+            return
+        attention = next(op for op in ops if op.kind in ("attention", "scores"))
+        num_bytes = x.tokens * 2 * z.kv_heads * z.head_dim / x.tensor * x.item_bytes
+        hop = self.fabric.message_seconds(num_bytes, x.tensor * x.context - 1)
+        there = (x.context - 1) * beside(hop, attention.forward / x.context)
+        back = (x.context - 1) * beside(2 * hop, attention.backward / x.context)
+        time.context[0] += there
+        time.context[1] += back + rerun * there
+
+    def _expert(self, time: BlockTime, rerun: float) -> None:
+        """Tokens go to their experts and results come back, twice more in the backward."""
+        x, z = self.layout, self.sizes
+        if x.expert == 1 or not z.num_experts:
+            return
+        copies: float = z.top_k
+        if x.dedups:  # the mean number of ranks that some of a token's experts are on
+            copies = x.expert * (1 - (1 - 1 / x.expert) ** z.top_k)
+        rows = x.tokens / (x.tensor if x.sequence_parallel else 1)
+        num_bytes = rows * copies * z.dim * x.item_bytes
+        one = self.fabric.exchange_seconds(num_bytes, x.expert, x.tensor)
+        time.expert[0] += 2 * one
+        time.expert[1] += 2 * one + 2 * rerun * one
+
+    # -- the ends ---------------------------------------------------------------------------
+
+    def embedding(self) -> BlockTime:
+        """The look-up of the tokens and the sum of its gradient."""
+        x = self.layout
+        numbers = x.tokens * self.sizes.dim / (x.tensor if x.sequence_parallel else 1)
+        item = x.item_bytes
+        return BlockTime(self._bytes(2 * item * numbers), self._bytes(3 * item * numbers), 0.0, 4)
+
+    def head(self) -> BlockTime:
+        """The last norm, the logits and the loss."""
+        x, z = self.layout, self.sizes
+        vocab = z.vocab / x.tensor
+        matmul = Matmul(x.tokens, vocab, z.dim)
+        forward = matmul_seconds(self.device, matmul, x.dtype)
+        backward = matmul_seconds(self.device, matmul.of_input, x.dtype)
+        if not x.lora:
+            backward += matmul_seconds(self.device, matmul.of_weight, x.dtype)
+        # eager: a float32 copy, its log-softmax and the gradients of both
+        there, back = (8, 6) if x.loss == "fused" else (16, 18)
+        logits = x.tokens * vocab
+        norm = self._norm("last norm", x.tokens * z.dim)
+        time = BlockTime(
+            forward + self._bytes(there * logits) + norm.forward + launches(4),
+            backward + self._bytes(back * logits) + norm.backward + launches(8),
+            0.0,
+            12,
+        )
+        if x.tensor > 1:
+            one = self.fabric.gather_seconds(x.tokens * z.dim * x.item_bytes, x.tensor)
+            time.tensor[0] += one + 2 * self.fabric.sum_seconds(4.0 * x.tokens, x.tensor)
+            time.tensor[1] += one
+        return time
+
+
+def _in_chunks(comm_s: float, compute_s: float, size: int) -> float:
+    """The same as `beside` in `size` chunks, of which the first is sent before any matmul."""
+    return comm_s / size + beside(comm_s * (size - 1) / size, compute_s)

@@ -1,0 +1,288 @@
+"""The seconds of one training step as a sum of named terms.
+
+Computation and exposed communication of a microbatch come from layer.py; weights and gradients
+travel on a stream of their own beside the blocks, which is followed block by block; the order of a
+pipeline is timed by schedule/engine.py. A term is what would be saved if its cause took no time, in
+the order of `TERMS`, and the terms add up to the step.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torchdistpackage.predict.collectives import SLOWDOWN, Fabric
+from torchdistpackage.predict.devices import Accelerator
+from torchdistpackage.predict.kernels import memory_seconds
+from torchdistpackage.predict.layer import BlockTime, LayerCosts
+from torchdistpackage.predict.workload import StepLayout, TransformerSizes
+from torchdistpackage.schedule.costs import StageCosts
+from torchdistpackage.schedule.engine import Order, TaskGraph
+from torchdistpackage.schedule.generators import GENERATORS
+
+TERMS = (
+    "compute",
+    "recompute",
+    "exposed tensor",
+    "exposed context",
+    "exposed expert",
+    "bubble",
+    "exposed pipe",
+    "exposed data",
+    "optimizer",
+    "host and framework",
+)
+
+ADAM_BYTES = 34
+"""Bytes that AdamW reads and writes for a parameter: master weight, two means and gradient in
+float32, the new values of the first three, a bfloat16 copy, and the gradient once more for its
+norm."""
+HOST_LAUNCH_S = {"eager": 7e-6, "fused": 5e-6}
+"""Host time of a launched kernel: what PyTorch does around it, and less of it where a compiled or
+fused graph launches several in a row."""
+HOST_GRAPH_S = 1e-6
+"""The same for a recorded graph."""
+HOST_STEP_S = 10e-3
+"""A step's own: its batch, its numbers that all ranks add up, the learning rate and the log."""
+HOST_MICROBATCH_S = 0.5e-3
+"""The loop around a microbatch, in which the device waits for the first kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """The seconds of a step by term, in the order of `TERMS`."""
+
+    terms: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """The seconds of the step."""
+        return sum(self.terms.values())
+
+
+def step_time(sizes: TransformerSizes, layout: StepLayout, device: Accelerator) -> StepTime:
+    """Predict the step of a model in a layout on a device.
+
+    Raises:
+        ConfigError: a bandwidth is zero.
+    """
+    fabric = Fabric.of(device, layout.node_size, layout.network_bytes_per_s)
+    costs = LayerCosts(sizes, layout, device, fabric)
+    block, first, last = costs.block(), costs.embedding(), costs.head()
+    stages = layout.pipe * layout.chunks
+    num_blocks = sizes.layers / stages
+    stage_times = [BlockTime().plus(block, num_blocks) for _ in range(stages)]
+    stage_times[0] = stage_times[0].plus(first)
+    stage_times[-1] = stage_times[-1].plus(last)
+    data = _Data(sizes, layout, fabric, num_blocks)
+    times = layout.num_microbatches
+    if stages == 1:
+        whole = stage_times[0]
+        bubble = pipe = 0.0
+    else:
+        whole, bubble, pipe = _pipeline(stage_times, sizes, layout, fabric)
+    exposed_data = data.exposed(block, last if stages == 1 else BlockTime())
+    gpu = times * sum(whole.pass_s)
+    terms = {
+        "compute": times * (whole.forward + whole.backward),
+        "recompute": times * whole.recompute,
+        "exposed tensor": times * sum(whole.tensor),
+        "exposed context": times * sum(whole.context),
+        "exposed expert": times * sum(whole.expert),
+        "bubble": bubble,
+        "exposed pipe": pipe,
+        "exposed data": exposed_data,
+        "optimizer": _optimizer_seconds(sizes, layout, device),
+        "host and framework": _host_seconds(layout, whole.kernels, gpu),
+    }
+    return StepTime(terms)
+
+
+# -- data ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Data:
+    """Weights and gradients of one rank's blocks on their way."""
+
+    sizes: TransformerSizes
+    layout: StepLayout
+    fabric: Fabric
+    num_blocks: float
+
+    def exposed(self, block: BlockTime, last: BlockTime) -> float:
+        """What a step waits for."""
+        x = self.layout
+        if x.sharers == 1 and x.data == 1:
+            return 0.0
+        if x.zero == 3:
+            one = self._freed(block, last, self._gather(), self._reduce())
+            return (one + self._ends()) * x.num_microbatches
+        reduce, gather = self._reduce(), self._gather() if x.zero else 0.0
+        if not x.overlaps_data:
+            return self.num_blocks * (reduce + gather)
+        backward, forward = block.pass_s[1], block.pass_s[0]
+        return self._after(backward, reduce) + self._after(forward, gather)
+
+    def _stride(self) -> int:
+        """Along context FSDP shares too, so its ranks are next to the tensor ranks."""
+        return self.layout.tensor
+
+    def _ends(self) -> float:
+        """Seconds to gather the embedding and the head before all blocks, and to reduce their
+        gradients behind them: FSDP's root has both, and nothing runs beside it."""
+        x, z = self.layout, self.sizes
+        count = (1 if z.tied else 2) * z.vocab_parameters / x.tensor
+        gather = self.fabric.gather_seconds(x.weight_bytes * count, x.sharers, self._stride())
+        if x.lora:
+            return gather
+        num_bytes = x.reduce_bytes * count
+        return gather + self.fabric.gather_seconds(num_bytes, x.sharers, self._stride())
+
+    def _shares(self) -> list[tuple[float, int]]:
+        """(parameters of a block on this rank, ranks that share them): the dense ones, and those of
+        experts, which fewer ranks share."""
+        x, z = self.layout, self.sizes
+        dense = z.attention_parameters / x.tensor
+        mlp = max(z.num_experts, 1) * z.mlp_parameters / x.tensor
+        if not z.num_experts:
+            return [(dense + mlp, x.sharers)]
+        return [(dense, x.sharers), (mlp / x.expert, max(x.sharers // x.expert, 1))]
+
+    def _gather(self) -> float:
+        """Seconds to gather the weights of a block."""
+        return sum(
+            self.fabric.gather_seconds(self.layout.weight_bytes * count, ranks, self._stride())
+            for count, ranks in self._shares()
+        )
+
+    def _reduce(self) -> float:
+        """Seconds to reduce the gradients of a block, over copies of the shards as well."""
+        x, seconds = self.layout, 0.0
+        if x.lora:
+            return 0.0
+        for count, ranks in self._shares():
+            num_bytes = x.reduce_bytes * count
+            copies = max(x.data * x.context // x.sharers, 1)
+            if x.zero == 0:
+                seconds += self.fabric.sum_seconds(num_bytes, ranks, self._stride())
+                continue
+            seconds += self.fabric.gather_seconds(num_bytes, ranks, self._stride())
+            stride = self._stride() * ranks
+            seconds += self.fabric.sum_seconds(num_bytes / ranks, copies, stride)
+        return seconds
+
+    def _after(self, compute_s: float, comm_s: float) -> float:
+        """Exposed time where each block's communication may start when the block has ended."""
+        compute, sent = 0.0, 0.0
+        blocks = max(round(self.num_blocks), 1)
+        for _ in range(blocks):
+            compute += compute_s
+            sent = max(sent, compute) + comm_s
+        exposed = sent - compute
+        return exposed + max(blocks * comm_s - exposed, 0.0) * SLOWDOWN
+
+    def _freed(self, block: BlockTime, last: BlockTime, gather: float, reduce: float) -> float:
+        """Exposed time of a microbatch where a block's weights are gathered ahead by one block,
+        forward and again backward, and its gradients leave when it has ended."""
+        forward, backward = block.pass_s
+        blocks = max(round(self.num_blocks), 1)
+        there = _ahead([forward] * blocks, gather, 0.0)
+        back = _ahead([sum(last.pass_s) + backward] + [backward] * (blocks - 1), gather, reduce)
+        compute = blocks * (forward + backward) + sum(last.pass_s)
+        exposed = there + back - compute
+        return exposed + max(blocks * (2 * gather + reduce) - exposed, 0.0) * SLOWDOWN
+
+
+def _ahead(compute: list[float], gather: float, reduce: float) -> float:
+    """The end of a pass whose blocks wait for their weights, gathered one block ahead, and whose
+    gradients leave on the same stream."""
+    stream = gather
+    now, here = 0.0, stream
+    for seconds in compute:
+        start = max(now, here)
+        stream = max(stream, start) + gather  # the next block's, asked for at this one's start
+        here = stream
+        now = start + seconds
+        if reduce:
+            stream = max(stream, now) + reduce
+    # the last block asks for no further weights
+    return max(now, stream - gather if reduce else now)
+
+
+# -- pipe ------------------------------------------------------------------------------------
+
+
+def _pipeline(
+    stages: list[BlockTime], sizes: TransformerSizes, layout: StepLayout, fabric: Fabric
+) -> tuple[BlockTime, float, float]:
+    """Return what the busiest rank computes of a microbatch on all its stages, the bubble, and what
+    messages add to the step."""
+    name, m = layout.schedule, layout.num_microbatches
+    rows = layout.tokens / (layout.tensor if layout.sequence_parallel else 1)
+    num_bytes = rows * sizes.dim * layout.item_bytes
+    message = fabric.message_seconds(num_bytes, layout.tensor * layout.context * layout.data)
+    timed = min(m, _ROUNDS * layout.pipe)
+    placement, order = _order(name, layout.pipe, timed, layout.chunks)
+    of_rank = [BlockTime() for _ in range(layout.pipe)]
+    for stage, rank in enumerate(placement):
+        of_rank[rank] = of_rank[rank].plus(stages[stage])
+    busiest = max(of_rank, key=lambda each: sum(each.pass_s))
+    free = _makespan(stages, placement, order, timed, 0.0)
+    waits = _makespan(stages, placement, order, timed, message) - free
+    if m > timed:  # what messages add to each further round, beside filling the pipe
+        fewer = timed - layout.pipe
+        few = _order(name, layout.pipe, fewer, layout.chunks)
+        early = _makespan(stages, *few, fewer, message) - _makespan(stages, *few, fewer, 0.0)
+        waits += max(waits - early, 0.0) * (m - timed) / (timed - fewer)
+    return busiest, max(free - timed * sum(busiest.pass_s), 0.0), max(waits, 0.0)
+
+
+_ROUNDS = 3
+"""Rounds of a pipe whose order is timed: later microbatches add what the busiest rank computes."""
+
+
+@lru_cache(maxsize=16)
+def _order(name: str, ranks: int, m: int, chunks: int) -> tuple[tuple[int, ...], Order]:
+    """Return for each stage its rank, and for each rank its computations as numbers."""
+    schedule = GENERATORS[name](ranks, m, chunks)
+    return schedule.placement, TaskGraph(schedule.placement, m).order(schedule)
+
+
+def _makespan(
+    stages: list[BlockTime], placement: tuple[int, ...], order: Order, m: int, message: float
+) -> float:
+    forward = tuple(each.pass_s[0] for each in stages)
+    backward = tuple(each.pass_s[1] for each in stages)
+    halves = tuple(each / 2 for each in backward)
+    costs = StageCosts(forward, backward, halves, halves, (message,) * len(stages))
+    return TaskGraph(placement, m, costs).makespan(order)
+
+
+# -- the rest --------------------------------------------------------------------------------
+
+
+def _optimizer_seconds(sizes: TransformerSizes, layout: StepLayout, device: Accelerator) -> float:
+    """AdamW on what this rank updates."""
+    x, z = layout, sizes
+    stages = x.pipe
+    experts = z.layers * z.num_experts * z.mlp_parameters
+    dense = z.parameters - experts
+    held = dense / (x.tensor * stages) + experts / (x.tensor * stages * x.expert)
+    if x.lora:
+        wide = 2 * (z.heads + z.kv_heads) * z.head_dim + 2 * z.dim + 3 * (z.dim + z.hidden)
+        held = z.layers * x.lora * wide / (x.tensor * stages)
+    sharers = x.sharers if x.zero else 1
+    if z.num_experts and x.zero:
+        held = dense / (x.tensor * stages * sharers)
+        held += experts / (x.tensor * stages * max(sharers, x.expert))
+        sharers = 1
+    return memory_seconds(device, ADAM_BYTES * held / sharers)
+
+
+def _host_seconds(layout: StepLayout, kernels: float, gpu_s: float) -> float:
+    """What the device waits for its host: a step's own work, and launches that the host makes more
+    slowly than the device runs them."""
+    each = HOST_GRAPH_S if layout.graphs else HOST_LAUNCH_S[layout.kernels]
+    host = layout.num_microbatches * kernels * each
+    loop = layout.num_microbatches * HOST_MICROBATCH_S
+    return HOST_STEP_S + loop + max(host - gpu_s, 0.0)

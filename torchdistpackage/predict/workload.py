@@ -1,0 +1,169 @@
+"""The run whose step is predicted: a transformer's sizes, and how its work is shared and repeated.
+
+These are plain numbers, so that a published run of any library can be written down beside a plan of
+ours. The rule: a field says what the run does, never how long anything takes.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torchdistpackage.errors import ConfigError
+
+Recompute = Literal["none", "attention", "elementwise", "matmuls", "blocks"]
+"""What the backward computes again. attention: scores and values of unfused attention
+(Megatron-LM's selective recompute). elementwise: norms and activations. matmuls: these and every
+second matmul (torchtitan's selective recompute by operation). blocks: the forward of whole
+blocks."""
+
+Kernels = Literal["eager", "fused"]
+"""fused: of norms, rotary positions, activations and loss each is one kernel, as torch.compile,
+Transformer Engine and Megatron-LM have them. eager: one kernel an operation of PyTorch."""
+
+AttentionKernel = Literal["unfused", "flash2", "flash3"]
+"""flash3 stands for every kernel made for Hopper or later, that of cuDNN too."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerSizes:
+    """A decoder's sizes. hidden: width of an MLP, or of each expert. gated: the MLP has three
+    matmuls. num_experts: 0 for a dense model; each token goes to top_k of them. window: tokens that
+    `window_share` of the blocks attend to; 0: all."""
+
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    vocab: int
+    gated: bool = True
+    norm: Literal["rms", "layer"] = "rms"
+    rotary: bool = True
+    num_experts: int = 0
+    top_k: int = 1
+    tied: bool = False
+    window: int = 0
+    window_share: float = 0.0
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of a block's attention."""
+        return 2 * self.dim * self.head_dim * (self.heads + self.kv_heads)
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Parameters of one MLP or one expert."""
+        return (3 if self.gated else 2) * self.dim * self.hidden
+
+    @property
+    def vocab_parameters(self) -> int:
+        """Parameters of the embedding, and of the head where it has its own."""
+        return self.vocab * self.dim
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model, norms and biases left out."""
+        block = self.attention_parameters + max(self.num_experts, 1) * self.mlp_parameters
+        return self.layers * block + (1 if self.tied else 2) * self.vocab_parameters
+
+    def attended(self, seq_len: int) -> float:
+        """Return the mean number of tokens that a token attends to under a causal mask."""
+        full = seq_len / 2
+        if not self.window or self.window >= seq_len:
+            return full
+        return (1 - self.window_share) * full + self.window_share * self.window
+
+    def model_flops(self, seq_len: int) -> float:
+        """Floating-point operations of forward and backward for a token, attention in full, as in
+        PaLM (arXiv:2204.02311, appendix B)."""
+        block = self.attention_parameters + self.top_k * self.mlp_parameters
+        block += self.num_experts * self.dim
+        attention = 12 * self.heads * self.head_dim * seq_len
+        return self.layers * (6.0 * block + attention) + 6 * self.vocab_parameters
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """How the ranks share a step and what the software does.
+
+    ranks: in all; data ranks are what tensor, pipe and context leave. expert: data ranks that share
+    the experts. micro_batch, num_microbatches: sequences at a time and how often, on each data
+    rank. zero: stage of ZeRO; 3 frees weights after use, as FSDP does. shard: data ranks that share
+    what ZeRO splits, the others hold copies (HSDP); 0: all. chunks: stages of a pipe rank.
+    weight_bytes, reduce_bytes: of a weight that is gathered and of a gradient that is reduced.
+    recompute_share: of the blocks that `recompute` is applied to. stops_early: recomputation ends
+    at the last tensor that the backward needs, as torch.utils.checkpoint does without reentry.
+    lora: rank of adapters on all linear layers, the rest is frozen; 0: all is trained.
+    kernels, loss: of the blocks, and of the loss.
+    overlaps_data: gradients and weights travel while the ranks compute. tensor_overlap: the same
+    for matmuls of tensor ranks, in chunks. dedups: a token goes once to a rank that has several of
+    its experts. graphs: the host replays recorded launches.
+    """
+
+    ranks: int
+    seq_len: int
+    micro_batch: int
+    num_microbatches: int
+    tensor: int = 1
+    pipe: int = 1
+    chunks: int = 1
+    context: int = 1
+    expert: int = 1
+    zero: int = 0
+    shard: int = 0
+    schedule: str = "1f1b"
+    sequence_parallel: bool = False
+    tensor_overlap: bool = False
+    overlaps_data: bool = True
+    recompute: Recompute = "none"
+    recompute_share: float = 1.0
+    stops_early: bool = True
+    float8: bool = False
+    dtype: str = "bfloat16"
+    weight_bytes: float = 2
+    reduce_bytes: float = 4
+    kernels: Kernels = "fused"
+    loss: Kernels = "fused"
+    attention: AttentionKernel = "flash2"
+    dropout: bool = False
+    lora: int = 0
+    dedups: bool = False
+    joins: bool = False
+    graphs: bool = False
+    node_size: int = 0
+    network_bytes_per_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        model = self.tensor * self.pipe * self.context
+        if min(self.ranks, self.seq_len, self.micro_batch, self.num_microbatches, model) < 1:
+            raise ConfigError("a layout needs 1 or more of ranks, tokens, sequences and degrees")
+        if self.ranks % model:
+            raise ConfigError(
+                f"tensor={self.tensor} x pipe={self.pipe} x context={self.context} does not divide "
+                f"{self.ranks} ranks; use a multiple of {model} ranks"
+            )
+
+    @property
+    def data(self) -> int:
+        """Replicas of the model."""
+        return self.ranks // (self.tensor * self.pipe * self.context)
+
+    @property
+    def sharers(self) -> int:
+        """Ranks that share what ZeRO splits: FSDP counts those along context as well."""
+        return min(self.shard or self.data * self.context, self.data * self.context)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch on one rank."""
+        return self.micro_batch * self.seq_len // self.context
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step on all ranks."""
+        return self.data * self.num_microbatches * self.micro_batch * self.seq_len
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an activation."""
+        return {"float64": 8, "float32": 4, "tfloat32": 4}.get(self.dtype, 2)
