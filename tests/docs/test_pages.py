@@ -51,6 +51,7 @@ def test_what_is_to_be_touched_for_something_new_is_there():
         "GENERATORS",
         "TWO_CHUNKS",
         "ZERO_OF",
+        *("DEVICES", "ROWS"),
         "WAYS",
         "OPERATIONS",
         *("SCHEDULE_ARGS", "OPTIMIZERS"),
@@ -63,6 +64,7 @@ def test_what_is_to_be_touched_for_something_new_is_there():
         "MISTAKES",
     ]
     homes_of_tables = (
+        *("torchdistpackage/predict/devices.py", "torchdistpackage/predict/published.py"),
         *("torchdistpackage/schedule/generators.py", "torchdistpackage/cli/main.py"),
         *("torchdistpackage/cli/checkpoint.py", "tests/train/test_parity.py"),
         *("torchdistpackage/comm/collective_table.py", "tests/parallel/context/test_attention.py"),

@@ -4,6 +4,12 @@ calls       what a rank sends in a step, call by call; counted by models/layer_c
             train/traffic.
 links       the time of a message or a collective by its bytes (`LinkModel`), and the line through
             measured times.
+devices     accelerators with the numbers of their data sheets; fitting has the few that are fitted.
+workload    a transformer and a layout as numbers, whatever library runs them.
+kernels     the time of a matmul, of attention and of element-wise work; collectives that of links.
+layer       the operations of a block, there and back, and what its ranks wait for.
+step        the seconds of a step as a sum of named terms (`step_time`).
+published   steps that others measured, beside their predictions on the page of error_table.
 
 Orders of a pipeline are timed by schedule/engine, of which simulation, synthesis and cuts are three
 readers. A placed program has no order of its own but the program's, and nodes in place of stages:

@@ -1,0 +1,156 @@
+"""The predicted step: terms add up, and a better device or fewer bytes never make it slower."""
+
+from dataclasses import replace
+
+import pytest
+
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.predict.collectives import Fabric
+from torchdistpackage.predict.devices import DEVICES, find_device
+from torchdistpackage.predict.kernels import Matmul, matmul_seconds
+from torchdistpackage.predict.layer import LayerCosts
+from torchdistpackage.predict.published import LLAMA3_8B, QWEN3_30B
+from torchdistpackage.predict.step import TERMS, step_time
+from torchdistpackage.predict.workload import StepLayout
+from torchdistpackage.schedule.costs import StageCosts
+from torchdistpackage.schedule.engine import simulate
+from torchdistpackage.schedule.generators import GENERATORS
+
+PIPE = StepLayout(
+    32, 4096, 1, 8, tensor=2, pipe=4, chunks=2, schedule="interleaved", zero=1, recompute="blocks"
+)
+CASES = {
+    "fsdp": (LLAMA3_8B, StepLayout(64, 8192, 1, 2, zero=3, recompute="matmuls")),
+    "ddp": (LLAMA3_8B, StepLayout(16, 2048, 2, 2, float8=True)),
+    "pipe": (LLAMA3_8B, PIPE),
+    "zero bubble": (LLAMA3_8B, replace(PIPE, chunks=1, schedule="zb-h1")),
+    "context": (
+        LLAMA3_8B,
+        StepLayout(16, 65536, 1, 2, context=8, tensor=2, sequence_parallel=True),
+    ),
+    "experts": (QWEN3_30B, StepLayout(16, 4096, 2, 2, expert=16, zero=2, attention="flash3")),
+    "adapters": (LLAMA3_8B, StepLayout(8, 4096, 2, 2, tensor=4, tensor_overlap=True, lora=16)),
+    "eager": (LLAMA3_8B, StepLayout(8, 2048, 1, 2, zero=3, kernels="eager", attention="unfused")),
+}
+H100 = DEVICES["h100-sxm"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_terms_are_named_and_not_negative(name: str) -> None:
+    terms = step_time(*CASES[name], H100).terms
+    assert tuple(terms) == TERMS
+    assert all(seconds >= 0 for seconds in terms.values()) and terms["compute"] > 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_terms_of_a_pipe_add_up_to_its_simulated_end(schedule: str) -> None:
+    layout = replace(PIPE, chunks=1, schedule=schedule)
+    time = step_time(LLAMA3_8B, layout, H100)
+    costs = LayerCosts(LLAMA3_8B, layout, H100, Fabric.of(H100))
+    stages = [costs.block().plus(costs.block(), 7) for _ in range(4)]
+    stages[0], stages[-1] = stages[0].plus(costs.embedding()), stages[-1].plus(costs.head())
+    forward, backward = zip(*(each.pass_s for each in stages), strict=True)
+    message = Fabric.of(H100).message_seconds(4096 * 4096 * 2, 8)
+    halves = tuple(each / 2 for each in backward)
+    end = simulate(
+        GENERATORS[schedule](4, 8, 1),
+        StageCosts(forward, backward, halves, halves, (message,) * 4),
+    ).total
+    others = ("exposed data", "optimizer", "host and framework")
+    assert time.total - sum(time.terms[x] for x in others) == pytest.approx(end, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_better_device_never_makes_a_step_slower(name: str) -> None:
+    sizes, layout = CASES[name]
+    before = step_time(sizes, layout, H100).total
+    for factor in (1.1, 1.7, 3.0):
+        better = (
+            replace(H100, peaks={x: rate * factor for x, rate in H100.peaks.items()}),
+            replace(H100, memory_bytes_per_s=factor * H100.memory_bytes_per_s),
+            replace(H100, node_bytes_per_s=factor * H100.node_bytes_per_s),
+            replace(H100, network_bytes_per_s=factor * H100.network_bytes_per_s),
+        )
+        for device in better:
+            assert step_time(sizes, layout, device).total <= before * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fewer_bytes_never_make_a_step_slower(name: str) -> None:
+    sizes, layout = CASES[name]
+    before = step_time(sizes, layout, H100).total
+    fewer = replace(layout, weight_bytes=1), replace(layout, reduce_bytes=2)
+    for changed in fewer:
+        assert step_time(sizes, changed, H100).total <= before * (1 + 1e-9)
+
+
+def test_halves_of_a_symmetric_pipe_take_the_same() -> None:
+    """Blocks alone, twice as many on twice as many ranks: each rank does what it did."""
+    bare = replace(LLAMA3_8B, vocab=0)
+    one = StepLayout(1, 4096, 1, 8)
+    half = step_time(replace(bare, layers=16), one, H100).terms
+    both = step_time(bare, replace(one, ranks=2, pipe=2), H100).terms
+    # the rank of a pipe that is compared may also hold an end, whose work without a vocabulary is
+    # the norm and the look-up
+    assert both["compute"] == pytest.approx(half["compute"], rel=0.01)
+    assert both["bubble"] == pytest.approx(half["compute"] / 8, rel=0.02)
+
+
+def test_recomputed_blocks_cost_a_forward_without_the_last_matmul() -> None:
+    layout = StepLayout(1, 4096, 1, 1, recompute="blocks")
+    block = LayerCosts(LLAMA3_8B, layout, H100, Fabric.of(H100)).block()
+    whole = replace(layout, stops_early=False)
+    assert block.recompute < block.forward
+    again = LayerCosts(LLAMA3_8B, whole, H100, Fabric.of(H100)).block()
+    assert again.recompute == pytest.approx(again.forward)
+
+
+def test_a_matmul_has_the_rate_of_the_device_at_most() -> None:
+    for size in (64, 1000, 4096, 16384):
+        matmul = Matmul(size, size, size)
+        rate = matmul.flops / matmul_seconds(H100, matmul, "bfloat16")
+        assert rate <= H100.peak("bfloat16") * H100.fit.matmul
+    assert rate > 0.9 * H100.peak("bfloat16") * H100.fit.matmul
+
+
+def test_a_group_between_nodes_uses_the_cards_of_its_devices() -> None:
+    fabric = Fabric.of(H100)
+    num_bytes = 1e9
+    inside = fabric.gather_seconds(num_bytes, 8)
+    assert inside < fabric.gather_seconds(num_bytes, 64) < fabric.gather_seconds(num_bytes, 8, 8)
+    # one device a node has one card, eight have eight
+    ratio = fabric.gather_seconds(num_bytes, 64, 8) / fabric.gather_seconds(num_bytes, 64)
+    assert 5 < ratio < 9
+    # a small sum goes by a tree
+    assert fabric.sum_seconds(8, 512) < 2 * fabric.ring(512, 1)[0] / 2
+
+
+def test_devices_are_found_by_the_names_that_clusters_give() -> None:
+    assert find_device("H100") is H100 and find_device("nvidia_h100_sxm") is H100
+    assert find_device("NVIDIA-A100-80GB").name == "a100"
+    with pytest.raises(ConfigError, match="no device 'v100' is known; name one of a100, h100-sxm"):
+        find_device("v100")
+
+
+def test_every_device_says_its_numbers_and_their_source() -> None:
+    for device in DEVICES.values():
+        numbers = (
+            *device.peaks.values(),
+            device.memory_bytes_per_s,
+            device.memory_bytes,
+            device.node_bytes_per_s,
+            device.network_bytes_per_s,
+            device.cores,
+        )
+        assert min(numbers) > 0 and device.source
+        assert all(0 < share < 1 for share in (device.fit.matmul, device.fit.memory))
+
+
+def test_a_link_without_bandwidth_is_named() -> None:
+    with pytest.raises(ConfigError, match="h100-sxm has links of 0 and"):
+        step_time(*CASES["fsdp"], replace(H100, node_bytes_per_s=0.0))
+
+
+def test_a_layout_that_does_not_fit_its_ranks_is_named() -> None:
+    with pytest.raises(ConfigError, match="does not divide 6 ranks; use a multiple of 4 ranks"):
+        StepLayout(6, 128, 1, 1, tensor=4)

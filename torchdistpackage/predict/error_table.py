@@ -1,0 +1,158 @@
+"""Every published step beside its prediction, as the page docs/predicted_steps.md shows them.
+
+The rule: what the page says is computed here, from published.py and devices.py alone, so a change
+of the model changes the page, and a test holds that it is up to date.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torchdistpackage.predict.devices import DEVICES, Accelerator
+from torchdistpackage.predict.published import ROWS, SOURCES, PublishedStep, is_checked
+from torchdistpackage.predict.step import StepTime, step_time
+
+MEAN_BAR, WORST_BAR, UNFITTED_BAR = 0.05, 0.10, 0.15
+"""What the errors of rows marked "check" are to stay below: their mean and the worst on a fitted
+device, and each on another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A published step and its prediction."""
+
+    row: PublishedStep
+    predicted: StepTime
+
+    @property
+    def device(self) -> Accelerator:
+        return DEVICES[self.row.device]
+
+    @property
+    def error(self) -> float:
+        """Predicted over published, less one."""
+        return self.predicted.total / self.row.seconds - 1
+
+
+@lru_cache(maxsize=1)
+def compare() -> tuple[Comparison, ...]:
+    """Predict each published step."""
+    return tuple(Comparison(x, step_time(x.sizes, x.layout, DEVICES[x.device])) for x in ROWS)
+
+
+def mean_and_worst(found: Iterable[Comparison]) -> tuple[float, float]:
+    """Return the mean and the largest absolute error; zeros for no rows."""
+    errors = [abs(each.error) for each in found]
+    return (sum(errors) / len(errors), max(errors)) if errors else (0.0, 0.0)
+
+
+def table() -> str:
+    """Return the generated part of the page."""
+    found = compare()
+    return "\n\n".join((_summary(found), _rows(found), _devices(), _sources(found))) + "\n"
+
+
+def _summary(found: tuple[Comparison, ...]) -> str:
+    lines = ["## Errors", "", "| rows | number | mean | worst | bar |", "|---|---|---|---|---|"]
+    check = [each for each in found if each.row.use == "check"]
+    fitted = [each for each in check if each.device.is_fitted]
+    kinds = (
+        ("fit", [each for each in found if each.row.use == "fit"], "none"),
+        (
+            "check, on a fitted device",
+            fitted,
+            f"mean {MEAN_BAR:.0%}, worst {WORST_BAR:.0%}",
+        ),
+        (
+            "check, on a device without a fit",
+            [each for each in check if not each.device.is_fitted],
+            f"worst {UNFITTED_BAR:.0%}",
+        ),
+    )
+    for name, rows, bar in kinds:
+        mean, worst = mean_and_worst(rows)
+        lines.append(f"| {name} | {len(rows)} | {mean:.1%} | {worst:.1%} | {bar} |")
+    beyond = [each for each in check if abs(each.error) > _bar(each)]
+    names = ", ".join(f"{each.row.number} ({each.error:+.0%})" for each in beyond)
+    rest = mean_and_worst(each for each in fitted if abs(each.error) <= WORST_BAR)
+    lines += [
+        "",
+        f"Missed: {names or 'none'}. The other check rows on fitted devices have a mean of "
+        f"{rest[0]:.1%} and a worst of {rest[1]:.1%}.",
+    ]
+    return "\n".join(lines)
+
+
+def _bar(each: Comparison) -> float:
+    return WORST_BAR if each.device.is_fitted else UNFITTED_BAR
+
+
+def _rows(found: Iterable[Comparison]) -> str:
+    lines = [
+        "## Rows",
+        "",
+        "Seconds of a step. A term below a hundredth of the step is left out.",
+        "",
+        "| # | use | run | device | published | predicted | error | terms |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for each in found:
+        row, total = each.row, each.predicted.total
+        terms = (f"{k} {v:.3g}" for k, v in each.predicted.terms.items() if v >= total / 100)
+        cells = (
+            row.number,
+            row.use,
+            row.title,
+            row.device,
+            f"{row.seconds:.4g}",
+            f"{total:.4g}",
+            f"{round(each.error, 3) + 0.0:+.1%}",
+            ", ".join(terms),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _devices() -> str:
+    lines = [
+        "## Devices",
+        "",
+        "Dense TFLOP/s, memory in TB/s and GB, links in GB/s of one direction. The fit is the "
+        "share of the peak, of the memory's and of the links' bandwidth; one in brackets is "
+        "borrowed from a fitted device.",
+        "",
+        "| name | device | bfloat16 | float8 | memory | size | in a node | network | fit | "
+        "checked | source |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for each in DEVICES.values():
+        fit = f"{each.fit.matmul:.2f}, {each.fit.memory:.2f}, {each.fit.link:.2f}"
+        float8 = f"{each.peaks['float8'] / 1e12:,.0f}" if "float8" in each.peaks else "none"
+        cells = (
+            f"`{each.name}`",
+            each.title,
+            f"{each.peak('bfloat16') / 1e12:,.0f}",
+            float8,
+            f"{each.memory_bytes_per_s / 1e12:.3g}",
+            f"{each.memory_bytes / 1e9:.0f}",
+            f"{each.node_bytes_per_s / 1e9:.0f} x {each.node_size}",
+            f"{each.network_bytes_per_s / 1e9:.0f}",
+            fit if each.is_fitted else f"({fit})",
+            "yes" if is_checked(each.name) else "not checked",
+            each.source,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _sources(found: tuple[Comparison, ...]) -> str:
+    lines = ["## Sources", ""]
+    for key, text in SOURCES.items():
+        numbers = [each.row.number for each in found if each.row.source == key]
+        lines.append(f"- {text}: {', '.join(numbers)}.")
+    assumed: dict[str, list[str]] = {}
+    for each in found:
+        if each.row.assumed:
+            assumed.setdefault(each.row.assumed, []).append(each.row.number)
+    lines += [f"- Assumed in {', '.join(rows)}: {text}." for text, rows in assumed.items()]
+    return "\n".join(lines)

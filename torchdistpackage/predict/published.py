@@ -1,0 +1,484 @@
+"""Published steps as data: what ran where, how long a step took, and who says so.
+
+Rows marked "fit" may be used to fit the constants of a device (`Fit` in devices.py); rows marked
+"check" are predicted and printed alone. The rule: a row holds what its source prints or what the
+recipe that it names says, and `assumed` says what neither does.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torchdistpackage.predict.workload import StepLayout, TransformerSizes
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedStep:
+    """One published step. number: of the row, with a letter where a row has several steps.
+
+    seconds: printed, or from tokens per second. assumed: what no source says; "" if nothing.
+    """
+
+    number: str
+    use: Literal["fit", "check"]
+    title: str
+    device: str
+    sizes: TransformerSizes
+    layout: StepLayout
+    seconds: float
+    source: str
+    assumed: str = ""
+
+
+SOURCES = {
+    "A": "Korthikanti et al. 2022 (arXiv:2205.05198), table 5",
+    "B": "NVIDIA-NeMo/Automodel, docs/performance-summary.mdx and examples/llm_benchmark",
+    "E": "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md",
+    "F": "mosaicml/llm-foundry, scripts/train/benchmarking/README.md",
+    "G": "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md and -archive.md",
+    "I": "foundation-model-stack/fms-fsdp, README.md",
+    "R": "PrimeIntellect-ai/prime-rl, benchmarks/baselines",
+}
+
+
+def _megatron(layers: int, dim: int, heads: int) -> TransformerSizes:
+    """The sizes of a GPT of Megatron-LM."""
+    width = dim // heads
+    return TransformerSizes(
+        layers,
+        dim,
+        heads,
+        heads,
+        width,
+        4 * dim,
+        51200,
+        gated=False,
+        norm="layer",
+        rotary=False,
+        tied=True,
+    )
+
+
+def _mpt(layers: int, dim: int, heads: int) -> TransformerSizes:
+    """The sizes of a model of llm-foundry."""
+    width = dim // heads
+    return TransformerSizes(
+        layers,
+        dim,
+        heads,
+        heads,
+        width,
+        4 * dim,
+        50432,
+        gated=False,
+        norm="layer",
+        rotary=False,
+        tied=True,
+    )
+
+
+LLAMA2_7B = TransformerSizes(32, 4096, 32, 32, 128, 11008, 32000)
+LLAMA2_34B = TransformerSizes(48, 8192, 64, 8, 128, 22016, 32000)
+LLAMA3_8B = TransformerSizes(32, 4096, 32, 8, 128, 14336, 128256)
+LLAMA3_70B = TransformerSizes(80, 8192, 64, 8, 128, 28672, 128256)
+LLAMA3_405B = TransformerSizes(126, 16384, 128, 8, 128, 53248, 128256)
+QWEN3_06B = TransformerSizes(28, 1024, 16, 8, 128, 3072, 151936, tied=True)
+QWEN3_30B = TransformerSizes(48, 2048, 32, 4, 128, 768, 151936, num_experts=128, top_k=8)
+GPT_OSS = TransformerSizes(
+    36, 2880, 64, 8, 64, 2880, 201088, num_experts=128, top_k=4, window=128, window_share=0.5
+)
+
+
+def _korthikanti(
+    number: str,
+    use: Literal["fit", "check"],
+    title: str,
+    sizes: TransformerSizes,
+    degrees: tuple[int, int, int],
+    batch: tuple[int, int],
+    seconds: tuple[float, float],
+) -> list[PublishedStep]:
+    """Selective recomputation with sequence parallelism, and full without. degrees: GPUs, pipe,
+    chunks. batch: sequences at a time, and how often."""
+    ranks, pipe, chunks = degrees
+    rows: list[PublishedStep] = []
+    for letter, text, seconds_of in zip("ab", ("selective", "full"), seconds, strict=True):
+        is_selective = text == "selective"
+        layout = StepLayout(
+            ranks,
+            2048,
+            *batch,
+            tensor=8,
+            pipe=pipe,
+            chunks=chunks,
+            schedule="interleaved" if chunks > 1 else "1f1b",
+            sequence_parallel=is_selective,
+            recompute="attention" if is_selective else "blocks",
+            stops_early=False,
+            attention="unfused",
+            dropout=True,
+            joins=True,
+        )
+        rows.append(
+            PublishedStep(
+                f"{number}{letter}",
+                use,
+                f"{title}, {text} recompute",
+                "a100",
+                sizes,
+                layout,
+                seconds_of,
+                "A",
+            )
+        )
+    return rows
+
+
+def _fsdp(ranks: int, seq_len: int, micro_batch: int, times: int = 1, **more: object) -> StepLayout:
+    """A layout of FSDP, with PyTorch's own loss unless it says otherwise."""
+    given = {"loss": "eager", **more}
+    return StepLayout(ranks, seq_len, micro_batch, times, zero=3, **given)  # type: ignore[arg-type]
+
+
+def _tokens_s(batch: int, seq_len: int, tokens: float, ranks: int) -> float:
+    """Seconds of a step from tokens per second and GPU."""
+    return batch * seq_len / (tokens * ranks)
+
+
+_TITAN = _fsdp(8, 8192, 2, recompute="matmuls", loss="fused")
+_AUTO_LORA = "TP2, FSDP, recompute blocks, asynchronous TP"
+_HALF = "the share of recomputed blocks: one half"
+
+ROWS: tuple[PublishedStep, ...] = (
+    *_korthikanti("1", "check", "22B", _megatron(48, 6144, 64), (8, 1, 1), (4, 1), (1.10, 1.42)),
+    *_korthikanti(
+        "2", "fit", "GPT-3 175B", _megatron(96, 12288, 96), (64, 8, 3), (1, 64), (13.75, 18.13)
+    ),
+    *_korthikanti(
+        "3", "check", "530B", _megatron(105, 20480, 128), (280, 35, 3), (1, 280), (37.83, 49.05)
+    ),
+    *_korthikanti(
+        "4", "check", "1T", _megatron(128, 25600, 160), (512, 64, 1), (1, 512), (71.49, 94.42)
+    ),
+    PublishedStep(
+        "5",
+        "fit",
+        "Llama-3 70B, FSDP32 CP2",
+        "h100-sxm",
+        LLAMA3_70B,
+        _fsdp(64, 8192, 1, 4, context=2, recompute="blocks"),
+        18.90,
+        "B",
+    ),
+    PublishedStep(
+        "9",
+        "check",
+        "Qwen3-30B-A3B, EP8 FSDP8",
+        "h100-sxm",
+        QWEN3_30B,
+        _fsdp(8, 4096, 4, 16, expert=8, recompute="blocks", attention="flash3", dedups=True),
+        21.77,
+        "B",
+    ),
+    *(
+        PublishedStep(
+            f"13{letter}",
+            "check",
+            f"Llama-3 70B LoRA, {_AUTO_LORA}, {ranks} GPUs",
+            "h100-sxm",
+            LLAMA3_70B,
+            _fsdp(
+                ranks,
+                4096,
+                2,
+                times,
+                tensor=2,
+                sequence_parallel=True,
+                tensor_overlap=True,
+                recompute="blocks",
+                attention="flash3",
+                lora=16,
+            ),
+            seconds,
+            "B",
+        )
+        for letter, ranks, times, seconds in (("a", 8, 4, 15.00), ("b", 16, 2, 8.32))
+    ),
+    PublishedStep(
+        "24a",
+        "check",
+        "Llama-3.1 8B, FSDP8, eager",
+        "h100-500w",
+        LLAMA3_8B,
+        _fsdp(8, 8192, 2, recompute="matmuls", kernels="eager"),
+        2.84,
+        "E",
+    ),
+    PublishedStep(
+        "24b", "check", "Llama-3.1 8B, FSDP8, compiled", "h100-500w", LLAMA3_8B, _TITAN, 2.46, "E"
+    ),
+    *(
+        PublishedStep(
+            f"28{letter}",
+            "check",
+            f"MPT-30B, FSDP{ranks}, recompute blocks",
+            "h100-sxm",
+            _mpt(48, 7168, 64),
+            _fsdp(ranks, 2048, 8, recompute="blocks", kernels="eager"),
+            seconds,
+            "F",
+        )
+        for letter, ranks, seconds in (("a", 128, 7.45), ("b", 512, 7.74))
+    ),
+    *(
+        PublishedStep(
+            f"29{letter}",
+            "fit",
+            f"MPT-7B, FSDP{ranks}",
+            "h100-sxm",
+            _mpt(32, 4096, 32),
+            _fsdp(ranks, 2048, 6, kernels="eager"),
+            seconds,
+            "F",
+        )
+        for letter, ranks, seconds in (("a", 8, 1.15), ("b", 128, 1.17), ("c", 512, 1.27))
+    ),
+    PublishedStep(
+        "40",
+        "fit",
+        "Llama-2 7B, HSDP, compiled",
+        "a100",
+        LLAMA2_7B,
+        _fsdp(128, 4096, 2, shard=8, reduce_bytes=2, network_bytes_per_s=6.25e9),
+        1.800,
+        "I",
+    ),
+    PublishedStep(
+        "41a",
+        "check",
+        "Llama-2 34B, FSDP128, selective recompute",
+        "a100",
+        LLAMA2_34B,
+        _fsdp(
+            128,
+            4096,
+            2,
+            reduce_bytes=2,
+            network_bytes_per_s=6.25e9,
+            recompute="blocks",
+            recompute_share=0.5,
+        ),
+        9.990,
+        "I",
+        _HALF,
+    ),
+    PublishedStep(
+        "41b",
+        "check",
+        "Llama-2 34B, FSDP96, selective recompute",
+        "h100-sxm",
+        LLAMA2_34B,
+        _fsdp(
+            96,
+            4096,
+            2,
+            reduce_bytes=2,
+            network_bytes_per_s=12.5e9,
+            recompute="blocks",
+            recompute_share=0.5,
+        ),
+        4.477,
+        "I",
+        _HALF,
+    ),
+    PublishedStep(
+        "42",
+        "check",
+        "Llama-3.1 8B, FSDP8, compiled, float8",
+        "h100-500w",
+        LLAMA3_8B,
+        _fsdp(8, 8192, 2, recompute="matmuls", float8=True, loss="fused"),
+        1.92,
+        "E",
+    ),
+    *(
+        PublishedStep(
+            f"43{letter}",
+            "check",
+            f"Llama-3.1 70B, FSDP32 TP8, recompute blocks, float8{text}",
+            "h100-500w",
+            LLAMA3_70B,
+            _fsdp(
+                256,
+                8192,
+                16,
+                tensor=8,
+                sequence_parallel=True,
+                tensor_overlap=bool(text),
+                recompute="blocks",
+                float8=True,
+                loss="fused",
+            ),
+            seconds,
+            "E",
+        )
+        for letter, text, seconds in (("a", "", 20.23), ("b", ", asynchronous TP", 17.39))
+    ),
+    PublishedStep(
+        "44",
+        "check",
+        "Llama-3 70B SFT, TP4 PP4 VP5, float8",
+        "h100-sxm",
+        LLAMA3_70B,
+        StepLayout(
+            32,
+            4096,
+            1,
+            16,
+            tensor=4,
+            pipe=4,
+            chunks=5,
+            schedule="interleaved",
+            zero=1,
+            reduce_bytes=2,
+            sequence_parallel=True,
+            tensor_overlap=True,
+            float8=True,
+            attention="flash3",
+            joins=True,
+        ),
+        2.50,
+        "G",
+    ),
+    *(
+        PublishedStep(
+            f"45{letter}",
+            "check",
+            f"GPT-OSS 120B, PP4 EP8, batch {batch}",
+            "h100-sxm",
+            GPT_OSS,
+            StepLayout(
+                64,
+                4096,
+                1,
+                batch // 16,
+                pipe=4,
+                expert=8,
+                zero=1,
+                recompute="elementwise",
+                attention="flash3",
+                joins=True,
+            ),
+            seconds,
+            "G",
+        )
+        for letter, batch, seconds in (("a", 1280, 13.67), ("b", 512, 5.82))
+    ),
+    *(
+        PublishedStep(
+            f"46{letter}",
+            "check",
+            f"Qwen3-0.6B SFT, recompute blocks, {seq_len} tokens",
+            "h100-sxm",
+            QWEN3_06B,
+            _fsdp(1, seq_len, 1, 2, recompute="blocks", attention="flash3"),
+            seconds,
+            "R",
+        )
+        for letter, seq_len, seconds in (("a", 8192, 0.6225), ("b", 16384, 1.2819))
+    ),
+    PublishedStep(
+        "47",
+        "check",
+        "Llama-3 8B LoRA",
+        "h100-sxm",
+        LLAMA3_8B,
+        _fsdp(1, 4096, 2, 16, attention="flash3", lora=16),
+        10.51,
+        "B",
+    ),
+    # Rows of cards beyond A100 and H100, of which none is fitted.
+    *(
+        PublishedStep(
+            f"{device}-8b",
+            "check",
+            "Llama-3 8B, float8",
+            device,
+            LLAMA3_8B,
+            StepLayout(
+                8, 8192, 2, 8, zero=1, float8=True, attention="flash3", joins=True, graphs=True
+            ),
+            _tokens_s(128, 8192, tokens, 8),
+            "G",
+        )
+        for device, tokens in (("b200", 30624), ("gb200", 31508), ("gb300", 37556))
+    ),
+    *(
+        PublishedStep(
+            f"{device}-405b",
+            "check",
+            f"Llama-3.1 405B, TP{tensor} PP{pipe} CP{context} VP{chunks}, float8",
+            device,
+            LLAMA3_405B,
+            StepLayout(
+                ranks,
+                8192,
+                1,
+                batch * tensor * pipe * context // ranks,
+                tensor=tensor,
+                pipe=pipe,
+                chunks=chunks,
+                context=context,
+                schedule="interleaved",
+                zero=1,
+                sequence_parallel=True,
+                tensor_overlap=True,
+                float8=True,
+                attention="flash3",
+                joins=True,
+            ),
+            _tokens_s(batch, 8192, tokens, ranks),
+            "G",
+        )
+        for device, ranks, batch, tensor, pipe, context, chunks, tokens in (
+            ("b200", 128, 64, 4, 8, 2, 8, 661),
+            ("gb200", 256, 1536, 4, 16, 1, 4, 813),
+            ("gb300", 256, 1536, 2, 8, 2, 4, 999),
+        )
+    ),
+    PublishedStep(
+        "b300-30b",
+        "check",
+        "Qwen3-30B-A3B, EP8, float8",
+        "b300",
+        QWEN3_30B,
+        StepLayout(
+            8,
+            4096,
+            8,
+            8,
+            expert=8,
+            zero=1,
+            float8=True,
+            attention="flash3",
+            joins=True,
+            graphs=True,
+        ),
+        _tokens_s(512, 4096, 29521, 8),
+        "G",
+    ),
+    PublishedStep(
+        "b300-120b",
+        "check",
+        "GPT-OSS 120B, EP64",
+        "b300",
+        GPT_OSS,
+        StepLayout(64, 4096, 4, 5, expert=64, zero=1, attention="flash3", joins=True),
+        _tokens_s(1280, 4096, 8359, 64),
+        "G",
+    ),
+)
+
+
+def is_checked(device: str) -> bool:
+    """Whether a published step stands beside the predictions for this device."""
+    return any(row.device == device for row in ROWS)
