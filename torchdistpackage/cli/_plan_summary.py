@@ -18,7 +18,11 @@ _WIDTH = 19
 
 
 def summary(
-    plan: Plan, shape: JobGeometry | None, warnings: Sequence[str], passes: Sequence[str]
+    plan: Plan,
+    shape: JobGeometry | None,
+    warnings: Sequence[str],
+    passes: Sequence[str],
+    time: str | None = None,
 ) -> str:
     """Return the layout, memory, schedule, communication and job of a run.
 
@@ -26,11 +30,13 @@ def summary(
         shape: nodes and tasks of the Slurm job; None if the run is no job.
         warnings: sentences, of which the first few are shown.
         passes: lines about the epochs of the run.
+        time: the predicted step, if a device is named.
     """
     lines = [
         *_memory(plan),
         *_schedule(plan),
         *_bytes(plan),
+        *(() if time is None else (("step time", time),)),
         *_features(plan),
         *(("data", text) for text in passes),
         *_data(plan),

@@ -39,6 +39,9 @@ ESTIMATES = "torchdistpackage.plan.estimate:estimates"
 TIMELINE = "torchdistpackage.plan.estimate:timeline_with_messages"
 ELASTIC, CHECK_NODES = (f"torchdistpackage.plan.elastic:{x}" for x in ("fitted", "check_nodes"))
 TABLE = "torchdistpackage.cli._elastic:elastic_table"
+PREDICTED, STEP_LINE, STEP_TABLE = (
+    f"torchdistpackage.cli._step_time:{x}" for x in ("predicted", "summary_line", "time_table")
+)
 """Import paths of what few plans need, loaded only for those."""
 LIMIT = 64
 """Most ranks that each part lists without --all."""
@@ -67,6 +70,18 @@ def plan(
             help="Print the communication of a step, by axis and call, and what a start takes.",
         ),
     ] = False,
+    show_time: Annotated[
+        bool,
+        typer.Option("--time", help="Print the predicted seconds of a step, term by term."),
+    ] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Predict on this device, such as h100-sxm; default: the type of GPU in "
+            "launch.slurm.",
+        ),
+    ] = None,
     sbatch: Annotated[
         bool, typer.Option("--sbatch", "--script", help="Print the batch script of the job.")
     ] = False,
@@ -127,6 +142,7 @@ def plan(
         return
     if tensor is not None:
         other = (overrides, world, ranks_per_node, sbatch, profile, picture, groups, show_bytes)
+        other = (*other, show_time, device)
         if any(other):
             raise typer.BadParameter(
                 "goes with --seq-len and --all only; remove the other options and keys",
@@ -161,6 +177,9 @@ def plan(
         warnings += resolve(UNUSED_KEYS)(run)
     warnings += () if planned.model is None else planned.model.notes()
     warnings += start_bill(planned).warnings()
+    predicted = None
+    if show_time or device is not None or run.launch.slurm:
+        predicted = resolve(PREDICTED)(planned, device, ranks_per_node)
     parts = [f"{run.run.name} on {planned.world_size} ranks\n{mesh}, outermost first"]
     if groups or show_all:
         parts += [coordinates(planned, limit), groups_text(planned, limit)]
@@ -168,8 +187,11 @@ def plan(
         parts += all_tables(planned, ranks_per_node, warnings, passes)
     else:
         crossing = advice(planned.topology.dense, ranks_per_node) if ranks_per_node else ()
-        parts.append(summary(planned, shape, [*warnings, *crossing], passes))
+        time = None if predicted is None else resolve(STEP_LINE)(predicted)
+        parts.append(summary(planned, shape, [*warnings, *crossing], passes, time))
         parts += [*traffic_table(planned), *start_table(planned)] if show_bytes else []
+    if show_time:
+        parts.append(resolve(STEP_TABLE)(predicted))
     if cluster is not None:
         parts.append(_communication(planned, cluster, ranks_per_node, forward_s))
     if shape is not None and (sbatch or show_all):

@@ -41,6 +41,22 @@ def _is_time(text: str) -> bool:
     return bool(is_time) and max(small[1:], default=0) < 60 and not (days and small[0] > 23)
 
 
+def time_seconds(text: str) -> float | None:
+    """Return the seconds of a time as sbatch reads it, where one number is minutes; None for no
+    limit."""
+    if not _is_time(text) or not text[0].isdigit():
+        return None
+    days, _, clock = text.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    if days:  # D-HH[:MM[:SS]]
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    elif len(parts) < 3:  # MM[:SS]
+        hours, minutes, seconds = 0, parts[0], parts[1] if len(parts) > 1 else 0
+    else:
+        hours, minutes, seconds = parts
+    return float(((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
 _SPAN = r"[1-9]\d{0,5}(-[1-9]\d{0,5}(:[1-9]\d{0,5})?)?"
 MAX_CHOICES = 1024
 """Most numbers of nodes that a job may choose from, because the rules are checked for each."""

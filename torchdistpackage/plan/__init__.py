@@ -6,7 +6,7 @@ Plan            run_plan (`make_plan`: a configuration and a number of ranks giv
 Refusals        refusals (files, your modules, texts, the checkpoint; looked at once, where the run
                 is started), resume_check, user_code.
 Other ranks     elastic (the same run on another number of ranks), shrink (`tdp comm lint`).
-Costs           traffic (bytes of a step), context_plan, expert_plan; estimate (seconds,
-                `tdp plan --profile`).
+Costs           traffic (bytes of a step), context_plan, expert_plan; estimate (seconds of
+                messages, `tdp plan --profile`), step_time (of a step, `tdp plan --time`).
 Parity          parity_plan, parity_model, smaller_arguments (what `tdp parity` runs).
 """

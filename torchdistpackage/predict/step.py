@@ -15,6 +15,7 @@ from torchdistpackage.predict.devices import Accelerator
 from torchdistpackage.predict.kernels import memory_seconds
 from torchdistpackage.predict.layer import BlockTime, LayerCosts
 from torchdistpackage.predict.workload import StepLayout, TransformerSizes
+from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.engine import Order, TaskGraph
 from torchdistpackage.schedule.generators import GENERATORS
@@ -59,8 +60,15 @@ class StepTime:
         return sum(self.terms.values())
 
 
-def step_time(sizes: TransformerSizes, layout: StepLayout, device: Accelerator) -> StepTime:
+def step_time(
+    sizes: TransformerSizes,
+    layout: StepLayout,
+    device: Accelerator,
+    schedule: Schedule | None = None,
+) -> StepTime:
     """Predict the step of a model in a layout on a device.
+
+    schedule: of the pipe; None: the one that the layout names.
 
     Raises:
         ConfigError: a bandwidth is zero.
@@ -69,17 +77,17 @@ def step_time(sizes: TransformerSizes, layout: StepLayout, device: Accelerator) 
     costs = LayerCosts(sizes, layout, device, fabric)
     block, first, last = costs.block(), costs.embedding(), costs.head()
     stages = layout.pipe * layout.chunks
-    num_blocks = sizes.layers / stages
-    stage_times = [BlockTime().plus(block, num_blocks) for _ in range(stages)]
+    blocks = layout.blocks or (sizes.layers / stages,) * stages
+    stage_times = [BlockTime().plus(block, each) for each in blocks]
     stage_times[0] = stage_times[0].plus(first)
     stage_times[-1] = stage_times[-1].plus(last)
-    data = _Data(sizes, layout, fabric, num_blocks)
-    times = layout.num_microbatches
+    data = _Data(sizes, layout, fabric, max(blocks))
+    times = layout.rounds * layout.num_microbatches
     if stages == 1:
         whole = stage_times[0]
         bubble = pipe = 0.0
     else:
-        whole, bubble, pipe = _pipeline(stage_times, sizes, layout, fabric)
+        whole, bubble, pipe = _pipeline(stage_times, sizes, layout, fabric, schedule)
     exposed_data = data.exposed(block, last if stages == 1 else BlockTime())
     gpu = times * sum(whole.pass_s)
     terms = {
@@ -88,8 +96,8 @@ def step_time(sizes: TransformerSizes, layout: StepLayout, device: Accelerator) 
         "exposed tensor": times * sum(whole.tensor),
         "exposed context": times * sum(whole.context),
         "exposed expert": times * sum(whole.expert),
-        "bubble": bubble,
-        "exposed pipe": pipe,
+        "bubble": layout.rounds * bubble,
+        "exposed pipe": layout.rounds * pipe,
         "exposed data": exposed_data,
         "optimizer": _optimizer_seconds(sizes, layout, device),
         "host and framework": _host_seconds(layout, whole.kernels, gpu),
@@ -114,14 +122,15 @@ class _Data:
         x = self.layout
         if x.sharers == 1 and x.data == 1:
             return 0.0
-        if x.zero == 3:
+        if x.zero == 3 and not x.exchanges:
             one = self._freed(block, last, self._gather(), self._reduce())
-            return (one + self._ends()) * x.num_microbatches
+            return (one + self._ends()) * x.rounds * x.num_microbatches
         reduce, gather = self._reduce(), self._gather() if x.zero else 0.0
+        times = max(x.exchanges, 1)
         if not x.overlaps_data:
-            return self.num_blocks * (reduce + gather)
-        backward, forward = block.pass_s[1], block.pass_s[0]
-        return self._after(backward, reduce) + self._after(forward, gather)
+            return times * self.num_blocks * (reduce + gather)
+        forward, backward = block.pass_s
+        return times * (self._after(backward, reduce) + self._after(forward, gather))
 
     def _stride(self) -> int:
         """Along context FSDP shares too, so its ranks are next to the tensor ranks."""
@@ -213,7 +222,11 @@ def _ahead(compute: list[float], gather: float, reduce: float) -> float:
 
 
 def _pipeline(
-    stages: list[BlockTime], sizes: TransformerSizes, layout: StepLayout, fabric: Fabric
+    stages: list[BlockTime],
+    sizes: TransformerSizes,
+    layout: StepLayout,
+    fabric: Fabric,
+    schedule: Schedule | None,
 ) -> tuple[BlockTime, float, float]:
     """Return what the busiest rank computes of a microbatch on all its stages, the bubble, and what
     messages add to the step."""
@@ -221,8 +234,11 @@ def _pipeline(
     rows = layout.tokens / (layout.tensor if layout.sequence_parallel else 1)
     num_bytes = rows * sizes.dim * layout.item_bytes
     message = fabric.message_seconds(num_bytes, layout.tensor * layout.context * layout.data)
-    timed = min(m, _ROUNDS * layout.pipe)
-    placement, order = _order(name, layout.pipe, timed, layout.chunks)
+    timed = min(m, _ROUNDS * layout.pipe) if schedule is None else m
+    if schedule is None:
+        placement, order = _order(name, layout.pipe, timed, layout.chunks)
+    else:
+        placement, order = schedule.placement, TaskGraph(schedule.placement, m).order(schedule)
     of_rank = [BlockTime() for _ in range(layout.pipe)]
     for stage, rank in enumerate(placement):
         of_rank[rank] = of_rank[rank].plus(stages[stage])
@@ -283,6 +299,7 @@ def _host_seconds(layout: StepLayout, kernels: float, gpu_s: float) -> float:
     """What the device waits for its host: a step's own work, and launches that the host makes more
     slowly than the device runs them."""
     each = HOST_GRAPH_S if layout.graphs else HOST_LAUNCH_S[layout.kernels]
-    host = layout.num_microbatches * kernels * each
-    loop = layout.num_microbatches * HOST_MICROBATCH_S
+    times = layout.rounds * layout.num_microbatches
+    host = times * kernels * each
+    loop = times * HOST_MICROBATCH_S
     return HOST_STEP_S + loop + max(host - gpu_s, 0.0)

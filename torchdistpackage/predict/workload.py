@@ -130,6 +130,9 @@ class StepLayout:
     dedups: bool = False
     joins: bool = False
     graphs: bool = False
+    rounds: int = 1
+    exchanges: int = 0
+    blocks: tuple[float, ...] = ()
     node_size: int = 0
     network_bytes_per_s: float = 0.0
 
@@ -161,7 +164,7 @@ class StepLayout:
     @property
     def step_tokens(self) -> int:
         """Tokens of a step on all ranks."""
-        return self.data * self.num_microbatches * self.micro_batch * self.seq_len
+        return self.data * self.rounds * self.num_microbatches * self.micro_batch * self.seq_len
 
     @property
     def item_bytes(self) -> int:

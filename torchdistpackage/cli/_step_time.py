@@ -1,0 +1,101 @@
+"""The predicted step time as `tdp plan` prints it: one line of its summary, or all terms."""
+
+from torchdistpackage.cli._common import wrap
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.plan.run_plan import Plan
+from torchdistpackage.plan.step_time import RunTime, device_of, run_time, unpredicted
+from torchdistpackage.predict.devices import DEVICES, Accelerator
+from torchdistpackage.predict.published import is_checked
+
+Prediction = tuple[Accelerator, RunTime | str]
+"""A device with the times on it, or why they are not known."""
+_WIDTH = 21
+"""Columns of the names of terms."""
+
+
+def predicted(plan: Plan, name: str | None, ranks_per_node: int | None) -> Prediction | None:
+    """Predict a step once for both; None if neither the file nor `name` says a device.
+
+    Raises:
+        ConfigError: no device has that name.
+    """
+    device = device_of(plan.config, name)
+    if device is None:
+        return None
+    if (why := unpredicted(plan)) is not None:
+        return device, why
+    return device, run_time(plan, device, ranks_per_node)
+
+
+def summary_line(found: Prediction) -> str:
+    """Return the step time for the summary."""
+    device, time = found
+    if isinstance(time, str):
+        return time
+    return (
+        f"{_seconds(time.step.total)} predicted on {device.name}, {time.gpu_hours:,.3g} "
+        f"GPU-hours in all; --time prints its terms"
+    )
+
+
+def time_table(found: Prediction | None) -> str:
+    """Return the terms of the step, the GPU-hours of the run, and whether its job is long enough.
+
+    Raises:
+        ConfigError: no device is named.
+    """
+    if found is None:
+        raise ConfigError(
+            f"--time needs a device: pass --device NAME, or name the type of GPU in launch.slurm, "
+            f"such as gpus-per-node: h100:8; the devices are {', '.join(DEVICES)}"
+        )
+    device, time = found
+    head = f"predicted step on {device.title} ({device.name})"
+    if isinstance(time, str):
+        return f"{head}\n" + wrap(f"  {time}", indent="  ")
+    total = time.step.total
+    lines = [
+        f"  {term:<{_WIDTH}}{_seconds(seconds):>10} {seconds / total:7.1%}"
+        for term, seconds in time.step.terms.items()
+        if seconds > 0
+    ]
+    lines.append(f"  {'step':<{_WIDTH}}{_seconds(total):>10}")
+    notes = [
+        ("speed", f"{time.step_tokens / total:,.0f} tokens a second, MFU {time.utilization:.1%}"),
+        ("run", _run(time)),
+        *(("job", text) for text in _job(time)),
+        ("checked", _checked(device)),
+    ]
+    lines += [wrap(f"  {label:<9}{text}", indent=" " * 11) for label, text in notes]
+    return "\n".join([head, *lines])
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _run(found: RunTime) -> str:
+    return (
+        f"{found.steps:,} steps take {found.run_seconds / 3600:,.3g} h, {found.gpu_hours:,.3g} "
+        f"GPU-hours, without validations and checkpoints"
+    )
+
+
+def _job(found: RunTime) -> list[str]:
+    """Return whether the run ends within the time of its job."""
+    if found.job_seconds is None or found.steps_of_job is None:
+        return []
+    hours = found.job_seconds / 3600
+    if found.steps_of_job >= found.steps:
+        return [f"ends within its {hours:,.3g} h"]
+    return [
+        f"does not end within its {hours:,.3g} h, in which {found.steps_of_job:,} steps fit; "
+        f"raise launch.slurm.time or let launch.requeue go on"
+    ]
+
+
+def _checked(device: Accelerator) -> str:
+    page = "docs/predicted_steps.md has published steps and errors"
+    if not is_checked(device.name):
+        return f"not checked: no published step of this device is known; {page} of others"
+    return f"{page} of this device"

@@ -1,0 +1,208 @@
+"""The predicted seconds of a plan's step on a device, and of the whole run. No torch.
+
+The plan becomes the sizes and the layout that `predict` takes; the order of its pipeline is the
+plan's own. What the model of predict does not cover is said, and not guessed.
+"""
+
+import re
+from dataclasses import dataclass
+
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.slurm import header, time_seconds
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.models.gpt_layout import HALVES, GPTShape
+from torchdistpackage.models.transformers_layout import TransformersShape
+from torchdistpackage.plan.run_plan import Plan, num_parameters
+from torchdistpackage.predict.devices import Accelerator, find_device, named_device
+from torchdistpackage.predict.step import StepTime, step_time
+from torchdistpackage.predict.workload import StepLayout, TransformerSizes
+
+_COMPUTES = {"highest": "float32", "high": "tfloat32", "medium": "bfloat16"}
+"""In which type a device multiplies float32 numbers, by `precision.matmul`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunTime:
+    """A predicted step and the run of it. job_seconds: the job's time limit; None: it has none."""
+
+    device: Accelerator
+    step: StepTime
+    step_tokens: int
+    model_flops: float
+    ranks: int
+    steps: int
+    job_seconds: float | None
+
+    @property
+    def run_seconds(self) -> float:
+        """Seconds of all steps, without validations, checkpoints and the start."""
+        return self.steps * self.step.total
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.run_seconds * self.ranks / 3600
+
+    @property
+    def utilization(self) -> float:
+        """The model's operations over the peak of the devices in bfloat16 (MFU)."""
+        flops = self.model_flops * self.step_tokens / self.step.total
+        return flops / (self.ranks * self.device.peak("bfloat16"))
+
+    @property
+    def steps_of_job(self) -> int | None:
+        """Steps that end within the job's time; None: it has no limit."""
+        return None if self.job_seconds is None else int(self.job_seconds / self.step.total)
+
+
+def device_of(config: RunConfig, name: str | None = None) -> Accelerator | None:
+    """Return the device of this name, else of the type of GPU that the job asks for; None where
+    neither says one that is known.
+
+    Raises:
+        ConfigError: no device has that name.
+    """
+    if name is not None:
+        return find_device(name)
+    options = header(config.launch.slurm) if config.launch.slurm else {}
+    text = ",".join(options.get(x) or "" for x in ("gpus", "gpus-per-node", "gpus-per-task"))
+    text += "," + (options.get("gres") or "").replace("gpu:", "")
+    found = (named_device(word) for word in re.findall(r"[A-Za-z][\w.-]*", text))
+    return next((each for each in found if each is not None), None)
+
+
+def unpredicted(plan: Plan) -> str | None:
+    """Why the step of this plan is not predicted, or None."""
+    shape = plan.shape
+    if shape is None:
+        return "a model of your own: its operations are known once it is built"
+    if plan.config.precision.dtype == "float64":
+        return "float64 is not predicted; set precision.dtype to bf16 or float32"
+    if plan.config.data.is_preference:
+        return "not predicted for pairs of answers, whose reference runs beside the model"
+    if plan.config.train.recompute == "auto":
+        return "known once the run has chosen what is computed again (train.recompute: auto)"
+    if isinstance(shape, GPTShape):
+        moe = shape.moe
+        if moe is not None and (moe.shared_hidden or shape.moe_every > 1 or shape.moe_first):
+            return "not predicted for shared experts, or experts in some blocks alone"
+        return None
+    if not isinstance(shape, TransformersShape) or shape.kind.shared_experts:
+        return "not predicted for mixtures of experts of transformers"
+    return None
+
+
+def run_time(plan: Plan, device: Accelerator, ranks_per_node: int | None = None) -> RunTime:
+    """Predict the step and the run of a plan for which `unpredicted` has no reason.
+
+    Raises:
+        ConfigError: there is a reason, or a link has no bandwidth.
+    """
+    if (why := unpredicted(plan)) is not None:
+        raise ConfigError(f"the time of a step is {why}")
+    config, sizes = plan.config, sizes_of(plan)
+    layout = layout_of(plan, ranks_per_node or 0)
+    limit = (header(config.launch.slurm) if config.launch.slurm else {}).get("time")
+    return RunTime(
+        device,
+        step_time(sizes, layout, device, plan.schedule if layout.pipe > 1 else None),
+        layout.step_tokens,
+        sizes.model_flops(layout.seq_len),
+        plan.world_size,
+        config.train.steps,
+        None if limit is None else time_seconds(limit),
+    )
+
+
+def sizes_of(plan: Plan) -> TransformerSizes:
+    """Return the sizes of the plan's model."""
+    shape = plan.shape
+    if isinstance(shape, GPTShape):
+        moe = shape.moe
+        return TransformerSizes(
+            shape.layers,
+            shape.dim,
+            shape.heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.hidden if moe is None else moe.hidden,
+            shape.vocab,
+            gated=shape.mlp == "swiglu",
+            norm=shape.norm,
+            rotary=shape.position == "rotary",
+            num_experts=0 if moe is None else moe.num_experts,
+            top_k=1 if moe is None else moe.top_k,
+            tied=shape.tied,
+        )
+    assert isinstance(shape, TransformersShape)
+    z = shape.sizes
+    plain = TransformerSizes(
+        z.layers,
+        z.dim,
+        z.heads,
+        z.kv_heads,
+        z.head_dim,
+        z.hidden,
+        z.vocab,
+        gated=False,
+        tied=z.tied,
+    )
+    # of two or three matmuls, whichever is nearer to the number of parameters
+    more = num_parameters(plan) - plain.parameters
+    is_gated = more > z.layers * z.dim * z.hidden / 2
+    return TransformerSizes(
+        z.layers,
+        z.dim,
+        z.heads,
+        z.kv_heads,
+        z.head_dim,
+        z.hidden,
+        z.vocab,
+        gated=is_gated,
+        norm="rms" if is_gated else "layer",
+        rotary=z.positions is None,
+        tied=z.tied,
+    )
+
+
+def layout_of(plan: Plan, ranks_per_node: int = 0) -> StepLayout:
+    """Return how the plan shares and repeats its work."""
+    config, parallel = plan.config, plan.config.parallel
+    assert plan.shape is not None
+    is_narrow = config.precision.dtype == "bf16"
+    stages = plan.schedule.num_stages
+    return StepLayout(
+        plan.world_size,
+        plan.shape.seq_len,
+        plan.samples_per_microbatch,
+        plan.schedule.num_microbatches,
+        tensor=parallel.tensor,
+        pipe=parallel.pipe,
+        chunks=stages // parallel.pipe,
+        context=parallel.context,
+        expert=parallel.expert,
+        zero=plan.zero,
+        sequence_parallel=parallel.sequence_parallel,
+        tensor_overlap=parallel.tp_comm_overlap,
+        recompute="blocks" if config.train.recompute == "blocks" else "none",
+        float8=plan.has_float8,
+        dtype="bfloat16" if is_narrow else _COMPUTES[config.precision.matmul],
+        weight_bytes=plan.numbers.weights.num_bytes,
+        reduce_bytes=plan.numbers.reduced.num_bytes,
+        kernels="eager" if config.train.compile == "off" else "fused",
+        loss="eager",
+        attention="flash2" if is_narrow else "unfused",
+        dropout=config.model.dropout > 0,
+        lora=config.model.lora.r if config.model.lora.target else 0,
+        rounds=plan.rounds,
+        exchanges=plan.rounds if plan.zero >= 2 else 1,
+        blocks=_blocks(plan) if stages > 1 else (),
+        node_size=ranks_per_node,
+    )
+
+
+def _blocks(plan: Plan) -> tuple[float, ...]:
+    """Blocks of each stage, a half of one as 0.5."""
+    names = ([plan.pieces[i] for i in span] for span in plan.stages)
+    return tuple(
+        sum(0.5 if x.endswith(HALVES) else 1.0 for x in stage if "." in x) for stage in names
+    )
