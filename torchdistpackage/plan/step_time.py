@@ -18,7 +18,7 @@ from torchdistpackage.predict.step import StepTime, step_time
 from torchdistpackage.predict.workload import StepLayout, TransformerSizes
 
 _COMPUTES = {"highest": "float32", "high": "tfloat32", "medium": "bfloat16"}
-"""In which type a device multiplies float32 numbers, by `precision.matmul`."""
+"""The type in which a device multiplies float32 numbers, by `precision.matmul`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ START_S = 8.4e-6
 """A hop of a ring inside a node and between nodes, and the start of a collective, as NCCL's own
 model has them for large messages (src/graph/tuning.cc, protocol Simple)."""
 SLOWDOWN = 0.19
-"""What a second of communication beside matmuls takes from them, by its cores and its share of the
-memory: the mean of arXiv:2507.03114, which measures overlapped training on A100, H100 and MI250."""
+"""Seconds that matmuls lose to a second of communication beside them, by its cores and its share of
+the memory: the mean of arXiv:2507.03114, which measures overlapped training on A100, H100 and
+MI250."""
 
 
 def beside(comm_s: float, compute_s: float) -> float:

@@ -13,7 +13,7 @@ from torchdistpackage.predict.published import ROWS, SOURCES, PublishedStep, is_
 from torchdistpackage.predict.step import StepTime, step_time
 
 MEAN_BAR, WORST_BAR, UNFITTED_BAR = 0.05, 0.10, 0.15
-"""What the errors of rows marked "check" are to stay below: their mean and the worst on a fitted
+"""Bars for the errors of rows marked "check": for their mean and the worst on a fitted
 device, and each on another one."""
 
 

@@ -6,7 +6,6 @@ then it is that. Element-wise kernels take the time of their bytes. Every kernel
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torchdistpackage.predict.devices import Accelerator
@@ -101,8 +100,3 @@ def attention_seconds(
 def launches(count: float) -> float:
     """Return the seconds between so many kernels."""
     return count * LAUNCH_S
-
-
-def total(seconds: Iterable[float]) -> float:
-    """Return the sum, exactly rounded, so that it does not depend on the order."""
-    return math.fsum(seconds)

@@ -1,4 +1,4 @@
-"""What one block and the two ends of a transformer take, forward and backward, on one rank.
+"""The seconds of one block and of the two ends of a transformer, forward and backward, on one rank.
 
 Each operation is listed once with its matmuls and bytes; backward, recomputation, tensor, context
 and expert communication follow from the list. The rule: nothing here is fitted, and an operation

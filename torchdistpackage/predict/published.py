@@ -480,5 +480,5 @@ ROWS: tuple[PublishedStep, ...] = (
 
 
 def is_checked(device: str) -> bool:
-    """Whether a published step stands beside the predictions for this device."""
+    """Return whether a published step stands beside the predictions for this device."""
     return any(row.device == device for row in ROWS)

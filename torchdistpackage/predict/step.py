@@ -118,7 +118,7 @@ class _Data:
     num_blocks: float
 
     def exposed(self, block: BlockTime, last: BlockTime) -> float:
-        """What a step waits for."""
+        """Return the seconds that a step waits for."""
         x = self.layout
         if x.sharers == 1 and x.data == 1:
             return 0.0
@@ -296,8 +296,8 @@ def _optimizer_seconds(sizes: TransformerSizes, layout: StepLayout, device: Acce
 
 
 def _host_seconds(layout: StepLayout, kernels: float, gpu_s: float) -> float:
-    """What the device waits for its host: a step's own work, and launches that the host makes more
-    slowly than the device runs them."""
+    """Return the seconds that the device waits for its host: a step's own work, and launches that
+    the host makes more slowly than the device runs them."""
     each = HOST_GRAPH_S if layout.graphs else HOST_LAUNCH_S[layout.kernels]
     times = layout.rounds * layout.num_microbatches
     host = times * kernels * each

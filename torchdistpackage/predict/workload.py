@@ -10,7 +10,7 @@ from typing import Literal
 from torchdistpackage.errors import ConfigError
 
 Recompute = Literal["none", "attention", "elementwise", "matmuls", "blocks"]
-"""What the backward computes again. attention: scores and values of unfused attention
+"""The backward computes some of a block again. attention: scores and values of unfused attention
 (Megatron-LM's selective recompute). elementwise: norms and activations. matmuls: these and every
 second matmul (torchtitan's selective recompute by operation). blocks: the forward of whole
 blocks."""
