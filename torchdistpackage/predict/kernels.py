@@ -26,8 +26,8 @@ _ATTENTION_SHARE: dict[AttentionKernel, tuple[float, float]] = {
     "flash2": (0.36, 0.32),
     "flash3": (0.66, 0.55),
 }
-"""Share of the peak that attention reaches forward and backward on long sequences, heads 128 wide,
-causal (Dao 2023, arXiv:2307.08691, and Shah et al. 2024, arXiv:2407.08608, figures of
+"""About the share of the peak that attention reaches, there and back, on long sequences, heads 128
+wide, causal (Dao 2023, arXiv:2307.08691, and Shah et al. 2024, arXiv:2407.08608, figures of
 throughput)."""
 _ON_AMPERE = (0.62, 0.55)
 """The same of flash2 on A100, for whose instructions it is written."""
