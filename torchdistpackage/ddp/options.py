@@ -187,7 +187,7 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 def _sizes() -> BucketSizes:
-    """Return the bucket sizes for the transport of the world group and the size of the batch group."""
+    """Return the bucket sizes for the world group's transport and the size of the batch group."""
     return bucket_sizes(queued=primitives.is_queued(world()), num_ranks=batch_group().size())
 
 
