@@ -142,7 +142,7 @@ def test_the_saved_file_holds_every_key_in_the_order_of_the_schema() -> None:
     lines = RunConfig().to_yaml().splitlines()
     sections = [line.rstrip(":") for line in lines if not line.startswith(" ")]
     assert sections == [
-        *["run", "parallel", "pipeline", "model", "data", "optim", "precision"],
+        *["run", "parallel", "pipeline", "model", "data", "ddp", "optim", "precision"],
         *["train", "checkpoint", "launch", "log"],
     ]
     assert sum(": " in line for line in lines) == len(KEYS)
