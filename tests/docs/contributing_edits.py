@@ -239,7 +239,7 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
         ),
         (
             "ddp/zero/grad_buffer.py",
-            r"        .*add it to those since the last step.*\n",
+            r"        .*to those since the last step.*\n",
             "        self._slice.mul_(self._sum_factor)\n",
         ),
     ],
