@@ -25,6 +25,7 @@ from torchdistpackage.comm.runtime import (
     setup_distributed_slurm,
 )
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.environment.device import DETERMINISTIC
 from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import CommError, LaunchError
 from torchdistpackage.launch.workers import run_local
@@ -376,3 +377,16 @@ def test_a_shell_of_a_job_is_told_in_a_line_that_it_is_alone(start, capfd):
     assert start(place_alone, [{"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}]) == [(0, 1)]
     said = capfd.readouterr().err
     assert said.count("Slurm job 7 without a step: running as one process") == 1
+
+
+def test_a_deterministic_run_sets_what_libraries_need_and_keeps_what_the_user_set(monkeypatch):
+    environ = {"NCCL_ALGO": "Tree"}
+    monkeypatch.setattr(os, "environ", environ)
+    try:
+        runtime.make_deterministic()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    expected = {"NCCL_ALGO": "Tree", "NCCL_NVLS_ENABLE": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert {name: environ[name] for name in DETERMINISTIC} == expected

@@ -1,7 +1,8 @@
 """What a start on GPUs takes besides the model: connections, their memory, the store. No torch.
 
-Numbers of requests are those that tests/train/test_many_ranks.py counts. Memory of communicators is
-an estimate: NCCL allocates it outside of torch, by channels, and publishes no formula.
+Requests are an upper estimate: tests/train/test_many_ranks.py counts about 20 of a rank until it has
+joined. Memory of communicators is an estimate too: NCCL allocates it outside of torch, by channels,
+and publishes no formula.
 """
 
 import resource
@@ -15,8 +16,9 @@ COMMUNICATOR_BYTES = 600 << 20
 PEER_BYTES = 64 << 20
 """And of each rank that a rank exchanges messages with."""
 REQUESTS = 100
-"""Requests of one rank to rank 0's store until it has built its run, and 12 for each group."""
+"""Requests of one rank to rank 0's store until it has built its run, groups left out."""
 REQUESTS_OF_GROUP = 12
+"""Requests of one rank for each group that it is in."""
 OWN_DESCRIPTORS = 64
 """Open files of a rank besides its connections."""
 CONNECTIONS = 2
