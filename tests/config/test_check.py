@@ -24,7 +24,7 @@ LATE = {"steps": "2..3"}
 
 
 def test_all_violations_come_at_once() -> None:
-    sizes = {"model__mlp_ratio": 0.05, "model__vocab": 9}
+    sizes = {"model__mlp_ratio": 0.03, "model__vocab": 9}
     config = run(parallel__data=2, parallel__tensor=5, **sizes, train__steps=1, train__profile=LATE)
     paths = [problem.path for problem in violations(config, 8)]
     assert paths == [

@@ -18,7 +18,7 @@ device, and each on another one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PredictedRow:
     """A published step and its prediction."""
 
     row: PublishedStep
@@ -35,12 +35,12 @@ class Comparison:
 
 
 @lru_cache(maxsize=1)
-def compare() -> tuple[Comparison, ...]:
+def compare() -> tuple[PredictedRow, ...]:
     """Predict each published step."""
-    return tuple(Comparison(x, step_time(x.sizes, x.layout, DEVICES[x.device])) for x in ROWS)
+    return tuple(PredictedRow(x, step_time(x.sizes, x.layout, DEVICES[x.device])) for x in ROWS)
 
 
-def mean_and_worst(found: Iterable[Comparison]) -> tuple[float, float]:
+def mean_and_worst(found: Iterable[PredictedRow]) -> tuple[float, float]:
     """Return the mean and the largest absolute error; zeros for no rows."""
     errors = [abs(each.error) for each in found]
     return (sum(errors) / len(errors), max(errors)) if errors else (0.0, 0.0)
@@ -52,7 +52,7 @@ def table() -> str:
     return "\n\n".join((_summary(found), _rows(found), _devices(), _sources(found))) + "\n"
 
 
-def _summary(found: tuple[Comparison, ...]) -> str:
+def _summary(found: tuple[PredictedRow, ...]) -> str:
     lines = ["## Errors", "", "| rows | number | mean | worst | bar |", "|---|---|---|---|---|"]
     check = [each for each in found if each.row.use == "check"]
     fitted = [each for each in check if each.device.is_fitted]
@@ -83,11 +83,11 @@ def _summary(found: tuple[Comparison, ...]) -> str:
     return "\n".join(lines)
 
 
-def _bar(each: Comparison) -> float:
+def _bar(each: PredictedRow) -> float:
     return WORST_BAR if each.device.is_fitted else UNFITTED_BAR
 
 
-def _rows(found: Iterable[Comparison]) -> str:
+def _rows(found: Iterable[PredictedRow]) -> str:
     lines = [
         "## Rows",
         "",
@@ -145,7 +145,7 @@ def _devices() -> str:
     return "\n".join(lines)
 
 
-def _sources(found: tuple[Comparison, ...]) -> str:
+def _sources(found: tuple[PredictedRow, ...]) -> str:
     lines = ["## Sources", ""]
     for key, text in SOURCES.items():
         numbers = [each.row.number for each in found if each.row.source == key]
