@@ -127,9 +127,11 @@ class Config:
 
     @property
     def has_heads_apart(self) -> bool:
-        """Whether it deals attention heads: it then changes how many a module has."""
-        changed = chain.from_iterable(self.attr_rules.values())
-        return any("head" in str(attribute) for attribute in changed)
+        """Return True if the plan deals attention heads: it then changes a module's count of them,
+        or of the groups that share a key, which may be all that the module keeps.
+        """
+        changed = map(str, chain.from_iterable(self.attr_rules.values()))
+        return any("head" in name or "key_value" in name for name in changed)
 
     def cache_heads(self) -> CacheHeads:
         """Return which heads of a key-value cache each shard has."""
