@@ -170,6 +170,7 @@ print(json.dumps({"num_modules": len(names), "changed": changed}))
 """
 
 
+@pytest.mark.full
 def test_importing_changes_nothing_for_others():
     """No module touches logging, warnings, environment, signals or random numbers when imported."""
     pytest.importorskip("torch")

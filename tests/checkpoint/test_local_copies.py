@@ -104,7 +104,7 @@ def undisturbed(ranks, tmp_path_factory) -> list[tuple[int, float, float]]:
     return losses(folder)
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["async", pytest.param("disabled", marks=pytest.mark.full)])
 @pytest.mark.parametrize("lost", [1, 0])
 def test_a_lost_node_costs_at_most_local_every_steps(ranks, tmp_path, undisturbed, lost, mode):
@@ -303,7 +303,7 @@ def no_room(path: Path, *args: Any) -> Any:
     return FileIO(path, *args) if args == ("w",) else write_snapshot(path, *args)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("where", ["own", "kept"])
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_full_disk_of_a_node_stops_all_or_is_said_and_the_run_folder_gets_a_checkpoint(

@@ -43,6 +43,7 @@ def saved_run(ranks, tmp_path: Path, layout: dict[str, int], *changes: str) -> P
     return tmp_path / "mine"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "layout", [n if n in SMALL_SET else pytest.param(n, marks=pytest.mark.full) for n in LAYOUTS]
 )

@@ -112,7 +112,7 @@ def test_a_model_without_a_table_is_shown_by_rules(tmp_path, capsys):
     )
     config.save_pretrained(tmp_path)
     assert main(["plan", str(tmp_path), "--tensor", "2"]) == 0
-    assert "by rules, as it has no table: a BertForMaskedLM" in capsys.readouterr().out
+    assert "by rules, as it has no table: bert: BertLM" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

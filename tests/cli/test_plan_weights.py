@@ -85,7 +85,7 @@ def test_what_the_folder_lacks_is_refused_before_anything_starts(run, tmp_path, 
 
 def test_all_sizes_that_cannot_be_split_are_listed_at_once(run, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(
-        "model: {heads: 6, kv_heads: 4, dim: 20, mlp_hidden: 5}\n"
+        "model: {heads: 6, kv_heads: 4, dim: 20, mlp_hidden: 3}\n"
         "parallel: {tensor: 4, sequence_parallel: true}\ndata: {seq_len: 30}\n"
     )
     assert main(["plan", str(tmp_path / "run.yaml")]) == 2
@@ -94,7 +94,7 @@ def test_all_sizes_that_cannot_be_split_are_listed_at_once(run, tmp_path, capsys
         "4 problems",
         "model.heads=6 is not a multiple of model.kv_heads=4; set kv_heads to 3 or 6",
         "model.dim=20 is not a multiple of model.heads=6",
-        "model.mlp_hidden=5 is too narrow to give each of parallel.tensor=4 ranks a part",
+        "model.mlp_hidden=3 is too narrow to give each of parallel.tensor=4 ranks a part",
         "data.seq_len=30 cannot be split over parallel.tensor=4 ranks",
     ):
         assert text in said

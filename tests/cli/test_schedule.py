@@ -58,6 +58,7 @@ def test_stages_are_pipe_ranks_and_chunks_the_stages_of_each(capsys):
     assert "P x V in all" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.full
 def test_a_terminal_gets_the_drawing_in_blocks_of_its_width(monkeypatch, capsys):
     whole = table(simulate(build("zb-v", 4, 8))).splitlines()
     assert len(whole[0]) > 200

@@ -337,6 +337,7 @@ def test_a_full_disk_refuses_a_submission_and_leaves_nothing_half_made(
     assert len([*(files.run / "code").iterdir()]) == 1, "what resubmit needs is as it was"
 
 
+@pytest.mark.full
 def test_copies_of_the_code_that_nobody_needs_go_with_a_later_submission(
     work: Path, monkeypatch, capsys
 ):

@@ -129,6 +129,7 @@ def test_lines_follow_a_run_to_its_end(tmp_path: Path, monkeypatch, capsys):
     assert "state finished" in said.splitlines()[-1]
 
 
+@pytest.mark.full
 def test_q_leaves_the_page_of_a_terminal(tmp_path: Path):
     folder = write_run(tmp_path / "done")
     own, other = pty.openpty()

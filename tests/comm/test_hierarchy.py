@@ -50,7 +50,7 @@ def sums(ranks: list[int], nodes: list) -> None:
     p.barrier(group)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("members", "nodes"), PLACES, ids=str)
 def test_it_is_the_sum_over_all_ranks(ranks, members, nodes):
     ranks(max(members) + 1).run(sums, members, nodes)

@@ -78,6 +78,7 @@ def test_torchshard_classifier_learns_alike_under_its_flags(start: Start):
     assert read == pytest.approx(plain, abs=FLOAT32_NOISE)
 
 
+@pytest.mark.full
 @started(2, 2, 4)
 def test_torchshard_mini_gpt_learns_alike_under_its_flags(start: Start):
     def found(*flags: str) -> float:

@@ -115,7 +115,7 @@ def as_one_process(options: dict, size: int, nested: bool) -> None:
     assert expert_grads._reducers == []
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(
     "options",

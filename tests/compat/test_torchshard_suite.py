@@ -386,7 +386,7 @@ def run_case(name: str, folder: Path) -> None:
     case(folder) if name.endswith("_state") else case()
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", [ours for *_, ours in TABLE])
 def test_a_case_of_its_suite(ranks, name, world, tmp_path):

@@ -137,6 +137,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [n if not i else pytest.param(n, marks=pytest.mark.full) for i, n in enumerate(LAYOUTS)],

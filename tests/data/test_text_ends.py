@@ -111,7 +111,8 @@ def test_a_token_that_is_not_there_is_refused_before_ranks_start(tmp_path):
         f"off"
     )
     settings.write_text('{"bos_token": "<begin>", "eos_token": "</s>"}')
-    assert "bos_token of" in (said := refused(bos="on")) and "'<begin>', which is no token" in said
+    said = refused(bos="on")
+    assert "bos_token of" in said and "'<begin>', which tokenizer.json does not have" in said
     settings.write_text('{"bos_token": "<pad>", "eos_token": "</s>"}')
     assert documents(replace(source, bos="on"), tmp_path)[0][0] == 0
     settings.write_text('{"eos_token": "<end>"}')

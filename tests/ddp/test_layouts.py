@@ -34,7 +34,7 @@ def gradients(data: int, tensor: int, reduce_op: str) -> parity.Held:
     ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reduce_op", ["avg", "sum"])
 @pytest.mark.parametrize("degrees", [(2, 1), (1, 2), (2, 2)], ids=str)
 def test_partial_and_replicated_gradients_become_those_of_one_process(ranks, degrees, reduce_op):

@@ -73,6 +73,7 @@ def held_by_naive_ddp(cap_mb: float | None, reduce_dtype: torch.dtype | None = N
     return train(meter, ddp, sgd(ddp))
 
 
+@pytest.mark.few(1)
 @pytest.mark.own_transport("measures memory, of which the late transport holds copies")
 @pytest.mark.parametrize("cap_mb", [None, 0.05, 25])
 def test_fp32_gradients_are_held_once(ranks, cap_mb):

@@ -220,6 +220,7 @@ def of_stage(truth: Transformer, stage: int) -> list[tuple[str, Tensor]]:
     return [(n, p) for n, p in truth.named_parameters() if n.startswith(f"blocks.{stage}.")]
 
 
+@pytest.mark.full
 @pytest.mark.late_in_full
 @pytest.mark.parametrize(
     ("ways", "sequence"),

@@ -214,5 +214,6 @@ def compiled_whole() -> None:
         follow(ddp, reference, squares)
 
 
+@pytest.mark.full
 def test_the_wrapper_may_be_compiled_with_its_module(ranks):
     ranks(2).run(compiled_whole)

@@ -93,6 +93,7 @@ def test_own_loop_ddp_learns_the_digits(start: Start):
     assert accuracy > 0.93
 
 
+@pytest.mark.full
 @started(2, 4, 2, 3)
 def test_zero_keeps_a_part_of_the_state(start: Start):
     text = start.printed("zero")
@@ -103,6 +104,7 @@ def test_zero_keeps_a_part_of_the_state(start: Start):
     assert here / whole < 1.02 / world_size
 
 
+@pytest.mark.full
 @started(2, 4, 2, 3)
 def test_moe_own_loop_learns_with_busy_experts(start: Start):
     text = start.printed("moe_own_loop")

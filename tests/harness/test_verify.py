@@ -140,6 +140,7 @@ def damage(name: str, broken: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(where, name, others.get(name, collective))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "broken", "text"),
     [

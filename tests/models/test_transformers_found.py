@@ -195,6 +195,7 @@ def test_a_third_of_all_classes_is_right_or_refused(pool):
     assert trained >= 35
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "family",
     [
@@ -233,6 +234,7 @@ def test_the_load_of_experts_is_counted_over_all_ranks(ranks, tmp_path):
     assert all(sum(choices) == tokens * top_k for choices in one.values())
 
 
+@pytest.mark.full
 def test_initial_weights_are_drawn_as_transformers_draws(ranks, tmp_path):
     """Alike on every layout; each with the mean and the spread of transformers' own."""
     small = settings("mixtral", hidden_size=64)

@@ -100,7 +100,7 @@ def test_what_no_stage_can_do_is_refused(tmp_path):
             EXPERT[1:],
             "those of no other model, such as DeepseekV3ForCausalLM; set expert",
         ),
-        ("llama", EXPERT[1:], "those of no other model, such as llama; set expert to 1"),
+        ("llama", EXPERT[1:], "those of no other model, such as LlamaForCausalLM; set expert to 1"),
         ("deepseek_v3", ["parallel.context=2"], "deepseek_v3 cannot attend over parts of a"),
         pytest.param(
             *("qwen3_moe", ["parallel.expert=8"]),

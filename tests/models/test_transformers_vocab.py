@@ -121,6 +121,7 @@ def folder_of(ranks, tmp_path_factory):
     return of
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "size"),
     [

@@ -41,6 +41,7 @@ def evaluated(overrides: list[str]) -> tuple[float | None, dict[str, float] | No
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [

@@ -68,7 +68,7 @@ ONE = ["pipeline.microbatches=1"]
 TRUTH: dict[str, list] = {}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "degrees", "changes"), list(cases()))
 def test_experts_train_as_in_one_process(ranks, kind, degrees, changes):
     base = [*BASE, *KINDS[kind]]

@@ -75,7 +75,7 @@ def whole_run(folder: Path, extra: list[str]) -> tuple[dict[str, int], list[dict
 SMALL = ("zero3", "pipe, tensor", "own model")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "layout",
     [x if x in SMALL else pytest.param(x, marks=pytest.mark.full) for x in LAYOUTS],

@@ -78,7 +78,7 @@ def told(folder: Path) -> list[dict]:
     ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "moment", "rank"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in ALL if case not in CASES)],

@@ -79,6 +79,7 @@ def cases():
             yield pytest.param(family, layout, marks=marks)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "layout"), list(cases()))
 def test_three_steps_are_those_of_peft(ranks, adapted, family, layout):
     folder, truth = adapted(family)

@@ -73,6 +73,7 @@ def expect_pairs(found: list[dict[str, float]], truth: list[dict[str, float]]) -
 SMALL = {("copy", "data2-zero3"), ("adapters", "pipe2xtensor2"), ("copy", "tensor2")}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("how", "layout"),
     [

@@ -86,7 +86,7 @@ def whole(run_folder: Path) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

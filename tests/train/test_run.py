@@ -28,7 +28,7 @@ def gradients(extra: list[str]) -> parity.Held:
     return parity.held(run, "grad")
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("num_ranks", "extra"),
     [
@@ -161,7 +161,7 @@ LAYOUTS = [
 SMALL_SET = [{"data": 2}, {"tensor": 2}, {"pipe": 4}, {"pipe": 2, "tensor": 2}]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("degrees", "schedule"),
     [

@@ -71,6 +71,7 @@ def test_the_folder_holds_the_measured_step_below_the_predicted_one(ranks, tmp_p
     assert sum(map(len, plan.stages)) == len(plan.pieces)
 
 
+@pytest.mark.full
 def test_where_the_host_runs_ahead_a_recording_is_read_when_the_next_step_is_issued(pool, tmp_path):
     """By then the executor is at that step, of which it records nothing."""
     extra = ["parallel.data=1", "train.steps=7", "log.every=4"]

@@ -179,7 +179,7 @@ def cases():
             yield pytest.param(name, layout, marks=() if small else FULL)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "layout"), list(cases()))
 def test_three_steps_are_those_of_transformers(ranks, saved, name, layout):
     """Losses, the gradient of every parameter in each step, and the weights after them."""
@@ -263,6 +263,7 @@ def test_a_run_goes_on_under_another_layout(ranks, saved, tmp_path, name, first,
 DROPS = {"resid_pdrop": 0.3, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout", ["pipe2xtensor2", pytest.param("data2-zero3", marks=pytest.mark.full)]
 )

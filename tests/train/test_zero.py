@@ -34,7 +34,7 @@ def two_steps(extra: list[str]) -> tuple[parity.Held, parity.Held, list[float]]:
     return gradients, parity.held(run, "data"), numbers
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("case", "stage"), list(matrix()))
 def test_two_steps_are_those_of_one_process(ranks, case, stage):
     """In two rounds: from stage 2 on the first one's sums wait for the second's."""
@@ -69,6 +69,7 @@ HUNDRED = [(1, 1, "1f1b"), (2, 1, "1f1b"), (2, 2, "1f1b"), (2, 3, "1f1b")]
 HUNDRED += [(2, 2, name) for name in ("interleaved", "zb-v", "interleaved-zb", "dualpipe-v")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("data", "stage", "schedule", "num_steps"),
     [(2, 2, "zb-v", 20), *(pytest.param(*c, 100, marks=pytest.mark.full) for c in HUNDRED)],

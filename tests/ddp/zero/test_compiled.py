@@ -83,6 +83,7 @@ def test_compiled_blocks_train_as_one_process_by_inductor(ranks, options, how):
     ranks(2).run(train_compiled, options, how, False, "inductor", timeout_s=300)
 
 
+@pytest.mark.full
 @pytest.mark.late_in_full
 @pytest.mark.parametrize(
     "options",

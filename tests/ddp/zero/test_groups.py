@@ -101,7 +101,7 @@ def weights(data: int, tensor: int, options: dict) -> parity.Held:
     ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @stages
 @pytest.mark.parametrize(
     "degrees", [(2, 2), *(pytest.param(d, marks=pytest.mark.full) for d in ((2, 1), (1, 2)))]

@@ -25,7 +25,7 @@ SMALL_SET = ("ASGD", "Adagrad", "Adam", "SGD")
 """With numbers, with state from the start, with the most, with the least."""
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "name",

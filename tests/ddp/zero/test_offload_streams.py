@@ -75,7 +75,7 @@ def kinds():
         yield pytest.param(*MIXED[at], stage, clips, marks=[] if small else pytest.mark.full)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("dtype", "master", "stage", "clips"), list(kinds()))
 def test_late_copies_give_the_same_bits_and_no_backward_waits(pool, dtype, master, stage, clips):
     options = {"stage": stage, "master_dtype": master}
@@ -111,6 +111,7 @@ def test_loading_a_state_waits_for_masters_that_are_going_up(pool):
     pool(2).run(load_while_they_go_up, transport="late")
 
 
+@pytest.mark.full
 def test_whole_parameters_too(pool):
     pool(2).run(same_numbers, {"stage": 3, "whole": True}, torch.float64, False, transport="late")
 

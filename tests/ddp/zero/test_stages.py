@@ -45,7 +45,7 @@ def every_graph(options: dict, modes: list[str]) -> None:
         compare(lambda mode=mode: net(mode), world(), run=run, steps=3, **options)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @stages
 def test_whatever_the_graph_training_is_that_of_one_process(ranks, options):
     modes = ["plain", "reentrant", "non-reentrant", "nested", "two outputs"]
@@ -106,7 +106,7 @@ def zero_kept(options: dict) -> None:
             expect_equal(zero, mine, plain)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @stages
 def test_gradients_of_several_backwards_add_up(ranks, options):
     ranks(2).run(accumulating, options)
@@ -147,7 +147,7 @@ def choosing(options: dict) -> None:
             assert held.mine not in zero.state, "nobody used it, so it has no state"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @stages
 @pytest.mark.parametrize("set_to_none", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_parameters_that_some_ranks_or_all_leave_unused(ranks, options, set_to_none):

@@ -205,6 +205,7 @@ def own_plan(num: int | None, shards: int, full: bool, scale: bool) -> None:
         torch.testing.assert_close(dict(split.state_dict()), dict(module.state_dict()))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize("scale", [True, False])
 def test_a_plan_of_ones_own(ranks, full, scale):

@@ -62,7 +62,7 @@ def train(folder: str, family: str, data: int, tensor: int, stage: int, is_first
     same_state(split, model, 1e-9)
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "stage"),
     [

@@ -22,7 +22,7 @@ def trained(cases: list) -> None:
     each(body, cases)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "cases",
     [

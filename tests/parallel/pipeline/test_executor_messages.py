@@ -191,6 +191,7 @@ def stages_of_all_kinds(kind: str) -> None:
                         same(p.grad, truth.grad)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["in place", "checkpointed", "autocast", "compiled"])
 def test_stages_may_be_of_all_kinds(ranks, kind):
     ranks(2).run(stages_of_all_kinds, kind, timeout_s=100)

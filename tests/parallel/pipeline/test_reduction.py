@@ -204,6 +204,7 @@ def leaves_in_the_last_backwards(name: str) -> None:
             assert events[order.index(True)][0] < max(at for at, _ in events)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-v"])
 def test_buckets_leave_in_the_last_backward_of_their_parameters(ranks, name):
     ranks(4).run(leaves_in_the_last_backwards, name, timeout_s=60)
