@@ -1,8 +1,8 @@
 """What a start on GPUs takes besides the model: connections, their memory, the store. No torch.
 
-Requests are an upper estimate: tests/train/test_many_ranks.py counts about 20 of a rank until it has
-joined. Memory of communicators is an estimate too: NCCL allocates it outside of torch, by channels,
-and publishes no formula.
+Requests are an upper estimate: tests/train/test_many_ranks.py counts about 20 of a rank until it
+has joined. Memory of communicators is an estimate too: NCCL allocates it outside of torch, by
+channels, and publishes no formula.
 """
 
 import resource
