@@ -161,6 +161,7 @@ def test_a_full_disk_leaves_nothing(ranks, tmp_path, monkeypatch, capsys):
     assert not [x for x in tmp_path.iterdir() if "out" in x.name]
 
 
+@pytest.mark.full
 def test_merged_adapters_are_the_bits_of_peft(ranks, tmp_path, capsys):
     """Of a run whose ranks had parts of the adapters, which are not as they begin."""
     source = folders.save("llama", tmp_path / "source")

@@ -10,6 +10,7 @@ from tests.examples.test_examples import Start, numbers, started
 start = test_examples.start
 
 
+@pytest.mark.full
 @started(3, 3, 3)
 def test_two_tower_brings_images_and_names_together(start: Start):
     text = start.printed("two_tower")

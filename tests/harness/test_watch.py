@@ -200,7 +200,7 @@ every_case = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @every_case
 def test_the_culprit_is_named_in_time_and_all_processes_are_gone(cases: Cases, name: str):
     case = cases.ended(name)

@@ -101,6 +101,7 @@ def test_three_steps_are_those_of_the_formula(ranks, answers, how, layout):
 GPT = ["model.layers=4", "model.dim=16", "model.heads=2"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(x, marks=() if x == "sequence2" else FULL) for x in LAYOUTS if x != "one"],

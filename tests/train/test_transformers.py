@@ -240,6 +240,7 @@ def test_initial_weights_are_the_same_under_every_layout(ranks, saved, name, lay
     assert all(torch.equal(found[key], x) for key, x in alone.items())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "first", "then"),
     [

@@ -69,7 +69,7 @@ def train_compiled(
     assert len(graphs) == 2
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.late_in_full
 @some_stages
 def test_compiled_blocks_train_as_one_process(ranks, options):

@@ -69,6 +69,7 @@ def test_over_threads(full):
     as_unsplit(3, 3, full)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("full", [None, True, False])
 def test_over_ranks(ranks, full):
     ranks(2).run(as_unsplit, None, 2, full)

@@ -33,7 +33,7 @@ def trains_and_generates(family: str) -> None:
     same_tokens(split, model)
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "num"),
     [("llama", 2), ("gpt2", 3)]

@@ -128,7 +128,7 @@ SMALL = [("t5", 3, True), ("bloom", 3, False)]
 MORE = set(itertools.product(WHOLE, (2, 3, 4), (False, True))) - set(SMALL)
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "num", "sharded"),
     SMALL + [pytest.param(*case, marks=FULL) for case in sorted(MORE)],
