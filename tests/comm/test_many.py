@@ -45,6 +45,7 @@ def published() -> tuple[list[int], int]:
     group = dist.ProcessGroupGloo(
         dist.PrefixStore("counted", store), rank, world_size, timedelta(seconds=30)
     )
+    dist.barrier()  # rank 0 keeps the store, from which others may still read addresses
     del group
     leave()
     return sizes, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
