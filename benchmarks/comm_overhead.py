@@ -11,8 +11,8 @@ import time
 
 import torch
 import torch.distributed as dist
-from common import arguments, local, write
 
+from benchmarks.common import arguments, local, write
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.collective_table import COLLECTIVES
 from torchdistpackage.comm.runtime import leave

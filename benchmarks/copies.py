@@ -8,8 +8,9 @@ must be equal bit for bit.
 from functools import partial
 
 import torch
-from common import arguments, in_turns, local, rows, show, write
 from torch import Tensor, nn
+
+from benchmarks.common import arguments, in_turns, local, rows, show, write
 
 
 def copies(rounds: int) -> dict[str, list[float]]:

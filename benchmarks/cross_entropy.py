@@ -15,13 +15,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import arguments, in_turns, local, rows, show, slowest, write
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.common import arguments, in_turns, local, rows, show, slowest, write
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.parallel.tensor.cross_entropy import (
     linear_cross_entropy,

@@ -9,8 +9,8 @@ import time
 
 import torch
 import torch.distributed as dist
-from common import arguments, in_turns, local, rows, show, slowest, write
 
+from benchmarks.common import arguments, in_turns, local, rows, show, slowest, write
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.tpc import tpc

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from common import arguments, in_turns, local, rows, show, slowest, write
+from benchmarks.common import arguments, in_turns, local, rows, show, slowest, write
 
 WIDTH, DEPTH, BATCH = 512, 12, 256
 ASLEEP_S = 0.15

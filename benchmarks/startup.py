@@ -9,8 +9,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from common import arguments, in_turns, local, rows, show, write
 
+from benchmarks.common import arguments, in_turns, local, rows, show, write
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.runtime import find_free_port, leave, setup_distributed
 

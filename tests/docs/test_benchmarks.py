@@ -27,8 +27,9 @@ SCRIPTS = sorted(Path(data_parallel.__file__).parents[1].glob("*.py"))
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_what_a_script_imports_is_there(script, monkeypatch):
-    """Beside it, as it is run by its path, or in the project."""
-    monkeypatch.syspath_prepend(script.parent)
+    """In the project, as scripts run as modules of it; the peer of the faults runs by its path."""
+    if script.stem == "faults_train":
+        monkeypatch.syspath_prepend(script.parent)
     parts = ast.walk(ast.parse(script.read_text(encoding="utf-8")))
     modules = [node.module for node in parts if isinstance(node, ast.ImportFrom)]
     ours = {m for m in modules if m and m.split(".")[0] not in ("torch", "submitit")}
