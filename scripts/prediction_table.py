@@ -1,19 +1,26 @@
-"""Write the tables of docs/predicted_steps.md from torchdistpackage/predict.
+"""Write the tables and the picture of docs/predicted_steps.md from torchdistpackage/predict.
 
 scripts/docs             write what follows the marker, with the tables of docs/config.md
 scripts/docs --check     exit code 1 if it is out of date
 scripts/prediction_table.py --fit h100-sxm    print the constants that its rows ask for
 """
 
+import math
 import sys
 from pathlib import Path
 
 from torchdistpackage.predict.devices import find_device
-from torchdistpackage.predict.error_table import table
+from torchdistpackage.predict.error_table import PredictedRow, compare, table
 from torchdistpackage.predict.fitting import fit
+from torchdistpackage.report.svg import box, colour_of, document, text
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "predicted_steps.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = DOCS / "predicted_steps.md"
+PICTURE = DOCS / "pictures" / "predicted_steps.svg"
 MARKER = "<!-- scripts/docs writes everything below this line -->\n"
+_WIDTH, _HEIGHT, _LEFT, _TOP = 640, 300, 60, 26
+_LEAST, _MOST = 0.5, 1.3
+"""Predicted over published, at the bottom and at the top."""
 
 
 def main() -> int:
@@ -21,14 +28,55 @@ def main() -> int:
         constants, error = fit(find_device(sys.argv[2]))
         sys.stdout.write(f"{constants}, root of the mean squared error {error**0.5:.1%}\n")
         return 0
-    text = PAGE.read_text(encoding="utf-8")
-    fresh = f"{text.partition(MARKER)[0]}{MARKER}\n{table()}"
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(fresh, encoding="utf-8")
-        return 0
-    if fresh != text:
-        sys.stderr.write(f"{PAGE} is out of date; run scripts/docs\n")
-    return int(fresh != text)
+    page = PAGE.read_text(encoding="utf-8")
+    fresh = {PAGE: f"{page.partition(MARKER)[0]}{MARKER}\n{table()}", PICTURE: picture()}
+    stale = [x for x, words in fresh.items() if not x.exists() or x.read_text("utf-8") != words]
+    for path in stale:
+        if "--check" in sys.argv[1:]:
+            sys.stderr.write(f"{path} is out of date; run scripts/docs\n")
+        else:
+            path.write_text(fresh[path], encoding="utf-8")
+    return int(bool(stale) and "--check" in sys.argv[1:])
+
+
+def picture() -> str:
+    """Return the drawing of predicted over published by the seconds of a step, all rows, a colour
+    for each device; the band is 10 percent around one, and bars are rows of a fit."""
+    rows = compare()
+    seconds = [each.row.seconds for each in rows]
+    low, high = math.log(min(seconds)) - 0.1, math.log(max(seconds)) + 0.1
+    devices = list(dict.fromkeys(each.row.device for each in rows))
+
+    def x_of(each: float) -> float:
+        return _LEFT + _WIDTH * (math.log(each) - low) / (high - low)
+
+    def y_of(ratio: float) -> float:
+        return _TOP + _HEIGHT * (_MOST - ratio) / (_MOST - _LEAST)
+
+    band = y_of(0.9) - y_of(1.1)
+    parts = [
+        text(_LEFT, 16, "predicted over published seconds of a step"),
+        box(_LEFT, y_of(1.1), (_WIDTH, band), "#e6e6e6", "within 10 percent"),
+    ]
+    for ratio in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3):
+        parts.append(text(_LEFT - 8, y_of(ratio) + 4, f"{ratio:.1f}", anchor="end"))
+    parts.append(box(_LEFT, y_of(1.0), (_WIDTH, 1), "#808080", "as published"))
+    for tick in (1, 2, 5, 10, 20, 50):
+        parts.append(text(x_of(tick), _TOP + _HEIGHT + 16, f"{tick:g} s", anchor="middle"))
+    parts += [_mark(x, x_of(x.row.seconds), y_of(1 + x.error), devices) for x in rows]
+    for i, name in enumerate(devices):
+        y = _TOP + 12 + 17 * i
+        parts.append(box(_LEFT + _WIDTH + 14, y - 8, (9, 9), colour_of(i), name))
+        parts.append(text(_LEFT + _WIDTH + 28, y, name))
+    return document(_LEFT + _WIDTH + 120, _TOP + _HEIGHT + 28, parts)
+
+
+def _mark(each: PredictedRow, x: float, y: float, devices: list[str]) -> str:
+    row = each.row
+    said = f"{row.number}: {row.title}, {row.device}, {each.error:+.1%}"
+    size = (4, 11) if row.use == "fit" else (7, 7)
+    fill = colour_of(devices.index(row.device))
+    return box(x - size[0] / 2, y - size[1] / 2, size, fill, said)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def test_terms_gpu_hours_and_the_end_of_the_job_are_printed(capsys):
     for words in ("step time", "predicted step on H100 SXM (h100-sxm)", "compute", "bubble"):
         assert words in text
     assert "GPU-hours" in text and "does not end within its 0.5 h" in text
-    assert main(["plan", SLURM, "--time", "--device", "mi300x"]) == 0
+    assert main(["plan", SLURM, "--time", "--device", "h100-pcie"]) == 0
     text = capsys.readouterr().out
     assert "ends within its 24 h" in text and "not checked" in text
     assert max(map(len, text.splitlines())) <= 80

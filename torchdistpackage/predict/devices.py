@@ -37,8 +37,9 @@ class Accelerator:
     peaks: FLOP/s of dense matmuls by dtype. memory_bytes_per_s, memory_bytes: of the device's
     memory. node_bytes_per_s: to the other devices of its node, one direction. node_size: devices
     that these links join. network_bytes_per_s: of the network card of one device. cores: streaming
-    multiprocessors or compute units, over which a matmul's tiles are spread. name_of_link: for
-    people.
+    multiprocessors or compute units, over which a matmul's tiles are spread. flash2: share of the
+    bfloat16 peak that FlashAttention 2 reaches, there and back. clock: what its power limit leaves
+    of the rate of a device with the same printed peaks.
     """
 
     name: str
@@ -53,6 +54,8 @@ class Accelerator:
     fit: Fit
     is_fitted: bool
     source: str
+    flash2: tuple[float, float] = (0.36, 0.32)
+    clock: float = 1.0
 
     def peak(self, dtype: str) -> float:
         """Return the FLOP/s of matmuls in this dtype; float8 is bfloat16 where there is none."""
@@ -61,6 +64,20 @@ class Accelerator:
 
 _A100 = Fit(matmul=0.80, memory=0.70, link=0.75)
 _H100 = Fit(matmul=0.60, memory=0.70, link=0.75)
+"""Its rows tell the share of matmuls. They say little of the memory (0.70 and 0.90 differ by less
+than 0.4 % of the step in their error), so it is that of A100."""
+
+_FLASH2_ON_AMPERE = (0.62, 0.55)
+_FLASH2_ON_BLACKWELL = (0.16, 0.14)
+"""FlashAttention 2 is written with Ampere's instructions, which Hopper and Blackwell run at about
+one rate: Dao 2023, arXiv:2307.08691, figures of throughput on A100 and H100."""
+
+
+def _at_power(watts: float, of_watts: float) -> float:
+    """The share of a rate that is left under a power limit. Clocks follow about the cube root of
+    the power (P ~ f V^2, V ~ f), of which some 150 W do not depend on the clock."""
+    return ((watts - 150) / (of_watts - 150)) ** (1 / 3)
+
 
 DEVICES: dict[str, Accelerator] = {
     each.name: each
@@ -81,6 +98,7 @@ DEVICES: dict[str, Accelerator] = {
             fit=_A100,
             is_fitted=True,
             source="NVIDIA A100 data sheet; DGX A100 data sheet",
+            flash2=_FLASH2_ON_AMPERE,
         ),
         # NVIDIA H100 data sheet (SXM, sparse rates halved): 989.4 BF16, 1,978.9 FP8, 3.35 TB/s,
         # NVLink 900 GB/s both ways; DGX H100: eight 400 Gbit/s cards; 132 SMs: Hopper white paper.
@@ -104,17 +122,15 @@ DEVICES: dict[str, Accelerator] = {
             source="NVIDIA H100 data sheet; DGX H100 data sheet",
         ),
         # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: 96 GB HBM2e at 2.4 TB/s and a
-        # limit of 500 W instead of 700. Under a power limit clocks follow about the cube root of
-        # the power (P ~ f V^2, V ~ f), of which some 150 W do not depend on the clock: (350 /
-        # 550)^(1/3) = 0.86.
+        # limit of 500 W instead of 700.
         Accelerator(
             name="h100-500w",
             title="H100 SXM at 500 W, HBM2e",
             peaks={
-                "float8": 0.86 * 1978.9 * TERA,
-                "bfloat16": 0.86 * 989.4 * TERA,
-                "tfloat32": 0.86 * 494.7 * TERA,
-                "float32": 0.86 * 67 * TERA,
+                "float8": 1978.9 * TERA,
+                "bfloat16": 989.4 * TERA,
+                "tfloat32": 494.7 * TERA,
+                "float32": 67 * TERA,
             },
             memory_bytes_per_s=2400 * GIGA,
             memory_bytes=96 * GIGA,
@@ -125,6 +141,7 @@ DEVICES: dict[str, Accelerator] = {
             fit=_H100,
             is_fitted=False,
             source="pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md",
+            clock=_at_power(500, 700),
         ),
         # NVIDIA H100 PCIe product brief PB-11133: 756 BF16, 1,513 FP8, 2,000 GB/s; 114 SMs. Pairs
         # have a bridge; a group of more goes through PCIe 5.0 x16, 64 GB/s each way.
@@ -187,6 +204,7 @@ DEVICES: dict[str, Accelerator] = {
             fit=_H100,
             is_fitted=False,
             source="NVIDIA DGX B200 data sheet",
+            flash2=_FLASH2_ON_BLACKWELL,
         ),
         # DGX B300 data sheet, one of eight: 72 PFLOPS FP8 sparse, 64 TB/s, 2.3 TB, NVLink 1.8 TB/s
         # both ways, eight 800 Gbit/s cards.
@@ -208,6 +226,7 @@ DEVICES: dict[str, Accelerator] = {
             fit=_H100,
             is_fitted=False,
             source="NVIDIA DGX B300 data sheet",
+            flash2=_FLASH2_ON_BLACKWELL,
         ),
         # GB200 NVL72 data sheet, one of 72: 720 PFLOPS FP8 and 360 BF16 are sparse; 576 TB/s, 13.4
         # TB, NVLink 130 TB/s both ways among all 72; one 400 Gbit/s card each.
@@ -229,9 +248,11 @@ DEVICES: dict[str, Accelerator] = {
             fit=_H100,
             is_fitted=False,
             source="NVIDIA GB200 NVL72 data sheet",
+            flash2=_FLASH2_ON_BLACKWELL,
         ),
         # GB300 NVL72 data sheet, one of 72: 720 PFLOPS FP8 and 360 BF16 are sparse; 576 TB/s, 20
-        # TB, NVLink 130 TB/s both ways; one 800 Gbit/s card each.
+        # TB, NVLink 130 TB/s both ways; one 800 Gbit/s card each. It has the peaks of GB200 and
+        # 1,400 W instead of 1,200.
         Accelerator(
             name="gb300",
             title="GB300 NVL72",
@@ -250,9 +271,12 @@ DEVICES: dict[str, Accelerator] = {
             fit=_H100,
             is_fitted=False,
             source="NVIDIA GB300 NVL72 data sheet",
+            flash2=_FLASH2_ON_BLACKWELL,
+            clock=_at_power(1400, 1200),
         ),
         # AMD Instinct MI300X data sheet: 1,307.4 BF16, 2,614.9 FP8, 5.3 TB/s, 192 GB, 304 compute
-        # units; seven links of 64 GB/s each way join eight of them.
+        # units; seven links of 64 GB/s each way join eight of them. It has the peaks of MI325X and
+        # 750 W instead of 1,000.
         Accelerator(
             name="mi300x",
             title="MI300X",
@@ -271,6 +295,7 @@ DEVICES: dict[str, Accelerator] = {
             fit=_H100,
             is_fitted=False,
             source="AMD Instinct MI300X data sheet",
+            clock=_at_power(750, 1000),
         ),
         # AMD Instinct MI325X data sheet: the rates of MI300X with 256 GB at 6 TB/s.
         Accelerator(

@@ -18,19 +18,16 @@ _TILE_S = 1.5e-6
 _TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))
 """Rows, columns, and the share of the rate of the largest tile that one of this size reaches, as it
 reads more for each of its results."""
-CAST_BYTES = 6
-"""Bytes read and written to bring a bfloat16 number to float8: its largest value is looked for,
-then it is read again and written twice, for the matmul and for that of the gradient."""
+CAST_BYTES = 4
+"""Bytes read and written to bring a bfloat16 number to float8, where a kernel before it has looked
+for the largest value: about half of the casts read for that once more."""
+TRANSPOSE_BYTES = 2
+"""The same for the second copy, turned round for the matmul of the gradient."""
 
-_ATTENTION_SHARE: dict[AttentionKernel, tuple[float, float]] = {
-    "flash2": (0.36, 0.32),
-    "flash3": (0.66, 0.55),
-}
-"""About the share of the peak that attention reaches, there and back, on long sequences, heads 128
-wide, causal (Dao 2023, arXiv:2307.08691, and Shah et al. 2024, arXiv:2407.08608, figures of
+_FLASH3 = (0.66, 0.55)
+"""About the share of the peak that attention written for the device reaches, there and back, on
+long sequences, heads 128 wide, causal (Shah et al. 2024, arXiv:2407.08608, figures of
 throughput)."""
-_ON_AMPERE = (0.62, 0.55)
-"""The same of flash2 on A100, for whose instructions it is written."""
 _HALF_LENGTH = 512
 """Tokens of a sequence at which attention reaches half of that."""
 
@@ -73,7 +70,7 @@ def matmul_seconds(
     """
     if matmul.flops <= 0:
         return 0.0
-    core = device.peak(dtype) * device.fit.matmul / device.cores
+    core = device.peak(dtype) * device.clock * device.fit.matmul / device.cores
     seconds = math.inf
     for rows, columns, share in _TILES:
         tiles = math.ceil(matmul.m / rows) * math.ceil(matmul.n / columns) * matmul.count
@@ -89,12 +86,18 @@ def memory_seconds(device: Accelerator, num_bytes: float) -> float:
 
 
 def attention_seconds(
-    device: Accelerator, kernel: AttentionKernel, flops: float, seq_len: float, backward: bool
+    device: Accelerator,
+    kernel: AttentionKernel,
+    flops: float,
+    seq_len: float,
+    backward: bool,
+    head_dim: int = 128,
 ) -> float:
     """Return the seconds of flash attention. flops: of the part under the causal mask."""
-    shares = _ATTENTION_SHARE[kernel] if "float8" in device.peaks else _ON_AMPERE
-    share = shares[backward] * seq_len / (seq_len + _HALF_LENGTH)
-    return flops / (device.peak("bfloat16") * share)
+    shares = device.flash2 if kernel == "flash2" else _FLASH3
+    # narrow heads have as many exponentials for fewer operations
+    share = shares[backward] * seq_len / (seq_len + _HALF_LENGTH) * min(head_dim + 128, 256) / 256
+    return flops / (device.peak("bfloat16") * device.clock * share)
 
 
 def launches(count: float) -> float:

@@ -6,12 +6,13 @@ that is absent takes no time.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torchdistpackage.predict.collectives import Fabric, beside
 from torchdistpackage.predict.devices import Accelerator
 from torchdistpackage.predict.kernels import (
     CAST_BYTES,
+    TRANSPOSE_BYTES,
     Matmul,
     attention_seconds,
     launches,
@@ -20,6 +21,14 @@ from torchdistpackage.predict.kernels import (
 )
 from torchdistpackage.predict.workload import StepLayout, TransformerSizes
 
+ROUTER_CALLS = 40.0, 80.0
+"""About what the host starts, forward and backward, for the router's choice, its counts and the
+order of rows (Megatron-LM, megatron/core/transformer/moe)."""
+EXPERT_BIAS_CALLS = 2.0, 12.0
+"""The same for the bias of one expert: a product and a sum forward; backward two products, two
+sums, casts, and the gradients of two biases with their hooks (`_apply_bias` there)."""
+ATTENTION_MATMULS = ("q", "k", "v", "q k v", "attention output")
+
 
 @dataclass(frozen=True, slots=True)
 class Operation:
@@ -27,7 +36,8 @@ class Operation:
 
     kind: "matmul", "elementwise", "attention" or "scores", which is attention in plain matmuls.
     forward, backward: seconds of computation. kernels: launched forward; twice as many backward.
-    repeats: the recomputation of matmuls includes this one.
+    repeats: the recomputation of matmuls includes this one. calls: of the host besides these
+    kernels, forward and backward.
     """
 
     name: str
@@ -36,20 +46,23 @@ class Operation:
     backward: float
     kernels: int = 1
     repeats: bool = False
+    calls: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(slots=True)
 class BlockTime:
     """Seconds of one block for one microbatch; exposed communication by the axis it is along.
 
-    forward, backward: computation. recompute: what the backward computes again. kernels: launched
-    in all. tensor, context, expert: exposed, (forward, backward) with what recomputation repeats.
+    forward, backward: computation. recompute: what the backward computes again. calls: operations
+    that the host starts, (forward, backward). host: what a pass waits for it. tensor, context,
+    expert: exposed, (forward, backward) with what recomputation repeats.
     """
 
     forward: float = 0.0
     backward: float = 0.0
     recompute: float = 0.0
-    kernels: float = 0.0
+    calls: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    host: list[float] = field(default_factory=lambda: [0.0, 0.0])
     tensor: list[float] = field(default_factory=lambda: [0.0, 0.0])
     context: list[float] = field(default_factory=lambda: [0.0, 0.0])
     expert: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -64,7 +77,8 @@ class BlockTime:
     def pass_s(self) -> tuple[float, float]:
         """Seconds of a forward and of a backward with all that they wait for."""
         there, back = self.exposed
-        return self.forward + there, self.backward + self.recompute + back
+        here, after = self.host
+        return self.forward + there + here, self.backward + self.recompute + back + after
 
     def plus(self, other: "BlockTime", times: float = 1.0) -> "BlockTime":
         """Return the sum of this and `times` the other."""
@@ -76,11 +90,17 @@ class BlockTime:
             self.forward + times * other.forward,
             self.backward + times * other.backward,
             self.recompute + times * other.recompute,
-            self.kernels + times * other.kernels,
+            pair(self.calls, other.calls),
+            pair(self.host, other.host),
             pair(self.tensor, other.tensor),
             pair(self.context, other.context),
             pair(self.expert, other.expert),
         )
+
+    def behind_host(self, call_s: float) -> "BlockTime":
+        """Return the same where a call takes the host so long, which a pass may wait for."""
+        passes = zip(self.calls, self.pass_s, strict=True)
+        return replace(self, host=[max(x * call_s - seconds, 0.0) for x, seconds in passes])
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +124,7 @@ class LayerCosts:
         ops = [
             self._norm("attention norm", stream),
             *self._inputs({"q": q, "k": kv, "v": kv}, rows, "k"),
+            *([self._norm("query and key norm", rows * (q + kv))] if z.qk_norm else []),
             self._elementwise("rotary positions", z.rotary * rows * (q + kv), (4, 4), (20, 20), 2),
             *self._attention(rows, q),
             self._linear("attention output", rows, z.dim, q, repeats=True),
@@ -127,14 +148,21 @@ class LayerCosts:
         here = max(z.num_experts // x.expert, 1)
         routed = rows * z.top_k * (x.tensor if x.sequence_parallel else 1)
         each, hidden = routed / here, z.hidden / x.tensor
-        yield self._linear("router", rows, z.num_experts, z.dim)
+        yield replace(self._linear("router", rows, z.num_experts, z.dim), calls=ROUTER_CALLS)
         # to the order of ranks and back, and again to that of experts where the exchange does not
         passes = (1 if x.dedups else 2) * routed * z.dim
         yield self._elementwise("permutation", passes, (8, 10), (12, 16), 8)
         widths = {"gate": hidden, "up": hidden} if z.gated else {"up": hidden}
-        yield from self._inputs(widths, each, "up" if z.gated else "", here)
+        # the host starts the matmuls of each expert, two of them backward
+        for op in self._inputs(widths, each, "up" if z.gated else "", here):
+            yield replace(op, calls=(here - 1.0, 2.0 * (here - 1)))
         yield self._activation("activation", routed * hidden)
-        yield self._linear("expert down", each, z.dim, hidden, count=here)
+        down = self._linear("expert down", each, z.dim, hidden, count=here)
+        yield replace(down, calls=(here - 1.0, 2.0 * (here - 1)))
+        if x.expert_bias:
+            added = self._elementwise("expert bias", routed * z.dim, (28, 40), (28, 40), 0)
+            there, back = EXPERT_BIAS_CALLS
+            yield replace(added, kernels=0, calls=(there * here, back * here))
 
     def _inputs(
         self, widths: dict[str, float], rows: float, repeats: str, count: int = 1
@@ -154,6 +182,7 @@ class LayerCosts:
         """A linear layer: a matmul forward, those of both gradients backward, with its casts."""
         x, matmul = self.layout, Matmul(m, n, k, count)
         is_float8 = x.float8 and name != "router"
+        adapts = x.lora and (x.lora_mlp or name in ATTENTION_MATMULS)
         dtype = "float8" if is_float8 else x.dtype
         forward = matmul_seconds(self.device, matmul, dtype)
         backward = matmul_seconds(self.device, matmul.of_input, dtype)
@@ -164,7 +193,7 @@ class LayerCosts:
             joined = added if x.joins else 0.0
             backward += matmul_seconds(self.device, matmul.of_weight, dtype, joined)
             backward += self._bytes(added - joined)
-        else:
+        if adapts:
             both = self._adapter(m, n, k, count)
             forward += both
             backward += 2 * both
@@ -172,8 +201,16 @@ class LayerCosts:
         if is_float8:
             # a weight that stays is brought to float8 once a step
             casts = 1.0 if x.zero == 3 else 1 / x.num_microbatches
-            forward += self._bytes(CAST_BYTES * (m * k + casts * n * k) * count)
-            backward += self._bytes(CAST_BYTES * m * n * count)
+            # along the sequence a rank casts its own rows, which are gathered in float8
+            apart = x.tensor if x.sequence_parallel else 1
+            own, gathered = CAST_BYTES + TRANSPOSE_BYTES, CAST_BYTES / apart + TRANSPOSE_BYTES
+            if name in ("attention output", "mlp down", "expert down"):
+                there, back = own, gathered
+            else:
+                there, back = gathered, own
+            weight = casts * (CAST_BYTES + TRANSPOSE_BYTES) * n * k
+            forward += self._bytes((there * m * k + weight) * count)
+            backward += self._bytes(back * m * n * count)
             kernels += 3
         return Operation(name, "matmul", forward, backward, kernels, repeats)
 
@@ -192,7 +229,7 @@ class LayerCosts:
         if x.attention != "unfused":
             length = x.seq_len / x.context
             times = [
-                attention_seconds(self.device, x.attention, part, length, back)
+                attention_seconds(self.device, x.attention, part, length, back, z.head_dim)
                 for part, back in ((flops, False), (2.5 * flops, True))
             ]
             yield Operation("attention", "attention", times[0], times[1], x.context)
@@ -254,17 +291,38 @@ class LayerCosts:
         share = x.recompute_share if again else 0.0
         kernels = sum(op.kernels for op in ops)
         repeated = share * sum(op.kernels for op in again)
+        copied = self._copied()
         time = BlockTime(
-            forward + launches(kernels),
-            backward + launches(2 * kernels),
+            forward + launches(kernels) + copied[0],
+            backward + launches(2 * kernels) + copied[1],
             share * sum(op.forward for op in again) + launches(repeated),
-            3.0 * kernels + repeated,
+            [
+                kernels + sum(op.calls[0] for op in ops),
+                2.0 * kernels + repeated + sum(op.calls[1] for op in ops),
+            ],
         )
         rerun = share if x.recompute == "blocks" else 0.0
         self._tensor(time, ops, rerun)
         self._context(time, ops, rerun)
         self._expert(time, rerun)
         return time
+
+    def _copied(self) -> tuple[float, float]:
+        """Seconds to copy a block's gathered weights out of their buffer, forward and again
+        backward, and its gradients into theirs, on the stream of the matmuls."""
+        x = self.layout
+        if x.copies == "none":
+            return 0.0, 0.0
+        count = sum(each for each, ranks, _ in shares(self.sizes, x) if ranks > 1 or x.ranks == 1)
+        there = 2 * x.weight_bytes * count if x.copies == "all" else 0.0
+        if x.lora:
+            return self._bytes(there), self._bytes(there)
+        # both bring gradients to the dtype that is reduced; flat parameters are joined before
+        joined = 2 * x.item_bytes if x.copies == "gradients" else 0
+        cast = x.item_bytes + x.reduce_bytes
+        if x.copies == "gradients" and x.reduce_bytes == x.item_bytes:
+            cast = 0
+        return self._bytes(there), self._bytes(there + (joined + cast) * count)
 
     def _is_repeated(self, op: Operation) -> bool:
         match self.layout.recompute:
@@ -295,14 +353,15 @@ class LayerCosts:
             # the all-reduce of an input's gradient goes on beside the matmul of the weight's
             time.tensor[1] += 2 * beside(one, 2 * back) + 2 * rerun * one
             return
-        one = fabric.gather_seconds(num_bytes, x.tensor)
+        scatter = fabric.gather_seconds(num_bytes, x.tensor)
+        gather = fabric.gather_seconds(num_bytes / 2, x.tensor) if x.float8 else scatter
         if x.tensor_overlap:
-            there = 4 * _in_chunks(one, narrow, x.tensor)
-            behind = 4 * _in_chunks(one, 2 * back, x.tensor)
+            there = sum(2 * _in_chunks(each, narrow, x.tensor) for each in (gather, scatter))
+            behind = sum(2 * _in_chunks(each, 2 * back, x.tensor) for each in (gather, scatter))
         else:
-            there = 4 * one
+            there = 2 * gather + 2 * scatter
             # beside the other matmul go the gather of the input and the scatter of its gradient
-            behind = 2 * one + 4 * beside(one, 2 * back)
+            behind = 2 * gather + sum(2 * beside(each, 2 * back) for each in (gather, scatter))
         time.tensor[0] += there
         time.tensor[1] += behind + rerun * there
 
@@ -341,7 +400,8 @@ class LayerCosts:
         x = self.layout
         numbers = x.tokens * self.sizes.dim / (x.tensor if x.sequence_parallel else 1)
         item = x.item_bytes
-        return BlockTime(self._bytes(2 * item * numbers), self._bytes(3 * item * numbers), 0.0, 4)
+        seconds = self._bytes(2 * item * numbers), self._bytes(3 * item * numbers)
+        return BlockTime(*seconds, 0.0, [1.0, 3.0])
 
     def head(self) -> BlockTime:
         """The last norm, the logits and the loss."""
@@ -352,21 +412,34 @@ class LayerCosts:
         backward = matmul_seconds(self.device, matmul.of_input, x.dtype)
         if not x.lora:
             backward += matmul_seconds(self.device, matmul.of_weight, x.dtype)
-        # eager: a float32 copy, its log-softmax and the gradients of both
-        there, back = (8, 6) if x.loss == "fused" else (16, 18)
+        # eager: a copy in float32; its log-softmax reads a row three times, as rows are longer than
+        # a core keeps, and backward the result and its gradient twice
+        there, back = {"eager": (22, 30), "narrow": (8, 12), "fused": (8, 6)}[x.loss]
         logits = x.tokens * vocab
         norm = self._norm("last norm", x.tokens * z.dim)
         time = BlockTime(
             forward + self._bytes(there * logits) + norm.forward + launches(4),
             backward + self._bytes(back * logits) + norm.backward + launches(8),
             0.0,
-            12,
+            [4.0, 8.0],
         )
         if x.tensor > 1:
             one = self.fabric.gather_seconds(x.tokens * z.dim * x.item_bytes, x.tensor)
             time.tensor[0] += one + 2 * self.fabric.sum_seconds(4.0 * x.tokens, x.tensor)
             time.tensor[1] += one
         return time
+
+
+def shares(sizes: TransformerSizes, layout: StepLayout) -> list[tuple[float, int, int]]:
+    """(parameters of a block on a rank, ranks that share them, their distance): the dense ones, and
+    those of experts, which fewer ranks share, further apart."""
+    x, z = layout, sizes
+    dense = z.attention_parameters / x.tensor
+    mlp = max(z.num_experts, 1) * z.mlp_parameters / x.tensor
+    if not z.num_experts:
+        return [(dense + mlp, x.sharers, x.tensor)]
+    experts = mlp / x.expert, max(x.sharers // x.expert, 1), x.tensor * x.expert
+    return [(dense, x.sharers, x.tensor), experts]
 
 
 def _in_chunks(comm_s: float, compute_s: float, size: int) -> float:

@@ -36,7 +36,11 @@ SOURCES = {
     "F": "mosaicml/llm-foundry, scripts/train/benchmarking/README.md",
     "G": "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md and -archive.md",
     "I": "foundation-model-stack/fms-fsdp, README.md",
+    "M": "MLPerf Training, tracked_stats of result_0 and the configuration beside it: "
+    "mlcommons/training_results_v5.0 and _v5.1",
+    "O": "pytorch/ao, docs/source/workflows/training.md",
     "R": "PrimeIntellect-ai/prime-rl, benchmarks/baselines",
+    "W": "pytorch/torchtitan, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md",
 }
 
 
@@ -78,11 +82,15 @@ def _mpt(layers: int, dim: int, heads: int) -> TransformerSizes:
 
 LLAMA2_7B = TransformerSizes(32, 4096, 32, 32, 128, 11008, 32000)
 LLAMA2_34B = TransformerSizes(48, 8192, 64, 8, 128, 22016, 32000)
+LLAMA2_70B = TransformerSizes(80, 8192, 64, 8, 128, 28672, 32000)
 LLAMA3_8B = TransformerSizes(32, 4096, 32, 8, 128, 14336, 128256)
 LLAMA3_70B = TransformerSizes(80, 8192, 64, 8, 128, 28672, 128256)
 LLAMA3_405B = TransformerSizes(126, 16384, 128, 8, 128, 53248, 128256)
-QWEN3_06B = TransformerSizes(28, 1024, 16, 8, 128, 3072, 151936, tied=True)
-QWEN3_30B = TransformerSizes(48, 2048, 32, 4, 128, 768, 151936, num_experts=128, top_k=8)
+QWEN3_06B = TransformerSizes(28, 1024, 16, 8, 128, 3072, 151936, tied=True, qk_norm=True)
+QWEN3_4B = TransformerSizes(36, 2560, 32, 8, 128, 9728, 151936, tied=True, qk_norm=True)
+QWEN3_30B = TransformerSizes(
+    48, 2048, 32, 4, 128, 768, 151936, num_experts=128, top_k=8, qk_norm=True
+)
 GPT_OSS = TransformerSizes(
     36, 2880, 64, 8, 64, 2880, 201088, num_experts=128, top_k=4, window=128, window_share=0.5
 )
@@ -135,7 +143,7 @@ def _korthikanti(
 
 def _fsdp(ranks: int, seq_len: int, micro_batch: int, times: int = 1, **more: object) -> StepLayout:
     """A layout of FSDP, with PyTorch's own loss unless it says otherwise."""
-    given = {"loss": "eager", **more}
+    given = {"loss": "eager", "copies": "all", **more}
     return StepLayout(ranks, seq_len, micro_batch, times, zero=3, **given)  # type: ignore[arg-type]
 
 
@@ -147,6 +155,46 @@ def _tokens_s(batch: int, seq_len: int, tokens: float, ranks: int) -> float:
 _TITAN = _fsdp(8, 8192, 2, recompute="matmuls", loss="fused")
 _AUTO_LORA = "TP2, FSDP, recompute blocks, asynchronous TP"
 _HALF = "the share of recomputed blocks: one half"
+_EAGER = (
+    "compiled blocks run as eager ones, since attention breaks the graph inside a checkpoint, "
+    "which torch.utils.checkpoint then leaves to eager mode"
+)
+_SLOW_CARD = "400 Gbit/s a card, as B200 takes the same step in 10.18 s with such cards"
+
+
+def _mlperf_lora(recomputed: int = 0) -> StepLayout:
+    """The layout of AMD's llama2_70b_lora: a copy of the model on each of eight devices, adapters
+    on attention alone."""
+    return StepLayout(
+        8,
+        8192,
+        1,
+        1,
+        float8=True,
+        joins=True,
+        lora=16,
+        lora_mlp=False,
+        recompute="blocks" if recomputed else "none",
+        recompute_share=recomputed / 80 if recomputed else 1.0,
+        stops_early=False,
+    )
+
+
+def _gpt_oss(expert: int, **more: object) -> StepLayout:
+    """The layout of GPT-OSS 120B on 64 GPUs without a pipe."""
+    return StepLayout(
+        64,
+        4096,
+        4,
+        5,
+        expert=expert,
+        zero=1,
+        attention="flash3",
+        joins=True,
+        expert_bias=True,
+        **more,  # type: ignore[arg-type]
+    )
+
 
 ROWS: tuple[PublishedStep, ...] = (
     *_korthikanti("1", "check", "22B", _megatron(48, 6144, 64), (8, 1, 1), (4, 1), (1.10, 1.42)),
@@ -165,7 +213,7 @@ ROWS: tuple[PublishedStep, ...] = (
         "Llama-3 70B, FSDP32 CP2",
         "h100-sxm",
         LLAMA3_70B,
-        _fsdp(64, 8192, 1, 4, context=2, recompute="blocks"),
+        _fsdp(64, 8192, 1, 4, context=2, recompute="blocks", attention="flash3"),
         18.90,
         "B",
     ),
@@ -175,7 +223,17 @@ ROWS: tuple[PublishedStep, ...] = (
         "Qwen3-30B-A3B, EP8 FSDP8",
         "h100-sxm",
         QWEN3_30B,
-        _fsdp(8, 4096, 4, 16, expert=8, recompute="blocks", attention="flash3", dedups=True),
+        _fsdp(
+            8,
+            4096,
+            4,
+            16,
+            expert=8,
+            recompute="blocks",
+            attention="flash3",
+            dedups=True,
+            loss="narrow",
+        ),
         21.77,
         "B",
     ),
@@ -223,7 +281,7 @@ ROWS: tuple[PublishedStep, ...] = (
             f"MPT-30B, FSDP{ranks}, recompute blocks",
             "h100-sxm",
             _mpt(48, 7168, 64),
-            _fsdp(ranks, 2048, 8, recompute="blocks", kernels="eager"),
+            _fsdp(ranks, 2048, 8, recompute="blocks", kernels="eager", copies="gradients"),
             seconds,
             "F",
         )
@@ -236,7 +294,7 @@ ROWS: tuple[PublishedStep, ...] = (
             f"MPT-7B, FSDP{ranks}",
             "h100-sxm",
             _mpt(32, 4096, 32),
-            _fsdp(ranks, 2048, 6, kernels="eager"),
+            _fsdp(ranks, 2048, 6, kernels="eager", copies="gradients"),
             seconds,
             "F",
         )
@@ -248,7 +306,9 @@ ROWS: tuple[PublishedStep, ...] = (
         "Llama-2 7B, HSDP, compiled",
         "a100",
         LLAMA2_7B,
-        _fsdp(128, 4096, 2, shard=8, reduce_bytes=2, network_bytes_per_s=6.25e9),
+        _fsdp(
+            128, 4096, 2, shard=8, reduce_bytes=2, network_bytes_per_s=6.25e9, copies="gradients"
+        ),
         1.800,
         "I",
     ),
@@ -264,6 +324,7 @@ ROWS: tuple[PublishedStep, ...] = (
             2,
             reduce_bytes=2,
             network_bytes_per_s=6.25e9,
+            copies="gradients",
             recompute="blocks",
             recompute_share=0.5,
         ),
@@ -283,6 +344,7 @@ ROWS: tuple[PublishedStep, ...] = (
             2,
             reduce_bytes=2,
             network_bytes_per_s=12.5e9,
+            copies="gradients",
             recompute="blocks",
             recompute_share=0.5,
         ),
@@ -367,6 +429,7 @@ ROWS: tuple[PublishedStep, ...] = (
                 recompute="elementwise",
                 attention="flash3",
                 joins=True,
+                expert_bias=True,
             ),
             seconds,
             "G",
@@ -380,9 +443,10 @@ ROWS: tuple[PublishedStep, ...] = (
             f"Qwen3-0.6B SFT, recompute blocks, {seq_len} tokens",
             "h100-sxm",
             QWEN3_06B,
-            _fsdp(1, seq_len, 1, 2, recompute="blocks", attention="flash3"),
+            _fsdp(1, seq_len, 1, 2, recompute="blocks", attention="flash3", kernels="eager"),
             seconds,
             "R",
+            _EAGER,
         )
         for letter, seq_len, seconds in (("a", 8192, 0.6225), ("b", 16384, 1.2819))
     ),
@@ -392,9 +456,20 @@ ROWS: tuple[PublishedStep, ...] = (
         "Llama-3 8B LoRA",
         "h100-sxm",
         LLAMA3_8B,
-        _fsdp(1, 4096, 2, 16, attention="flash3", lora=16),
+        _fsdp(1, 4096, 2, 16, attention="flash3", lora=16, copies="none"),
         10.51,
         "B",
+    ),
+    # The host's time of an operation is fitted on this row, whose device waits for it.
+    PublishedStep(
+        "b200-30b1",
+        "fit",
+        "Qwen3-30B-A3B, EP8, float8, micro-batch 1",
+        "b200",
+        QWEN3_30B,
+        StepLayout(8, 4096, 1, 64, expert=8, zero=1, float8=True, attention="flash3", joins=True),
+        _tokens_s(512, 4096, 9691, 8),
+        "G",
     ),
     # Rows of cards beyond A100 and H100, of which none is fitted.
     *(
@@ -466,15 +541,129 @@ ROWS: tuple[PublishedStep, ...] = (
         _tokens_s(512, 4096, 29521, 8),
         "G",
     ),
+    *(
+        PublishedStep(
+            f"{device}-120b{letter}",
+            "check",
+            f"GPT-OSS 120B, EP{expert}",
+            device,
+            GPT_OSS,
+            _gpt_oss(expert, network_bytes_per_s=50e9 if device == "b300" else 0.0),
+            _tokens_s(1280, 4096, tokens, 64),
+            "G",
+            _SLOW_CARD if device == "b300" else "",
+        )
+        for device, letter, expert, tokens in (
+            ("b200", "a", 64, 8047),
+            ("b200", "b", 8, 13722),
+            ("b300", "a", 64, 8359),
+            ("b300", "b", 8, 15031),
+            ("gb200", "", 64, 15754),
+            ("gb300", "", 64, 19366),
+        )
+    ),
+    *(
+        PublishedStep(
+            f"{device}-4b{letter}",
+            "check",
+            f"Qwen3-4B SFT, FSDP8, recompute blocks, {seq_len} tokens",
+            device,
+            QWEN3_4B,
+            _fsdp(8, seq_len, 1, 2, recompute="blocks", kernels="eager"),
+            seconds,
+            "R",
+            _EAGER,
+        )
+        for device, letter, seq_len, seconds in (
+            ("h100-sxm", "", 16384, 5.0146),
+            ("h200", "", 16384, 4.7068),
+            ("b200", "a", 16384, 3.837),
+            ("b200", "b", 65536, 39.61),
+        )
+    ),
+    *(
+        PublishedStep(
+            f"h200-8b{letter}",
+            "check",
+            f"Llama-3.1 8B, FSDP{ranks}, compiled, float8",
+            "h200",
+            LLAMA3_8B,
+            _fsdp(
+                ranks,
+                8192,
+                2,
+                recompute="matmuls",
+                float8=True,
+                loss="fused",
+                weight_bytes=1,
+            ),
+            2 * 8192 / tokens,
+            "W",
+        )
+        for letter, ranks, tokens in (("a", 32, 10938), ("b", 64, 10753))
+    ),
     PublishedStep(
-        "b300-120b",
+        "h200-70b",
         "check",
-        "GPT-OSS 120B, EP64",
-        "b300",
-        GPT_OSS,
-        StepLayout(64, 4096, 4, 5, expert=64, zero=1, attention="flash3", joins=True),
-        _tokens_s(1280, 4096, 8359, 64),
-        "G",
+        "Llama-2 70B LoRA, CP2, float8",
+        "h200",
+        LLAMA2_70B,
+        StepLayout(
+            8,
+            8192,
+            1,
+            2,
+            context=2,
+            float8=True,
+            attention="flash3",
+            joins=True,
+            lora=16,
+            lora_mlp=False,
+        ),
+        8 / 2.552,
+        "M",
+    ),
+    *(
+        PublishedStep(
+            f"{device}-70b{letter}",
+            "check",
+            f"Llama-2 70B LoRA, float8, {text}",
+            device,
+            LLAMA2_70B,
+            _mlperf_lora(21 if device == "mi300x" else 0),
+            8 / samples,
+            "M",
+        )
+        for device, letter, text, samples in (
+            ("mi300x", "a", "v5.0", 2.028),
+            ("mi300x", "b", "v5.1", 2.1155),
+            ("mi325x", "a", "v5.0", 2.732),
+            ("mi325x", "b", "v5.1", 2.837),
+            ("mi355x", "", "v5.1", 5.878),
+        )
+    ),
+    PublishedStep(
+        "mi355x-8b",
+        "check",
+        "Llama-3.1 8B, float8, v5.1",
+        "mi355x",
+        LLAMA3_8B,
+        StepLayout(8, 8192, 2, 2, zero=1, float8=True, joins=True),
+        32 / 30.62,
+        "M",
+    ),
+    *(
+        PublishedStep(
+            f"mi300x-8b{letter}",
+            "check",
+            f"Llama-3 8B, FSDP8, compiled{text}, not tuned",
+            "mi300x",
+            LLAMA3_8B,
+            _fsdp(8, 8192, 1, recompute="matmuls", loss="fused", float8=bool(text)),
+            8192 / tokens,
+            "O",
+        )
+        for letter, text, tokens in (("a", "", 5376.5), ("b", ", float8", 6166.0))
     ),
 )
 

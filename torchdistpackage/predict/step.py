@@ -13,7 +13,7 @@ from functools import lru_cache
 from torchdistpackage.predict.collectives import SLOWDOWN, Fabric
 from torchdistpackage.predict.devices import Accelerator
 from torchdistpackage.predict.kernels import memory_seconds
-from torchdistpackage.predict.layer import BlockTime, LayerCosts
+from torchdistpackage.predict.layer import BlockTime, LayerCosts, shares
 from torchdistpackage.predict.workload import StepLayout, TransformerSizes
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
@@ -37,9 +37,12 @@ ADAM_BYTES = 34
 """Bytes that AdamW reads and writes for a parameter: master weight, two means and gradient in
 float32, the new values of the first three, a bfloat16 copy, and the gradient once more for its
 norm."""
-HOST_LAUNCH_S = {"eager": 7e-6, "fused": 5e-6}
-"""Host time of a launched kernel: what PyTorch does around it, and less of it where a compiled or
-fused graph launches several in a row."""
+HOST_CALL_S = 31e-6
+"""Host time of an operation: Python, dispatch, autograd and the launch, as a mixture of experts
+shows it that is too small for its device (row b200-30b1 of published.py)."""
+HOST_DTENSOR_S = 0.2e-3
+"""Host time of a step for a parameter that is a DTensor: about four operations of its norm and of
+its optimizer, dispatched in Python at 50 us each (pytorch/pytorch#134191)."""
 HOST_GRAPH_S = 1e-6
 """The same for a recorded graph."""
 HOST_STEP_S = 10e-3
@@ -81,6 +84,8 @@ def step_time(
     stage_times = [BlockTime().plus(block, each) for each in blocks]
     stage_times[0] = stage_times[0].plus(first)
     stage_times[-1] = stage_times[-1].plus(last)
+    call_s = HOST_GRAPH_S if layout.graphs else HOST_CALL_S
+    stage_times = [each.behind_host(call_s) for each in stage_times]
     data = _Data(sizes, layout, fabric, max(blocks))
     times = layout.rounds * layout.num_microbatches
     if stages == 1:
@@ -89,7 +94,6 @@ def step_time(
     else:
         whole, bubble, pipe = _pipeline(stage_times, sizes, layout, fabric, schedule)
     exposed_data = data.exposed(block, last if stages == 1 else BlockTime())
-    gpu = times * sum(whole.pass_s)
     terms = {
         "compute": times * (whole.forward + whole.backward),
         "recompute": times * whole.recompute,
@@ -100,7 +104,7 @@ def step_time(
         "exposed pipe": layout.rounds * pipe,
         "exposed data": exposed_data,
         "optimizer": _optimizer_seconds(sizes, layout, device),
-        "host and framework": _host_seconds(layout, whole.kernels, gpu),
+        "host and framework": times * sum(whole.host) + _host_seconds(sizes, layout),
     }
     return StepTime(terms)
 
@@ -147,21 +151,11 @@ class _Data:
         num_bytes = x.reduce_bytes * count
         return gather + self.fabric.gather_seconds(num_bytes, x.sharers, self._stride())
 
-    def _shares(self) -> list[tuple[float, int]]:
-        """(parameters of a block on this rank, ranks that share them): the dense ones, and those of
-        experts, which fewer ranks share."""
-        x, z = self.layout, self.sizes
-        dense = z.attention_parameters / x.tensor
-        mlp = max(z.num_experts, 1) * z.mlp_parameters / x.tensor
-        if not z.num_experts:
-            return [(dense + mlp, x.sharers)]
-        return [(dense, x.sharers), (mlp / x.expert, max(x.sharers // x.expert, 1))]
-
     def _gather(self) -> float:
         """Seconds to gather the weights of a block."""
         return sum(
-            self.fabric.gather_seconds(self.layout.weight_bytes * count, ranks, self._stride())
-            for count, ranks in self._shares()
+            self.fabric.gather_seconds(self.layout.weight_bytes * count, ranks, stride)
+            for count, ranks, stride in shares(self.sizes, self.layout)
         )
 
     def _reduce(self) -> float:
@@ -169,15 +163,14 @@ class _Data:
         x, seconds = self.layout, 0.0
         if x.lora:
             return 0.0
-        for count, ranks in self._shares():
+        for count, ranks, stride in shares(self.sizes, x):
             num_bytes = x.reduce_bytes * count
             copies = max(x.data * x.context // x.sharers, 1)
             if x.zero == 0:
-                seconds += self.fabric.sum_seconds(num_bytes, ranks, self._stride())
+                seconds += self.fabric.sum_seconds(num_bytes, ranks, stride)
                 continue
-            seconds += self.fabric.gather_seconds(num_bytes, ranks, self._stride())
-            stride = self._stride() * ranks
-            seconds += self.fabric.sum_seconds(num_bytes / ranks, copies, stride)
+            seconds += self.fabric.gather_seconds(num_bytes, ranks, stride)
+            seconds += self.fabric.sum_seconds(num_bytes / ranks, copies, stride * ranks)
         return seconds
 
     def _after(self, compute_s: float, comm_s: float) -> float:
@@ -295,11 +288,10 @@ def _optimizer_seconds(sizes: TransformerSizes, layout: StepLayout, device: Acce
     return memory_seconds(device, ADAM_BYTES * held / sharers)
 
 
-def _host_seconds(layout: StepLayout, kernels: float, gpu_s: float) -> float:
-    """Return the seconds that the device waits for its host: a step's own work, and launches that
-    the host makes more slowly than the device runs them."""
-    each = HOST_GRAPH_S if layout.graphs else HOST_LAUNCH_S[layout.kernels]
-    times = layout.rounds * layout.num_microbatches
-    host = times * kernels * each
-    loop = times * HOST_MICROBATCH_S
-    return HOST_STEP_S + loop + max(host - gpu_s, 0.0)
+def _host_seconds(sizes: TransformerSizes, layout: StepLayout) -> float:
+    """Return the seconds of a step's own work on the host, in which the device waits."""
+    tensors = 0.0
+    if layout.copies == "all" and not layout.lora:
+        tensors = sizes.layers * (12 if sizes.num_experts else 9 + 2 * sizes.qk_norm)
+    loop = layout.rounds * layout.num_microbatches * HOST_MICROBATCH_S
+    return HOST_STEP_S + loop + tensors * HOST_DTENSOR_S

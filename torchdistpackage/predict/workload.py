@@ -19,6 +19,10 @@ Kernels = Literal["eager", "fused"]
 """fused: of norms, rotary positions, activations and loss each is one kernel, as torch.compile,
 Transformer Engine and Megatron-LM have them. eager: one kernel an operation of PyTorch."""
 
+Loss = Literal["eager", "narrow", "fused"]
+"""Of logits as PyTorch's cross_entropy has it, with a copy of them in float32 or without; or in one
+kernel."""
+
 AttentionKernel = Literal["unfused", "flash2", "flash3"]
 """flash3 stands for every kernel made for Hopper or later, that of cuDNN too."""
 
@@ -27,7 +31,7 @@ AttentionKernel = Literal["unfused", "flash2", "flash3"]
 class TransformerSizes:
     """A decoder's sizes. hidden: width of an MLP, or of each expert. gated: the MLP has three
     matmuls. num_experts: 0 for a dense model; each token goes to top_k of them. window: tokens that
-    `window_share` of the blocks attend to; 0: all."""
+    `window_share` of the blocks attend to; 0: all. qk_norm: queries and keys are normalized."""
 
     layers: int
     dim: int
@@ -44,6 +48,7 @@ class TransformerSizes:
     tied: bool = False
     window: int = 0
     window_share: float = 0.0
+    qk_norm: bool = False
 
     @property
     def attention_parameters(self) -> int:
@@ -93,11 +98,15 @@ class StepLayout:
     weight_bytes, reduce_bytes: of a weight that is gathered and of a gradient that is reduced.
     recompute_share: of the blocks that `recompute` is applied to. stops_early: recomputation ends
     at the last tensor that the backward needs, as torch.utils.checkpoint does without reentry.
-    lora: rank of adapters on all linear layers, the rest is frozen; 0: all is trained.
+    lora: rank of adapters on linear layers, the rest is frozen; 0: all is trained. lora_mlp: the
+    MLP has them too.
     kernels, loss: of the blocks, and of the loss.
     overlaps_data: gradients and weights travel while the ranks compute. tensor_overlap: the same
     for matmuls of tensor ranks, in chunks. dedups: a token goes once to a rank that has several of
-    its experts. graphs: the host replays recorded launches.
+    its experts. graphs: the host replays recorded launches. copies: what ZeRO 3 copies to and from
+    the buffers that it sends: nothing; gradients, as the flat parameters of FSDP1 do; or all, as
+    FSDP2 does, whose parameters are DTensors. expert_bias: experts have biases, which Megatron-LM
+    adds expert by expert in float32.
     """
 
     ranks: int
@@ -123,13 +132,16 @@ class StepLayout:
     weight_bytes: float = 2
     reduce_bytes: float = 4
     kernels: Kernels = "fused"
-    loss: Kernels = "fused"
+    loss: Loss = "fused"
     attention: AttentionKernel = "flash2"
     dropout: bool = False
     lora: int = 0
+    lora_mlp: bool = True
     dedups: bool = False
     joins: bool = False
     graphs: bool = False
+    copies: Literal["none", "gradients", "all"] = "none"
+    expert_bias: bool = False
     rounds: int = 1
     exchanges: int = 0
     blocks: tuple[float, ...] = ()
