@@ -96,7 +96,9 @@ BOM = b"\xef\xbb\xbf"
 
 
 def wrong_encoding(head: bytes) -> str | None:
-    """What to say of a file of text that begins with these bytes, which are not UTF-8."""
+    """Say which encoding a text file that begins with these bytes, which are not UTF-8, seems to
+    have.
+    """
     if head.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")):
         return "is UTF-32 text; save it as UTF-8"
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -190,7 +192,8 @@ _BLOCK_BYTES = 1 << 20
 
 
 def same_bits(one: tuple[Path, StoredTensor], other: tuple[Path, StoredTensor]) -> bool:
-    """Whether two tensors have one type, one shape and equal bits; each with its safetensors file.
+    """Return whether two tensors, each with its safetensors file, have the same type, shape and
+    bits.
 
     They are read block by block, as far as they are equal.
 

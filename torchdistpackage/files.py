@@ -118,7 +118,7 @@ def append_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_json_lines(path: Path, parse: Callable[[Any], T]) -> tuple[list[T], list[int]]:
-    """What `parse` makes of each line's JSON, and the numbers of the lines it cannot parse.
+    """Parse each line's JSON with `parse`; return the results and the numbers of unreadable lines.
 
     A writer that was killed leaves such a line. Empty lines do not count, and a file that is not
     there has none.

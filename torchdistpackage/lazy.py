@@ -1,4 +1,4 @@
-"""What is loaded on first use: public names and commands, so that an import brings no torch.
+"""Load public names and commands on first use, so that an import brings no torch.
 
 EXPORTS = homes({"comm.p2p": ("Post",)})
 __all__ = list(EXPORTS)
@@ -31,7 +31,8 @@ def homes(names: Mapping[str, Iterable[str]]) -> dict[str, str]:
 
 
 def load(module: str, exports: Mapping[str, str], name: str) -> object:
-    """What `module` exports as `name`, from the module that `exports` says.
+    """Return the attribute that `module` exports as `name`, from the module that `exports` lists
+    for it.
 
     Raises:
         AttributeError: it exports no such name.
@@ -42,7 +43,7 @@ def load(module: str, exports: Mapping[str, str], name: str) -> object:
 
 
 def resolve(path: str) -> Any:
-    """What "module:attribute" names; the module is imported first."""
+    """Import a module and return its attribute, both named as "module:attribute"."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 

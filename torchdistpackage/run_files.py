@@ -1,4 +1,4 @@
-"""What lies where in a run folder: every name in it stands here, and nothing is made or read."""
+"""The names of all files in a run folder; this module makes and reads none of them."""
 
 from pathlib import Path
 
@@ -37,7 +37,9 @@ class RunDir:
         self.run_lock = run.parent / f".{run.name}.running"  # by one that trains it, to its end
 
     def decision(self, start: str) -> Path:
-        """What the ranks agreed on before they ended: `<word> <reason>` in one line."""
+        """The decision on which the ranks agreed before they ended: `<word> <reason>` in one
+        line.
+        """
         return self.job / f"decision.{start}"
 
     def failures(self, start: str) -> Path:

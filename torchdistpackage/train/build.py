@@ -182,7 +182,7 @@ def build_model(plan: Plan, rank: int, device: torch.device) -> StagedModel:
 
 
 def start_timeout_s(config: RunConfig) -> float:
-    """Of collectives and messages until the first step is done, in which ranks warm up."""
+    """Time limit for collectives and messages until the first step is done, while ranks warm up."""
     return max(config.launch.init_timeout_s, config.train.step_timeout_s)
 
 
@@ -255,7 +255,7 @@ def make_loop(
 
 
 def _counted(config: RunConfig) -> str:
-    """What the loss is a mean over."""
+    """Name the tokens, pairs or samples over which the loss is a mean."""
     if config.data.is_preference:
         return "pairs"
     return "tokens" if config.model.loss is None else "samples"
@@ -268,7 +268,9 @@ def retention_of(config: RunConfig) -> Retention:
 
 
 def make_local_copies(plan: Plan, folder: Path) -> LocalCopies | None:
-    """Those of the run with this folder, made by all ranks together; None: it has none."""
+    """Return the local copies of the run with this folder, which all ranks make together, or
+    None.
+    """
     where = plan.config.checkpoint.local_dir
     return None if where is None else LocalCopies(where, folder / CHECKPOINTS, plan.config.run.name)
 

@@ -1,5 +1,5 @@
-"""What the loop calls besides its steps: comparisons of replicas and of times, non-finite numbers,
-notes of saves.
+"""Hooks that the loop calls besides its steps: replica and timing checks, non-finite numbers, notes
+of saves.
 
 Nothing is compared with less than all its peers. A parameter's replicas lie along data, along axes
 that do not cut it and over tied stages; in data loading all ranks are peers, in the rest those of

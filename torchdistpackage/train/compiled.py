@@ -245,7 +245,7 @@ _calls: dict[tuple[type, Any], Any] = {}
 
 
 def _compiled(kind: type[nn.Module], backend: Any) -> Any:
-    """What calls modules of this class, with graphs of its own.
+    """The compiled callable of all modules of one class, with graphs of its own.
 
     Torch limits the graphs of one code object, and `nn.Module._call_impl` is that of all modules.
     """

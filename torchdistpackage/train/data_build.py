@@ -106,7 +106,7 @@ def with_steps(config: RunConfig) -> RunConfig:
 
 
 def blend_of(data: DataSource) -> BlendedDataset | None:
-    """What mixes the sources that a run trains on; None: it has one."""
+    """Return the mixer of the sources that a run trains on, or None if it has one source."""
     data = data.train if isinstance(data, SeparateValidation) else data
     return data if isinstance(data, BlendedDataset) else None
 
@@ -148,7 +148,7 @@ def _training(plan: Plan) -> SequenceSource:
 
 
 def notes_of(data: DataSource) -> list[str]:
-    """What to say of documents that are cut, and of how rows were read."""
+    """Return notes on truncated documents and on how rows were read."""
     if isinstance(data, SeparateValidation):
         return notes_of(data.train)
     if isinstance(data, BlendedDataset):
@@ -203,7 +203,9 @@ def _read(
 
 
 def read_windows(config: RunConfig, section: DataSection, all_data: bool) -> Windows:
-    """What an evaluation reads of a part: all of it, or what is kept for validation."""
+    """Return the rows that an evaluation reads of a split: all of it, or the part held out for
+    validation.
+    """
     vocab = config.model.vocab
     if section.is_preference:
         return DocumentWindows(_pairs(config, section, 1.0 if all_data else section.val_fraction))

@@ -83,7 +83,9 @@ def _data(plan: Plan) -> DataSource:
 
 
 def _in_words(error: Exception) -> str:
-    """What was raised, and on which line of yours: no traceback is printed with a refusal."""
+    """Return the exception's text with the line of the user's code that raised it; a refusal prints
+    no traceback.
+    """
     said = f"{type(error).__name__}: {error}"
     last = traceback.extract_tb(error.__traceback__)[-1]
     # of a call that did not fit, and of a name that is not there, the line is ours

@@ -36,7 +36,7 @@ class Windows(Protocol):
         ...
 
     def read(self, first: int, number: int) -> DataBatch:
-        """Of the windows from `first` on, int64 (number, seq_len) each."""
+        """Return the windows from `first` on, int64 (number, seq_len) each."""
         ...
 
 

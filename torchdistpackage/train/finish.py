@@ -1,4 +1,6 @@
-"""What a run prints and leaves when it has trained to its last step: losses, a text, its folder."""
+"""Print and write the results of a run that trained to its last step: losses, a text, its
+folder.
+"""
 
 import shutil
 import textwrap

@@ -33,7 +33,7 @@ def generate(
     window: int,
     timeout_s: float | None,
 ) -> Iterator[int]:
-    """What follows `prompt`, without end: the one row of `generate_batch`."""
+    """Generate the tokens that follow `prompt`, without end: the one row of `generate_batch`."""
     for token in generate_batch(model, [prompt], how, window, timeout_s):
         yield token[0]
 
@@ -165,7 +165,7 @@ class _CachedRows:
         return found
 
     def logits(self) -> Tensor | None:
-        """Those (B, V) of the last column, on the ranks of the last stage."""
+        """Return the logits (B, V) of the last column, on the ranks of the last stage."""
         model, executor, found = self._model, self._executor, list[Tensor]()
 
         def forward(stage: int, m: int, received: Message) -> Message:

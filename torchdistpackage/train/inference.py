@@ -1,4 +1,4 @@
-"""What the ranks of `tdp generate` and `tdp eval` do, from joining the others to their answer."""
+"""The ranks of `tdp generate` and `tdp eval`, from joining the others to their answer."""
 
 import os
 import sys
@@ -81,7 +81,7 @@ def perform(
     request: GenerateRequest | EvalRequest,
     write: Write,
 ) -> Answer:
-    """What is asked, on ranks that have joined. write: called on rank 0."""
+    """Answer the request on ranks that have joined. write: called on rank 0."""
     try:
         model = build_model(plan, rank, device)
         step = load_weights(model, weights)

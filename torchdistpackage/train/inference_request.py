@@ -1,4 +1,4 @@
-"""What `tdp generate` and `tdp eval` ask of the ranks, and their answer. No torch."""
+"""The requests of `tdp generate` and `tdp eval` to the ranks, and the answers. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -32,7 +32,7 @@ def learning_rate(section: OptimSection, num_steps: int) -> Factor:
 
 
 def warmup_notes(section: OptimSection, num_steps: int) -> tuple[str, ...]:
-    """What to say of a warm-up that is longer than a run of `num_steps`, as a short trial's."""
+    """Warn of a warm-up that is longer than the `num_steps` of a run, such as a short trial."""
     warmup = section.warmup(num_steps)
     if warmup <= num_steps:
         return ()

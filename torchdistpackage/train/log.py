@@ -1,4 +1,4 @@
-"""What a run says while it runs, and what stays of it: metrics, progress, the loss curve.
+"""The output of a run while it trains, and what it keeps: metrics, progress, the loss curve.
 
 One rule: `metrics.jsonl` is the record. It has one object a step, each step once however often
 the run was stopped and resumed, and the picture is drawn from it alone.
@@ -39,7 +39,7 @@ def print_line(line: str) -> None:
 
 
 def perplexity(loss: float) -> float:
-    """Of a mean loss in nats a token."""
+    """Return the perplexity of a mean loss in nats a token."""
     return math.exp(loss) if not loss > 700 else math.inf
 
 
@@ -52,7 +52,7 @@ def evaluation_lines(loss: float, sets: Mapping[str, float], *, of_tokens: bool)
 
 
 def pair_text(pairs: Mapping[str, float]) -> str:
-    """Of `PairSums.means` what a line has room for."""
+    """Select the values of `PairSums.means` for which a line has room."""
     return f"margin {pairs['rewards/margins']:.4f}  accuracy {pairs['rewards/accuracies']:.0%}"
 
 

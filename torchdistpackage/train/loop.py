@@ -27,11 +27,11 @@ class Callback:
         """The files of the run are open, and no step has been issued."""
 
     def records(self, step: int) -> bool:
-        """Whether `step`, the next one, is to be recorded on this rank."""
+        """Return whether this rank should record `step`, the next one."""
         return False
 
     def is_due(self, step: int) -> bool:
-        """Whether the numbers of `step` are to be read before the next one is issued."""
+        """Return whether to read the numbers of `step` before the next one is issued."""
         return False
 
     def before_step(self, loop: "Loop", step: int) -> None:
@@ -229,7 +229,7 @@ class Loop:
 
     @property
     def _saves(self) -> bool:
-        """Whether the last step is saved."""
+        """Return whether the run saves its last step."""
         own = self._save_every or self._save_every_min or self._local_every
         return self._save_last or bool(own)
 
@@ -285,5 +285,5 @@ def _own(callbacks: Sequence[Callback], name: str) -> list[Callable[..., Any]]:
 
 
 def is_due(interval: int, step: int) -> bool:
-    """Whether something of every so many steps comes after this one; 0: never."""
+    """Return whether an action due every `every` steps comes after this step; 0 means never."""
     return interval > 0 and step % interval == 0

@@ -159,7 +159,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _missing(steps: Sequence[int], last: int) -> str:
-    """What `steps`, which ascend, leave out of 1 to `last`, as text; "" if nothing."""
+    """List the numbers from 1 to `last` that the ascending `steps` leave out, as text; "" if
+    none.
+    """
     gaps = [(a + 1, b - 1) for a, b in pairwise([0, *steps, last + 1]) if b - a > 1]
     shown = ", ".join(f"{a} to {b}" if b > a else f"{a}" for a, b in gaps[:_SHOWN])
     more = sum(b - a + 1 for a, b in gaps[_SHOWN:])

@@ -1,4 +1,4 @@
-"""What a run says once about its model, at its start."""
+"""Notes on the model that a run prints once, at its start."""
 
 import math
 from collections.abc import Iterator

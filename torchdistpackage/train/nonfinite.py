@@ -37,7 +37,7 @@ class NonFiniteGrads:
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteReport:
-    """What one rank saw when the step was repeated, and what it had after the sum.
+    """The non-finite values that one rank saw when the step was repeated, before and after the sum.
 
     forward: microbatch, stage and kind (output, loss) of what first came out of one of its stages
     not finite, though all that went in was. own, summed: its gradients before and after the sum.
@@ -50,7 +50,9 @@ class NonFiniteReport:
 
 
 def explain(trainer: Trainer, issued: PendingStep) -> str:
-    """In words, where it began in the step that was issued. Collective over the entire run."""
+    """Say in words where the first non-finite number of the last issued step came from. Collective
+    over the entire run.
+    """
     finite = issued.norms.isfinite().tolist()
     after = [n for n, ok in zip(issued.names, finite, strict=True) if not ok]
     probe, layouts = _ForwardProbe(trainer), trainer.layouts
@@ -163,7 +165,9 @@ class _ForwardProbe:
 
 
 def _finite(value: object) -> bool:
-    """Whether all numbers in a tensor, or in tuples, lists and dicts of them, are finite."""
+    """Return whether all numbers in a tensor, or in tuples, lists and dicts of tensors, are
+    finite.
+    """
     if isinstance(value, Tensor):
         return not value.is_floating_point() or bool(value.isfinite().all())
     if isinstance(value, tuple | list):

@@ -109,8 +109,8 @@ class PreferenceLoss:
 
 
 def log_probs(loss: LossFn, outputs: Tensor, targets: Tensor, rows_dim: int = 0) -> Tensor:
-    """Of each row (N,) the sum over its tokens that count. targets (N, S); outputs (N, S, V/n), or
-    (S, N, V/n) with `rows_dim` 1.
+    """Return the sum (N,) over each row's tokens that count. targets (N, S); outputs (N, S, V/n),
+    or (S, N, V/n) with `rows_dim` 1.
 
     loss: of the model, whose ranks may share the vocabulary; it is asked row by row.
     """

@@ -31,7 +31,7 @@ Weights = Mapping[int, Mapping[str, float]]
 
 
 class StepProfiler(Callback):
-    """Of one run with a pipeline. every: steps between two recordings."""
+    """The profiler of one run with a pipeline. every: steps between two recordings."""
 
     def __init__(self, trainer: Trainer, every: int):
         self._trainer, self._every = trainer, every
@@ -59,7 +59,7 @@ class StepProfiler(Callback):
                 loop.log.note(pipeline=str(gap))
 
     def _read(self, step: int, recording: Recording) -> BubbleAttribution | None:
-        """What `step` shows, on rank 0; all ranks that recorded it call this."""
+        """Show the recording of `step` on rank 0; all ranks that recorded the step call this."""
         mine = recording.spans(), self._weights
         found = cast(list[tuple[list[Span], Weights]], primitives.gather_objects(mine, self._group))
         if self._trainer.rank != 0:
@@ -93,8 +93,9 @@ def piece_costs(weights: Weights, costs: StageCosts) -> dict[str, PieceCosts]:
 
 
 def _weights(plan: Plan, stages: TrainStages) -> Weights:
-    """Of my stages: the computation of our models' pieces; of a user's own model, of whose
-    children only that is known, the parameters."""
+    """Return the cost of each of this rank's stages: operations for our models' pieces, parameter
+    counts for the children of a user's model, of which no more is known.
+    """
     if plan.model is None:
         return {
             int(stage): {

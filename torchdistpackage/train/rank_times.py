@@ -1,4 +1,4 @@
-"""What every rank spends its steps on, and its memory: `ranks.jsonl`, a row every few steps.
+"""Write each rank's step times and memory to `ranks.jsonl`, a row every few steps.
 
 A rank's seconds are those of its phases (harness/stragglers/compare.py), in which it waits for
 nobody, and for how long its host was blocked in calls over each axis. On a device queue the host is
@@ -63,7 +63,7 @@ class RankTimes(Callback):
             self._log.say = loop.log.note
 
     def before_step(self, loop: Loop, step: int) -> None:
-        """What comes between steps, as a validation, is not of their time."""
+        """Leave out the time of what runs between steps, such as a validation."""
         if not self._begun or not self._trainer.runs_ahead:
             self._begun = self._now()
 
@@ -149,7 +149,7 @@ class AxisWaits:
         self._index_of: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def seconds(self) -> list[float]:
-        """In all, in the order of `axes`."""
+        """Return the totals, in the order of `axes`."""
         found = [0.0] * len(self.axes)
         for state in known_states():
             key = state.axis, state.ranks
@@ -169,8 +169,9 @@ class AxisWaits:
 
 
 def memory_bytes(device: torch.device) -> tuple[float, float]:
-    """What this rank holds now, and the most it has held: on a GPU of its memory, else of the
-    process."""
+    """Return the memory that this rank uses and its peak: GPU memory on a GPU, else that of the
+    process.
+    """
     if device.type == "cuda":
         held, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         return float(held), float(peak)

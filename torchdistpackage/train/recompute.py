@@ -40,7 +40,7 @@ def recompute_blocks(stages: TrainStages) -> tuple[str, ...]:
 
 
 def block_names(stages: TrainStages) -> tuple[str, ...]:
-    """Of the blocks of all stages of a rank.
+    """Name the blocks of all stages of a rank.
 
     Blocks are what a stage names by `block_names()`, else the members of its lists and dicts of
     modules; in a stage without any, such as of your own chain, its children that have children.

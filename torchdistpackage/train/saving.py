@@ -141,7 +141,7 @@ class RunSaver:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is under way, alike on all ranks."""
+        """Return whether a save is under way; the answer is the same on all ranks."""
         return self._shared.pending is not None or self._local.pending is not None
 
     def hear(self, step: int, votes: Mapping[str, float]) -> None:

@@ -36,7 +36,7 @@ class Microbatches(NamedTuple):
 
 
 class CompiledCall(Protocol):
-    """Of a block that is compiled. refused: why it was not. is_on: False for as it is."""
+    """A compiled block. refused: why it could not be compiled. is_on: False to run it eagerly."""
 
     name: str
     kind: str
@@ -93,7 +93,9 @@ class StagedModel:
         self._sizes = [self.plan.samples_per_microbatch] * self.plan.schedule.num_microbatches
 
     def saved(self) -> dict[str, tuple[Tensor, Layout]]:
-        """What a checkpoint holds, by local name: what LoRA leaves as it is comes from model.hf."""
+        """Return the tensors that a checkpoint holds, by local name; weights that LoRA freezes come
+        from model.hf instead.
+        """
         found: dict[str, tuple[Tensor, Layout]] = {
             name: (p, self.layouts[name]) for name, p in self.stage.named_parameters()
         }
@@ -161,7 +163,7 @@ class StagedModel:
         )
 
     def own_part(self, x: Tensor) -> Tensor:
-        """Of ids or targets (B, S, ...) what this rank has, on its device."""
+        """Return this rank's slice of ids or targets (B, S, ...), on its device."""
         return self.to_device(self.sequence.part(x))
 
     def to_device(self, x: Tensor) -> Tensor:
@@ -170,7 +172,7 @@ class StagedModel:
         return x if self._dtype is None or not x.is_floating_point() else x.to(self._dtype)
 
     def precision(self) -> AbstractContextManager[object]:
-        """In which forwards run."""
+        """Return the context manager in which forwards run."""
         dtype = self.autocast
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 

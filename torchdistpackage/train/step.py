@@ -317,13 +317,13 @@ class Trainer(StagedModel):
     # -- one pass over the microbatches of a round -------------------------------------
 
     def _own(self, x: Tensor) -> Tensor:
-        """Of inputs or targets of a batch this rank's part, on its device."""
+        """Return this rank's slice of the inputs or targets, on its device."""
         return self.own_part(x) if self._shared is None else self.to_device(x)
 
     def _pinned(
         self, inputs: Tensor, targets: Tensor, position_ids: Tensor | None = None
     ) -> DataBatch:
-        """Those that are copied from here to a device, in memory that copies without waiting."""
+        """Return tensors in pinned memory, from which a copy to a device need not wait."""
         if self.device.type != "cuda":
             return DataBatch(inputs, targets, position_ids)
         # the current device of the thread that reads ahead is another one

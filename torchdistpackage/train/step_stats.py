@@ -131,7 +131,7 @@ class StepResult:
         return max((load.imbalance for load in self.experts.values()), default=None)
 
     def logged(self) -> dict[str, float | dict[str, float] | None]:
-        """What a row of the log has of the step."""
+        """Return the step's values for a row of the log."""
         more: dict[str, float | dict[str, float] | None] = {}
         if self.experts:
             more["experts"] = {name: x.imbalance for name, x in self.experts.items()}
@@ -224,5 +224,5 @@ class PendingStep:
 
 
 def busy_share(timing: Timing) -> float:
-    """Of a rank's time between the first and the last action of a pass, what it computed in."""
+    """Return the share of a pass, from its first to its last action, in which the rank computed."""
     return timing.computed_s() / timing.elapsed_s()

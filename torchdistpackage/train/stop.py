@@ -1,4 +1,5 @@
-"""What one rank knows of its run's end: signals, the job's end, how long things take. No torch.
+"""Track on one rank what may end its run: signals, the job's end, the duration of steps and saves.
+No torch.
 
 A rank can only request a stop. Its request is a vote (votes.py): votes are summed in the step's
 all-reduce, so all ranks end after the same step. `requeue.decide` decides what becomes of the run.
@@ -48,7 +49,7 @@ class StopController:
     _requested: str = ""
 
     def should_stop(self) -> bool:
-        """Whether this rank wants the run to end after the step that is under way."""
+        """Return whether this rank wants the run to end after the current step."""
         self._requested = self._requested or self._why()
         return bool(self._requested)
 

@@ -66,7 +66,7 @@ class TrainingTask:
         return str(decision or "")
 
     def checkpoint(self) -> object:
-        """What submitit calls before it requeues: the same again, which resumes by itself."""
+        """Return the task that submitit requeues: the same one, which resumes by itself."""
         # only where submitit runs us; it is no dependency of training
         from submitit.helpers import DelayedSubmission
 

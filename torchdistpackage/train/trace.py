@@ -99,7 +99,7 @@ class StepTrace(Callback):
             loop.artifacts += (TRACE,)
 
     def _mine(self) -> RankTrace:
-        """What this rank noted, in seconds of its host's clock."""
+        """The events that this rank recorded, in seconds of its host's clock."""
         mark, base_s = self._base
         spans = [
             [

@@ -45,7 +45,8 @@ class CallSlice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """What one rank noted, in seconds of its host's clock, on which a barrier ended at clock_s.
+    """The events that one rank recorded, in seconds of its host's clock, on which a barrier ended
+    at clock_s.
 
     steps, phases: (number or name, start, end). spans: of each pass over the microbatches, with
     waits for messages under the message's kind.
@@ -175,7 +176,7 @@ class RankSlices:
     slices: list[TraceSlice] = field(default_factory=list[TraceSlice])
 
     def seconds(self, *categories: str) -> float:
-        """Of slices; of calls, how long the host waited."""
+        """Return the arguments of slices; for calls, how long the host waited."""
         return sum(
             s.waited_s if s.category.startswith("group ") else s.end_s - s.start_s
             for s in self.slices

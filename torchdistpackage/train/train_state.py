@@ -1,4 +1,4 @@
-"""What a run must remember to go on exactly: weights, optimizer, random state, counters."""
+"""The state that a run needs to resume exactly: weights, optimizer, random state, counters."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""What all ranks agree on in a step, such as to save or to stop. No torch.
+"""Decisions on which all ranks agree in a step, such as to save or to stop. No torch.
 
 An owner registers a name and a function on every rank. Each step asks the functions as late as it
 can, its one all-reduce sums their answers with the loss, and the sums come back by name with the

@@ -1,4 +1,4 @@
-"""What rank 0 does when the other ranks have left: it ends trackers, writes the report, exports.
+"""The work of rank 0 after the other ranks have left: end trackers, write the report, export.
 
 The run has succeeded or is saved, so an error here is only printed. A watch of its own ends what
 hangs, and a signal ends the report or the export at once.

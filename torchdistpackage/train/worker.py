@@ -72,7 +72,7 @@ def worker_main(config: RunConfig, resume: str, signals: SignalFlag | None = Non
 
 @dataclass(frozen=True)
 class RunRank:
-    """What a rank of a run is given: its plan, its place among the others, and its signals."""
+    """The inputs of a rank of a run: its plan, its place among the others, and its signals."""
 
     plan: Plan
     rendezvous: Rendezvous
@@ -94,12 +94,14 @@ class RunRank:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which alone writes files of the run and speaks for it."""
+        """Return whether this is rank 0, which alone writes files of the run and prints for it."""
         return self.rendezvous.rank == 0
 
     @property
     def leads(self) -> bool:
-        """Whether this rank alone changes the run folder: rank 0, if no process of ours watches."""
+        """Return whether this rank alone changes the run folder: rank 0, unless a process of ours
+        watches.
+        """
         unwatched = self.rendezvous.store is None and self.rendezvous.source != "slurm"
         return unwatched and self.is_main
 
@@ -110,7 +112,7 @@ class RunRank:
 
 
 class PreparedRun(NamedTuple):
-    """What a rank trains with, and the state from which it goes on."""
+    """The parts a rank trains with, and the state it resumes from."""
 
     trainer: Trainer
     state: TrainState
@@ -369,6 +371,6 @@ class Tee:
 
 
 def _last_state(line: str) -> str:
-    """What a terminal shows in the end, without colours."""
+    """Return the text that a terminal shows in the end, without colours."""
     states = _TERMINAL.sub("", line).split("\r")
     return next((state for state in reversed(states) if state), "")

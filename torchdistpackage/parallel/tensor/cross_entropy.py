@@ -177,7 +177,8 @@ def _once(inputs: tuple[Tensor, ...], *grads: Tensor) -> tuple[Tensor, ...]:
 
 
 class _Once(torch.autograd.Function):
-    """As torch's `once_differentiable`, with an error that says of what.
+    """Refuse a second derivative, as torch's `once_differentiable` does, and name the loss in the
+    error.
 
     The inputs of the loss are among its own, so that it is in the graph also where the incoming
     gradient is a constant, as that of a loss is.

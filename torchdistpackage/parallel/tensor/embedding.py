@@ -26,7 +26,7 @@ from torchdistpackage.parallel.tensor.weight_reads import own, plain, read_whole
 
 
 class LookupOptions(TypedDict, total=False):
-    """Those of `torch.nn.Embedding`, with its defaults.
+    """Options of `torch.nn.Embedding`, with its defaults.
 
     padding_idx: an id whose row gets no gradient; a layer's starts as zeros.
     max_norm: rows that are looked up are first shrunk to this norm, in place.
@@ -44,7 +44,7 @@ class LookupOptions(TypedDict, total=False):
 
 @read_whole("weight")
 class _Embedding(Grouped):
-    """What both cuts share: sizes, options, a table made from its layout."""
+    """The base of both splits: sizes, options, and a table made from its layout."""
 
     def __init__(
         self,

@@ -69,7 +69,7 @@ def row_linear(
 
 @read_whole("weight", "bias")
 class Linear(Grouped):
-    """What both cuts share: sizes, parameters made from their layouts.
+    """The base of both splits: sizes, and parameters made from their layouts.
 
     tp_comm_overlap: under sequence parallelism gather and scatter in chunks, between which the
         product computes (Megatron-LM's word, torch's async tensor parallel).

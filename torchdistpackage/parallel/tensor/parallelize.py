@@ -120,7 +120,7 @@ class _LayerSwap:
     def _made(
         self, path: str, cut: LayerCut, layer: Any, is_local: bool
     ) -> tuple[nn.Module, Layouts]:
-        """What comes in place of `layer`, with layouts of its parameters."""
+        """Return the replacement of `layer`, with layouts of its parameters."""
         weight = {"weight": cut.weight}
         if cut.kind in ("vocab", "feature"):
             by_rows = cut.kind == "vocab"
@@ -225,7 +225,9 @@ def _argument_names(module: nn.Module) -> list[str]:
 
 
 def _sequence_dim(x: Tensor) -> int:
-    """Of (B, S, D); of rows (N, D) all ranks have as many, and get back their own."""
+    """Return the sequence dim of (B, S, D); for rows (N, D) that is the rows' dim: all ranks have
+    equally many, and get their own back.
+    """
     return x.dim() - 2
 
 
@@ -244,7 +246,8 @@ def _count_heads(attention: nn.Module, cut: AttentionCut, group: Group) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _HeadsHere:
-    """Of arguments that hold something for each of `total` heads what is for this rank's.
+    """Replace arguments that hold a value for each of `total` heads by the slice of this rank's
+    heads.
 
     places: by name the position of each. first, num: this rank's heads.
     """

@@ -146,7 +146,7 @@ class _Gathered:
 
 
 def _deferred_row_gradient(x: Tensor, grad: Tensor, gathered: _Gathered, by_rows: bool) -> Tensor:
-    """Of the weight; `grad` is that of this rank's rows alone."""
+    """Return the gradient of the weight; `grad` is that of this rank's rows alone."""
     return later_weight_gradient(x, gathered.take(), by_rows)
 
 

@@ -73,7 +73,9 @@ class TrackerFeed:
             self._attempt(self._close)
 
     def _attempt(self, action: Callable[[], None]) -> bool:
-        """Whether it went well; what went wrong is said, once until it goes well again."""
+        """Call the tracker and return whether it succeeded; report the first failure until it
+        succeeds again.
+        """
         try:
             action()
         except (Exception, SystemExit) as error:

@@ -1,4 +1,6 @@
-"""What an experiment tracker does, what a row becomes for it, and what it keeps between starts."""
+"""The protocol of experiment trackers, how a row is converted for them, and their state between
+starts.
+"""
 
 import json
 import socket
@@ -61,14 +63,14 @@ class Tracker(Protocol):
 
 @dataclass(slots=True)
 class TrackerState:
-    """What a tracker keeps in the run folder from start to start: `trackers/NAME.json`."""
+    """The state that a tracker keeps in the run folder between starts: `trackers/NAME.json`."""
 
     path: Path
     values: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @classmethod
     def of(cls, folder: Path, name: str) -> "TrackerState":
-        """As it was left; without values where there is none that can be read."""
+        """Read the stored state; the result is empty where no readable file exists."""
         path = folder / FOLDER / f"{name}.json"
         try:
             values = parse_json(read_regular(path, _MOST_BYTES).decode())
@@ -109,7 +111,7 @@ def texts(row: Row) -> Iterator[tuple[str, str]]:
 
 
 def is_reachable(url: str) -> bool:
-    """Whether a connection to the host of `url` can be made, tried for 3 s."""
+    """Return whether a connection to the host of `url` succeeds within 3 s."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
