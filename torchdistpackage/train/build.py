@@ -152,13 +152,13 @@ def _preference(model: StagedModel) -> PreferenceLoss | None:
         stage.requires_grad_(False).eval()
         reference = replace(model, stage=stage, layouts=layouts, loss=loss)
         seed_rank(config.run.seed, model.plan.topology.dense, model.rank)
-    options, mine = config.train.dpo, next(iter(model.stage.children()))
+    options, model_stage = config.train.dpo, next(iter(model.stage.children()))
     return PreferenceLoss(
         reference,
         model.device,
         beta=options.beta,
         label_smoothing=options.label_smoothing,
-        rows_dim=getattr(mine, "rows_dim", 0),
+        rows_dim=getattr(model_stage, "rows_dim", 0),
     )
 
 
@@ -203,14 +203,14 @@ def make_loop(
     train, checkpoint, every = config.train, config.checkpoint, config.log.every
     has_pipeline, unit = config.parallel.pipe > 1, _counted(config)
     model = plan.model if unit == "tokens" else None
-    own = config.model.target is not None and config.data.target is not None
+    brings_own_data = config.model.target is not None and config.data.target is not None
     log = StepLog(
         folder,
         trainer.num_steps,
         rank=trainer.rank,
         every=every,
         unit=unit,
-        samples=config.data.global_batch if own and unit == "tokens" else None,
+        samples=config.data.global_batch if brings_own_data and unit == "tokens" else None,
         flops_per_token=model and model.flops_per_token(),
         predicted_bubble=plan.timeline.bubble if has_pipeline else None,
         verbose=config.log.verbose,
@@ -286,9 +286,11 @@ def _stage(
         stages = _named(plan, dtype, device, sequence)
         layouts = {s: module.layouts() for s, module in stages.items()}
         _tie(stages, layouts)
-        mine = next(iter(stages.values()))
-        loss, whole_outputs = mine.loss, mine.whole_logits
-        by_name = {f"{s}.{n}": x for s, held in layouts.items() for n, x in held.items()}
+        any_stage = next(iter(stages.values()))
+        loss, whole_outputs = any_stage.loss, any_stage.whole_logits
+        by_name = {
+            f"{s}.{n}": x for s, stage_layouts in layouts.items() for n, x in stage_layouts.items()
+        }
     else:
         torch.manual_seed(config.run.seed)
         stages, by_name = own_stages(
@@ -350,10 +352,10 @@ def _tie(stages: Mapping[int, nn.Module], layouts: Mapping[int, Mapping[str, Lay
     first: dict[str, nn.Parameter] = {}
     for stage, module in stages.items():
         for name, parameter in list(module.named_parameters()):
-            known = first.setdefault(layouts[stage][name].name, parameter)
-            if known is not parameter:
+            shared = first.setdefault(layouts[stage][name].name, parameter)
+            if shared is not parameter:
                 path, _, key = name.rpartition(".")
-                setattr(module.get_submodule(path), key, known)
+                setattr(module.get_submodule(path), key, shared)
 
 
 def own_cut(plan: Plan, whole: nn.Module) -> tuple[range, ...] | None:
@@ -392,8 +394,8 @@ def _data_parallel(
     options = {"layouts": layouts, "reduce_op": "sum", "reduce_dtype": narrow}
     options["bucket_cap_mb"] = config.ddp.bucket_mb
     if zero and inner is not None:
-        held = (*stage.named_parameters(), *stage.named_buffers())
-        over = [(name, x, sum_group(layouts.get(name), batch_group())) for name, x in held]
+        tensors = (*stage.named_parameters(), *stage.named_buffers())
+        over = [(name, x, sum_group(layouts.get(name), batch_group())) for name, x in tensors]
         sync_module_states(ReplicatedTensor(*each) for each in over)
         return ZeroOptimizer(inner, stage, stage=zero, **options)
     # keep_order: a run that is resumed would measure, and pack, other buckets, and so round

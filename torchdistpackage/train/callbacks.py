@@ -74,13 +74,15 @@ class DeadExperts(Callback):
 
     def on_step(self, loop: Loop, result: StepResult, issued: PendingStep) -> None:
         for name, load in result.experts.items():
-            known = self._chosen.get(name, [0] * len(load.choices))
-            self._chosen[name] = [a + b for a, b in zip(known, load.choices, strict=True)]
+            totals = self._chosen.get(name, [0] * len(load.choices))
+            self._chosen[name] = [a + b for a, b in zip(totals, load.choices, strict=True)]
         if result.step % self._every:
             return
         dead = {n: [e for e, x in enumerate(xs) if not x] for n, xs in self._chosen.items()}
         self._chosen = {}
-        named = [f"{name} {', '.join(map(str, found))}" for name, found in dead.items() if found]
+        named = [
+            f"{name} {', '.join(map(str, experts))}" for name, experts in dead.items() if experts
+        ]
         if named:
             loop.log.note(
                 f"experts that no token chose in the last {self._every} steps: {'; '.join(named)}",
@@ -118,9 +120,9 @@ def planned_costs(plan: Plan) -> dict[str, list[float]]:
     if not loads:
         return {}
     mesh = plan.topology.dense
-    mine = [loads[mesh.coord(rank)["pipe"]] for rank in range(mesh.size)]
-    shares = [load.share for load in mine]
-    parameters = [float(load.num_trained) for load in mine]
+    rank_loads = [loads[mesh.coord(rank)["pipe"]] for rank in range(mesh.size)]
+    shares = [load.share for load in rank_loads]
+    parameters = [float(load.num_trained) for load in rank_loads]
     return {"forward": shares, "backward": shares, "optimizer": parameters}
 
 

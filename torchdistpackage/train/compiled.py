@@ -110,14 +110,14 @@ def compile_blocks(stages: TrainStages, backend: str, how: str = "blocks") -> li
             f"backward hooks inside, such as a debugger's, which would be compiled with them: "
             f"{', '.join(watched[:3])}; remove the hooks, or set train.compile=off"
         )
-    made: list[CompiledBlock] = []
+    wrapped: list[CompiledBlock] = []
     for name, block in blocks.items():
-        made.append(CompiledBlock(name, block, backend, falls_back))
+        wrapped.append(CompiledBlock(name, block, backend, falls_back))
         if hooked[name]:
-            made[-1].refused = f"it has hooks inside: {', '.join(hooked[name])}"
-        block._compiled_call_impl = made[-1]
-    stages.compiled += made
-    return made
+            wrapped[-1].refused = f"it has hooks inside: {', '.join(hooked[name])}"
+        block._compiled_call_impl = wrapped[-1]
+    stages.compiled += wrapped
+    return wrapped
 
 
 def warm_up(trainer: Trainer, step: int) -> str:
@@ -140,22 +140,24 @@ def warm_up(trainer: Trainer, step: int) -> str:
             trainer.optimizer.zero_grad()
     counters = torch._dynamo.utils.counters
     graphs = counters["stats"]["unique_graphs"]
-    read = counters["aot_autograd"]["autograd_cache_hit"]
+    num_cached = counters["aot_autograd"]["autograd_cache_hit"]
     blocks = trainer.stage.compiled
     refused = [f"{x.name} ({x.kind}): {x.refused}" for x in blocks if x.refused]
-    mine = len(blocks), len(refused), graphs, read, time.monotonic() - began, refused[:1]
-    return str(primitives.reduce_objects(mine, _compiled_line))
+    summary = len(blocks), len(refused), graphs, num_cached, time.monotonic() - began, refused[:1]
+    return str(primitives.reduce_objects(summary, _compiled_line))
 
 
 def _compiled_line(seen: list[Any]) -> str:
     """Return what to say of what all ranks have compiled; seen: numbers of each."""
-    num, left, graphs, read = (sum(x[i] for x in seen) for i in range(4))
-    made = num - left
-    text = f"{made} block{'s' * (made != 1)} in {graphs} graph{'s' * (graphs != 1)}"
-    text += f", {read} of them read from {cache_folder()}"
-    said = f"compiled {text}: {max(x[4] for x in seen):.1f} s before the first step"
+    num, num_eager, graphs, num_cached = (sum(x[i] for x in seen) for i in range(4))
+    num_compiled = num - num_eager
+    text = f"{num_compiled} block{'s' * (num_compiled != 1)} in {graphs} graph{'s' * (graphs != 1)}"
+    text += f", {num_cached} of them read from {cache_folder()}"
+    line = f"compiled {text}: {max(x[4] for x in seen):.1f} s before the first step"
     first = next((x[5][0] for x in seen if x[5]), None)
-    return said if first is None else f"{said}; {left} blocks are as they were, such as {first}"
+    return (
+        line if first is None else f"{line}; {num_eager} blocks are as they were, such as {first}"
+    )
 
 
 def _agree(trainer: Trainer, step: int) -> None:
@@ -169,8 +171,8 @@ def _agree(trainer: Trainer, step: int) -> None:
     for block in blocks:
         block.is_tried = True
     trainer.accumulate(step, reduce=False)
-    mine = {block.name: block.refused for block in blocks if block.refused}
-    refused = cast(dict[str, str], primitives.reduce_objects(mine, _refused_on))
+    local_refusals = {block.name: block.refused for block in blocks if block.refused}
+    refused = cast(dict[str, str], primitives.reduce_objects(local_refusals, _refused_on))
     for block in blocks:
         block.is_tried = False
         if block.name in refused and not block.refused:
@@ -179,11 +181,11 @@ def _agree(trainer: Trainer, step: int) -> None:
 
 def _refused_on(seen: list[Any]) -> dict[str, str]:
     """Return by block which rank first refused it and why."""
-    found: dict[str, str] = {}
+    refusals: dict[str, str] = {}
     for rank, refused in enumerate(seen):
         for name, why in refused.items():
-            found.setdefault(name, f"rank {rank} cannot compile it: {why}")
-    return found
+            refusals.setdefault(name, f"rank {rank} cannot compile it: {why}")
+    return refusals
 
 
 @contextmanager
@@ -207,10 +209,10 @@ def use_cache(run: Path, rank: int) -> None:
     named = os.environ.get(_CACHE_KEY)
     # torch itself sets it to its default, which may be gone on the next node
     is_named = named is not None and named != default_cache_dir()
-    place = Path(named) if named and is_named else run.absolute().parent / CACHE
-    own = place / f"torch-{torch.__version__}" / f"rank{rank}"
-    os.environ[_CACHE_KEY] = str(own)
-    os.environ.setdefault("TRITON_CACHE_DIR", str(own / "triton"))
+    root = Path(named) if named and is_named else run.absolute().parent / CACHE
+    rank_folder = root / f"torch-{torch.__version__}" / f"rank{rank}"
+    os.environ[_CACHE_KEY] = str(rank_folder)
+    os.environ.setdefault("TRITON_CACHE_DIR", str(rank_folder / "triton"))
 
 
 def end_compile_workers() -> None:
@@ -254,8 +256,8 @@ def _compiled(kind: type[nn.Module], backend: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return module._call_impl(*args, **kwargs)
 
-        own = call.__code__.replace(co_name=f"call_{kind.__name__}")
-        function = types.FunctionType(own, globals(), own.co_name)
+        code = call.__code__.replace(co_name=f"call_{kind.__name__}")
+        function = types.FunctionType(code, globals(), code.co_name)
         _calls[kind, backend] = torch.compile(
             function, backend=backend, fullgraph=True, dynamic=False
         )
@@ -263,16 +265,16 @@ def _compiled(kind: type[nn.Module], backend: Any) -> Any:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    held = (
+    hook_dicts = (
         module._forward_hooks,
         module._forward_pre_hooks,
         module._backward_hooks,
         module._backward_pre_hooks,
     )
-    own = "torchdistpackage."
+    prefix = "torchdistpackage."
     return any(
-        not str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(own)
-        for hooks in held
+        not str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(prefix)
+        for hooks in hook_dicts
         for hook in hooks.values()
     )
 

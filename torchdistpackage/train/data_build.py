@@ -85,9 +85,9 @@ def agreed_date(config: RunConfig) -> RunConfig:
     midnight has two."""
     if config.data.tokenizer is None:
         return config
-    own = config.data.template_date
-    day = primitives.broadcast_object(own)
-    return config if day == own else dated(config, str(day))
+    local_date = config.data.template_date
+    day = primitives.broadcast_object(local_date)
+    return config if day == local_date else dated(config, str(day))
 
 
 def with_steps(config: RunConfig) -> RunConfig:
@@ -121,15 +121,15 @@ def build_eval_sets(
     """
     config, num_data = plan.config, plan.topology.dense.axis_size("data")
     per_rank = plan.schedule.num_microbatches * plan.samples_per_microbatch
-    found: list[EvalSet] = []
+    eval_sets: list[EvalSet] = []
     for name, section in config.data.eval_parts.items():
         windows = read_windows(config, section, True)
         windows = windows if ranges is None else windows.part(ranges(windows.seq_len))
         number = -(-windows.number // (num_data * per_rank))
         most = config.train.eval_batches * config.train.accumulate
         batch = batches_of(windows, index, num_data, per_rank)
-        found.append(EvalSet(name, min(number, most), batch))
-    return found
+        eval_sets.append(EvalSet(name, min(number, most), batch))
+    return eval_sets
 
 
 def _training(plan: Plan) -> SequenceSource:
@@ -187,11 +187,11 @@ def _read(
             document_masks=section.document_masks,
             packing=section.packing,
         )
-    found = read_corpus(section, section.val_fraction % 1)
+    parts = read_corpus(section, section.val_fraction % 1)
     only_val = section.val_fraction == 1
     data = TokenDataset(
-        found.train,
-        found.train if only_val else found.val,
+        parts.train,
+        parts.train if only_val else parts.val,
         config.model.vocab,
         section.seq_len,
         num_val=config.train.eval_batches * section.global_batch,
@@ -220,8 +220,8 @@ def read_windows(config: RunConfig, section: DataSection, all_data: bool) -> Win
             packing=section.packing,
         )
         return DocumentWindows(packed)
-    found = read_corpus(section, 0.0 if all_data else section.val_fraction)
-    return TokenWindows(found.train if all_data else found.val, vocab, section.seq_len)
+    parts = read_corpus(section, 0.0 if all_data else section.val_fraction)
+    return TokenWindows(parts.train if all_data else parts.val, vocab, section.seq_len)
 
 
 def read_corpus(section: DataSection, val_fraction: float) -> corpus.Corpus:

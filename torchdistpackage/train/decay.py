@@ -21,7 +21,7 @@ def decays(name: str, parameter: Tensor, module: nn.Module) -> bool:
 
     name: its full name in the model.
     """
-    if parameter.dim() < 2 or any(_BIAS.search(word) for word in name.split(".")):
+    if parameter.dim() < 2 or any(_BIAS.search(part) for part in name.split(".")):
         return False
     path, _, last = name.rpartition(".")
     is_norm = isinstance(module, _NORMS) or _NORM_CLASS.search(type(module).__name__)

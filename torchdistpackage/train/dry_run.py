@@ -86,8 +86,8 @@ def _in_words(error: Exception) -> str:
     """Return the exception's text with the line of the user's code that raised it; a refusal prints
     no traceback.
     """
-    said = f"{type(error).__name__}: {error}"
+    text = f"{type(error).__name__}: {error}"
     last = traceback.extract_tb(error.__traceback__)[-1]
     # of a call that did not fit, and of a name that is not there, the line is ours
     ours = isinstance(error, ImportError | TorchDistError) or last.filename == _CALLER
-    return said if ours else f"{said} ({last.filename}:{last.lineno})"
+    return text if ours else f"{text} ({last.filename}:{last.lineno})"

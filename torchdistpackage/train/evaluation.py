@@ -63,9 +63,9 @@ class TokenWindows:
                 )
 
     def part(self, ranges: Sequence[range]) -> "TokenWindows":
-        found = copy(self)
-        found._ranges = ranges
-        return found
+        windows = copy(self)
+        windows._ranges = ranges
+        return windows
 
     def read(self, first: int, number: int) -> DataBatch:
         starts = (first + np.arange(number)) * self.seq_len
@@ -91,9 +91,9 @@ class DocumentWindows:
         self.number, self.seq_len, self._text = text.num_samples["val"], text.seq_len, text
 
     def part(self, ranges: Sequence[range]) -> "DocumentWindows":
-        found = copy(self)
-        found._text = self._text.part(ranges)
-        return found
+        windows = copy(self)
+        windows._text = self._text.part(ranges)
+        return windows
 
     def read(self, first: int, number: int) -> DataBatch:
         return DataBatch(*self._text.batch("val", 0, 0, 0, 1, number, first=first))
@@ -110,14 +110,14 @@ class JoinedWindows:
         return JoinedWindows([x.part(ranges) for x in self._parts])
 
     def read(self, first: int, number: int) -> DataBatch:
-        found: list[DataBatch] = []
+        batches: list[DataBatch] = []
         for part in self._parts:
             here = min(max(part.number - first, 0), number)
             if here:
-                found.append(part.read(first, here))
+                batches.append(part.read(first, here))
             first, number = max(first - part.number, 0), number - here
         return DataBatch(
-            *(None if x[0] is None else torch.cat(x) for x in zip(*found, strict=True))
+            *(None if x[0] is None else torch.cat(x) for x in zip(*batches, strict=True))
         )
 
 
@@ -130,9 +130,9 @@ def batches_of(
         first = (b * num_data + index) * per_rank
         number = min(max(windows.number - first, 0), per_rank)
         # where there are too few, others take their place and do not count
-        found = windows.read(first if number else 0, max(number, 1))
-        rows = torch.arange(per_rank).clamp(max=len(found.targets) - 1)
-        filled = DataBatch(*(None if x is None else x[rows] for x in found))
+        window = windows.read(first if number else 0, max(number, 1))
+        rows = torch.arange(per_rank).clamp(max=len(window.targets) - 1)
+        filled = DataBatch(*(None if x is None else x[rows] for x in window))
         filled.targets[number:] = IGNORE
         return filled
 

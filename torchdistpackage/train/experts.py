@@ -38,19 +38,19 @@ class ExpertCounts:
         *,
         counts: bool,
     ):
-        found = {
+        num_experts_of = {
             mixture_of(name): layout.shape[0]
             for name, layout in layouts.items()
             if "expert" in layout.split_axes and _EXPERTS in name
         }
-        self.names = tuple(found)
-        self._sizes = [num_experts + 1 for num_experts in found.values()]
-        index_of = {name: index for index, name in enumerate(found)}
+        self.names = tuple(num_experts_of)
+        self._sizes = [num_experts + 1 for num_experts in num_experts_of.values()]
+        index_of = {name: index for index, name in enumerate(num_experts_of)}
         routers = routers_in(stage)
         mixtures = {path: mixture_of(path) for path in routers}
         names = {mixture_of(name): mixture_of(x.name) for name, x in local.items()}
-        mine = ((index_of.get(names.get(mixtures[p], "")), r) for p, r in routers.items())
-        self._mine = {index: router for index, router in mine if index is not None}
+        indexed = ((index_of.get(names.get(mixtures[p], "")), r) for p, r in routers.items())
+        self._mine = {index: router for index, router in indexed if index is not None}
         self._counts = counts
 
     def reset(self) -> None:
@@ -79,15 +79,15 @@ class ExpertCounts:
     def follow(self, counts: Sequence[Tensor], numbers: Tensor) -> None:
         """Move biases and last loads by a step's counts; not where its numbers are not finite."""
         if self._mine:
-            mine = [counts[index] for index in self._mine]
-            apply_counts(self._mine.values(), mine, numbers.isfinite().all())
+            own_counts = [counts[index] for index in self._mine]
+            apply_counts(self._mine.values(), own_counts, numbers.isfinite().all())
 
     def loads(self, numbers: Sequence[float]) -> dict[str, ExpertLoad]:
         """From the summed counts on the host, by global name of each mixture."""
-        found: dict[str, ExpertLoad] = {}
+        loads_by_name: dict[str, ExpertLoad] = {}
         for name, size in zip(self.names, self._sizes, strict=True):
-            found[name], numbers = load_of(numbers[:size]), numbers[size:]
-        return found
+            loads_by_name[name], numbers = load_of(numbers[:size]), numbers[size:]
+        return loads_by_name
 
 
 def mixture_of(name: str) -> str:

@@ -76,8 +76,8 @@ def export_checkpoint(
         raise CheckpointError(f"{path} is damaged: {problem}; name another checkpoint")
     manifest = read_manifest(path)
     made_of = model.sources()
-    known = model.layouts() | model.buffers()
-    wanted = {name: x for name, x in known.items() if name in made_of}
+    layouts = model.layouts() | model.buffers()
+    wanted = {name: x for name, x in layouts.items() if name in made_of}
     _check_model(manifest, wanted, path)
     dtype = dtype or manifest.tensors[next(iter(made_of))].dtype
     source = checkpoint_source(path)
@@ -124,12 +124,14 @@ def export_merged(
         adapters = written / "adapters"
         export_checkpoint(path, model, adapters, like=base)
         try:
-            whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto", local_files_only=True)
+            base_model = AutoModelForCausalLM.from_pretrained(
+                base, dtype="auto", local_files_only=True
+            )
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{base} cannot be read: {error}") from error
         if model.packed():
-            resolve(_ROUND)(whole, model.shape)
-        merged: Any = PeftModel.from_pretrained(whole, str(adapters)).merge_and_unload()
+            resolve(_ROUND)(base_model, model.shape)
+        merged: Any = PeftModel.from_pretrained(base_model, str(adapters)).merge_and_unload()
         shutil.rmtree(adapters)
         if dtype is not None:
             merged = merged.to(getattr(torch, dtype))

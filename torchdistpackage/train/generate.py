@@ -72,33 +72,33 @@ def generate_batch(
     model.stage.eval()
     batches = _CachedRows.of(model, executor, rows) if use_cache else None
     while not all(ended):
-        told = [0] * len(rows)
+        row_tokens = [0] * len(rows)
         if batches is not None and all(batch.width <= window for batch in batches):
             for batch in batches:
                 if not all(ended[row] for row in batch.rows):
                     these = [draws[row] for row in batch.rows]
-                    found = _agreed(model, batch.logits(), how, these, _owner(model, 0))
-                    batch.add(found)
-                    for row, token in zip(batch.rows, found, strict=True):
-                        told[row] = token
+                    next_tokens = _agreed(model, batch.logits(), how, these, _owner(model, 0))
+                    batch.add(next_tokens)
+                    for row, token in zip(batch.rows, next_tokens, strict=True):
+                        row_tokens[row] = token
         else:
             # keys turned for their places in the text are of no use where a window begins later
             batches = None
             for row, tokens in enumerate(rows):
                 if not ended[row]:
                     logits, source = _logits_of_all(model, executor, tokens[-window:])
-                    told[row] = _agreed(model, logits, how, [draws[row]], source)[0]
-        if _NO_NUMBER in told:
-            row = told.index(_NO_NUMBER)
+                    row_tokens[row] = _agreed(model, logits, how, [draws[row]], source)[0]
+        if _NO_NUMBER in row_tokens:
+            row = row_tokens.index(_NO_NUMBER)
             raise NonFiniteError(
                 f"the logits of token {len(rows[row])} are no numbers; the weights, or sums of "
                 f"this precision, are not finite: use an earlier checkpoint, or a wider "
                 f"precision.dtype"
             )
-        for row, token in enumerate(told):
+        for row, token in enumerate(row_tokens):
             rows[row].append(token)
             ended[row] |= token in stops
-        yield told
+        yield row_tokens
 
 
 def _owner(model: StagedModel, index: int) -> int:
@@ -147,8 +147,8 @@ class _CachedRows:
     ) -> "list[_CachedRows] | None":
         """One, or where the model takes no padding one for each length. None if it, or the way it
         is run, needs all tokens each time."""
-        whole = model.sequence.multiple == 1 and not model.stage.compiled
-        if not whole or model.plan.has_float8:
+        can_cache = model.sequence.multiple == 1 and not model.stage.compiled
+        if not can_cache or model.plan.has_float8:
             return None
         modules: dict[int, Any] = {s: model.stage[str(s)] for s in executor.stages}
         caches = {s: module.make_cache() for s, module in modules.items()}
@@ -158,15 +158,15 @@ class _CachedRows:
         together: dict[int, dict[int, Sequence[int]]] = {}
         for row, tokens in enumerate(rows):
             together.setdefault(0 if takes_padding else len(tokens), {})[row] = tokens
-        found = list[_CachedRows]()
-        for held in together.values():
-            found.append(cls(model, executor, caches, held))
+        batches = list[_CachedRows]()
+        for same_length in together.values():
+            batches.append(cls(model, executor, caches, same_length))
             caches = {s: module.make_cache() for s, module in modules.items()}
-        return found
+        return batches
 
     def logits(self) -> Tensor | None:
         """Return the logits (B, V) of the last column, on the ranks of the last stage."""
-        model, executor, found = self._model, self._executor, list[Tensor]()
+        model, executor, last_logits = self._model, self._executor, list[Tensor]()
 
         def forward(stage: int, m: int, received: Message) -> Message:
             x = self._next if executor.is_first_stage(stage) else received
@@ -174,11 +174,11 @@ class _CachedRows:
                 output = model.forward(stage, x)
             if executor.is_last_stage(stage):
                 module: Any = model.stage[str(stage)]
-                found.append(module.whole_logits(output)[:, -1])
+                last_logits.append(module.whole_logits(output)[:, -1])
             return output
 
         executor.run(forward)
-        return found[0] if found else None
+        return last_logits[0] if last_logits else None
 
     def add(self, tokens: Sequence[int]) -> None:
         """One more of each row."""
@@ -191,7 +191,7 @@ def _logits_of_all(
 ) -> tuple[Tensor | None, int]:
     """Logits (1, V) behind the last token by a forward of the whole sequence, on ranks that have
     them, and the rank that speaks for these."""
-    plan, found = model.plan, list[Tensor]()
+    plan, logits = model.plan, list[Tensor]()
     # a sequence that is split over ranks needs a multiple of them; no token sees what comes later
     is_split = plan.shape is not None and plan.shape.sequence_parallel
     num_parts = plan.topology.dense.axis_size("tensor") if is_split else 1
@@ -204,11 +204,11 @@ def _logits_of_all(
         output = model.forward(stage, part if executor.is_first_stage(stage) else received)
         if executor.is_last_stage(stage):
             module: Any = model.stage[str(stage)]
-            found.append(module.logits_at(output, position)[None])
+            logits.append(module.logits_at(output, position)[None])
         return output
 
     executor.run(forward)
-    return found[0] if found else None, _owner(model, owner)
+    return logits[0] if logits else None, _owner(model, owner)
 
 
 def next_token(logits: Tensor, how: Sampling, draw: torch.Generator) -> int:
@@ -225,8 +225,8 @@ def next_token(logits: Tensor, how: Sampling, draw: torch.Generator) -> int:
     kept, ids = (logits / how.temperature).sort(descending=True, stable=True)
     chances = kept[: how.top_k].softmax(0)
     if how.top_p is not None:
-        before = chances.cumsum(0) - chances
-        chances = chances[before < how.top_p]
+        mass_before = chances.cumsum(0) - chances
+        chances = chances[mass_before < how.top_p]
     sums = chances.cumsum(0)
     at = torch.rand((), dtype=torch.float64, generator=draw) * sums[-1]
     index = int(torch.searchsorted(sums, at, right=True).clamp(max=len(sums) - 1))

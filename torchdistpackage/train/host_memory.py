@@ -12,13 +12,13 @@ _LIMITS = (
 
 def available_bytes() -> int:
     """Memory that can be had without swapping, within the limit of the control group, if any."""
-    left = [_field(Path("/proc/meminfo"), "MemAvailable:") * 1024]
+    limits = [_field(Path("/proc/meminfo"), "MemAvailable:") * 1024]
     for limit, use, details in _LIMITS:
         most, used = _number(_CGROUP / limit), _number(_CGROUP / use)
         if most is not None and used is not None:
             # pages of files count as used, and are given back on demand
-            left.append(max(most - used + _field(_CGROUP / details, "inactive_file"), 0))
-    return min(left)
+            limits.append(max(most - used + _field(_CGROUP / details, "inactive_file"), 0))
+    return min(limits)
 
 
 def _field(path: Path, name: str) -> int:

@@ -119,8 +119,8 @@ def _write_batch(model: StagedModel, request: GenerateRequest, first: int, write
     )
     write(pending[0])
     pending[0] = ""
-    for told in islice(tokens, request.max_new_tokens):
-        for row, token in enumerate(told):
+    for new_tokens in islice(tokens, request.max_new_tokens):
+        for row, token in enumerate(new_tokens):
             if not ended[row] and not (ended_now := token in request.stops):
                 pending[row] += growing[row].add(token)
             elif not ended[row]:
@@ -186,9 +186,9 @@ def _evaluated(model: StagedModel, request: EvalRequest, step: int | None) -> Ev
     assert source is not None
 
     def batch(b: int):
-        found = DataBatch(*source.batch("val", config.run.seed, b, index, num_data, per_rank))
-        inputs, targets = map(sequence.part, found[:2])
-        return found._replace(inputs=inputs, targets=targets)
+        rows = DataBatch(*source.batch("val", config.run.seed, b, index, num_data, per_rank))
+        inputs, targets = map(sequence.part, rows[:2])
+        return rows._replace(inputs=inputs, targets=targets)
 
     total, count = evaluate(model, batch, config.train.eval_batches, timeout_s)
     return EvalResult(total / count, count, 0, step)

@@ -218,8 +218,8 @@ def _supervise(
 
 def _wait_for_room(files: RunDir, signals: SignalFlag, limit_s: float) -> None:
     """Until rank 0 has moved an earlier run aside, which it says by noting this start."""
-    until_s, own = time.monotonic() + limit_s, attempt_id(os.environ)
-    while own not in (start.start for start in read_starts(files.starts)):
+    until_s, attempt = time.monotonic() + limit_s, attempt_id(os.environ)
+    while attempt not in (start.start for start in read_starts(files.starts)):
         if signals.all_received or time.monotonic() > until_s:
             why = signals.received or f"{limit_s:g} s (launch.init_timeout_s) are over"
             raise LaunchError(f"{why}, and rank 0 has not made room in {files.run}")
@@ -304,6 +304,6 @@ def resume_of(files: RunDir, start: Start, asked: str) -> str:
 
 
 def _say_if_it_stays_away(config: RunConfig) -> None:
-    if said := why_not(config.launch.requeue.mode, os.environ, limited(SLURM_S)):
-        sys.stdout.write(f"{said}\n")
+    if reason := why_not(config.launch.requeue.mode, os.environ, limited(SLURM_S)):
+        sys.stdout.write(f"{reason}\n")
         sys.stdout.flush()

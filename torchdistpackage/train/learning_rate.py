@@ -18,7 +18,7 @@ Factor = Callable[[int], float]
 
 def learning_rate(section: OptimSection, num_steps: int) -> Factor:
     """The learning rate of each step of a run of `num_steps`."""
-    warmup, given = section.warmup(num_steps), dict(section.schedule_args)
+    warmup, schedule_args = section.warmup(num_steps), dict(section.schedule_args)
     if section.schedule == "warmup_cosine":
         factor = partial(
             warmup_cosine,
@@ -27,7 +27,7 @@ def learning_rate(section: OptimSection, num_steps: int) -> Factor:
             min_ratio=section.min_lr_ratio,
         )
     else:
-        factor = _transformers(section.schedule, section.lr, warmup, num_steps, given)
+        factor = _transformers(section.schedule, section.lr, warmup, num_steps, schedule_args)
     return lambda step: section.lr * factor(step)
 
 
@@ -106,8 +106,8 @@ def _min_lr(
     lowest = min_lr / lr if min_lr is not None else min_lr_rate or 0.0
 
     def factor(step: int) -> float:
-        found = _wave(_done(step, warmup, num_steps), num_cycles)
-        return max(0.0, found * (1 - lowest) + lowest)
+        wave = _wave(_done(step, warmup, num_steps), num_cycles)
+        return max(0.0, wave * (1 - lowest) + lowest)
 
     return factor
 
@@ -118,8 +118,8 @@ def _polynomial(
     def factor(step: int) -> float:
         if step > num_steps:
             return lr_end / lr
-        left = 1 - (step - warmup) / max(1, num_steps - warmup)
-        return ((lr - lr_end) * left**power + lr_end) / lr
+        remaining = 1 - (step - warmup) / max(1, num_steps - warmup)
+        return ((lr - lr_end) * remaining**power + lr_end) / lr
 
     return factor
 
@@ -167,11 +167,11 @@ def _stable(
         if step >= warmup + stable + num_decay_steps:
             return min_lr_ratio
         done = (step - warmup - stable) / max(1, num_decay_steps)
-        left = {
+        remaining = {
             "linear": lambda: 1 - done,
             "cosine": lambda: _wave(done, num_cycles),
             "1-sqrt": lambda: 1 - math.sqrt(done),
         }[decay_type]()
-        return max(0.0, left * (1 - min_lr_ratio) + min_lr_ratio)
+        return max(0.0, remaining * (1 - min_lr_ratio) + min_lr_ratio)
 
     return factor

@@ -178,8 +178,8 @@ class StepLog:
         with self._bar, rows as self._metrics:
             rows.say = self._bar.say if self.goes_on else None
             if done:
-                left = f"{total - done} to go" if done < total else "nothing left to train"
-                self._bar.say(f"resumed after step {done} of {total}; {left}")
+                remaining = f"{total - done} to go" if done < total else "nothing left to train"
+                self._bar.say(f"resumed after step {done} of {total}; {remaining}")
             if rows.missing:
                 note = f"note: {rows.path.name} has no row of {rows.missing}: it was cut or removed"
                 self._bar.say(fill(f"{note}, or the checkpoint comes from elsewhere", _COLUMNS))
@@ -284,8 +284,8 @@ def plot_loss(
 
 
 def _points(rows: list[dict[str, Any]], key: str) -> Iterator[tuple[int, float]]:
-    found = ((row["step"], row.get(key)) for row in rows)
-    return ((s, x) for s, x in found if isinstance(x, int | float) and abs(x) < _MOST)
+    values = ((row["step"], row.get(key)) for row in rows)
+    return ((s, x) for s, x in values if isinstance(x, int | float) and abs(x) < _MOST)
 
 
 def _thousands(number: float) -> str:

@@ -230,8 +230,8 @@ class Loop:
     @property
     def _saves(self) -> bool:
         """Return whether the run saves its last step."""
-        own = self._save_every or self._save_every_min or self._local_every
-        return self._save_last or bool(own)
+        save_interval = self._save_every or self._save_every_min or self._local_every
+        return self._save_last or bool(save_interval)
 
     def _save_is_due(self) -> bool:
         """Return rank 0's vote for a save, by its clock; the other ranks have none."""

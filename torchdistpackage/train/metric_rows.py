@@ -78,11 +78,11 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         """Append the rows that wait, all or none."""
         if not self._waiting:
             return
-        file, left = self._file.fileno(), "".join(self._waiting).encode()
+        file, remaining = self._file.fileno(), "".join(self._waiting).encode()
         size = os.fstat(file).st_size
         try:
-            while left:
-                left = left[os.write(file, left) :]
+            while remaining:
+                remaining = remaining[os.write(file, remaining) :]
         except OSError as error:
             with suppress(OSError):
                 os.ftruncate(file, size)  # no half row, which a later one would go on
@@ -126,13 +126,13 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         """Add values to the row of `step`, if it is the last one; raises DataError as `write`."""
         rows = read_metrics(self.path)
         if rows and rows[-1]["step"] == step:
-            before = self._file
+            old_file = self._file
             try:
                 self._replace([*rows[:-1], {**rows[-1], **values}])
             except OSError as error:
                 self._failed(error)
             else:
-                before.close()
+                old_file.close()
 
     def _replace(self, rows: list[dict[str, Any]]) -> None:
         atomic_write(self.path, "".join(map(_line, rows)))
@@ -165,8 +165,8 @@ def _missing(steps: Sequence[int], last: int) -> str:
     gaps = [(a + 1, b - 1) for a, b in pairwise([0, *steps, last + 1]) if b - a > 1]
     shown = ", ".join(f"{a} to {b}" if b > a else f"{a}" for a, b in gaps[:_SHOWN])
     more = sum(b - a + 1 for a, b in gaps[_SHOWN:])
-    word = "step" if sum(b - a + 1 for a, b in gaps) == 1 else "steps"
-    return f"{word} {shown}" + (f" and {more} more" if more else "") if gaps else ""
+    noun = "step" if sum(b - a + 1 for a, b in gaps) == 1 else "steps"
+    return f"{noun} {shown}" + (f" and {more} more" if more else "") if gaps else ""
 
 
 _to_json = json.JSONEncoder(allow_nan=False).encode

@@ -133,10 +133,10 @@ def record_run(config: RunConfig, axes: Mapping[str, int]) -> ParityRecord:
 
 
 def _take_steps(trainer: Trainer, record: ParityRecord) -> None:
-    made = trainer.batches.of_training
+    make_batch = trainer.batches.of_training
 
     def fed(step: int, index: int):
-        batch = made(step, index)
+        batch = make_batch(step, index)
         if step == 1:
             record.inputs += [x for x in batch if isinstance(x, Tensor)][: 1 if index == 0 else 0]
         return batch
@@ -181,14 +181,14 @@ def _weights(trainer: Trainer) -> dict[str, Tensor]:
 def _parts(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """By global name what this rank holds of the whole ones, without padding: of a bias that only
     the first rank adds the others have zeros."""
-    found: dict[str, Tensor] = {}
+    parts: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         layout, part = trainer.layouts[name], tensor.detach()
         if layout.ranges:
             mesh = trainer.plan.topology.view(layout.view)
-            held = [part[local] for _, local in blocks(layout, mesh, trainer.rank)]
-            if not any(x.numel() for x in held):
+            blocks_here = [part[local] for _, local in blocks(layout, mesh, trainer.rank)]
+            if not any(x.numel() for x in blocks_here):
                 continue
-            part = held[0] if len(held) == 1 else part
-        found[layout.name] = part.clone()
-    return found
+            part = blocks_here[0] if len(blocks_here) == 1 else part
+        parts[layout.name] = part.clone()
+    return parts

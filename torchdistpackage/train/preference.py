@@ -52,8 +52,8 @@ class PreferenceLoss:
 
     def take(self) -> Tensor:
         """`PairSums` of this rank since it was asked last, float64."""
-        found, self._sums = self._sums, torch.zeros_like(self._sums)
-        return found
+        sums, self._sums = self._sums, torch.zeros_like(self._sums)
+        return sums
 
     def beside_reference(
         self,
@@ -67,16 +67,16 @@ class PreferenceLoss:
 
         executor: forward alone; run: its `run`.
         """
-        known: dict[int, Tensor] = {}
+        reference: dict[int, Tensor] = {}
 
         def keep(outputs: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor]:
-            known[m] = log_probs(model.loss, outputs, targets, self._rows_dim)
-            return known[m].sum(), known[m].new_zeros(())
+            reference[m] = log_probs(model.loss, outputs, targets, self._rows_dim)
+            return reference[m].sum(), reference[m].new_zeros(())
 
         with self._frozen(model) as frozen:
             unused = totals_on(model.device)
             run(frozen.forward_and_loss(executor, inputs, targets, unused, loss=keep))
-        return partial(self._loss, model, known)
+        return partial(self._loss, model, reference)
 
     def _loss(
         self,

@@ -60,12 +60,18 @@ class StepProfiler(Callback):
 
     def _read(self, step: int, recording: Recording) -> BubbleAttribution | None:
         """Show the recording of `step` on rank 0; all ranks that recorded the step call this."""
-        mine = recording.spans(), self._weights
-        found = cast(list[tuple[list[Span], Weights]], primitives.gather_objects(mine, self._group))
+        recorded = recording.spans(), self._weights
+        gathered = cast(
+            list[tuple[list[Span], Weights]], primitives.gather_objects(recorded, self._group)
+        )
         if self._trainer.rank != 0:
             return None
-        self._rows = [row for row, _ in found]
-        self._weights = {stage: held for _, weights in found for stage, held in weights.items()}
+        self._rows = [row for row, _ in gathered]
+        self._weights = {
+            stage: piece_weights
+            for _, weights in gathered
+            for stage, piece_weights in weights.items()
+        }
         self._step, self._gap = step, attribute_bubble(self._trainer.plan.schedule, self._rows)
         return self._gap
 
@@ -83,13 +89,15 @@ class StepProfiler(Callback):
 
 def piece_costs(weights: Weights, costs: StageCosts) -> dict[str, PieceCosts]:
     """The time of each stage shared out to its pieces by weight, evenly if they have none."""
-    found: dict[str, PieceCosts] = {}
-    for stage, held in sorted(weights.items()):
-        whole = sum(held.values())
-        for name, weight in held.items():
-            share = weight / whole if whole else 1 / len(held)
-            found[name] = PieceCosts(costs.forward[stage] * share, costs.backward[stage] * share)
-    return found
+    costs_by_piece: dict[str, PieceCosts] = {}
+    for stage, piece_weights in sorted(weights.items()):
+        total = sum(piece_weights.values())
+        for name, weight in piece_weights.items():
+            share = weight / total if total else 1 / len(piece_weights)
+            costs_by_piece[name] = PieceCosts(
+                costs.forward[stage] * share, costs.backward[stage] * share
+            )
+    return costs_by_piece
 
 
 def _weights(plan: Plan, stages: TrainStages) -> Weights:
@@ -103,5 +111,5 @@ def _weights(plan: Plan, stages: TrainStages) -> Weights:
             }
             for stage, chain in stages.named_children()
         }
-    computation, mine = plan.model.piece_costs(), map(int, stages)
-    return {s: {plan.pieces[i]: computation[i] for i in plan.stages[s]} for s in mine}
+    computation, own_stages = plan.model.piece_costs(), map(int, stages)
+    return {s: {plan.pieces[i]: computation[i] for i in plan.stages[s]} for s in own_stages}

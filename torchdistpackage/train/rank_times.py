@@ -88,9 +88,9 @@ class RankTimes(Callback):
     def _send(self, step: int) -> None:
         """Begin to send all ranks my numbers of the steps since the last row."""
         num = step - self._last
-        mine = [*self._trainer.phases.kept(after=self._last).values()]
-        known = max(len(mine), 1)
-        values = [sum(x.get(phase, 0.0) for x in mine) / known for phase in PHASES]
+        steps = [*self._trainer.phases.kept(after=self._last).values()]
+        num_steps = max(len(steps), 1)
+        values = [sum(x.get(phase, 0.0) for x in steps) / num_steps for phase in PHASES]
         values += [taken / num for taken in self._taken]
         row = torch.tensor([[*values, *memory_bytes(self._trainer.device)]], dtype=torch.float64)
         self._last, self._taken = step, [0.0] * len(self._taken)
@@ -106,14 +106,14 @@ class RankTimes(Callback):
     def _read(self) -> None:
         if self._pending is None:
             return
-        (step, num, found), self._pending = self._pending, None
-        table = found if isinstance(found, OnHost) else OnHost(found.wait())
+        (step, num, sent), self._pending = self._pending, None
+        table = sent if isinstance(sent, OnHost) else OnHost(sent.wait())
         if self._log is None:
             return
         columns = [[_short(x) for x in column] for column in zip(*table.read(), strict=True)]
         phases = dict(zip(PHASES, columns, strict=False))
         time_s, *waits = columns[len(PHASES) : -2]
-        held, peak = columns[-2:]
+        current, peak = columns[-2:]
         more = {} if self._hosts is None else {"hosts": self._hosts, "layout": self._layout()}
         self._hosts = None
         self._log.write(
@@ -123,7 +123,7 @@ class RankTimes(Callback):
             time_s=time_s,
             phases=phases,
             waits=dict(zip(self._waits.axes, waits, strict=True)),
-            memory_bytes=held,
+            memory_bytes=current,
             peak_bytes=peak,
             **more,
         )
@@ -150,14 +150,14 @@ class AxisWaits:
 
     def seconds(self) -> list[float]:
         """Return the totals, in the order of `axes`."""
-        found = [0.0] * len(self.axes)
+        totals = [0.0] * len(self.axes)
         for state in known_states():
             key = state.axis, state.ranks
             index = self._index_of.get(key)
             if index is None:
                 index = self._index_of[key] = self.axes.index(self._axis(*key))
-            found[index] += state.waited_s
-        return found
+            totals[index] += state.waited_s
+        return totals
 
     def _axis(self, name: str, ranks: tuple[int, ...]) -> str:
         """The axis along which `ranks` lie, or `SEVERAL`. name: of the group, if it has one."""
@@ -173,12 +173,12 @@ def memory_bytes(device: torch.device) -> tuple[float, float]:
     process.
     """
     if device.type == "cuda":
-        held, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-        return float(held), float(peak)
+        current, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        return float(current), float(peak)
     pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KiB on Linux
-    held = pages * resource.getpagesize()
-    return float(held), float(max(held, peak))
+    current = pages * resource.getpagesize()
+    return float(current), float(max(current, peak))
 
 
 def _short(value: float) -> float:

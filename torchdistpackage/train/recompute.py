@@ -47,14 +47,16 @@ def block_names(stages: TrainStages) -> tuple[str, ...]:
     """
     names: list[str] = []
     for stage, module in stages.named_children():
-        if callable(own := getattr(module, "block_names", None)):
-            names += [f"{stage}.{name}" for name in own()]
+        if callable(list_blocks := getattr(module, "block_names", None)):
+            names += [f"{stage}.{name}" for name in list_blocks()]
             continue
         lists = [(n, x) for n, x in module.named_children() if _is_list(x)]
-        found = [f"{n}.{i}" for n, held in lists for i, _ in held.named_children()]
+        children = [f"{n}.{i}" for n, members in lists for i, _ in members.named_children()]
         if not lists:
-            found = [n for n, x in module.named_children() if next(x.children(), None) is not None]
-        names += [f"{stage}.{name}" for name in found]
+            children = [
+                n for n, x in module.named_children() if next(x.children(), None) is not None
+            ]
+        names += [f"{stage}.{name}" for name in children]
     return tuple(names)
 
 
@@ -159,17 +161,17 @@ def measured(trainer: Trainer) -> Infos:
         with undisturbed(trainer.stage), trainer.reducer.no_sync():
             forwards.run(forward)
             for _ in range(_REPEATS):
-                found = {stage: register_profile_hooks(probe) for stage, probe in probes.items()}
+                profiles = {stage: register_profile_hooks(probe) for stage, probe in probes.items()}
                 forwards.run(forward)
                 for stage in probes:
-                    take_shorter(infos[stage], found[stage])
+                    take_shorter(infos[stage], profiles[stage])
     finally:
         for probe in probes.values():
             remove_profile_hooks(probe)
     profile: Infos = {"root": {"fwd_time": 0.0, "fwd_mem": 0.0}}
-    for stage, held in infos.items():
+    for stage, stage_infos in infos.items():
         live = plan.timeline.peak_live[stage]
-        for name, entry in held.items():
+        for name, entry in stage_infos.items():
             scaled = {key: entry[key] * live for key in ("fwd_mem", "freed_mem")}
             if name == "root":
                 profile["root"]["fwd_mem"] += scaled["fwd_mem"]

@@ -251,17 +251,17 @@ class RunSaver:
 
     def _choose_mode(self) -> None:
         """Once, at the first save, when the state of the optimizer is there."""
-        mine = socket.gethostname(), saved_bytes(self._trainer), available_bytes()
-        found = cast(list[tuple[str, int, int]], primitives.gather_objects(mine))
+        local = socket.gethostname(), saved_bytes(self._trainer), available_bytes()
+        hosts = cast(list[tuple[str, int, int]], primitives.gather_objects(local))
         needed: dict[str, int] = defaultdict(int)
-        for host, num_bytes, _ in found:
+        for host, num_bytes, _ in hosts:
             needed[host] += num_bytes
-        short = next((x for x in found if needed[x[0]] > _SHARE * x[2]), None)
+        short = next((x for x in hosts if needed[x[0]] > _SHARE * x[2]), None)
         self._mode = "async" if short is None else "disabled"
         if short is None:
             self._copies = HostCopies()
             return
-        host, _, left = short
+        host, _, available = short
         self.note("checkpoints are written between steps (checkpoint.async_mode: auto):")
         taken = size_text(needed[host])
-        self.note(f"  copies take {taken} of the {size_text(left)} left on {host}")
+        self.note(f"  copies take {taken} of the {size_text(available)} left on {host}")

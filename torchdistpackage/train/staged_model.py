@@ -96,20 +96,24 @@ class StagedModel:
         """Return the tensors that a checkpoint holds, by local name; weights that LoRA freezes come
         from model.hf instead.
         """
-        found: dict[str, tuple[Tensor, Layout]] = {
+        tensors: dict[str, tuple[Tensor, Layout]] = {
             name: (p, self.layouts[name]) for name, p in self.stage.named_parameters()
         }
         for stage, module in self.stage.named_children():
-            if callable(held := getattr(module, "buffer_layouts", None)):
-                buffers: dict[str, Layout] = held()
-                found |= {f"{stage}.{n}": (module.get_buffer(n), x) for n, x in buffers.items()}
-        return {name: held for name, held in found.items() if self.plan.is_trained(held[1].name)}
+            if callable(list_buffers := getattr(module, "buffer_layouts", None)):
+                buffers: dict[str, Layout] = list_buffers()
+                tensors |= {f"{stage}.{n}": (module.get_buffer(n), x) for n, x in buffers.items()}
+        return {
+            name: list_buffers
+            for name, list_buffers in tensors.items()
+            if self.plan.is_trained(list_buffers[1].name)
+        }
 
     def forward(self, stage: int, x: Message, position_ids: Tensor | None = None) -> Message:
         """One of this rank's stages, in the precision of the run; position_ids: see `DataBatch`."""
-        given = {} if position_ids is None else {"position_ids": position_ids}
+        kwargs = {} if position_ids is None else {"position_ids": position_ids}
         with self.precision():
-            return self.stage(stage, x, **given)
+            return self.stage(stage, x, **kwargs)
 
     def forward_and_loss(
         self,

@@ -106,9 +106,14 @@ class Trainer(StagedModel):
         self.stage.train()  # folders of transformers come in evaluation mode
         self._trained = self.stage.trained()
         # a model of the user's own is not known before it is built, and then all of it is here
-        own = {x.name: x for x in self.layouts.values()} if mesh.axis_size("pipe") == 1 else {}
+        whole_layouts = (
+            {x.name: x for x in self.layouts.values()} if mesh.axis_size("pipe") == 1 else {}
+        )
         self.experts = ExpertCounts(
-            self.plan.layouts or own, self.stage, self.layouts, counts=coord["tensor"] == 0
+            self.plan.layouts or whole_layouts,
+            self.stage,
+            self.layouts,
+            counts=coord["tensor"] == 0,
         )
         self.runs_ahead = self.device.type != "cpu" or is_queued(self._world)
         self._batches = partial(
@@ -160,8 +165,8 @@ class Trainer(StagedModel):
             power, norms = self.update.measure()
             # votes are asked here, as late as the ranks can still agree on them
             cast, names = self.votes.cast(step), self.votes.names
-            own = StepStats.to_tensor(totals, power, busy, cast, self._take_pairs())
-            stats = self.experts.join(own)
+            local_stats = StepStats.to_tensor(totals, power, busy, cast, self._take_pairs())
+            stats = self.experts.join(local_stats)
             with phases("reduce"):
                 primitives.all_reduce(stats, self._world)
             on_host = OnHost(stats)  # ahead of the next step, which would else be waited for
@@ -255,22 +260,22 @@ class Trainer(StagedModel):
         None if a rank asked to stop on the way: all stop after the same batch.
         """
         batch = self.batches.of_validation
-        found = self._mean_loss(self.eval_batches, self.rounds, batch, stop)
-        if found is None:
+        means = self._mean_loss(self.eval_batches, self.rounds, batch, stop)
+        if means is None:
             return None
-        loss, self.val_pairs = found
+        loss, self.val_pairs = means
         return loss
 
     def evaluate_sets(self, stop: Callable[[], bool] | None = None) -> dict[str, float] | None:
         """Mean loss over each of `eval_sets`, by name; the rest as `evaluate`."""
         losses: dict[str, float] = {}
         for each in self.eval_sets:
-            found = self._mean_loss(
+            means = self._mean_loss(
                 each.num_batches, 1, lambda number, _, each=each: each.batch(number), stop
             )
-            if found is None:
+            if means is None:
                 return None
-            losses[each.name] = found[0]
+            losses[each.name] = means[0]
         return losses
 
     def _mean_loss(
@@ -288,12 +293,12 @@ class Trainer(StagedModel):
             for number in range(num_batches):
                 for index in range(rounds):
                     with self.phases("data"):
-                        found = self.microbatches(batch(number, index), self._own)
-                    self._pass(self.evaluator, found, totals)
+                        microbatches = self.microbatches(batch(number, index), self._own)
+                    self._pass(self.evaluator, microbatches, totals)
                 if stop is not None:
-                    asked, before = self._ask_to_stop(stop), asked
+                    asked, previous = self._ask_to_stop(stop), asked
                     # a device is still at this batch, so there the answer is that of the one before
-                    answer = before if self.runs_ahead else asked
+                    answer = previous if self.runs_ahead else asked
                     if answer is not None and answer.read()[0] > 0:
                         self.stage.train()
                         return None

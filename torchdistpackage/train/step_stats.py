@@ -73,8 +73,8 @@ class StepStats(NamedTuple):
 
         votes: of `Votes.cast`. pairs: `PairSums`; None: zeros.
         """
-        known = [busy, *votes] if pairs is not None else [busy, *votes, *_NO_PAIRS]
-        parts = [totals, grad_sq_norm.view(1).to(totals), _on_device(known, totals)]
+        numbers = [busy, *votes] if pairs is not None else [busy, *votes, *_NO_PAIRS]
+        parts = [totals, grad_sq_norm.view(1).to(totals), _on_device(numbers, totals)]
         return torch.cat(parts if pairs is None else [*parts, pairs])
 
     @staticmethod
@@ -94,11 +94,11 @@ def _on_device(numbers: Sequence[float], like: Tensor) -> Tensor:
     """On a GPU they are filled in: a copy from the host would wait for what it is doing."""
     if like.device.type == "cpu":
         return torch.tensor(numbers, dtype=like.dtype)
-    found = like.new_zeros(len(numbers))
+    on_device = like.new_zeros(len(numbers))
     for index, number in enumerate(numbers):
         if number:
-            found[index] = number
-    return found
+            on_device[index] = number
+    return on_device
 
 
 @dataclass(frozen=True)
@@ -205,9 +205,9 @@ class PendingStep:
         sums = StepStats.from_numbers(numbers[:number], self.votes)
         tokens, busy, among = max(sums.tokens, 1), sums.busy, self.world
         if self.pass_timing is not None:
-            mine = torch.tensor([busy_share(self.pass_timing)], dtype=torch.float64)
+            local_busy = torch.tensor([busy_share(self.pass_timing)], dtype=torch.float64)
             among = self.pipeline if self.pipeline.size() == 1 else on_cpu(self.pipeline)
-            busy = float(primitives.all_reduce(mine, among))
+            busy = float(primitives.all_reduce(local_busy, among))
         return StepResult(
             step=self.step,
             loss=sums.loss / tokens,

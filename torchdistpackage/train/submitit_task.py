@@ -44,9 +44,9 @@ class TrainingTask:
         until_it_listens = ["sh", "-c", IGNORE_SIGNALS_UNTIL_READY, "task"]
         python = [sys.executable, "-u", "-P", "-m", "torchdistpackage", "train", self.path]
         env = {**os.environ, "TDP_BATCH": "1"}
-        with _Relay() as before:
+        with _Relay() as relay:
             process = subprocess.Popen([*until_it_listens, *python, *self.overrides], env=env)
-            before.child = process
+            relay.child = process
             code = process.wait()
         rank = os.environ.get("SLURM_PROCID", "0")
         if code:
@@ -59,7 +59,7 @@ class TrainingTask:
             and may_requeue(os.environ)
         ):
             if rank == "0":
-                before.hand_over()  # does not come back
+                relay.hand_over()  # does not come back
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # or Slurm would have to wait for SIGKILL
             time.sleep(_KILLED_WITHIN_S)
             raise RankError(f"rank {rank} outlived the requeue of its job by {_KILLED_WITHIN_S} s")

@@ -87,14 +87,14 @@ class StepTrace(Callback):
 
     def _write(self, loop: Loop) -> None:
         """All ranks call it."""
-        mine = self._mine()
+        local_trace = self._mine()
         self._held, self._phases, self._calls = [], [], []
         with loop.heartbeat.allow_slow():
-            found = primitives.collect_objects(mine)
-        if found is not None:
+            traces = primitives.collect_objects(local_trace)
+        if traces is not None:
             schedule = self._trainer.plan.schedule.name
             write_trace(
-                loop.folder / TRACE, cast(list[RankTrace], found), self._trainer.name, schedule
+                loop.folder / TRACE, cast(list[RankTrace], traces), self._trainer.name, schedule
             )
             loop.artifacts += (TRACE,)
 

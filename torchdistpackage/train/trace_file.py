@@ -79,18 +79,18 @@ def events(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:
     first_s = min(
         (start + shift[r.host] for r in ranks for _, start, _ in r.steps), default=ranks[0].clock_s
     )
-    found: list[dict[str, Any]] = []
+    all_events: list[dict[str, Any]] = []
     rows: dict[tuple[object, ...], list[tuple[dict[str, int], list[Span]]]] = {}
     for rank in ranks:
         by_s = shift[rank.host] - first_s
-        found += _rank_events(rank, by_s)
+        all_events += _rank_events(rank, by_s)
         peers = tuple(index for axis, index in rank.coord.items() if axis != "pipe")
         for number, row in enumerate(rank.spans):
             track = {"pid": rank.rank, "tid": _SCHEDULE}
             rows.setdefault((*peers, number), []).append((track, _moved(row, by_s)))
-    for key, held in rows.items():
-        found += message_arrows(held, ".".join(map(str, key)))
-    return found
+    for key, messages in rows.items():
+        all_events += message_arrows(messages, ".".join(map(str, key)))
+    return all_events
 
 
 def shifts_s(ranks: Iterable[RankTrace]) -> dict[str, float]:
@@ -98,28 +98,28 @@ def shifts_s(ranks: Iterable[RankTrace]) -> dict[str, float]:
     hosts: dict[str, list[float]] = {}
     for rank in ranks:
         hosts.setdefault(rank.host, []).append(rank.clock_s)
-    middle = {host: statistics.median(found) for host, found in hosts.items()}
+    middle = {host: statistics.median(offsets) for host, offsets in hosts.items()}
     reference = next(iter(middle.values()))
     return {host: reference - at for host, at in middle.items()}
 
 
 def _rank_events(rank: RankTrace, by_s: float) -> list[dict[str, Any]]:
     pid = rank.rank
-    place = ", ".join(f"{axis} {index}" for axis, index in rank.coord.items())
+    coords = ", ".join(f"{axis} {index}" for axis, index in rank.coord.items())
     tracks = {_STEPS: "steps", _SCHEDULE: "schedule", _PHASES: "phases"}
-    found: list[dict[str, Any]] = []
+    all_events: list[dict[str, Any]] = []
 
     def add(tid: int, name: str, cat: str, start_s: float, end_s: float, **args: object) -> None:
         times = {"ts": (start_s + by_s) * _US, "dur": max(end_s - start_s, 0.0) * _US}
-        found.append({"ph": "X", "name": name, "cat": cat, **times, "pid": pid, "tid": tid})
-        found[-1]["args"] = args
+        all_events.append({"ph": "X", "name": name, "cat": cat, **times, "pid": pid, "tid": tid})
+        all_events[-1]["args"] = args
 
     for step, start, end in rank.steps:
         add(_STEPS, f"step {step}", "step", start, end)
     for name, start, end in rank.phases:
         add(_PHASES, name, "phase", start, end)
     for row in rank.spans:
-        found += (slice_event(span, pid, _SCHEDULE) for span in _moved(row, by_s))
+        all_events += (slice_event(span, pid, _SCHEDULE) for span in _moved(row, by_s))
     groups = sorted({call.group for call in rank.calls})
     for group in groups:
         lanes = _lanes([call for call in rank.calls if call.group == group])
@@ -130,14 +130,14 @@ def _rank_events(rank: RankTrace, by_s: float) -> list[dict[str, Any]]:
                 more = {"shape": list(call.shape), "dtype": call.dtype, "action": call.action}
                 more |= {"waited_us": call.waited_s * _US}
                 add(tid, call.what, f"group {group}", call.start_s, call.end_s, **more)
-    names = [("process_name", 0, {"name": f"rank {pid}: {place} on {rank.host}"})]
+    names = [("process_name", 0, {"name": f"rank {pid}: {coords} on {rank.host}"})]
     names += [("process_sort_index", 0, {"sort_index": pid})]
     names += [("thread_name", tid, {"name": name}) for tid, name in tracks.items()]
     names += [("thread_sort_index", tid, {"sort_index": tid}) for tid in tracks]
-    found += (
-        {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args} for what, tid, args in names
+    all_events += (
+        {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args} for kind, tid, args in names
     )
-    return found
+    return all_events
 
 
 def _moved(row: Iterable[Span], by_s: float) -> list[Span]:
@@ -226,22 +226,22 @@ def read_trace(run: Path) -> RunTrace:
 
 
 def _run_trace(value: Any) -> RunTrace:
-    told, ranks = value["otherData"], dict[int, RankSlices]()
+    facts, ranks = value["otherData"], dict[int, RankSlices]()
     for event in cast(list[dict[str, Any]], value["traceEvents"]):
         if event["ph"] not in ("X", "M"):
             continue
-        held = ranks.setdefault(int(event["pid"]), RankSlices())
+        rank = ranks.setdefault(int(event["pid"]), RankSlices())
         if event["ph"] == "X":
             start_s, length_s = float(event["ts"]) / _US, float(event["dur"]) / _US
-            found = str(event["name"]), str(event["cat"]), start_s, start_s + length_s
+            fields = str(event["name"]), str(event["cat"]), start_s, start_s + length_s
             waited_s = float(event["args"].get("waited_us", 0.0)) / _US
-            held.slices.append(TraceSlice(*found, waited_s))
+            rank.slices.append(TraceSlice(*fields, waited_s))
         elif event["name"] == "process_name":
-            held.name = str(event["args"]["name"])
+            rank.name = str(event["args"]["name"])
     if not ranks:
         raise ValueError("no slices")
-    steps = tuple(map(int, told["steps"]))
-    return RunTrace(str(told["run"]), str(told["schedule"]), steps, dict(sorted(ranks.items())))
+    steps = tuple(map(int, facts["steps"]))
+    return RunTrace(str(facts["run"]), str(facts["schedule"]), steps, dict(sorted(ranks.items())))
 
 
 _COMPUTES = tuple(map(str, COLOURS))
@@ -288,12 +288,12 @@ def png(trace: RunTrace) -> bytes:
     for rank in ranks:
         for row in (None, *rank.groups):
             kinds = [row] if row else [kind for kind in colours if not kind.startswith("group ")]
-            held = [s for s in rank.slices if s.category in kinds]
-            lengths = [s.waited_s if row else s.end_s - s.start_s for s in held]
+            slices = [s for s in rank.slices if s.category in kinds]
+            lengths = [s.waited_s if row else s.end_s - s.start_s for s in slices]
             axes.broken_barh(
-                [((s.end_s - n) * 1e3, n * 1e3) for s, n in zip(held, lengths, strict=True)],
+                [((s.end_s - n) * 1e3, n * 1e3) for s, n in zip(slices, lengths, strict=True)],
                 (len(labels) - 0.4, 0.8 if row is None else 0.5),
-                facecolors=[colours[s.category] for s in held],
+                facecolors=[colours[s.category] for s in slices],
                 edgecolors="white",
                 linewidth=0.2,
             )
@@ -309,8 +309,8 @@ def png(trace: RunTrace) -> bytes:
     axes.set_title(f"{trace.run}, {trace.schedule}, {_span(trace.steps)}{more}", loc="left")
     words = {str(kind): kind.name for kind in ActionKind}
     shown = {s.category for rank in ranks for s in rank.slices}
-    found = ((kind, c) for kind, c in colours.items() if kind in shown)
-    patches = [Patch(color=c, label=words.get(kind, kind)) for kind, c in found]
+    entries = ((kind, c) for kind, c in colours.items() if kind in shown)
+    patches = [Patch(color=c, label=words.get(kind, kind)) for kind, c in entries]
     figure.legend(handles=patches, loc="upper right", ncols=4, fontsize=7)
     figure.tight_layout()
     buffer = BytesIO()

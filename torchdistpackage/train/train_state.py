@@ -96,8 +96,8 @@ def begin_save(
 
 def saved_bytes(trainer: Trainer) -> int:
     """Bytes that this rank writes in a save, and copies for one beside the steps."""
-    place = TopologyRank(tpc.topology, trainer.rank)
-    return take_snapshot("", trainer.saved(), place, trainer.optimizer, {}).num_bytes
+    location = TopologyRank(tpc.topology, trainer.rank)
+    return take_snapshot("", trainer.saved(), location, trainer.optimizer, {}).num_bytes
 
 
 def resume(

@@ -100,18 +100,18 @@ class TrackerFeed:
             self._reader = RowReader(self._reader.path)
             self.said.append(f"{self._name}: {tracker.place}")
         self._reader.read_new()
-        found = self._reader.rows
-        rows = [found[step] for step in sorted(found) if step > self._last]
-        if (again := found.get(self._last)) and self._sent:
+        by_step = self._reader.rows
+        rows = [by_step[step] for step in sorted(by_step) if step > self._last]
+        if (again := by_step.get(self._last)) and self._sent:
             added = {k: v for k, v in again.items() if k not in self._sent}
             rows[:0] = [{"step": self._last, **added}] if added else []
             self._sent = again
         if rows:
             self._tracker.send(rows)
             self._last = max(self._last, rows[-1]["step"])
-            self._sent = found.get(self._last, self._sent)
+            self._sent = by_step.get(self._last, self._sent)
             # a file that is replaced is read anew, so its rows need not be kept
-            found.clear()
+            by_step.clear()
 
     def _close(self) -> None:
         assert self._tracker is not None

@@ -47,20 +47,22 @@ class MLflowTracker:
             self._id = self._create(run)
             state.keep(uri=uri, id=self._id)
         data = self._client.get_run(self._id).data
-        said = {k: str(v)[:_MOST_LETTERS] for k, v in run.config.items()}
-        params = [Param(k, v) for k, v in said.items() if k not in data.params]
+        values = {k: str(v)[:_MOST_LETTERS] for k, v in run.config.items()}
+        params = [Param(k, v) for k, v in values.items() if k not in data.params]
         for some in batches(params, _MOST_PARAMS):
             self._client.log_batch(self._id, params=some)
-        for key, value in said.items():
+        for key, value in values.items():
             if data.params.get(key, value) != value:  # a parameter keeps its first value
                 self._client.set_tag(self._id, f"changed.{key}", value)
         return int(data.metrics.get("step", 0))
 
     def _create(self, run: TrackedRun) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        found = self._client.get_experiment_by_name(name)
+        existing = self._client.get_experiment_by_name(name)
         try:
-            experiment = found.experiment_id if found else self._client.create_experiment(name)
+            experiment = (
+                existing.experiment_id if existing else self._client.create_experiment(name)
+            )
         except MlflowException:  # another run has just made it
             experiment = self._client.get_experiment_by_name(name).experiment_id
         return self._client.create_run(experiment, run_name=run.name).info.run_id

@@ -101,8 +101,8 @@ def scalars(row: Row) -> Iterator[tuple[str, float]]:
         elif isinstance(value, list):
             inner = dict(enumerate(value))
         for name, one in inner.items():
-            if (found := number(one)) is not None:
-                yield f"{key}/{name}" if name != "" else key, found
+            if (scalar := number(one)) is not None:
+                yield f"{key}/{name}" if name != "" else key, scalar
 
 
 def texts(row: Row) -> Iterator[tuple[str, str]]:
