@@ -14,7 +14,7 @@ Messages        p2p, tensor_meta (descriptions of messages), tensor_channel (hea
                 sends in flight), objects (anything that pickles).
 Values          nested (containers inside each other: their leaves, and copies with other ones).
 Watching        flight_recorder (the last calls), debug_checks (calls are compared), moments (time
-                on a device).
+                on a device), streams (of a device).
 Random numbers  random (one stream, forked where activations are split).
 
 A name is loaded on first use, so importing this package imports no torch.

@@ -3,15 +3,19 @@
 import pytest
 import torch
 
+from tests.harness.planting import planted
 from tests.parallel.expert.one_process import drawn
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.backends import is_queued
+from torchdistpackage.comm.moments import OnHost
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.errors import DataError, LayoutError, RankError
+from torchdistpackage.errors import DataError, LayoutError, RaceError, RankError
 from torchdistpackage.layout.moe import MoEShape
 from torchdistpackage.parallel import MoELayer
 from torchdistpackage.parallel.expert.capacity import kept_choices
-from torchdistpackage.parallel.expert.dispatch import plan_dispatch
+from torchdistpackage.parallel.expert.dispatch import TokenExchange, plan_dispatch
 from torchdistpackage.parallel.expert.experts import bounds
+from torchdistpackage.testing import mirror, ordered_streams
 
 DIM = 4
 
@@ -97,12 +101,12 @@ def test_only_what_was_chosen_travels(ranks):
     ranks(2).run(sent_bytes)
 
 
-def shared_meanwhile() -> list[str]:
-    """The order of calls of a layer with a shared expert."""
+def shared_meanwhile() -> tuple[bool, list[str], list[str]]:
+    """Whether calls are queued; the order of calls of a layer with a shared expert."""
     tpc.setup_process_groups([("data", 2)], expert=2)
     layer = MoELayer(DIM, 6, 4, top_k=2, shared_hidden=5, dtype=torch.float64)
     calls: list[str] = []
-    start = primitives.all_to_all
+    start, read = primitives.all_to_all, OnHost.read
 
     def noted(*args, **kwargs):
         work = start(*args, **kwargs)
@@ -121,6 +125,7 @@ def shared_meanwhile() -> list[str]:
 
     layer.shared.register_forward_hook(lambda *_: calls.append("shared"))
     primitives.all_to_all = noted
+    OnHost.read = lambda self: calls.append("read") or read(self)
     try:
         y = layer(drawn(0, 5, 3, DIM).requires_grad_())
         forward = list(calls)
@@ -128,19 +133,69 @@ def shared_meanwhile() -> list[str]:
         layer.shared.down.weight.register_hook(lambda _: calls.append("shared"))
         y.sum().backward()
     finally:
-        primitives.all_to_all = start
-    return [*forward, "backward", *calls]
+        primitives.all_to_all, OnHost.read = start, read
+    return is_queued(tpc.get_group("expert")), forward, calls
 
 
 def test_a_shared_expert_computes_while_tokens_travel(ranks):
-    forward = ["start", "shared", "wait", "start", "wait"]
-    for calls in ranks(2).run(shared_meanwhile):
-        assert calls[:5] == forward
-        assert calls[6:] in (
+    """On a device it begins before the host waits for the counts."""
+    for queued, forward, backward in ranks(2).run(shared_meanwhile):
+        first = ["shared", "read", "start"] if queued else ["read", "start", "shared"]
+        assert forward == [*first, "wait", "start", "wait"]
+        assert backward in (
             ["start", "wait", "start", "shared", "wait"],
             ["shared", "start", "wait", "start", "wait"],
             ["start", "shared", "wait", "start", "wait"],
         )
+
+
+def layers(num: int, **options) -> tuple[torch.nn.Sequential, torch.Tensor]:
+    tpc.setup_process_groups([("data", 4)], expert=4)
+    made = [MoELayer(DIM, 6, 4, top_k=2, dtype=torch.float64, **options) for _ in range(num)]
+    return torch.nn.Sequential(*made), drawn(0, 5, 3, DIM).requires_grad_()
+
+
+@pytest.mark.parametrize("options", [{}, {"shared_hidden": 5}, {"capacity_factor": 2.0}], ids=str)
+def test_the_host_waits_once_for_each_layer_and_never_in_a_backward(options):
+    with mirror(4), ordered_streams() as history:
+        net, x = layers(3, check_nan=False, **options)
+        before = history.num_host_syncs
+        y = net(x)
+        assert history.num_host_syncs - before == 3
+        y.sum().backward()
+        assert history.num_host_syncs - before == 3
+
+
+def begun_late() -> TokenExchange:
+    """An exchange that has its sizes after other work."""
+    tpc.setup_process_groups([("data", 4)], expert=4)
+    rows = torch.ones(4, DIM).mul(2)
+    exchange = TokenExchange(rows, tpc.get_group("expert"), begins_late=True)
+    torch.ones(3).mul(2)
+    return exchange.begin((1, 1, 1, 1), (1, 1, 1, 1))
+
+
+def test_an_exchange_that_begins_late_waits_for_its_rows_and_is_waited_for():
+    with mirror(4), ordered_streams():
+        net, x = layers(2, shared_hidden=5)
+        net(x).sum().backward()
+    with mirror(4), ordered_streams():
+        begun_late().wait().add(1)
+    line = "stream.wait_event(self._there)"
+    refused = pytest.raises(RaceError, match=r"all_to_all .* reads memory that aten.mul")
+    with mirror(4), planted(TokenExchange, "begin", line, "pass"), ordered_streams(), refused:
+        begun_late()
+
+
+def test_an_exchange_that_begins_late_waits_for_nothing_else():
+    """Or one that is given between the two would be in order with it."""
+    with mirror(4), ordered_streams():
+        tpc.setup_process_groups([("data", 4)], expert=4)
+        rows = torch.ones(4, DIM)
+        exchange = TokenExchange(rows, tpc.get_group("expert"), begins_late=True)
+        rows.add_(1)
+        with pytest.raises(RaceError, match=r"all_to_all .* reads memory that aten.add_"):
+            exchange.begin((1, 1, 1, 1), (1, 1, 1, 1))
 
 
 def test_equal_scores_are_chosen_by_index_and_capacity_drops_the_last(ranks):

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchdistpackage.ddp.zero.param_buffer import CudaStreams, MasterStore, Stream
+from torchdistpackage.comm.streams import CudaStreams, Stream
+from torchdistpackage.ddp.zero.param_buffer import MasterStore
 from torchdistpackage.ddp.zero.shard_bounds import SLICE_BYTES
 from torchdistpackage.errors import LayoutError
 
@@ -159,10 +160,6 @@ class Arena:
 
 class CopyStreams(CudaStreams):
     """Streams that copy slices to pinned host memory and back."""
-
-    def stream(self) -> Stream:
-        """Return a new stream."""
-        return torch.cuda.Stream(self._device)
 
     def copy(self, stream: Stream, to: Tensor, source: Tensor) -> None:
         """Copy on `stream` between the device and pinned memory, of one dtype."""

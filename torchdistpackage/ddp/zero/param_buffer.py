@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group, Work, broadcast
+from torchdistpackage.comm.streams import Stream, streams_of
 from torchdistpackage.comm.transport.sharded_flat import prepost_all_gather_v
 from torchdistpackage.ddp.zero.options import ZeroOptions
 from torchdistpackage.ddp.zero.param_shard import FlatLayout
@@ -284,9 +284,6 @@ _PASSIVE = {
 """Functions of torch that read no element, so they need not wait."""
 
 
-Stream = Any  # torch.cuda.Stream, or a test's double of it
-
-
 class MasterStore:
     """A store of copies of slices on their own device, in order on the current stream.
 
@@ -326,27 +323,3 @@ class MasterStore:
     def stepping(self) -> AbstractContextManager[object]:
         """Surround a step of the copies in this store."""
         return nullcontext()
-
-
-class CudaStreams:
-    """Operations on the CUDA streams of one device."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-
-    def current(self) -> Stream:
-        """Return the current stream of the caller's thread."""
-        return torch.cuda.current_stream(self._device)
-
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
-        """Make `stream` the current one in the block."""
-        return torch.cuda.stream(stream)
-
-    def keep(self, x: Tensor) -> None:
-        """Keep the allocator from reusing the memory of `x` before the current stream is done."""
-        x.record_stream(self.current())
-
-
-def streams_of(device: torch.device) -> CudaStreams | None:
-    """Return the streams of a device; None for a CPU, which works in order."""
-    return CudaStreams(device) if device.type == "cuda" else None

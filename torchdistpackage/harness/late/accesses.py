@@ -182,7 +182,9 @@ class History:
         owner = memory.made_on
         free = Access(0, owner, f"free ({what})", True, (), issued_at(), False)
         for access in (a for piece in memory.pieces for a in piece.accesses):
+            # `record_stream` keeps it until all that was given to those streams by now is over
             kept = access.in_flight or access.in_backward or access.stream in memory.kept_for
+            kept = kept or any(self._is_after(stream, access) for stream in memory.kept_for)
             if not kept and not self._is_after(owner, access):
                 self._refuse(free, access)
 

@@ -117,7 +117,7 @@ def _on(stream: StreamDouble | None) -> Iterator[None]:
 
 
 class _StreamsDouble:
-    """A replacement of ZeRO's `CudaStreams`.
+    """A replacement of `CudaStreams`, and of ZeRO's `CopyStreams`.
 
     All tensors are in host memory here, so those that would be pinned are marked.
     """
@@ -214,12 +214,14 @@ class _Calls(Observer):
 
 
 _OF_A_DEVICE: dict[tuple[str, str], object] = {
-    ("grad_hooks", "device_index"): lambda parameter: 0,
-    ("grad_hooks", "current_stream"): lambda place: (_now.stream, 0, 1),
-    ("zero.offload", "streams_of"): _StreamsDouble,
-    ("zero.param_buffer", "streams_of"): _StreamsDouble,
+    ("ddp.grad_hooks", "device_index"): lambda parameter: 0,
+    ("ddp.grad_hooks", "current_stream"): lambda place: (_now.stream, 0, 1),
+    ("ddp.zero.offload", "streams_of"): _StreamsDouble,
+    ("ddp.zero.param_buffer", "streams_of"): _StreamsDouble,
+    ("parallel.expert.dispatch", "streams_of"): _StreamsDouble,
+    ("checkpoint.snapshot", "streams_of"): _StreamsDouble,
 }
-"""Names in modules of ddp that ask for the device, by name as ddp stands on this folder."""
+"""Names in modules that ask for the device, by name as these stand on this folder."""
 
 
 @contextmanager
@@ -241,7 +243,7 @@ def ordered_streams() -> Iterator[History]:
         (Tensor, "record_stream", _record_stream),
         (torch.UntypedStorage, "resize_", _resizing(torch.UntypedStorage.resize_)),
         *((Tensor, name, _read(getattr(Tensor, name))) for name in ("tolist", "numpy", "cpu")),
-        *((import_module(f"torchdistpackage.ddp.{module}"), name, value)
+        *((import_module(f"torchdistpackage.{module}"), name, value)
           for (module, name), value in _OF_A_DEVICE.items()),
     ]  # fmt: skip
     with ExitStack() as stack:

@@ -17,24 +17,46 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.backends import is_queued
+from torchdistpackage.comm.creation import PerGroup
+from torchdistpackage.comm.moments import OnHost
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.streams import CudaStreams, Stream, streams_of
 from torchdistpackage.comm.work import Work
 
 
 @dataclass(frozen=True)
-class Dispatch:
-    """A plan of how the tokens of one forward travel within `group`.
+class Choices:
+    """Which choices of this rank's tokens are sent, in which order.
 
     order: (n,) which choice, token * top_k + place, each row that is sent is, sorted by expert.
-    num_tokens, top_k: of this rank. sent, received: rows to and from each rank.
+    num_tokens, top_k: of this rank.
+    """
+
+    order: Tensor
+    num_tokens: int
+    top_k: int
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every choice is sent, none dropped."""
+        return len(self.order) == self.num_tokens * self.top_k
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """Return the rows (n, D) to send from the tokens x (num_tokens, D)."""
+        return _Rows.apply(x, self)
+
+
+@dataclass(frozen=True)
+class Dispatch(Choices):
+    """A plan of how the tokens of one forward travel within `group`.
+
+    sent, received: rows to and from each rank.
     blocks: (ranks, experts here) rows that arrive from each rank for each expert of this one, in
     this order. lengths: the same numbers for the host, where it has them.
     """
 
     group: Group
-    order: Tensor
-    num_tokens: int
-    top_k: int
     sent: tuple[int, ...]
     received: tuple[int, ...]
     blocks: Tensor
@@ -62,18 +84,9 @@ class Dispatch:
         """The permutation from the order of arrival to that by expert; None if they are equal."""
         return None if 1 in self.blocks.shape else _regroup(self.blocks, sum(self.received))
 
-    @property
-    def is_complete(self) -> bool:
-        """True if every choice is sent, none dropped."""
-        return len(self.order) == self.num_tokens * self.top_k
-
-    def rows_of(self, x: Tensor) -> Tensor:
-        """Return the rows (n, D) to send from the tokens x (num_tokens, D)."""
-        return _Rows.apply(x, self)
-
     def start(self, rows: Tensor) -> "TokenExchange":
         """Start to send rows (n, D) to the ranks of their experts."""
-        return TokenExchange(rows, self.group, self.sent, self.received)
+        return TokenExchange(rows, self.group).begin(self.sent, self.received)
 
     def by_expert(self, rows: Tensor) -> Tensor:
         """Return the rows that arrived, sorted by expert."""
@@ -85,7 +98,7 @@ class Dispatch:
 
     def send_back(self, rows: Tensor) -> Tensor:
         """Return each result to the rank of its token: rows (n, D) in the order of `rows_of`."""
-        return TokenExchange(rows, self.group, self.received, self.sent).wait()
+        return TokenExchange(rows, self.group).begin(self.received, self.sent).wait()
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Return each token's weighted sum: results (n, D), weights (num_tokens, k) -> (num_tokens,
@@ -109,29 +122,62 @@ def plan_dispatch(
     group, and their number. A collective of the group; on a device its host waits for the counts,
     which sizes of messages need.
     """
-    num_experts, size, index = bounds[-1], group.size(), group.rank()
-    flat = experts.flatten()
-    if kept is not None:
-        flat = torch.where(kept.flatten(), flat, num_experts)
-    by_expert, order = flat.sort(stable=True)
-    # bincount would do, but on a device its host waits for the largest number
-    numbers = torch.arange(num_experts + 2, device=flat.device)
-    counts = torch.searchsorted(by_expert, numbers).diff()
-    counts[num_experts] = bad  # in place of those that were dropped, which nobody asks for
-    if size == 1:
-        blocks, flags = counts[None, :-1], []
-        if flat.device.type == "cpu" and bool(bad):  # a device is not waited for
-            flags = [0]
-        num = flat.numel() if kept is None else int(blocks.sum())
-        return Dispatch(group, order[:num], *experts.shape, (num,), (num,), blocks), flags
-    all_counts = primitives.all_gather(counts.unsqueeze(0), group)
-    table = all_counts.tolist()
-    spans = [slice(*bounds[r : r + 2]) for r in range(size)]
-    sent = tuple(sum(table[index][span]) for span in spans)
-    received = tuple(sum(row[spans[index]]) for row in table)
-    blocks, lengths = all_counts[:, spans[index]], [row[spans[index]] for row in table]
-    plan = Dispatch(group, order[: sum(sent)], *experts.shape, sent, received, blocks, lengths)
-    return plan, [r for r, row in enumerate(table) if row[num_experts]]
+    return PendingDispatch(experts, kept, bad, bounds, group).plan()
+
+
+class PendingDispatch:
+    """A dispatch whose counts are on their way to the host; the arguments of `plan_dispatch`.
+
+    choices: what is sent, where that is known before the counts are, and where the host would wait
+    for a device to have them. Compute something else first then: rows of `choices` can already
+    travel from here on.
+    """
+
+    def __init__(
+        self,
+        experts: Tensor,
+        kept: Tensor | None,
+        bad: Tensor,
+        bounds: Sequence[int],
+        group: Group,
+    ):
+        self._kept, self._bad, self._bounds, self._group = kept, bad, bounds, group
+        self._size: tuple[int, int] = (experts.shape[0], experts.shape[1])
+        num_experts, flat = bounds[-1], experts.flatten()
+        if kept is not None:
+            flat = torch.where(kept.flatten(), flat, num_experts)
+        by_expert, self._order = flat.sort(stable=True)
+        # bincount would do, but on a device its host waits for the largest number
+        numbers = torch.arange(num_experts + 2, device=flat.device)
+        self._counts = torch.searchsorted(by_expert, numbers).diff()
+        # in place of those that were dropped, which nobody asks for
+        self._counts[num_experts] = bad
+        self.choices: Choices | None = None
+        if group.size() > 1:
+            self._all_counts = primitives.all_gather(self._counts.unsqueeze(0), group)
+            self._on_host = OnHost(self._all_counts)
+            if kept is None and is_queued(group):
+                self.choices = Choices(self._order, *self._size)
+
+    def plan(self) -> tuple[Dispatch, list[int]]:
+        """Return the dispatch, and the ranks of the group whose `bad` is true."""
+        group, bounds, order = self._group, self._bounds, self._order
+        size, index, num_experts = group.size(), group.rank(), bounds[-1]
+        if size == 1:
+            blocks, flags = self._counts[None, :-1], []
+            if order.device.type == "cpu" and bool(self._bad):  # a device is not waited for
+                flags = [0]
+            num = order.numel() if self._kept is None else int(blocks.sum())
+            return Dispatch(order[:num], *self._size, group, (num,), (num,), blocks), flags
+        table: list[list[int]] = self._on_host.read()
+        spans = [slice(*bounds[r : r + 2]) for r in range(size)]
+        sent = tuple(sum(table[index][span]) for span in spans)
+        received = tuple(sum(row[spans[index]]) for row in table)
+        blocks = self._all_counts[:, spans[index]]
+        lengths = [row[spans[index]] for row in table]
+        sent_order = order[: sum(sent)]
+        plan = Dispatch(sent_order, *self._size, group, sent, received, blocks, lengths)
+        return plan, [r for r, row in enumerate(table) if row[num_experts]]
 
 
 def _regroup(blocks: Tensor, num: int) -> Tensor:
@@ -152,43 +198,80 @@ class TokenExchange:
     Computation between the construction and `wait()` overlaps with the exchange, and so does its
     backward. Autograd runs the node of `wait` first, which sends the gradients, and the node that
     waits for them last, because it is the older one.
+
+    begins_late: other work comes between the construction and `begin`, which has the sizes. The
+    exchange waits for none of it on a device.
     """
 
-    def __init__(self, rows: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]):
-        self.group, self.sent, self.received = group, sent, received
+    def __init__(self, rows: Tensor, group: Group, *, begins_late: bool = False):
+        self.group = group
+        self.sent: Sequence[int] = ()
+        self.received: Sequence[int] = ()
         self.work: Work | None = None
-        self._rows = rows if group.size() == 1 else _BeginExchange.apply(rows, self)
+        self._source: Tensor | None = rows
+        self._streams = streams_of(rows.device) if begins_late else None
+        if self._streams is not None:
+            self._there = self._streams.current().record_event()
+        if group.size() > 1:
+            self._edge: Tensor = _BeginExchange.apply(rows, self)
+
+    def begin(self, sent: Sequence[int], received: Sequence[int]) -> "TokenExchange":
+        """Send so many rows to each rank, and receive so many from each."""
+        self.sent, self.received = sent, received
+        if self.group.size() == 1 or self._source is None:
+            return self
+        # the graph keeps this object, which must not keep the rows
+        rows, self._source = self._source.detach(), None
+        if self._streams is None:
+            self.send(rows, sent, received)
+            return self
+        # a call of NCCL waits for all that the current stream was given before it: only here not
+        stream = _stream_of(self.group, self._streams)
+        stream.wait_event(self._there)
+        with self._streams.on(stream):
+            self.send(rows, sent, received)
+        return self
 
     def wait(self) -> Tensor:
         """Return the rows received, (sum of received, D), by rank."""
-        if self.group.size() == 1:
-            return self._rows
-        return _EndExchange.apply(self._rows, self)
+        if self._source is not None:  # it is of a group of one
+            return self._source
+        return _EndExchange.apply(self._edge, self)
 
-    def send(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Start the exchange; return the tensor to keep alive until `finish`."""
+    def send(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
+        """Start the exchange."""
         rows = rows.contiguous()
         self.work = primitives.all_to_all(rows, self.group, sent, received, async_op=True)
-        return rows
 
     def finish(self) -> Tensor:
         """Wait for the exchange, and return the rows received."""
         assert self.work is not None
         rows, self.work = self.work.wait(), None
+        if self._streams is not None:
+            self._streams.keep(rows)  # `begin` made them on another stream
         return rows
 
 
-class _BeginExchange(torch.autograd.Function):
-    """The older half of an exchange: its forward sends rows, its backward awaits their gradients.
+_exchange_streams: PerGroup[Stream] = PerGroup()
+"""Group -> the stream that its exchanges begin on."""
 
-    Its result has the shape of what arrives and no numbers: an edge of the graph, not a tensor.
+
+def _stream_of(group: Group, streams: CudaStreams) -> Stream:
+    if group not in _exchange_streams:
+        _exchange_streams[group] = streams.stream()
+    return _exchange_streams[group]
+
+
+class _BeginExchange(torch.autograd.Function):
+    """The older half of an exchange: its backward awaits the gradients of the rows.
+
+    Its result has no numbers: an edge of the graph, not a tensor.
     """
 
     @staticmethod
     def forward(ctx, rows: Tensor, exchange: TokenExchange) -> Tensor:
         ctx.exchange = exchange
-        exchange.send(rows, exchange.sent, exchange.received)
-        return rows.new_empty(()).expand(sum(exchange.received), *rows.shape[1:])
+        return rows.new_empty(())
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -211,7 +294,7 @@ class _EndExchange(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         exchange = ctx.exchange
         exchange.send(grad, exchange.received, exchange.sent)
-        return grad.new_empty(()).expand_as(grad), None
+        return grad.new_empty(()), None
 
 
 class _Rows(torch.autograd.Function):
@@ -222,7 +305,7 @@ class _Rows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, plan: Dispatch) -> Tensor:
+    def forward(ctx, x: Tensor, plan: Choices) -> Tensor:
         ctx.plan = plan
         return x.index_select(0, plan.order // plan.top_k)
 
@@ -278,7 +361,7 @@ def _permuted(rows: Tensor, index: Tensor, back: bool) -> Tensor:
     return torch.empty_like(rows).index_copy_(0, index, rows)
 
 
-def _of_tokens(rows: Tensor, plan: Dispatch, weights: Tensor | None = None) -> Tensor:
+def _of_tokens(rows: Tensor, plan: Choices, weights: Tensor | None = None) -> Tensor:
     """Return the sum of each token's rows in the order of its choices, times their weights.
 
     rows (n, D) -> (num_tokens, D).

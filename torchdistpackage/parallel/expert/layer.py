@@ -19,7 +19,7 @@ from torchdistpackage.layout.moe import MoEShape
 from torchdistpackage.layout.partition import refuse
 from torchdistpackage.parallel.expert import shape as numbers
 from torchdistpackage.parallel.expert.capacity import capacity, kept_choices
-from torchdistpackage.parallel.expert.dispatch import plan_dispatch
+from torchdistpackage.parallel.expert.dispatch import PendingDispatch, TokenExchange
 from torchdistpackage.parallel.expert.experts import Experts, bounds
 from torchdistpackage.parallel.expert.groups import ExpertGroups
 from torchdistpackage.parallel.expert.router import TopKRouter
@@ -153,18 +153,28 @@ class MoELayer(Marked):
         # each tensor rank gets a partial gradient from its channels: `copy` sums them
         tokens = collectives.copy(whole, tensor)
         weights = collectives.copy(routing.weights, tensor)
-        plan, bad = plan_dispatch(
+        pending = PendingDispatch(
             routing.experts,
             self._kept(routing.experts, whole.shape),
             routing.bad,
             bounds(self.shape.num_experts, expert.size()),
             expert,
         )
+        exchange = shared = None
+        if self.shared is not None and pending.choices is not None:
+            # the device has the shared expert to compute while its host waits for the counts
+            rows = pending.choices.rows_of(tokens.flatten(0, 1))
+            exchange = TokenExchange(rows, expert, begins_late=True)
+            shared = self._shared(x)
+        plan, bad = pending.plan()
         if bad and self.check_nan:
             self._refuse_nan(whole, bad)
-        exchange = plan.start(plan.rows_of(tokens.flatten(0, 1)))
-        # the shared expert computes while the tokens travel
-        shared = None if self.shared is None else self._shared(x)
+        if exchange is not None:
+            exchange.begin(plan.sent, plan.received)
+        else:
+            exchange = plan.start(plan.rows_of(tokens.flatten(0, 1)))
+            # the shared expert computes while the tokens travel
+            shared = None if self.shared is None else self._shared(x)
         rows = self.experts(exchange.wait(), plan)
         y = plan.combine(plan.send_back(rows), weights).view(whole.shape)
         is_split = self.sequence_parallel

@@ -1,0 +1,38 @@
+"""Streams of a device, which simulated ones can replace (harness/late/streams.py)."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Stream = Any
+"""A `torch.cuda.Stream`, or what stands in for one."""
+
+
+class CudaStreams:
+    """Operations on the CUDA streams of one device."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def stream(self) -> Stream:
+        """Return a new stream."""
+        return torch.cuda.Stream(self._device)
+
+    def current(self) -> Stream:
+        """Return the current stream of the caller's thread."""
+        return torch.cuda.current_stream(self._device)
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Make `stream` the current one in the block."""
+        return torch.cuda.stream(stream)
+
+    def keep(self, x: Tensor) -> None:
+        """Keep the allocator from reusing the memory of `x` before the current stream is done."""
+        x.record_stream(self.current())
+
+
+def streams_of(device: torch.device) -> CudaStreams | None:
+    """Return the streams of a device; None for a CPU, which works in order."""
+    return CudaStreams(device) if device.type == "cuda" else None
