@@ -20,11 +20,12 @@ from torchdistpackage.checkpoint.retention import Retention
 from torchdistpackage.checkpoint.save import SharedFolder, start_save
 from torchdistpackage.checkpoint.snapshot import HostCopies, take_snapshot
 from torchdistpackage.checkpoint.writer import write_snapshot
-from torchdistpackage.errors import CheckpointError
+from torchdistpackage.errors import CheckpointError, RaceError
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.testing import ordered_streams
 from torchdistpackage.topology.mesh import topology
 from torchdistpackage.train.build import make_loop
-from torchdistpackage.train.train_state import resume
+from torchdistpackage.train.train_state import TrainState, resume
 
 BASE = [
     *("model.layers=2", "model.dim=16", "model.heads=2", "data.seq_len=16", "data.global_batch=8"),
@@ -167,3 +168,58 @@ def test_a_frozen_parameter_is_copied_again_only_when_it_has_changed():
     with torch.no_grad():
         frozen.add_(1)
     assert copied() == {"f[0]": 2.0, "t[0]": 1.0}
+
+
+def kept(weight: torch.Tensor, buffer: torch.Tensor, *, deferred: bool) -> HostCopies:
+    """Copies of a weight and a buffer, which are on their way."""
+    world = topology((("data", 1),), 1)
+    params = {
+        "w": (weight, Layout("w", tuple(weight.shape))),
+        "b": (buffer, Layout("b", tuple(buffer.shape))),
+    }
+    copies = HostCopies(deferred=deferred)
+    copies.copy(take_snapshot("a", params, TopologyRank(world, 0), None, {}))
+    return copies
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_copies_hold_up_the_next_update_and_no_forward_before_it(deferred):
+    with ordered_streams():
+        weight, buffer = nn.Parameter(torch.ones(4)), torch.ones(3)
+        copies = kept(weight, buffer, deferred=deferred)
+        (weight * 2).sum().backward()
+        buffer.add_(1)  # as a forward may
+        copies.before_update()
+        with torch.no_grad():
+            weight.add_(1)
+    with ordered_streams():
+        weight = nn.Parameter(torch.ones(4))
+        kept(weight, torch.ones(3), deferred=deferred)
+        with torch.no_grad():
+            if deferred:
+                with pytest.raises(RaceError, match=r"add_.* writes memory that copy on stream"):
+                    weight.add_(1)
+            else:
+                weight.add_(1)
+
+
+def awaited(folder: Path) -> list[str]:
+    """What a run does between a save and the end of the next step."""
+    run, seen = parity.trainer([*BASE, "checkpoint.async_mode=async"]), list[str]()
+    loop = make_loop(run, TrainState(), folder)
+    loop.saver.save(TrainState(step=1))
+    before = run.update.before_step
+    assert before.__self__ is loop.saver._copies
+    run.update.before_step = lambda: seen.append("copies") or before()
+    run.stage.register_forward_hook(lambda *_: seen.append("forward"))
+    step = run.update.inner.step
+    run.update.inner.step = lambda *args: seen.append("update") or step(*args)
+    run.train_step(1).wait()
+    loop.saver.flush()
+    run.close()
+    return seen
+
+
+def test_a_step_waits_for_copies_before_it_updates(ranks, tmp_path):
+    ((*before, second, last),) = ranks(1).run(awaited, tmp_path)
+    assert {*before} == {"forward"} and (second, last) == ("copies", "update")

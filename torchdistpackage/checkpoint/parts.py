@@ -6,7 +6,7 @@ Writers copy out of the views, and readers copy into them.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -83,7 +83,7 @@ class SavedTensor:
     """One tensor of a checkpoint: the parts that this rank holds, and those that it owns.
 
     owned: the parts that this rank writes; None if other ranks write all of them.
-    is_frozen: no optimizer updates it.
+    is_frozen: no optimizer updates it. is_buffer: more than an optimizer may change it.
     """
 
     name: str
@@ -92,6 +92,7 @@ class SavedTensor:
     parts: Parts
     owned: Parts | None
     is_frozen: bool = False
+    is_buffer: bool = False
 
 
 class TopologyRank:
@@ -193,7 +194,9 @@ def saved_tensors(
     if isinstance(optimizer, ShardedOptimizer):
         members = (m for group in optimizer.partitions for m in group if any(m.bounds))
         from_shards = {m.spec.parameter for m in members}
-    yield from (here.whole(x, p) for p, x in by_name.values() if p not in from_shards)
+    for p, layout in by_name.values():
+        if p not in from_shards:
+            yield replace(here.whole(layout, p), is_buffer=not isinstance(p, nn.Parameter))
     if isinstance(optimizer, ShardedOptimizer):
         for shard in optimizer.shards:
             layout = layouts.get(shard.parameter)

@@ -4,7 +4,7 @@ A save that steps wait for writes from the run's memory, which nothing changes m
 beside the steps writes from copies (`HostCopies`), made between two steps.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from torchdistpackage.checkpoint.manifest import TensorChunk, TensorEntry
 from torchdistpackage.checkpoint.parts import Params, TopologyRank, saved_tensors
 from torchdistpackage.comm.flight_recorder import dtype_name
+from torchdistpackage.ddp.zero.offload import streams_of
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.derive import Box
 
@@ -29,7 +30,8 @@ EXTRA = "extra/"
 class Snapshot:
     """The contents of one rank's file, before it is written.
 
-    tensors: by key. frozen: keys of tensors that no optimizer updates.
+    tensors: by key. frozen: keys of tensors that no optimizer updates. volatile: keys of those that
+    more than an update may change, such as buffers, which a forward may.
     entries: the global tensors that they are pieces of. integers: extras that are numbers.
     arrived: waits until asynchronous copies from a device have finished.
     """
@@ -40,6 +42,7 @@ class Snapshot:
     entries: Mapping[str, TensorEntry]
     integers: Mapping[str, int]
     arrived: Callable[[], None] = lambda: None
+    volatile: frozenset[str] = frozenset()
 
     @property
     def num_bytes(self) -> int:
@@ -61,6 +64,7 @@ def take_snapshot(
     """
     tensors: dict[str, Tensor] = {}
     frozen: set[str] = set()
+    volatile: set[str] = set()
     entries: dict[str, TensorEntry] = {}
     for each in saved_tensors(params, topology_rank, optimizer):
         if each.owned is None:
@@ -72,6 +76,8 @@ def take_snapshot(
             tensors[key] = tensor
             if each.is_frozen:
                 frozen.add(key)
+            if each.is_buffer:
+                volatile.add(key)
             pieces.append(TensorChunk(file, key, *box_of(where)))
         entries[each.name] = replace(entry, pieces=tuple(pieces))
     _refuse_shared(tensors)
@@ -79,9 +85,12 @@ def take_snapshot(
     for name, value in extras.items():
         if isinstance(value, Tensor):
             tensors[EXTRA + name] = value.detach()
+            volatile.add(EXTRA + name)
         else:
             integers[name] = int(value)
-    return Snapshot(file, tensors, frozenset(frozen), entries, integers)
+    return Snapshot(
+        file, tensors, frozenset(frozen), entries, integers, volatile=frozenset(volatile)
+    )
 
 
 def _refuse_shared(tensors: Mapping[str, Tensor]) -> None:
@@ -108,12 +117,17 @@ class HostCopies:
 
     For state on a CUDA device the memory is pinned and a stream of its own fills it: then only the
     current stream waits for the copies, and the host does not.
+
+    deferred: whoever updates the state calls `before_update` first. Then forwards and backwards
+    that come before it run beside the copies; else nothing does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, deferred: bool = False) -> None:
         self._buffers: dict[str, Tensor] = {}
         self._versions: dict[str, tuple[int, int]] = {}
         self._stream: Any = None
+        self._deferred = deferred
+        self._before_update: Callable[[], None] | None = None
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
         """Copy a snapshot to host memory, which the next call overwrites.
@@ -124,27 +138,43 @@ class HostCopies:
         buffers = {key: self._buffer(key, x) for key, x in snapshot.tensors.items()}
         self._buffers = buffers
         due = {key: x for key, x in snapshot.tensors.items() if self._has_changed(key, x, snapshot)}
-        device = next((x.device for x in due.values() if x.is_cuda), None)
-        if device is None:
+        streams = next((s for x in due.values() if (s := streams_of(x.device)) is not None), None)
+        if streams is None:
             for key, x in due.items():
                 buffers[key].copy_(x)
             return replace(snapshot, tensors=buffers)
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        current = torch.cuda.current_stream(device)
+            self._stream = streams.stream()
+        current = streams.current()
         # the copies must see the results of the step that the current stream is still computing
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for key, x in due.items():
-                buffers[key].copy_(x, non_blocking=True)
-                if x.is_cuda:
-                    # keep the allocator from reusing x, if it is freed, while the copy reads it
-                    x.record_stream(self._stream)
-            done = torch.cuda.Event()
-            done.record(self._stream)
-        # the next optimizer step must not overwrite the parameters before they are copied
-        current.wait_event(done)
+
+        def copy(keys: Iterable[str]) -> Any:
+            for key in keys:
+                if streams_of(due[key].device) is None:
+                    buffers[key].copy_(due[key])
+                else:
+                    streams.copy(self._stream, buffers[key], due[key])
+            return self._stream.record_event()
+
+        # a forward may already overwrite these
+        current.wait_event(copy(key for key in due if key in snapshot.volatile))
+        done = copy(key for key in due if key not in snapshot.volatile)
+
+        def wait() -> None:
+            # the next optimizer step must not overwrite the parameters before they are copied
+            streams.current().wait_event(done)
+
+        self._before_update = wait
+        if not self._deferred:
+            self.before_update()
         return replace(snapshot, tensors=buffers, arrived=done.synchronize)
+
+    def before_update(self) -> None:
+        """Let the current stream wait for copies under way of what an update overwrites."""
+        if self._before_update is not None:
+            self._before_update()
+            self._before_update = None
 
     def _buffer(self, key: str, x: Tensor) -> Tensor:
         """Return host memory for a tensor, the one of the last snapshot if it fits."""

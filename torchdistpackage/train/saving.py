@@ -126,7 +126,7 @@ class RunSaver:
         self.local = local
         self.note: Callable[[str], None] = lambda line: None
         self.on_saved: Callable[[int, float], None] = lambda step, took_s: None
-        self._copies = HostCopies() if mode == "async" else None
+        self._copies = self._host_copies() if mode == "async" else None
         self._shared = SaveSlot("save", self._saved, self._failed)
         self._local = SaveSlot("local", self._copied, self._local_failed)
         self._drains = False
@@ -249,6 +249,12 @@ class RunSaver:
         self.owes |= self._drains
         self.note(f"no local copy: {error}; training goes on (checkpoint.on_error: continue)")
 
+    def _host_copies(self) -> HostCopies:
+        """Return copies that the next update waits for, and no forward or backward before it."""
+        copies = HostCopies(deferred=True)
+        self._trainer.update.before_step = copies.before_update
+        return copies
+
     def _choose_mode(self) -> None:
         """Once, at the first save, when the state of the optimizer is there."""
         local = socket.gethostname(), saved_bytes(self._trainer), available_bytes()
@@ -259,7 +265,7 @@ class RunSaver:
         short = next((x for x in hosts if needed[x[0]] > _SHARE * x[2]), None)
         self._mode = "async" if short is None else "disabled"
         if short is None:
-            self._copies = HostCopies()
+            self._copies = self._host_copies()
             return
         host, _, available = short
         self.note("checkpoints are written between steps (checkpoint.async_mode: auto):")

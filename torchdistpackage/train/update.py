@@ -74,6 +74,8 @@ class Update:
         counted = [float(g.counts_in_norm) for g in gradients]
         self._counts = torch.tensor(counted, dtype=self._none.dtype, device=device)
         self._names = [g.name for g in gradients]
+        self.before_step: Callable[[], None] = lambda: None
+        """Waits for what still reads the weights and the optimizer's state, such as a save."""
         self.names: list[str] = []
         self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self._one = torch.ones_like(self._found_inf)
@@ -111,6 +113,7 @@ class Update:
         come first. If one of these is not finite nothing is updated.
         """
         lr = self._learning_rate(step)
+        self.before_step()
         if self._optimizer is None or self.inner is None:
             return lr
         sums = numbers.unbind()[:3]
