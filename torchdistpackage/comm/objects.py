@@ -18,7 +18,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.collectives import as_dim, as_group
 from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.nested import map_leaves
-from torchdistpackage.comm.p2p import start_receive, start_send
+from torchdistpackage.comm.p2p import Post
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import CommError
 
@@ -154,15 +154,18 @@ def gather_to(x: Tensor, dim: int, group: Group | str, target: int) -> Tensor | 
             f"gather at position {target} of a group of {size} ranks; positions are 0 to {size - 1}"
         )
     ranks, carrier = primitives.ranks_of(group), _group_for(x, group)
-    own_part = x.detach().to(_device_for(x, carrier))
+    own_part = x.detach().to(_device_for(x, carrier)).contiguous()
+    # one batch: NCCL would run messages that are posted one by one in turn
+    post = Post(carrier)
     if group.rank() != target:
-        start_send(own_part, carrier, ranks[target]).wait()
+        post.send([own_part], ranks[target])
+        post.go().wait()
         return None
-    works = [
-        None if i == target else start_receive(torch.empty_like(own_part), carrier, ranks[i])
-        for i in range(size)
-    ]
-    parts = [own_part if pending is None else pending.wait() for pending in works]
+    parts = [own_part if i == target else torch.empty_like(own_part) for i in range(size)]
+    for rank, part in zip(ranks, parts, strict=True):
+        if part is not own_part:
+            post.receive([part], rank)
+    post.go().wait()
     return torch.cat(parts, dim).to(x.device)
 
 
