@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import stat
+import tempfile
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -176,3 +177,16 @@ def remove_empty(folders: list[Path]) -> None:
     for folder in folders:
         with contextlib.suppress(OSError):
             folder.rmdir()
+
+
+def own_folder() -> Path | None:
+    """Return a folder on this host that nobody else can read or write; None if there is none."""
+    folder = Path(tempfile.gettempdir()) / f"tdp-{os.getuid()}"
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        status = folder.lstat()
+    except OSError:
+        return None
+    is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    return folder if is_ours and not status.st_mode & 0o077 else None

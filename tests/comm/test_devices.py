@@ -2,6 +2,7 @@
 with GPUs that a patched driver shows."""
 
 import os
+import re
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import torchdistpackage
 from tests.comm.starting import by_hand, two_nodes
 from torchdistpackage.comm.runtime import find_free_port, join, leave
 from torchdistpackage.environment.failure import Failure
@@ -27,7 +29,7 @@ def join_with_gpus() -> tuple[str, str]:
 
     def init_process_group(backend, **options):
         made.append(backend)
-        real("gloo", **options | {"device_id": None})
+        real("gloo", **options | {"device_id": None, "pg_options": None})
 
     dist.init_process_group = init_process_group
     try:
@@ -140,3 +142,38 @@ def test_variables_for_gpus_are_set_before_cuda_is_touched_and_only_where_there_
     port = find_free_port()
     envs = [by_hand(r, 2, port) | {"TEST_GPUS": "0"} for r in range(2)]
     assert start(variables_when_cuda_is_touched, envs) == [[None] * 3] * 2
+
+
+def join_with_version() -> str:
+    """Rank 1 has another version of TEST_NAME."""
+    if os.environ["RANK"] == "1":
+        owner = torch if os.environ["TEST_NAME"] == "torch" else torchdistpackage
+        owner.__version__ = "0.0.1"
+    host = f"n{os.environ['RANK']}"
+    socket.gethostname = lambda: host
+    try:
+        join(detect(os.environ), init_timeout_s=20, same_versions="TEST_ANY" not in os.environ)
+    finally:
+        leave()
+    return "joined"
+
+
+@pytest.mark.parametrize("name", ["torch", "torchdistpackage"])
+def test_ranks_of_other_versions_are_refused_with_their_hosts(start, name):
+    port = find_free_port()
+    envs = [by_hand(rank, 3, port) | {"TEST_NAME": name} for rank in range(3)]
+    told = start(join_with_version, envs)
+    assert len({answer.error for answer in told}) == 1
+    said = told[0].error
+    assert said.startswith("LaunchError") and "the ranks run different versions" in said
+    assert re.search(rf"{name} 0\.0\.1, .* on n1 \(rank 1\); ", said), said
+    version = torch.__version__ if name == "torch" else torchdistpackage.__version__
+    assert re.search(rf"{name} {re.escape(version)}, .* on n0; n2 \(ranks 0, 2\)", said), said
+
+
+def test_other_versions_may_be_allowed(start):
+    port = find_free_port()
+    more = {"TEST_NAME": "torch", "TEST_ANY": "1"}
+    assert (
+        start(join_with_version, [by_hand(r, 2, port) | more for r in range(2)]) == ["joined"] * 2
+    )

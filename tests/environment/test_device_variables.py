@@ -8,6 +8,7 @@ from torchdistpackage.environment.device import device_variables
 
 ALL = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    "NCCL_GRAPH_REGISTER": "0",
     "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
     "TORCH_FR_DUMP_TEMP_FILE": "/run/logs/nccl_trace_rank",
 }
@@ -24,6 +25,7 @@ def test_all_are_set_where_nothing_is_said():
     [
         ("PYTORCH_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
         ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+        ("NCCL_GRAPH_REGISTER", "NCCL_GRAPH_REGISTER"),
         ("NCCL_LAUNCH_ORDER_IMPLICIT", "NCCL_LAUNCH_ORDER_IMPLICIT"),
         ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"),
         ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"),

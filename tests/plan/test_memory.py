@@ -4,8 +4,11 @@ import pytest
 
 from torchdistpackage.config.load import loads
 from torchdistpackage.config.schema import PrecisionSection
+from torchdistpackage.errors import ConfigError
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.plan.memory import MemoryEstimate, memory
+from torchdistpackage.plan.run_plan import make_plan, stage_loads
+from torchdistpackage.plan.start_bill import start_bill
 from torchdistpackage.topology.mesh import topology
 
 LAYOUTS = [Layout("w", (64, 48), (("tensor",), ())), Layout("b", (64,))]
@@ -54,3 +57,31 @@ def test_copies_of_gradients_that_travel_narrow_count_until_all_have_arrived():
 
 def test_narrow_types_are_asked_for():
     assert PrecisionSection().weights == "float32"
+
+
+GPUS = ["launch.slurm.nodes=2", "launch.slurm.gpus-per-node=4", "launch.slurm.ntasks-per-node=4"]
+
+
+def plan_of(*more: str):
+    return make_plan(loads("parallel: {tensor: 2}", overrides=["data.global_batch=64", *more]), 8)
+
+
+def test_a_job_on_gpus_holds_communicators_too():
+    alone, on_gpus = plan_of(), plan_of(*GPUS)
+    (before,), (after,) = (stage_loads(plan) for plan in (alone, on_gpus))
+    assert before.memory.communicators_bytes == 0
+    assert before.memory.total_bytes == before.memory.state_bytes
+    bill = start_bill(on_gpus)
+    assert bill.communicators == 3, "all ranks, and those along data and tensor"
+    assert after.memory.communicators_bytes == bill.device_bytes > 0
+    assert after.memory.state_bytes == before.memory.state_bytes
+    assert after.memory.total_bytes == before.memory.state_bytes + bill.device_bytes
+    assert not plan_of("launch.slurm.gres=nvme:1", *GPUS[::2]).has_gpus
+    assert plan_of("launch.slurm.gres=gpu:4", *GPUS[::2]).has_gpus
+
+
+def test_a_limit_that_communicators_exceed_is_refused():
+    within = ["train.recompute=auto", "train.memory_gb=1"]
+    plan_of(*within)
+    with pytest.raises(ConfigError, match=r"state, and 1\.89 GB of NCCL's communicators, which"):
+        plan_of(*within, *GPUS)

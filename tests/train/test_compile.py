@@ -1,7 +1,9 @@
 """`train.compile`: the numbers of eager steps on every layout, said, kept, and refused by name."""
 
 import json
+import os
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from torchdistpackage.models.gpt import GPTBlock
 from torchdistpackage.parallel.auto.draws import mark_alike, mark_split
 from torchdistpackage.parallel.tensor.linear import ParallelMlp
 from torchdistpackage.plan.run_plan import make_plan
-from torchdistpackage.train.compiled import compile_blocks, warm_up
+from torchdistpackage.train.compiled import compile_blocks, use_cache, warm_up
 from torchdistpackage.train.staged_model import TrainStages
 
 COMMON = [
@@ -292,6 +294,33 @@ def test_a_split_backward_and_an_unknown_backend_are_refused_before_ranks_start(
         make_plan(config, 2)
     with pytest.raises(ConfigError, match=r"train.compile_backend.*inductor.*aot_eager.*eager"):
         load("configs/gpt_tiny.yaml", ["train.compile_backend=nvfuser"])
+
+
+def test_graphs_of_a_run_on_several_nodes_stay_on_the_node(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "node"))
+    (tmp_path / "node").mkdir()
+    run, names = tmp_path / "runs" / "one", ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+    def places(**options: bool) -> list[str]:
+        for name in names:
+            monkeypatch.setenv(name, "")  # and so it is again what it was, after the test
+            monkeypatch.delenv(name)
+        use_cache(run, 3, **options)
+        return [os.environ[name] for name in names]
+
+    version = f"torch-{torch.__version__}"
+    here = tmp_path / "runs" / ".compiled" / version / "rank3"
+    assert places() == [str(here), str(here / "triton")]
+    own = tmp_path / "node" / f"tdp-{os.getuid()}"
+    assert places(several_nodes=True)[0] == str(own / "compiled" / version / "rank3")
+    assert own.stat().st_mode & 0o077 == 0
+    # graphs are code: none is loaded from where others can write
+    own.chmod(0o777)
+    other = places(several_nodes=True)[0]
+    assert str(own) not in other and other.startswith(str(tmp_path / "node" / "tdp-"))
+    monkeypatch.setenv(names[0], str(tmp_path / "named"))
+    use_cache(run, 3, several_nodes=True)
+    assert os.environ[names[0]] == str(tmp_path / "named" / version / "rank3")
 
 
 @pytest.mark.full

@@ -58,7 +58,7 @@ def _memory(plan: Plan) -> list[tuple[str, str]]:
     number, trained = num_parameters(plan), num_trained(plan)
     some = "" if trained == number else f", of which {trained:,} are trained"
     loads = stage_loads(plan)
-    most = max(loads, key=lambda load: load.memory.state_bytes)
+    most = max(loads, key=lambda load: load.memory.total_bytes)
     where = f" (pipe {most.index}, the largest)" if len(loads) > 1 else ""
     zero = plan.config.parallel.zero
     sharded = f"; ZeRO stage {zero}" if zero else ""
@@ -66,7 +66,9 @@ def _memory(plan: Plan) -> list[tuple[str, str]]:
     parts = ", ".join(
         f"{kind} {size_text(getattr(most.memory, f'{kind}_bytes'))}" for kind in kinds
     )
-    total = size_text(most.memory.state_bytes)
+    if most.memory.communicators_bytes:
+        parts += f", NCCL's communicators about {size_text(most.memory.communicators_bytes)}"
+    total = size_text(most.memory.total_bytes)
     return [
         ("parameters", f"{number:,}{some}"),
         ("memory of a rank", f"{total}{where}: {parts}{sharded}; activations are not counted"),

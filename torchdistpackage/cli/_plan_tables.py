@@ -27,7 +27,6 @@ _ZERO = (
     "weights, gradients and optimizer state",
 )
 """What is sharded, by parallel.zero."""
-_BYTES = ("weights", "gradients", "optimizer", "total")
 
 
 def all_tables(
@@ -105,13 +104,18 @@ def _stages(plan: Plan) -> str:
         return f"stages: parameters are known only after {plan.config.model.target} has built them"
     loads = stage_loads(plan)
     scale, unit = (
-        (2**30, "GiB") if any(x.memory.state_bytes >= 2**30 for x in loads) else (2**20, "MiB")
+        (2**30, "GiB") if any(x.memory.total_bytes >= 2**30 for x in loads) else (2**20, "MiB")
     )
-    memory: list[Sequence[object]] = [("pipe", "parameters", *_BYTES)]
+    heads = ["weights", "gradients", "optimizer", "total"]
+    if plan.has_gpus:
+        heads.insert(-1, "NCCL (about)")
+    memory: list[Sequence[object]] = [("pipe", "parameters", *heads)]
     stage_rows: list[Sequence[object]] = [("pipe", "compute", "stage", "modules")]
     for rank in loads:
         m = rank.memory
-        parts = (m.weights_bytes, m.gradients_bytes, m.optimizer_bytes, m.state_bytes)
+        parts = [m.weights_bytes, m.gradients_bytes, m.optimizer_bytes, m.total_bytes]
+        if plan.has_gpus:
+            parts.insert(-1, m.communicators_bytes)
         sizes = [f"{num_bytes / scale:,.3f}" for num_bytes in parts]
         memory.append((rank.index, f"{rank.num_parameters:,}", *sizes))
         first = (rank.index, f"{rank.share:.1%}")

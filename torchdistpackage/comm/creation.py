@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm.backends import device_of, transport_of
+from torchdistpackage.comm.group_options import GroupOptions, nccl_options
 from torchdistpackage.comm.group_state import drop_states, state_of
 from torchdistpackage.environment.failure import Failure, FailureKind, to_json
 from torchdistpackage.errors import CommError, LaunchError
@@ -35,6 +36,8 @@ from torchdistpackage.files import atomic_write
 
 Group = dist.ProcessGroup
 V = TypeVar("V")
+
+DEFAULTS = GroupOptions()
 
 _all: "list[ref[PerGroup]]" = []
 
@@ -68,13 +71,14 @@ def create(
     backend: str | None = None,
     name: str | None = None,
     connects: bool = True,
+    options: GroupOptions = DEFAULTS,
 ) -> Group:
     """The group of these ranks, ascending, among them mine, when all of them have come.
 
     use: part of its name, for several groups of the same ranks. limit_s: for the others to come,
     and later for each operation; None: torch's own. backend: that of the default group unless one
     is named. name: a description for people. connects: a communicator on a device is connected now,
-    and not in its first call.
+    and not in its first call. options: of the group, where the back end is NCCL.
 
     Raises:
         CommError: members did not come in time, or torch calls the group by another name.
@@ -88,6 +92,7 @@ def create(
     # only a back end that is asked to connects when it is made
     eager = connects and backend is None and transport.device_type == "cuda"
     longest_s = limit_s or default_timeout_s(backend or transport.name)
+    has_options = backend is None and dist.get_backend(whole) == "nccl"
 
     def came(store: dist.Store, rank: int) -> bool:
         return store.add(f"made/{members}/{rank}", 0) >= times
@@ -102,6 +107,7 @@ def create(
             use_local_synchronization=True,
             timeout=None if limit_s is None else timedelta(seconds=limit_s),
             backend=backend,
+            pg_options=nccl_options(options, longest_s) if has_options else None,
             group_desc=name,
             device_id=(bound or device_of(whole)) if eager else None,
         )

@@ -17,7 +17,7 @@ A message that an exception left in flight would be mistaken for one of the next
 refuses further steps over that group on its own, without asking the others.
 """
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import TypeVar
@@ -38,6 +38,7 @@ from torchdistpackage.comm.creation import (
     ranks_of,
     set_timeout,
 )
+from torchdistpackage.comm.group_options import AXIS_OPTIONS, GroupOptions, merged
 from torchdistpackage.comm.group_state import state_of
 from torchdistpackage.errors import CommError
 from torchdistpackage.layout.derive import Creation
@@ -49,18 +50,32 @@ Item = TypeVar("Item")
 class Groups:
     """The groups that one rank has created, on top of the default group."""
 
-    def __init__(self, rank: int, timeout_s: float | None = None):
+    def __init__(
+        self,
+        rank: int,
+        timeout_s: float | None = None,
+        options: Mapping[str, GroupOptions] = AXIS_OPTIONS,
+    ):
+        """options: of groups along an axis, by its name."""
         self._rank = rank
         self._timeout_s = timeout_s
+        self._options = options
         self._world = _world()
         self._made: dict[tuple[tuple[int, ...], str], Group] = {}
 
     def along(self, mesh: Mesh, axes: Iterable[str]) -> Group:
         """Return this rank's group along `axes` of `mesh`."""
-        return self.of(mesh.group(self._rank, axes))
+        axes = tuple(axes)
+        return self.of(mesh.group(self._rank, axes), axes=axes if len(axes) == 1 else ())
 
     def of(
-        self, ranks: Sequence[int], *, name: str | None = None, use: str = "", connects: bool = True
+        self,
+        ranks: Sequence[int],
+        *,
+        name: str | None = None,
+        use: str = "",
+        connects: bool = True,
+        axes: Sequence[str] = (),
     ) -> Group:
         """Return the group of these ranks; its first use creates and connects it on all of them.
 
@@ -68,6 +83,7 @@ class Groups:
             were issued, so two uses whose order differs between ranks need two groups.
         connects: False leaves connecting to its first call, which must be a collective of all
             ranks.
+        axes: axes that the group lies along, whose options it gets when it is created.
 
         Raises:
             CommError: this rank is not in the list, there is no default group, or other ranks did
@@ -83,7 +99,8 @@ class Groups:
         if (key, use) not in self._made:
             # a group of one rank communicates with nobody, so it needs no connection
             connects, limit_s = connects and len(key) > 1, self._timeout_s
-            group = create(key, use, limit_s=limit_s, name=name, connects=connects)
+            options = merged(self._options.get(axis, GroupOptions()) for axis in axes)
+            group = create(key, use, limit_s=limit_s, name=name, connects=connects, options=options)
             self._made[key, use] = group
             if connects:
                 connect(group, limit_s=limit_s)
@@ -95,7 +112,7 @@ class Groups:
         All ranks of each group call it.
         """
         for one in wanted:
-            group = self.of(one.ranks, connects=one.connects)
+            group = self.of(one.ranks, connects=one.connects, axes=one.axes)
             if one.connects:
                 connect(group, neighbours=one.neighbours, limit_s=self._timeout_s)
             if one.neighbours:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from torchdistpackage.comm.creation import (
     CONNECT_S,
+    DEFAULTS,
     await_members,
     default_timeout_s,
     joins_within,
@@ -36,8 +37,10 @@ from torchdistpackage.comm.creation import (
     world,
 )
 from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.group_options import GroupOptions, nccl_options
 from torchdistpackage.comm.rendezvous_store import await_all, connect, find, serve
 from torchdistpackage.comm.stored_objects import part
+from torchdistpackage.environment.affinity import cores_of_rank
 from torchdistpackage.environment.device import (
     DETERMINISTIC,
     DeviceChoice,
@@ -56,7 +59,7 @@ from torchdistpackage.environment.network import (
     source_address_for,
     users_interfaces,
 )
-from torchdistpackage.environment.rendezvous import Rendezvous, detect
+from torchdistpackage.environment.rendezvous import Rendezvous, detect, store_descriptors
 from torchdistpackage.errors import LaunchError
 
 _starts = itertools.count()
@@ -149,10 +152,12 @@ def join(
     timeout_s: float | None = None,
     same_versions: bool = True,
     dump_folder: Path | None = None,
+    options: GroupOptions = DEFAULTS,
 ) -> JoinResult:
     """Initialise the default group for this place in the world; see `setup_distributed`.
 
-    dump_folder: where torch's record of NCCL's calls goes when one timed out.
+    dump_folder: where torch's record of NCCL's calls goes when one timed out. options: of the
+    default group, where it is over NCCL.
     """
     if dist.is_initialized():
         raise LaunchError(
@@ -166,10 +171,11 @@ def join(
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if torch.cuda.device_count():
         os.environ.update(device_variables(os.environ, dump_folder))
-    _prepare_for_many()
+    few = _prepare_for_many(rendezvous)
     store, at, network = _meet(rendezvous, port, init_timeout_s)
     versions = _versions() if same_versions else ""
     device, chosen, notes = _agree_on_device(store, rendezvous, backend, init_timeout_s, versions)
+    connect_s = max(init_timeout_s, CONNECT_S)
     with joins_within(store, rendezvous.rank, rendezvous.world_size, init_timeout_s):
         dist.init_process_group(
             chosen,
@@ -177,19 +183,22 @@ def join(
             rank=rendezvous.rank,
             world_size=rendezvous.world_size,
             # all have come: now they only connect
-            timeout=timedelta(seconds=max(init_timeout_s, CONNECT_S)),
+            timeout=timedelta(seconds=connect_s),
             device_id=device if chosen == "nccl" else None,
+            pg_options=nccl_options(options, connect_s) if chosen == "nccl" else None,
         )
         mark_made(world(), store, "default")
     set_timeout(world(), timeout_s or default_timeout_s(chosen))
-    return JoinResult(rendezvous, device, chosen, at, notes + ((network,) if network else ()))
+    notes += tuple(note for note in (network, few) if note)
+    return JoinResult(rendezvous, device, chosen, at, notes)
 
 
 _DESCRIPTORS = 1 << 16
 
 
-def _prepare_for_many() -> None:
-    """Prepare gloo to connect thousands of ranks.
+def _prepare_for_many(rendezvous: Rendezvous) -> str:
+    """Prepare gloo and rank 0's store for thousands of ranks; return a warning if they are too
+    many for this machine.
 
     Each of its groups holds a descriptor for each member, and ends the process where there are no
     more. By default a rank also publishes an address for each member, which all read: 552 GB for
@@ -201,6 +210,15 @@ def _prepare_for_many() -> None:
     if soft != resource.RLIM_INFINITY and soft < most:
         with suppress(OSError, ValueError):  # what is allowed now has to do
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+    needed = store_descriptors(rendezvous.world_size) if rendezvous.keeps_store else 0
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return ""
+    return (
+        f"warning: rank 0 keeps the store of {rendezvous.world_size} ranks, for which it needs "
+        f"about {needed:,} open files, and {socket.gethostname()} allows {soft:,} (ulimit -Hn); "
+        f"raise the limit there"
+    )
 
 
 def leave() -> None:
@@ -368,10 +386,37 @@ def _agree_on_device(
         return disagreement([RankDevice.from_json(text) for text in texts])
 
     await_all(said, rendezvous, timeout_s=timeout_s, since=time.monotonic(), judge=judge)
+    bound = ""
     if device.type == "cuda":
         # before any collective: NCCL binds a communicator to the current device
         torch.cuda.set_device(device)
-    return device, backend, tuple(note for note in (rendezvous.note, choice.note) if note)
+        bound = _bind(rendezvous) if rendezvous.source == "local" else ""
+    return device, backend, tuple(x for x in (rendezvous.note, choice.note, bound) if x)
+
+
+def _bind(rendezvous: Rendezvous) -> str:
+    """Keep this process to the cores near its GPU, if nobody has bound it; return a line on it.
+
+    Pinned memory then lies near the GPU too, as threads and pages of a process follow its cores.
+    """
+    every, number = frozenset(range(os.cpu_count() or 1)), rendezvous.local_world_size
+    if torch.cuda.device_count() < number or os.sched_getaffinity(0) != every:
+        return ""
+    addresses = [_pci_address(index) for index in range(number)]
+    cores = cores_of_rank(addresses, rendezvous.local_rank, every)
+    if not cores:
+        return ""
+    with suppress(OSError):
+        os.sched_setaffinity(0, cores)
+        return f"each rank keeps to the cores near its GPU (rank {rendezvous.rank}: {len(cores)})"
+    return ""
+
+
+def _pci_address(index: int) -> str:
+    """Return the address by which /sys knows a GPU; "" where torch does not say."""
+    found = torch.cuda.get_device_properties(index)
+    parts = [getattr(found, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    return "" if None in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
 
 
 def make_deterministic() -> None:

@@ -11,7 +11,7 @@ batch), `global`, and after `build_moe_groups` also `moe_dp` and `moe_ep`.
 
 import copyreg
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchdistpackage.comm.creation import Group, is_joined, ranks_of, world
+from torchdistpackage.comm.group_options import AXIS_OPTIONS, GroupOptions
 from torchdistpackage.comm.group_state import name_axis
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.errors import CommError, LaunchError, TopologyError
@@ -87,10 +88,18 @@ def _current() -> RankContext | None:
 class ProcessTopology:
     """The type of `tpc`; use the instance of this module."""
 
-    def setup_process_groups(self, config: Axes, *, expert: int = 1) -> None:
+    def setup_process_groups(
+        self,
+        config: Axes,
+        *,
+        expert: int = 1,
+        options: Mapping[str, GroupOptions] = AXIS_OPTIONS,
+    ) -> None:
         """Tile the world by `[(axis, size), ...]`, outermost first, and create this rank's groups.
 
         config: or a mapping, in the same order. One size may be None or -1; integral floats pass.
+        options: by axis, of its groups over NCCL; by default tensor, context and expert have
+        high priority.
         The product is checked against the world on every rank before any group is made. A second
         call replaces the first. Rank 0 logs the groups, and warns of axes that are not known.
 
@@ -99,20 +108,28 @@ class ProcessTopology:
             TopologyError: the axes do not tile the world.
         """
         group = world()
-        self.setup(topology(config, group.size(), expert=expert), group.rank())
+        self.setup(topology(config, group.size(), expert=expert), group.rank(), options=options)
         if self.rank == 0:
             if warning := unknown_axes(self.topology.dense.names):
                 _LOG.warning("%s", warning)
             _LOG.info("%s", self.describe())
 
-    def setup(self, topology: Topology, rank: int, *, timeout_s: float | None = None) -> None:
+    def setup(
+        self,
+        topology: Topology,
+        rank: int,
+        *,
+        timeout_s: float | None = None,
+        options: Mapping[str, GroupOptions] = AXIS_OPTIONS,
+    ) -> None:
         """Set up a finished Topology; groups of the axes are created in mesh order.
 
-        timeout_s: for the others to come, and for each later call.
+        timeout_s: for the others to come, and for each later call. options: as
+        `setup_process_groups`.
         """
         self.destroy()
         moe = topology.expert.axis_size("expert") > 1
-        _holder().context = RankContext(topology, rank, Groups(rank, timeout_s), moe)
+        _holder().context = RankContext(topology, rank, Groups(rank, timeout_s, options), moe)
         self.prepare()
         for mode in (*topology.dense.names, "model", *(("moe_dp", "moe_ep") if moe else ())):
             self.get_group(mode)

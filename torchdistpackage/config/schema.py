@@ -96,6 +96,16 @@ class ParallelSection(Section):
         description="Gather and scatter the sequence in chunks while the matmuls compute, to hide "
         "communication. Needs sequence_parallel: true.",
     )
+    high_priority: k.GroupAxes = Field(
+        default=("tensor", "context", "expert"),
+        description="Axes whose NCCL kernels go before others on the GPU, so that they start while "
+        "a matmul still runs. Remove an axis if its communication slows computation down.",
+    )
+    max_ctas: k.CtasOfAxis = Field(
+        default_factory=dict,
+        description="Most thread blocks (CTAs) that an NCCL kernel of an axis uses, such as {data: "
+        "16}; each occupies a multiprocessor of the GPU. An axis left out has NCCL's choice.",
+    )
     zero: k.ZeroStage = Field(
         default=0,
         description="ZeRO stage: which training state is sharded over ranks that otherwise hold "
@@ -315,8 +325,8 @@ class TrainSection(Section):
     )
     memory_gb: k.GigabytesOrNull = Field(
         default=None,
-        description="Memory of a rank in GB (1e9 bytes) for weights, gradients, optimizer state "
-        "and activations together. train.recompute: auto needs it.",
+        description="Memory of a rank in GB (1e9 bytes) for weights, gradients, optimizer state, "
+        "activations and, on GPUs, NCCL's communicators together. train.recompute: auto needs it.",
     )
     profile: ProfileSection = default(ProfileSection)
     generate_tokens: k.CountOrZero = Field(

@@ -231,6 +231,27 @@ Order = Annotated[
         DEFAULT_ORDER,
     ),
 ]
+GROUP_AXES = (*DEFAULT_ORDER, "expert", "expert_data")
+"""Axes that have groups."""
+GroupAxes = Annotated[
+    tuple[Annotated[str, _enum(GROUP_AXES)], ...],
+    BeforeValidator(_sequence),
+    _different(GROUP_AXES),
+    Expected(f"a list of different axes out of {', '.join(GROUP_AXES)}", GROUP_AXES),
+]
+
+
+def _group_axes(value: dict[str, int]) -> dict[str, int]:
+    if not value.keys() <= {*GROUP_AXES}:
+        raise ValueError("no such axis")
+    return value
+
+
+CtasOfAxis = Annotated[
+    dict[str, Annotated[int, Field(ge=1, le=64)]],
+    AfterValidator(_group_axes),
+    Expected(f"a mapping of axes ({', '.join(GROUP_AXES)}) to whole numbers, 1 to 64", GROUP_AXES),
+]
 ScheduleName = Annotated[
     str,
     AfterValidator(_schedule),

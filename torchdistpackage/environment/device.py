@@ -143,6 +143,8 @@ def device_variables(env: Mapping[str, str], dump_folder: Path | None = None) ->
     """
     settings: dict[tuple[str, ...], str] = {
         _ALLOCATOR: "expandable_segments:True",
+        # a captured graph whose buffers NCCL registers hangs on such segments (pytorch#158029)
+        ("NCCL_GRAPH_REGISTER",): "0",
         ("NCCL_LAUNCH_ORDER_IMPLICIT",): "1",
     }
     if dump_folder is not None:

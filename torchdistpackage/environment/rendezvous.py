@@ -67,6 +67,17 @@ class Rendezvous:
         return self.rank == 0 and not self.served and self.store is None
 
 
+OWN_DESCRIPTORS = 64
+"""Open files of a rank besides its connections."""
+STORE_CONNECTIONS = 2
+"""Connections of each rank to rank 0's store: torch's, and one for objects."""
+
+
+def store_descriptors(world_size: int) -> int:
+    """Return the number of open files with which rank 0 keeps the store of so many ranks."""
+    return OWN_DESCRIPTORS + STORE_CONNECTIONS * (world_size - 1)
+
+
 def detect(env: Env) -> Rendezvous:
     """Return this process's rank, from the first launcher whose variables are there.
 

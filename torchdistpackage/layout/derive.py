@@ -17,7 +17,7 @@ than the first group, so ranks cannot wait in a circle, whatever other groups ea
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.layout import Axes, Layout
@@ -262,11 +262,13 @@ class Creation:
 
     connects: its ranks connect now, not in its first call.
     neighbours: adjacent ranks of its ring also connect for point-to-point messages.
+    axes: axes that the group lies along, whose options it has.
     """
 
     ranks: tuple[int, ...]
     connects: bool = True
     neighbours: bool = False
+    axes: tuple[str, ...] = field(default=(), compare=False)
 
 
 def creations(
@@ -288,7 +290,8 @@ def creations(
     moe = topology.expert.axis_size("expert") > 1
     for mode in (*topology.dense.names, MODEL, *(("moe_dp", "moe_ep") if moe else ())):
         ranks = tuple(topology.group(rank, mode))
-        wanted.append(Creation(ranks, connects=mode != MODEL, neighbours=mode == PIPE))
+        axes = () if mode == MODEL else topology.named(mode)[1]
+        wanted.append(Creation(ranks, connects=mode != MODEL, neighbours=mode == PIPE, axes=axes))
     summed = {gradient_ranks(x, topology.view(x.view), rank) for x in sums}
     if summed:
         summed.add(tuple(topology.dense.group(rank, BATCH_AXES)))
@@ -301,6 +304,7 @@ def creations(
             creation.ranks,
             previous.connects or creation.connects,
             previous.neighbours or creation.neighbours,
+            (*previous.axes, *creation.axes),
         )
     return tuple(merged.values())
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torchdistpackage.config.optimizers import OPTIMIZERS, ParameterPart
 from torchdistpackage.config.schema import PrecisionSection, RunConfig
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.layout.derive import gradient_ranks, num_elements
+from torchdistpackage.layout.derive import Creation, gradient_ranks, num_elements
 from torchdistpackage.layout.four_bit import packed_bytes
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.partition import greedy_partition
@@ -43,15 +43,24 @@ def number_formats(precision: PrecisionSection) -> NumberFormats:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes on one rank. optimizer: two means, and the wide copy of narrow weights."""
+    """Bytes on one rank. optimizer: two means, and the wide copy of narrow weights. communicators:
+    what NCCL is estimated to take outside of torch; 0 without GPUs.
+    """
 
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
+    communicators_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
+        """Return the bytes of the training state alone."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the bytes of all but activations."""
+        return self.state_bytes + self.communicators_bytes
 
 
 def memory(
@@ -121,17 +130,53 @@ def _parts(
     return parts
 
 
+COMMUNICATOR_BYTES = 600 << 20
+"""Device memory of one communicator: 544 to 688 MB each on A100 (NVIDIA/nccl#964)."""
+PEER_BYTES = 64 << 20
+"""And of each rank that a rank exchanges messages with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Communicators:
+    """What NCCL connects for one rank.
+
+    number: of groups of several ranks that connect at the start. peers: ranks that messages go to.
+    """
+
+    number: int
+    peers: int
+
+    @property
+    def device_bytes(self) -> int:
+        """Return what they are estimated to take: NCCL publishes no formula."""
+        return self.number * COMMUNICATOR_BYTES + self.peers * PEER_BYTES
+
+
+def communicators(groups: Iterable[Creation], rank: int, topology: Topology) -> Communicators:
+    """Count what the groups of a rank, as layout/derive.py lists them, make NCCL connect."""
+    groups = [x for x in groups if len(x.ranks) > 1]
+    ring = [(x.ranks, x.ranks.index(rank)) for x in groups if x.neighbours]
+    peers = len({ranks[at + 1 - len(ranks)] for ranks, at in ring})
+    peers += len({ranks[at - 1] for ranks, at in ring})
+    # hops of a context ring go straight to their targets
+    peers += 2 * (topology.dense.axis_size("context") - 1)
+    return Communicators(sum(x.connects for x in groups), peers)
+
+
 def activation_budget_gb(config: RunConfig, state: MemoryEstimate, rank: str) -> float:
     """What `train.memory_gb` leaves for activations on a rank with this state.
 
     Raises:
         ConfigError: nothing.
     """
-    limit_gb, state_gb = config.train.memory_gb or 0.0, state.state_bytes / 1e9
-    if limit_gb > state_gb:
-        return limit_gb - state_gb
+    limit_gb, total_gb = config.train.memory_gb or 0.0, state.total_bytes / 1e9
+    if limit_gb > total_gb:
+        return limit_gb - total_gb
+    beside = ""
+    if state.communicators_bytes:
+        beside = f", and {state.communicators_bytes / 1e9:.3g} GB of NCCL's communicators"
     raise ConfigError(
-        f"{rank} holds {state_gb:.4g} GB of weights, gradients and optimizer state, which leaves "
-        f"nothing of train.memory_gb={limit_gb:g} for activations; allow more, split the model "
-        f"further, or set parallel.zero"
+        f"{rank} holds {state.state_bytes / 1e9:.4g} GB of weights, gradients and optimizer state"
+        f"{beside}, which leaves nothing of train.memory_gb={limit_gb:g} for activations; allow "
+        f"more, split the model further, or set parallel.zero"
     )

@@ -4,13 +4,15 @@
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torchdistpackage.config.check import violations
 from torchdistpackage.config.errors import ConfigErrors
+from torchdistpackage.config.job_geometry import GPUS
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.slurm import header
 from torchdistpackage.ddp.bucket_plan import MIB, bucket_sizes
 from torchdistpackage.layout.derive import Creation, creations, num_elements
 from torchdistpackage.layout.layout import Layout
@@ -21,6 +23,7 @@ from torchdistpackage.plan.memory import (
     MemoryEstimate,
     NumberFormats,
     activation_budget_gb,
+    communicators,
     memory,
     number_formats,
 )
@@ -120,6 +123,14 @@ class Plan:
     @property
     def world_size(self) -> int:
         return self.topology.world_size
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether the job asks Slurm for GPUs; elsewhere the ranks find out when they start."""
+        options = header(self.config.launch.slurm)
+        return any(name in options for name in GPUS if name != "gres") or "gpu" in (
+            options.get("gres") or ""
+        )
 
     @property
     def rounds(self) -> int:
@@ -282,6 +293,17 @@ class StageLoad:
     share: float
 
 
+def rank_memory(
+    plan: Plan, rank: int, layouts: Iterable[Layout], *, on_gpu: bool
+) -> MemoryEstimate:
+    """Return what a rank with these parameters holds, with NCCL's communicators on a GPU."""
+    held = memory(plan.config, plan.topology, layouts, rank, plan.packed)
+    if not on_gpu:
+        return held
+    connected = communicators(plan.creations(rank), rank, plan.topology)
+    return replace(held, communicators_bytes=connected.device_bytes)
+
+
 def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
     """For each pipe index the load of its first rank; () for a user's own model."""
     if plan.model is None:
@@ -299,7 +321,7 @@ def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
         names = {
             s: tuple(plan.pieces[i] for i in plan.stages[s]) for s in plan.schedule.stages_of(index)
         }
-        held_bytes = memory(plan.config, plan.topology, held, rank, plan.packed)
+        held_bytes = rank_memory(plan, rank, held, on_gpu=plan.has_gpus)
         loads.append(StageLoad(index, names, sum(counts.values()), trained, held_bytes, share))
     return tuple(loads)
 

@@ -1,28 +1,26 @@
 """What a start on GPUs takes besides the model: connections, their memory, the store. No torch.
 
 Requests are an upper estimate: tests/train/test_many_ranks.py counts about 20 of a rank until it
-has joined. Memory of communicators is an estimate too: NCCL allocates it outside of torch, by
-channels, and publishes no formula.
+has joined. Memory of communicators (plan/memory.py) is an estimate too: NCCL allocates it outside
+of torch, by channels, and publishes no formula.
 """
 
 import resource
 from dataclasses import dataclass
 
+from torchdistpackage.environment.rendezvous import (
+    OWN_DESCRIPTORS,
+    STORE_CONNECTIONS,
+    store_descriptors,
+)
+from torchdistpackage.plan.memory import communicators
 from torchdistpackage.plan.run_plan import Plan
 from torchdistpackage.text import size_text, text_table
 
-COMMUNICATOR_BYTES = 600 << 20
-"""Device memory of one communicator: 544 to 688 MB each on A100 (NVIDIA/nccl#964)."""
-PEER_BYTES = 64 << 20
-"""And of each rank that a rank exchanges messages with."""
 REQUESTS = 100
 """Requests of one rank to rank 0's store until it has built its run, groups left out."""
 REQUESTS_OF_GROUP = 12
 """Requests of one rank for each group that it is in."""
-OWN_DESCRIPTORS = 64
-"""Open files of a rank besides its connections."""
-CONNECTIONS = 2
-"""Of each rank to rank 0's store: torch's, and one for objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +53,16 @@ class StartBill:
 def start_bill(plan: Plan, rank: int = 0) -> StartBill:
     """Return the bill of a plan; that of `rank`, as ranks differ little."""
     groups = [x for x in plan.creations(rank) if len(x.ranks) > 1]
-    communicators = sum(x.connects for x in groups)
-    ring = [x for x in groups if x.neighbours]
-    peers = len({x.ranks[x.ranks.index(rank) + 1 - len(x.ranks)] for x in ring}) + len(
-        {x.ranks[x.ranks.index(rank) - 1] for x in ring}
-    )
-    context = plan.topology.dense.axis_size("context")
-    peers += 2 * (context - 1)  # hops of a ring go straight to their targets
-    beside = sum(len(x.ranks) for x in ring)  # gloo, for headers of messages
-    own, world = OWN_DESCRIPTORS + beside, plan.world_size
+    connected = communicators(groups, rank, plan.topology)
+    beside = sum(len(x.ranks) for x in groups if x.neighbours)  # gloo, for headers of messages
+    world = plan.world_size
     return StartBill(
-        communicators=communicators,
-        peers=peers,
-        device_bytes=communicators * COMMUNICATOR_BYTES + peers * PEER_BYTES,
+        communicators=connected.number,
+        peers=connected.peers,
+        device_bytes=connected.device_bytes,
         requests=world * (REQUESTS + REQUESTS_OF_GROUP * len(groups)) if world > 1 else 0,
-        descriptors=own + CONNECTIONS * (world - 1),
-        rank_descriptors=own + CONNECTIONS,
+        descriptors=store_descriptors(world) + beside,
+        rank_descriptors=OWN_DESCRIPTORS + STORE_CONNECTIONS + beside,
     )
 
 

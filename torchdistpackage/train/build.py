@@ -16,6 +16,7 @@ from torchdistpackage.checkpoint.local_copies import LocalCopies
 from torchdistpackage.checkpoint.retention import Retention
 from torchdistpackage.checkpoint.save import fail_together
 from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.group_options import GroupOptions, merged
 from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.schema import RunConfig
@@ -34,8 +35,8 @@ from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cos
 from torchdistpackage.parallel.tensor.attention import SequenceAttention
 from torchdistpackage.parallel.tensor.float8 import use_float8
 from torchdistpackage.parallel.tensor.init import collect_initials, initialize
-from torchdistpackage.plan.memory import activation_budget_gb, memory
-from torchdistpackage.plan.run_plan import Plan
+from torchdistpackage.plan.memory import activation_budget_gb
+from torchdistpackage.plan.run_plan import Plan, rank_memory
 from torchdistpackage.plan.user_code import user_object
 from torchdistpackage.run_files import CHECKPOINTS
 from torchdistpackage.schedule.actions import Schedule
@@ -135,7 +136,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     if config.train.recompute == "blocks":
         trainer.recomputed = recompute_blocks(stage)
     elif config.train.recompute == "auto":
-        state = memory(config, plan.topology, layouts.values(), rank, plan.packed)
+        state = rank_memory(plan, rank, layouts.values(), on_gpu=device.type == "cuda")
         budget_gb = activation_budget_gb(config, state, f"rank {rank}")
         trainer.recomputed = recompute_within(trainer, budget_gb)
     return trainer
@@ -171,7 +172,8 @@ def build_model(plan: Plan, rank: int, device: torch.device) -> StagedModel:
     config = plan.config
     recorder.checks = config.train.check_calls
     torch.set_float32_matmul_precision(config.precision.matmul)
-    tpc.setup(plan.topology, rank, timeout_s=start_timeout_s(config))
+    options = group_options(config)
+    tpc.setup(plan.topology, rank, timeout_s=start_timeout_s(config), options=options)
     seed_rank(config.run.seed, plan.topology.dense, rank)
     sequence = sequence_over(tpc.get_group("context"), config.parallel.cp_comm_type)
     stage, layouts, loss = _stage(plan, device, sequence)
@@ -179,6 +181,23 @@ def build_model(plan: Plan, rank: int, device: torch.device) -> StagedModel:
     use_float8(stage, device, config.precision.fp8)
     autocast = torch.bfloat16 if config.precision.dtype == "bf16" else None
     return StagedModel(plan, rank, device, stage, layouts, loss, autocast, sequence)
+
+
+def group_options(config: RunConfig) -> dict[str, GroupOptions]:
+    """Return by axis the options of its groups."""
+    section = config.parallel
+    return {
+        axis: GroupOptions(axis in section.high_priority, section.max_ctas.get(axis))
+        for axis in {*section.high_priority, *section.max_ctas}
+    }
+
+
+def world_options(plan: Plan) -> GroupOptions:
+    """Return the options of the default group, which serves each axis that all ranks lie along."""
+    options, world = group_options(plan.config), plan.world_size
+    meshes = plan.topology.expert, plan.topology.dense
+    whole = {axis for mesh in meshes for axis in mesh.names if mesh.axis_size(axis) == world}
+    return merged(options.get(axis, GroupOptions()) for axis in whole)
 
 
 def start_timeout_s(config: RunConfig) -> float:

@@ -3,11 +3,12 @@
 Blocks of one class share what is compiled: parameters are inputs of a graph, so a second block
 finds the first one's. Ranks compile the same blocks: a graph calls other collectives than eager
 code. A compiled block is its own call (`nn.Module.compile`), so hooks of ZeRO stand around it, and
-recomputation is in the graph. Torch keeps graphs in a folder beside the run's, of each rank its
-own: a job that is requeued reads them there.
+recomputation is in the graph. Torch keeps graphs in a folder of each rank: on one node beside the
+run's, where a job that is requeued reads them, and on several nodes on a disk of the node.
 """
 
 import os
+import tempfile
 import time
 import types
 import warnings
@@ -26,6 +27,7 @@ from torch._dynamo.exc import (
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.files import own_folder
 from torchdistpackage.tools.undisturbed import undisturbed
 from torchdistpackage.train.recompute import block_names
 from torchdistpackage.train.staged_model import TrainStages
@@ -33,7 +35,8 @@ from torchdistpackage.train.step import Trainer
 
 _CACHE_KEY = "TORCHINDUCTOR_CACHE_DIR"
 CACHE = ".compiled"
-"""Beside the run folders, which share it, unless TORCHINDUCTOR_CACHE_DIR names another place."""
+"""Beside the run folders of one node, which share it, unless TORCHINDUCTOR_CACHE_DIR names another
+place."""
 _REASON_LINES = 6
 
 
@@ -200,19 +203,34 @@ def run_eagerly(blocks: Sequence[CompiledBlock]) -> Iterator[None]:
             block.is_on = True
 
 
-def use_cache(run: Path, rank: int) -> None:
-    """Let torch keep graphs beside the run folder, apart from those of other ranks, which would
-    otherwise write the same files at once."""
+def use_cache(run: Path, rank: int, *, several_nodes: bool = False) -> None:
+    """Let torch keep graphs apart from those of other ranks, which would otherwise write the same
+    files at once.
+
+    They are beside the run folder, or on a disk of the node if there are several: a cache has
+    thousands of small files, and so many of each rank use up what a shared disk allows of them
+    (pytorch#196993) or are stale there (pytorch#173679).
+    """
     # late: a run that compiles nothing does not wait for inductor
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     named = os.environ.get(_CACHE_KEY)
     # torch itself sets it to its default, which may be gone on the next node
     is_named = named is not None and named != default_cache_dir()
-    root = Path(named) if named and is_named else run.absolute().parent / CACHE
+    if named and is_named:
+        root = Path(named)
+    else:
+        root = node_cache() if several_nodes else run.absolute().parent / CACHE
     rank_folder = root / f"torch-{torch.__version__}" / f"rank{rank}"
     os.environ[_CACHE_KEY] = str(rank_folder)
     os.environ.setdefault("TRITON_CACHE_DIR", str(rank_folder / "triton"))
+
+
+def node_cache() -> Path:
+    """Return a folder on a disk of this node. Code is loaded from it, so it is nobody else's."""
+    folder = own_folder()
+    # where another user has taken its name, of this start alone
+    return Path(tempfile.mkdtemp(prefix="tdp-")) if folder is None else folder / "compiled"
 
 
 def end_compile_workers() -> None:

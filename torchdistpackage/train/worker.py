@@ -34,7 +34,13 @@ from torchdistpackage.plan.resume_check import changed_keys
 from torchdistpackage.plan.run_plan import Plan, make_plan, too_long
 from torchdistpackage.plan.user_code import add_user_code
 from torchdistpackage.run_files import RunDir
-from torchdistpackage.train.build import build, make_local_copies, make_loop, retention_of
+from torchdistpackage.train.build import (
+    build,
+    make_local_copies,
+    make_loop,
+    retention_of,
+    world_options,
+)
 from torchdistpackage.train.compiled import end_compile_workers, use_cache, warm_up
 from torchdistpackage.train.data_build import agreed_date, notes_of, with_steps
 from torchdistpackage.train.export import export_run
@@ -145,6 +151,7 @@ def _join(config: RunConfig, resume: str, signals: SignalFlag | None) -> RunRank
         init_timeout_s=config.launch.init_timeout_s,
         same_versions=config.launch.same_versions,
         dump_folder=RunDir(run_folder(config)).logs,
+        options=world_options(plan),
     )
     agreed = with_steps(agreed_date(with_template_date(config, resume)))
     plan = plan if agreed is config else make_plan(agreed, rendezvous.world_size)
@@ -187,7 +194,9 @@ def _build(rank: RunRank) -> PreparedRun:
     """Make the objects of this rank, and read the state from which the run goes on."""
     config, folder = rank.config, rank.folder
     if config.train.compile != "off":
-        use_cache(folder, rank.rendezvous.rank)
+        here = rank.rendezvous
+        several = here.local_world_size < here.world_size
+        use_cache(folder, here.rank, several_nodes=several)
     trainer = build(rank.plan, rank.rendezvous.rank, rank.joined.device)
     notes = (*notes_of(trainer.data), *model_notes(trainer))
     notes += warmup_notes(config.optim, config.train.steps)

@@ -12,8 +12,6 @@ import os
 import shutil
 import signal
 import socket
-import stat
-import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -21,7 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from torchdistpackage.files import atomic_write, open_regular
+from torchdistpackage.files import atomic_write, open_regular, own_folder
 from torchdistpackage.harness.hang.packed import pack, unpack
 
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_APPEND
@@ -250,9 +248,9 @@ class Nearby:
     def __init__(self, shared: Path, every_s: float) -> None:
         self._every_s = every_s
         name = hashlib.sha256(f"{socket.gethostname()}\0{shared}".encode()).hexdigest()[:16]
-        own_folder = _own_folder()
-        self._looked = own_folder and own_folder / f"{name}.looked"
-        self._alarm = own_folder and own_folder / f"{name}.alarm"
+        folder = own_folder()
+        self._looked = folder and folder / f"{name}.looked"
+        self._alarm = folder and folder / f"{name}.alarm"
 
     def is_due(self) -> bool:
         """Return whether this rank must look now; if so, the other ranks rely on it."""
@@ -335,16 +333,3 @@ def _make(path: Path) -> bool:
     except OSError:
         pass
     return True
-
-
-def _own_folder() -> Path | None:
-    """A folder on this host that no one else can write to; None: there cannot be one."""
-    folder = Path(tempfile.gettempdir()) / f"tdp-{os.getuid()}"
-    try:
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-        status = folder.lstat()
-    except OSError:
-        return None
-    is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-    return folder if is_ours and not status.st_mode & 0o077 else None

@@ -1,0 +1,30 @@
+"""The cores of a machine that are near a GPU, as /sys has them. No torch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+SYS = Path("/sys")
+
+
+def near_cores(address: str, sys: Path = SYS) -> frozenset[int]:
+    """Return the cores of the NUMA node of a PCI device, such as 0000:3b:00.0; none if unknown."""
+    try:
+        node = int((sys / "bus/pci/devices" / address / "numa_node").read_text())
+        listed = (sys / f"devices/system/node/node{node}/cpulist").read_text()
+        ends = [part.partition("-") for part in listed.strip().split(",")]
+        return frozenset(n for a, _, b in ends for n in range(int(a), int(b or a) + 1))
+    except (OSError, ValueError):  # one node alone has number -1, and no such file
+        return frozenset()
+
+
+def cores_of_rank(
+    addresses: Sequence[str], local_rank: int, allowed: frozenset[int], sys: Path = SYS
+) -> frozenset[int]:
+    """Return the cores that a local rank is to keep to; none where it may stay on all.
+
+    That is where the GPUs of the local ranks are near different cores.
+
+    addresses: those of the local ranks' GPUs. allowed: cores that the process may use.
+    """
+    each = [near_cores(address, sys) & allowed for address in addresses]
+    return each[local_rank] if all(each) and len({*each}) > 1 else frozenset()
