@@ -250,7 +250,9 @@ def _group_axes(value: dict[str, int]) -> dict[str, int]:
 CtasOfAxis = Annotated[
     dict[str, Annotated[int, Field(ge=1, le=64)]],
     AfterValidator(_group_axes),
-    Expected(f"a mapping of axes ({', '.join(GROUP_AXES)}) to whole numbers, 1 to 64", GROUP_AXES),
+    Expected(
+        f"a mapping of axes ({', '.join(GROUP_AXES)}) to numbers of blocks, 1 to 64", GROUP_AXES
+    ),
 ]
 ScheduleName = Annotated[
     str,

@@ -59,9 +59,10 @@ def unpack(text: str) -> dict[str, Any]:
     fields: dict[str, Any] = json.loads(parts[0])
     kinds, fields["stacks"] = _known(parts[1]), _known(parts[2])
     if snapshot := fields.get("snapshot"):
+        # written out, as thousands of ranks have dozens of calls each; the names of `_EACH`
         snapshot["calls"] = [
-            {**kinds[place], **dict(zip(_EACH, each, strict=True))}
-            for place, *each in snapshot["calls"]
+            {**kinds[place], "sequence": sequence, "age_s": age_s, "state": state}
+            for place, sequence, age_s, state in snapshot["calls"]
         ]
     for group in (fields.get("snapshot") or {}).get("groups", ()):
         if isinstance(strides := group["ranks"], dict):
