@@ -42,11 +42,12 @@ def test_a_rule_that_is_wrong_is_refused_with_the_first_module_that_differs(tmp_
         cuts, width = found(model, read, choices), read.sizes.heads * read.sizes.head_dim
         name = "model.layers.1.self_attn.q_proj"
         parts = width // 4, width // 4, width // 2
-        wrong = replace(cuts.layers[name], heads=None, parts=parts)
+        weight = replace(cuts.layers[name].weight, heads=None, parts=(parts, ()))
+        wrong = replace(cuts.layers[name], weight=weight)
         return replace(cuts, layers={**cuts.layers, name: wrong})
 
     def without_sums(*given):
-        return replace(found(*given), partial=frozenset())
+        return replace(found(*given), partial={})
 
     said = {
         with_other_heads: "model.layers.1.self_attn.o_proj: outputs differ by ",
@@ -64,7 +65,7 @@ def test_a_rule_that_is_wrong_is_refused_with_the_first_module_that_differs(tmp_
     transformers_found._read.cache_clear()
     shape = plan_of(tmp_path, "qwen3_moe", "parallel.tensor=2", head_dim=16).shape
     read = transformers_found.found_model(shape.given, 2)
-    assert read.uncut is None and read.cuts.layers and not read.cuts.attention
+    assert read.uncut is None and read.table.layers and not read.table.attention
     transformers_found._read.cache_clear()
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from tests.models.coverage import settings
 from torchdistpackage.config.packages import is_before
-from torchdistpackage.families.found import table_of
 from torchdistpackage.families.registry import FAMILIES
 from torchdistpackage.families.written import FILE
 from torchdistpackage.layout.table import LayerCut
@@ -39,7 +38,8 @@ def stated(cut: LayerCut) -> LayerCut:
 def test_a_written_table_cuts_as_the_finder_cuts(family, tensor):
     """Each parameter, layer and attention, at sizes that the writer has not seen."""
     given = settings(family, tie_word_embeddings=tensor == 4)
-    found, by_finder = table_of(found_model(given, tensor))
+    model = found_model(given, tensor)
+    found, by_finder = model.table, model.layouts
     shape = TransformersShape(family, given, 8, tensor=tensor)
     table = split_table(shape)
     written = layouts(shape)

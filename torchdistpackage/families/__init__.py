@@ -4,7 +4,6 @@ table        the language of tables: `Weights` lists parameters, `Family` is a t
 gpt2, ...    tables by hand, one family or several alike a file; fused: what several share
 written      tables that the finder wrote, in written.json: Llama and the families with its names
 registry     model_type -> table
-cuts         how layers of a model without a table are cut, as data
 found        such a model as a `Family`, from what transformers' modules show
 
 `model.hf` takes layouts, split layers, checkpoints and exports from a table

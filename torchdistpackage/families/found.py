@@ -6,15 +6,13 @@ What tensor ranks share of it follows from rules (models/transformers_cuts.py).
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torchdistpackage.families.cuts import FoundCut, StackedCut
 from torchdistpackage.families.table import (
     Family,
     FoundModel,
-    FoundParameter,
     Settings,
     Sizes,
     Weight,
@@ -23,7 +21,6 @@ from torchdistpackage.families.table import (
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.table import LayerCut, SplitTable
 
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 SHARED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 """Families whose experts ranks can share: all of a block are stacked in two matrices."""
 UNSEEN = "it has no table here, and nobody has seen how it attends"
@@ -44,28 +41,21 @@ _STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
 
 def family(found: FoundModel) -> Family:
-    """As plans, layouts and builds know families."""
+    """Return the table of a model as plans, layouts and builds ask for it."""
 
     def before(w: Weights, s: Settings, n: Sizes) -> None:
-        for p in found.by_block.get("", ()):
-            if found.is_before(p.name):
-                _add(w, p, found)
+        _list(w, found, [x for x in found.by_block.get("", ()) if found.is_before(x)])
 
     def behind(w: Weights, s: Settings, n: Sizes) -> None:
-        for p in found.by_block.get("", ()):
-            if not found.is_before(p.name):
-                _add(w, p, found)
-        for alias, name in found.aliases.items():  # a head that is the embedding too
-            path, shape = alias.rpartition(".")[0], shapes[name]
-            if (cut := found.cuts.layers.get(path)) is not None and alias == f"{path}.weight":
-                layout = _of_layer(w, FoundParameter(name, shape), cut, "weight")
-                _list_layer(w, path, cut, layout)
-
-    shapes = {p.name: p.shape for p in found.parameters}
+        _list(w, found, [x for x in found.by_block.get("", ()) if not found.is_before(x)])
+        for alias in found.aliases:  # a head that is the embedding too
+            path = alias.rpartition(".")[0]
+            cut = found.table.layers.get(path)
+            if cut is not None and alias == f"{path}.weight":
+                w.split.layers[path] = replace(cut, weight=_along(cut.weight, w.axis))
 
     def block(w: Weights, s: Settings, n: Sizes) -> None:
-        for p in found.by_block.get(w.prefix, ()):
-            _add(w, replace(p, name=p.name.removeprefix(w.prefix)), found)
+        _list(w, found, found.by_block.get(w.prefix, ()))
 
     return Family(
         {"max_position_embeddings": found.positions, "pad_token_id": None},
@@ -92,73 +82,67 @@ def family(found: FoundModel) -> Family:
         deals_heads=False,
         unshared=found.uncut,
         unstaged=found.unstaged,
-        splits_head=found.cuts.head,
+        splits_head=found.splits_head,
         splits_sequence=False,
         order=lambda _: found.order,
         cache="torchdistpackage.models.transformers_cache:tried_cache",
     )
 
 
-def _add(w: Weights, p: FoundParameter, found: FoundModel) -> None:
-    """A parameter, whole or as `found.cuts` says."""
-    full, cuts = w.prefix + p.name, found.cuts
-    path, _, last = full.rpartition(".")
-    is_expert = len(p.shape) == 3 or _EXPERT.search(full) is not None
-    share = found.active if is_expert else 1.0
-    layout = Layout(p.name, p.shape)
-    if path in cuts.experts:
-        layout = _of_stacked(w, p, cuts.experts[path][last])
-    elif (cut := cuts.layers.get(path)) is not None:
-        layout = _of_layer(w, p, cut, last)
-    elif full in cuts.partial:
-        layout = replace(layout, unreduced=(w.axis,))
-    if found.shared_experts and is_stacked(full, p.shape):
-        split = (("expert",), *layout.split[1:])
-        layout = replace(layout, split=split, view="expert", uneven=True)
-    layout = replace(layout, is_table=p.is_table)
-    w.add(p.name, Weight(layout, "made", inputs=p.inputs, share=share))
-    layout = w.parameters[full].layout
-    if path in cuts.experts and not found.shared_experts:
-        w.split.experts.setdefault(path, {})[last] = layout
-    elif last == "weight" and (cut := cuts.layers.get(path)) is not None:
-        _list_layer(w, path, cut, layout)
-    around = path.rpartition(".")[0]
-    for module in (path, around):
-        if module in cuts.attention:
-            w.split.attention[module] = cuts.attention[module]
+def _list(w: Weights, found: FoundModel, names: Iterable[str]) -> None:
+    """List these parameters, and the layers and modules of `found.table` that they belong to."""
+    table = found.table
+    for name in names:
+        weight, (path, _, last) = found.parameters[name], name.rpartition(".")
+        layout = _along(weight.layout, w.axis)
+        w.add(name.removeprefix(w.prefix), replace(weight, layout=layout))
+        if path in table.experts:
+            w.split.experts.setdefault(path, {})[last] = layout
+        elif last == "weight" and path in table.layers:
+            w.split.layers[path] = replace(table.layers[path], weight=layout)
+        for module in (path, path.rpartition(".")[0]):
+            if module in table.attention:
+                w.split.attention[module] = table.attention[module]
 
 
-def _of_layer(w: Weights, p: FoundParameter, cut: FoundCut, last: str) -> Layout:
-    if last != "weight":
-        is_cut = cut.kind in ("column", "joined")
-        return (
-            w.cut(p.name, p.shape, 0, cut.heads, cut.parts) if is_cut else Layout(p.name, p.shape)
-        )
-    return w.cut(p.name, p.shape, cut.dim, cut.heads, cut.parts)
+def _along(layout: Layout, axis: str) -> Layout:
+    """Return a layout of the finder, whose tensor ranks are along "tensor", along `axis`."""
+    if axis == "tensor":
+        return layout
+    names = {"tensor": axis}
+    split = tuple(tuple(names.get(x, x) for x in axes) for axes in layout.split)
+    return replace(layout, split=split, unreduced=tuple(names.get(x, x) for x in layout.unreduced))
 
 
-def _of_stacked(w: Weights, p: FoundParameter, cut: StackedCut) -> Layout:
-    if cut.dim is None:
-        return Layout(p.name, p.shape)
-    return w.cut(p.name, p.shape, cut.dim, cut.heads, cut.parts)
+def split_as(found: FoundModel, table: SplitTable) -> FoundModel:
+    """Return `found` with its parameters split as the layers of `table` that they belong to.
 
-
-def _list_layer(w: Weights, path: str, cut: FoundCut, layout: Layout) -> None:
-    how = {"transposed": cut.transposed, "entrance": cut.entrance or path}
-    w.split.layers[path] = LayerCut(cut.kind, layout, **how)
-
-
-def table_of(found: FoundModel, axis: str = "tensor") -> tuple[SplitTable, dict[str, Layout]]:
-    """What tensor ranks have in place of which layers, and the layout of every parameter."""
-    table, layouts = SplitTable(), dict[str, Layout]()
-    made = family(found)
-    for prefix in found.by_block:
-        w = Weights(prefix, axis, found.sizes.std)
-        for part in (made.block,) if prefix else (made.embed, made.head):
-            part(w, {}, found.sizes)
-        table |= w.split
-        layouts |= {name: weight.layout for name, weight in w.parameters.items()}
-    return table, layouts
+    The layers of the result are listed in the order of the parameters.
+    """
+    parameters: dict[str, Weight] = {}
+    layers: dict[str, LayerCut] = {}
+    for name, weight in found.parameters.items():
+        path, _, last = name.rpartition(".")
+        layout = weight.layout
+        if path in table.experts:
+            layout = table.experts[path][last]
+        elif path in table.layers:
+            cut = table.layers[path]
+            layout = cut.weight if last == "weight" else cut.bias(name)
+        elif name in table.partial:
+            layout = table.partial[name]
+        layout = replace(layout, name=name, is_table=weight.layout.is_table)
+        if weight.layout.view == "expert":  # whole experts on each rank of `expert`, then split
+            split = (*weight.layout.split[:1], *layout.split[1:])
+            layout = replace(layout, split=split, view="expert", uneven=True)
+        parameters[name] = replace(weight, layout=layout)
+        if last == "weight" and path in table.layers:
+            layers[path] = replace(table.layers[path], weight=layout)
+    # a head that is the embedding too has no parameter of its own
+    layers |= {path: cut for path, cut in table.layers.items() if path not in layers}
+    experts = {} if found.shared_experts else table.experts
+    listed = replace(table, layers=layers, experts=experts)
+    return replace(found, parameters=parameters, table=listed)
 
 
 def is_stacked(name: str, shape: tuple[int, ...]) -> bool:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from torchdistpackage.families.cuts import FoundCuts
 from torchdistpackage.layout.layout import HeadSplit, Layout
 from torchdistpackage.layout.table import (
     AttentionCut,
@@ -152,7 +151,7 @@ class Weights:
         entrance = self.prefix + (name.rpartition(".")[0] or name)
         self._layer(name, "column", layout, transposed=transposed, entrance=entrance)
         if bias:
-            layout = self.cut(name, (size,), 0, heads, parts)
+            layout = self.split.layers[self.prefix + name].bias(name)
             self.add(f"{name}.bias", Weight(layout, "zeros"))
 
     def row(
@@ -214,21 +213,26 @@ class Weights:
         heads: HeadSplit | None = None,
         parts: Sequence[int] = (),
     ) -> Layout:
-        """The layout of a parameter that is cut along `dim`."""
-        split = tuple((self.axis,) if at == dim else () for at in range(len(shape)))
-        fused = tuple(tuple(parts) if at == dim else () for at in range(len(shape)))
-        return Layout(name, shape, split, parts=fused, heads=heads, uneven=True)
+        """Return the layout of a parameter that is split along `dim`."""
+        return split_layout(name, shape, dim, heads, parts, axis=self.axis)
 
 
-@dataclass(frozen=True, slots=True)
-class FoundParameter:
-    """inputs: the dim of a linear layer's matrix that is multiplied by what the layer is given.
-    is_table: of an embedding or the output head, see `Layout`."""
+def split_layout(
+    name: str,
+    shape: tuple[int, ...],
+    dim: int,
+    heads: HeadSplit | None = None,
+    parts: Sequence[int] = (),
+    *,
+    axis: str = "tensor",
+) -> Layout:
+    """Return the layout of a parameter that `axis` splits along `dim`, by heads if it has some.
 
-    name: str
-    shape: tuple[int, ...]
-    inputs: int | None = None
-    is_table: bool = False
+    parts: sizes of what is fused along `dim`, each of which is split for itself.
+    """
+    split = tuple((axis,) if at == dim else () for at in range(len(shape)))
+    fused = tuple(tuple(parts) if at == dim else () for at in range(len(shape)))
+    return Layout(name, shape, split, parts=fused, heads=heads, uneven=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,24 +270,33 @@ class BlockOrder:
 class FoundModel:
     """One model of transformers as its modules show it, of which `found.family` makes a table.
 
-    class_name: of the module. sizes: what plans ask for. blocks: path of the list of blocks; "" if
-    there is none, so that the model is one piece. aliases: other names of a parameter -> its own.
-    buffers: those that a folder holds beside the parameters. unreached: paths of parts that token
-    ids do not reach, such as towers for images, which are not trained. refused: why tokens cannot
-    train it; None: they can. unstaged: why its blocks cannot stand on several stages; None: they
-    can. around: what its stages run beside their blocks. auxiliary: the factor of its routers' loss
-    in the loss, 0 without one. positions: its longest sequence, if its settings say so. active: the
-    part of its experts that works on a token. own_attention: see `Family`. shared_experts: of each
-    block, if ranks can share them; 0: they cannot. top_k: of them, those that a token goes to.
-    cuts: what tensor ranks share; of a model that is not to be cut nothing. order: of these layers.
-    uncut: why they cannot; None: they can.
+    class_name: of the module. sizes: what plans ask for.
+    blocks: path of the list of blocks; "" if there is none, so that the model is one piece.
+    output: path of the layer that makes logits; "" if there is none.
+    parameters: every parameter by name, in order; `found.split_as` cuts them.
+    table: the layers that tensor ranks split; empty where nothing is to be split.
+    aliases: other names of a parameter -> its own.
+    buffers: those that a folder holds beside the parameters.
+    unreached: paths of modules that token ids do not reach, such as towers for images, which are
+        not trained.
+    refused: why tokens cannot train it; None: they can.
+    unstaged: why its blocks cannot stand on several stages; None: they can.
+    around: what its stages run beside their blocks.
+    auxiliary: the factor of its routers' loss in the loss, 0 without one.
+    positions: its longest sequence, if its settings say so.
+    own_attention: see `Family`.
+    shared_experts: of each block, if ranks can share them; 0: they cannot.
+    top_k: of them, those that a token goes to.
+    order: in which a block runs the layers of `table`.
+    uncut: why tensor ranks cannot split it; None: they can.
     """
 
     class_name: str
     sizes: Sizes
     blocks: str
-    parameters: tuple[FoundParameter, ...]
-    buffers: tuple[FoundParameter, ...]
+    output: str
+    parameters: Mapping[str, Weight]
+    buffers: tuple[Layout, ...]
     aliases: Mapping[str, str]
     unreached: tuple[str, ...]
     refused: str | None
@@ -291,25 +304,31 @@ class FoundModel:
     around: StageSides
     auxiliary: float
     positions: int | None
-    active: float
     own_attention: str = ""
     shared_experts: int = 0
     top_k: int = 0
-    cuts: FoundCuts = field(default_factory=FoundCuts)
+    table: SplitTable = field(default_factory=SplitTable)
     order: BlockOrder = field(default_factory=lambda: BlockOrder(is_listed=False))
     uncut: str | None = None
 
     @cached_property
-    def by_block(self) -> dict[str, list[FoundParameter]]:
-        """The parameters of each block, by its path and a dot."""
-        found: dict[str, list[FoundParameter]] = {}
-        for p in self.parameters:
-            found.setdefault(self.block_of(p.name), []).append(p)
-        return found
+    def by_block(self) -> dict[str, list[str]]:
+        """The names of the parameters of each block, by its path and a dot."""
+        names: dict[str, list[str]] = {}
+        for name in self.parameters:
+            names.setdefault(block_of(self.blocks, name), []).append(name)
+        return names
 
-    def block_of(self, name: str) -> str:
-        """The path, with a dot, of the block that has the parameter or buffer; "" if none has."""
-        return block_of(self.blocks, name)
+    @cached_property
+    def layouts(self) -> dict[str, Layout]:
+        """The layout of every parameter by its name."""
+        return {name: weight.layout for name, weight in self.parameters.items()}
+
+    @property
+    def splits_head(self) -> bool:
+        """Whether each tensor rank has logits of its columns of the vocabulary alone."""
+        head = self.table.layers.get(self.output)
+        return head is not None and head.kind == "column"
 
     def is_before(self, name: str) -> bool:
         """Whether a parameter, of no block, belongs to what runs before the blocks."""
@@ -386,7 +405,7 @@ class Family:
     order: Callable[[Settings], BlockOrder] = lambda _: BlockOrder()
     nullable: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
-    buffers: tuple[FoundParameter, ...] = ()
+    buffers: tuple[Layout, ...] = ()
     unreached: tuple[str, ...] = ()
     sides: StageSides | None = None
     folder: str = "torchdistpackage.models.transformers_folder:NamedFolder"

@@ -38,6 +38,19 @@ class LayerCut:
     sequence_parallel: bool = False
     once: bool = False
 
+    def bias(self, name: str) -> Layout:
+        """Return the layout of a linear layer's bias, called `name`."""
+        dim = int(self.transposed)  # of the outputs
+        weight, is_split = self.weight, self.kind in ("column", "joined")
+        return Layout(
+            name,
+            weight.shape[dim : dim + 1],
+            weight.split[dim : dim + 1] if is_split else (),
+            parts=weight.parts[dim : dim + 1] if is_split else (),
+            heads=weight.heads if is_split else None,
+            uneven=is_split,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionCut:

@@ -15,17 +15,16 @@ know what a forward does between layers: what they say is tried on a small copy
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from torch import nn
 
-from torchdistpackage.families.cuts import FoundCut, FoundCuts, FoundKind, StackedCut
-from torchdistpackage.families.table import FoundModel
-from torchdistpackage.layout.layout import HeadSplit
-from torchdistpackage.layout.table import AttentionCut, Count
+from torchdistpackage.families.table import FoundModel, split_layout
+from torchdistpackage.layout.layout import HeadSplit, Layout
+from torchdistpackage.layout.table import AttentionCut, Count, LayerCut, LayerKind, SplitTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,30 +72,25 @@ _COUNTS: dict[str, Count] = {
 }
 
 
-def find_cuts(model: Any, found: FoundModel, choices: CutChoices) -> FoundCuts:
-    """Of a model, which may be on the meta device, and what was read of it."""
+def find_cuts(model: Any, found: FoundModel, choices: CutChoices) -> SplitTable:
+    """Return the layers that tensor ranks split of a model, which may be on the meta device.
+
+    found: what was read of it, of which nothing is split.
+    """
     rules = _CutRules(model, found, choices)
-    for path in dict.fromkeys(found.block_of(p.name) for p in found.parameters):
+    for path in found.by_block:
         if path:
             rules.add_block(path.removesuffix("."))
     rules.add_tables()
-    return rules.cuts()
+    return rules.table
 
 
 class _CutRules:
     def __init__(self, model: Any, found: FoundModel, choices: CutChoices):
         self.model, self.found, self.choices = model, found, choices
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
-        self.layers: dict[str, FoundCut] = {}
-        self.experts: dict[str, Mapping[str, StackedCut]] = {}
-        self.attention: dict[str, AttentionCut] = {}
-        self.partial: set[str] = set()
-        self.head = False
+        self.table = SplitTable()
         self._tied = set(found.aliases.values()) | set(found.aliases)
-
-    def cuts(self) -> FoundCuts:
-        frozen = frozenset(self.partial)
-        return FoundCuts(self.layers, self.experts, self.attention, frozen, self.head)
 
     # -- what transformers says ------------------------------------------------------------
 
@@ -121,8 +115,8 @@ class _CutRules:
     def add_block(self, block: str) -> None:
         inside = [p for p in self.modules if p.startswith(f"{block}.")]
         for path in inside if self.choices.experts else ():
-            if (cut := self._stacked(path)) is not None:
-                self.experts[path] = cut
+            if layouts := self._stacked(path):
+                self.table.experts[path] = layouts
         for path in [block, *inside]:
             linears = dict(self._linears(path))
             if not linears:
@@ -169,11 +163,13 @@ class _CutRules:
             if not is_of_head or style not in ("", "replicated_with_grad_allreduce"):
                 return False
             partial.append(f"{path}.{name}")
-        self.partial.update(partial)
-        for name, layer in linears.items():
-            kind: FoundKind = "row" if name == output else "column"
-            self.layers[f"{path}.{name}"] = self._cut(kind, layer, splits[name], entrance=path)
-        self.attention[path] = AttentionCut(queries, keys, width, _COUNTS)
+        self._sum_gradients(partial)
+        for name in linears:
+            if name == output:
+                self._split(f"{path}.{name}", "row", splits[name])
+            else:
+                self._split(f"{path}.{name}", "column", splits[name], entrance=path)
+        self.table.attention[path] = AttentionCut(queries, keys, width, _COUNTS)
         return True
 
     def _mlp(self, block: str, path: str, linears: Mapping[str, nn.Module]) -> bool:
@@ -187,7 +183,7 @@ class _CutRules:
                     between.append(f"{path}.{name}")
         if not self._pair(path, linears):
             return False
-        self.partial.update(between)  # of a function of each channel, as a learned slope
+        self._sum_gradients(between)  # of a function of each channel, as a learned slope
         return True
 
     def _pair(self, path: str, linears: Mapping[str, nn.Module]) -> bool:
@@ -198,18 +194,16 @@ class _CutRules:
             if all(sizes_of(linears[name])[0] == hidden for name in firsts):
                 entrance = path if set(linears) == {*firsts, second} else ""
                 for name in firsts:
-                    cut = self._cut("column", linears[name], entrance=entrance)
-                    self.layers[f"{path}.{name}"] = cut
-                self.layers[f"{path}.{second}"] = self._cut("row", linears[second])
+                    self._split(f"{path}.{name}", "column", entrance=entrance)
+                self._split(f"{path}.{second}", "row")
                 self._others(path, linears, {*firsts, second})
                 return True
         for first, second in _FUSED if self.choices.fused else ():
             if {first, second} <= set(linears):
                 hidden = sizes_of(linears[second])[1]
                 if sizes_of(linears[first])[0] == 2 * hidden:
-                    cut = self._cut("column", linears[first], parts=(hidden, hidden))
-                    self.layers[f"{path}.{first}"] = cut
-                    self.layers[f"{path}.{second}"] = self._cut("row", linears[second])
+                    self._split(f"{path}.{first}", "column", parts=(hidden, hidden))
+                    self._split(f"{path}.{second}", "row")
                     self._others(path, linears, {first, second})
                     return True
         return False
@@ -221,22 +215,22 @@ class _CutRules:
             self._others(path, linears, set())
 
     def _others(self, path: str, linears: Mapping[str, nn.Module], known: set[str]) -> None:
-        for name, layer in linears.items():
+        for name in linears:
             if name not in known and name not in _ROUTERS:
-                self.layers[f"{path}.{name}"] = self._cut("joined", layer)
+                self._split(f"{path}.{name}", "joined")
 
-    def _stacked(self, path: str) -> Mapping[str, StackedCut] | None:
-        """Of a module of stacked experts each parameter's cut; None: it is none."""
+    def _stacked(self, path: str) -> dict[str, Layout]:
+        """Return the layout of each parameter of a module of stacked experts; {}: it is none."""
         module, dim = self.modules[path], self.found.sizes.dim
         own = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
         down = own.get("down_proj")
         first = "gate_up_proj" if "gate_up_proj" in own else "up_proj"
         up = own.get(first)
         if down is None or up is None or len(down) != 3 or len(up) != 3:
-            return None
+            return {}
         known = {first, "down_proj", f"{first}_bias", "down_proj_bias"}
         if set(own) - known or any(True for x in module.children() if any(x.parameters())):
-            return None
+            return {}
         times = 2 if first == "gate_up_proj" else 1
         for at, out in ((1, 2), (2, 1)):  # (E, Dout, Din) or (E, Din, Dout)
             hidden = down[out]
@@ -246,26 +240,41 @@ class _CutRules:
             alternate = times == 2 and f"{first}_bias" in own
             parts = (hidden, hidden) if times == 2 and not alternate else ()
             heads = HeadSplit(hidden) if alternate else None
-            cuts = {first: StackedCut(at, parts, heads), "down_proj": StackedCut(out)}
-            if f"{first}_bias" in own:
-                cuts[f"{first}_bias"] = StackedCut(1, parts, heads)
-            if "down_proj_bias" in own:
-                cuts["down_proj_bias"] = StackedCut(None)
-            return cuts
-        return None
+            layouts = {name: Layout(f"{path}.{name}", shape) for name, shape in own.items()}
+            dims = {first: at, f"{first}_bias": 1}
+            for name in (x for x in dims if x in own):
+                full = f"{path}.{name}"
+                layouts[name] = split_layout(full, own[name], dims[name], heads, parts)
+            layouts["down_proj"] = split_layout(f"{path}.down_proj", down, out)
+            return layouts
+        return {}
 
-    def _cut(
+    def _split(
         self,
-        kind: FoundKind,
-        layer: nn.Module,
+        path: str,
+        kind: LayerKind,
         heads: HeadSplit | None = None,
         *,
         parts: tuple[int, ...] = (),
         entrance: str = "",
-    ) -> FoundCut:
+    ) -> None:
+        """Split the linear layer at `path`. entrance: by default the layer itself."""
+        layer: Any = self.modules[path]
         transposed = not isinstance(layer, nn.Linear)
         dim = int(transposed) if kind != "row" else int(not transposed)
-        return FoundCut(kind, dim, heads, parts, transposed, entrance if kind == "column" else "")
+        shape = tuple(layer.weight.shape)
+        layout = split_layout(self._weight_name(path), shape, dim, heads, parts)
+        self.table.layers[path] = LayerCut(kind, layout, transposed, entrance or path)
+
+    def _weight_name(self, path: str) -> str:
+        """Return the name of a layer's matrix, which a tied head shares with the embedding."""
+        return self.found.aliases.get(f"{path}.weight", f"{path}.weight")
+
+    def _sum_gradients(self, names: Iterable[str]) -> None:
+        """Note that each rank has a part of the gradient of these parameters."""
+        for name in self.found.parameters.keys() & set(names):
+            shape = self.found.parameters[name].layout.shape
+            self.table.partial[name] = Layout(name, shape, unreduced=("tensor",))
 
     # -- around them -----------------------------------------------------------------------
 
@@ -280,14 +289,12 @@ class _CutRules:
         is_head = is_head and f"{names[id(head)]}.bias" not in self._tied
         is_tied = is_table and head is not None and head.weight is table.weight
         if is_head and (is_table or not is_tied):
-            self.head = self.choices.head
-            kind: FoundKind = "column" if self.head else "joined"
-            cut = replace(self._cut(kind, head), entrance="")
-            self.layers[names[id(head)]] = cut
+            self._split(names[id(head)], "column" if self.choices.head else "joined")
         if is_table and (not is_tied or is_head):
-            by_rows = is_tied
-            kind = "vocab" if by_rows else "feature"
-            self.layers[names[id(table)]] = FoundCut(kind, 0 if by_rows else 1)
+            path, shape = names[id(table)], tuple(table.weight.shape)
+            kind, dim = ("vocab", 0) if is_tied else ("feature", 1)
+            layout = split_layout(self._weight_name(path), shape, dim)
+            self.table.layers[path] = LayerCut(kind, layout, entrance=path)
 
 
 def is_linear(module: object) -> bool:

@@ -25,9 +25,10 @@ from torchdistpackage.families.found import (
     chosen_experts,
     family,
     is_stacked,
-    table_of,
+    split_as,
 )
-from torchdistpackage.families.table import Family, FoundModel, FoundParameter, Sizes, StageSides
+from torchdistpackage.families.table import Family, FoundModel, Sizes, StageSides, Weight
+from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.partition import share_heads_evenly
 from torchdistpackage.models.shrunk_config import shrunk, without_dropout
 from torchdistpackage.models.tables import table_parameters
@@ -48,6 +49,7 @@ _LARGEST = 20_000_000
 """Parameters of a copy."""
 _TOLERANCE = 1e-4
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _LEARNED = re.compile(r"position|\bwpe\b")
 
 
@@ -106,14 +108,15 @@ def _found(model: Any, config: Any, tried: "_Tried") -> FoundModel:
         std=0.02,
         positions=positions if learned else None,
     )
-    parameters = tuple(_parameters(model, own))
-    stacked = {p.shape[0] for p in parameters if is_stacked(p.name, p.shape)}
+    stacked = {p.shape[0] for name, p in own.items() if is_stacked(name, tuple(p.shape))}
     is_shared = config.model_type in SHARED and len(stacked) == 1
+    paths = {id(module): path for path, module in model.named_modules()}
     return FoundModel(
         class_name=type(model).__name__,
         sizes=sizes,
         blocks=blocks,
-        parameters=parameters,
+        output=paths.get(id(model.get_output_embeddings()), ""),
+        parameters=dict(_parameters(model, own, active_share(settings), is_shared)),
         buffers=tuple(_buffers(model)),
         aliases=aliases,
         unreached=tried.unreached,
@@ -122,7 +125,6 @@ def _found(model: Any, config: Any, tried: "_Tried") -> FoundModel:
         around=tried.around,
         auxiliary=tried.auxiliary,
         positions=positions,
-        active=active_share(settings),
         own_attention="" if config.model_type in SHARED else UNSEEN,
         shared_experts=stacked.pop() if is_shared else 0,
         top_k=chosen_experts(settings),
@@ -151,7 +153,13 @@ def _names(model: Any) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
     return own, aliases
 
 
-def _parameters(model: nn.Module, own: Mapping[str, nn.Parameter]) -> Iterator[FoundParameter]:
+def _parameters(
+    model: nn.Module, own: Mapping[str, nn.Parameter], active: float, is_shared: bool
+) -> Iterator[tuple[str, Weight]]:
+    """Yield every parameter by its name, whole but for experts that ranks share.
+
+    active: the share of the experts that works on a token.
+    """
     tables = {id(p) for p in table_parameters(model)}
     for name, parameter in own.items():
         path, _, last = name.rpartition(".")
@@ -161,14 +169,20 @@ def _parameters(model: nn.Module, own: Mapping[str, nn.Parameter]) -> Iterator[F
                 inputs = 1
             elif type(module).__name__ == "Conv1D":  # transformers', stored transposed
                 inputs = 0
-        yield FoundParameter(name, tuple(parameter.shape), inputs, id(parameter) in tables)
+        shape = tuple(parameter.shape)
+        layout = Layout(name, shape, is_table=id(parameter) in tables)
+        if is_shared and is_stacked(name, shape):
+            split = (("expert",), *layout.split[1:])
+            layout = replace(layout, split=split, view="expert", uneven=True)
+        is_expert = len(shape) == 3 or _EXPERT.search(name) is not None
+        yield name, Weight(layout, "made", inputs=inputs, share=active if is_expert else 1.0)
 
 
-def _buffers(model: nn.Module) -> Iterator[FoundParameter]:
+def _buffers(model: nn.Module) -> Iterator[Layout]:
     saved = model.state_dict(keep_vars=True)
     for name, buffer in model.named_buffers():
         if name in saved:
-            yield FoundParameter(name, tuple(buffer.shape))
+            yield Layout(name, tuple(buffer.shape))
 
 
 def _blocks(model: Any, unreached: tuple[str, ...]) -> tuple[str, int]:
@@ -201,11 +215,11 @@ def _cut(given: Mapping[str, Any], whole: FoundModel, tensor: int) -> FoundModel
             read = _found(small, small.config, _Tried(unreached=whole.unreached))
             for choices in CHOICES:
                 chosen = replace(choices, by_heads=choices.by_heads and by_heads)
-                cut = replace(read, cuts=find_cuts(small, read, chosen))
+                cut = split_as(read, find_cuts(small, read, chosen))
                 found = try_tensor(small, cut, ids, num_ranks)
                 if found is None:
-                    order = order_of(small, ids, read.blocks, table_of(cut)[0])
-                    return replace(whole, cuts=find_cuts(model, whole, chosen), order=order)
+                    order = order_of(small, ids, read.blocks, cut.table)
+                    return replace(split_as(whole, find_cuts(model, whole, chosen)), order=order)
                 problem = found
     return replace(whole, uncut=problem)
 

@@ -296,10 +296,7 @@ def buffers(shape: TransformersShape, stage_of: Sequence[int] | None = None) -> 
     """By global name the buffers that a folder holds beside the parameters, never cut; stage_of as
     for `layouts`."""
     block_stages = [() if stage_of is None else (stage_of[i],) for i in range(shape.sizes.layers)]
-    return {
-        b.name: Layout(b.name, b.shape).on(*shape.kind.stages_of(b.name, block_stages))
-        for b in shape.kind.buffers
-    }
+    return {b.name: b.on(*shape.kind.stages_of(b.name, block_stages)) for b in shape.kind.buffers}
 
 
 def layouts(

@@ -19,7 +19,7 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.equivalence.compare import ParityFinding, first_difference
 from torchdistpackage.equivalence.match import elementwise_within
 from torchdistpackage.equivalence.record import ParityRecord, parts_of, recording
-from torchdistpackage.families.found import TRAINED, table_of
+from torchdistpackage.families.found import TRAINED
 from torchdistpackage.families.table import FoundModel
 from torchdistpackage.layout.derive import local_shape
 from torchdistpackage.layout.layout import Layout
@@ -49,7 +49,7 @@ def try_tensor(model: Any, found: FoundModel, ids: Tensor, num_ranks: int) -> st
     _move_away(copied)
     twins = [deepcopy(copied) for _ in range(num_ranks)]  # some keep what a forward has made
     expected = _alone(copied, ids, found.aliases)
-    table, layouts = table_of(found)
+    table, layouts = found.table, found.layouts
 
     stops: dict[int, str] = {}
 
@@ -64,7 +64,7 @@ def try_tensor(model: Any, found: FoundModel, ids: Tensor, num_ranks: int) -> st
             _fill(twin, copied, found, layouts, group)
             with recording(parts_of(twin), record, first_call=True):
                 logits = twin(input_ids=ids, use_cache=False, return_dict=True).logits
-            if found.cuts.head:
+            if found.splits_head:
                 logits = SplitVocab(group, found.sizes.vocab).join(logits)
             _loss(logits, ids).backward()
         except Exception as error:  # whatever the forward of a class that nobody has seen raises

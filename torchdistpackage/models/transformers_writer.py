@@ -7,7 +7,7 @@ tried one by one. families/written.json holds what `scripts/families` writes of 
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.errors import NotAvailableError
-from torchdistpackage.families.cuts import FoundCuts, StackedCut
-from torchdistpackage.families.found import table_of
-from torchdistpackage.families.table import FoundModel, FoundParameter
+from torchdistpackage.families.found import split_as
+from torchdistpackage.families.table import FoundModel
 from torchdistpackage.families.written import FILE
-from torchdistpackage.layout.layout import HeadSplit
+from torchdistpackage.layout.layout import HeadSplit, Layout
 from torchdistpackage.models.transformers_cuts import CutChoices, find_cuts
 from torchdistpackage.models.transformers_found import found_on
 from torchdistpackage.models.transformers_meta import build_options, known_settings
@@ -97,11 +96,10 @@ def symbolic_table(family: str) -> dict[str, Any]:
     if not order.is_listed and not plain.cuts.experts:
         raise NotAvailableError(f"{family} runs its layers in another order than it lists them")
     embedding = plain.model.get_input_embeddings()
-    names = {id(module): path for path, module in plain.model.named_modules()}
-    first, behind = f"{plain.found.blocks}.0.", plain.found.by_block[""]
-    output = names[id(plain.model.get_output_embeddings())]
-    table = names[id(embedding)]
-    beside = [p for p in behind if not p.name.startswith((f"{table}.", f"{output}."))]
+    table = next(path for path, x in plain.model.named_modules() if x is embedding)
+    first, output = f"{plain.found.blocks}.0.", plain.found.output
+    around = (f"{table}.", f"{output}.")
+    beside = [name for name in plain.found.by_block[""] if not name.startswith(around)]
     return {
         "class": plain.found.class_name,
         "defaults": defaults,
@@ -145,9 +143,9 @@ class _Probe:
             options = build_options(torch.float64)
             self.model = AutoModelForCausalLM.from_config(self.config, **options).eval()
         self.found: FoundModel = found_on(self.model)
-        self.cuts: FoundCuts = find_cuts(self.model, self.found, CutChoices())
-        self.table, _ = table_of(replace(self.found, cuts=self.cuts))
-        self.shapes = {p.name: p.shape for p in self.found.parameters}
+        self.cuts = find_cuts(self.model, self.found, CutChoices())
+        self.table = split_as(self.found, self.cuts).table
+        self.shapes = {name: layout.shape for name, layout in self.found.layouts.items()}
         draw = torch.Generator().manual_seed(0)
         self.ids: Tensor = torch.randint(8, 211, (1, 12), generator=draw)
 
@@ -171,9 +169,9 @@ class _Probe:
     # -- statements --------------------------------------------------------------------------
 
     def statements(
-        self, prefix: str, parameters: list[FoundParameter], biases: Mapping[str, str]
+        self, prefix: str, parameters: list[str], biases: Mapping[str, str]
     ) -> Iterator[dict[str, Any]]:
-        """Yield what is stated of the parameters of one block, or beside the blocks.
+        """Yield what is stated of these parameters, of one block or beside the blocks.
 
         biases: paths of layers that have one by a setting, and the setting.
         """
@@ -181,34 +179,38 @@ class _Probe:
             if path.startswith(prefix) and prefix:
                 counts = dict(self._counts(path))
                 yield {"is": "attention", "name": path.removeprefix(prefix), "counts": counts}
-        for path, matrices in self.cuts.experts.items():
+        for path, layouts in self.cuts.experts.items():
             if path.startswith(prefix) and prefix:
-                inside = {x: self._matrix(f"{path}.{x}", cut) for x, cut in matrices.items()}
+                inside = {x: self._matrix(layout) for x, layout in layouts.items()}
                 name = path.removeprefix(prefix)
                 yield {"is": "experts", "name": name, "matrices": inside}
-        for p in parameters:
-            path, _, last = p.name.rpartition(".")
-            cut, name = self.cuts.layers.get(path), p.name.removeprefix(prefix)
+        for full in parameters:
+            path, _, last = full.rpartition(".")
+            cut, name, shape = (
+                self.cuts.layers.get(path),
+                full.removeprefix(prefix),
+                self.shapes[full],
+            )
             if path in self.cuts.experts or (cut is not None and last == "bias"):
                 continue
             if cut is None:
                 yield {
                     "is": "whole",
                     "name": name,
-                    "shape": [self._symbol(x) for x in p.shape],
-                    "start": self._start(p.name),
-                    "partial": p.name in self.cuts.partial,
+                    "shape": [self._symbol(x) for x in shape],
+                    "start": self._start(full),
+                    "partial": full in self.cuts.partial,
                 }
                 continue
-            if cut.kind not in ("column", "row") or cut.transposed or cut.parts:
+            if cut.kind not in ("column", "row") or cut.transposed or any(cut.weight.parts):
                 raise NotAvailableError(f"{path} of {self.family} is cut as no table states")
-            if self._start(p.name) != "normal":
+            if self._start(full) != "normal":
                 raise NotAvailableError(f"{path} of {self.family} begins as no table states")
             yield {
                 "is": cut.kind,
                 "name": path.removeprefix(prefix),
-                "shape": [self._symbol(x) for x in p.shape],
-                "heads": self._heads(cut.heads),
+                "shape": [self._symbol(x) for x in shape],
+                "heads": self._heads(cut.weight.heads),
                 "bias": biases.get(path, f"{path}.bias" in self.shapes),
             }
 
@@ -219,11 +221,13 @@ class _Probe:
             if getattr(module, name, None) == values[name]:
                 yield name, count
 
-    def _matrix(self, name: str, cut: StackedCut) -> dict[str, Any]:
+    def _matrix(self, layout: Layout) -> dict[str, Any]:
+        """State a matrix of all experts of a block, which "tensor" splits along one dim."""
+        (dim,) = (dim for dim, axes in enumerate(layout.split) if "tensor" in axes)
         return {
-            "shape": [self._symbol(x) for x in self.shapes[name]],
-            "dim": cut.dim,
-            "parts": [self._symbol(x) for x in cut.parts],
+            "shape": [self._symbol(x) for x in layout.shape],
+            "dim": dim,
+            "parts": [self._symbol(x) for x in layout.parts[dim]],
         }
 
     def _heads(self, heads: HeadSplit | None) -> str | None:
