@@ -8,8 +8,9 @@ from safetensors.numpy import save_file
 
 from tests.models.test_transformers_layout import LLAMA, folder_of, named, refusal
 from torchdistpackage.config.load import loads
-from torchdistpackage.models.transformers_folder import open_folder, sources
+from torchdistpackage.models.transformers_folder import open_folder
 from torchdistpackage.models.transformers_layout import global_name, layouts, shape_of_section
+from torchdistpackage.models.transformers_spec import TransformersSpec
 from torchdistpackage.plan.run_plan import make_plan
 
 
@@ -34,7 +35,9 @@ def test_masks_that_older_folders_hold_are_not_read(tmp_path):
     save_file(held | masks, tmp_path / "model.safetensors")
     assert open_folder(tmp_path, shape).places.keys() == layouts(shape).keys()
     # as transformers saves it, and called in its modules before that was renamed
-    assert {s.key for parts in sources(shape).values() for s in parts} == held.keys()
+    assert {
+        s.key for parts in TransformersSpec(shape).sources().values() for s in parts
+    } == held.keys()
     assert global_name(shape, "embed_out.weight") == "lm_head.weight"
 
 

@@ -12,8 +12,8 @@ from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.models import transformers_found
 from torchdistpackage.models.shrunk_config import VOCAB, shrunk
-from torchdistpackage.models.transformers_init import ModuleDraws
 from torchdistpackage.models.transformers_layout import shape_of_section
+from torchdistpackage.models.transformers_meta import ModuleDraws
 from torchdistpackage.plan.expert_plan import expert_plan
 from torchdistpackage.plan.run_plan import make_plan, num_parameters, stage_loads
 

@@ -46,7 +46,7 @@ class Sizes:
 class Weight:
     """One parameter. kind, std: of its initial values. zero_row: a row of zeros among them.
 
-    kind "made": transformers' own modules make them (models/transformers_init.py).
+    kind "made": transformers' own modules make them (`ModuleDraws` of models/transformers_meta.py).
     inputs: the dim of a linear layer's matrix that is multiplied by what the layer is given.
     share: the part of the tokens that it works on, which is less than 1 of an expert.
     """

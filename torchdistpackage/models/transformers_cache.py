@@ -24,9 +24,8 @@ from torchdistpackage.equivalence.record import (
     record_results,
 )
 from torchdistpackage.families.table import StageSides
-from torchdistpackage.models.transformers_found import small_models
+from torchdistpackage.models.transformers_small import module_of, sample_ids, small_models
 from torchdistpackage.models.transformers_staged import neighbours
-from torchdistpackage.models.transformers_stops import module_of
 from torchdistpackage.parallel.pipeline.partition.hf_decoder import (
     DecoderStage,
     decoder_stage,
@@ -151,11 +150,8 @@ def _difference(stages: list[tuple[nn.Module, int]], second: int) -> ParityFindi
 
     second: columns of padding before the second row.
     """
-    config: Any = stages[0][0].config
-    vocab = config.get_text_config().vocab_size
-    draw = torch.Generator().manual_seed(0)
     num, padding = _PREFILL + 3, torch.tensor([0, second])
-    ids = torch.randint(min(3, vocab - 1), vocab, (2, num), generator=draw)
+    ids = sample_ids(stages[0][0].config, num)
     caches = [TransformersCache(stage, first) for stage, first in stages]
     decoders = [stage for stage, _ in stages if isinstance(stage, DecoderStage)]
     modules = stage_modules(decoders) if decoders else parts_of(stages[0][0])

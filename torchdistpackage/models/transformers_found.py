@@ -7,14 +7,16 @@ that of its tokens and which parts they reach, is tried on a small copy of the s
 import json
 import re
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchdistpackage.errors import ConfigError
 from torchdistpackage.families.found import (
     BESIDE,
     SAMPLED,
@@ -30,24 +32,26 @@ from torchdistpackage.families.found import (
 from torchdistpackage.families.table import Family, FoundModel, Sizes, StageSides, Weight
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.partition import share_heads_evenly
-from torchdistpackage.models.shrunk_config import shrunk, without_dropout
 from torchdistpackage.models.tables import table_parameters
-from torchdistpackage.models.transformers_causality import causality_problem
 from torchdistpackage.models.transformers_cuts import CHOICES, find_cuts
 from torchdistpackage.models.transformers_meta import ALONE, known_settings, on_meta
-from torchdistpackage.models.transformers_order import order_of
+from torchdistpackage.models.transformers_small import module_of, sample_ids, small_models
 from torchdistpackage.models.transformers_staged import try_stages
-from torchdistpackage.models.transformers_stops import module_of
-from torchdistpackage.models.transformers_trial import try_tensor
+from torchdistpackage.models.transformers_trial import order_of, try_tensor
 from torchdistpackage.tools.undisturbed import keep_random_states
 
 MOST_TRIED = 8
 """Tensor ranks of a small copy."""
-NUM_TOKENS = 12
-"""Of a sample of the small copy."""
-_LARGEST = 20_000_000
-"""Parameters of a copy."""
 _TOLERANCE = 1e-4
+_SWITCHES: tuple[tuple[str, object], ...] = (
+    ("is_decoder", True),
+    ("causal", True),
+    ("attn_type", "uni"),
+    ("use_bidirectional_attention", False),
+    ("use_bidirectional_attention", None),
+    ("is_causal", True),
+)
+"""Settings by which classes can be told to look back alone."""
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _LEARNED = re.compile(r"position|\bwpe\b")
@@ -211,7 +215,7 @@ def _cut(given: Mapping[str, Any], whole: FoundModel, tensor: int) -> FoundModel
     with ALONE:
         model = on_meta(given, torch.float32)
         for small in small_models(given, max(num_ranks, 4)):
-            ids = _ids(small)
+            ids = sample_ids(small.config)
             read = _found(small, small.config, _Tried(unreached=whole.unreached))
             for choices in CHOICES:
                 chosen = replace(choices, by_heads=choices.by_heads and by_heads)
@@ -225,29 +229,6 @@ def _cut(given: Mapping[str, Any], whole: FoundModel, tensor: int) -> FoundModel
 
 
 # -- what is tried on a small copy ---------------------------------------------------------------
-
-
-def small_models(given: Mapping[str, Any], heads: int = 4) -> Iterator[nn.Module]:
-    """Copies of a model to try things on, the smallest first; where none can be made, none.
-
-    heads: that they have at most.
-    Their weights are drawn from a seed of their own, in float32 on the CPU.
-    """
-    from transformers import AutoModelForCausalLM
-
-    whole = known_settings(given)
-    for each in (1, 2):
-        try:
-            small = shrunk(whole.to_dict(), of_each_kind=each, heads=heads)
-            config = known_settings(without_dropout(small))
-            with keep_random_states():
-                torch.manual_seed(0)
-                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        except Exception:
-            # any error of a class that nobody has seen: its settings hang together in another way
-            continue
-        if sum(p.numel() for p in model.parameters()) <= _LARGEST:
-            yield model
 
 
 @dataclass(frozen=True)
@@ -276,9 +257,9 @@ def _tried(given: Mapping[str, Any]) -> _Tried:
 
 
 def _try(model: Any, given: Mapping[str, Any]) -> _Tried:
-    ids, name = _ids(model), type(model).__name__
+    ids, name = sample_ids(model.config), type(model).__name__
     model.eval()
-    both_ways = causality_problem(given, model, ids, small_models)
+    both_ways = _causality_problem(given, model, ids)
     model.train(model.config.model_type in TRAINED)
     logits = model(input_ids=ids, return_dict=True).logits
     try:
@@ -309,13 +290,6 @@ def _try(model: Any, given: Mapping[str, Any]) -> _Tried:
     return _Tried(None, unreached, factor, *staged)
 
 
-def _ids(model: Any) -> Tensor:
-    """(2, NUM_TOKENS) token ids."""
-    vocab = _number(model.config.get_text_config(), "vocab_size", 1)
-    draw = torch.Generator().manual_seed(0)
-    return torch.randint(min(3, vocab - 1), vocab, (2, NUM_TOKENS), generator=draw)
-
-
 def _unreached(model: nn.Module) -> Iterator[str]:
     """Paths of the outermost modules, but for blocks and experts of a list, of whose parameters
     none has a gradient."""
@@ -328,3 +302,69 @@ def _unreached(model: nn.Module) -> Iterator[str]:
         if parameters and all(p.grad is None for p in parameters):
             found.append(path)
     yield from found
+
+
+# -- whether a token sees those behind it --------------------------------------------------------
+#
+# Encoders with a language model's head (BERT and its relatives) attend in both directions unless
+# their settings say otherwise. Their loss of the next token means nothing: they see it.
+
+
+@torch.no_grad()
+def _looks_ahead(model: nn.Module, ids: Tensor) -> float:
+    """How much the logits of a position change, at most, with a token behind it.
+
+    Relative to the largest logit. model: a small copy in float32. ids (B, S): its first row is
+    used.
+    """
+    moved = deepcopy(model).eval()
+    with keep_random_states():
+        torch.manual_seed(2)
+        for parameter in moved.parameters():  # what begins at zero would hide it
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    row, num = ids[:1], ids.shape[1]
+    rows = row.repeat(num, 1)
+    at = torch.arange(1, num)
+    others = row[0, at - 1]  # tokens of the vocabulary
+    rows[at, at] = torch.where(others == row[0, at], ids.min() + ids.max() - others, others)
+    output: Any = moved(input_ids=rows, return_dict=True)
+    logits = output.logits
+    before = torch.arange(num)[None, :] < torch.arange(num)[:, None]
+    off = (logits - logits[:1]).abs().amax(-1)[before].max()
+    return float(off / logits.abs().max().clamp(min=1e-6))
+
+
+def _causality_problem(given: Mapping[str, Any], model: nn.Module, ids: Tensor) -> str | None:
+    """Why `model`, a small copy of the config.json `given`, is no causal language model, and the
+    setting that makes it one, if there is such; None: it is one."""
+    if (off := _looks_ahead(model, ids)) <= _TOLERANCE:
+        return None
+    text = (
+        f"{type(model).__name__} attends in both directions: on a small copy the logits of a token "
+        f"change by {off:.0%} of the largest one with tokens behind it, so that it sees what it is "
+        f"to predict"
+    )
+    for name, changed in _switched(given, model):
+        if _looks_back(changed, ids):
+            return f"{text}; set {name} in config.json to train it from token to token"
+    return f"{text}; use a causal language model, or model.target with a loss of your own"
+
+
+def _looks_back(given: Mapping[str, Any], ids: Tensor) -> bool:
+    try:
+        return any(_looks_ahead(copy, ids) <= _TOLERANCE for copy in small_models(given))
+    except ConfigError:  # no value that the class has for this setting
+        return False
+
+
+def _switched(given: Mapping[str, Any], model: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """What to set in config.json, and `given` with it, of each switch that stands otherwise."""
+    whole: dict[str, Any] = model.config.to_dict()
+    for key, value in _SWITCHES:
+        to = f"to {json.dumps(value)}"
+        if whole.get(key, value) != value:
+            yield f"{key} {to}", {**given, key: value}
+        for part, inner in whole.items():
+            if isinstance(inner, dict) and cast(dict[str, Any], inner).get(key, value) != value:
+                own = cast(dict[str, Any], given.get(part) or {})
+                yield f"{part}.{key} {to}", {**given, part: {**own, key: value}}

@@ -5,16 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models import (
-    transformers_folder,
     transformers_layout,
     transformers_refusals,
     transformers_traffic,
 )
 from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
-from torchdistpackage.models.lora_layout import left_out
+from torchdistpackage.models.lora_layout import ADAPTER_FILES, left_out, peft_name
 from torchdistpackage.models.model_spec import ModelUse
+from torchdistpackage.models.transformers_folder import folder_of
 from torchdistpackage.models.transformers_layout import TransformersShape
 from torchdistpackage.predict.calls import CallCount, Microbatch
 
@@ -31,8 +32,10 @@ class TransformersSpec:
 
     @classmethod
     def of_section(cls, section: Mapping[str, Any], use: ModelUse) -> Self:
-        how = use.seq_len, use.sequence_parallel, use.tensor
-        return cls(transformers_layout.shape_of_section(section, *how))
+        shape = transformers_layout.shape_of_section(
+            section, use.seq_len, use.sequence_parallel, use.tensor
+        )
+        return cls(shape)
 
     def pieces(self) -> tuple[str, ...]:
         return transformers_layout.pieces(self.shape)
@@ -68,18 +71,29 @@ class TransformersSpec:
         return transformers_refusals.goes_with(self.shape)
 
     def notes(self) -> tuple[str, ...]:
-        lora, weights = self.shape.lora, transformers_layout.weights
-        text = None if lora is None else left_out(lora, weights(self.shape))
+        if self.shape.lora is None:
+            return ()
+        text = left_out(self.shape.lora, transformers_layout.weights(self.shape))
         return () if text is None else (text,)
 
     def check_weights(self, folder: str | Path) -> None:
-        transformers_folder.check_folder(folder, self.shape)
+        folder_of(self.shape).open(folder)
 
     def sources(self) -> dict[str, tuple[Source, ...]]:
-        return transformers_folder.sources(self.shape)
+        if self.shape.lora is None:
+            return folder_of(self.shape).sources()
+        return {
+            name: (Source(peft_name(name), layout.shape),)
+            for name, layout in self.layouts().items()
+            if is_adapter(name)
+        }
 
     def config_json(self, dtype: str, like: str | Path | None) -> dict[str, Any]:
-        return transformers_folder.config_json(self.shape, dtype, like)
+        if self.shape.lora is not None:
+            base = None if like is None else str(like)
+            return self.shape.lora.adapter_config(base, transformers_layout.weights(self.shape))
+        kept = {key: value for key, value in self.shape.given.items() if key != "torch_dtype"}
+        return {**kept, "dtype": dtype}
 
     def files(self) -> FolderFiles:
-        return transformers_folder.files(self.shape)
+        return folder_of(self.shape).files() if self.shape.lora is None else ADAPTER_FILES

@@ -22,7 +22,7 @@ from torchdistpackage.layout.layout import HeadSplit, Layout
 from torchdistpackage.models.transformers_cuts import CutChoices, find_cuts
 from torchdistpackage.models.transformers_found import found_on
 from torchdistpackage.models.transformers_meta import build_options, known_settings
-from torchdistpackage.models.transformers_order import order_of
+from torchdistpackage.models.transformers_trial import order_of
 from torchdistpackage.tools.undisturbed import keep_random_states
 
 WRITTEN = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma", "mixtral")

@@ -28,7 +28,7 @@ from torchdistpackage.models.hugging_face_folder import (
 from torchdistpackage.models.model_spec import ModelSpec
 from torchdistpackage.run_files import CHECKPOINTS
 
-_ROUND = "torchdistpackage.models.transformers_4bit:round_weights"
+_ROUND = "torchdistpackage.models.transformers_lora:round_weights"
 EXPORTED = "hf"
 """In a run folder, the model at the end of the run."""
 

@@ -1,0 +1,99 @@
+"""Adapters on the modules of transformers, and the weights below them in 4 bits.
+
+peft, of the extra `hf`, makes the adapters. Weights in 4 bits stay on the meta device until a
+folder is read, and then go through the device one by one: it never holds two of them in full.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchdistpackage.config.model_section import is_adapter
+from torchdistpackage.layout.derive import local_shape
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.models.lora_layout import Lora
+from torchdistpackage.models.transformers_layout import TransformersShape, global_name, weights
+from torchdistpackage.parallel.tensor.four_bit import (
+    PackedLinear,
+    pack_weight,
+    packed,
+    unpacked,
+)
+from torchdistpackage.parallel.tensor.linear import Linear
+from torchdistpackage.topology.mesh import Mesh
+
+
+def with_adapters(
+    model: nn.Module, shape: TransformersShape, lora: Lora, dtype: torch.dtype
+) -> nn.Module:
+    """Return `model` with peft's layers around those that are adapted; these alone train."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    listed = weights(shape)
+    layers = {name.rpartition(".lora_")[0]: name for name in listed if is_adapter(name)}
+    settings = LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # of which it takes any number
+        lora_dropout=lora.dropout,
+        target_modules=list(layers),
+        fan_in_fan_out=any(listed[f"{layer}.weight"].inputs == 0 for layer in layers),
+    )
+    model = inject_adapter_in_model(settings, model)
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):  # peft ignores the dtype of layers on the meta device
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def weights_to_pack(stage: nn.Module, shape: TransformersShape) -> dict[str, str]:
+    """Return the weights of a stage that are held in 4 bits: local name -> global name.
+
+    Layers that no rank splits become `PackedLinear` here; split ones can hold 4 bits already.
+    """
+    to_pack = {
+        name: key
+        for name, _ in stage.named_parameters()
+        if (key := global_name(shape, name.removeprefix("decoder."))) in shape.packed
+    }
+    for name in to_pack:
+        path = name.removesuffix(".weight")
+        layer: Any = stage.get_submodule(path)
+        if not isinstance(layer, Linear):
+            parent, _, key = path.rpartition(".")
+            setattr(stage.get_submodule(parent), key, PackedLinear(layer.weight, layer.bias))
+    return to_pack
+
+
+def read_packed(
+    stage: Any,
+    mesh: Mesh,
+    index: int,
+    device: torch.device,
+    read: Callable[[str, Layout, Tensor], object],
+) -> None:
+    """Read and pack the weights of a `TransformersStage` that are held in 4 bits, one by one.
+
+    read: puts the values of (local name, layout) at `index` of `mesh` into a tensor.
+    """
+    listed, lora = weights(stage.shape, None, stage.axis), stage.shape.lora
+    for name, key in stage.to_pack.items():
+        layer, weight = stage.get_submodule(name.removesuffix(".weight")), listed[key]
+        shape = local_shape(weight.layout, mesh, index)
+        unpacked_weight = torch.empty(shape, dtype=layer.weight.dtype, device=device)
+        read(name, weight.layout, unpacked_weight)
+        rows = unpacked_weight if weight.inputs == 1 else unpacked_weight.t()
+        pack_weight(layer, rows, lora.quant_type)
+
+
+@torch.no_grad()
+def round_weights(model: nn.Module, shape: TransformersShape) -> None:
+    """Round the weights of a whole model to the values that its adapters were trained over."""
+    listed, lora = weights(shape), shape.lora
+    assert lora is not None and lora.quant_type is not None
+    for name, parameter in model.named_parameters():
+        if (key := global_name(shape, name)) in shape.packed:
+            value = parameter if listed[key].inputs == 1 else parameter.t()
+            rounded = unpacked(*packed(value, lora.quant_type), parameter.dtype)
+            parameter.copy_(rounded if listed[key].inputs == 1 else rounded.t())
