@@ -1,17 +1,20 @@
 """The predicted step: terms add up, and a better device or fewer bytes never make it slower."""
 
+import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.predict.collectives import Fabric
 from torchdistpackage.predict.devices import DEVICES, find_device
 from torchdistpackage.predict.kernels import Matmul, matmul_seconds
-from torchdistpackage.predict.layer import LayerCosts
+from torchdistpackage.predict.layer import LayerCosts, shares
 from torchdistpackage.predict.published import LLAMA3_8B, QWEN3_30B
 from torchdistpackage.predict.step import TERMS, step_time
-from torchdistpackage.predict.workload import StepLayout
+from torchdistpackage.predict.workload import StepLayout, TransformerSizes
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.engine import simulate
 from torchdistpackage.schedule.generators import GENERATORS
@@ -30,6 +33,11 @@ CASES = {
     ),
     "experts": (QWEN3_30B, StepLayout(16, 4096, 2, 2, expert=16, zero=2, attention="flash3")),
     "adapters": (LLAMA3_8B, StepLayout(8, 4096, 2, 2, tensor=4, tensor_overlap=True, lora=16)),
+    "copies": (LLAMA3_8B, StepLayout(64, 4096, 1, 2, zero=3, copies="all", float8=True)),
+    "host": (
+        QWEN3_30B,
+        StepLayout(16, 1024, 1, 8, expert=8, zero=1, attention="flash3", expert_bias=True),
+    ),
     "eager": (LLAMA3_8B, StepLayout(8, 2048, 1, 2, zero=3, kernels="eager", attention="unfused")),
 }
 H100 = DEVICES["h100-sxm"]
@@ -70,9 +78,66 @@ def test_a_better_device_never_makes_a_step_slower(name: str) -> None:
             replace(H100, memory_bytes_per_s=factor * H100.memory_bytes_per_s),
             replace(H100, node_bytes_per_s=factor * H100.node_bytes_per_s),
             replace(H100, network_bytes_per_s=factor * H100.network_bytes_per_s),
+            replace(H100, clock=factor),
+            replace(H100, call_s=31e-6 / factor),
         )
         for device in better:
             assert step_time(sizes, layout, device).total <= before * (1 + 1e-9)
+
+
+LAYOUTS = st.builds(
+    StepLayout,
+    ranks=st.sampled_from([32, 64]),
+    seq_len=st.sampled_from([1024, 8192]),
+    micro_batch=st.integers(1, 4),
+    num_microbatches=st.sampled_from([4, 8]),
+    tensor=st.sampled_from([1, 2, 4]),
+    pipe=st.sampled_from([1, 2, 4]),
+    context=st.sampled_from([1, 2]),
+    expert=st.sampled_from([1, 2]),
+    zero=st.integers(0, 3),
+    sequence_parallel=st.booleans(),
+    recompute=st.sampled_from(["none", "matmuls", "blocks"]),
+    float8=st.booleans(),
+    kernels=st.sampled_from(["eager", "fused"]),
+    copies=st.sampled_from(["none", "gradients", "all"]),
+)
+
+
+@given(LAYOUTS, st.sampled_from([LLAMA3_8B, QWEN3_30B]), st.sampled_from(sorted(DEVICES)))
+def test_any_layout_adds_up_and_gains_from_a_better_device(
+    layout: StepLayout, sizes: TransformerSizes, name: str
+) -> None:
+    device = DEVICES[name]
+    before = step_time(sizes, layout, device)
+    assert before.total == pytest.approx(sum(before.terms.values()))
+    assert all(0 <= seconds < math.inf for seconds in before.terms.values())
+    better = (
+        replace(device, clock=1.3 * device.clock),
+        replace(device, memory_bytes_per_s=1.3 * device.memory_bytes_per_s),
+        replace(device, node_bytes_per_s=1.3 * device.node_bytes_per_s),
+        replace(device, network_bytes_per_s=1.3 * device.network_bytes_per_s),
+    )
+    for each in better:
+        assert step_time(sizes, layout, each).total <= before.total * (1 + 1e-9)
+
+
+def test_ranks_that_share_an_expert_are_as_far_apart_as_there_are_experts() -> None:
+    """Two nodes of eight with eight ranks of experts each: gradients of experts go between them."""
+    sizes, layout = QWEN3_30B, StepLayout(16, 4096, 1, 1, expert=8, zero=1)
+    assert [(ranks, apart) for _, ranks, apart in shares(sizes, layout)] == [(16, 1), (2, 8)]
+    slow = replace(H100, network_bytes_per_s=H100.network_bytes_per_s / 10)
+    exposed = [step_time(sizes, layout, x).terms["exposed data"] for x in (slow, H100)]
+    assert exposed[0] > 5 * exposed[1]
+
+
+def test_a_host_that_starts_each_expert_holds_up_a_small_micro_batch() -> None:
+    few, many = (
+        step_time(QWEN3_30B, StepLayout(8, 4096, m, 16 // m, expert=8, attention="flash3"), H100)
+        for m in (8, 1)
+    )
+    assert few.terms["host and framework"] < 0.02 * few.total
+    assert many.terms["host and framework"] > 0.1 * many.total
 
 
 @pytest.mark.parametrize("name", CASES)

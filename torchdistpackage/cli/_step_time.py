@@ -1,7 +1,11 @@
 """The predicted step time as `tdp plan` prints it: one line of its summary, or all terms."""
 
+from pathlib import Path
+
 from torchdistpackage.cli._common import wrap
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.harness.bench.profile import Profile
+from torchdistpackage.plan.measured import measured_device, measured_fabric
 from torchdistpackage.plan.run_plan import Plan
 from torchdistpackage.plan.step_time import RunTime, device_of, run_time, unpredicted
 from torchdistpackage.predict.devices import DEVICES, Accelerator
@@ -13,12 +17,26 @@ _WIDTH = 21
 """Columns of the names of terms."""
 
 
-def predicted(plan: Plan, name: str | None, ranks_per_node: int | None) -> Prediction | None:
+def predicted(
+    plan: Plan,
+    name: str | None,
+    ranks_per_node: int | None,
+    profile: tuple[Path, Profile] | None = None,
+) -> Prediction | None:
     """Predict a step once for both; None if neither the file nor `name` says a device.
 
+    profile: measured, with its path; its device is taken unless `name` says another one.
+
     Raises:
-        ConfigError: no device has that name.
+        ConfigError: no device has that name, or the profile is that of another one.
     """
+    if profile is not None and name is None:
+        path, cluster = profile
+        device = measured_device(cluster, plan.config, path)
+        if (why := unpredicted(plan)) is not None:
+            return device, why
+        fabric = measured_fabric(cluster, device, ranks_per_node)
+        return device, run_time(plan, device, ranks_per_node, fabric)
     device = device_of(plan.config, name)
     if device is None:
         return None
@@ -47,7 +65,8 @@ def time_table(found: Prediction | None) -> str:
     if found is None:
         raise ConfigError(
             f"--time needs a device: pass --device NAME, or name the type of GPU in launch.slurm, "
-            f"such as gpus-per-node: h100:8; the devices are {', '.join(DEVICES)}"
+            f"such as gpus-per-node: h100:8, or pass --profile FILE that tdp comm bench --profile "
+            f"measured; the devices are {', '.join(DEVICES)}"
         )
     device, time = found
     head = f"predicted step on {device.title} ({device.name})"
@@ -95,6 +114,8 @@ def _job(found: RunTime) -> list[str]:
 
 
 def _checked(device: Accelerator) -> str:
+    if device.call_s is not None:
+        return f"numbers of {device.source}; no published step says how near this is"
     page = "docs/predicted_steps.md has published steps and errors"
     if not is_checked(device.name):
         return f"not checked: no published step of this device is known; {page} of others"

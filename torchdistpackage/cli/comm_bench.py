@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -144,7 +145,9 @@ def bench(
     profile: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Write a cluster profile to FILE, for tdp plan --profile."
+            metavar="FILE",
+            help="Write a cluster profile to FILE, for tdp plan --profile: links, and the speed of "
+            "the devices.",
         ),
     ] = None,
     slurm: Annotated[
@@ -200,6 +203,7 @@ def bench(
 def _run(request: Request, want: CommTarget, outputs: Outputs, limits: Mapping[str, float]) -> int:
     """Measure, write and print, and return the exit code. Only rank 0 prints."""
     outputs.check(request)
+    request = replace(request, device=outputs.profile is not None)
     results = run_ranks(_RANK, (request,), want, init_timeout_s=INIT_TIMEOUT_S)
     if results is None:
         return 0

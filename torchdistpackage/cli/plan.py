@@ -92,7 +92,8 @@ def plan(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Estimate communication times from a profile that tdp comm bench wrote.",
+            help="Estimate communication times from a profile that tdp comm bench wrote; --time "
+            "predicts on its device.",
         ),
     ] = None,
     tensor: Annotated[
@@ -179,7 +180,8 @@ def plan(
     warnings += start_bill(planned).warnings()
     predicted = None
     if show_time or device is not None or run.launch.slurm:
-        predicted = resolve(PREDICTED)(planned, device, ranks_per_node)
+        measured = (profile, cluster) if show_time and profile is not None else None
+        predicted = resolve(PREDICTED)(planned, device, ranks_per_node, measured)
     parts = [f"{run.run.name} on {planned.world_size} ranks\n{mesh}, outermost first"]
     if groups or show_all:
         parts += [coordinates(planned, limit), groups_text(planned, limit)]

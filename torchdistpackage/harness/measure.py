@@ -30,6 +30,7 @@ from torchdistpackage.comm.collective_table import COLLECTIVES
 from torchdistpackage.comm.groups import connect
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, TopologyError
+from torchdistpackage.harness.bench.profile import MeasuredDevice, slowest
 from torchdistpackage.harness.bench.report import (
     PAIRS,
     BenchReport,
@@ -62,6 +63,7 @@ from torchdistpackage.harness.calls import (
     tdp_call,
     torch_call,
 )
+from torchdistpackage.harness.device_speed import device_speed
 from torchdistpackage.harness.guarded import GuardedThread, SharedStatus, run_guarded
 
 NUM_SIDES = 2
@@ -153,6 +155,11 @@ def measure(request: Request, begin: Begin = lambda *_: None) -> BenchReport:
         times = [one for part in plan for one in _round(cell, part, request, begin)]
         rows += rows_of(cell, times, {unit: link_of(unit, hosts) for unit, *_ in times})
     on_cuda = primitives.is_nccl(tpc.get_group("global"))
+    speed = None
+    if request.device:
+        primitives.gather_objects("ready")  # all compute at once, as in a run
+        speed = device_speed(on_cuda, sum(x == hosts[tpc.rank] for x in hosts))
+        speed = slowest(cast(list[MeasuredDevice], primitives.gather_objects(speed)))
     return BenchReport(
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         by=f"{user}@{hosts[0]}",
@@ -165,6 +172,7 @@ def measure(request: Request, begin: Begin = lambda *_: None) -> BenchReport:
         warmup=request.warmup,
         rows=tuple(rows),
         pairs=_pairs(request, len(hosts), begin) if request.pairs and len(hosts) > 1 else None,
+        speed=speed,
     )
 
 

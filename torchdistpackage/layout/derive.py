@@ -241,6 +241,8 @@ def _holders(layout: Layout, mesh: Mesh, rank: int, axes: Axes) -> tuple[int, ..
         coords = [coord | {axis: index} for index in _holders_in(layout, mesh, coord)]
     if len(layout.stages) > 1:
         coords = [coord | {"pipe": stage} for coord in coords for stage in layout.stages]
+    if coords == [coord]:  # ascending already, and thousands of ranks where data is long
+        return tuple(mesh.group(rank, axes))
     return tuple(sorted({r for coord in coords for r in mesh.group(mesh.rank(coord), axes)}))
 
 

@@ -13,6 +13,7 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.models.gpt_layout import HALVES, GPTShape
 from torchdistpackage.models.transformers_layout import TransformersShape
 from torchdistpackage.plan.run_plan import Plan, num_parameters
+from torchdistpackage.predict.collectives import Fabric
 from torchdistpackage.predict.devices import Accelerator, find_device, named_device
 from torchdistpackage.predict.step import StepTime, step_time
 from torchdistpackage.predict.workload import StepLayout, TransformerSizes
@@ -91,8 +92,15 @@ def unpredicted(plan: Plan) -> str | None:
     return None
 
 
-def run_time(plan: Plan, device: Accelerator, ranks_per_node: int | None = None) -> RunTime:
+def run_time(
+    plan: Plan,
+    device: Accelerator,
+    ranks_per_node: int | None = None,
+    fabric: Fabric | None = None,
+) -> RunTime:
     """Predict the step and the run of a plan for which `unpredicted` has no reason.
+
+    fabric: measured links; None: those of the device.
 
     Raises:
         ConfigError: there is a reason, or a link has no bandwidth.
@@ -104,7 +112,7 @@ def run_time(plan: Plan, device: Accelerator, ranks_per_node: int | None = None)
     limit = (header(config.launch.slurm) if config.launch.slurm else {}).get("time")
     return RunTime(
         device,
-        step_time(sizes, layout, device, plan.schedule if layout.pipe > 1 else None),
+        step_time(sizes, layout, device, plan.schedule if layout.pipe > 1 else None, fabric),
         layout.step_tokens,
         sizes.model_flops(layout.seq_len),
         plan.world_size,

@@ -6,6 +6,7 @@ runs is said, and not guessed: how many tokens come to its experts, of which a m
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 
 from torchdistpackage.config.optimizers import OPTIMIZERS
@@ -26,6 +27,7 @@ from torchdistpackage.plan.run_plan import VOTE_ROOM, Plan
 from torchdistpackage.predict.calls import CallCount, Microbatch, merged
 from torchdistpackage.schedule.actions import flatten
 from torchdistpackage.schedule.generators import evaluation
+from torchdistpackage.topology.mesh import Mesh
 
 STEP_NUMBERS = 9 + VOTE_ROOM
 """Numbers that all ranks add up in a step, beside the counts of experts: `StepStats` with room for
@@ -221,10 +223,15 @@ def _buckets(
 def _over(
     plan: Plan, ranks: tuple[int, ...], operation: str, num: int, dtype: str, what: str
 ) -> CallCount:
-    mesh = plan.topology.dense
+    along = _axes_of(plan.topology.dense, ranks)
+    return CallCount(along, operation, num, dtype, what, ranks=ranks)
+
+
+@lru_cache(maxsize=64)
+def _axes_of(mesh: Mesh, ranks: tuple[int, ...]) -> str:
+    """Return the axes along which these ranks differ; the same few groups have all calls."""
     coords = [mesh.coord(rank) for rank in ranks]
-    along = [axis for axis in mesh.names if len({coord[axis] for coord in coords}) > 1]
-    return CallCount("+".join(along), operation, num, dtype, what, ranks=ranks)
+    return "+".join(x for x in mesh.names if len({coord[x] for coord in coords}) > 1)
 
 
 # -- the other axes ----------------------------------------------------------------------------

@@ -7,7 +7,8 @@ the node. Axes do not share cards: each device sends through its own.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.predict.devices import Accelerator
@@ -24,20 +25,20 @@ the memory: the mean of arXiv:2507.03114, which measures overlapped training on 
 MI250."""
 
 
-def beside(comm_s: float, compute_s: float) -> float:
-    """Return what communication adds to this much computation beside it: what does not fit, and the
-    slowdown by what does."""
-    hidden = min(comm_s, compute_s)
-    return comm_s - hidden + hidden * SLOWDOWN
-
-
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """The links between devices. node_size: ranks of one node."""
+    """The links between devices. node_size: ranks of one node. slowdown: seconds that computation
+    loses to a second of communication beside it. measured: by operation and link ("node" or
+    "network") the time of a call by the bytes that it moves over the busiest link, where a
+    cluster's profile has it."""
 
     node: LinkModel
     network: LinkModel
     node_size: int
+    slowdown: float = SLOWDOWN
+    measured: Mapping[tuple[str, str], LinkModel] = field(
+        default_factory=dict[tuple[str, str], LinkModel]
+    )
 
     @classmethod
     def of(
@@ -72,10 +73,22 @@ class Fabric:
         speed = inside * self.network.bytes_per_s
         return hops, min(speed, self.node.bytes_per_s) if inside > 1 else speed
 
+    def beside(self, comm_s: float, compute_s: float) -> float:
+        """Return what communication adds to this much computation beside it: what does not fit, and
+        the slowdown by what does."""
+        hidden = min(comm_s, compute_s)
+        return comm_s - hidden + hidden * self.slowdown
+
+    def _measured(self, operation: str, size: int, stride: int) -> LinkModel | None:
+        link = "node" if size * stride <= self.node_size else "network"
+        return self.measured.get((operation, link))
+
     def gather_seconds(self, num_bytes: float, size: int, stride: int = 1) -> float:
         """Return the seconds of an all-gather or a reduce-scatter of a tensor of so many bytes."""
         if size < 2 or num_bytes <= 0:
             return 0.0
+        if line := self._measured("all_gather", size, stride):
+            return line.seconds(num_bytes * (size - 1) / size)
         latency, speed = self.ring(size, stride)
         return START_S + latency + num_bytes * (size - 1) / size / speed
 
@@ -83,6 +96,8 @@ class Fabric:
         """Return the seconds of an all-reduce: of a ring, or of a tree where that is less."""
         if size < 2 or num_bytes <= 0:
             return 0.0
+        if line := self._measured("all_reduce", size, stride):
+            return line.seconds(2 * num_bytes * (size - 1) / size)
         latency, speed = self.ring(size, stride)
         ring = 2 * latency + 2 * num_bytes * (size - 1) / size / speed
         hop = self.node if size * stride <= self.node_size else self.network
@@ -93,6 +108,8 @@ class Fabric:
         """Return the seconds of an all-to-all in which each rank gives away so many bytes."""
         if size < 2 or num_bytes <= 0:
             return 0.0
+        if line := self._measured("all_to_all", size, stride):
+            return line.seconds(num_bytes * (size - 1) / size)
         inside = max(min(size, self.node_size // stride), 1)
         away = num_bytes * (size - inside) / size
         here = num_bytes * (inside - 1) / size
@@ -101,5 +118,7 @@ class Fabric:
 
     def message_seconds(self, num_bytes: float, stride: int) -> float:
         """Return the seconds of a message to the rank `stride` further."""
+        if line := self._measured("p2p", 2, stride):
+            return line.seconds(num_bytes)
         link = self.node if stride < self.node_size else self.network
         return link.seconds(num_bytes)

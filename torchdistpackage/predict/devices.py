@@ -7,7 +7,7 @@ nearest fitted one; whether a published step checks it says `is_checked` of publ
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchdistpackage.errors import ConfigError
 
@@ -39,7 +39,10 @@ class Accelerator:
     that these links join. network_bytes_per_s: of the network card of one device. cores: streaming
     multiprocessors or compute units, over which a matmul's tiles are spread. flash2: share of the
     bfloat16 peak that FlashAttention 2 reaches, there and back. clock: what its power limit leaves
-    of the rate of a device with the same printed peaks.
+    of the rate of a device with the same printed peaks. matmul_times: by dtype (operations,
+    seconds) of measured matmuls, ascending, in place of peak and cores. call_s: host time of an
+    operation where it was measured. is_host: the host computes, so its calls and its communication
+    take the time of computations.
     """
 
     name: str
@@ -56,6 +59,11 @@ class Accelerator:
     source: str
     flash2: tuple[float, float] = (0.36, 0.32)
     clock: float = 1.0
+    matmul_times: Mapping[str, tuple[tuple[float, float], ...]] = field(
+        default_factory=dict[str, tuple[tuple[float, float], ...]]
+    )
+    call_s: float | None = None
+    is_host: bool = False
 
     def peak(self, dtype: str) -> float:
         """Return the FLOP/s of matmuls in this dtype; float8 is bfloat16 where there is none."""

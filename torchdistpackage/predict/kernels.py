@@ -5,7 +5,9 @@ and each wave starts and ends a pipeline of its own. What it reads and writes ma
 then it is that. Element-wise kernels take the time of their bytes. Every kernel costs a launch.
 """
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchdistpackage.predict.devices import Accelerator
@@ -70,6 +72,9 @@ def matmul_seconds(
     """
     if matmul.flops <= 0:
         return 0.0
+    if times := device.matmul_times.get(dtype) or device.matmul_times.get("float32"):
+        one = matmul.flops / matmul.count
+        return matmul.count * _between(times, one) + memory_seconds(device, more_bytes)
     core = device.peak(dtype) * device.clock * device.fit.matmul / device.cores
     seconds = math.inf
     for rows, columns, share in _TILES:
@@ -78,6 +83,18 @@ def matmul_seconds(
         seconds = min(seconds, math.ceil(tiles / device.cores) * tile_s)
     item = {"float8": 1, "bfloat16": 2, "float64": 8}.get(dtype, 4)
     return max(seconds, memory_seconds(device, matmul.elements * item + more_bytes))
+
+
+def _between(times: Sequence[tuple[float, float]], flops: float) -> float:
+    """Return the seconds of so many operations between measured ones, along straight lines of their
+    logarithms; the rate of the last beyond it, the time of the first before it."""
+    if flops <= times[0][0]:
+        return times[0][1]
+    for (low, low_s), (high, high_s) in itertools.pairwise(times):
+        if flops <= high:
+            share = math.log(flops / low) / math.log(high / low)
+            return low_s * (high_s / low_s) ** share
+    return times[-1][1] * flops / times[-1][0]
 
 
 def memory_seconds(device: Accelerator, num_bytes: float) -> float:
@@ -94,6 +111,9 @@ def attention_seconds(
     head_dim: int = 128,
 ) -> float:
     """Return the seconds of flash attention. flops: of the part under the causal mask."""
+    if device.matmul_times:  # as plain matmuls of that rate, which is what was measured
+        times = device.matmul_times.get("bfloat16") or device.matmul_times["float32"]
+        return flops * times[-1][1] / times[-1][0]
     shares = device.flash2 if kernel == "flash2" else _FLASH3
     # narrow heads have as many exponentials for fewer operations
     share = shares[backward] * seq_len / (seq_len + _HALF_LENGTH) * min(head_dim + 128, 256) / 256

@@ -8,7 +8,7 @@ that is absent takes no time.
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from torchdistpackage.predict.collectives import Fabric, beside
+from torchdistpackage.predict.collectives import Fabric
 from torchdistpackage.predict.devices import Accelerator
 from torchdistpackage.predict.kernels import (
     CAST_BYTES,
@@ -97,8 +97,11 @@ class BlockTime:
             pair(self.expert, other.expert),
         )
 
-    def behind_host(self, call_s: float) -> "BlockTime":
-        """Return the same where a call takes the host so long, which a pass may wait for."""
+    def behind_host(self, call_s: float, is_host: bool = False) -> "BlockTime":
+        """Return the same where a call takes the host so long, which a pass may wait for. is_host:
+        it computes itself, so calls come on top."""
+        if is_host:
+            return replace(self, host=[calls * call_s for calls in self.calls])
         passes = zip(self.calls, self.pass_s, strict=True)
         return replace(self, host=[max(x * call_s - seconds, 0.0) for x, seconds in passes])
 
@@ -220,7 +223,7 @@ class LayerCosts:
         thin = Matmul(m, rank, k, count), Matmul(m, n, rank, count)
         dtype, item = self.layout.dtype, self.layout.item_bytes
         seconds = sum(matmul_seconds(self.device, each, dtype) for each in thin)
-        return seconds + self._bytes(2 * item * m * n * count) + launches(2)
+        return seconds + self._bytes(2 * item * m * n * count) + self._launches(2)
 
     def _attention(self, rows: float, q: float) -> Iterator[Operation]:
         z, x = self.sizes, self.layout
@@ -275,6 +278,10 @@ class LayerCosts:
         seconds = self._bytes(there * scale), self._bytes(back * scale)
         return Operation(name, "elementwise", *seconds, 1 if is_fused else eager_kernels)
 
+    def _launches(self, count: float) -> float:
+        """Seconds between so many kernels; a host that computes has them in its calls."""
+        return 0.0 if self.device.is_host else launches(count)
+
     def _bytes(self, num_bytes: float) -> float:
         return memory_seconds(self.device, num_bytes)
 
@@ -293,9 +300,9 @@ class LayerCosts:
         repeated = share * sum(op.kernels for op in again)
         copied = self._copied()
         time = BlockTime(
-            forward + launches(kernels) + copied[0],
-            backward + launches(2 * kernels) + copied[1],
-            share * sum(op.forward for op in again) + launches(repeated),
+            forward + self._launches(kernels) + copied[0],
+            backward + self._launches(2 * kernels) + copied[1],
+            share * sum(op.forward for op in again) + self._launches(repeated),
             [
                 kernels + sum(op.calls[0] for op in ops),
                 2.0 * kernels + repeated + sum(op.calls[1] for op in ops),
@@ -351,17 +358,23 @@ class LayerCosts:
             one = fabric.sum_seconds(num_bytes, x.tensor)
             time.tensor[0] += 2 * one
             # the all-reduce of an input's gradient goes on beside the matmul of the weight's
-            time.tensor[1] += 2 * beside(one, 2 * back) + 2 * rerun * one
+            time.tensor[1] += 2 * fabric.beside(one, 2 * back) + 2 * rerun * one
             return
         scatter = fabric.gather_seconds(num_bytes, x.tensor)
         gather = fabric.gather_seconds(num_bytes / 2, x.tensor) if x.float8 else scatter
         if x.tensor_overlap:
-            there = sum(2 * _in_chunks(each, narrow, x.tensor) for each in (gather, scatter))
-            behind = sum(2 * _in_chunks(each, 2 * back, x.tensor) for each in (gather, scatter))
+            there = sum(
+                2 * _in_chunks(fabric, each, narrow, x.tensor) for each in (gather, scatter)
+            )
+            behind = sum(
+                2 * _in_chunks(fabric, each, 2 * back, x.tensor) for each in (gather, scatter)
+            )
         else:
             there = 2 * gather + 2 * scatter
             # beside the other matmul go the gather of the input and the scatter of its gradient
-            behind = 2 * gather + sum(2 * beside(each, 2 * back) for each in (gather, scatter))
+            behind = 2 * gather + sum(
+                2 * fabric.beside(each, 2 * back) for each in (gather, scatter)
+            )
         time.tensor[0] += there
         time.tensor[1] += behind + rerun * there
 
@@ -374,8 +387,9 @@ class LayerCosts:
         attention = next(op for op in ops if op.kind in ("attention", "scores"))
         num_bytes = x.tokens * 2 * z.kv_heads * z.head_dim / x.tensor * x.item_bytes
         hop = self.fabric.message_seconds(num_bytes, x.tensor * x.context - 1)
-        there = (x.context - 1) * beside(hop, attention.forward / x.context)
-        back = (x.context - 1) * beside(2 * hop, attention.backward / x.context)
+        fabric = self.fabric
+        there = (x.context - 1) * fabric.beside(hop, attention.forward / x.context)
+        back = (x.context - 1) * fabric.beside(2 * hop, attention.backward / x.context)
         time.context[0] += there
         time.context[1] += back + rerun * there
 
@@ -418,8 +432,8 @@ class LayerCosts:
         logits = x.tokens * vocab
         norm = self._norm("last norm", x.tokens * z.dim)
         time = BlockTime(
-            forward + self._bytes(there * logits) + norm.forward + launches(4),
-            backward + self._bytes(back * logits) + norm.backward + launches(8),
+            forward + self._bytes(there * logits) + norm.forward + self._launches(4),
+            backward + self._bytes(back * logits) + norm.backward + self._launches(8),
             0.0,
             [4.0, 8.0],
         )
@@ -442,6 +456,6 @@ def shares(sizes: TransformerSizes, layout: StepLayout) -> list[tuple[float, int
     return [(dense, x.sharers, x.tensor), experts]
 
 
-def _in_chunks(comm_s: float, compute_s: float, size: int) -> float:
+def _in_chunks(fabric: Fabric, comm_s: float, compute_s: float, size: int) -> float:
     """The same as `beside` in `size` chunks, of which the first is sent before any matmul."""
-    return comm_s / size + beside(comm_s * (size - 1) / size, compute_s)
+    return comm_s / size + fabric.beside(comm_s * (size - 1) / size, compute_s)

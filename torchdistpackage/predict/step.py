@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from torchdistpackage.predict.collectives import SLOWDOWN, Fabric
+from torchdistpackage.predict.collectives import Fabric
 from torchdistpackage.predict.devices import Accelerator
 from torchdistpackage.predict.kernels import memory_seconds
 from torchdistpackage.predict.layer import BlockTime, LayerCosts, shares
@@ -68,15 +68,17 @@ def step_time(
     layout: StepLayout,
     device: Accelerator,
     schedule: Schedule | None = None,
+    fabric: Fabric | None = None,
 ) -> StepTime:
     """Predict the step of a model in a layout on a device.
 
-    schedule: of the pipe; None: the one that the layout names.
+    schedule: of the pipe; None: the one that the layout names. fabric: measured links; None: those
+    of the device.
 
     Raises:
         ConfigError: a bandwidth is zero.
     """
-    fabric = Fabric.of(device, layout.node_size, layout.network_bytes_per_s)
+    fabric = fabric or Fabric.of(device, layout.node_size, layout.network_bytes_per_s)
     costs = LayerCosts(sizes, layout, device, fabric)
     block, first, last = costs.block(), costs.embedding(), costs.head()
     stages = layout.pipe * layout.chunks
@@ -84,8 +86,8 @@ def step_time(
     stage_times = [BlockTime().plus(block, each) for each in blocks]
     stage_times[0] = stage_times[0].plus(first)
     stage_times[-1] = stage_times[-1].plus(last)
-    call_s = HOST_GRAPH_S if layout.graphs else HOST_CALL_S
-    stage_times = [each.behind_host(call_s) for each in stage_times]
+    call_s = HOST_GRAPH_S if layout.graphs else device.call_s or HOST_CALL_S
+    stage_times = [each.behind_host(call_s, device.is_host) for each in stage_times]
     data = _Data(sizes, layout, fabric, max(blocks))
     times = layout.rounds * layout.num_microbatches
     if stages == 1:
@@ -93,7 +95,8 @@ def step_time(
         bubble = pipe = 0.0
     else:
         whole, bubble, pipe = _pipeline(stage_times, sizes, layout, fabric, schedule)
-    exposed_data = data.exposed(block, last if stages == 1 else BlockTime())
+    paced = [each.behind_host(call_s, device.is_host) for each in (block, last)]
+    exposed_data = data.exposed(paced[0], paced[1] if stages == 1 else BlockTime())
     terms = {
         "compute": times * (whole.forward + whole.backward),
         "recompute": times * whole.recompute,
@@ -104,7 +107,7 @@ def step_time(
         "exposed pipe": layout.rounds * pipe,
         "exposed data": exposed_data,
         "optimizer": _optimizer_seconds(sizes, layout, device),
-        "host and framework": times * sum(whole.host) + _host_seconds(sizes, layout),
+        "host and framework": times * sum(whole.host) + _host_seconds(sizes, layout, device),
     }
     return StepTime(terms)
 
@@ -181,7 +184,7 @@ class _Data:
             compute += compute_s
             sent = max(sent, compute) + comm_s
         exposed = sent - compute
-        return exposed + max(blocks * comm_s - exposed, 0.0) * SLOWDOWN
+        return exposed + max(blocks * comm_s - exposed, 0.0) * self.fabric.slowdown
 
     def _freed(self, block: BlockTime, last: BlockTime, gather: float, reduce: float) -> float:
         """Exposed time of a microbatch where a block's weights are gathered ahead by one block,
@@ -192,7 +195,7 @@ class _Data:
         back = _ahead([sum(last.pass_s) + backward] + [backward] * (blocks - 1), gather, reduce)
         compute = blocks * (forward + backward) + sum(last.pass_s)
         exposed = there + back - compute
-        return exposed + max(blocks * (2 * gather + reduce) - exposed, 0.0) * SLOWDOWN
+        return exposed + max(blocks * (2 * gather + reduce) - exposed, 0.0) * self.fabric.slowdown
 
 
 def _ahead(compute: list[float], gather: float, reduce: float) -> float:
@@ -288,10 +291,12 @@ def _optimizer_seconds(sizes: TransformerSizes, layout: StepLayout, device: Acce
     return memory_seconds(device, ADAM_BYTES * held / sharers)
 
 
-def _host_seconds(sizes: TransformerSizes, layout: StepLayout) -> float:
-    """Return the seconds of a step's own work on the host, in which the device waits."""
+def _host_seconds(sizes: TransformerSizes, layout: StepLayout, device: Accelerator) -> float:
+    """Return the seconds of a step's own work on the host, in which the device waits; in proportion
+    to a measured call."""
+    share = (device.call_s or HOST_CALL_S) / HOST_CALL_S
     tensors = 0.0
     if layout.copies == "all" and not layout.lora:
         tensors = sizes.layers * (12 if sizes.num_experts else 9 + 2 * sizes.qk_norm)
     loop = layout.rounds * layout.num_microbatches * HOST_MICROBATCH_S
-    return HOST_STEP_S + loop + tensors * HOST_DTENSOR_S
+    return share * (HOST_STEP_S + loop + tensors * HOST_DTENSOR_S)

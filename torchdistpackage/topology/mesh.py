@@ -22,6 +22,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from torchdistpackage.errors import TopologyError
@@ -98,13 +99,13 @@ class Mesh:
         self._check(rank)
         dims = self._dims(set(axes))
         first = rank - sum((rank // stride % size) * stride for size, stride in dims)
-        return _spread(first, dims)
+        return _spread(first, tuple(dims))
 
     def groups(self, axes: Iterable[str]) -> Iterator[Ranks]:
         """Yield every group along `axes`, ordered by its first rank."""
         inside = set(axes)
-        dims = self._dims(inside)
-        for first in _spread(0, self._dims(set(self.names) - inside)):
+        dims = tuple(self._dims(inside))
+        for first in _spread(0, tuple(self._dims(set(self.names) - inside))):
             yield _spread(first, dims)
 
     def neighbour(self, rank: int, axis: str, step: int = 1) -> int:
@@ -154,14 +155,20 @@ def whole_size(name: str, size: object) -> int:
     return int(size)
 
 
-def _spread(first: int, dims: list[tuple[int, int]]) -> Ranks:
-    """Return all of first + sum(i * stride) with i < size, ascending; a range if they form one."""
+@lru_cache(maxsize=256)
+def _spread(first: int, dims: tuple[tuple[int, int], ...]) -> Ranks:
+    """Return all of first + sum(i * stride) with i < size, ascending; a range if they form one.
+    Every parameter of a plan asks for one of the same few groups."""
+    return _expand(first, dims)
+
+
+def _expand(first: int, dims: tuple[tuple[int, int], ...]) -> Ranks:
     if not dims:
         return range(first, first + 1)
-    (size, stride), *rest = dims
+    (size, stride), rest = dims[0], dims[1:]
     if not rest:
         return range(first, first + size * stride, stride)
-    return tuple(r for i in range(size) for r in _spread(first + i * stride, rest))
+    return tuple(r for i in range(size) for r in _expand(first + i * stride, rest))
 
 
 BUSY = ("tensor", "context")

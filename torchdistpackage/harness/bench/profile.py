@@ -106,8 +106,55 @@ class CostModel(_Measured):
         return None if flat and bus_bytes > self.largest_bytes else self.fit.time_s(bus_bytes)
 
 
+class MeasuredDevice(_Measured):
+    """How fast a rank computes while `num_ranks` of its host compute, the slowest of all ranks.
+
+    name: of the GPU, or "cpu". matmuls: by dtype the (floating-point operations, seconds) of square
+    matmuls, ascending. bytes_per_s: read and written by element-wise operations on large tensors.
+    call_s: of an operation on one element, a third of its forward and backward. memory_bytes: of
+    the device, or of the host.
+    """
+
+    name: str
+    num_ranks: int = Field(ge=1)
+    matmuls: dict[str, tuple[tuple[float, float], ...]]
+    bytes_per_s: float = Field(gt=0)
+    call_s: float = Field(gt=0)
+    memory_bytes: float = Field(gt=0)
+
+    @field_validator("matmuls")
+    @classmethod
+    def _positive(
+        cls, matmuls: dict[str, tuple[tuple[float, float], ...]]
+    ) -> dict[str, tuple[tuple[float, float], ...]]:
+        if not matmuls or any(not x or min(map(min, x)) <= 0 for x in matmuls.values()):
+            raise ValueError("every type needs operations and seconds above zero")
+        return matmuls
+
+
+def slowest(devices: Sequence[MeasuredDevice]) -> MeasuredDevice:
+    """Return the longest times that any of these ranks measured, at the sizes that all of them
+    have, for a rank leaves out what would take it long."""
+    first = devices[0]
+    matmuls = {
+        dtype: tuple(
+            (sizes[0][0], max(seconds for _, seconds in sizes))
+            for sizes in zip(*(x.matmuls[dtype] for x in devices), strict=False)
+        )
+        for dtype in first.matmuls
+    }
+    return first.model_copy(
+        update={
+            "matmuls": matmuls,
+            "bytes_per_s": min(x.bytes_per_s for x in devices),
+            "call_s": max(x.call_s for x in devices),
+        }
+    )
+
+
 class Profile(_Measured):
-    """by: user and host. hosts: each once. lines: latency and bus bandwidth by axis and link."""
+    """by: user and host. hosts: each once. lines: latency and bus bandwidth by axis and link.
+    device: None in files of earlier versions, which have links alone."""
 
     format: Literal["torchdistpackage cluster profile"]
     version: Literal[1]
@@ -117,6 +164,7 @@ class Profile(_Measured):
     hosts: tuple[str, ...]
     topology: tuple[tuple[str, int], ...]
     lines: tuple[CostModel, ...]
+    device: MeasuredDevice | None = None
 
     @field_serializer("lines")
     def _flat(self, lines: tuple[CostModel, ...]) -> list[dict[str, object]]:
@@ -145,7 +193,8 @@ class Profile(_Measured):
 
 def dumps(profile: Profile) -> str:
     """The text of the file."""
-    return json.dumps(profile.model_dump(), indent=1) + "\n"
+    absent = {"device"} if profile.device is None else None
+    return json.dumps(profile.model_dump(exclude=absent), indent=1) + "\n"
 
 
 def read(path: Path) -> Profile:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, computed_field, field_serializer
 from torchdistpackage.comm.collective_table import COLLECTIVES
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench import profile
-from torchdistpackage.harness.bench.profile import CostModel, Profile, fit
+from torchdistpackage.harness.bench.profile import CostModel, MeasuredDevice, Profile, fit
 from torchdistpackage.harness.bench.request import Participants, parts_of
 
 Pair = tuple[int, int]
@@ -247,6 +247,7 @@ class BenchReport(BaseModel, frozen=True):
     warmup: int
     rows: tuple[Row, ...] = ()
     pairs: Pairs | None = None
+    speed: MeasuredDevice | None = None
 
     @computed_field
     @property
@@ -288,6 +289,7 @@ class BenchReport(BaseModel, frozen=True):
             hosts=tuple(dict.fromkeys(self.hosts)),
             topology=self.topology,
             lines=self.lines,
+            device=self.speed,
         )
 
 

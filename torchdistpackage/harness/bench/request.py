@@ -45,7 +45,8 @@ class Request:
 
     over: names of groups as tpc knows them; () for every axis longer than 1.
     sizes_bytes: counted bytes, ascending. isolated: how many groups of a kind are measured while
-    all others are silent; 0 for none. pairs: also each rank with each other one. timeout_s: for one
+    all others are silent; 0 for none. pairs: also each rank with each other one. device: also how
+    fast each rank computes. timeout_s: for one
     round, all iterations of one operation at one size.
     """
 
@@ -57,6 +58,7 @@ class Request:
     warmup: int = 3
     isolated: int = 2
     pairs: bool = False
+    device: bool = False
     timeout_s: float = 60.0
 
     @property

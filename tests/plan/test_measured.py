@@ -1,0 +1,119 @@
+"""`tdp plan --time --profile`: the step on the device that a cluster's profile has measured."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness.bench.reports import both_links, report
+from torchdistpackage.cli.main import main
+from torchdistpackage.config.load import load
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.harness.bench.profile import MeasuredDevice, Profile, dumps
+from torchdistpackage.plan.measured import measured_device, measured_fabric
+from torchdistpackage.plan.run_plan import make_plan
+from torchdistpackage.plan.step_time import run_time
+from torchdistpackage.predict.kernels import Matmul, matmul_seconds
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+TINY, SLURM = str(CONFIGS / "gpt_tiny.yaml"), str(CONFIGS / "gpt_slurm.yaml")
+SPEED = MeasuredDevice(
+    name="cpu",
+    num_ranks=4,
+    matmuls={"float32": ((1e5, 1e-5), (1e7, 1e-3), (1e9, 2e-2))},
+    bytes_per_s=1e10,
+    call_s=1e-5,
+    memory_bytes=16e9,
+)
+LINKS = report(*both_links("data", (0, 1), "all_reduce", "all_gather", "p2p")).profile()
+
+
+def profile_of(**changed: object) -> Profile:
+    return LINKS.model_copy(update={"device": SPEED.model_copy(update=changed)})
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "cluster.json"
+    file.write_text(dumps(profile_of()))
+    return file
+
+
+def seconds(profile: Profile, *overrides: str) -> dict[str, float]:
+    plan = make_plan(load(TINY, list(overrides)), 4, TINY)
+    device = measured_device(profile, plan.config, Path("cluster.json"))
+    step = run_time(plan, device, None, measured_fabric(profile, device, None)).step
+    assert step.total == pytest.approx(sum(step.terms.values()))
+    return dict(step.terms)
+
+
+def test_the_table_says_whose_numbers_it_has(path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", TINY, "--time", "--profile", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "predicted step on cpu, as me@n0 measured it on 2026-01-02 (cpu)" in text
+    assert "exposed data" in text and "cluster.json; no published step" in " ".join(text.split())
+
+
+def test_a_measured_matmul_lies_between_the_measured_ones() -> None:
+    device = measured_device(profile_of(), load(TINY, []), Path("cluster.json"))
+    for flops, wanted in ((1e4, 1e-5), (1e6, 1e-4), (1e9, 2e-2), (1e10, 0.2)):
+        matmul = Matmul(flops / 2, 1, 1)
+        assert matmul_seconds(device, matmul, "float32") == pytest.approx(wanted)
+
+
+def test_a_slower_device_and_slower_links_make_a_step_slower() -> None:
+    before = seconds(profile_of())
+    slow = {"float32": tuple((n, 3 * s) for n, s in SPEED.matmuls["float32"])}
+    assert seconds(profile_of(matmuls=slow))["compute"] > 1.5 * before["compute"]
+    assert seconds(profile_of(bytes_per_s=1e9))["optimizer"] == pytest.approx(
+        10 * before["optimizer"]
+    )
+    calls = seconds(profile_of(call_s=1e-4))["host and framework"]
+    assert calls == pytest.approx(10 * before["host and framework"])
+    lines = tuple(
+        x.model_copy(update={"fit": x.fit.model_copy(update={"bytes_per_s": 1e6})})
+        for x in LINKS.lines
+    )
+    links = profile_of().model_copy(update={"lines": lines})
+    assert seconds(links)["exposed data"] > 10 * before["exposed data"]
+
+
+def test_a_profile_of_links_alone_is_read_and_refused_for_a_time(tmp_path: Path) -> None:
+    file = tmp_path / "old.json"
+    text = dumps(LINKS).replace(',\n "device": null', "")
+    assert "device" not in text
+    file.write_text(text)
+    assert main(["plan", TINY, "--profile", str(file)]) == 0
+    with pytest.raises(
+        ConfigError, match="has links and no device; measure it again with tdp comm"
+    ):
+        measured_device(LINKS, load(TINY, []), file)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"bytes_per_s": 10000000000.0', '"bytes_per_s": 0.0', "device.bytes_per_s: Input should"),
+        ('"float32": [', '"float32": [[1.0, -1.0], ', "device.matmuls: Value error, every type"),
+        ('"bus_bytes_per_s": ', '"bus_bytes_per_s": -', "greater than 0"),
+    ],
+)
+def test_numbers_that_no_device_has_are_named(
+    old: str, new: str, said: str, path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    assert main(["plan", TINY, "--time", "--profile", str(path)]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert said in error and "measure one with tdp comm bench" in error
+
+
+def test_the_profile_of_another_machine_is_refused(
+    path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    asked = [SLURM, "launch.slurm.gpus-per-node=h100:8"]
+    assert main(["plan", *asked, "--time", "--profile", str(path)]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "was measured on cpu of n0, but launch.slurm asks for h100-sxm" in error
+    assert main(["plan", *asked, "--time", "--device", "h100", "--profile", str(path)]) == 0
+    assert "predicted step on H100 SXM" in capsys.readouterr().out

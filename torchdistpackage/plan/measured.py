@@ -1,0 +1,84 @@
+"""The device and the links of a cluster profile, as `predict` takes them. No torch.
+
+`tdp comm bench --profile FILE` measures them where a run will be; what it did not measure is
+refused, with the command that measures it.
+"""
+
+from math import inf
+from pathlib import Path
+
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.harness.bench.profile import Profile
+from torchdistpackage.harness.bench.request import NETWORK, NODE
+from torchdistpackage.plan.step_time import device_of
+from torchdistpackage.predict.collectives import SLOWDOWN, Fabric
+from torchdistpackage.predict.devices import Accelerator, Fit, named_device
+from torchdistpackage.predict.links import LinkModel
+
+_OPERATIONS = ("all_gather", "all_reduce", "all_to_all", "p2p")
+
+
+def measured_device(profile: Profile, config: RunConfig, path: Path) -> Accelerator:
+    """Return the device that the profile at `path` has measured.
+
+    Raises:
+        ConfigError: it has measured links alone, or another device than the job asks for.
+    """
+    speed = profile.device
+    if speed is None:
+        raise ConfigError(
+            f"{path} has links and no device; measure it again with tdp comm bench --profile "
+            f"{path}, or name a device with --device"
+        )
+    asked = device_of(config)
+    known = named_device(speed.name.replace(" ", "-").removesuffix("-80GB-HBM3"))
+    if asked is not None and (speed.name == "cpu" or (known and known.name != asked.name)):
+        raise ConfigError(
+            f"{path} was measured on {speed.name} of {profile.hosts[0]}, but launch.slurm asks for "
+            f"{asked.name}; measure on its nodes with tdp comm bench --slurm, or leave out "
+            f"--profile"
+        )
+    best = max(flops / seconds for times in speed.matmuls.values() for flops, seconds in times)
+    links = _links(profile)
+    node = links.get(("p2p", NODE)) or next(iter(links.values()))
+    network = links.get(("p2p", NETWORK)) or node
+    return Accelerator(
+        name=speed.name,
+        title=f"{speed.name}, as {profile.by} measured it on {profile.date[:10]}",
+        peaks={"bfloat16": best},
+        memory_bytes_per_s=speed.bytes_per_s,
+        memory_bytes=speed.memory_bytes,
+        node_bytes_per_s=node.bytes_per_s,
+        node_size=speed.num_ranks,
+        network_bytes_per_s=network.bytes_per_s,
+        cores=1,
+        fit=Fit(1.0, 1.0, 1.0),
+        is_fitted=False,
+        source=str(path),
+        matmul_times=speed.matmuls,
+        call_s=speed.call_s,
+        is_host=speed.name == "cpu",
+    )
+
+
+def measured_fabric(profile: Profile, device: Accelerator, ranks_per_node: int | None) -> Fabric:
+    """Return the links of the profile. Where the host computes nothing is hidden, since it copies
+    and adds what arrives itself."""
+    size = ranks_per_node or device.node_size
+    links = _links(profile)
+    node = LinkModel(0.0, device.node_bytes_per_s)
+    network = LinkModel(0.0, device.network_bytes_per_s)
+    slowdown = 1.0 if device.is_host else SLOWDOWN
+    return Fabric(node, network, size, slowdown, links)
+
+
+def _links(profile: Profile) -> dict[tuple[str, str], LinkModel]:
+    found: dict[tuple[str, str], LinkModel] = {}
+    for operation in _OPERATIONS:
+        for link in (NODE, NETWORK):
+            line = profile.line("data", link, operation, "float32", 2)
+            if line is not None:
+                speed = line.fit.bytes_per_s or inf
+                found[operation, link] = LinkModel(line.fit.latency_s, speed)
+    return found
