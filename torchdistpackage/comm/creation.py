@@ -383,13 +383,13 @@ class _Roll:
             _answer(wait)
 
     def _shared(self, limit_s: float) -> str:
-        store, found = self._store.clone(), f"absent/{self._name}"
+        store, key = self._store.clone(), f"absent/{self._name}"
         looks = store.add(f"looks/{self._name}", 1) == 1
         if looks:
             text, num_came = self._look(limit_s)
-            store.set(found, f"{num_came} {text}")
-        store.wait([found], timedelta(seconds=_TELL_WAIT_S))
-        num_came, _, text = store.get(found).decode().partition(" ")
+            store.set(key, f"{num_came} {text}")
+        store.wait([key], timedelta(seconds=_TELL_WAIT_S))
+        num_came, _, text = store.get(key).decode().partition(" ")
         store.add(f"read/{self._name}", 1)
         if text and (looks or self._rank == 0):
             self._stays_for = int(num_came)

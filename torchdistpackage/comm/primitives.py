@@ -346,8 +346,8 @@ def gather_objects(value: object, group: Group | None = None) -> list[object]:
     values: list[object] = [value] * group.size()
     if group.size() > 1:
         if (objects := stored_objects(group)) is not None:
-            made = run_stored("gather_objects", objects, lambda: objects.reduce(value, list))
-            return cast(list[object], made)
+            gathered = run_stored("gather_objects", objects, lambda: objects.reduce(value, list))
+            return cast(list[object], gathered)
         run_sync(
             "gather_objects", on_cpu(group), None, (), None, dist.all_gather_object, values, value
         )
@@ -388,9 +388,9 @@ def reduce_objects(
 
 def collect_objects(value: object, group: Group | None = None) -> list[object] | None:
     """Values of every rank, in group order, on the group's first rank; None on the others."""
-    found: list[object] = []
-    reduce_objects(value, found.extend, group)
-    return found or None
+    collected: list[object] = []
+    reduce_objects(value, collected.extend, group)
+    return collected or None
 
 
 def broadcast_object(

@@ -242,25 +242,27 @@ def await_all(
         store.wait(["settled" if rank == 0 else "complete"], timedelta(seconds=left_s))
         if rank == 0:
             _complete(store, judge)
-        said = store.get("complete").decode()
+        verdict = store.get("complete").decode()
     except RuntimeError as error:  # a file store has no narrower one for a wait in vain
         cause = error
-        said = _give_up(store, rendezvous, judge)
-    if said == "yes":
+        verdict = _give_up(store, rendezvous, judge)
+    if verdict == "yes":
         return
     speaker = rank
     with contextlib.suppress(RuntimeError):  # gone with its keeper
         if store.check(["speaker"]):
             speaker = int(store.get("speaker"))
     _hear(store, rendezvous.keeps_store)
-    if said.startswith(_REFUSED):
-        raise LaunchError(said.removeprefix(_REFUSED)) from cause
-    found = (
-        f"{said} within {timeout_s:g} s (I am rank {rank} on {here}, launched by "
+    if verdict.startswith(_REFUSED):
+        raise LaunchError(verdict.removeprefix(_REFUSED)) from cause
+    cause_text = (
+        f"{verdict} within {timeout_s:g} s (I am rank {rank} on {here}, launched by "
         f"{rendezvous.source})"
     )
     raise AbsentError(
-        f"{found}; look at their logs, or allow more with launch.init_timeout_s", found, speaker
+        f"{cause_text}; look at their logs, or allow more with launch.init_timeout_s",
+        cause_text,
+        speaker,
     ) from cause
 
 
@@ -270,8 +272,8 @@ def _complete(store: dist.Store, judge: Callable[[], str]) -> None:
     It reads what every rank has written, so it is the rank whose host keeps the store.
     """
     if not store.check(["complete"]):
-        found = judge()
-        store.set("complete", f"{_REFUSED}{found}" if found else "yes")
+        refusal = judge()
+        store.set("complete", f"{_REFUSED}{refusal}" if refusal else "yes")
 
 
 def _give_up(store: dist.Store, rendezvous: Rendezvous, judge: Callable[[], str]) -> str:

@@ -355,16 +355,16 @@ def _agree_on_device(
         )
     except LaunchError as error:
         problem = str(error)
-    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
-    if asked and not {part.rpartition(":")[2] for part in asked.lower().split(",")} <= {*known}:
-        problem = f"there is no backend {asked!r}; use {', '.join(known)}, or None"
+    backends = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    if asked and not {part.rpartition(":")[2] for part in asked.lower().split(",")} <= {*backends}:
+        problem = f"there is no backend {asked!r}; use {', '.join(backends)}, or None"
     device = torch.device("cpu") if choice.index is None else torch.device("cuda", choice.index)
     by_device = "nccl" if device.type == "cuda" else "gloo"
     # programs that name nccl, as each earlier library did by default, run on a CPU too
     backend = by_device if asked in (None, "nccl") else asked
-    given = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    by_slurm = rendezvous.source in ("slurm", "torchrun") and given.isdecimal()
-    mine = RankDevice(
+    slurm_gpus = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    by_slurm = rendezvous.source in ("slurm", "torchrun") and slurm_gpus.isdecimal()
+    own_device = RankDevice(
         rank=rendezvous.rank,
         host=socket.gethostname(),
         node=rendezvous.node,
@@ -374,18 +374,18 @@ def _agree_on_device(
         asked=asked or "",
         num_visible=num_visible,
         hides_gpus=names_no_device(visible),
-        num_given=int(given) if by_slurm else 0,
+        num_given=int(slurm_gpus) if by_slurm else 0,
         problem=problem,
         versions=versions,
     )
-    said = dist.PrefixStore("devices", store)
-    said.set(str(rendezvous.rank), mine.to_json())
+    device_store = dist.PrefixStore("devices", store)
+    device_store.set(str(rendezvous.rank), own_device.to_json())
 
     def judge() -> str:
-        texts = said.multi_get([str(rank) for rank in range(rendezvous.world_size)])
+        texts = device_store.multi_get([str(rank) for rank in range(rendezvous.world_size)])
         return disagreement([RankDevice.from_json(text) for text in texts])
 
-    await_all(said, rendezvous, timeout_s=timeout_s, since=time.monotonic(), judge=judge)
+    await_all(device_store, rendezvous, timeout_s=timeout_s, since=time.monotonic(), judge=judge)
     bound = ""
     if device.type == "cuda":
         # before any collective: NCCL binds a communicator to the current device
@@ -431,30 +431,30 @@ def make_deterministic() -> None:
 
 def libraries() -> dict[str, str]:
     """Return versions and variables that decide which bits a run on devices gives."""
-    found = {"torch": torch.__version__}
+    versions = {"torch": torch.__version__}
     if torch.cuda.is_available() and dist.is_nccl_available():
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["driver"] = _driver()
-    return found | algorithm_variables(os.environ)
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        versions["driver"] = _driver()
+    return versions | algorithm_variables(os.environ)
 
 
 def _driver() -> str:
     """Return the version of the GPUs' driver, or "unknown"."""
     with suppress(OSError):
         first = Path("/proc/driver/nvidia/version").read_text("utf-8").splitlines()[0]
-        if found := re.search(r"\b\d+\.\d+(\.\d+)?\b", first):
-            return found[0]
+        if match := re.search(r"\b\d+\.\d+(\.\d+)?\b", first):
+            return match[0]
     return "unknown"
 
 
 def _versions() -> str:
     """Return the versions that must be the same on all ranks, in words."""
     # the package itself lies to the right of its parts, which do not import it
-    own = getattr(sys.modules[__name__.partition(".")[0]], "__version__", "unknown")
-    found = [f"torchdistpackage {own}", f"torch {torch.__version__}"]
+    package = getattr(sys.modules[__name__.partition(".")[0]], "__version__", "unknown")
+    names = [f"torchdistpackage {package}", f"torch {torch.__version__}"]
     if torch.cuda.is_available() and dist.is_nccl_available():
-        found.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
-    return ", ".join([*found, f"Python {platform.python_version()}"])
+        names.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    return ", ".join([*names, f"Python {platform.python_version()}"])
 
 
 def _only_gpu(rendezvous: Rendezvous) -> str:

@@ -170,8 +170,8 @@ class StoredObjects:
     def _read_all(self, keys: list[str]) -> list[object]:
         try:
             self._store.wait(keys, self.limit)
-            found = self._store.multi_get(keys)
-            return [self._value(key, data) for key, data in zip(keys, found, strict=True)]
+            values = self._store.multi_get(keys)
+            return [self._value(key, data) for key, data in zip(keys, values, strict=True)]
         except CommError:
             raise
         except RuntimeError as error:
@@ -231,9 +231,9 @@ def stored_objects(group: Group) -> StoredObjects | None:
         return None
     if group not in _objects:
         _objects[group] = StoredObjects(group)
-    found = _objects[group]
-    found.limit = limit_of(group) or timedelta(seconds=default_timeout_s("gloo"))
-    return found
+    objects = _objects[group]
+    objects.limit = limit_of(group) or timedelta(seconds=default_timeout_s("gloo"))
+    return objects
 
 
 def part() -> None:

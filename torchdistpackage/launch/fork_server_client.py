@@ -214,7 +214,7 @@ class ForkServer:
         if self._channel is not None:
             return self._channel
         self._folder = Path(tempfile.mkdtemp(prefix="tdp-"))
-        mine, theirs = Channel.pair()
+        own_end, theirs = Channel.pair()
         env = {
             # or torch.cuda.is_available() in a preloaded module would initialise the driver
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
@@ -235,9 +235,9 @@ class ForkServer:
             start_new_session=True,
         )
         theirs.close()
-        self._channel = mine
+        self._channel = own_end
         atexit.register(self.close)
-        return mine
+        return own_end
 
     def _fork(self, request: ForkRequest, fds: list[int]) -> int:
         channel = self._start()

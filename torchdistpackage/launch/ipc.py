@@ -47,8 +47,8 @@ class Channel:
     @staticmethod
     def pair() -> tuple[Channel, Channel]:
         """Return two connected channels."""
-        left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        return Channel(left), Channel(right)
+        first, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return Channel(first), Channel(right)
 
     @staticmethod
     def from_fd(fd: int) -> Channel:

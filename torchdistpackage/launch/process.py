@@ -84,26 +84,26 @@ def undone_by_signals() -> Generator[None]:
     """SIGTERM and SIGHUP, where they would end this process at once, first unwind what is under
     way, as Ctrl-C does. Ones that somebody listens to stay as they are.
     """
-    before: list[signal.Signals] = []
+    pending: list[signal.Signals] = []
     received: list[int] = []
 
     def undo(signum: int, frame: FrameType | None) -> None:
-        for name in before:  # the next one is not waited for
+        for name in pending:  # the next one is not waited for
             signal.signal(name, signal.SIG_DFL)
         received.append(signum)
         raise _Undone
 
     if threading.current_thread() is threading.main_thread():
         asked = (signal.SIGTERM, signal.SIGHUP)
-        before += [x for x in asked if signal.getsignal(x) is signal.SIG_DFL]
-        for name in before:
+        pending += [x for x in asked if signal.getsignal(x) is signal.SIG_DFL]
+        for name in pending:
             signal.signal(name, undo)
     try:
         yield
     except _Undone:
         pass
     finally:
-        for name in before:
+        for name in pending:
             signal.signal(name, signal.SIG_DFL)
         for signum in received:
             signal.raise_signal(signum)

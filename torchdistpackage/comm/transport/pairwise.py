@@ -45,8 +45,8 @@ def pairwise(
     tag = call_tag(kind, state.issued)
     works = post_receives(receive, group, tag, state=state)
     works += post_sends(send, group, tag, state=state)
-    if (mine := receive[state.index]) is not send[state.index]:
-        mine.copy_(send[state.index])
+    if (own_part := receive[state.index]) is not send[state.index]:
+        own_part.copy_(send[state.index])
     return works
 
 

@@ -127,7 +127,9 @@ def reasons(path: Path, now_s: float) -> dict[str, list[NodeIncident]]:
     by_node: dict[str, list[NodeIncident]] = {}
     for evidence in sorted(heaviest.values(), key=lambda e: (e.node, e.time_s)):
         by_node.setdefault(evidence.node, []).append(evidence)
-    return {n: held for n, held in by_node.items() if sum(e.weight for e in held) >= THRESHOLD}
+    return {
+        n: entries for n, entries in by_node.items() if sum(e.weight for e in entries) >= THRESHOLD
+    }
 
 
 def excluded(path: Path, now_s: float) -> tuple[str, ...]:

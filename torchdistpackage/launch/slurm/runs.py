@@ -396,8 +396,8 @@ def run_starts(
     ]
     begun = sorted([*begun, *older], key=lambda event: event.at_s)
     result: list[RunStart] = []
-    for place, event in enumerate(begun):
-        until_s = begun[place + 1].at_s if place + 1 < len(begun) else None
+    for index, event in enumerate(begun):
+        until_s = begun[index + 1].at_s if index + 1 < len(begun) else None
         own_ends = [
             e for e in ends if e.at_s >= event.at_s and (until_s is None or e.at_s < until_s)
         ]

@@ -46,8 +46,8 @@ class Chunks:
                 start += part
             by_rank.append(parts)
         me = group.rank()
-        mine = slice(starts[me], starts[me] + lengths[me])
-        return cls(group, tuple(zip(*by_rank, strict=True)), mine)
+        own_rows = slice(starts[me], starts[me] + lengths[me])
+        return cls(group, tuple(zip(*by_rank, strict=True)), own_rows)
 
     @property
     def num_rows(self) -> int:

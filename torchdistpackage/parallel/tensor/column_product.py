@@ -71,11 +71,11 @@ def column_products(
     if torch.is_autocast_enabled(x.device.type):
         x, weights, biases = autocast(x, weights, biases)
     is_node = torch.is_grad_enabled() and product is F.linear and not is_traced()
-    given = biases if biases[0] is not None else ()
+    bias_tensors = biases if biases[0] is not None else ()
     if is_node and not sequence_parallel:
         if len(weights) == 1:
-            return (_ColumnProduct.apply(x, group, *weights, *given),)
-        return _ColumnProducts.apply(x, group, len(weights), *weights, *given)
+            return (_ColumnProduct.apply(x, group, *weights, *bias_tensors),)
+        return _ColumnProducts.apply(x, group, len(weights), *weights, *bias_tensors)
     if not sequence_parallel:
         return multiply(apply(IdentityForward(group), x), weights, biases, product)
     into, chunks = AllGather(group, 0, check_sizes(x, 0, sizes, group, cut=False)), None
@@ -85,7 +85,7 @@ def column_products(
         lengths = into.sizes or (x.shape[0],) * group.size()
         chunks = Chunks.of(lengths, num_chunks_of(lengths, row_bytes(x)), group)
     if is_node:
-        return _GatheredProducts.apply(x, into, chunks, len(weights), *weights, *given)[1:]
+        return _GatheredProducts.apply(x, into, chunks, len(weights), *weights, *bias_tensors)[1:]
     return _gather_and_multiply(x, into, chunks, weights, biases)[1:]
 
 
@@ -205,18 +205,18 @@ class _GatheredProducts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_whole: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
-        whole, *weights = ctx.saved_tensors
+        gathered_x, *weights = ctx.saved_tensors
         for_x, *for_parameters = is_wanted(ctx)
         dx, finish = None, None
         if for_x and ctx.chunks is not None and not torch.is_grad_enabled():
-            finish = _start_scatter_in_chunks(grads, of_whole, weights, whole, ctx.chunks)
+            finish = _start_scatter_in_chunks(grads, of_whole, weights, gathered_x, ctx.chunks)
         elif for_x and (dx := input_gradient(grads, weights, of_whole)) is not None:
             if torch.is_grad_enabled():
                 dx = apply(ctx.into.transposed(), dx)
             else:
                 into = ctx.into
                 finish = primitives.reduce_scatter(dx, into.group, into.sizes, async_op=True).wait
-        of_parameters = parameter_gradients(whole, grads, weights, for_parameters)
+        of_parameters = parameter_gradients(gathered_x, grads, weights, for_parameters)
         return dx if finish is None else finish(), None, None, None, *of_parameters
 
 
@@ -229,15 +229,15 @@ def _gather_and_multiply(
 ) -> tuple[Tensor, ...]:
     """x of all ranks, and its products."""
     if chunks is None:
-        whole = into(x)
-        return whole, *multiply(whole, weights, biases)
+        gathered = into(x)
+        return gathered, *multiply(gathered, weights, biases)
     arrivals = start_gather(x, chunks)
-    whole = arrivals.into
-    products = [x.new_empty((*whole.shape[:-1], weight.shape[0])) for weight in weights]
+    gathered = arrivals.into
+    products = [x.new_empty((*gathered.shape[:-1], weight.shape[0])) for weight in weights]
     for rows in arrivals:
-        for y, part in zip(products, multiply(whole[rows], weights, biases), strict=True):
+        for y, part in zip(products, multiply(gathered[rows], weights, biases), strict=True):
             y[rows] = part
-    return whole, *products
+    return gathered, *products
 
 
 def _start_scatter_in_chunks(

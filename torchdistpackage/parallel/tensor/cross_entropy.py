@@ -144,10 +144,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         flat = x.reshape(len(targets.column), x.shape[-1])
         smooths = bool(terms.smoothing)
-        found = [
+        terms_by_chunk = [
             look(flat[at] @ weight.t(), smooths, part) for at, part in targets.split(num_tokens)
         ]
-        losses, softmax = join(torch.cat(found, 1), terms, targets)
+        losses, softmax = join(torch.cat(terms_by_chunk, 1), terms, targets)
         ctx.terms, ctx.targets, ctx.num_tokens = terms, targets, num_tokens
         ctx.save_for_backward(x, weight, softmax.highest, softmax.total)
         return losses

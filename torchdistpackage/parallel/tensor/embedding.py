@@ -121,10 +121,10 @@ class FeatureParallelEmbedding(_Embedding):
         super().__init__(vocab, dim, **how)
 
     def problems(self) -> list[str]:
-        found = feature_problems("dim", self.dim, self.group.size())
+        reasons = feature_problems("dim", self.dim, self.group.size())
         if self.sequence_parallel and not self.gather_output:
-            found.append("sequence_parallel joins the features; leave gather_output=False out")
-        return found
+            reasons.append("sequence_parallel joins the features; leave gather_output=False out")
+        return reasons
 
     def layouts(self) -> Layouts:
         return cut.feature_embedding(self.vocab, self.dim, self.axis)
@@ -186,9 +186,9 @@ def vocab_embedding(
     if not any(options.get(name) not in (None, False) for name in looks):
         rows = F.embedding(local.masked_fill(foreign, 0), weight, options.get("padding_idx"))
         return rows.masked_fill(foreign.unsqueeze(-1), 0)
-    mine = ~foreign.flatten()
-    met = F.embedding(local.flatten()[mine], weight, **options)
-    rows = met.new_zeros((ids.numel(), weight.shape[1])).index_put((mine,), met)
+    is_local = ~foreign.flatten()
+    met = F.embedding(local.flatten()[is_local], weight, **options)
+    rows = met.new_zeros((ids.numel(), weight.shape[1])).index_put((is_local,), met)
     return rows.view(*ids.shape, weight.shape[1])
 
 
@@ -234,13 +234,13 @@ def vocab_range(vocab: int, group: Group, sizes: Sizes | None = None) -> tuple[i
     """
     if sizes is None:
         return even_share(vocab, group.size(), group.rank())
-    known, rank = sizes_of_ranks(sizes, group, "sizes"), group.rank()
-    if sum(known) != vocab:
+    rank_sizes, rank = sizes_of_ranks(sizes, group, "sizes"), group.rank()
+    if sum(rank_sizes) != vocab:
         raise LayoutError(
-            f"sizes={known} add up to {sum(known)}, but the vocabulary has {vocab} classes; pass "
-            f"the number of each rank's"
+            f"sizes={rank_sizes} add up to {sum(rank_sizes)}, but the vocabulary has {vocab} "
+            f"classes; pass the number of each rank's"
         )
-    return sum(known[:rank]), known[rank]
+    return sum(rank_sizes[:rank]), rank_sizes[rank]
 
 
 def check_ids(ids: Tensor, vocab: int, what: str) -> None:

@@ -114,9 +114,11 @@ def _compared(device: torch.device, dtype: torch.dtype, quant_type: str) -> Kern
         values, state = _quantized(wide.view(rows, columns).to(device, dtype), quant_type)
         if by_blocks:
             values = _in_blocks(values, state)
-        found = dequantize_4bit(values, state).flatten()
+        decoded = dequantize_4bit(values, state).flatten()
         expected = _looked_up(values, PackedState(state, torch.Size([rows, columns]), False))
-        error = (found.float() - (expected := expected.flatten()[: found.numel()].float())).abs()
+        error = (
+            decoded.float() - (expected := expected.flatten()[: decoded.numel()].float())
+        ).abs()
         return bool((error <= _ROUNDING[dtype] * expected.abs() + 1e-30).all())
 
     odd = ((6, 96), (8, 32), (6, 160), (100, 48))

@@ -87,13 +87,13 @@ def gather_full(parameter: Tensor, layout: Layout) -> Tensor:
         return parameter.detach().clone()
     shapes = [local_shape(layout, mesh, i) for i in range(mesh.size)]
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    mine = parameter.detach().reshape(-1)
-    flat = primitives.all_gather(mine, group, None if len(set(sizes)) == 1 else sizes)
-    whole = parameter.new_empty(layout.shape)
+    local_values = parameter.detach().reshape(-1)
+    flat = primitives.all_gather(local_values, group, None if len(set(sizes)) == 1 else sizes)
+    full = parameter.new_empty(layout.shape)
     for i, part in enumerate(flat.split(sizes)):
         for where, local in blocks(layout, mesh, i):
-            whole[where] = part.view(shapes[i])[local]
-    return whole
+            full[where] = part.view(shapes[i])[local]
+    return full
 
 
 @torch.no_grad()

@@ -83,9 +83,9 @@ def parameter(
     weight = torch.empty(shape, dtype=dtype, device=device)
     if weight.is_meta:
         return nn.Parameter(weight)
-    own = bool(layout.split_axes) and not initial.constant
+    differs = bool(layout.split_axes) and not initial.constant
     index = holders_along(layout, group.size(), group.rank()).start
-    with differ(index, weight.device) if own else nullcontext():
+    with differ(index, weight.device) if differs else nullcontext():
         fill(weight, initial)
     if initial.zero_row is not None:
         (rows, *_), *_ = local_slices(layout, Mesh(((axis, group.size()),)), group.rank())
@@ -103,10 +103,10 @@ def make_parameters(
     """
     layouts = layer.layouts()
     for name, initial in layer.initials().items():
-        made = None
+        weight = None
         if name in layouts:
-            made = parameter(layouts[name], initial, layer.group, layer.axis, dtype, device)
-        layer.register_parameter(name, made)
+            weight = parameter(layouts[name], initial, layer.group, layer.axis, dtype, device)
+        layer.register_parameter(name, weight)
     layer.mark()
 
 

@@ -29,10 +29,10 @@ def column(
     heads: of which Dout, or each part, is made, if it is.
     """
     shape, split = (dout, din), ((axis,), ())
-    how = {"uneven": True, "heads": heads}
-    layouts = {"weight": Layout("weight", shape, split, parts=(parts, ()), **how)}
+    options = {"uneven": True, "heads": heads}
+    layouts = {"weight": Layout("weight", shape, split, parts=(parts, ()), **options)}
     if bias:
-        layouts["bias"] = Layout("bias", (dout,), ((axis,),), parts=(parts,), **how)
+        layouts["bias"] = Layout("bias", (dout,), ((axis,),), parts=(parts,), **options)
     return layouts
 
 
@@ -46,8 +46,8 @@ def row(
 ) -> Layouts:
     """A product whose input is cut, evenly or not: weight along Din; the bias is whole, added after
     the sum."""
-    how = {"uneven": True, "heads": heads}
-    weight = Layout("weight", (dout, din), ((), (axis,)), **how)
+    options = {"uneven": True, "heads": heads}
+    weight = Layout("weight", (dout, din), ((), (axis,)), **options)
     layouts = {"weight": weight}
     if bias:
         layouts["bias"] = Layout("bias", (dout,), unreduced=_partial(axis, sequence_parallel))

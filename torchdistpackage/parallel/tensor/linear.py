@@ -151,17 +151,24 @@ class ColumnLinear(Linear):
         return [p for n in extents for p in feature_problems("weight: dim 0", n, size)]
 
     def _layouts(self) -> Layouts:
-        how = self.axis, self.parts, self.heads
-        return cut.column(self.dout, self.din, self.has_bias, *how)
+        return cut.column(self.dout, self.din, self.has_bias, self.axis, self.parts, self.heads)
 
     def forward(self, x: Tensor, sizes: Sizes | None = None) -> Tensor:
         refuse_nested(x, "ColumnLinear")
         weight, bias = self.parameters_here()
         if self.local:
             return self.product(x, weight, bias)
-        how = self.group, self.sequence_parallel, sizes, self.tp_comm_overlap, self.product
         is_turned = self.batch_first and self.sequence_parallel and x.dim() > 2
-        (y,) = column_products(x.transpose(0, 1) if is_turned else x, (weight,), (bias,), *how)
+        (y,) = column_products(
+            x.transpose(0, 1) if is_turned else x,
+            (weight,),
+            (bias,),
+            self.group,
+            self.sequence_parallel,
+            sizes,
+            self.tp_comm_overlap,
+            self.product,
+        )
         return y.transpose(0, 1) if is_turned else y
 
     @staticmethod
@@ -171,10 +178,18 @@ class ColumnLinear(Linear):
         """The result of each of several such layers of one x, which is gathered once, and its
         gradient summed once."""
         first = layers[0]
-        how = first.group, first.sequence_parallel, sizes, first.tp_comm_overlap, first.product
         parameters = [layer.parameters_here() for layer in layers]
         weights, biases = zip(*parameters, strict=True)
-        return column_products(x, weights, biases, *how)
+        return column_products(
+            x,
+            weights,
+            biases,
+            first.group,
+            first.sequence_parallel,
+            sizes,
+            first.tp_comm_overlap,
+            first.product,
+        )
 
     def parameters_here(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias as a forward is to use them."""
@@ -198,8 +213,9 @@ class RowLinear(Linear):
         return feature_problems("weight: dim 1", self.din, self.group.size())
 
     def _layouts(self) -> Layouts:
-        how = self.axis, self.sequence_parallel, self.heads
-        return cut.row(self.dout, self.din, self.has_bias, *how)
+        return cut.row(
+            self.dout, self.din, self.has_bias, self.axis, self.sequence_parallel, self.heads
+        )
 
     def forward(self, x: Tensor, sizes: Sizes | None = None) -> Tensor:
         refuse_nested(x, "RowLinear")
@@ -207,13 +223,21 @@ class RowLinear(Linear):
         weight = self.oriented(weight) if self.transposed else weight
         if self.local:
             return self.product(x, weight)
-        how = self.group, self.sequence_parallel, sizes, self.tp_comm_overlap
         is_turned = self.batch_first and self.sequence_parallel and x.dim() > 2
         x = x.transpose(0, 1) if is_turned else x
-        if bias is None or not (self.sequence_parallel and is_reduced(bias)):
-            y = row_product(x, weight, *how, bias, self.product)
-        else:
-            y = row_product(x, weight, *how, None, self.product) + bias
+        is_added_here = bias is not None and self.sequence_parallel and is_reduced(bias)
+        y = row_product(
+            x,
+            weight,
+            self.group,
+            self.sequence_parallel,
+            sizes,
+            self.tp_comm_overlap,
+            None if is_added_here else bias,
+            self.product,
+        )
+        if is_added_here:
+            y = y + bias
         return y.transpose(0, 1) if is_turned else y
 
 
@@ -268,8 +292,8 @@ class ParallelMlp(FullTensors, nn.Module):
 
     def forward(self, x: Tensor, sizes: Sizes | None = None) -> Tensor:
         """sizes: under sequence parallelism the length of each rank's x, where they differ."""
-        how = {} if sizes is None else {"sizes": sizes}
+        options = {} if sizes is None else {"sizes": sizes}
         if not self.gated:
-            return self.down(self.activation(self.up(x, **how)), **how)
-        gate, up = self.gate_up(x, **how).chunk(2, -1)
-        return self.down(self.activation(gate) * up, **how)
+            return self.down(self.activation(self.up(x, **options)), **options)
+        gate, up = self.gate_up(x, **options).chunk(2, -1)
+        return self.down(self.activation(gate) * up, **options)

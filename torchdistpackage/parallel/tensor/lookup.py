@@ -34,9 +34,9 @@ class RowLookup(_SplitLookup):
     """A look-up in a table whose rows are split."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        how = {"vocab": self.tdp_size, "sizes": self._sizes, "padding_idx": self.padding_idx}
-        found = vocab_embedding(ids, own(self, "weight"), self.tdp_group, **how)
-        return collectives.reduce(found, self.tdp_group)
+        options = {"vocab": self.tdp_size, "sizes": self._sizes, "padding_idx": self.padding_idx}
+        rows = vocab_embedding(ids, own(self, "weight"), self.tdp_group, **options)
+        return collectives.reduce(rows, self.tdp_group)
 
 
 class ColumnLookup(_SplitLookup):
@@ -62,8 +62,8 @@ def split_lookup(embedding: nn.Embedding, by_rows: bool, size: int, group: Group
     size: rows of the table, or, where it is split by columns, columns.
     """
     kind = _kind_of(type(embedding), RowLookup if by_rows else ColumnLookup)
-    made = kind.__new__(kind)
-    made.__dict__.update(embedding.__dict__)
-    made._parameters = dict(embedding._parameters)
-    made.tdp_group, made.tdp_size = group, size
-    return made
+    split = kind.__new__(kind)
+    split.__dict__.update(embedding.__dict__)
+    split._parameters = dict(embedding._parameters)
+    split.tdp_group, split.tdp_size = group, size
+    return split

@@ -88,13 +88,13 @@ class LossTargets:
     ) -> "LossTargets":
         flat = target.flatten().long()
         ignored = flat == ignore_index
-        known = flat.masked_fill(ignored, 0)
-        check_ids(known, terms.vocab, "targets")
+        ids = flat.masked_fill(ignored, 0)
+        check_ids(ids, terms.vocab, "targets")
         start, width = terms.columns
-        column = known - start
-        mine = (column >= 0) & (column < width) & ~ignored
+        column = ids - start
+        is_local = (column >= 0) & (column < width) & ~ignored
         kept = (~ignored).to(torch.promote_types(logits_dtype, torch.float32))
-        factor, own, total = kept, None, float(terms.vocab)
+        factor, own_weights, total = kept, None, float(terms.vocab)
         if weight is not None:
             if weight.shape != (terms.vocab,):
                 raise LayoutError(
@@ -102,9 +102,17 @@ class LossTargets:
                     f"{terms.vocab}; pass all {terms.vocab} of them on every rank"
                 )
             weight = weight.detach().to(kept.device, kept.dtype)
-            own, total = weight[start : start + width], weight.sum()
-            factor = weight[known.clamp(0, terms.vocab - 1)] * kept
-        return cls(target.shape, column.masked_fill(~mine, 0), mine, kept, factor, own, total)
+            own_weights, total = weight[start : start + width], weight.sum()
+            factor = weight[ids.clamp(0, terms.vocab - 1)] * kept
+        return cls(
+            target.shape,
+            column.masked_fill(~is_local, 0),
+            is_local,
+            kept,
+            factor,
+            own_weights,
+            total,
+        )
 
     def split(self, num_tokens: int) -> "Iterator[tuple[slice, LossTargets]]":
         """Yield the same targets, `num_tokens` at a time."""
@@ -150,22 +158,22 @@ def look(x: Tensor, smooths: bool, targets: LossTargets) -> Tensor:
     Maximum h (-inf without columns), sum of exp(x - h), logit of the target or 0, and with
     smoothing the sum of w_c (x_c - h), where an h of -inf counts as 0.
     """
-    found = x.new_zeros((4, len(x)), dtype=targets.kept.dtype)
-    highest, total, hit, smooth = found
+    statistics = x.new_zeros((4, len(x)), dtype=targets.kept.dtype)
+    highest, total, hit, smooth = statistics
     highest.fill_(-torch.inf)
     if not x.shape[-1]:
-        return found
+        return statistics
     hit.copy_(x.gather(-1, targets.column.unsqueeze(-1)).squeeze(-1))
     hit.masked_fill_(~targets.mine, 0)
-    own = targets.own_weights
+    own_weights = targets.own_weights
     for at in rows_at_once(x):
-        block = x[at].to(found.dtype)
+        block = x[at].to(statistics.dtype)
         torch.amax(block, -1, out=highest[at])
         below = block - highest[at].masked_fill(highest[at] == -torch.inf, 0).unsqueeze(-1)
         if smooths:
-            smooth[at] = below.sum(-1) if own is None else below @ own
+            smooth[at] = below.sum(-1) if own_weights is None else below @ own_weights
         torch.sum(below.exp_(), -1, out=total[at])
-    return found
+    return statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +197,8 @@ def join(found: Tensor, terms: LossTerms, targets: LossTargets) -> tuple[Tensor,
     torch.mul(own_total, (own_highest - highest).exp_(), out=sums[0])
     sums[1] = (hit - highest).masked_fill_(~targets.mine, 0)
     if terms.smoothing and terms.width:
-        own = targets.own_weights
-        weight = float(terms.width) if own is None else own.sum()
+        own_weights = targets.own_weights
+        weight = float(terms.width) if own_weights is None else own_weights.sum()
         start = own_highest.masked_fill(own_highest == -torch.inf, 0)
         sums[2] = smooth + weight * (start - highest)
     all_reduce(sums, terms.group)
@@ -220,7 +228,7 @@ def gradient(
     if terms.z:
         scale = scale + grad * (softmax.total.log() + softmax.highest) * (2 * terms.z)
     scale = (scale / softmax.total).unsqueeze(-1)
-    highest, own = softmax.highest.unsqueeze(-1), targets.own_weights
+    highest, own_weights = softmax.highest.unsqueeze(-1), targets.own_weights
     hit = at_target.masked_fill(~targets.mine, 0).unsqueeze(-1)
     column = targets.column.unsqueeze(-1)
 
@@ -232,10 +240,10 @@ def gradient(
         block = torch.sub(x[at], highest[at], out=out[at]) if direct else x[at] - highest[at]
         block.exp_().mul_(scale[at])
         if smooth is not None:
-            if own is None:
+            if own_weights is None:
                 block.sub_(smooth[at].unsqueeze(-1))
             else:
-                block.addr_(smooth[at], own, alpha=-1)
+                block.addr_(smooth[at], own_weights, alpha=-1)
         block.scatter_add_(-1, column[at], -hit[at])
         if not direct:
             out[at] = block

@@ -93,11 +93,11 @@ class _LayerSwap:
         replaced: dict[nn.Module, nn.Module] = {}
         for path, cut in here.items():
             layer: Any = self._layer(path)
-            whole = dict(layer._parameters)
-            made, layouts = self._made(path, cut, layer, is_local=cut.entrance in entrances)
+            parameters = dict(layer._parameters)
+            replacement, layouts = self._made(path, cut, layer, is_local=cut.entrance in entrances)
             for name, layout in layouts.items():
-                made.register_parameter(name, self.shard(whole[name], layout))
-            replaced[layer] = made
+                replacement.register_parameter(name, self.shard(parameters[name], layout))
+            replaced[layer] = replacement
         for parent in list(self._module.modules()):
             for name, child in parent._modules.items():
                 if child in replaced:
@@ -132,7 +132,7 @@ class _LayerSwap:
         is_adapted, outputs, inputs = self._is_adapted(path), *cut.weight.shape
         if cut.transposed:
             outputs, inputs = inputs, outputs
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "bias": layer.bias is not None,
             "heads": cut.weight.heads,
             "transposed": cut.transposed,
@@ -145,9 +145,9 @@ class _LayerSwap:
         }
         if cut.kind in ("column", "joined"):
             parts = next(filter(None, cut.weight.parts), ())
-            column = ColumnLinear(inputs, outputs, parts=parts, local=is_local, **how)
+            column = ColumnLinear(inputs, outputs, parts=parts, local=is_local, **options)
             return column, column.layouts()
-        row = RowLinear(inputs, outputs, local=is_adapted, **how)
+        row = RowLinear(inputs, outputs, local=is_adapted, **options)
         if is_adapted:  # so that what the layer and its adapter make is summed as one
             self.modules[path].register_forward_hook(_Exit(self.group, row))
         return row, row.layouts()
@@ -260,13 +260,13 @@ class _HeadsHere:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = list(args)
+        arguments = list(args)
         for name, place in self.places.items():
             if name in kwargs:
                 kwargs = {**kwargs, name: self._mine(kwargs[name])}
-            elif place < len(given):
-                given[place] = self._mine(given[place])
-        return tuple(given), kwargs
+            elif place < len(arguments):
+                arguments[place] = self._mine(arguments[place])
+        return tuple(arguments), kwargs
 
     def _mine(self, x: Any) -> Any:
         """x (batch x heads, ...) or (batch, heads, ..., ...), of which one may stand for all."""

@@ -117,17 +117,17 @@ class _RowProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         for_x, for_weight = is_wanted(ctx)
         if torch.is_grad_enabled():
-            whole = apply(ctx.scatter.transposed(), grad)
-            dx = whole @ weight if for_x else None
+            full_grad = apply(ctx.scatter.transposed(), grad)
+            dx = full_grad @ weight if for_x else None
         else:
             arrivals = start_gather(grad, ctx.chunks)
-            whole, dx = arrivals.into, x.new_empty(x.shape) if for_x else None
+            full_grad, dx = arrivals.into, x.new_empty(x.shape) if for_x else None
             for rows in arrivals:
                 if dx is not None:
-                    dx[rows] = whole[rows] @ weight
+                    dx[rows] = full_grad[rows] @ weight
         if ctx.gathered.is_awaited:
-            ctx.gathered.grad = whole
-        (of_weight,) = parameter_gradients(x, (whole,), (weight,), (for_weight,))
+            ctx.gathered.grad = full_grad
+        (of_weight,) = parameter_gradients(x, (full_grad,), (weight,), (for_weight,))
         return dx, None, None, of_weight
 
 

@@ -50,11 +50,11 @@ class _SumOverSharing:
     def __call__(self, x: Tensor, calls: Any = primitives) -> Tensor:
         size = self.group.size()
         starts = sorted({self.heads.sharing_indices(size, i).start for i in range(size)})
-        mine = starts.index(self.heads.sharing_indices(size, self.group.rank()).start)
-        whole = x.new_zeros((len(starts), *x.shape))
-        whole[mine] = x
+        slot = starts.index(self.heads.sharing_indices(size, self.group.rank()).start)
+        slots = x.new_zeros((len(starts), *x.shape))
+        slots[slot] = x
         # a view would keep the others alive
-        return calls.all_reduce(whole, self.group)[mine].clone()
+        return calls.all_reduce(slots, self.group)[slot].clone()
 
     def transposed(self) -> LinearMap:
         return _CopyToSharing(self.group, self.heads)

@@ -30,10 +30,10 @@ def split_stacked(
     """
     shared: list[str] = []
     for name, layout in layouts.items():
-        whole = module._parameters[name]
-        assert whole is not None
+        weight = module._parameters[name]
+        assert weight is not None
         if layout.split_axes:
-            module.register_parameter(name, shard(whole, layout))
+            module.register_parameter(name, shard(weight, layout))
         else:
             shared.append(name)
     module.register_forward_pre_hook(_ExpertsInput(group, tuple(shared)), with_kwargs=True)

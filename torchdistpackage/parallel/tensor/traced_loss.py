@@ -25,13 +25,15 @@ def traced_losses(logits: Tensor, terms: LossTerms, targets: LossTargets, reduct
         highest = x.detach().amax(-1)
         below = x - highest.masked_fill(highest == -torch.inf, 0).unsqueeze(-1)
         hit = x.gather(-1, targets.column.unsqueeze(-1)).squeeze(-1)
-        own = targets.own_weights
-        smooth = below.sum(-1) if own is None else below @ own
-        found = torch.stack([highest, below.exp().sum(-1), hit, smooth])
+        own_weights = targets.own_weights
+        smooth = below.sum(-1) if own_weights is None else below @ own_weights
+        statistics = torch.stack([highest, below.exp().sum(-1), hit, smooth])
     else:
-        found = x.new_zeros((4, len(x))) + x.sum()  # keeps the graph, as every rank has a backward
-        found = torch.cat([torch.full_like(found[:1], -torch.inf), found[1:]])
-    return reduced(_joined(found, terms, targets), targets, reduction)
+        statistics = (
+            x.new_zeros((4, len(x))) + x.sum()
+        )  # keeps the graph, as every rank has a backward
+        statistics = torch.cat([torch.full_like(statistics[:1], -torch.inf), statistics[1:]])
+    return reduced(_joined(statistics, terms, targets), targets, reduction)
 
 
 def traced_linear_losses(
@@ -44,7 +46,7 @@ def traced_linear_losses(
 ) -> Tensor:
     """Return the losses of `linear_cross_entropy`."""
     x = apply(IdentityForward(terms.group), x)
-    found = _look(
+    statistics = _look(
         x.reshape(len(targets.column), x.shape[-1]),
         weight,
         targets.column,
@@ -54,7 +56,7 @@ def traced_linear_losses(
         bool(terms.smoothing),
         num_tokens,
     )
-    return reduced(_joined(found, terms, targets), targets, reduction)
+    return reduced(_joined(statistics, terms, targets), targets, reduction)
 
 
 def _joined(found: Tensor, terms: LossTerms, targets: LossTargets) -> Tensor:
@@ -67,8 +69,8 @@ def _joined(found: Tensor, terms: LossTerms, targets: LossTargets) -> Tensor:
         (hit - highest).masked_fill(~targets.mine, 0),
     ]
     if terms.smoothing:
-        own = targets.own_weights
-        weight = float(terms.width) if own is None else own.sum()
+        own_weights = targets.own_weights
+        weight = float(terms.width) if own_weights is None else own_weights.sum()
         start = own_highest.masked_fill(own_highest == -torch.inf, 0)
         seen.append(smooth + weight * (start - highest) if terms.width else smooth * 0)
     sums = apply(Reduce(terms.group), torch.stack(seen))
@@ -119,8 +121,8 @@ def _look(
     """`look` at x W^T, (4, N)."""
     targets = LossTargets(column.shape, column, mine, kept, kept, own_weights, 0.0)
     with torch.autocast(x.device.type, enabled=False):
-        found = [look(x[at] @ weight.t(), smooths, p) for at, p in targets.split(num_tokens)]
-    return torch.cat(found, 1)
+        statistics = [look(x[at] @ weight.t(), smooths, p) for at, p in targets.split(num_tokens)]
+    return torch.cat(statistics, 1)
 
 
 @_look.register_fake
@@ -167,8 +169,8 @@ def _(grad, found, x, weight, column, mine, own_weights, smooths, num_tokens):
 
 
 def _keep(ctx, inputs, output) -> None:
-    x, weight, column, mine, _, own_weights, ctx.smooths, ctx.num_tokens = inputs
-    ctx.save_for_backward(output, x, weight, column, mine, own_weights)
+    x, weight, column, is_local, _, own_weights, ctx.smooths, ctx.num_tokens = inputs
+    ctx.save_for_backward(output, x, weight, column, is_local, own_weights)
 
 
 def _backward(ctx, grad: Tensor):

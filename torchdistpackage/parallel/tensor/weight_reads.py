@@ -52,12 +52,12 @@ class SplitWeight(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        named, known = kwargs or {}, func in KNOWN
+        named, is_known = kwargs or {}, func in KNOWN
         written = named.get("out", args[0] if args and is_write(func) else None)
         if isinstance(written, SplitWeight):
             return written.write(func, args, named)
-        given = plain if known else whole
-        args, named = map_tensors(args, given), map_tensors(named, given)
+        convert = plain if is_known else whole
+        args, named = map_tensors(args, convert), map_tensors(named, convert)
         if not all(issubclass(kind, SplitWeight | nn.Parameter) for kind in types):
             return func(*args, **named)  # the others have rules of their own
         with torch._C.DisableTorchFunctionSubclass():
@@ -168,7 +168,7 @@ def _places(layout: Layout, num: int) -> tuple[int, list[int], Tensor | None]:
 
     None: in order.
     """
-    mesh, found, start = _mesh(layout, num), dict[int, int](), 0
+    mesh, index_of, start = _mesh(layout, num), dict[int, int](), 0
     dim = next(d for d, axes in enumerate(layout.split) if axes)
     lengths = [local_shape(layout, mesh, rank)[dim] for rank in range(num)]
     if not (any(layout.parts) or layout.heads or layout.ranges):
@@ -176,9 +176,9 @@ def _places(layout: Layout, num: int) -> tuple[int, list[int], Tensor | None]:
     for rank, length in enumerate(lengths):
         for box, here in blocks(layout, mesh, rank):
             for offset, place in enumerate(range(box[dim].start, box[dim].stop)):
-                found.setdefault(place, start + here[dim].start + offset)
+                index_of.setdefault(place, start + here[dim].start + offset)
         start += length
-    return dim, lengths, torch.tensor([found[place] for place in range(layout.shape[dim])])
+    return dim, lengths, torch.tensor([index_of[place] for place in range(layout.shape[dim])])
 
 
 def _mesh(layout: Layout, num: int) -> Mesh:
@@ -201,19 +201,19 @@ def read_whole(*names: str, by_any: bool = False) -> Callable[[type], type]:
 
 def own(layer: nn.Module, name: str) -> Any:
     """The parameter, or buffer, of that name as the layer itself computes with it."""
-    held = layer.__dict__
-    if name in held:  # a tensor that stands in for a parameter
-        return held[name]
-    parameters = held["_parameters"]
+    attributes = layer.__dict__
+    if name in attributes:  # a tensor that stands in for a parameter
+        return attributes[name]
+    parameters = attributes["_parameters"]
     return parameters[name] if name in parameters else getattr(layer, name)
 
 
 def _property(name: str, by_any: bool) -> property:
     def read(layer: nn.Module) -> Any:
-        held = layer.__dict__
-        if name in held:
-            return held[name]
-        parameters = held.get("_parameters", {})
+        attributes = layer.__dict__
+        if name in attributes:
+            return attributes[name]
+        parameters = attributes.get("_parameters", {})
         if name not in parameters:
             raise AttributeError(name)  # then torch's own look-up follows
         parameter = parameters[name]
