@@ -22,7 +22,7 @@ Files = Mapping[str, FileFacts]
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
-    """What one rank has written.
+    """The files that one rank has written.
 
     digests: of the headers of the files, by name. headers: by digest those that the committer
     lacks, compressed.

@@ -72,12 +72,12 @@ class CollectiveSpec:
 
     @property
     def cuts(self) -> bool:
-        """Whether a rank gets a part of what another one gives."""
+        """Return whether each rank receives a slice of another rank's input."""
         return self.in_parts and not self.input_is_part
 
     @property
     def joins(self) -> bool:
-        """Whether a rank joins parts."""
+        """Return whether a rank joins the slices of all ranks."""
         return self.in_parts and not self.output_is_part
 
     def load(self, path: str) -> Any:

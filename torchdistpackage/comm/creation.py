@@ -159,7 +159,7 @@ def await_members(group: Group) -> None:
 
 
 def is_joined() -> bool:
-    """Whether this process is one of the ranks of a default group."""
+    """Return whether this process is one of the ranks of a default group."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -182,7 +182,7 @@ def default_store() -> dist.Store:
 
 
 def is_alive(group: Group | None) -> bool:
-    """Whether torch still knows the group: companions may be of a world that ended."""
+    """Return whether torch still knows the group: companions may belong to a world that ended."""
     return group in dist.distributed_c10d._world.pg_map
 
 
@@ -224,7 +224,7 @@ _limits: PerGroup[timedelta] = PerGroup()
 
 
 def limit_of(group: Group) -> timedelta | None:
-    """What `set_timeout` said last of this group, or None."""
+    """Return the last time limit that `set_timeout` set for this group, or None."""
     return _limits.get(group)
 
 

@@ -51,7 +51,7 @@ _STORE = Transport("store")
 
 @dataclass(frozen=True, slots=True)
 class ForEach:
-    """What `reduce` returns where ranks get answers of their own, in group order."""
+    """The result of `reduce` where each rank gets an answer of its own, in group order."""
 
     answers: Sequence[object]
 

@@ -242,7 +242,8 @@ announce(
 
 
 def lookup(module: str, name: str) -> object:
-    """What the old `module` called `name`, loaded now; a module below it counts as a name.
+    """Return the attribute that the old `module` called `name`, loaded now; a submodule counts as a
+    name.
 
     Raises:
         AttributeError: it never had that name.

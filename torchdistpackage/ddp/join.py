@@ -24,7 +24,7 @@ from torchdistpackage.errors import CommError
 
 
 class _JoinState(IntEnum):
-    """What a rank announces that it will do. BUFFERS: a forward after a broadcast of buffers."""
+    """The call that a rank announces. BUFFERS: a forward after a broadcast of buffers."""
 
     DONE = 0
     FORWARD = 1

@@ -17,7 +17,7 @@ Wrong = tuple[float, int]
 
 
 def backward_culprit(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Mapping[str, int]
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Mapping[str, int]
 ) -> tuple[str, float, int] | None:
     """Return the module whose backward is wrong, by how much, and on which rank; None if none is.
 
@@ -25,10 +25,10 @@ def backward_culprit(
     get a wrong gradient too.
     """
     wrong, got_wrong = dict[str, Wrong](), set[str]()
-    for name in whole.modules:
+    for name in reference.modules:
         for rank, record in enumerate(ranks):
             if name in record.modules:
-                verdict = _turned(record, whole, name, axes)
+                verdict = _turned(record, reference, name, axes)
                 if verdict == "given":
                     got_wrong.add(name)
                 elif isinstance(verdict, float):
@@ -37,21 +37,21 @@ def backward_culprit(
         m for m in wrong if any(not _is_inside(p, m) and not _is_inside(m, p) for p in got_wrong)
     }
     module = ""
-    while inner := [x for x in _below(module, whole) if x in culprits]:
+    while inner := [x for x in _below(module, reference) if x in culprits]:
         module = inner[-1]  # the backward comes to the last one first
-        if _is_partial(whole, ranks, module):
+        if _is_partial(reference, ranks, module):
             break
     return (module, *wrong[module]) if module else None
 
 
 def _turned(
-    record: ParityRecord, whole: ParityRecord, name: str, axes: Mapping[str, int]
+    record: ParityRecord, reference: ParityRecord, name: str, axes: Mapping[str, int]
 ) -> float | str | None:
     """Return how wrong the gradient is that a rank's module passes back for a right one.
 
     The answer is "given" if it got a wrong one, and None if neither holds or nothing is known.
     """
-    own, full = record.modules[name], whole.modules[name]
+    own, full = record.modules[name], reference.modules[name]
     if not own.output_grads or len(own.output_grads) != len(full.output_grads):
         return None
     if not any(bool(x.any()) for x in full.output_grads):
@@ -82,9 +82,9 @@ def _apart(own: Sequence[Tensor], full: Sequence[Tensor], factor: float) -> floa
     return worst if worst > TOLERANCE else 0.0
 
 
-def _is_partial(whole: ParityRecord, ranks: Sequence[ParityRecord], name: str) -> bool:
+def _is_partial(reference: ParityRecord, ranks: Sequence[ParityRecord], name: str) -> bool:
     """Return True if the ranks' gradients of a module's inputs add up to the whole one."""
-    full = whole.modules[name].input_grads
+    full = reference.modules[name].input_grads
     by_rank = [r.modules[name].input_grads for r in ranks if name in r.modules]
     if len(by_rank) < 2 or any(
         [x.shape for x in grads] != [x.shape for x in full] for grads in by_rank
@@ -99,9 +99,9 @@ def _is_inside(name: str, other: str) -> bool:
     return name == other or other == "" or name.startswith(f"{other}.")
 
 
-def _below(parent: str, whole: ParityRecord) -> Iterator[str]:
+def _below(parent: str, reference: ParityRecord) -> Iterator[str]:
     """Yield the known modules inside another one, with no known one between, in their order."""
-    inside = [x for x in whole.modules if x not in ("", parent) and _is_inside(x, parent)]
+    inside = [x for x in reference.modules if x not in ("", parent) and _is_inside(x, parent)]
     for name in inside:
         if not any(name != x and _is_inside(name, x) for x in inside):
             yield name

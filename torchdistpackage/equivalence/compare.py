@@ -72,7 +72,7 @@ class ParityFinding:
 
 
 def first_difference(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure = PARTS
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure = PARTS
 ) -> ParityFinding | None:
     """Return the first difference of the records of a layout from that of one process, or None.
 
@@ -80,19 +80,19 @@ def first_difference(
     """
     for rank, record in enumerate(ranks):
         if record.error:
-            module = _module_in(record.error, whole)
+            module = _module_in(record.error, reference)
             line = record.error.removeprefix(f"{module}: ")
             return ParityFinding(module, ITS_STEP, None, rank, line, record.error_detail)
     looks = (_initial, _data, _forward, _loss, _grads, _dropout, _buffers, _norm, _weights)
-    return next((x for look in looks if (x := look(whole, ranks, axes, by)) is not None), None)
+    return next((x for look in looks if (x := look(reference, ranks, axes, by)) is not None), None)
 
 
-def _module_in(text: str, whole: ParityRecord) -> str:
+def _module_in(text: str, reference: ParityRecord) -> str:
     """Return the module that `told_where` put first, else one whose name is in the text."""
     at = text.partition(": ")[0]
-    if at in whole.modules and at:
+    if at in reference.modules and at:
         return at
-    return next((name for name in whole.modules if name and name in text), WHOLE_MODEL)
+    return next((name for name in reference.modules if name and name in text), WHOLE_MODEL)
 
 
 def _owner(name: str) -> str:
@@ -101,7 +101,7 @@ def _owner(name: str) -> str:
 
 
 def _worst(
-    whole: Mapping[str, Tensor],
+    reference: Mapping[str, Tensor],
     by_rank: Iterable[Mapping[str, Tensor]],
     name: str,
     by: Measure,
@@ -112,12 +112,12 @@ def _worst(
 
     noise: a difference of so much in any element is rounding.
     """
-    if noise and whole[name].numel():
-        noise /= max(float(whole[name].abs().max()), 1e-30)
+    if noise and reference[name].numel():
+        noise /= max(float(reference[name].abs().max()), 1e-30)
     differences: list[tuple[float, int]] = []
     for rank, tensors in enumerate(by_rank):
         if name in tensors:
-            apart = by.apart(tensors[name], whole[name])
+            apart = by.apart(tensors[name], reference[name])
             differences.append((float("inf") if apart is None else apart, rank))
     worst, rank = max(differences, default=(0.0, 0))
     if worst <= max(by.tolerance, noise):
@@ -131,23 +131,23 @@ def _largest(tensors: Mapping[str, Tensor]) -> float:
 
 
 def _initial(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
     """Compare the initial weights."""
-    for name in whole.initial:
-        if (worst := _worst(whole.initial, (r.initial for r in ranks), name, by)) is not None:
+    for name in reference.initial:
+        if (worst := _worst(reference.initial, (r.initial for r in ranks), name, by)) is not None:
             cause = "initial weights that a rank draws from a state of its own, or a wrong shard"
             return ParityFinding(_owner(name), f"the first weights ({name})", *worst, cause)
     return None
 
 
 def _data(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
     """Compare the samples that the ranks read."""
-    if not whole.inputs or not any(record.inputs for record in ranks):
+    if not reference.inputs or not any(record.inputs for record in ranks):
         return None
-    for number, tensor in enumerate(whole.inputs):
+    for number, tensor in enumerate(reference.inputs):
         fed = [(rank, r.inputs[number]) for rank, r in enumerate(ranks) if len(r.inputs) > number]
         for rank, samples in fed:
             apart = difference(samples, tensor)
@@ -164,40 +164,40 @@ def _data(
 
 
 def _forward(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
     """Compare the outputs of modules, from the outermost inwards."""
-    wrong = {n: x for n in whole.modules if (x := _output(whole, ranks, n, by)) is not None}
-    if whole.results:
+    wrong = {n: x for n in reference.modules if (x := _output(reference, ranks, n, by)) is not None}
+    if reference.results:
         # where what comes out is known, a module inside counts only if that differs
-        if (worst := _results(whole, ranks, by)) is None:
+        if (worst := _results(reference, ranks, by)) is None:
             return None
         wrong[""] = worst
     # a part of a sum is as it should be; whether somebody adds it up, its parent shows
-    partial = {name for name in wrong if _is_partial(whole, ranks, name, by)}
-    tops = [n for n in wrong if not any(_is_inside(n, x) for x in whole.modules if x != n)]
+    partial = {name for name in wrong if _is_partial(reference, ranks, name, by)}
+    tops = [n for n in wrong if not any(_is_inside(n, x) for x in reference.modules if x != n)]
     if not tops:
         return None
     module = "" if "" in wrong else tops[0]
     while inner := [
-        x for x in wrong if x not in partial and x != module and _level(x, module, whole)
+        x for x in wrong if x not in partial and x != module and _level(x, module, reference)
     ]:
         # what is wrong because its inputs are, comes of its parent's own lines
-        right = [name for name in inner if _has_right_inputs(whole, ranks, name, by)]
+        right = [name for name in inner if _has_right_inputs(reference, ranks, name, by)]
         if not right:
             break
         module = right[0]
     excess, rank = wrong[module]
     sums = any(_is_inside(name, module) for name in partial)
-    cause = _forward_cause(whole, ranks, module, axes, sums, by)
+    cause = _forward_cause(reference, ranks, module, axes, sums, by)
     return ParityFinding(module or WHOLE_MODEL, "outputs", excess, rank, cause)
 
 
 def _results(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], by: Measure
 ) -> tuple[float | None, int] | None:
     """Return how far the whole model's outputs are off, and on which rank; None: all are right."""
-    for number, full in enumerate(whole.results):
+    for number, full in enumerate(reference.results):
         apart = (by.apart(record.results[number], full) for record in ranks)
         differences = [(float("inf") if x is None else x, rank) for rank, x in enumerate(apart)]
         worst, rank = max(differences)
@@ -207,11 +207,11 @@ def _results(
 
 
 def _has_right_inputs(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], name: str, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], name: str, by: Measure
 ) -> bool:
     """Return True if the inputs of a module are right on all ranks."""
     by_rank = [r.modules[name].inputs for r in ranks if name in r.modules]
-    full = whole.modules[name]
+    full = reference.modules[name]
     apart = (_lists(inputs, full.inputs, by) for inputs in by_rank)
     firsts = [x[0] for x in by_rank if x]
     is_right = all(x is None or x <= by.tolerance for x in apart)
@@ -223,30 +223,30 @@ def _is_inside(name: str, other: str) -> bool:
     return other == "" or name.startswith(f"{other}.")
 
 
-def _level(name: str, parent: str, whole: ParityRecord) -> bool:
+def _level(name: str, parent: str, reference: ParityRecord) -> bool:
     """Return True if a module is in another one, and no known one lies between the two."""
     if not _is_inside(name, parent):
         return False
-    between = (x for x in whole.modules if x not in (name, parent))
+    between = (x for x in reference.modules if x not in (name, parent))
     return not any(_is_inside(name, x) and _is_inside(x, parent) and x != "" for x in between)
 
 
 def _output(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], name: str, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], name: str, by: Measure
 ) -> tuple[float | None, int] | None:
     """Return the largest difference of a module's outputs, and the rank; None: all fit."""
     differences: list[tuple[float, int]] = []
     for rank, record in enumerate(ranks):
         # a block that a border between stages cuts is not whole on either
-        parts = (x for x in whole.modules if _is_inside(x, name))
+        parts = (x for x in reference.modules if _is_inside(x, name))
         if name in record.modules and all(x in record.modules for x in parts):
-            apart = _lists(record.modules[name].outputs, whole.modules[name].outputs, by)
+            apart = _lists(record.modules[name].outputs, reference.modules[name].outputs, by)
             if apart is not None:
                 differences.append((apart, rank))
     worst, rank = max(differences, default=(0.0, 0))
     if worst > by.tolerance:
         return worst, rank
-    if _is_missing(_first_outputs(ranks, name), whole.modules[name].outputs, by):
+    if _is_missing(_first_outputs(ranks, name), reference.modules[name].outputs, by):
         return None, differences[-1][1]  # each is a part, and another one is on no rank
     return None
 
@@ -259,9 +259,9 @@ def _is_missing(held: Sequence[Tensor], full: Sequence[Tensor], by: Measure) -> 
     return bool(parts) and len(parts) == len(held) and missing_place(parts, full[0])
 
 
-def _lists(mine: Sequence[Tensor], whole: Sequence[Tensor], by: Measure) -> float | None:
+def _lists(mine: Sequence[Tensor], reference: Sequence[Tensor], by: Measure) -> float | None:
     """Return the largest difference of tensors that can be compared."""
-    apart = [by.apart(a, b) for a, b in zip(mine, whole, strict=False)]
+    apart = [by.apart(a, b) for a, b in zip(mine, reference, strict=False)]
     return max((x for x in apart if x is not None), default=None)
 
 
@@ -271,11 +271,13 @@ def _first_outputs(ranks: Sequence[ParityRecord], name: str) -> list[Tensor]:
     return [outputs[0] for outputs in calls if outputs]
 
 
-def _is_partial(whole: ParityRecord, ranks: Sequence[ParityRecord], name: str, by: Measure) -> bool:
+def _is_partial(
+    reference: ParityRecord, ranks: Sequence[ParityRecord], name: str, by: Measure
+) -> bool:
     """Return True if the ranks' outputs of a module add up to the whole one."""
-    if name not in whole.modules:
+    if name not in reference.modules:
         return False
-    held, full = _first_outputs(ranks, name), whole.modules[name].outputs
+    held, full = _first_outputs(ranks, name), reference.modules[name].outputs
     if len(held) < 2 or not full or any(x.shape != full[0].shape for x in held):
         return False
     if not full[0].is_floating_point():
@@ -285,7 +287,7 @@ def _is_partial(whole: ParityRecord, ranks: Sequence[ParityRecord], name: str, b
 
 
 def _forward_cause(
-    whole: ParityRecord,
+    reference: ParityRecord,
     ranks: Sequence[ParityRecord],
     name: str,
     axes: Axes,
@@ -298,7 +300,7 @@ def _forward_cause(
     """
     outputs = _first_outputs(ranks, name)
     alike = all(x.shape == outputs[0].shape and bool((x == outputs[0]).all()) for x in outputs)
-    if (sums and not alike) or _is_partial(whole, ranks, name, by):
+    if (sums and not alike) or _is_partial(reference, ranks, name, by):
         return "parts of a sum that nobody adds up over the ranks"
     if sums:
         return "what belongs to a sum once is added on every rank, as a bias"
@@ -313,22 +315,22 @@ def _forward_cause(
 
 
 def _loss(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
     """Compare the losses."""
     held = [record.losses for record in ranks if record.losses]
-    if not held or not whole.losses:
+    if not held or not reference.losses:
         return None
     mean = sum(losses[0] for losses in held) / len(held)
-    apart = abs(mean - whole.losses[0]) / max(abs(whole.losses[0]), 1e-30)
+    apart = abs(mean - reference.losses[0]) / max(abs(reference.losses[0]), 1e-30)
     if apart <= by.tolerance:
         return None
-    ratio = mean / whole.losses[0] if whole.losses[0] else 0.0
+    ratio = mean / reference.losses[0] if reference.losses[0] else 0.0
     cause = "means of parts with unequal counts, whose mean is not that of the whole"
     for size in _sizes(axes):
         if abs(ratio - size) < 1e-6 or abs(ratio - 1 / size) < 1e-6:
             cause = f"a sum where the mean belongs, or one divided twice: it is {ratio:.4g} times"
-    worst = max(range(len(held)), key=lambda i: abs(held[i][0] - whole.losses[0]))
+    worst = max(range(len(held)), key=lambda i: abs(held[i][0] - reference.losses[0]))
     return ParityFinding(LOSS, "the loss", apart, worst, cause)
 
 
@@ -342,15 +344,15 @@ def _sizes(axes: Axes) -> list[int]:
 
 
 def _grads(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
     """Compare the gradients, without the effect of clipping."""
-    unclipped = _without_clipping(whole, ranks, by)
-    return _first_grad(whole, ranks if unclipped is None else unclipped, axes, by)
+    unclipped = _without_clipping(reference, ranks, by)
+    return _first_grad(reference, ranks if unclipped is None else unclipped, axes, by)
 
 
 def _without_clipping(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], by: Measure
 ) -> Sequence[ParityRecord] | None:
     """Return the records with gradients from before clipping by the norm; None: clipping is not the
     cause.
@@ -358,40 +360,42 @@ def _without_clipping(
     One wrong gradient changes the norm, and so all gradients by one factor. If all differ, and some
     fit once that factor is taken out, the others are those that were wrong.
     """
-    noise = max(by.noise * _largest(whole.grads), by.least_noise)
-    names = [name for name, x in whole.grads.items() if float(x.abs().max()) > noise]
+    noise = max(by.noise * _largest(reference.grads), by.least_noise)
+    names = [name for name, x in reference.grads.items() if float(x.abs().max()) > noise]
 
     def wrong(held: Sequence[ParityRecord]) -> list[str]:
-        return [n for n in names if _worst(whole.grads, (r.grads for r in held), n, by, noise)]
+        return [n for n in names if _worst(reference.grads, (r.grads for r in held), n, by, noise)]
 
     if len(wrong(ranks)) < len(names):
         return None
     scaled: list[ParityRecord] = []
     for record in ranks:
         same = [
-            n for n in names if n in record.grads and record.grads[n].shape == whole.grads[n].shape
+            n
+            for n in names
+            if n in record.grads and record.grads[n].shape == reference.grads[n].shape
         ]
-        factors = sorted(_factor(record.grads[n], whole.grads[n]) for n in same)
+        factors = sorted(_factor(record.grads[n], reference.grads[n]) for n in same)
         factor = factors[len(factors) // 2] if factors else 1.0
         grads = {n: x / factor for n, x in record.grads.items()} if factor > 0 else record.grads
         scaled.append(replace(record, grads=grads))
     return scaled if 0 < len(wrong(scaled)) < len(names) else None
 
 
-def _factor(tensor: Tensor, whole: Tensor) -> float:
+def _factor(tensor: Tensor, reference: Tensor) -> float:
     """Return by how much the first tensor is longer along the second."""
-    tensor, whole = tensor.double().flatten(), whole.double().flatten()
-    return float(tensor @ whole / (whole @ whole))
+    tensor, reference = tensor.double().flatten(), reference.double().flatten()
+    return float(tensor @ reference / (reference @ reference))
 
 
 def _first_grad(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
     """Compare the gradients, from the loss backwards."""
-    order = {name: place for place, name in enumerate(whole.modules)}
-    names = sorted(whole.grads, key=lambda name: order.get(name.rpartition(".")[0], -1))
+    order = {name: place for place, name in enumerate(reference.modules)}
+    names = sorted(reference.grads, key=lambda name: order.get(name.rpartition(".")[0], -1))
     # a gradient that is zero by nature, as of a bias of keys, is what rounding leaves of a sum
-    noise = max(by.noise * _largest(whole.grads), by.least_noise)
+    noise = max(by.noise * _largest(reference.grads), by.least_noise)
     for name in reversed(names):  # the backward comes to the last module first
         # ZeRO leaves a rank no whole gradient of any parameter
         held_by = [(i, r) for i, r in enumerate(ranks) if r.grads and name in r.initial]
@@ -399,29 +403,31 @@ def _first_grad(
         if missing:
             cause = "a parameter that no backward reaches on this rank"
             return ParityFinding(_owner(name), f"no gradient ({name})", None, missing[0], cause)
-        if (worst := _worst(whole.grads, (r.grads for r in ranks), name, by, noise)) is not None:
+        if (
+            worst := _worst(reference.grads, (r.grads for r in ranks), name, by, noise)
+        ) is not None:
             held = [record.grads[name] for record in ranks if name in record.grads]
-            cause = _grad_cause(whole.grads[name], held, axes)
-            if (before := backward_culprit(whole, ranks, axes)) is not None:
+            cause = _grad_cause(reference.grads[name], held, axes)
+            if (before := backward_culprit(reference, ranks, axes)) is not None:
                 module, *apart = before
                 return ParityFinding(module, "gradients of its inputs", *apart, cause)
             return ParityFinding(_owner(name), f"gradients ({name})", *worst, cause)
     return None
 
 
-def _grad_cause(whole: Tensor, held: Sequence[Tensor], axes: Axes) -> str:
+def _grad_cause(reference: Tensor, held: Sequence[Tensor], axes: Axes) -> str:
     """Return the usual cause of a wrong gradient."""
     alike = all(x.shape == held[0].shape for x in held)
-    if alike and held[0].shape == whole.shape:
-        total = sum((x.double() for x in held), start=0 * whole.double())
+    if alike and held[0].shape == reference.shape:
+        total = sum((x.double() for x in held), start=0 * reference.double())
         for factor in (1.0, 1.0 / len(held), *(1.0 / size for size in _sizes(axes))):
-            apart = difference(total * factor, whole)
+            apart = difference(total * factor, reference)
             same = all((difference(x, held[0]) or 0.0) <= TOLERANCE for x in held[1:])
             if apart is not None and apart <= TOLERANCE and not same:
                 return f"a gradient that nobody sums over {' and '.join(axes)}"
     for size in _sizes(axes):
         for factor in (size, 1 / size):
-            apart = [difference(x.double() / factor, whole) for x in held]
+            apart = [difference(x.double() / factor, reference) for x in held]
             if all(x is not None and x <= TOLERANCE for x in apart):
                 kind = "summed where the mean belongs" if factor > 1 else "divided twice"
                 return f"a gradient that is {kind}: it is {factor:.4g} times that of one process"
@@ -429,7 +435,7 @@ def _grad_cause(whole: Tensor, held: Sequence[Tensor], axes: Axes) -> str:
 
 
 def _dropout(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
     """Compare the dropout masks of ranks along each axis."""
     shares = math.prod(size for axis, size in axes.items() if axis != "tensor")
@@ -444,7 +450,10 @@ def _dropout(
                 if same and apart[0] in SPLITS_BATCH:
                     cause = "dropout drawn alike for different samples"
                     return ParityFinding(name, "dropout masks", None, rank, cause)
-                split = name in whole.masks and mask.numel() * shares < whole.masks[name].numel()
+                split = (
+                    name in reference.masks
+                    and mask.numel() * shares < reference.masks[name].numel()
+                )
                 if not same and apart[0] == "tensor" and not split:
                     cause = "dropout drawn apart for what tensor ranks hold alike"
                     return ParityFinding(name, "dropout masks", None, rank, cause)
@@ -455,22 +464,22 @@ def _dropout(
 
 
 def _buffers(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
     """Compare the buffers."""
-    for name in whole.buffers:
-        if (worst := _worst(whole.buffers, (r.buffers for r in ranks), name, by)) is not None:
+    for name in reference.buffers:
+        if (worst := _worst(reference.buffers, (r.buffers for r in ranks), name, by)) is not None:
             cause = "a buffer that is not reduced over the ranks"
             return ParityFinding(_owner(name), f"a buffer ({name})", *worst, cause)
     return None
 
 
 def _norm(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
     """Compare the gradient norms."""
     for rank, record in enumerate(ranks):
-        for norm, full in zip(record.norms, whole.norms, strict=False):
+        for norm, full in zip(record.norms, reference.norms, strict=False):
             apart = abs(norm - full) / max(abs(full), 1e-30)
             if apart > TOLERANCE:
                 cause = "a norm over a part of the parameters, or with replicas counted twice"
@@ -479,20 +488,20 @@ def _norm(
 
 
 def _weights(
-    whole: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
     """Compare the weights after the last step."""
-    least, largest = by.noise * _largest(whole.grads), _largest(whole.weights)
-    for name in whole.weights:
+    least, largest = by.noise * _largest(reference.grads), _largest(reference.weights)
+    for name in reference.weights:
         # an optimizer that divides by the size of a gradient makes steps of its rounding
-        is_noise = name in whole.grads and float(whole.grads[name].abs().max()) <= least
+        is_noise = name in reference.grads and float(reference.grads[name].abs().max()) <= least
         noise = by.tolerance * largest if is_noise else 0.0
-        worst = _worst(whole.weights, (r.weights for r in ranks), name, by, noise)
+        worst = _worst(reference.weights, (r.weights for r in ranks), name, by, noise)
         if worst is not None:
             cause = "an optimizer or a clipping that computes over a part, as by a norm of its own"
             return ParityFinding(_owner(name), f"weights after the steps ({name})", *worst, cause)
     later = [(abs(a - b) / max(abs(b), 1e-30)) for r in ranks if len(ranks) == 1
-             for a, b in zip(r.losses, whole.losses, strict=False)]  # fmt: skip
+             for a, b in zip(r.losses, reference.losses, strict=False)]  # fmt: skip
     if later and max(later) > TOLERANCE:
         return ParityFinding(LOSS, "the loss", max(later), 0, "an update that differs")
     return None

@@ -20,20 +20,20 @@ _JOINED = (2, 3, 4, 6, 8, 12, 16)
 """Pieces that are tried: three of queries, keys and values, more where these have unlike sizes."""
 
 
-def difference(part: Tensor, whole: Tensor) -> float | None:
+def difference(part: Tensor, full_tensor: Tensor) -> float | None:
     """Return the largest difference, over the whole's largest number, where `part` fits best.
 
-    None: it has no shape that a part of `whole` could have.
+    None: it has no shape that a part of `full_tensor` could have.
     """
-    if part.dim() != whole.dim():
+    if part.dim() != full_tensor.dim():
         return None
     if part.dim() == 0:
-        part, whole = part.reshape(1), whole.reshape(1)
-    part, whole = _real(part), _real(whole)
-    scale = max(float(whole.abs().max()) if whole.numel() else 0.0, 1e-30)
-    best = _fit(part, whole, scale)
+        part, full_tensor = part.reshape(1), full_tensor.reshape(1)
+    part, full_tensor = _real(part), _real(full_tensor)
+    scale = max(float(full_tensor.abs().max()) if full_tensor.numel() else 0.0, 1e-30)
+    best = _fit(part, full_tensor, scale)
     if best is not None and best > TOLERANCE * scale:
-        best = min(best, _joined(part, whole, scale))
+        best = min(best, _joined(part, full_tensor, scale))
     return None if best is None else best / scale
 
 
@@ -79,16 +79,16 @@ def elementwise_within(tolerance: float, least_noise: float = 0.0) -> Measure:
     return Measure(tolerance, 0.0, least_noise, elementwise, False)
 
 
-def _joined(part: Tensor, whole: Tensor, scale: float) -> float:
+def _joined(part: Tensor, full_tensor: Tensor, scale: float) -> float:
     """Return the difference if the last dim of `part` joins several pieces of the whole's.
 
     It is infinity if no number of pieces fits.
     """
-    if part.dim() > 1 and part.shape[-1] < whole.shape[-1]:
+    if part.dim() > 1 and part.shape[-1] < full_tensor.shape[-1]:
         for number in (n for n in _JOINED if part.shape[-1] % n == 0):
             found = 0.0
             for piece in part.chunk(number, -1):
-                apart = _fit(piece, whole, scale)
+                apart = _fit(piece, full_tensor, scale)
                 found = max(found, float("inf") if apart is None else apart)
                 if found > TOLERANCE * scale:
                     break
@@ -97,49 +97,51 @@ def _joined(part: Tensor, whole: Tensor, scale: float) -> float:
     return float("inf")
 
 
-def _fit(part: Tensor, whole: Tensor, scale: float) -> float | None:
+def _fit(part: Tensor, full_tensor: Tensor, scale: float) -> float | None:
     """Return the difference where `part` fits best, also with the first two dims merged."""
-    best = _best(part, whole)
+    best = _best(part, full_tensor)
     if part.dim() > 2 and (best is None or best > TOLERANCE * scale):
         # samples of several microbatches, of a model whose first dim is the sequence
-        merged = _best(part.flatten(0, 1), whole.flatten(0, 1))
+        merged = _best(part.flatten(0, 1), full_tensor.flatten(0, 1))
         best = min((x for x in (best, merged) if x is not None), default=None)
     return best
 
 
-def _best(part: Tensor, whole: Tensor) -> float | None:
+def _best(part: Tensor, full_tensor: Tensor) -> float | None:
     """Return the smallest difference over all pieces of the shape of `part`; None: it is too
     long.
     """
-    if part.shape[0] > whole.shape[0]:
+    if part.shape[0] > full_tensor.shape[0]:
         return None
-    return min((_rows(part, piece) for piece in _pieces(part.shape[1:], whole)), default=None)
+    return min((_rows(part, piece) for piece in _pieces(part.shape[1:], full_tensor)), default=None)
 
 
-def missing_place(parts: Sequence[Tensor], whole: Tensor) -> bool:
+def missing_place(parts: Sequence[Tensor], full_tensor: Tensor) -> bool:
     """Return True if even pieces along dims after the first are on no rank, though every part is
     one.
     """
     shape = parts[0].shape[1:]
     if any(x.dim() < 2 or x.shape[1:] != shape for x in (*parts, parts[0])):
         return False
-    if any(size == 0 or full % size for size, full in zip(shape, whole.shape[1:], strict=True)):
+    if any(
+        size == 0 or full % size for size, full in zip(shape, full_tensor.shape[1:], strict=True)
+    ):
         return False
-    scale = max(float(_real(whole).abs().max()) if whole.numel() else 0.0, 1e-30)
+    scale = max(float(_real(full_tensor).abs().max()) if full_tensor.numel() else 0.0, 1e-30)
     fits = [
         {i for i, piece in enumerate(pieces) if _rows(_real(part), piece) <= TOLERANCE * scale}
-        for pieces in [[*_pieces(shape, _real(whole))]]
+        for pieces in [[*_pieces(shape, _real(full_tensor))]]
         for part in parts
     ]
-    num = math.prod(full // size for size, full in zip(shape, whole.shape[1:], strict=True))
+    num = math.prod(full // size for size, full in zip(shape, full_tensor.shape[1:], strict=True))
     return all(fits) and num <= _MOST_PLACES and len(set().union(*fits)) < num
 
 
-def rows_found(part: Tensor, whole: Tensor) -> set[int]:
-    """Return the rows of `whole` that rows of `part` are."""
-    if part.dim() == 0 or part.shape[1:] != whole.shape[1:]:
+def rows_found(part: Tensor, full_tensor: Tensor) -> set[int]:
+    """Return the rows of `full_tensor` that rows of `part` are."""
+    if part.dim() == 0 or part.shape[1:] != full_tensor.shape[1:]:
         return set()
-    apart = _apart(_real(part), _real(whole))
+    apart = _apart(_real(part), _real(full_tensor))
     return set(((apart <= TOLERANCE).nonzero()[:, 1]).tolist())
 
 
@@ -149,10 +151,10 @@ def _real(x: Tensor) -> Tensor:
     return torch.nan_to_num(x.detach().to(torch.float64), nan=1e300, posinf=1e301, neginf=-1e301)
 
 
-def _pieces(shape: torch.Size, whole: Tensor) -> Iterator[Tensor]:
-    """Yield the pieces of `whole` with all rows and this shape of a row."""
+def _pieces(shape: torch.Size, full_tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the pieces of `full_tensor` with all rows and this shape of a row."""
     starts = []
-    for size, full in zip(shape, whole.shape[1:], strict=True):
+    for size, full in zip(shape, full_tensor.shape[1:], strict=True):
         if size > full or size == 0:
             return
         starts.append(range(0, full - size + 1, size if full % size == 0 else 1))
@@ -160,19 +162,19 @@ def _pieces(shape: torch.Size, whole: Tensor) -> Iterator[Tensor]:
         if number == _MOST_PLACES:
             return
         piece = tuple(slice(a, a + size) for a, size in zip(start, shape, strict=True))
-        yield whole[(slice(None), *piece)]
+        yield full_tensor[(slice(None), *piece)]
 
 
-def _rows(part: Tensor, whole: Tensor) -> float:
+def _rows(part: Tensor, full_tensor: Tensor) -> float:
     """Return how far the row that fits worst is from the row it fits best."""
     if part.shape[0] == 0:
         return 0.0
-    if part.shape == whole.shape and (same := float((part - whole).abs().max())) == 0.0:
+    if part.shape == full_tensor.shape and (same := float((part - full_tensor).abs().max())) == 0.0:
         return same
-    return float(_apart(part, whole).min(dim=1).values.max())
+    return float(_apart(part, full_tensor).min(dim=1).values.max())
 
 
-def _apart(part: Tensor, whole: Tensor) -> Tensor:
-    """Return the largest difference of each row of `part` to each of `whole`."""
-    part, whole = (x.reshape(x.shape[0], -1) for x in (part, whole))
-    return torch.cdist(part, whole, p=float("inf"))
+def _apart(part: Tensor, full_tensor: Tensor) -> Tensor:
+    """Return the largest difference of each row of `part` to each of `full_tensor`."""
+    part, full_tensor = (x.reshape(x.shape[0], -1) for x in (part, full_tensor))
+    return torch.cdist(part, full_tensor, p=float("inf"))

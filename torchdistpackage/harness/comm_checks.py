@@ -175,7 +175,9 @@ def _message(forward: int, backward: int, number: int, member: GroupMember) -> F
 
 
 def _exchange(member: GroupMember, ways: list[tuple[int, int]], number: int) -> Found:
-    """Of each (source, target) a message in, and one out, all posted together."""
+    """Exchange one message for each (source, target) pair, all posted together, and yield what was
+    received.
+    """
     like: Like = member.like(torch.int64)
     post = p2p.Post(member.group)
     rooms = [torch.zeros(number, dtype=like[0], device=like[1]) for _ in ways]

@@ -43,7 +43,7 @@ class Tested:
 
 @dataclass(frozen=True, slots=True)
 class CommTest:
-    """What `test_comm` did: a row for each kind of groups, and the seconds of all together."""
+    """The result of `test_comm`: a row for each kind of groups, and the seconds of all together."""
 
     rows: tuple[Tested, ...]
     time_s: float

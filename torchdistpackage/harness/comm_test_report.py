@@ -24,7 +24,7 @@ _DAMAGED = (
 
 
 class CommTestError(CommError):
-    """What `test_comm` found, alike on all ranks.
+    """The findings of `test_comm`, equal on all ranks.
 
     speaker: the lowest rank that came, to print it once; None: each rank knows only what it saw.
     """

@@ -254,7 +254,9 @@ class Ranks:
         return answers
 
     def _failures(self, answers: Mapping[int, Answer]) -> list[Failure]:
-        """As ranks said, or as those ended that said nothing."""
+        """Collect the failures: those that ranks reported, and the ends of ranks that reported
+        nothing.
+        """
         failures = [a.outcome for a in answers.values() if isinstance(a.outcome, Failure)]
         return failures + [
             worker.with_output(ended)

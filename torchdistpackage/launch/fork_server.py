@@ -46,7 +46,9 @@ _IGNORED = (
 
 
 class _Child(NamedTuple):
-    """What a new child gets from the fork: its request, file descriptors and the server's pid."""
+    """The inputs of a new child from the fork: its request, file descriptors and the server's
+    pid.
+    """
 
     request: ForkRequest
     fds: list[int]
@@ -119,7 +121,9 @@ class _Server:
         sys.argv[:] = request.argv
 
     def _fork(self, request: ForkRequest) -> _Child | None:
-        """In the child what it is to be; in the server None, after its answer."""
+        """Return the child's task in the child; in the server answer the request and return
+        None.
+        """
         fds, server_pid = self._channel.take_fds(), os.getpid()
         pid, reason = 0, self._problem or _why_not_fork()
         if not reason:

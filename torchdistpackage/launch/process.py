@@ -162,7 +162,7 @@ def thread_names() -> str:
 
 
 def die_with_parent(parent: int) -> None:
-    """In a new fork: have the kernel kill this process when `parent` ends, or already has."""
+    """Have the kernel kill this new fork when `parent` ends, or already has."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)

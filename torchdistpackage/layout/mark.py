@@ -82,7 +82,7 @@ PLACE = "tdp_place"
 
 
 class Mark:
-    """What one parameter carries about its split.
+    """The description of its split that one parameter carries.
 
     layout: as the outermost declaring module gave it, `depth` levels above the parameter.
     group: ranks that each hold a shard of it, or a partial sum of its gradient; None: not known.

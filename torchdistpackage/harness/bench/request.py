@@ -171,7 +171,7 @@ def one_by_one(units: Sequence[Participants], hosts: Sequence[str], limit: int) 
 
 
 def all_at_once(units: Sequence[Participants]) -> list[Round]:
-    """As few rounds as a greedy choice gives: one for groups, two for neighbours along a line."""
+    """Split the pairs greedily into few rounds: one for groups, two for neighbours along a line."""
     rounds: list[tuple[list[Participants], set[int]]] = []
     for unit in units:
         for members, busy in rounds:

@@ -177,7 +177,9 @@ class Hang:
         return tuple(troubled or [self._unexplained()])
 
     def _since(self, culprit: Suspect) -> float:
-        """Of those that raised, the first comes first; the others stay as they are."""
+        """Return the sort key of suspects: those that raised come in order of time, the others stay
+        in place.
+        """
         if culprit.cause not in (Cause.RAISED, Cause.FOLLOWED):
             return 0.0
         return from_json(self.dumps[culprit.rank].error).time_s

@@ -195,7 +195,7 @@ class Folder:
         return num
 
     def stacks(self, ranks: Iterable[int]) -> dict[int, str]:
-        """What the C side of silent ranks has left."""
+        """Read the dumps that torch's C++ side left for silent ranks."""
         found = dict[int, str]()
         for rank in ranks:
             with contextlib.suppress(OSError):

@@ -183,7 +183,9 @@ class RankRecord:
 
 
 def _line(call: Mapping[str, Any]) -> tuple[object, ...]:
-    """What calls that wait for each other in turn share; as `RecordedCall.line`, of one rank."""
+    """The fields shared by calls that wait for each other in turn; as `RecordedCall.line`, of one
+    rank.
+    """
     peer = call["peer"]
     return call["group"], peer, call["operation"] if peer is not None else ""
 
@@ -206,7 +208,7 @@ class _Meeting:
         self.blocked = sorted(m for m, c in self.calls.items() if c.state == "waiting")
 
     def wait(self, call: RecordedCall, rank: int) -> RankWait | None:
-        """That of `rank`, which is there with `call`."""
+        """Return the wait of `rank`, which is in `call`."""
         if self.behind:
             return RankWait(rank, call, self.behind, self.issued)
         for member in sorted(self.kinds.values()):

@@ -321,7 +321,9 @@ class LateWork(OwnWork):
         return True
 
     def is_completed(self) -> bool:
-        """As a device is asked: not yet at first, then as soon as the peers have come."""
+        """Answer as a device does when queried: not yet at first, then as soon as the peers have
+        come.
+        """
         call = self.call
         if call is None or call.done:
             return True

@@ -43,7 +43,9 @@ _WAITS_S = (0.0, 1.0, 4.0)
 
 
 class RequeueDecision(StrEnum):
-    """What the batch script does when all ranks have ended; first word of the decision file."""
+    """The action of the batch script after all ranks have ended; first word of the decision
+    file.
+    """
 
     FINISHED = "finished"
     REQUEUE = "requeue"  # put the same job back in the queue, under its id

@@ -299,7 +299,8 @@ def rank_logs(run: SubmittedRun, rank: int, restart: int | None = None) -> list[
 
 @dataclass(slots=True)
 class LogTail:
-    """What several files hold together, each read once. read_bytes: where to begin, if not at 0.
+    """Read several growing files as one text, each byte once. read_bytes: where to begin, if not at
+    0.
 
     A character of which only a part is written is passed on when the rest is.
     """

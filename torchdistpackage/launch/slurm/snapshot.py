@@ -356,7 +356,7 @@ def _items(root: Path, top: str, names: Iterable[str]) -> list[SnapshotFile]:
 
 
 def _digest(files: Iterable[tuple[SnapshotFile, Path]]) -> str:
-    """Of the names of the files, whether they can be run, and their contents."""
+    """Hash the files' names, their executable bits and their contents."""
     digest = hashlib.sha256()
     for item, path in files:
         if item.link is not None:
