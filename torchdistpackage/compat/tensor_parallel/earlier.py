@@ -98,6 +98,6 @@ def split_inner_dim(inner_dim: int, *, rank: int, num_heads: int, world_size: in
 
 
 def split_alibi(alibi: Tensor, *, rank: int, num_heads: int, world_size: int) -> Tensor:
-    """Of position biases (batch x num_heads, ...) those of the heads of `rank`."""
+    """Return the position biases (batch x num_heads, ...) of the heads of `rank`."""
     by_head = alibi.unflatten(0, (-1, num_heads))
     return torch.tensor_split(by_head, world_size, 1)[rank].flatten(0, 1)

@@ -72,7 +72,7 @@ def verify_peft_version() -> None:
 
 
 def check_lora(module: nn.Module) -> bool:
-    """Whether it is a Linear with adapters of peft around it."""
+    """Return whether the module is a Linear with adapters of peft around it."""
     return hasattr(module, "lora_A") and isinstance(getattr(module, "base_layer", None), nn.Linear)
 
 
@@ -202,7 +202,9 @@ def convert_state_dict_single_shard(
     world_size: int,
     rank: int,
 ) -> dict[str, Tensor]:
-    """What `convert_state_dict` gives of the shard `rank`."""
+    """Convert a state dict to that of the shard `rank`, as `convert_state_dict` does for all
+    shards.
+    """
     made: dict[str, Tensor] = {}
     convert_data(input_state_dict, made, tensor_parallel_config, world_size, rank)
     convert_names(made, tensor_parallel_config)

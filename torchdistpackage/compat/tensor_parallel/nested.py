@@ -53,7 +53,7 @@ def nested_map(fn: Callable[..., Any], *t: Any) -> Any:
 
 
 def nested_compare(t: Any, u: Any) -> bool:
-    """Whether two structures are nested alike."""
+    """Return whether two structures are nested alike."""
     if isinstance(t, (list, tuple)):
         return isinstance(u, type(t)) and len(t) == len(u) and all(map(nested_compare, t, u))
     if isinstance(t, Mapping):

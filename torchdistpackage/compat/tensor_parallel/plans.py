@@ -47,7 +47,7 @@ class TensorParallelConfig(Config):
 
 
 def collectives_of(num: int, group: Group | None) -> Collectives:
-    """Those of the ranks of `group`, or of as many threads."""
+    """Return the collectives of the ranks of `group`, or of `num` threads."""
     return ThreadCollectives(num) if group is None else RankCollectives(group)
 
 

@@ -14,7 +14,7 @@ from torchdistpackage.compat.tensor_parallel.model import TensorParallel
 
 
 class TensorParallelCalls(ShardedModelCalls):
-    """What a model whose shards may be in threads does itself, and not as its family does.
+    """The methods that a model overrides whose shards may be threads.
 
     Arguments are those of `TensorParallel`.
     """

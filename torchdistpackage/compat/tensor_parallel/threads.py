@@ -12,7 +12,7 @@ from torchdistpackage.compat.tensor_parallel.rendezvous import Aborted, ThreadRu
 
 
 class CallerState:
-    """What a thread has of its own in torch, of the caller, for threads to enter."""
+    """The caller's thread-local state of torch, for other threads to enter."""
 
     def __init__(self, devices: Sequence[torch.device]):
         self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()

@@ -1,4 +1,5 @@
-"""What tensor parallelism leaves whole, cut evenly over the shards: stage 3 of ZeRO for threads.
+"""Stage 3 of ZeRO for threads: weights that tensor parallelism leaves whole are cut evenly over the
+shards.
 
 Each parameter is flattened and cut; shard r holds the r-th pieces of all in one flat parameter,
 padded to the length of the longest. The full tensors are joined for one forward and let go of

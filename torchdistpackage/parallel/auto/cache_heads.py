@@ -16,7 +16,7 @@ Place = tuple[Any, Any]
 
 @dataclass(frozen=True)
 class CacheHeads:
-    """What each shard has of the keys and values of the model that was split.
+    """The heads of the keys and values that each shard holds of the original model's.
 
     key_heads: its heads by rank, in its order; None: all of them. is_known: whether the plan says
     so. full_gradients: whether what shards have alike carries its whole gradient on each of them.
@@ -31,7 +31,8 @@ class CacheHeads:
         return self.key_heads is not None or not self.is_known
 
     def is_whole(self, kind: str, rank: int | None, tensor: Tensor) -> bool:
-        """Whether keys or values in a `kind` have the heads of all shards; else those of `rank`.
+        """Return whether keys or values in a `kind` have the heads of all shards; else those of
+        `rank`.
 
         Raises:
             LayoutError: they have another number of heads, or the plan does not say which.
@@ -56,7 +57,7 @@ class CacheHeads:
         )
 
     def part(self, tensor: Tensor, rank: int) -> Tensor:
-        """Of keys or values of all heads those of `rank`."""
+        """Return the slice of the heads of `rank` from keys or values of all heads."""
         if self.key_heads is None:
             return tensor.detach() if self.full_gradients and rank > 0 else tensor
         mine = torch.tensor(self.key_heads[rank], device=tensor.device)
@@ -96,7 +97,7 @@ def _places_of_layer(layer: Any, apart: bool) -> list[Place]:
 
 
 def holds_numbers(value: Any) -> bool:
-    """Whether it is a tensor, more than a count, or has such in it."""
+    """Return whether it is a tensor with more than a count, or contains one."""
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, (tuple, list)):

@@ -212,7 +212,9 @@ class DrawingCheckpoint:
 
 
 def may_draw(module: nn.Module, is_known: bool) -> bool:
-    """Whether forwards in training may draw. is_known: its rates are attributes of its modules."""
+    """Return whether forwards in training may draw. is_known: its rates are attributes of its
+    modules.
+    """
     rates = (
         value
         for part in module.modules()

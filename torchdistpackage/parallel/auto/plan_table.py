@@ -41,7 +41,7 @@ class PlanTable:
 
     @property
     def forward(self) -> Traffic:
-        """What one device sends in the forward of the example."""
+        """The bytes that one device sends in the forward of the example."""
         total = Traffic({}, {})
         for each in self.traffic.values():
             for kind, calls in each.calls.items():

@@ -1,4 +1,4 @@
-"""What a split Hugging Face model does by itself, and not as its family does.
+"""Methods of a split Hugging Face model that replace those of its family.
 
 transformers, of the extra `hf`, is imported by its user.
 """
@@ -17,7 +17,7 @@ from torchdistpackage.parallel.auto.split_model import ModelSplit, SplitModel
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Whether it is a PreTrainedModel, also with adapters of peft around it.
+    """Return whether it is a PreTrainedModel, also with adapters of peft around it.
 
     It can only be one if transformers was imported.
     """
@@ -34,7 +34,7 @@ def without_adapters(module: nn.Module) -> nn.Module:
 
 
 def remove_hooks(module: nn.Module) -> None:
-    """Those of accelerate, which move weights and inputs between devices."""
+    """Remove the hooks of accelerate, which move weights and inputs between devices."""
     if hasattr(module, "_hf_hook"):
         from accelerate.hooks import remove_hook_from_module
 

@@ -112,7 +112,7 @@ class SplitModel(SplitRoot, TakesNoAdapters, Marked):
 
     @property
     def has_heads_apart(self) -> bool:
-        """Whether each rank has attention heads of its own."""
+        """Return whether each rank has attention heads of its own."""
         return self._group is not None and bool(self._split.table.attention)
 
     def layouts(self) -> Layouts:

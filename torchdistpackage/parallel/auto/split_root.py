@@ -1,4 +1,4 @@
-"""What a split module offers to saving, loading and the check of its first forward.
+"""The interface of a split module to saving, loading and the check of its first forward.
 
 Two kinds of modules are split: a copy of the user's module whose layers were replaced
 (`SplitModel`), and, in the wing, a wrapper around shards that a plan of rules made.

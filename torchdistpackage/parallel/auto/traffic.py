@@ -1,4 +1,4 @@
-"""What forwards send, counted where it happens.
+"""Count the bytes that forwards send, where they are sent.
 
 A sum counts the bytes of the tensor that is summed, a gather those of the joined tensor. How many
 of them a link carries depends on the algorithm: about twice (n - 1) / n of a sum, (n - 1) / n of a

@@ -104,7 +104,7 @@ def problems_of(trainer: Any) -> list[str]:
 
 
 def is_zero(trainer: Any) -> bool:
-    """Whether its optimizer averages the gradients itself."""
+    """Return whether the optimizer averages the gradients itself."""
     return isinstance(bare_optimizer(trainer), ShardedOptimizer)
 
 
@@ -114,7 +114,7 @@ def bare_optimizer(trainer: Any) -> Any:
 
 
 class ShardedAcceleration:
-    """What the Accelerator of a prepared Trainer does by itself."""
+    """The behaviour of the Accelerator of a prepared Trainer that differs from accelerate's."""
 
     trainer_of_shards: Any
     _gathers_over_data = False
@@ -159,7 +159,7 @@ class ShardedAcceleration:
         return prepared
 
     def gather_for_metrics(self, *args: Any, **kwargs: Any) -> Any:
-        """Of the data axis: each sample once."""
+        """Gather over the data axis, so that each sample counts once."""
         of_library: Any = super()
         self._gathers_over_data = True
         try:

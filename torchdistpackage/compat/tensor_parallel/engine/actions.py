@@ -1,4 +1,5 @@
-"""What a shard holds of a parameter or buffer, how parts are joined, and whose gradient they have.
+"""Actions on parameters and buffers: a shard's part, how parts are joined, and who owns the
+gradient.
 
 A shard computes with its part, and every shard that works on from a replicated tensor does so for
 itself. So the gradient that autograd leaves on a parameter is the derivative by the copy of this
@@ -33,7 +34,7 @@ class StateAction(ABC):
         return getattr(self, "world_size", None)
 
     def local_gradient(self, grad: Tensor, rank: int) -> Tensor:
-        """What `rank` applies of the gradient of its part, where no other shard is needed."""
+        """Return the gradient that `rank` applies to its part, where no other shard is needed."""
         return grad
 
     def spread(self, grad: Tensor, rank: int) -> Tensor:

@@ -50,7 +50,7 @@ def add_adapter_rules(model: nn.Module, config: Config) -> Config:
 
 
 def is_lora(module: nn.Module) -> bool:
-    """Whether it adds B A x; AdaLoRA has numbers of each rank in between."""
+    """Return whether the adapter adds B A x; AdaLoRA scales each rank in between."""
     has_factors = hasattr(module, "lora_A") or hasattr(module, "lora_embedding_A")
     return has_factors and not hasattr(module, "lora_E")
 

@@ -33,7 +33,7 @@ class SharedEntrance:
             layer.__dict__["forward"] = ColumnForward(self, index)
 
     def open(self, x: object) -> bool:
-        """Whether layers sum the gradient of `x` from now on, so that nobody else has to.
+        """Return whether layers sum the gradient of `x` from now on, so that nobody else has to.
 
         Not in a forward that is not differentiated; nor under autocast, where gradients of several
         products add up in the dtype of x, not in that of the products; nor in a graph of
@@ -85,7 +85,7 @@ class ColumnForward:
 
 
 def can_share(layers: Sequence[nn.Module]) -> bool:
-    """Whether their forwards are products that an `SharedEntrance` can take over."""
+    """Return whether the layers' forwards are matmuls that a `SharedEntrance` can take over."""
     kinds = {type(layer) for layer in layers}
     if len(kinds) != 1 or not all(k is nn.Linear or k.__name__ == "Conv1D" for k in kinds):
         return False

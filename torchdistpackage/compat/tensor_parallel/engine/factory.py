@@ -80,7 +80,7 @@ def split_module(
     verify: bool | None = None,
     example: Example = (),
 ) -> nn.Module:
-    """What `split` makes of a plan for `num` shards of `module`, explained and checked.
+    """Split `module` into `num` shards with `split`, after the plan was explained and checked.
 
     config: the plan, by default that of the model's family, else one for each layer by itself.
     explain: log the plan as a table, at level INFO, and leave it on the module as `plan_table`.

@@ -78,7 +78,7 @@ def family_plan(kind: str, model_config: Any, num: int) -> Config:
 
 
 def settings_of(family: Family, model_config: Any) -> Settings:
-    """What the family's table reads of a configuration, whose release may have earlier names."""
+    """Read a family's settings from a configuration, whose release may use earlier names."""
     found: dict[str, Any] = {}
     for name, default in family.defaults.items():
         found[name] = getattr(model_config, name, default)
@@ -206,7 +206,9 @@ class TableRules:
     # -- rules -----------------------------------------------------------------------------
 
     def _path(self, name: str) -> str:
-        """Of a layer whose name ends another one's too, as in BERT, with its block's number."""
+        """Return a layer's pattern, with its block's number if its name ends another layer's name,
+        as in BERT.
+        """
         is_end = any(other.endswith(f".{name}") for other in self._names)
         return rf"(^|\.)[0-9]+\.{re.escape(name)}" if is_end else path(name)
 
@@ -275,5 +277,5 @@ def alone(block: Weights) -> Iterator[tuple[str, Layout]]:
 
 
 def _length(action: StateAction, value: int, *, rank: int) -> int:
-    """Of a shard's part of a dim of `value` elements."""
+    """Return the length of a shard's part of a dim of `value` elements."""
     return len(action(torch.empty(value, device="meta"), rank=rank))

@@ -17,7 +17,7 @@ from torchdistpackage.compat.tensor_parallel.engine.actions import StateAction, 
 
 
 def needs_joining(action: StateAction, full_gradients: bool) -> bool:
-    """Whether what autograd leaves on a part differs from its gradient."""
+    """Return whether the gradient that autograd leaves on a part still needs joining."""
     if type(action) is Whole:
         return not full_gradients
     return action.is_shared or type(action).local_gradient is not StateAction.local_gradient

@@ -35,7 +35,7 @@ class Heads:
         return TakeChunks(dim, self.head_dim, self.keys)
 
     def cut_fused(self, dim: int) -> StateAction:
-        """Of a dim that has for each key head its query heads, the key, the value."""
+        """Cut a dim that holds, for each key head, its query heads, the key and the value."""
         return TakeChunks(dim, self.head_dim, [self._fused(rank) for rank in range(len(self.keys))])
 
     def _fused(self, rank: int) -> list[int]:
@@ -49,7 +49,7 @@ class Heads:
         return found
 
     def in_parts(self, num_parts: int, num_heads: int) -> list[list[int]]:
-        """Of each shard the heads in a dim of parts that hold `num_heads` each."""
+        """Return each shard's heads in a dim of parts that hold `num_heads` each."""
         return [
             [part * num_heads + head for part in range(num_parts) for head in run]
             for run in _runs(num_heads, len(self.queries))

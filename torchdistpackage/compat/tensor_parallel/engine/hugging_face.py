@@ -89,7 +89,7 @@ def empty_model(calls: type["ShardedModelCalls"], family: type) -> Any:
 
 
 class ShardedModelCalls(PretrainedCalls, TakesNoAdapters):
-    """What a sharded model does itself, and not as its family does.
+    """The methods that a sharded model overrides in its family's class.
 
     Arguments are those of `ParallelModule`.
     """

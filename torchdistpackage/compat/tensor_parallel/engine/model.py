@@ -133,7 +133,7 @@ class ParallelModule(SplitRoot, TakesNoAdapters):
         return config
 
     def _note_parameters(self, module: nn.Module, config: Config) -> None:
-        """What saving and gradients need to know of the module that was split."""
+        """Note the facts about the split module that saving and gradients need."""
         actions, shard_name = parameter_actions(module, config), shard_names(config, module)
         self._original = saving.Original.of(
             module, lambda names: state_action(config, names), shard_name
@@ -187,7 +187,7 @@ class ParallelModule(SplitRoot, TakesNoAdapters):
 
     @property
     def has_heads_apart(self) -> bool:
-        """Whether its plan deals attention heads."""
+        """Return whether the plan deals out attention heads."""
         return self.tensor_parallel_config.has_heads_apart
 
     def layouts(self) -> Layouts:
@@ -199,7 +199,7 @@ class ParallelModule(SplitRoot, TakesNoAdapters):
     # -- the call ------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module that was split returns."""
+        """Return the output of the module that was split."""
         return self.call_shards(list(self.module_shards), args, kwargs)
 
     def call_shards(
@@ -265,7 +265,8 @@ class ParallelModule(SplitRoot, TakesNoAdapters):
     # -- state ---------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Of the shards; inside `save_tensor_parallel` of the module that was split.
+        """Return the state of the shards; inside `save_tensor_parallel`, the state of the original
+        module.
 
         There, all ranks of a group call it, and each gets all of it.
         """

@@ -1,4 +1,4 @@
-"""What is done with an input or output of a split module, as a text and as a function.
+"""Operations on the inputs and outputs of a split module, as texts and as functions.
 
 A plan has full or partial gradients. Either way a text does one thing in the forward:
 
@@ -54,12 +54,12 @@ class CollectiveBase:
         return False
 
     def has_all(self) -> bool:
-        """Whether all shards are in a forward now, so that a call finds them."""
+        """Return whether all shards are in a forward now, so that a call finds them."""
         raise NotImplementedError
 
 
 class Collectives(Protocol):
-    """What the texts of a plan become, for one way in which shards compute together."""
+    """The functions behind the texts of a plan, for one way in which shards compute together."""
 
     def make(
         self, kind: str, dim: int, sizes: tuple[int, ...] | None, full_gradients: bool
@@ -236,12 +236,12 @@ def _bound(action: Any, collectives: Collectives, full_gradients: bool) -> Any:
 
 
 def is_copy(action: Any) -> bool:
-    """Whether an action, whose collectives are bound, leaves the value as it is in the forward."""
+    """Return whether an action with bound collectives leaves the value unchanged in the forward."""
     return action == "copy" or (isinstance(action, CollectiveBase) and action.kind == "copy")
 
 
 def apply_action(value: Any, action: Any, *, rank: int, world_size: int) -> Any:
-    """What `action`, whose collectives are bound, makes of an input or output of a shard."""
+    """Apply an action with bound collectives to an input or output of a shard."""
     if isinstance(action, tuple):
         action = action[0]
     if callable(action):

@@ -1,4 +1,4 @@
-"""Whether a layer computes as torch's layer of its kind does, so that its weight can be cut.
+"""Checks that a layer computes as torch's layer of its kind does, so that its weight can be cut.
 
 A subclass of `nn.Linear` may choose the largest of its outputs, or use its weight in groups.
 """
@@ -14,7 +14,7 @@ CALLED = ("forward", "_conv_forward", "__call__")
 
 
 def has_own_forward(layer: nn.Module) -> bool:
-    """Whether the class of `layer`, or the layer itself, overrides what torch computes."""
+    """Return whether the class of `layer`, or the layer itself, overrides torch's computation."""
     kind: Any = next(k for k in type(layer).__mro__ if k.__module__.startswith("torch.nn."))
     set_here = vars(layer).get("forward", kind.forward)
     return getattr(set_here, "__func__", set_here) is not kind.forward or any(
@@ -23,7 +23,7 @@ def has_own_forward(layer: nn.Module) -> bool:
 
 
 def only_scales(embedding: nn.Module) -> bool:
-    """Whether an embedding's own forward looks up the rows it is given and multiplies by a number.
+    """Return whether an embedding's own forward only looks up rows and multiplies them by a number.
 
     Embeddings of many language models do, whose columns can be cut all the same.
     """

@@ -35,7 +35,9 @@ class Join:
     num: int
 
     def has_all(self) -> bool:
-        """Whether all shards are in a forward, or ranks in one that a backward computes again."""
+        """Return whether all shards are in a forward, or all ranks in one that a backward
+        recomputes.
+        """
         return self.collective.has_all()
 
     def __call__(self, part: Tensor, rank: int) -> Tensor:

@@ -196,7 +196,7 @@ def matching(rules: Mapping[Any, Any], name: str) -> list[Any]:
 
 
 def find_matching_actions(action_type: str, name: str, rules: Mapping[Any, Actions]) -> Actions:
-    """What all rules together say of the module `name`; digits as a key are a position.
+    """Merge the actions of all rules that match the module `name`; a digit as a key is a position.
 
     Raises:
         ValueError: two rules say different things of one key.

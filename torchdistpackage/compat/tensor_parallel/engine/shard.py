@@ -133,7 +133,9 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def state_actions(module: nn.Module, config: Config) -> dict[str, StateAction]:
-    """Of each tensor of `tensors_of(module)` that a rule matches under any of its names."""
+    """Return the action of each tensor of `tensors_of(module)` that a rule matches under any of its
+    names.
+    """
     found: dict[str, StateAction] = {}
     for names in find_tied_weight_aliases(module).values():
         if (action := state_action(config, names)) is not None:

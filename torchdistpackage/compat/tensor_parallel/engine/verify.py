@@ -162,7 +162,9 @@ class BothForwards:
             self.why = f"{what}: {type(error).__name__}: {error}"
 
     def agreed(self, mine: Any) -> Any:
-        """What the first rank that has something to say says; all ranks of a group ask."""
+        """Return the first value in the group that is not empty; all ranks of the group call
+        this.
+        """
         if self.group is None:
             return mine
         said = collectives.gather_objects(mine, self.group)
@@ -213,7 +215,7 @@ class BothForwards:
         return largest_difference(tensors_in(self.call_unsplit(prepare)), expected)
 
     def culprit(self, largest: float) -> str:
-        """What is wrong, by the first part whose output differs."""
+        """Name the first part whose output differs, and how."""
         expected, found = ParityRecord({}), ParityRecord({})
         with ExitStack() as stack:
             output = self.call_unsplit(
@@ -271,7 +273,9 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def widened(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """In float32 or wider. A parameter is shared where nothing changes, anything else copied."""
+    """Return the tensor in float32 or wider. A parameter that needs no change is shared, anything
+    else copied.
+    """
     dtype = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
     is_parameter = isinstance(tensor, nn.Parameter)
     moved = tensor.detach().to(device or tensor.device, dtype, copy=not is_parameter)
@@ -310,7 +314,7 @@ def home_of(hook: Any) -> str:
 
 
 def attributes_of(split: ParallelModule) -> dict[str, Any]:
-    """Of each part of the shards its plain attributes and its hooks."""
+    """Return the plain attributes and the hooks of each part of the shards."""
     return {
         f"shard {at}'s {name or 'module'}": (
             {k: repr(v) for k, v in vars(part).items() if is_plain(v) and k != "training"},
@@ -358,7 +362,9 @@ def largest_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> f
 
 
 def alike(found: Tensor, expected: Tensor) -> bool:
-    """Whether two outputs are numbers of one shape; whole numbers jump where scores are close."""
+    """Return whether two outputs are comparable floats of one shape; integers jump where scores are
+    close.
+    """
     is_number = expected.is_floating_point() or expected.is_complex()
     return is_number and found.shape == expected.shape
 

@@ -76,7 +76,9 @@ class TensorParallelWrapper(nn.Module):
         return any(join.has_all() for join in self.joins.values())
 
     def _seen_class(self) -> type:
-        """In a forward, which may ask `isinstance(layer, nn.Linear)`, that of the layer."""
+        """Return the wrapped layer's class in a forward, which may ask `isinstance(layer,
+        nn.Linear)`.
+        """
         if not self.__dict__.get("sizes") or not self._is_read_whole():
             return type(self)
         return type(self.tp_wrapped_module)
