@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,18 @@ PRELOAD = (
 takes seconds. What the ranks of one file import besides, that file names as `RANKS_IMPORT`."""
 OWN_TRANSPORT = pytest.StashKey[dict[str, str]]()
 """Bodies there that test gloo's own transport -> why."""
+
+
+@dataclass
+class LeftOut:
+    """How many bodies, and cases of others, the small set leaves out, by the names of files."""
+
+    bodies: Counter[str] = field(default_factory=Counter)
+    cases: Counter[str] = field(default_factory=Counter)
+
+
+LEFT_OUT = pytest.StashKey[LeftOut | None]()
+"""What no items are made of; None where all are made, as where cases are asked for by name."""
 
 
 @pytest.fixture(scope="session")
@@ -145,6 +158,8 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until the tests are collected: none of them is garbage
     config.stash[OWN_TRANSPORT] = {}
     small = config.getoption("markexpr") == "not full"
+    by_name = any("::" in argument for argument in config.args)
+    config.stash[LEFT_OUT] = LeftOut() if small and not by_name else None
     hypothesis.settings.load_profile("small set" if small else "full")
     for number in (signal.SIGINT, signal.SIGQUIT):  # a lane of scripts/test has them ignored
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -168,61 +183,81 @@ def pytest_warning_recorded(warning_message: warnings.WarningMessage, nodeid: st
     )
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every body on ranks of these folders, under both transports."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(
+    collector: pytest.Module | pytest.Class, name: str, obj: object
+) -> list[pytest.Item] | None:
+    """Make no items of a body that the small set leaves out whole: most would be made in vain."""
+    left_out = collector.config.stash[LEFT_OUT]
+    if left_out is None or not collector.istestfunction(obj, name):
+        return None
+    marks = {mark.name for mark in (*collector.iter_markers(), *getattr(obj, "pytestmark", ()))}
+    if "full" not in marks:
+        return None
+    left_out.bodies[collector.path.name] += 1
+    return []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
+    """Make every body on ranks of these folders run under both transports; then mark the cases
+    that are not of the small set, and make no items of them where it alone is run."""
     path = metafunc.definition.path.relative_to(Path(__file__).parent)
     late = path.as_posix().startswith(UNDER_LATE)
-    if "ranks" not in metafunc.fixturenames or not late:
-        return
-    if mark := metafunc.definition.get_closest_marker("own_transport"):
-        (reason,) = mark.args
-        metafunc.config.stash[OWN_TRANSPORT][f"{path}::{metafunc.definition.name}"] = reason
-    else:
-        both = [pytest.param("gloo", id=pytest.HIDDEN_PARAM), "late"]
-        metafunc.parametrize("ranks", both, indirect=True, scope="session")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Late cases beyond the first of a body are more cases of the same body; so are all of one
-    that is about time, memory or names more than about calls (`late_in_full`). Of a body with
-    `few(n)`, so are all others but n, which are spread evenly over its cases. The case that is late
-    is not run on gloo alone as well: what lies under the late transport is gloo."""
-    bodies: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        call = getattr(item, "callspec", None)
-        late = call is not None and call.params.get("ranks") == "late"
-        if item.get_closest_marker("few") and not late and not item.get_closest_marker("full"):
-            bodies.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in bodies.values():
-        (number,) = cases[0].get_closest_marker("few").args
-        step = max((len(cases) - 1) / max(number - 1, 1), 1)
-        kept = {round(at * step) for at in range(number)}
-        for at, item in enumerate(cases):
-            if at not in kept:
-                item.add_marker(pytest.mark.full)
-    begun, late_ones = set(), {}
-    for item in items:
-        call = getattr(item, "callspec", None)
-        if call is None or call.params.get("ranks") != "late" or item.get_closest_marker("full"):
-            continue
-        body = item.nodeid.partition("[")[0]
-        if body in begun or item.get_closest_marker("late_in_full"):
-            item.add_marker(pytest.mark.full)
+    if "ranks" in metafunc.fixturenames and late:
+        if mark := metafunc.definition.get_closest_marker("own_transport"):
+            (reason,) = mark.args
+            metafunc.config.stash[OWN_TRANSPORT][f"{path}::{metafunc.definition.name}"] = reason
         else:
-            late_ones[body] = item
-        begun.add(body)
-    for item in items:
-        late_one = late_ones.get(item.nodeid.partition("[")[0])
-        if late_one and item is not late_one and _same_case(item, late_one):
-            item.add_marker(pytest.mark.full)
+            both = [pytest.param("gloo", id=pytest.HIDDEN_PARAM), "late"]
+            metafunc.parametrize("ranks", both, indirect=True, scope="session")
+    yield
+    cases = metafunc._calls  # what pytest makes items of, for which it has no public name
+    full = _of_the_full_set(metafunc.definition, cases)
+    left_out = metafunc.config.stash[LEFT_OUT]
+    if left_out is None or len(full) == len(cases):  # without a case pytest makes one of no values
+        for case in full:
+            case.marks.append(pytest.mark.full.mark)
+    else:
+        left_out.cases[path.name] += len(full)
+        metafunc._calls = [case for case in cases if not any(case is other for other in full)]
 
 
-def _same_case(item: pytest.Item, other: pytest.Item) -> bool:
+def _of_the_full_set(body: pytest.Function, cases: Sequence[Any]) -> list[Any]:
+    """Return the cases of `body` that are not of the small set.
+
+    Late cases beyond the first of a body are more cases of the same body; so are all of one that is
+    about time, memory or names more than about calls (`late_in_full`). Of a body with `few(n)`, so
+    are all others but n, which are spread evenly over its cases. The case that is late is not run
+    on gloo alone as well: what lies under the late transport is gloo.
+    """
+    full = [case for case in cases if _mark(body, case, "full")]
+    rest = [case for case in cases if not _mark(body, case, "full")]
+    late = [case for case in rest if case.params.get("ranks") == "late"]
+    kept = [case for case in rest if case.params.get("ranks") != "late"]
+    if few := body.get_closest_marker("few"):
+        (number,) = few.args
+        step = max((len(kept) - 1) / max(number - 1, 1), 1)
+        at = {round(place * step) for place in range(number)}
+        full += [case for place, case in enumerate(kept) if place not in at]
+        kept = [case for place, case in enumerate(kept) if place in at]
+    if late and not _mark(body, late[0], "late_in_full"):
+        full += [case for case in kept if _same_case(case, late[0])]
+        late = late[1:]
+    return full + late
+
+
+def _mark(body: pytest.Function, case: Any, name: str) -> bool:
+    """Whether a case has this mark, by itself or as all of its body have."""
+    return body.get_closest_marker(name) is not None or any(
+        mark.name == name for mark in case.marks
+    )
+
+
+def _same_case(case: Any, other: Any) -> bool:
     """Whether they differ at most by the transport."""
     first, second = (
-        {name: value for name, value in x.callspec.params.items() if name != "ranks"}  # type: ignore
-        for x in (item, other)
+        {name: value for name, value in x.params.items() if name != "ranks"} for x in (case, other)
     )
     return all(first[name] is second[name] for name in first)
 
@@ -241,10 +276,14 @@ def pytest_terminal_summary(
     if own := config.stash[OWN_TRANSPORT]:
         reasons = ", ".join(f"{why} {number}" for why, number in Counter(own.values()).items())
         terminalreporter.write_line(f"not under the late transport: {len(own)} bodies ({reasons})")
-    items = terminalreporter.stats.get("deselected", [])
-    left_out = Counter(item.path.name for item in items if item.get_closest_marker("full"))
-    if left_out:
-        files = ", ".join(f"{name} {number}" for name, number in left_out.items())
+    left_out = config.stash[LEFT_OUT] or LeftOut()
+    for item in terminalreporter.stats.get("deselected", []):
+        if item.get_closest_marker("full"):
+            left_out.cases[item.path.name] += 1
+    bodies, cases = left_out.bodies, left_out.cases
+    if bodies or cases:
+        files = ", ".join(f"{name} {number}" for name, number in (bodies + cases).items())
         terminalreporter.write_line(
-            f"left out: {left_out.total()} more cases ({files}); ./scripts/test --full runs them"
+            f"left out: {bodies.total()} bodies with all their cases, and {cases.total()} cases of "
+            f"others ({files}); ./scripts/test --full runs them"
         )
