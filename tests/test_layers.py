@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import torchdistpackage
 from tests import package_files
 from tests.package_files import (
     HAS_WING,
@@ -368,3 +369,24 @@ def asks_of_zero(path: Path) -> list[str]:
 def test_nobody_asks_whether_something_is_of_zero():
     """They ask `ShardedOptimizer`, or what a bucket says of itself."""
     assert [x for x in offences(asks_of_zero) if not x.startswith("ddp/zero/")] == []
+
+
+def reached(path: Path) -> set[str]:
+    """Return names of the files that `path` imports, directly or not, and its own."""
+    found: set[Path] = set()
+    todo = [path]
+    while todo:
+        current = todo.pop()
+        if current not in found:
+            found.add(current)
+            todo += [target for _, target in own_imports(current)]
+    return {name_of(x) for x in found}
+
+
+@pytest.mark.parametrize("name", ["GradScaler", "NaiveDDP", "Pipeline", "clip_grad_norm_"])
+def test_a_tree_without_zero_has_what_trains_a_pipeline(name: str):
+    """With --full tests/parallel/pipeline/test_without_zero.py trains one there."""
+    module = torchdistpackage.NAMES[name].partition(":")[0]
+    files = reached(ROOT / f"{module.replace('.', '/')}.py")
+    assert f"{module.replace('.', '/')}.py" in files and len(files) > 20
+    assert [x for x in files if x.startswith("ddp/zero/")] == []

@@ -72,7 +72,7 @@ def recover(folder: str) -> tuple[int, int]:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("most", [6, pytest.param(sys.maxsize, marks=pytest.mark.full)])
+@pytest.mark.parametrize("most", [4, pytest.param(sys.maxsize, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "world_size,victim,next_step,beside",
     [(1, 0, 1, False), (1, 0, 0, False), (2, 1, 1, False), (1, 0, 1, True), (2, 1, 1, True)],

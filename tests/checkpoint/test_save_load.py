@@ -143,6 +143,7 @@ def check_equal(
             assert same(value, into.state[copy][key]), (name, key)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("axes", WORLDS, ids=str)
 def test_parameters_moments_and_extras_come_back_bitwise(ranks, tmp_path, axes):
     ranks(of(axes).world_size).run(round_trip, str(tmp_path), axes)

@@ -27,7 +27,7 @@ def rows(shown: str) -> dict[str, list[str]]:
     return {name: counts for name, *counts in found}
 
 
-def test_it_lists_what_was_tested_over_which_groups(capfd):
+def test_it_lists_what_was_tested_over_which_groups(forks, capfd):
     assert main(["comm", "test", "--axes", "data=2,context=2", "--pairs"]) == 0
     shown = capfd.readouterr()
     assert shown.out.startswith("4 ranks: data=2 x context=2\n\ngroup")

@@ -24,11 +24,13 @@ def of_dtype(case: Case, index: int, dtype: torch.dtype) -> Tensor:
     return (case.draw(index).abs() * 2).round().to(dtype)
 
 
-def any_dtype(name: str) -> None:
+def any_dtype(name: str, in_turn: bool) -> None:
+    """In every case, or in turn: each dtype in one case, the next dtype in the next case."""
     group = my_group(LAYOUT)
     n, index = group.size(), group.rank()
-    for case in cases(name, n):
-        for dtype in NUMBERS:
+    every = list(cases(name, n))
+    for number, dtype in enumerate(NUMBERS):
+        for case in [every[number % len(every)]] if in_turn else every:
             xs = [of_dtype(case, i, dtype) for i in range(n)]
             out = case.call(xs[index], group)
             assert out.dtype == dtype and out.grad_fn is None
@@ -37,8 +39,9 @@ def any_dtype(name: str) -> None:
                 assert out.view(torch.uint8).max() <= 1, "a byte that is no boolean"
 
 
-def test_integers_booleans_and_narrow_floats_are_exact(ranks):
-    ranks(world_of(LAYOUT)).run(each, any_dtype, [(name,) for name in OPERATIONS])
+@pytest.mark.parametrize("in_turn", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_integers_booleans_and_narrow_floats_are_exact(ranks, in_turn):
+    ranks(world_of(LAYOUT)).run(each, any_dtype, [(name, in_turn) for name in OPERATIONS])
 
 
 def only_moved() -> None:

@@ -70,11 +70,13 @@ def over(ranks: list[int]) -> None:
         there_and_back(Groups(dist.get_rank()).of(ranks))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("members", [[0], [1, 3], [0, 1, 2]], ids=str)
 def test_a_sum_is_there_and_a_gather_brings_it_back(ranks, members):
     ranks(max(members) + 1).run(over, members)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_same_by_flat_collectives(size):
     """What NCCL is given, here delivered by the linter, which also finds nothing to object to."""

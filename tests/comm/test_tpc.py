@@ -53,6 +53,7 @@ def groups_agree(config: tuple[tuple[str, float], ...]) -> None:
     assert not tpc.is_mode_inited("pipe") and tpc.get_pp_size() == 1 and not is_using_pp()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("config", ORDERS, ids=lambda c: "-".join(name for name, _ in c))
 def test_groups_of_any_order_are_what_their_names_say(ranks, config):
     ranks(8).run(groups_agree, config)

@@ -90,6 +90,7 @@ def check_block(world, sequence_parallel: bool) -> None:
     check_gradients(parallel, serial)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_a_parallel_block_equals_its_serial_twin(ranks, world):
     """With and without sequence parallelism."""
@@ -124,6 +125,7 @@ def check_transformer(world, tensor_parallel: bool, sequence_parallel: bool) -> 
     check_gradients(parallel, serial)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world", [PAIR, WORLDS[2]], ids=str)
 def test_a_transformer_takes_and_gives_the_whole(ranks, world):
     """Tensor parallel or not, with sequence parallelism or without."""

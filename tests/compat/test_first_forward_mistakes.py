@@ -9,6 +9,7 @@ from torchdistpackage.compat.tensor_parallel.engine import verify
 from torchdistpackage.errors import LayoutError
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("wrong", [name for name in MISTAKES if name != "copy"])
 def test_a_planted_mistake_is_named(wrong: str, monkeypatch):
     """But for "copy", a mistake of the backward, which is not run."""

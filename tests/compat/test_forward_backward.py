@@ -66,7 +66,7 @@ def every_number_of_microbatches(schedule: str, numbers: list[int], batch: int) 
         expect_gradients(stage, rank, whole)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "depth",
     [n if n in (2, 3, 4, 8) else pytest.param(n, marks=pytest.mark.full) for n in range(1, 9)],

@@ -244,7 +244,7 @@ def test_tokenize_and_plan_count_each_source(tmp_path, capsys):
 def test_a_run_of_epochs_has_the_steps_that_they_take(tdp, tmp_path):
     (tmp_path / "run.yaml").write_text(f"run: {{dir: {tmp_path}/runs, name: r}}")
     words = [str(tmp_path / "run.yaml"), *RUN, *corpus(tmp_path), "train.epochs=0.5"]
-    words += ["train.eval_every=0", "log.plot=false", "data.packing=wrapped"]
+    words += ["train.eval_every=0", "log.plot=false", "log.report=false", "data.packing=wrapped"]
     words.remove("train.steps=4")
     code, said = tdp(["plan", *words])
     assert code == 0 and "0.5 passes over the data: samples and steps are known after" in said, said

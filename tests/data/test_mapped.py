@@ -52,6 +52,7 @@ def source(kind: str, folder: Path) -> tuple[list[str], list[Path]]:
     return [*settings, f"data.cache={folder}/cache", f"data.field={made.field}"], [entry / kind]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["tokens", "text", "folder", "tokens.bin", "counted.bin"])
 def test_a_file_that_becomes_shorter_under_a_run_is_named(ranks, tmp_path, kind):
     settings, files = source(kind, tmp_path)

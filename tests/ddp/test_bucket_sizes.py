@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import skip_init
 
 from tests.train import parity
 from torchdistpackage.comm.backends import GLOO, Transport, register_transport
@@ -40,14 +41,18 @@ def counts() -> dict[str, int]:
     """Buckets of each for layers of 4 MiB, and of a GPT of 7 that `tdp train` builds."""
 
     def net() -> nn.Module:
-        return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(LAYERS)))
+        # sizes alone matter here, and drawing so many numbers takes long
+        layers = (skip_init(nn.Linear, 1024, 1024, bias=False) for _ in range(LAYERS))
+        return nn.Sequential(*layers)
 
     ddp, module = NaiveDDP(net(), keep_order=True), net()
     zero = ZeroOptimizer(torch.optim.SGD(module.parameters(), lr=1.0), module)
     found = {"ddp": ddp.reducer, "zero": zero.reducer}
     large = ["parallel.data=2", "data.global_batch=8", "model.vocab=12000", "model.dim=128"]
+    large += ["data.seq_len=8", "data.target=tests.train.sources:UnevenTokens"]
+    large += ["data.args={seq_len: 8, vocab: 12000}"]
     for stage in (0, 1):
-        run = parity.trainer([*large, f"parallel.zero={stage}", "data.name=python_stdlib"])
+        run = parity.trainer([*large, f"parallel.zero={stage}"])
         found[f"train {stage}"] = run.reducer
     sizes = {name: len(reducer.grad_buckets.buckets) for name, reducer in found.items()}
     zero.remove()

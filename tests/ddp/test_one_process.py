@@ -42,7 +42,7 @@ def same_as_one_process(mode: str, wrap: dict, options: dict) -> None:
 MODES = ["plain", "reentrant", "non-reentrant", "nested", "two outputs", "outer checkpoint"]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cap", [0.0002, 25])
 def test_gradients_are_those_of_one_process(ranks, cap):
     ranks(2).run(each, same_as_one_process, [(mode, {"bucket_cap_mb": cap}, {}) for mode in MODES])

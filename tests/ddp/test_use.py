@@ -57,9 +57,10 @@ def unused_patterns(seed: int, rounds: int) -> None:
 
 
 @pytest.mark.late_in_full
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_200_random_patterns_of_use_neither_hang_nor_differ(ranks, seed):
-    ranks(3).run(unused_patterns, seed, 100)
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("seed", "rounds"), [(0, 30), (0, 100), (1, 100)])
+def test_random_patterns_of_use_neither_hang_nor_differ(ranks, seed, rounds):
+    ranks(3).run(unused_patterns, seed, rounds)
 
 
 def strict_names_the_unused() -> None:

@@ -22,7 +22,9 @@ from torchdistpackage.cli.main import main
 SHORT = (
     *("train.eval_batches=1", "train.eval_every=0", "train.generate_tokens=4"),
     *("optim.warmup_steps=1", "log.every=1", "checkpoint.save_every=2"),
+    *("log.plot=false", "log.report=false"),
 )
+SMALL = ("model.dim=32", "data.seq_len=32", "data.global_batch=16")
 FULL = ("tdp parity", "tdp --version", "run.name=one", "runs/one", "run.name=two", "runs/two")
 """What a command has that only a shell runs, with `--full`."""
 LOCAL = ("tutorial_first_run", "tutorial_fine_tune", "tutorial_own_model")
@@ -34,12 +36,12 @@ def in_one_line(text: str) -> str:
 
 
 @pytest.fixture
-def walk(tdp: Tdp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict]:
-    """Run the `tdp` commands of a page; what each wrote, by its text."""
+def walk(tdp: Tdp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict]:
+    """Run the `tdp` commands of a page, trainings with changes; what each wrote, by its text."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
-    def run(name: str) -> dict[str, str]:
+    def run(name: str, *changes: str) -> dict[str, str]:
         tutorials.prepare(name, tmp_path)
         told, steps = {}, 0
         for words in tutorials.commands(name):
@@ -52,7 +54,7 @@ def walk(tdp: Tdp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
             if words[1] == "train":
                 steps += 2  # the second command on a run resumes it
                 words = [x for x in words if not x.startswith("train.steps=")]
-                words += [f"train.steps={steps}", *SHORT]
+                words += [f"train.steps={steps}", *SHORT, *changes]
             code, told[text] = tdp(words[1:])
             assert code == 0, told[text]
         return told
@@ -60,8 +62,8 @@ def walk(tdp: Tdp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
     return run
 
 
-def test_a_first_run_and_its_report(walk: Callable[[str], dict]):
-    told = walk("tutorial_first_run")
+def test_a_first_run_and_its_report(walk: Callable[..., dict]):
+    told = walk("tutorial_first_run", *SMALL)
     plan = tutorials.shown("tutorial_first_run")[0]
     assert in_one_line(told["tdp plan configs/gpt_tiny.yaml"]) == in_one_line(plan)
     assert "resumed after step 2 of 4" in told["tdp train configs/gpt_tiny.yaml train.steps=200"]

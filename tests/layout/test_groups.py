@@ -94,6 +94,7 @@ def meshes(num_ranks: int) -> Iterator[tuple[tuple[str, int], ...]]:
             yield tuple((AXES[i], sizes[i]) for i in next(orders))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("num_ranks", [8, pytest.param(MAX_RANKS, marks=pytest.mark.full)])

@@ -55,6 +55,7 @@ def some(names: list[str], small: tuple[str, ...]) -> list:
     return [x if x in small else pytest.param(x, marks=pytest.mark.full) for x in names]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", some([*BY_TABLE, *FOUND], ("qwen3", "gemma2")))
 def test_a_split_model_is_the_one_that_trains(ranks, family):
     ranks(SIZE).run(as_one_process, family, SIZE)
@@ -117,6 +118,7 @@ def test_traffic_of_a_model_that_a_table_splits_is_counted(ranks):
 TWELVE = [*sorted(registry.FAMILIES), "gemma", "mixtral"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", TWELVE)
 def test_layouts_are_those_of_a_run(tmp_path, name):
     """`scripts/coverage` looks at all classes."""

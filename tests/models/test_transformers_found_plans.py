@@ -69,6 +69,7 @@ def test_a_rule_that_is_wrong_is_refused_with_the_first_module_that_differs(tmp_
     transformers_found._read.cache_clear()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "share"), [("gemma3_text", 0.52), ("qwen3_moe", 0.52), ("gpt_oss", 0.55)]
 )

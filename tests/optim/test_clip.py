@@ -171,6 +171,7 @@ def of_shards(kind: str, stage: int) -> None:
         expect_shards(zero, grads, truth / 3 / (truth + 1e-6))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "stage"),
     [

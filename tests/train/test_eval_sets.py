@@ -65,7 +65,14 @@ def test_sets_are_evaluated_alike_on_every_layout(ranks, tmp_path, layout):
 
 def test_a_run_logs_each_set_keeps_the_best_and_tdp_eval_agrees(tdp, tmp_path):
     (tmp_path / "run.yaml").write_text(f"run: {{dir: {tmp_path}/runs, name: r}}")
-    words = ["train", str(tmp_path / "run.yaml"), *RUN, *files(tmp_path), "log.plot=false"]
+    words = [
+        "train",
+        str(tmp_path / "run.yaml"),
+        *RUN,
+        *files(tmp_path),
+        "log.plot=false",
+        "log.report=false",
+    ]
     words += ["train.eval_every=2", "checkpoint.save_every=2", "checkpoint.keep_best=web"]
     code, said = tdp([*words, "parallel.data=2", "checkpoint.keep_last=1", "optim.lr=0.01"])
     assert code == 0, said

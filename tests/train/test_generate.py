@@ -120,7 +120,7 @@ def batch_on(ranks, source: ModelSource, layout: dict[str, int], use_cache: bool
 BATCH_LAYOUTS = [{"data": 2}, {"tensor": 2}, {"pipe": 2}, {"pipe": 2, "tensor": 2}]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("layout", BATCH_LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_batch_with_padding_and_a_cache_gives_each_prompt_its_own(ranks, tmp_path, name, layout):
@@ -193,8 +193,8 @@ def test_sampling_keeps_what_is_asked_and_follows_the_chances():
     draw = torch.Generator().manual_seed(0)
 
     def shares(how: Sampling) -> list[float]:
-        found = [next_token(chances.log(), how, draw) for _ in range(1500)]
-        return [found.count(token) / 1500 for token in range(5)]
+        found = [next_token(chances.log(), how, draw) for _ in range(700)]
+        return [found.count(token) / len(found) for token in range(5)]
 
     def close_to(*weights: float):
         return pytest.approx([w / sum(weights) for w in weights], abs=0.06)

@@ -26,7 +26,7 @@ CONFIG = ROOT / "configs" / "gpt_tiny.yaml"
 SMALL = [
     "model.dim=32", "data.seq_len=32", "data.global_batch=16", "train.generate_tokens=8",
     "train.eval_every=0", "train.eval_batches=1", "checkpoint.save_every=0", "log.plot=false",
-    "log.every=1", "optim.warmup_steps=1",
+    "log.report=false", "log.every=1", "optim.warmup_steps=1",
 ]  # fmt: skip
 
 EXPERTS = {"experts", "experts_dropped", "dead_experts"}
@@ -71,14 +71,21 @@ def rows(folder: Path) -> list[dict]:
 
 
 WHOLE = ("train.steps=6", "train.eval_every=3", "checkpoint.save_every=2", "model.dropout=0.2",
-         "log.plot=true", "model.max_seq_len=16")  # fmt: skip
+         "log.plot=true", "log.report=true", "model.max_seq_len=16")  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> tuple[Path, str]:
-    """(folder, output) of a run that nobody stopped."""
-    folder = tmp_path_factory.mktemp("whole")
-    return folder, run(folder, *WHOLE)
+WHOLE_RUNS: list[tuple[Path, str]] = []
+
+
+@pytest.fixture
+def whole(tdp, tmp_path_factory) -> tuple[Path, str]:
+    """(folder, output) of a run that nobody stopped, made once."""
+    if not WHOLE_RUNS:
+        folder = tmp_path_factory.mktemp("whole")
+        code, out = tdp(words(folder, WHOLE))
+        assert code == 0, out
+        WHOLE_RUNS.append((folder, out))
+    return WHOLE_RUNS[0]
 
 
 def test_a_run_shows_and_leaves_what_it_promises(whole):
@@ -118,10 +125,8 @@ def test_the_page_on_logging_lists_every_key_of_a_row(whole):
     assert not found & {"stragglers", "skipped"}
 
 
-@pytest.mark.parametrize(
-    "kills",
-    [pytest.param((2,), id="once"), pytest.param((2, 4), id="twice", marks=pytest.mark.full)],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("kills", [pytest.param((2,), id="once"), pytest.param((2, 4), id="twice")])
 def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(whole, tmp_path, kills, pool):
     """With dropout on; what is written of each step must be equal to the digit."""
     for step in kills:
@@ -224,7 +229,7 @@ def test_a_users_own_model_loss_and_data_come_by_import_path(tmp_path, pool):
         "optim: {lr: 0.05, weight_decay: 0.0, warmup_steps: 0}\n"
         "train: {steps: 40, eval_every: 0, eval_batches: 2}\n"
         "checkpoint: {save_every: 0, save_every_min: 1.0e-9}\n"
-        "log: {plot: false}\n"
+        "log: {plot: false, report: false}\n"
     )
     ranks = ForkedRanks(pool.server, tmp_path, ["train", str(own), f"run.dir={tmp_path}"], 4)
     said = ranks.ended()
@@ -249,7 +254,7 @@ def test_a_classifier_is_reported_in_samples(tmp_path, pool):
         "optim: {warmup_steps: 0}\n"
         "train: {steps: 4, eval_every: 0, eval_batches: 2}\n"
         "checkpoint: {save_every: 0}\n"
-        "log: {every: 1, plot: false}\n"
+        "log: {every: 1, plot: false, report: false}\n"
     )
     ranks = ForkedRanks(pool.server, tmp_path, ["train", str(own), f"run.dir={tmp_path}"], 1)
     said = ranks.ended()

@@ -105,7 +105,7 @@ SMALL_SET = [
 ]  # fmt: skip
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[] if c in SMALL_SET else pytest.mark.full) for c in CASES]
 )
@@ -135,6 +135,7 @@ def test_nothing_is_updated_and_the_culprit_is_named(ranks, case):
         assert "microbatch 0 is not finite on rank" in text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", [("pipe2", 1, "loss"), ("zero3", 1, "gradient")])
 def test_where_batches_are_made_ahead_the_step_is_done_again_with_its_own(pool, case):
     name, rank, how = case

@@ -34,7 +34,7 @@ def cases():
             yield pytest.param(layout, tied, id=f"{name}{'-tied' * tied}", marks=marks)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("layout", "tied"), list(cases()))
 def test_one_step_is_that_of_one_process(ranks, layout, tied):
     base = [*BASE, f"model.tied={str(tied).lower()}"]

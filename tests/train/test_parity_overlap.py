@@ -35,6 +35,7 @@ def asked(degrees: dict[str, int]) -> list[str]:
     return [*BASE, *OVERLAP, *(f"parallel.{axis}={size}" for axis, size in degrees.items())]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("degrees", LAYOUTS, ids=str)
 def test_an_overlapped_step_is_that_of_one_process(ranks, degrees):
     more = ["pipeline.schedule=zb-h1"] if "pipe" in degrees else []

@@ -151,7 +151,13 @@ def test_a_model_with_a_loss_of_its_routers_is_refused(tmp_path):
 
 def test_a_run_logs_its_pairs_by_the_names_of_trl(tdp, tmp_path):
     (tmp_path / "run.yaml").write_text(f"run: {{dir: {tmp_path}/runs, name: r}}")
-    words = ["train", str(tmp_path / "run.yaml"), *data_keys(tmp_path), "log.plot=false"]
+    words = [
+        "train",
+        str(tmp_path / "run.yaml"),
+        *data_keys(tmp_path),
+        "log.plot=false",
+        "log.report=false",
+    ]
     words += [x for x in RUN if "batches=" not in x]
     words += [
         "model.layers=2",

@@ -30,7 +30,7 @@ def flipped(extra: list[str], rank: int, name: str) -> str:
     return ""
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("size", "extra", "name", "holders"),
     [

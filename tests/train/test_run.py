@@ -80,35 +80,30 @@ def train_with(extra: list[str], evaluate: bool) -> tuple[parity.Held, list[floa
     return parity.held(run, "data"), losses
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "extra",
+    ("num_ranks", "extra"),
     [
-        ["parallel.data=2", "parallel.pipe=2", "pipeline.schedule=zb-v"],
-        pytest.param(
-            ["parallel.data=2", "parallel.pipe=2", "pipeline.microbatches=3"],
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            ["parallel.pipe=2", "parallel.tensor=2", "parallel.sequence_parallel=true"],
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            ["parallel.pipe=4", "pipeline.schedule=interleaved-zb", "model.layers=3"],
-            marks=pytest.mark.full,
-        ),
+        (2, ["parallel.pipe=2", "pipeline.schedule=zb-v"]),
+        (4, ["parallel.data=2", "parallel.pipe=2", "pipeline.schedule=zb-v"]),
+        (4, ["parallel.data=2", "parallel.pipe=2", "pipeline.microbatches=3"]),
+        (4, ["parallel.pipe=2", "parallel.tensor=2", "parallel.sequence_parallel=true"]),
+        (4, ["parallel.pipe=4", "pipeline.schedule=interleaved-zb", "model.layers=3"]),
     ],
     ids=str,
 )
-def test_evaluation_is_that_of_one_process_and_leaves_training_bitwise_alone(ranks, extra):
+def test_evaluation_is_that_of_one_process_and_leaves_training_bitwise_alone(
+    ranks, num_ranks, extra
+):
     extra = [*extra, "model.dropout=0.1", "pipeline.microbatches=4"]
-    plain = ranks(4).run(train_with, extra, False)
-    evaluated = ranks(4).run(train_with, extra, True)
+    plain = ranks(num_ranks).run(train_with, extra, False)
+    evaluated = ranks(num_ranks).run(train_with, extra, True)
     for (before, _), (after, _) in zip(plain, evaluated, strict=True):
         assert all(torch.equal(a[3], b[3]) for a, b in zip(before, after, strict=True))
     assert len({tuple(losses) for _, losses in evaluated}) == 1, "one loss on every rank"
     layers = [x for x in extra if x.startswith("model.layers")]
     ((_, truth),) = ranks(1).run(train_with, [*layers, "pipeline.microbatches=1"], True)
-    (_, losses), *_ = ranks(4).run(train_with, [*extra, "model.dropout=0.0"], True)
+    (_, losses), *_ = ranks(num_ranks).run(train_with, [*extra, "model.dropout=0.0"], True)
     assert losses == pytest.approx(truth, abs=1e-12)
 
 

@@ -31,8 +31,8 @@ SMALL = [
     "model.dim=16", "model.layers=1", "data.seq_len=16", "data.global_batch=4",
     "parallel.data=1", "parallel.pipe=1", "pipeline.microbatches=1", "launch.local.procs=1",
     "model.dropout=0.2", "train.generate_tokens=0", "train.eval_every=0", "train.eval_batches=1",
-    "checkpoint.save_every=1", "log.plot=false", "log.every=1", "optim.warmup_steps=1",
-    "data.name=text", f"data.path={ROOT / 'LICENSE'}",
+    "checkpoint.save_every=1", "log.plot=false", "log.report=false", "log.every=1",
+    "optim.warmup_steps=1", "data.name=text", f"data.path={ROOT / 'LICENSE'}",
 ]  # fmt: skip
 KEYS = ("step", "loss", "grad_norm", "lr", "tokens")
 

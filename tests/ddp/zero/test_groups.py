@@ -47,7 +47,7 @@ def on_nodes(options: dict) -> None:
     assert held <= whole / 2 + padding < whole, "a shard is a half of the parameters"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @stages
 def test_shards_inside_a_node_with_replicas_across(ranks, options):
     ranks(4).run(on_nodes, options)

@@ -90,6 +90,7 @@ def masters_go_up(stage: int) -> None:
         stream.record_event().synchronize()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_step_waits_for_masters_that_are_going_up(pool, stage):
     pool(2).run(masters_go_up, stage, transport="late")

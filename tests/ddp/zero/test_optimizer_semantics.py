@@ -45,6 +45,7 @@ def scheduled(net: nn.Module, optimizer: optim.Optimizer, x_of: Callable[[int], 
         optimizer.zero_grad()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("more", [{}, {"fused": True}], ids=str)
 def test_schedulers_move_the_groups_that_are_stepped(ranks, more: dict):
     ranks(2).run(equals_the_plain_one, "AdamW", scheduled, more, {})
@@ -258,6 +259,7 @@ def frozen_later(stage: int) -> None:
     assert not torch.equal(weights[1][1], weights[2][1])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_parameter_that_is_frozen_later_stays_as_it_is(ranks, stage: int):
     ranks(2).run(frozen_later, stage)

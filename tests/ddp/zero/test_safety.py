@@ -80,7 +80,7 @@ def wrapped_again(options: dict, how: str) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", ["removed", "dropped"])
 @stages
 def test_a_module_can_be_wrapped_again(ranks, options, how):
@@ -145,6 +145,7 @@ def all_disconnected(options: dict) -> None:
         disconnected(options, how)
 
 
+@pytest.mark.few(2)
 @stages
 def test_other_memory_is_noticed_before_a_step(ranks, options):
     ranks(2).run(all_disconnected, options)

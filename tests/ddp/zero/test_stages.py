@@ -68,15 +68,15 @@ def test_the_whole_module_may_be_recomputed(ranks, options, reentrant):
     ranks(2).run(under_checkpoint, {**options, "use_reentrant": reentrant})
 
 
-def long_run(options: dict) -> None:
-    compare(net, world(), run=lambda m, x, i: loss_of(m(x)), steps=20, **options)
+def long_run(options: dict, steps: int = 20) -> None:
+    compare(net, world(), run=lambda m, x, i: loss_of(m(x)), steps=steps, **options)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 4))])
 @some_stages
 def test_twenty_steps_at_any_size_with_one_bucket_or_many(ranks, size, options):
-    ranks(size).run(each, long_run, [(options,), ({**options, "bucket_cap_mb": 25},)])
+    ranks(size).run(each, long_run, [(options,), ({**options, "bucket_cap_mb": 25}, 4)])
 
 
 def accumulating(options: dict) -> None:
@@ -176,6 +176,7 @@ def tie(options: dict) -> None:
     compare(tied, world(), **options)
 
 
+@pytest.mark.few(2)
 @stages
 def test_a_parameter_may_be_used_outside_the_forward_of_its_module(ranks, options):
     ranks(2).run(tie, options)
@@ -307,6 +308,7 @@ def side_by_side(options: dict) -> None:
             expect_equal(z, m, p)
 
 
+@pytest.mark.few(2)
 @stages
 def test_two_models_in_one_process(ranks, options):
     ranks(2).run(side_by_side, options)

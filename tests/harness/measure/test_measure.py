@@ -133,6 +133,7 @@ def one_wrong_element(operation: str, broken: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("operation", COLLECTIVES)
 def test_one_wrong_element_ends_it_on_all_ranks_and_is_named(ranks, operation):
     texts = ranks(4).run(one_wrong_element, operation, 3)

@@ -49,8 +49,8 @@ def every_schedule(names: list[str], numbers: list[int]) -> None:
                     same(torch.stack(losses).sum().detach(), expected.detach())
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("depth", [3, 1, 2, 4])
 def test_every_schedule_gives_the_gradient_of_one_process(ranks, depth):
     numbers = {1: [3], 2: [1, 2, 5], 3: [4], 4: [8]}[depth]
     ranks(depth).run(every_schedule, TRAINS, numbers, timeout_s=60)

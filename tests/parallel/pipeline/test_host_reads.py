@@ -42,7 +42,7 @@ def of_pipeline(schedule: str, data: int, loss_scale: bool) -> dict[str, int]:
     return dict(found.found)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("schedule", "data", "loss_scale"),
     [

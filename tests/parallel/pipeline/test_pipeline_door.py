@@ -190,6 +190,7 @@ def replicas(schedule: str, kind: str, accumulate: int) -> None:
             same(a.detach(), b.detach())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("schedule", "kind", "accumulate"),
     [

@@ -1,7 +1,12 @@
-"""Pipelines, clipping and training's reducers ask a protocol, so a tree without ZeRO has them."""
+"""Pipelines, clipping and training's reducers ask a protocol, so a tree without ZeRO has them.
+
+In the small set `tests/test_layers.py` looks at what they import.
+"""
 
 import subprocess
 import sys
+
+import pytest
 
 from tests.package_files import ROOT
 
@@ -54,6 +59,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full
 def test_a_tree_without_zero_trains_a_pipeline_and_clips():
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", PROGRAM],

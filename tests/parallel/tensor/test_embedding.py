@@ -124,21 +124,25 @@ def check_options(world, kind, option: str, sequence_parallel: bool) -> None:
         torch.testing.assert_close(found[local], wanted[at], rtol=1e-12, atol=1e-12)
 
 
+KINDS = (VocabParallelEmbedding, FeatureParallelEmbedding)
+EVERY = [*itertools.product(KINDS, OPTIONS, (False, True))]
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "world",
+    ("world", "chosen"),
     [
-        (("data", 2), ("tensor", 2)),
-        (("tensor", 3),),
-        pytest.param((("tensor", 4),), marks=pytest.mark.full),
-        pytest.param((("tensor", 1),), marks=pytest.mark.full),
+        # each kind has every option, with and without sequence parallelism in turns
+        pytest.param((("tensor", 3),), EVERY[::4] + EVERY[3::4], id="in turns"),
+        ((("data", 2), ("tensor", 2)), EVERY),
+        ((("tensor", 3),), EVERY),
+        ((("tensor", 4),), EVERY),
+        ((("tensor", 1),), EVERY),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, tuple) else "all",
 )
-def test_every_option_of_torchs_embedding(ranks, world):
-    kinds = (VocabParallelEmbedding, FeatureParallelEmbedding)
-    cases = itertools.product([world], kinds, OPTIONS, (False, True))
-    ranks(Mesh(world).size).run(each, check_options, list(cases))
+def test_every_option_of_torchs_embedding(ranks, world, chosen):
+    ranks(Mesh(world).size).run(each, check_options, [(world, *case) for case in chosen])
 
 
 def features_that_stay_cut() -> None:

@@ -57,6 +57,7 @@ def check_slices(world, dtype: torch.dtype) -> None:
             assert torch.equal(parameters[name][local], whole[at]), name
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "world",
