@@ -311,6 +311,21 @@ def test_a_rank_that_died_between_runs_is_replaced(ranks: RankPool) -> None:
     assert ranks(2).run(sum_of_ranks, 0) == [(0, 2, 1), (1, 2, 1)]
 
 
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_ranks_of_another_size_are_stopped_until_they_are_asked_for(ranks: RankPool) -> None:
+    pids = ranks(2).run(os.getpid)
+    (alone,) = ranks(1).run(os.getpid)
+    end_s = time.monotonic() + 5
+    while {state_of(pid) for pid in pids} != {"T"} and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert {state_of(pid) for pid in pids} == {"T"} and state_of(alone) != "T"
+    assert ranks(2).run(sum_of_ranks, 0) == [(0, 2, 1), (1, 2, 1)]
+    assert ranks(2).run(os.getpid) == pids
+
+
 def test_the_size_of_a_pool_is_its_limit(ranks: RankPool) -> None:
     for world_size in (0, 9):
         with pytest.raises(LaunchError, match=f"{world_size} ranks were asked of a pool of 1 to 8"):

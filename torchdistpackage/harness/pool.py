@@ -78,7 +78,7 @@ class RankPool:
     """Sets of 1 to `max_size` ranks, one set a size, each started when first asked for.
 
     Every size has processes of its own: a fork is cheaper than leaving and joining a group when
-    tests take turns in their sizes, and ranks that wait cost only memory that they share.
+    tests take turns in their sizes, and those that wait are stopped and cost only shared memory.
     preload: more modules to import before the ranks are forked, e.g. "pytest".
     warnings: what a warning does in the ranks, as Python's option -W has it: "error" fails the run,
     "error,default::FutureWarning" but for warnings of one kind. By default it is printed to the
@@ -103,6 +103,7 @@ class RankPool:
         self.cleanups = tuple(cleanups)
         self.server = ForkServer((*_PRELOAD, *preload))
         self._sets: dict[int, Ranks] = {}
+        self._awake: Ranks | None = None
 
     def __call__(self, world_size: int) -> Ranks:
         """The ranks of a world of `world_size`.
@@ -119,10 +120,23 @@ class RankPool:
             self._sets[world_size] = Ranks(self, world_size)
         return self._sets[world_size]
 
+    def wake(self, ranks: Ranks) -> None:
+        """Let `ranks` go on, and stop those of the size that ran before.
+
+        A thread of gloo's looks at the sockets of its group a hundred times a second, also while
+        nobody asks: a dozen ranks that wait would take two percent of a core.
+        """
+        if self._awake is not ranks:
+            if self._awake is not None:
+                self._awake.signal(signal.SIGSTOP)
+            ranks.signal(signal.SIGCONT)
+            self._awake = ranks
+
     def close(self) -> None:
         """End all ranks. Ending the interpreter, by whatever means, does so too."""
         self.server.close()
         self._sets.clear()
+        self._awake = None
 
     def __enter__(self) -> Self:
         return self
@@ -187,6 +201,7 @@ class Ranks:
         limit_s = self._pool.timeout_s if timeout_s is None else timeout_s
         late = is_late(transport)
         try:
+            self._pool.wake(self)
             self._ready()
             store = None if self._met_late == late else self._next_store()
             job = Job(reference, packed, self._pool.cleanups, store, transport)
@@ -208,6 +223,10 @@ class Ranks:
         self._met_late = late if all(a.keeps_group for a in answers.values()) else None
         values = [o.value for _, o in sorted(outcomes.items()) if isinstance(o, Result)]
         return [unpack(value, reference.aliases) for value in values]
+
+    def signal(self, signum: int) -> None:
+        """Send it to every rank that runs."""
+        self._group.signal(signum)
 
     def _ready(self) -> None:
         """Have all ranks running, anew if one has ended since the last run."""
