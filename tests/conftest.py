@@ -43,13 +43,25 @@ UNDER_LATE = (
 )
 """How paths begin whose bodies run under the late transport too: in the small set the first case,
 on no other. In the wing these are layers, reducers and pipelined steps."""
-PRELOAD = (
-    *("tests.deprecations", "pytest", "torch._dynamo", "torch.testing", "hypothesis"),
-    *("torchdistpackage.train.worker", "torchdistpackage.cli.train", "torchdistpackage.models.gpt"),
-    *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
+_EVERY = ("tests.deprecations", "pytest", "torch.testing")
+_OPTIMIZERS = (*_EVERY, "torch._dynamo")
+_RUNS = (
+    *(*_OPTIMIZERS, "torchdistpackage.train.worker", "torchdistpackage.cli.train"),
+    "torchdistpackage.models.gpt",
 )
-"""What ranks of tests import, once for all: a first optimizer alone imports torch._dynamo, which
-takes seconds. What the ranks of one file import besides, that file names as `RANKS_IMPORT`."""
+_TRANSFORMERS = (
+    *(*_RUNS, "transformers.models.gpt2.modeling_gpt2"),
+    "transformers.models.llama.modeling_llama",
+)
+PRELOAD = {
+    **dict.fromkeys(("comm", "environment", "launch", "layout", "topology"), _EVERY),
+    **dict.fromkeys(("compat", "ddp", "harness", "parallel", "tools"), _OPTIMIZERS),
+    **dict.fromkeys(("checkpoint", "data", "examples", "optim"), _RUNS),
+    **dict.fromkeys(("cli", "docs", "models", "plan", "train"), _TRANSFORMERS),
+}
+"""Folder -> what its ranks import, once for all: a first optimizer alone imports torch._dynamo,
+which takes seconds. Of other folders all. What the ranks of one file import besides, that file
+names as `RANKS_IMPORT`."""
 OWN_TRANSPORT = pytest.StashKey[dict[str, str]]()
 """Bodies there that test gloo's own transport -> why."""
 
@@ -70,10 +82,15 @@ LEFT_OUT = pytest.StashKey[LeftOut | None]()
 def pool(request: pytest.FixtureRequest) -> Generator[RankPool]:
     from torchdistpackage.testing import RankPool
 
-    files = {item.path: item.module for item in request.session.items if hasattr(item, "module")}
-    own = dict.fromkeys(x for file in files.values() for x in getattr(file, "RANKS_IMPORT", ()))
-    with RankPool(preload=(*PRELOAD, *own), warnings=deprecations.FILTERS) as pool:
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    preload = [x for item in items for x in PRELOAD.get(_folder_of(item), _TRANSFORMERS)]
+    preload += [x for item in items for x in getattr(item.module, "RANKS_IMPORT", ())]
+    with RankPool(preload=[*dict.fromkeys(preload)], warnings=deprecations.FILTERS) as pool:
         yield pool
+
+
+def _folder_of(item: pytest.Item) -> str:
+    return item.path.relative_to(Path(__file__).parent).parts[0]
 
 
 @pytest.fixture

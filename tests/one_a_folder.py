@@ -36,7 +36,8 @@ class OneAFolder:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> None:
-        preload, missing = list(importlib.import_module("tests.conftest").PRELOAD), []
+        by_folder = importlib.import_module("tests.conftest").PRELOAD
+        preload, missing = [x for modules in by_folder.values() for x in modules], []
         for path in sorted(TESTS.rglob("test_*.py")):
             name = ".".join(path.relative_to(TESTS.parent).with_suffix("").parts)
             try:

@@ -15,15 +15,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch._dynamo.exc import (
-    BackendCompilerFailed,
-    FailOnRecompileLimitHit,
-    TorchDynamoException,
-)
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.errors import ConfigError
@@ -32,6 +27,10 @@ from torchdistpackage.tools.undisturbed import undisturbed
 from torchdistpackage.train.recompute import block_names
 from torchdistpackage.train.staged_model import TrainStages
 from torchdistpackage.train.step import Trainer
+
+if TYPE_CHECKING:  # torch loads it when it is asked for: who only builds a run saves two seconds
+    import torch._dynamo.exc
+    import torch._dynamo.utils
 
 _CACHE_KEY = "TORCHINDUCTOR_CACHE_DIR"
 CACHE = ".compiled"
@@ -62,14 +61,14 @@ class CompiledBlock:
             return self._module._call_impl(*args, **kwargs)
         try:
             return self._run(self._module, *args, **kwargs)
-        except FailOnRecompileLimitHit as error:
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
             shapes = [tuple(x.shape) for x in args if isinstance(x, torch.Tensor)]
             raise ConfigError(
                 f"train.compile: {self.name} ({self.kind}) is called with ever other inputs, now "
                 f"of shapes {shapes}, and each needs a graph of its own; give all samples one "
                 f"length (data.seq_len), or set train.compile=off: {_reason(error)}"
             ) from error
-        except TorchDynamoException as error:
+        except torch._dynamo.exc.TorchDynamoException as error:
             if not self.falls_back:
                 raise ConfigError(
                     f"train.compile=blocks: {self.name} ({self.kind}) cannot be compiled to one "
@@ -83,10 +82,10 @@ class CompiledBlock:
         """Trace a call, which computes and sends nothing."""
         try:
             self._trace(self._module, *args, **kwargs)
-        except BackendCompilerFailed as error:
+        except torch._dynamo.exc.BackendCompilerFailed as error:
             if not isinstance(error.inner_exception, _IsTraced):
                 self.refused = _reason(error)
-        except TorchDynamoException as error:
+        except torch._dynamo.exc.TorchDynamoException as error:
             self.refused = _reason(error)
 
 
