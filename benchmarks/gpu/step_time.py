@@ -22,7 +22,7 @@ from benchmarks.gpu.models import (
 )
 from benchmarks.gpu.rows import Found
 from benchmarks.turns import ratio
-from torchdistpackage.models.gpt_layout import flops_per_token
+from torchdistpackage.models.gpt_numbers import flops_per_token
 
 PRODUCT, SMALL_PRODUCT = 8192, 256
 ROUNDS, STEPS = 7, 4

@@ -9,14 +9,13 @@ from torchdistpackage.errors import ConfigError, LayoutError
 from torchdistpackage.layout.derive import num_elements, owns
 from torchdistpackage.models.gpt_layout import (
     GPTShape,
-    flops_per_token,
     layouts,
     module_of,
-    piece_costs,
     piece_layouts,
     piece_parameters,
     pieces,
 )
+from torchdistpackage.models.gpt_numbers import flops_per_token, piece_costs
 from torchdistpackage.models.gpt_spec import GPTSpec
 from torchdistpackage.models.registry import MODELS, model
 from torchdistpackage.topology.mesh import Mesh

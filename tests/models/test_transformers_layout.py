@@ -17,11 +17,11 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.families.table import Settings, Sizes, Weights
 from torchdistpackage.models.transformers_layout import (
     layouts,
-    piece_costs,
     piece_parameters,
     shape_of_section,
     split_table,
 )
+from torchdistpackage.models.transformers_numbers import piece_costs
 from torchdistpackage.plan.run_plan import (
     make_plan,
     num_parameters,

@@ -88,6 +88,7 @@ def rest():
         for more in ((TP,), (TP, *AUTOCAST), ("data=2", "expert=2"), ("context=2",)):
             yield (2, name, *more)
         yield 4, name, "data=2", "expert=2", TP, "zero=2", *AUTOCAST
+        yield 2, name, TP, "train.recompute=blocks"
     yield 2, "gpt", "data=2", *LARGE
     yield 2, "gpt", "data=2", *LARGE, "zero=2"
     yield 2, "gpt", "data=2", *LARGE, "zero=3", *BF16

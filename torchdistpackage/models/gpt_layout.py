@@ -1,4 +1,4 @@
-"""A GPT as numbers: its pieces, how each parameter is cut, what each piece costs. No torch.
+"""A GPT as numbers: its pieces, and how each parameter is cut. No torch.
 
 The modules in gpt.py and a plan read the same functions. Names are global, such as
 `blocks.3.mlp.up.weight`, and do not depend on the stages. The pieces, in order, are what a pipeline
@@ -224,30 +224,3 @@ def piece_parameters(shape: GPTShape) -> tuple[int, ...]:
     ]
     counts[-1] -= shape.vocab * shape.dim if shape.tied else 0
     return tuple(counts)
-
-
-def piece_costs(shape: GPTShape) -> tuple[float, ...]:
-    """Floating-point operations of each piece's forward, per token, at full sequence length.
-
-    A multiply-add is two. Counted are the matrix products and, in attention, those of scores and
-    values over the whole sequence, causal or not (as in PaLM, arXiv:2204.02311, appendix B).
-    """
-    q, kv = (num * shape.head_dim for num in (shape.heads, shape.num_kv_heads))
-    # products of q, k and v, and that of the heads' output; scores and values of each query head
-    attention = 4.0 * shape.dim * (q + kv) + 4.0 * shape.seq_len * q
-    mlp = (6.0 if shape.mlp == "swiglu" else 4.0) * shape.dim * shape.hidden
-    blocks: list[float] = []
-    for index in range(shape.layers):
-        moe = shape.moe_of(index)
-        blocks += attention, mlp if moe is None else mixtures.flops_per_token(moe, shape.dim)
-    return (0.0, *blocks, 2.0 * shape.dim * shape.vocab)
-
-
-BACKWARD_PER_FORWARD = 2.0
-"""Each product has two gradients."""
-
-
-def flops_per_token(shape: GPTShape) -> float:
-    """Floating-point operations of forward and backward for one token of a full sequence; what MFU
-    divides by. Work that recomputation repeats is not counted: it does not train."""
-    return (1 + BACKWARD_PER_FORWARD) * sum(piece_costs(shape))

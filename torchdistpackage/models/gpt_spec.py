@@ -8,14 +8,15 @@ from typing import Any, ClassVar, Self
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models import (
     gpt_layout,
-    gpt_traffic,
+    gpt_numbers,
     hugging_face_config,
     hugging_face_layout,
 )
 from torchdistpackage.models.gpt_layout import GPTShape
 from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
 from torchdistpackage.models.model_spec import ModelUse
-from torchdistpackage.predict.calls import CallCount, Microbatch
+from torchdistpackage.parallel.tensor.numbers import LayerNumbers
+from torchdistpackage.predict.calls import Microbatch
 
 
 @dataclass(frozen=True)
@@ -46,19 +47,19 @@ class GPTSpec:
         return frozenset()
 
     def piece_costs(self) -> tuple[float, ...]:
-        return gpt_layout.piece_costs(self.shape)
+        return gpt_numbers.piece_costs(self.shape)
 
     def piece_parameters(self) -> tuple[int, ...]:
         return gpt_layout.piece_parameters(self.shape)
 
     def flops_per_token(self) -> float:
-        return gpt_layout.flops_per_token(self.shape)
+        return gpt_numbers.flops_per_token(self.shape)
 
     def refusals(self, use: ModelUse) -> list[tuple[str, str]]:
         return []  # config/rules_model.py knows all of them
 
-    def tensor_calls(self, held: Sequence[int], of: Microbatch) -> tuple[CallCount, ...]:
-        return tuple(gpt_traffic.layer_calls(self.shape, held, of))
+    def layer_numbers(self, held: Sequence[int], of: Microbatch) -> tuple[LayerNumbers, ...]:
+        return tuple(gpt_numbers.layer_numbers(self.shape, held, of))
 
     def uncounted(self, of: Microbatch) -> str | None:
         return None

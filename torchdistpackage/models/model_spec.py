@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Protocol, Self
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
-from torchdistpackage.predict.calls import CallCount, Microbatch
+from torchdistpackage.parallel.tensor.numbers import LayerNumbers
+from torchdistpackage.predict.calls import Microbatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +122,13 @@ class ModelSpec(Protocol):
         find."""
         ...
 
-    def tensor_calls(self, held: Sequence[int], of: Microbatch) -> tuple[CallCount, ...]:
-        """What the tensor and expert ranks of a stage with the pieces `held` send of a microbatch,
-        forward and backward, with the loss where the head is."""
+    def layer_numbers(self, held: Sequence[int], of: Microbatch) -> tuple[LayerNumbers, ...]:
+        """What each layer of a stage with the pieces `held` sends over tensor and expert ranks,
+        computes and keeps of a microbatch, with the loss where the head is."""
         ...
 
     def uncounted(self, of: Microbatch) -> str | None:
-        """Why that is not known, or None."""
+        """Why the calls are not known, or None."""
         ...
 
     def goes_with(self) -> tuple[tuple[str, str], ...]:

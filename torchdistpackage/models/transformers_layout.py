@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any
 
 from torchdistpackage.config.hugging_face import ORIGINAL, read_config, rope_parameters
-from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.families.registry import FAMILIES
 from torchdistpackage.families.table import Documents, Family, Sizes, Weight, Weights
@@ -22,7 +21,6 @@ from torchdistpackage.layout.table import LayerCut, SplitTable
 from torchdistpackage.lazy import resolve
 from torchdistpackage.models.lora_layout import Lora
 
-BACKWARD_PER_FORWARD = 2.0
 _FOUND = "torchdistpackage.models.transformers_found:found_family"
 """Imported for a family without a table alone: it reads transformers' modules, on torch."""
 _MOST = 1 << 24
@@ -241,7 +239,7 @@ def _adapted(w: Weights, lora: Lora, is_head: bool = False) -> Weights:
     return replace(w, parameters=w.parameters | found, split=w.split | SplitTable(layers))
 
 
-def _parts(shape: TransformersShape, axis: str) -> list[Weights]:
+def parts(shape: TransformersShape, axis: str) -> list[Weights]:
     """Return what stands before the blocks, in each of them, and behind them.
 
     A shape builds its table once an axis, and all that is read of it comes from here.
@@ -254,7 +252,7 @@ def _parts(shape: TransformersShape, axis: str) -> list[Weights]:
 
 def part_tables(shape: TransformersShape, axis: str = "tensor") -> list[SplitTable]:
     """Of `split_table` what stands before the blocks, in each of them, and behind them."""
-    return [w.split for w in _parts(shape, axis)]
+    return [w.split for w in parts(shape, axis)]
 
 
 def split_table(shape: TransformersShape, axis: str = "tensor") -> SplitTable:
@@ -277,7 +275,7 @@ def weights(
     part_stages = (block_stages[0], *block_stages, block_stages[-1])
     found = {
         name: replace(w, layout=w.layout.on(*stages))
-        for part, stages in zip(_parts(shape, axis), part_stages, strict=True)
+        for part, stages in zip(parts(shape, axis), part_stages, strict=True)
         for name, w in part.parameters.items()
     }
     for alias, name in shape.kind.aliases.items():
@@ -320,7 +318,7 @@ def global_name(shape: TransformersShape, name: str) -> str:
 
 def piece_parameters(shape: TransformersShape) -> tuple[int, ...]:
     """Of each piece, with the embedding and the head where they go."""
-    embed, *counts, head = (_count(part.parameters) for part in _parts(shape, "tensor"))
+    embed, *counts, head = (_count(part.parameters) for part in parts(shape, "tensor"))
     counts[0] += embed
     counts[-1] += head
     return tuple(counts)
@@ -328,31 +326,3 @@ def piece_parameters(shape: TransformersShape) -> tuple[int, ...]:
 
 def _count(parameters: Mapping[str, Weight]) -> int:
     return sum(math.prod(w.layout.shape) for w in parameters.values())
-
-
-def piece_costs(shape: TransformersShape) -> tuple[float, ...]:
-    """Floating-point operations of each block's forward, per token of a full sequence; counted as
-    `gpt_layout.piece_costs` does, the head with the last block."""
-    n = shape.sizes
-    scores = 4.0 * shape.seq_len * n.heads * n.head_dim
-    _, *blocks, behind = _parts(shape, "tensor")
-    costs = [_products(block.parameters) + scores for block in blocks]
-    head = {name: w for name, w in behind.parameters.items() if is_adapter(name)}
-    costs[-1] += 2.0 * n.dim * n.vocab + _products(head)
-    return tuple(costs)
-
-
-def _products(parameters: Mapping[str, Weight]) -> float:
-    matrices = (w for w in parameters.values() if len(w.layout.shape) >= 2)
-    return sum(2.0 * w.share * math.prod(w.layout.shape) for w in matrices)
-
-
-def flops_per_token(shape: TransformersShape) -> float:
-    """Of forward and backward for one token of a full sequence; what is frozen has no gradient."""
-    both = (1 + BACKWARD_PER_FORWARD) * sum(piece_costs(shape))
-    return both if shape.lora is None else both - sum(_frozen_products(shape))
-
-
-def _frozen_products(shape: TransformersShape) -> tuple[float, ...]:
-    """Of each block's forward, those with matrices that are not trained."""
-    return piece_costs(replace(shape, lora=None, seq_len=0))

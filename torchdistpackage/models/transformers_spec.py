@@ -9,15 +9,16 @@ from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models import (
     transformers_layout,
+    transformers_numbers,
     transformers_refusals,
-    transformers_traffic,
 )
 from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
 from torchdistpackage.models.lora_layout import ADAPTER_FILES, left_out, peft_name
 from torchdistpackage.models.model_spec import ModelUse
 from torchdistpackage.models.transformers_folder import folder_of
 from torchdistpackage.models.transformers_layout import TransformersShape
-from torchdistpackage.predict.calls import CallCount, Microbatch
+from torchdistpackage.parallel.tensor.numbers import LayerNumbers
+from torchdistpackage.predict.calls import Microbatch
 
 
 @dataclass(frozen=True)
@@ -50,22 +51,22 @@ class TransformersSpec:
         return self.shape.packed
 
     def piece_costs(self) -> tuple[float, ...]:
-        return transformers_layout.piece_costs(self.shape)
+        return transformers_numbers.piece_costs(self.shape)
 
     def piece_parameters(self) -> tuple[int, ...]:
         return transformers_layout.piece_parameters(self.shape)
 
     def flops_per_token(self) -> float:
-        return transformers_layout.flops_per_token(self.shape)
+        return transformers_numbers.flops_per_token(self.shape)
 
     def refusals(self, use: ModelUse) -> list[tuple[str, str]]:
         return transformers_refusals.refusals(self.shape, use)
 
-    def tensor_calls(self, held: Sequence[int], of: Microbatch) -> tuple[CallCount, ...]:
-        return tuple(transformers_traffic.layer_calls(self.shape, held, of))
+    def layer_numbers(self, held: Sequence[int], of: Microbatch) -> tuple[LayerNumbers, ...]:
+        return tuple(transformers_numbers.layer_numbers(self.shape, held, of))
 
     def uncounted(self, of: Microbatch) -> str | None:
-        return transformers_traffic.problem(self.shape, of)
+        return transformers_numbers.problem(self.shape, of)
 
     def goes_with(self) -> tuple[tuple[str, str], ...]:
         return transformers_refusals.goes_with(self.shape)

@@ -74,7 +74,8 @@ def traffic(plan: Plan, rank: int) -> tuple[CallCount, ...]:
     passes = (of, of.forward_alone) if plan.config.data.is_preference else (of,)
     for stage in plan.schedule.stages_of(place):
         for each in passes:
-            layers += plan.model.tensor_calls(plan.stages[stage], each)
+            for layer in plan.model.layer_numbers(plan.stages[stage], each):
+                layers += layer.calls
     found += (call.times(times) for call in layers)
     return merged(x if x.ranks else _placed(plan, rank, x) for x in found)
 

@@ -1,7 +1,7 @@
 """Time on paper: what a step would take, from what its parts take. No torch, no processes.
 
-calls       what a rank sends in a step, call by call; counted by models/layer_calls and
-            train/traffic.
+calls       what a rank sends in a step, call by call; counted by parallel/tensor/numbers
+            and plan/traffic.
 links       the time of a message or a collective by its bytes (`LinkModel`), and the line through
             measured times.
 devices     accelerators with the numbers of their data sheets; fitting has the few that are fitted.

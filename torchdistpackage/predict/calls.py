@@ -1,6 +1,6 @@
 """What a rank sends in a step, call by call, as a plan counts it. No torch.
 
-A model says what its layers send of one microbatch (`ModelSpec.tensor_calls`), plan/traffic.py the
+A model says what its layers send of one microbatch (`ModelSpec.layer_numbers`), plan/traffic.py the
 rest; tests hold both to the record of real ranks. Bytes are those of what a rank gives to a call,
 as the record has them: to a gather its part, to a reduce-scatter or an all-reduce all of it.
 """

@@ -1,4 +1,4 @@
-"""Layouts of the parameters of a mixture of experts, and the cost of a token. No torch.
+"""Layouts of a mixture of experts, and what it sends and computes. No torch.
 
 The experts of a layer are one parameter for each matrix, with the expert as its first dim. That dim
 is cut over the ranks of `expert`, hidden channels over those of `tensor`; lengths differ by one
@@ -9,6 +9,10 @@ from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import Layouts, prefixed
 from torchdistpackage.layout.moe import MoEShape
 from torchdistpackage.parallel.tensor import layouts as cut
+from torchdistpackage.parallel.tensor import numbers as layer_numbers
+from torchdistpackage.parallel.tensor.numbers import CallPlace, LayerNumbers, dispatch
+from torchdistpackage.predict.calls import CallCount
+from torchdistpackage.predict.kernels import Matmul
 
 STATES = ("router.expert_bias", "router.last_load")
 """Ends of names of parameters that follow the counts of experts, and get no gradient."""
@@ -62,8 +66,31 @@ def experts_layouts(shape: MoEShape, dim: int, axis: str = "tensor") -> Layouts:
     return found
 
 
-def flops_per_token(shape: MoEShape, dim: int) -> float:
-    """Return the floating-point operations of one token's forward: its matmuls."""
-    width = shape.top_k * shape.hidden + (shape.shared_hidden or 0)
-    products = 3 if shape.gated else 2
-    return 2.0 * dim * (products * width + shape.num_experts + shape.shared_gate)
+def numbers(
+    shape: MoEShape, place: CallPlace, cuts: Layouts, dim: int, again: bool = True
+) -> LayerNumbers:
+    """Return what a layer sends and computes where experts are chosen alike.
+
+    cuts: its `layouts`. again: see `CallPlace.row`. What it keeps, which the router decides, is not
+    stated.
+    """
+    of, calls = place.of, list[CallCount]()
+    dtypes = of.stream, of.stream  # experts compute in the dtype of their tokens
+    if of.expert > 1:
+        calls += dispatch(of, shape.num_experts, shape.top_k, dim, dtypes, place.forward)
+    if of.tensor > 1:
+        calls += place.experts(dim, shape.top_k, (*dtypes, of.stream), again)
+    hidden = layer_numbers.on_rank(cuts["experts.down"], of)[2]
+    routed = of.rows * shape.top_k
+    matmuls = [
+        Matmul(of.rows, shape.num_experts, dim),
+        Matmul(routed, (2 if shape.gated else 1) * hidden, dim),
+        Matmul(routed, dim, hidden),
+    ]
+    layer = LayerNumbers("experts", tuple(calls), tuple(matmuls), None)
+    if shape.shared_hidden is not None:
+        shared = {k.removeprefix("shared."): v for k, v in cuts.items() if k.startswith("shared.")}
+        layer |= layer_numbers.mlp(place, shared, dim, shape.gated)
+    if shape.shared_gate:
+        layer |= LayerNumbers("gate", matmuls=(Matmul(place.rows, 1, dim),))
+    return layer

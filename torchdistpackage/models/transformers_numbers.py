@@ -1,45 +1,123 @@
-"""What the tensor and expert ranks of a model of transformers send of one microbatch. No torch.
+"""What each layer of a model of transformers sends and computes of one microbatch. No torch.
 
 It follows from the table of the family, as the split layers do (parallel/tensor/parallelize.py).
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.families.found import WIDE_WEIGHTS
-from torchdistpackage.layout.derive import local_shape
+from torchdistpackage.families.table import Weight
+from torchdistpackage.layout.derive import even_share
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.table import LayerCut, SplitTable
-from torchdistpackage.models.layer_calls import CallPlace, dispatch
-from torchdistpackage.models.transformers_layout import TransformersShape, layouts, part_tables
+from torchdistpackage.models.transformers_layout import (
+    TransformersShape,
+    layouts,
+    part_tables,
+    parts,
+)
+from torchdistpackage.parallel.tensor.numbers import (
+    BACKWARD_PER_FORWARD,
+    ONE_TOKEN,
+    CallPlace,
+    LayerNumbers,
+    dispatch,
+    on_rank,
+)
 from torchdistpackage.predict.calls import CallCount, Microbatch
-from torchdistpackage.topology.mesh import Mesh
+from torchdistpackage.predict.kernels import Matmul
 
 
-def layer_calls(
+def layer_numbers(
     shape: TransformersShape, held: Sequence[int], of: Microbatch
-) -> Iterator[CallCount]:
-    """Of the blocks of one stage, with the embedding and the head where they go."""
+) -> Iterator[LayerNumbers]:
+    """Yield the numbers of the blocks of one stage, and of the embedding and the head where they
+    go. What a layer keeps is not stated: the modules are transformers' own."""
     embed, *blocks, head = part_tables(shape)
+    block_parts, behind = parts(shape, "tensor")[1:-1], parts(shape, "tensor")[-1]
     has_first, has_last = 0 in held, len(blocks) - 1 in held
-    place = CallPlace(of, shape.sequence_parallel)
     # with adapters gradients begin at the first of them
     has_grad = shape.lora is None
-    if of.tensor > 1 and has_first:
-        yield from _tables(embed, of)
-        if shape.sequence_parallel:  # the first block takes its part
-            yield place.shared_sequence(shape.dim, of.stream, has_grad)
-    for index, block in enumerate(blocks):
+    if has_first:
+        yield LayerNumbers("embedding", tuple(_embedding_calls(shape, embed, of, has_grad)))
+    for index, (block, part) in enumerate(zip(blocks, block_parts, strict=True)):
         if index in held:
-            yield from _block(shape, block, index, of, has_grad)
+            calls = tuple(_block(shape, block, index, of, has_grad))
+            matmuls = (*_matmuls(part.parameters, of), *_scores(shape, block, of))
+            yield LayerNumbers(f"{shape.kind.blocks}.{index}", calls, matmuls, None)
         has_grad |= bool(_adapted(block))
-    if of.tensor > 1 and has_last:
-        if shape.sequence_parallel:
-            yield place.joined_sequence(shape.dim, of.stream)
-        yield from _layers(head, CallPlace(of, False), has_grad=has_grad)
-        yield from _tables(head, of)
+    if has_last:
+        calls = tuple(_head_calls(shape, head, of, has_grad))
+        vocab = shape.sizes.vocab
         if shape.kind.splits_head:
-            yield from place.loss()
+            vocab = even_share(vocab, of.tensor, of.index)[1]
+        adapters = {name: w for name, w in behind.parameters.items() if is_adapter(name)}
+        matmuls = (Matmul(of.rows, vocab, shape.sizes.dim), *_matmuls(adapters, of))
+        yield LayerNumbers("head", calls, matmuls, None)
+
+
+def piece_costs(shape: TransformersShape) -> tuple[float, ...]:
+    """Return the floating-point operations of each block's forward, per token of a full sequence;
+    counted as `gpt_numbers.piece_costs` does, the head with the last block."""
+    _, *blocks, head = layer_numbers(shape, range(shape.sizes.layers), ONE_TOKEN)
+    costs = [block.flops for block in blocks]
+    costs[-1] += head.flops
+    return tuple(costs)
+
+
+def flops_per_token(shape: TransformersShape) -> float:
+    """Return the floating-point operations of forward and backward for one token of a full
+    sequence; what is frozen has no gradient."""
+    both = (1 + BACKWARD_PER_FORWARD) * sum(piece_costs(shape))
+    if shape.lora is None:
+        return both
+    return both - sum(piece_costs(replace(shape, lora=None, seq_len=0)))
+
+
+def _matmuls(parameters: Mapping[str, Weight], of: Microbatch) -> Iterator[Matmul]:
+    """Yield those of all matrices; of experts, those that a token goes to on a mean rank."""
+    for w in parameters.values():
+        if len(w.layout.shape) >= 2:
+            *experts, width, terms = on_rank(w.layout, of)
+            yield Matmul(of.rows * w.share, width, terms, math.prod(experts))
+
+
+def _scores(shape: TransformersShape, table: SplitTable, of: Microbatch) -> Iterator[Matmul]:
+    """Yield the matmuls of scores and values, over the whole sequence."""
+    heads = shape.sizes.heads
+    for cut in table.attention.values():
+        heads = cut.queries.head_range(of.tensor, of.index)[1]
+    width = shape.sizes.head_dim
+    yield Matmul(of.tokens, shape.seq_len, width, of.samples * heads)
+    yield Matmul(of.tokens, width, shape.seq_len, of.samples * heads)
+
+
+def _embedding_calls(
+    shape: TransformersShape, table: SplitTable, of: Microbatch, has_grad: bool
+) -> Iterator[CallCount]:
+    if of.tensor == 1:
+        return
+    yield from _tables(table, of)
+    if shape.sequence_parallel:  # the first block takes its part
+        place = CallPlace(of, shape.sequence_parallel)
+        yield place.shared_sequence(shape.dim, of.stream, has_grad)
+
+
+def _head_calls(
+    shape: TransformersShape, table: SplitTable, of: Microbatch, has_grad: bool
+) -> Iterator[CallCount]:
+    if of.tensor == 1:
+        return
+    place = CallPlace(of, shape.sequence_parallel)
+    if shape.sequence_parallel:
+        yield place.joined_sequence(shape.dim, of.stream)
+    yield from _layers(table, CallPlace(of, False), has_grad=has_grad)
+    yield from _tables(table, of)
+    if shape.kind.splits_head:
+        yield from place.loss()
 
 
 def problem(shape: TransformersShape, of: Microbatch) -> str | None:
@@ -77,7 +155,7 @@ def _block(
             yield from dispatch(of, num, top_k, dim, dtypes, forward)
         if of.tensor > 1:
             weights = of.losses if shape.family in WIDE_WEIGHTS else of.products
-            yield from place.experts(dim, top_k, (*dtypes, weights))
+            yield from place.experts(dim, top_k, (*dtypes, weights), again=True)
 
 
 def _layers(
@@ -154,4 +232,4 @@ def _width(cut: LayerCut, *, inputs: bool) -> int:
 
 def _part(layout: Layout, dim: int, of: Microbatch) -> int:
     """Of a dim what this rank has."""
-    return local_shape(layout, Mesh((("tensor", of.tensor),)), of.index)[dim]
+    return on_rank(layout, of)[dim]

@@ -1,0 +1,105 @@
+"""What each layer of a GPT sends, computes and keeps of one microbatch. No torch."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from torchdistpackage.layout.mark import Layouts
+from torchdistpackage.models.gpt_layout import (
+    ATTENTION,
+    EMBED,
+    HEAD,
+    GPTShape,
+    piece_layouts,
+    pieces,
+)
+from torchdistpackage.parallel.expert import shape as mixtures
+from torchdistpackage.parallel.tensor import numbers
+from torchdistpackage.parallel.tensor.numbers import (
+    BACKWARD_PER_FORWARD,
+    ONE_TOKEN,
+    CallPlace,
+    LayerNumbers,
+)
+from torchdistpackage.predict.calls import ITEM_BYTES, Microbatch
+
+
+def layer_numbers(shape: GPTShape, held: Sequence[int], of: Microbatch) -> Iterator[LayerNumbers]:
+    """Yield the numbers of each piece of a stage, each half of a block with its norm."""
+    names = pieces(shape)
+    has_tables = shape.position != "rotary"
+    for at, index in enumerate(held):
+        name = names[index]
+        if name in (EMBED, HEAD):
+            yield replace(_end(shape, name, of), layer=name)
+            continue
+        # its block ends here, so that nothing is computed again to have its last sum
+        follows = names[held[at + 1]] if at + 1 < len(held) else ""
+        is_last = name.rpartition(".")[0] != follows.rpartition(".")[0]
+        half = _half(shape, name, of, again=of.drops or not is_last)
+        if not has_tables and name.endswith(ATTENTION):
+            half |= numbers.rotary(of, shape.seq_len, shape.head_dim)
+            has_tables = True
+        before = names[held[at - 1]] if at else ""
+        if of.recomputed and half.kept is not None:
+            is_first = name.rpartition(".")[0] != before.rpartition(".")[0]
+            half = replace(half, kept=_block_input(shape, of) if is_first else {})
+        yield replace(half, layer=name)
+
+
+def piece_costs(shape: GPTShape) -> tuple[float, ...]:
+    """Return the floating-point operations of each piece's forward, per token, at full sequence
+    length.
+
+    Counted are the matmuls and, in attention, those of scores and values over the whole sequence,
+    causal or not (as in PaLM, arXiv:2204.02311, appendix B).
+    """
+    return tuple(x.flops for x in layer_numbers(shape, range(len(pieces(shape))), ONE_TOKEN))
+
+
+def flops_per_token(shape: GPTShape) -> float:
+    """Return the floating-point operations of forward and backward for one token of a full
+    sequence; MFU divides by them. Work that recomputation repeats does not count: it does not
+    train.
+    """
+    return (1 + BACKWARD_PER_FORWARD) * sum(piece_costs(shape))
+
+
+def _block_input(shape: GPTShape, of: Microbatch) -> dict[str, int]:
+    rows = CallPlace(of, shape.sequence_parallel).rows
+    return {"input of the block": rows * shape.dim * ITEM_BYTES[of.stream]}
+
+
+def _end(shape: GPTShape, name: str, of: Microbatch) -> LayerNumbers:
+    place, dim = CallPlace(of, shape.sequence_parallel), shape.dim
+    if name == EMBED:
+        end = numbers.embedding(place, dim)
+        return replace(end, kept=None) if of.drops or of.has_positions else end
+    weight = piece_layouts(shape, name)["weight"]
+    return numbers.norm(place, dim, shape.norm) | numbers.head(place, weight, dim)
+
+
+def _half(shape: GPTShape, name: str, of: Microbatch, again: bool) -> LayerNumbers:
+    place = CallPlace(of, shape.sequence_parallel, 2 if of.recomputed else 1)
+    norm, cuts = numbers.norm(place, shape.dim, shape.norm), piece_layouts(shape, name)
+    if name.endswith(ATTENTION):
+        layer = numbers.attention(
+            place,
+            _inside(cuts, "attention"),
+            shape.dim,
+            shape.head_dim,
+            shape.seq_len,
+            shape.position == "rotary",
+            again,
+        )
+    elif (moe := shape.moe_of(int(name.split(".")[1]))) is not None:
+        layer = mixtures.numbers(moe, place, _inside(cuts, "mlp"), shape.dim, again)
+    else:
+        gated = shape.mlp == "swiglu"
+        layer = numbers.mlp(place, _inside(cuts, "mlp"), shape.dim, gated, again)
+    return norm | (replace(layer, kept=None) if of.drops else layer)
+
+
+def _inside(cuts: Layouts, module: str) -> Layouts:
+    """Return the layouts of a module by their names in it."""
+    prefix = f"{module}."
+    return {k.removeprefix(prefix): v for k, v in cuts.items() if k.startswith(prefix)}

@@ -1,0 +1,298 @@
+"""What each tensor-parallel layer sends, computes and keeps of one microbatch. No torch.
+
+These functions stand beside layouts.py: shapes of matmuls follow from the layouts there, so a
+layer's cut is stated once. Calls are listed forward and backward, which are pairs of autograd
+(comm/collectives.py): what is gathered forward is reduce-scattered backward, and so on. Plans,
+predictions and MFU read these numbers, and `tests/models/test_layer_numbers.py` runs each layer
+and holds its record to them, so a call that nobody counted fails there by the layer's name.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torchdistpackage.layout.derive import local_shape
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.mark import Layouts
+from torchdistpackage.predict.calls import ITEM_BYTES, CallCount, Microbatch
+from torchdistpackage.predict.kernels import Matmul
+from torchdistpackage.topology.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNumbers:
+    """What one layer of a rank sends, computes and keeps of one microbatch.
+
+    layer: its path in the model. calls: forward and backward, with what recomputation repeats.
+    matmuls: of the forward. kept: bytes of each activation that autograd keeps for the backward,
+    with kernels of the CPU; None: not stated.
+    """
+
+    layer: str
+    calls: tuple[CallCount, ...] = ()
+    matmuls: tuple[Matmul, ...] = ()
+    kept: Mapping[str, int] | None = field(default_factory=dict[str, int])
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the forward. A multiply-add is two."""
+        return sum(matmul.flops for matmul in self.matmuls)
+
+    @property
+    def kept_bytes(self) -> int | None:
+        return None if self.kept is None else sum(self.kept.values())
+
+    def __or__(self, other: "LayerNumbers") -> "LayerNumbers":
+        """Return the numbers of both layers under the name of the first."""
+        kept = None
+        if self.kept is not None and other.kept is not None:
+            assert not self.kept.keys() & other.kept.keys()
+            kept = {**self.kept, **other.kept}
+        return LayerNumbers(
+            self.layer, self.calls + other.calls, self.matmuls + other.matmuls, kept
+        )
+
+
+ONE_TOKEN = Microbatch(1, 1, 1, 0, 1, "float32", "float32", "float32")
+"""One token of a full sequence on one rank: FLOPs of a layer are then those per token."""
+BACKWARD_PER_FORWARD = 2.0
+"""Each matmul has two gradients."""
+
+
+def _mesh(of: Microbatch) -> Mesh:
+    """Return the ranks that share a layer; experts are those of a mean rank."""
+    return Mesh((("expert", 1), ("tensor", of.tensor)))
+
+
+def on_rank(layout: Layout, of: Microbatch) -> tuple[int, ...]:
+    """Return the shape of the rank's shard of a parameter that tensor ranks share."""
+    return local_shape(layout, _mesh(of), of.index)
+
+
+def linear(weight: Layout, of: Microbatch) -> Matmul:
+    """Return the matmul of a linear layer by its weight's layout, (Dout, Din)."""
+    width, terms = on_rank(weight, of)
+    return Matmul(of.rows, width, terms)
+
+
+def embedding(place: "CallPlace", dim: int) -> LayerNumbers:
+    """Token vectors by id, from a table cut by rows."""
+    of = place.of
+    kept = {"ids": of.rows * ITEM_BYTES["int64"]}
+    if of.tensor == 1:
+        return LayerNumbers("embedding", kept=kept)
+    return LayerNumbers("embedding", (*place.row(dim, of.stream),), (), kept | {"mask": of.rows})
+
+
+def norm(place: "CallPlace", dim: int, kind: str) -> LayerNumbers:
+    """A norm over the last dim, "layer" or "rms", on this rank's tokens."""
+    rows, item = place.rows, ITEM_BYTES[place.of.stream]
+    if kind == "layer":
+        kept = {"norm input": rows * dim * item, "norm": 2 * rows * item}
+    else:  # torch computes it by operations of float32, of which two keep a tensor
+        wide = max(item, 4)
+        kept = {"norm input": rows * dim * wide, "norm": rows * dim * wide + rows * wide}
+    return LayerNumbers("norm", kept=kept)
+
+
+def attention(
+    place: "CallPlace",
+    cuts: Layouts,
+    dim: int,
+    head_dim: int,
+    seq_len: int,
+    is_rotary: bool,
+    again: bool = True,
+) -> LayerNumbers:
+    """Self-attention whose heads tensor ranks share, by the layouts of `layouts.attention`.
+
+    seq_len: keys that a query meets, causal or not. again: see `CallPlace.row`.
+    """
+    of = place.of
+    first = [linear(cuts[x], of) for x in ("qkv.weight", "q.weight", "kv.weight") if x in cuts]
+    out = linear(cuts["out.weight"], of)
+    q = int(out.k)
+    heads = of.samples * q // head_dim
+    scores = Matmul(of.tokens, seq_len, head_dim, heads)
+    values = Matmul(of.tokens, head_dim, seq_len, heads)
+    matmuls = (*first, out)
+    calls = _pair(place, dim, again)
+    if of.drops or of.has_positions or of.tokens != seq_len:  # other kernels, which keep more
+        return LayerNumbers("attention", calls, (*matmuls, scores, values), None)
+    item, width = ITEM_BYTES[of.products], int(sum(each.n for each in first))
+    kept = {
+        "input": of.rows * dim * item,
+        "softmax": of.rows * (q // head_dim) * max(item, 4),
+        "heads": of.rows * q * item,
+    } | _narrow_weights(of, matmuls)
+    if is_rotary:
+        kv = (width - q) // 2
+        kept["turned queries and keys"] = of.rows * (q + kv) * item
+        # a view of values keeps all that one matmul gave
+        kept["values"] = of.rows * (width if len(first) == 1 else 2 * kv) * item
+        kept["joined heads"] = of.rows * q * item
+    else:
+        kept["queries, keys and values"] = of.rows * width * item
+    return LayerNumbers("attention", calls, (*matmuls, scores, values), kept)
+
+
+def rotary(of: Microbatch, seq_len: int, head_dim: int) -> LayerNumbers:
+    """Tables of rotary positions, which all attentions of a stage share."""
+    wide = max(ITEM_BYTES[of.stream], 4)
+    return LayerNumbers("rotary", kept={"cosines and sines": seq_len * head_dim * wide})
+
+
+def mlp(
+    place: "CallPlace", cuts: Layouts, dim: int, gated: bool, again: bool = True
+) -> LayerNumbers:
+    """Two matmuls with the hidden dim cut between them, by the layouts of `layouts.mlp`."""
+    of = place.of
+    up = linear(cuts["gate_up.weight" if gated else "up.weight"], of)
+    down = linear(cuts["down.weight"], of)
+    item = ITEM_BYTES[of.products]
+    hidden = of.rows * int(down.k) * item
+    kept = {
+        "input": of.rows * dim * item,
+        "before activation": of.rows * int(up.n) * item,
+    } | _narrow_weights(of, (up, down))
+    if gated:
+        kept["activated gate"] = hidden
+    return LayerNumbers("mlp", _pair(place, dim, again), (up, down), kept)
+
+
+def head(place: "CallPlace", weight: Layout, dim: int) -> LayerNumbers:
+    """Logits cut by the vocabulary, and their cross entropy."""
+    of = place.of
+    calls = (*place.column(dim, of.products), *place.loss()) if of.tensor > 1 else ()
+    matmul = linear(weight, of)
+    item = ITEM_BYTES[of.products]
+    kept = {
+        "input": of.rows * dim * item,
+        "logits": of.rows * int(matmul.n) * item,
+        "softmax of the loss": 2 * of.rows * ITEM_BYTES[of.losses],
+    } | _narrow_weights(of, (matmul,))
+    return LayerNumbers("head", calls, (matmul,), kept)
+
+
+def _pair(place: "CallPlace", dim: int, again: bool) -> tuple[CallCount, ...]:
+    """Return the calls around a column layer and the row layer behind it."""
+    dtype = place.of.products
+    if place.of.tensor == 1:
+        return ()
+    return (*place.column(dim, dtype), *place.row(dim, dtype, again))
+
+
+def _narrow_weights(of: Microbatch, matmuls: tuple[Matmul, ...]) -> dict[str, int]:
+    """Return the bytes of the copies that autocast makes of weights."""
+    if of.stream == of.products:
+        return {}
+    numbers = sum(int(each.n) * int(each.k) for each in matmuls)
+    return {"narrow weights": numbers * ITEM_BYTES[of.products]}
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlace:
+    """Where in a forward: calls of the forward come again with a recomputed block.
+
+    forward: how often the forward is computed in a step, 2 of what is computed again. Of a tensor
+    without gradient (`has_grad`) nothing is sent backward.
+    """
+
+    of: Microbatch
+    sequence_parallel: bool
+    forward: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Tokens that this rank has between the split layers."""
+        return self.of.rows // (self.of.tensor if self.sequence_parallel else 1)
+
+    def column(self, width: int, dtype: str, has_grad: bool = True) -> Iterator[CallCount]:
+        """Around the input, `width` wide, of a layer cut by outputs, or of several that share it.
+
+        dtype: in which it is brought together.
+        """
+        backward = int(has_grad and self.of.trains)
+        if self.sequence_parallel:
+            yield self._gather(width, dtype, self.forward)
+            yield self._scatter(width, dtype, backward)
+        else:
+            yield self._sum(width, dtype, backward)
+
+    def row(
+        self, width: int, dtype: str, again: bool = True, has_grad: bool = True
+    ) -> Iterator[CallCount]:
+        """Around the result, `width` wide, of a layer cut by inputs. again: it is needed where its
+        block is computed again."""
+        number = self.forward if again else 1
+        if self.sequence_parallel:
+            yield self._scatter(width, dtype, number)
+            yield self._gather(width, dtype, int(has_grad and self.of.trains))
+        else:
+            yield self._sum(width, dtype, number)
+
+    def joined(self, width: int, dtype: str) -> Iterator[CallCount]:
+        """Of outputs of which this rank has `width`, and all need all."""
+        yield self._call("all_gather", self.of.rows * width, dtype, "outputs", self.forward)
+
+    def experts(
+        self, width: int, top_k: int, dtypes: tuple[str, str, str], again: bool = False
+    ) -> Iterator[CallCount]:
+        """Of experts that tensor ranks share inside, which get all tokens of the ranks' parts of
+        the sequence. dtypes: of tokens, of their results, and of the weights of a token's experts.
+        """
+        (tokens, results, weights), backward = dtypes, int(self.of.trains)
+        if self.sequence_parallel:
+            yield self._gather(width, tokens, self.forward)
+            yield self._scatter(width, results, self.forward if again else 1)
+            yield self._gather(width, results, backward)
+        else:
+            yield self._sum(width, results, self.forward if again else 1)
+        yield self._sum(width, tokens, backward)
+        what = "gradients of weights of experts"
+        yield self._call("all_reduce", self.of.rows * top_k, weights, what, backward)
+
+    def joined_sequence(self, width: int, dtype: str) -> CallCount:
+        """Where parts of a sequence become a whole one."""
+        return self._gather(width, dtype)
+
+    def shared_sequence(self, width: int, dtype: str, has_grad: bool = True) -> CallCount:
+        """Where a whole sequence becomes parts, whose gradients are joined."""
+        return self._gather(width, dtype, int(has_grad and self.of.trains))
+
+    def loss(self) -> Iterator[CallCount]:
+        """Of logits cut by columns: the largest of each token, then two sums of it."""
+        of, what = self.of, "of the softmax of the loss"
+        tokens, number = (of.tokens, of.samples) if of.by_row else (of.rows, 1)
+        yield self._call("all_reduce", tokens, of.losses, what, number)
+        yield self._call("all_reduce", 2 * tokens, of.losses, what, number)
+
+    def _sum(self, width: int, dtype: str, number: int = 1) -> CallCount:
+        return self._call("all_reduce", self.of.rows * width, dtype, "activations", number)
+
+    def _gather(self, width: int, dtype: str, number: int = 1) -> CallCount:
+        part = self.of.rows * width // self.of.tensor
+        return self._call("all_gather", part, dtype, "activations", number)
+
+    def _scatter(self, width: int, dtype: str, number: int = 1) -> CallCount:
+        return self._call("reduce_scatter", self.of.rows * width, dtype, "activations", number)
+
+    def _call(self, operation: str, num: int, dtype: str, what: str, number: int = 1) -> CallCount:
+        return CallCount("tensor", operation, num, dtype, what, number)
+
+
+def dispatch(
+    of: Microbatch, num_experts: int, top_k: int, width: int, dtypes: tuple[str, str], forward: int
+) -> Iterator[CallCount]:
+    """Of a block's experts that ranks share: numbers of tokens, the tokens and their results.
+
+    Half of the rows are those that came here, which the router decides: on a mean rank as many as
+    go. dtypes: of tokens and of results. forward: as of `CallPlace`.
+    """
+    rows, (tokens, results) = of.rows * top_k * width, dtypes
+    both = forward + int(of.trains)
+    for operation, num, dtype, what, number in (
+        ("all_gather", num_experts + 1, "int64", "how many tokens go where", forward),
+        ("all_to_all", rows, tokens, "tokens to their experts and their gradients", both),
+        ("all_to_all", rows, results, "results of experts and their gradients", both),
+    ):
+        yield CallCount("expert", operation, num, dtype, what, number)
