@@ -4,7 +4,7 @@ The ranks are threads of this process, which talk in memory (thread_ranks). Each
 it would the model; logits and the gradient of every parameter are compared with the copy's own.
 
 From the order in which blocks run the layers that ranks split follows which gradients are needed of
-what is frozen or computed again, and so what ranks send (transformers_traffic.py).
+what is frozen or computed again, and so what ranks send (transformers_numbers.py).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -153,6 +153,7 @@ def mlp(
     kept = {
         "input": of.rows * dim * item,
         "before activation": of.rows * int(up.n) * item,
+        "hidden": hidden,
     } | _narrow_weights(of, (up, down))
     if gated:
         kept["activated gate"] = hidden
