@@ -236,7 +236,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
         for case in full:
             case.marks.append(pytest.mark.full.mark)
     else:
-        left_out.cases[path.name] += len(full)
+        if full:
+            left_out.cases[path.name] += len(full)
         metafunc._calls = [case for case in cases if not any(case is other for other in full)]
 
 
@@ -298,7 +299,7 @@ def pytest_terminal_summary(
         if item.get_closest_marker("full"):
             left_out.cases[item.path.name] += 1
     bodies, cases = left_out.bodies, left_out.cases
-    if bodies or cases:
+    if bodies.total() or cases.total():
         files = ", ".join(f"{name} {number}" for name, number in (bodies + cases).items())
         terminalreporter.write_line(
             f"left out: {bodies.total()} bodies with all their cases, and {cases.total()} cases of "

@@ -11,7 +11,7 @@ from torchdistpackage.plan.parity_plan import parity_run
 from torchdistpackage.plan.run_plan import make_plan, num_ranks
 from torchdistpackage.train.parity import compare_plan, compare_run
 
-GPT = ["model.layers=4", "model.dim=64", "model.heads=4", "model.dropout=0.1", "data.seq_len=32"]
+GPT = ["model.layers=2", "model.dim=32", "model.heads=4", "model.dropout=0.1", "data.seq_len=16"]
 OWN = [
     *("data.target=tests.train.sources:Line", "data.args={}"),
     *("model.loss=tests.train.sources:squared_error", "pipeline.microbatches=2"),
