@@ -46,7 +46,7 @@ def seconds(profile: Profile, *overrides: str) -> dict[str, float]:
     return dict(step.terms)
 
 
-def test_the_table_says_whose_numbers_it_has(path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_table_says_whose_numbers_it_has(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", TINY, "--time", "--profile", str(path)]) == 0
     text = capsys.readouterr().out
     assert "predicted step on cpu, as me@n0 measured it on 2026-01-02 (cpu)" in text
@@ -98,7 +98,7 @@ def test_a_profile_of_links_alone_is_read_and_refused_for_a_time(tmp_path: Path)
     ],
 )
 def test_numbers_that_no_device_has_are_named(
-    old: str, new: str, said: str, path: Path, capsys: pytest.CaptureFixture
+    old: str, new: str, said: str, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = path.read_text()
     assert old in text
@@ -109,7 +109,7 @@ def test_numbers_that_no_device_has_are_named(
 
 
 def test_the_profile_of_another_machine_is_refused(
-    path: Path, capsys: pytest.CaptureFixture
+    path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = [SLURM, "launch.slurm.gpus-per-node=h100:8"]
     assert main(["plan", *asked, "--time", "--profile", str(path)]) == 2
