@@ -46,7 +46,9 @@ def seconds(profile: Profile, *overrides: str) -> dict[str, float]:
     return dict(step.terms)
 
 
-def test_the_table_says_whose_numbers_it_has(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_says_whose_numbers_it_has(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", TINY, "--time", "--profile", str(path)]) == 0
     text = capsys.readouterr().out
     assert "predicted step on cpu, as me@n0 measured it on 2026-01-02 (cpu)" in text
