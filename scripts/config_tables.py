@@ -17,11 +17,14 @@ from torchdistpackage.config import optimizers
 from torchdistpackage.config.data_section import ITEMS
 from torchdistpackage.config.schema import RunConfig, Section
 from torchdistpackage.config.types import expected_of
+from torchdistpackage.layout import balances, exchanges
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "config.md"
 MARKER = "<!-- scripts/docs writes everything below this line -->\n"
 TABLES = {
+    "expert_parallel.md": ("layout/balances.py", balances.page_rows),
+    "context_parallel.md": ("layout/exchanges.py", exchanges.page_rows),
     "collectives.md": ("comm/collective_table.py", collective_table.page_rows),
     "zero.md": ("config/optimizers.py", optimizers.page_rows),
 }

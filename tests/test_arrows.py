@@ -43,6 +43,8 @@ MAY_NAME_MODULES = {
     "cli/plan.py": "torch, for --tensor alone; what few plans show",
     "comm/collective_table.py": "torch, for plans and commands that read the table",
     "config/optimizers.py": "what makes an optimizer, with torch",
+    "layout/balances.py": "losses and moves of routers, with torch",
+    "layout/exchanges.py": "what exchanges keys and values, with torch",
     "compat/emp/devices.py": "a logger",
     "compat/torchshard/marks.py": "torch's function of a split tensor, which makes split tensors",
     "harness/late/streams.py": "doubles in modules to the right",

@@ -4,6 +4,7 @@ from pydantic import Field, field_validator
 
 from torchdistpackage.config import types as k
 from torchdistpackage.config.types import NamedSection, Section, default
+from torchdistpackage.layout.balances import BALANCES, WITH_LOSS
 
 
 class RopeSection(Section):
@@ -151,12 +152,11 @@ class MoESection(Section):
     )
     balance: k.ExpertBalance = Field(
         default="aux_loss",
-        description="How experts are kept equally busy: aux_loss adds a loss for each sequence, "
-        "global_aux_loss one for the global batch, bias adds no loss and shifts the scores of "
-        "idle experts, none does nothing.",
+        description="How experts are kept equally busy: "
+        f"{', '.join(f'{x.name} {x.does}' for x in BALANCES.values())}.",
     )
     aux_loss: k.NotNegative = Field(
-        default=0.01, description="Coefficient of the balance loss of aux_loss and global_aux_loss."
+        default=0.01, description=f"Coefficient of the balance loss of {' and '.join(WITH_LOSS)}."
     )
     z_loss: k.NotNegative = Field(
         default=0.0,

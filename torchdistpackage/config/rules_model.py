@@ -12,6 +12,7 @@ from torchdistpackage.config.rules import Rule, divisors, multiples, named_once,
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import MAX_MLP_RATIO
 from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.exchanges import EXCHANGES
 from torchdistpackage.layout.partition import all_have_heads, all_have_some, either, nearest
 from torchdistpackage.layout.rope import Rope
 
@@ -54,15 +55,16 @@ def _heads_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
 
 @rule("parallel.cp_comm_type", "parallel.context", "model.heads", "model.kv_heads", "model.name")
 def _heads_over_context(c: RunConfig, world_size: int | None) -> str | None:
-    if c.model.name is None or c.parallel.cp_comm_type != "a2a" or c.parallel.context == 1:
+    way = EXCHANGES.get(c.parallel.cp_comm_type)
+    if c.model.name is None or c.parallel.context == 1 or way is None or way.swap != "all":
         return None
     heads, kv, size = c.model.heads, c.model.kv_heads or c.model.heads, c.parallel.context
     tensor = c.parallel.tensor
     if heads % tensor or heads // tensor % size == 0:
         return None
     return (
-        f"parallel.cp_comm_type=a2a gives each of parallel.context={size} ranks whole heads, but a "
-        f"tensor rank has {heads // tensor} (model.heads={heads} / parallel.tensor={tensor}, "
+        f"parallel.cp_comm_type={way.name} gives each of parallel.context={size} ranks whole "
+        f"heads, but a tensor rank has {heads // tensor} (model.heads={heads} / parallel.tensor={tensor}, "
         f"{kv} of keys); set cp_comm_type to p2p, or context to {divisors(heads // tensor, size)}"
     )
 

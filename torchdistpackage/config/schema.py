@@ -17,6 +17,7 @@ from torchdistpackage.config.optim_section import OptimSection
 from torchdistpackage.config.types import Section, default
 from torchdistpackage.config.yaml_loader import keys_of, write
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.layout.exchanges import EXCHANGES
 from torchdistpackage.topology.mesh import DEFAULT_ORDER
 
 VAL_LOSS = "val_loss"
@@ -70,9 +71,9 @@ class ParallelSection(Section):
     )
     cp_comm_type: k.CpCommType = Field(
         default="auto",
-        description="How context ranks exchange keys and values: p2p passes them around a ring, "
-        "all_gather collects them, a2a trades parts of the sequence for attention heads, a2a+p2p "
-        "does both a2a and p2p. auto takes the one with the least estimated time.",
+        description="How context ranks exchange keys and values: "
+        f"{', '.join(f'{x.name} {x.does}' for x in EXCHANGES.values())}. auto takes the one with "
+        "the least estimated time.",
     )
     tensor: k.Count = Field(
         default=1,

@@ -5,7 +5,7 @@ whole float such as 4.0 for a count. Upper limits of numbers are with their keys
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from datetime import date
 from types import NoneType, UnionType
@@ -25,6 +25,8 @@ from pydantic.fields import FieldInfo
 
 from torchdistpackage.config.optimizers import OPTIMIZERS
 from torchdistpackage.config.slurm import EXTRA, OPTIONS
+from torchdistpackage.layout.balances import BALANCES
+from torchdistpackage.layout.exchanges import EXCHANGES
 from torchdistpackage.schedule.generators import GENERATORS, canonical
 from torchdistpackage.topology.mesh import DEFAULT_ORDER
 
@@ -105,10 +107,15 @@ def _schedule(value: str) -> str:
     return name
 
 
-def _optimizer(value: str) -> str:
-    if value not in OPTIMIZERS:
-        raise ValueError("no such optimizer")
-    return value
+def _in(table: Container[str]) -> AfterValidator:
+    """Return a validator for a key whose value names a row of `table`."""
+
+    def check(value: str) -> str:
+        if value not in table:
+            raise ValueError("no such name")
+        return value
+
+    return AfterValidator(check)
 
 
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -285,7 +292,7 @@ DataName = Literal["python_stdlib", "text", "jsonl", "parquet", "tokens", "prefe
 FileKind = Literal["text", "jsonl", "parquet", "tokens"] | None
 OptimizerName = Annotated[
     str,
-    AfterValidator(_optimizer),
+    _in(OPTIMIZERS),
     _enum(tuple(OPTIMIZERS)),
     Expected(" or ".join(OPTIMIZERS), tuple(OPTIMIZERS)),
 ]
@@ -302,7 +309,10 @@ LrSchedule = Literal[
     "inverse_sqrt",
     "warmup_stable_decay",
 ]
-CpCommType = Literal["auto", "p2p", "all_gather", "a2a", "a2a+p2p"]
+_COMM_TYPES = (AUTO, *EXCHANGES)
+CpCommType = Annotated[
+    str, _in(_COMM_TYPES), _enum(_COMM_TYPES), Expected(" or ".join(_COMM_TYPES), _COMM_TYPES)
+]
 Partition = Literal["cost", "parameters", "uniform", "time"]
 ExportFormat = Literal["hf"] | None
 KeepBest = (
@@ -354,7 +364,9 @@ Position = Literal["rotary", "learned"]
 Norm = Literal["layer", "rms"]
 Mlp = Literal["gelu", "gelu_tanh", "swiglu"]
 RouterScore = Literal["softmax", "sigmoid"]
-ExpertBalance = Literal["aux_loss", "global_aux_loss", "bias", "none"]
+ExpertBalance = Annotated[
+    str, _in(BALANCES), _enum(tuple(BALANCES)), Expected(" or ".join(BALANCES), tuple(BALANCES))
+]
 ExpertsOrNull = Annotated[int, Field(ge=1, le=1 << 14), _Whole] | None
 RopeScaling = Literal["default", "linear", "llama3", "yarn"]
 PositiveOrNull = Positive | None

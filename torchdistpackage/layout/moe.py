@@ -6,12 +6,12 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from torchdistpackage.layout.balances import BALANCES, BalanceSpec
 from torchdistpackage.layout.partition import refuse
 
 Score = Literal["softmax", "sigmoid"]
-Balance = Literal["aux_loss", "global_aux_loss", "bias", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +24,10 @@ class MoEShape:
         after that.
     num_groups, top_groups: experts are in `num_groups` equal groups, of which a token may choose
         from the best `top_groups` (DeepSeek-V3, arXiv:2412.19437, node-limited routing).
-    balance: `aux_loss` (Switch, arXiv:2101.03961) from the counts of each sequence,
-        `global_aux_loss` from those of the global batch, `bias` (loss-free, arXiv:2408.15664).
-    aux_loss: coefficient of either loss. z_loss: coefficient of the squared log-sum-exp of the
+    balance: a name in `BALANCES`: `aux_loss` (Switch, arXiv:2101.03961) from the counts of each
+        sequence, `global_aux_loss` from those of the global batch, `bias` (loss-free,
+        arXiv:2408.15664), ...
+    aux_loss: coefficient of that loss. z_loss: coefficient of the squared log-sum-exp of the
         logits (ST-MoE, arXiv:2202.08906). bias_rate: how far a bias moves in each step.
     capacity_factor: tokens that an expert accepts from each sequence, as a multiple of the mean;
         None: no limit.
@@ -48,7 +49,7 @@ class MoEShape:
     route_scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
-    balance: Balance = "aux_loss"
+    balance: str = "aux_loss"
     aux_loss: float = 0.01
     z_loss: float = 0.0
     bias_rate: float = 0.001
@@ -77,9 +78,9 @@ class MoEShape:
                 f"capacity_factor={self.capacity_factor:g} leaves the experts no place; set it "
                 f"above 0, or leave it out to drop nothing"
             )
-        for name, literal in (("score", Score), ("balance", Balance)):
-            if (value := getattr(self, name)) not in literal.__args__:
-                problems.append(f"{name}={value!r} is unknown; use {', '.join(literal.__args__)}")
+        for name, names in (("score", get_args(Score)), ("balance", BALANCES)):
+            if (value := getattr(self, name)) not in names:
+                problems.append(f"{name}={value!r} is unknown; use {', '.join(names)}")
         for name in ("aux_loss", "z_loss", "bias_rate"):
             if not getattr(self, name) >= 0:
                 problems.append(f"{name}={getattr(self, name)}; set it to 0 or more")
@@ -134,9 +135,14 @@ class MoEShape:
         return problems
 
     @property
+    def balancing(self) -> BalanceSpec:
+        """The balance as its row."""
+        return BALANCES[self.balance]
+
+    @property
     def has_balance_loss(self) -> bool:
         """True if balancing adds a loss, not a bias."""
-        return self.balance in ("aux_loss", "global_aux_loss")
+        return bool(self.balancing.loss)
 
 
 def shape_of_options(options: Mapping[str, Any]) -> MoEShape:

@@ -31,7 +31,7 @@ class StackedExperts(nn.Module):
     layouts: of its two matrices, by their names there. name: of the module, in errors.
     """
 
-    expert_bias = last_load = None
+    balance_state = None
     """Nothing follows the counts: these routers have a loss at most."""
 
     def __init__(

@@ -2,19 +2,11 @@
 
 from typing import Any
 
-from torchdistpackage.parallel.context.choice import (
-    AttentionSize,
-    CommType,
-    a2a_problem,
-    choose,
-    default_a2a_size,
-    traffic,
-)
+from torchdistpackage.layout.exchanges import EXCHANGES, AttentionSize
+from torchdistpackage.parallel.context.choice import CommType, choose, default_a2a_size, traffic
 from torchdistpackage.plan.run_plan import Plan
 from torchdistpackage.text import size_text
 from torchdistpackage.topology.mesh import crossings
-
-WAYS: tuple[CommType, ...] = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 def context_text(plan: Plan, ranks_per_node: int | None) -> str | None:
@@ -34,12 +26,14 @@ def context_text(plan: Plan, ranks_per_node: int | None) -> str | None:
     lines = [f"context            {taken}{' (auto)' if asked == 'auto' else ''}, {size} ranks"]
     lines.append("                   sent by the busiest rank, forward + backward, in a step:")
     inner = default_a2a_size(size, of.heads, of.kv_heads, near)
-    for way in WAYS:
-        ranks = size if way == "a2a" else inner
-        if way == "a2a" and a2a_problem(of.heads, of.kv_heads, size):
+    for way, spec in EXCHANGES.items():
+        ranks = spec.swap_size(size, inner)
+        if spec.swap == "blocks" and not 1 < ranks < size:
+            continue
+        if spec.heads_problem(of.heads, of.kv_heads, size if spec.swap == "none" else ranks):
             lines.append(f"  {way:<16} heads cannot be shared")
-        elif way != "a2a+p2p" or 1 < inner < size:
-            sent = traffic(of, size, way, a2a_size=1 if way in ("p2p", "all_gather") else ranks)
+        else:
+            sent = traffic(of, size, way, a2a_size=ranks)
             one, back = (size_text(per_step * x) for x in (sent.forward, sent.backward))
             lines.append(f"  {way:<16} {one} + {back}")
     if ranks_per_node is not None:
@@ -55,12 +49,12 @@ def context_text(plan: Plan, ranks_per_node: int | None) -> str | None:
 def attention_of_rank(plan: Plan) -> tuple[CommType, AttentionSize, int]:
     """(way, one attention of a rank, ranks that exchange heads)."""
     size, of = plan.topology.dense.axis_size("context"), _attention(plan)
-    way: CommType = plan.cp_comm_type  # type: ignore[assignment]
+    way = plan.cp_comm_type
     inner = default_a2a_size(size, of.heads, of.kv_heads, None)
     if way == "auto":
         choice = choose(of, size)
         way, inner = choice.comm_type, choice.a2a_size
-    return way, of, {"a2a": size, "a2a+p2p": inner}.get(way, 1)
+    return way, of, EXCHANGES[way].swap_size(size, inner)
 
 
 def _attention(plan: Plan) -> AttentionSize:

@@ -13,6 +13,7 @@ from tests.parallel.context import whole
 from torchdistpackage import tpc
 from torchdistpackage.comm import primitives
 from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.exchanges import EXCHANGES
 from torchdistpackage.parallel import (
     context_attention,
     gather_sequence,
@@ -23,7 +24,7 @@ from torchdistpackage.parallel.context import exchange, merge, visibility
 from torchdistpackage.parallel.context.order import SequenceOrder
 
 EXACT = 1e-12
-WAYS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+WAYS = tuple(EXCHANGES)
 MASKS = [
     (causal, window, docs)
     for causal in (True, False)
@@ -41,7 +42,7 @@ def cases(size: int) -> list[tuple]:
         for way, order, some, seq_len, mask in itertools.product(
             WAYS, ("zigzag", "contiguous"), heads, lengths, MASKS
         )
-        if way != "a2a+p2p" or size == 4 or size == 8
+        if EXCHANGES[way].swap != "blocks" or size in (4, 8)
     ]
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
+from torchdistpackage.layout.balances import BALANCES
 from torchdistpackage.layout.moe import MoEShape
 from torchdistpackage.optim.clip import clip_grad_norm_
 from torchdistpackage.parallel import MoELayer, balance_experts
@@ -37,6 +38,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shared": {"num_experts": 4, "top_k": 2, "normalize": False, "shared_hidden": 6, **LOSS},
 }
 """More than one thing in each."""
+_BALANCES = {options.get("balance") for options in OPTIONS.values()}
+OPTIONS |= {
+    name: {"num_experts": 4, "top_k": 2, "balance": name, "aux_loss": 0.3}
+    for name in BALANCES
+    if name not in {*_BALANCES, "none"}
+}
 
 
 def drawn(seed: int, *shape: int) -> Tensor:

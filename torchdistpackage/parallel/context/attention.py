@@ -25,10 +25,12 @@ from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.random import differ
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.exchanges import EXCHANGES
+from torchdistpackage.lazy import resolve
 from torchdistpackage.parallel.context import choice, kernels
 from torchdistpackage.parallel.context.agreement import agree
-from torchdistpackage.parallel.context.choice import AttentionSize, CommType
-from torchdistpackage.parallel.context.exchange import Alone, GatheredKeys, KeyExchange, Ring
+from torchdistpackage.parallel.context.choice import COMM_TYPES, AttentionSize, CommType
+from torchdistpackage.parallel.context.exchange import Alone, KeyExchange
 from torchdistpackage.parallel.context.merge import Backward, Merged, Scoring
 from torchdistpackage.parallel.context.order import (
     OrderName,
@@ -58,10 +60,12 @@ class ContextPlan:
         a2a_size: int = 1,
     ):
         self.comm_type, self.visibility = comm_type, visibility
+        self._spec = EXCHANGES[comm_type]
         self._swap = None
+        self._num_serving = group.size()
         parts, index = order.parts, group.rank()
-        if comm_type in ("a2a", "a2a+p2p"):
-            size = group.size() if comm_type == "a2a" else a2a_size
+        if self._spec.swap != "none":
+            self._num_serving = size = self._spec.swap_size(group.size(), a2a_size)
             choice.check_a2a_size(group.size(), size)
             block, group = _blocks(group, size)
             self._swap = ref(block)
@@ -76,10 +80,8 @@ class ContextPlan:
         self._exchange: KeyExchange
         if len(parts) == 1:
             self._exchange = Alone(parts[0], visibility)
-        elif comm_type == "all_gather":
-            self._exchange = GatheredKeys(group, parts, visibility)
         else:
-            self._exchange = Ring(group, parts, visibility)
+            self._exchange = resolve(self._spec.exchange)(group, parts, visibility)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, dropout: float = 0.0
@@ -94,13 +96,12 @@ class ContextPlan:
         kernel = kernels.choose(q, v, masked=self.visibility.has_masks, dropout=dropout)
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         scoring = Scoring(kernel, self.visibility, scale, dropout)
+        if problem := self._spec.heads_problem(q.shape[1], k.shape[1], self._num_serving):
+            raise LayoutError(problem)
         if self._swap is None:
             return _ContextAttention.apply(q, k, v, self._exchange, scoring)
-        size = len(self._lengths)
-        if problem := choice.a2a_problem(q.shape[1], k.shape[1], size):
-            raise LayoutError(problem)
         # fewer key heads than ranks: repeat them until every rank gets a whole one
-        times = math.lcm(k.shape[1], size) // k.shape[1]
+        times = math.lcm(k.shape[1], self._num_serving) // k.shape[1]
         if times > 1:
             k, v = (x.repeat_interleave(times, 1) for x in (k, v))
         q = self._to_heads(q)
@@ -187,7 +188,8 @@ def context_attention(
     document_ids: (B, S_local) integers; positions of different documents do not see each other.
     window: a query sees keys less than `window` positions away.
     comm_type: p2p (ring), all_gather, a2a (heads for sequence), a2a+p2p (a2a in blocks of
-        `a2a_size` adjacent ranks and a ring of these blocks), or auto, which logs its choice.
+        `a2a_size` adjacent ranks and a ring of these blocks), another name in `EXCHANGES` of
+        layout/exchanges.py, or auto, which logs its choice.
     seq_len: length of the full sequence. None: the ranks exchange their lengths and arguments in
         each call, and so find what they disagree on.
     group: default tpc's `context`.
@@ -198,15 +200,15 @@ def context_attention(
             the same error.
     """
     group = resolve_group(group, "context")
-    if comm_type not in get_args(CommType):
-        raise LayoutError(f"comm_type={comm_type!r}; use one of {', '.join(get_args(CommType))}")
+    if comm_type not in COMM_TYPES:
+        raise LayoutError(f"comm_type={comm_type!r}; use one of {', '.join(COMM_TYPES)}")
     _check_dims(q, k, v, document_ids)
     if seq_len is None:
         facts = {
             "positions of q": q.shape[2], "batch size": q.shape[0], "heads of q": q.shape[1],
             "heads of k": k.shape[1], "head dim": q.shape[3], "bytes of a number": q.itemsize,
             "is_causal": is_causal, "window": window or 0, "documents": document_ids is not None,
-            "comm_type": get_args(CommType).index(comm_type),
+            "comm_type": COMM_TYPES.index(comm_type),
             "order": get_args(OrderName).index(order) if order in get_args(OrderName) else -1,
         }  # fmt: skip
         lengths = agree(facts, group)
@@ -267,7 +269,7 @@ def plan_attention(
         if group.rank() == 0 and key not in _logged.setdefault(group, set()):
             _logged[group].add(key)
             _LOG.info("context_attention: %s", best.reason)
-    if a2a_size is None and comm_type == "a2a+p2p":
+    if a2a_size is None and EXCHANGES[comm_type].swap == "blocks":
         a2a_size = choice.default_a2a_size(group.size(), heads, kv_heads, ranks_per_node)
     plans[key] = ContextPlan(group, order, visibility, comm_type, a2a_size or 1)
     return plans[key]

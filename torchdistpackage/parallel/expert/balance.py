@@ -4,7 +4,7 @@ Counts belong to one sequence, or to all tokens of a step. Both are equal for ev
 the counts of one rank's micro-batch.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -14,39 +14,43 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.ddp.param_spec import batch_group
 from torchdistpackage.layout.moe import MoEShape
+from torchdistpackage.lazy import resolve
 from torchdistpackage.parallel.expert.groups import ExpertGroups
 
 
-def balance_loss(
-    shape: MoEShape,
-    scores: Tensor,
-    experts: Tensor,
-    groups: ExpertGroups,
-    last_load: Tensor | None = None,
+def balance_of_sequences(
+    shape: MoEShape, scores: Tensor, experts: Tensor, groups: ExpertGroups, state: Tensor | None
 ) -> Tensor:
+    """Return `switch_loss` by the choices of each sequence.
+
+    scores (S, B, E), of which sigmoids are divided by their sum; experts (S, B, k). state: that of
+    the balance, where its loss goes by the last step and not by these choices.
+    """
+    counts = counts_of(experts, shape.num_experts).to(scores.dtype)
+    return switch_loss(shape, scores, primitives.all_reduce(counts, groups.sequence))
+
+
+def balance_of_batch(
+    shape: MoEShape, scores: Tensor, experts: Tensor, groups: ExpertGroups, state: Tensor | None
+) -> Tensor:
+    """Return `switch_loss` by the choices of the global batch, or of the last step (`state`)."""
+    if state is None:
+        counts = counts_of(experts, shape.num_experts).sum(0).to(scores.dtype)
+        return switch_loss(shape, scores, primitives.all_reduce(counts, groups.batch))
+    # before the first step nothing is known: then all are taken to be equally busy
+    counts = torch.where(state.sum() > 0, state, torch.ones_like(state))
+    return switch_loss(shape, scores, counts.to(scores.dtype))
+
+
+def switch_loss(shape: MoEShape, scores: Tensor, counts: Tensor) -> Tensor:
     """Return Switch's loss (arXiv:2101.03961, equation 4) without its coefficient; 1 if balanced.
 
-    It is experts x sum over experts of (share of the choices) x (mean score).
-
-    scores (S, B, E), of which sigmoids are divided by their sum; experts (S, B, k). It is the mean
-    over this rank's tokens, each by the shares of its own sequence or of the global batch; so its
-    mean over ranks with equally many tokens is that of all tokens. No gradient goes through counts.
+    It is experts x sum over experts of (share of the choices) x (mean score), and the mean over
+    this rank's tokens, each by the counts of its sequence (B, E) or of the batch (E,); so its mean
+    over ranks with equally many tokens is that of all tokens. No gradient goes through counts.
     """
-    if shape.score == "sigmoid":
-        scores = scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)
-    by_sequence = scores.mean(0)
-    if shape.balance == "aux_loss":
-        counts = counts_of(experts, shape.num_experts).to(scores.dtype)
-        counts = primitives.all_reduce(counts, groups.sequence)
-    elif last_load is None:
-        counts = counts_of(experts, shape.num_experts).sum(0).to(scores.dtype)
-        counts = primitives.all_reduce(counts, groups.batch)
-    else:
-        # before the first step nothing is known: then all are taken to be equally busy
-        counts = torch.where(last_load.sum() > 0, last_load, torch.ones_like(last_load))
-        counts = counts.to(scores.dtype)
     busy = counts / counts.sum(-1, keepdim=True)
-    return shape.num_experts * (busy * by_sequence).sum(-1).mean()
+    return shape.num_experts * (busy * scores.mean(0)).sum(-1).mean()
 
 
 def z_loss(logits: Tensor) -> Tensor:
@@ -167,25 +171,26 @@ def load_of(numbers: Iterable[float]) -> ExpertLoad:
 def apply_counts(
     routers: Iterable[nn.Module], counts: Iterable[Tensor], valid: Tensor | None = None
 ) -> None:
-    """Update each router from a step's counts (E + 1,).
-
-    A bias moves by its rate towards experts that were chosen less often than the mean
-    (arXiv:2408.15664, algorithm 1).
+    """Move the state of each router's balance by a step's counts (E + 1,).
 
     valid: a bool scalar, whether the step counts; no host waits for it.
     """
     for router, numbers in zip(routers, counts, strict=True):
-        choices = numbers[:-1]
-        for name, new in _moved(router, choices).items():
-            old = getattr(router, name)
+        if (old := router.balance_state) is not None:
+            new = resolve(router.shape.balancing.move)(
+                router.shape, old, numbers[:-1].to(old.dtype)
+            )
             old.copy_(new if valid is None else torch.where(valid, new, old))
 
 
-def _moved(router: nn.Module, choices: Tensor) -> Mapping[str, Tensor]:
-    """Return the new values of a router's states after a step with these choices, by name."""
-    if (bias := router.expert_bias) is not None:
-        choices = choices.to(bias.dtype)
-        return {"expert_bias": bias + router.shape.bias_rate * (choices.mean() - choices).sign()}
-    if router.last_load is not None:
-        return {"last_load": choices.to(router.last_load.dtype)}
-    return {}
+def moved_bias(shape: MoEShape, bias: Tensor, choices: Tensor) -> Tensor:
+    """Return the bias moved by its rate towards experts that were chosen less often than the mean.
+
+    arXiv:2408.15664, algorithm 1.
+    """
+    return bias + shape.bias_rate * (choices.mean() - choices).sign()
+
+
+def counted_load(shape: MoEShape, last_load: Tensor, choices: Tensor) -> Tensor:
+    """Return the choices of this step as the last load."""
+    return choices

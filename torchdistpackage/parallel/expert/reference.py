@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchdistpackage.layout.moe import MoEShape
+from torchdistpackage.lazy import resolve
 
 
 def reference_layer(
@@ -44,12 +45,24 @@ def reference_layer(
                 taken[e] += 1
                 if taken[e] <= places:
                     y[s, b] += w * _expert(x[s, b], e, weights, shape, activation)
-    if shape.balance == "global_aux_loss":
-        counts = counts.mean(0, keepdim=True)
     if shape.has_balance_loss:
         busy = counts / (x.shape[0] * shape.top_k)
-        loss = loss + shape.aux_loss * shape.num_experts * (busy * share.mean(0)).sum(-1).mean()
+        by_hand = resolve(shape.balancing.by_hand)
+        loss = loss + shape.aux_loss * by_hand(shape, busy, share.mean(0))
     return y, loss
+
+
+def loss_of_sequences(shape: MoEShape, busy: Tensor, share: Tensor) -> Tensor:
+    """Return Switch's loss of each sequence, on average.
+
+    busy (B, E): share of a sequence's choices that each expert got. share (B, E): its mean score.
+    """
+    return shape.num_experts * (busy * share).sum(-1).mean()
+
+
+def loss_of_batch(shape: MoEShape, busy: Tensor, share: Tensor) -> Tensor:
+    """Return Switch's loss by the shares of all choices of the batch."""
+    return loss_of_sequences(shape, busy.mean(0, keepdim=True), share)
 
 
 def capacity_of(shape: MoEShape, seq_len: int) -> int:

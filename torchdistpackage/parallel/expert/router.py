@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torchdistpackage.comm.primitives import ranks_of
 from torchdistpackage.errors import DataError
 from torchdistpackage.layout.moe import MoEShape
-from torchdistpackage.parallel.expert.balance import LoadCounter, balance_loss, z_loss
+from torchdistpackage.lazy import resolve
+from torchdistpackage.parallel.expert.balance import LoadCounter, z_loss
 from torchdistpackage.parallel.expert.groups import ExpertGroups
 from torchdistpackage.parallel.tensor.init import NORMAL, ZEROS, Initial, fill
 
@@ -59,27 +60,33 @@ class TopKRouter(nn.Module):
         self.step_counts = step_counts
         self.weight = nn.Parameter(torch.empty(shape.num_experts, dim, dtype=dtype, device=device))
         wide = torch.promote_types(self.weight.dtype, torch.float32)
-        # parameters without a gradient, so that checkpoints and replica checks have them
-        state = lambda: nn.Parameter(  # noqa: E731
-            torch.zeros(shape.num_experts, dtype=wide, device=device), requires_grad=False
-        )
-        self.expert_bias = state() if shape.balance == "bias" else None
-        self.last_load = state() if shape.balance == "global_aux_loss" else None
+        balance = shape.balancing
+        # resolved here and not in the forward, which may be traced
+        self._balance_loss = resolve(balance.loss) if balance.loss else None
+        if balance.state:
+            # a parameter without a gradient, so that checkpoints and replica checks have it
+            zeros = torch.zeros(shape.num_experts, dtype=wide, device=device)
+            self.register_parameter(balance.state, nn.Parameter(zeros, requires_grad=False))
         if not self.weight.is_meta:
             fill(self.weight, NORMAL)
         self.counter = LoadCounter(shape.num_experts)
 
+    @property
+    def balance_state(self) -> Tensor | None:
+        """The state that the balance moves after each step; None if it has none."""
+        name = self.shape.balancing.state
+        return getattr(self, name) if name else None
+
     def initials(self) -> dict[str, Initial]:
         """Return the initial values of each parameter, by name."""
-        drawn = {"weight": NORMAL}
-        frozen = {"expert_bias": self.expert_bias, "last_load": self.last_load}
-        return drawn | {name: ZEROS for name, x in frozen.items() if x is not None}
+        state = self.shape.balancing.state
+        return {"weight": NORMAL} | ({state: ZEROS} if state else {})
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
-        """Load the weight; states that the saved layer did not have start at zero."""
-        for name in ("expert_bias", "last_load"):
-            if (own := getattr(self, name)) is not None and prefix + name not in state_dict:
-                state_dict = {**state_dict, prefix + name: torch.zeros_like(own)}
+        """Load the weight; a state that the saved layer did not have starts at zero."""
+        key = prefix + self.shape.balancing.state
+        if (own := self.balance_state) is not None and key not in state_dict:
+            state_dict = {**state_dict, key: torch.zeros_like(own)}
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor) -> Routing:
@@ -116,8 +123,8 @@ class TopKRouter(nn.Module):
     def _choose(self, scores: Tensor) -> Tensor:
         """Return the experts (..., k) of scores (..., E): best first, ties to the lower index."""
         shape = self.shape
-        if self.expert_bias is not None:
-            scores = scores + self.expert_bias
+        if shape.balancing.shifts_scores:
+            scores = scores + self.balance_state
         if shape.num_groups > shape.top_groups:
             grouped = scores.unflatten(-1, (shape.num_groups, -1))
             of_group = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
@@ -140,9 +147,11 @@ class TopKRouter(nn.Module):
         """Return the sum of the balance and z-loss, with their coefficients."""
         shape = self.shape
         loss = scores.new_zeros(())
-        if shape.has_balance_loss and shape.aux_loss:
-            last_load = self.last_load if self.step_counts else None
-            balance = balance_loss(shape, scores, experts, self.groups, last_load)
+        if self._balance_loss is not None and shape.aux_loss:
+            if shape.score == "sigmoid":
+                scores = scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)
+            state = self.balance_state if self.step_counts else None
+            balance = self._balance_loss(shape, scores, experts, self.groups, state)
             loss = loss + shape.aux_loss * balance
         if shape.z_loss:
             loss = loss + shape.z_loss * z_loss(logits)

@@ -5,6 +5,7 @@ is cut over the ranks of `expert`, hidden channels over those of `tensor`; lengt
 where they do not divide. The router and everything shared are whole on every expert rank.
 """
 
+from torchdistpackage.layout.balances import BALANCES
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import Layouts, prefixed
 from torchdistpackage.layout.moe import MoEShape
@@ -14,7 +15,7 @@ from torchdistpackage.parallel.tensor.numbers import CallPlace, LayerNumbers, di
 from torchdistpackage.predict.calls import CallCount
 from torchdistpackage.predict.kernels import Matmul
 
-STATES = ("router.expert_bias", "router.last_load")
+STATES = tuple(f"router.{spec.state}" for spec in BALANCES.values() if spec.state)
 """Ends of names of parameters that follow the counts of experts, and get no gradient."""
 
 
@@ -25,10 +26,9 @@ def layouts(shape: MoEShape, dim: int, axis: str = "tensor", sequence_parallel: 
     partial sum, even where the sequence is split around the layer.
     """
     by_name: Layouts = {"router.weight": Layout("router.weight", (shape.num_experts, dim))}
-    if shape.balance == "bias":
-        by_name["router.expert_bias"] = Layout("router.expert_bias", (shape.num_experts,))
-    if shape.balance == "global_aux_loss":
-        by_name["router.last_load"] = Layout("router.last_load", (shape.num_experts,))
+    if shape.balancing.state:
+        state = f"router.{shape.balancing.state}"
+        by_name[state] = Layout(state, (shape.num_experts,))
     by_name |= prefixed("experts", experts_layouts(shape, dim, axis))
     if shape.shared_hidden is not None:
         sizes = dim, shape.shared_hidden, shape.bias, axis, sequence_parallel, shape.gated

@@ -1,0 +1,86 @@
+"""The ways to keep experts equally busy: each a row with all that is asked of one. No torch.
+
+From a row follow the values of `balance` and of the key, the loss that a router adds, its state
+with layout, initial value and moves, the checks against one process, and the table of
+docs/expert_parallel.md (scripts/docs).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BalanceSpec:
+    """One balance of experts.
+
+    loss: "module:function" of the loss without its coefficient, 1 if balanced, as
+        `balance_of_sequences` of parallel/expert/balance.py; "" adds none.
+    by_hand: the same loss in one process, of all sequences, as tests compare it; "module:function"
+        as `loss_of_sequences` of parallel/expert/reference.py.
+    state: name of a parameter of the router with a number for each expert; it gets no gradient, is
+        in checkpoints and starts at zero. "" has none.
+    move: "module:function" of the state after a step, as `moved_bias` beside that loss.
+    shifts_scores: the state is added to the scores for the choice of experts alone.
+    does: its words in the text of model.moe.balance.
+    what, over: its row of docs/expert_parallel.md.
+    """
+
+    name: str
+    loss: str = ""
+    by_hand: str = ""
+    state: str = ""
+    move: str = ""
+    shifts_scores: bool = False
+    does: str = ""
+    what: str = ""
+    over: str = ""
+
+
+_LOSSES = "torchdistpackage.parallel.expert.balance"
+_BY_HAND = "torchdistpackage.parallel.expert.reference"
+
+BALANCES: Mapping[str, BalanceSpec] = {
+    spec.name: spec
+    for spec in (
+        BalanceSpec(
+            "aux_loss",
+            loss=f"{_LOSSES}:balance_of_sequences",
+            by_hand=f"{_BY_HAND}:loss_of_sequences",
+            does="adds a loss for each sequence",
+            what="Switch's loss: experts x sum of (share of choices x mean score); 1 when balanced",
+            over="each sequence",
+        ),
+        BalanceSpec(
+            "global_aux_loss",
+            loss=f"{_LOSSES}:balance_of_batch",
+            by_hand=f"{_BY_HAND}:loss_of_batch",
+            state="last_load",
+            move=f"{_LOSSES}:counted_load",
+            does="one for the global batch",
+            what="the same",
+            over="the global batch: by one all-reduce in each forward, or with `step_counts=True`, "
+            "as in `tdp train`, the counts of the last step",
+        ),
+        BalanceSpec(
+            "bias",
+            state="expert_bias",
+            move=f"{_LOSSES}:moved_bias",
+            shifts_scores=True,
+            does="adds no loss and shifts the scores of idle experts",
+            what="no loss: a bias on each score, used only for the choice, moves by `bias_rate` in "
+            "each step towards idle experts (arXiv:2408.15664)",
+            over="the global batch of a step",
+        ),
+        BalanceSpec("none", does="does nothing"),
+    )
+}
+
+WITH_LOSS = tuple(name for name, spec in BALANCES.items() if spec.loss)
+"""Balances that add a loss."""
+
+
+def page_rows() -> str:
+    """Return the table of docs/expert_parallel.md."""
+    head = "| `balance` | what | counted over |\n|---|---|---|\n"
+    rows = (f"| `{x.name}` | {x.what} | {x.over} |\n" for x in BALANCES.values())
+    return head + "".join(rows).replace("|  |  |", "| | |")
