@@ -12,6 +12,7 @@ from pathlib import Path
 
 import yaml
 
+from torchdistpackage.checkpoint.formats import table as checkpoint_formats
 from torchdistpackage.comm import collective_table
 from torchdistpackage.config import optimizers
 from torchdistpackage.config.data_section import ITEMS
@@ -24,6 +25,7 @@ PAGE = DOCS / "config.md"
 MARKER = "<!-- scripts/docs writes everything below this line -->\n"
 TABLES = {
     "expert_parallel.md": ("layout/balances.py", balances.page_rows),
+    "checkpoints.md": ("checkpoint/formats/table.py", checkpoint_formats.page_rows),
     "context_parallel.md": ("layout/exchanges.py", exchanges.page_rows),
     "collectives.md": ("comm/collective_table.py", collective_table.page_rows),
     "zero.md": ("config/optimizers.py", optimizers.page_rows),

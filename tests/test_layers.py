@@ -105,6 +105,7 @@ PURE_FILES = (
     "checkpoint/catalog.py",
     "checkpoint/checksums.py",
     "checkpoint/commit.py",
+    "checkpoint/formats/table.py",
     "checkpoint/manifest.py",
     "checkpoint/node_folder.py",
     "checkpoint/retention.py",

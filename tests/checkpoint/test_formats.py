@@ -15,22 +15,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from torchdistpackage.checkpoint.compare import largest_difference, stats_of
-from torchdistpackage.checkpoint.formats.dcp import read_dcp, write_dcp
+from torchdistpackage.checkpoint.formats.dcp import read_dcp
 from torchdistpackage.checkpoint.formats.files import (
     read_safetensors,
     read_suffixed,
     read_torch,
-    write_safetensors_file,
-    write_torch,
 )
 from torchdistpackage.checkpoint.formats.importing import write_checkpoint
 from torchdistpackage.checkpoint.formats.names import as_ours, as_theirs, read_names
 from torchdistpackage.checkpoint.formats.source import TensorSource, checkpoint_source
+from torchdistpackage.checkpoint.formats.table import FORMATS
 from torchdistpackage.checkpoint.load import load
 from torchdistpackage.checkpoint.save import save
 from torchdistpackage.cli.main import main
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.lazy import resolve
 from torchdistpackage.topology.mesh import topology
 
 SHAPE = (8, 6)
@@ -80,27 +80,24 @@ def test_each_format_reads_what_was_exported(written, tmp_path):
     source = checkpoint_source(written)
     truth = tensors_of(source)
     assert truth["rows#exp_avg"].shape == SHAPE and truth["rows#step"].item() == 1
-    write_safetensors_file(source, tmp_path / "x.safetensors")
-    assert same(load_file(tmp_path / "x.safetensors"), truth)
-    write_torch(source, tmp_path / "x.pt")
-    held = torch.load(tmp_path / "x.pt", weights_only=True)
-    assert same({**held["model"], **held["optimizer"]}, truth)
-    assert (held["step"], held["tokens"]) == (5, 70)
-    write_dcp(source, tmp_path / "dcp")
+    both_ways = [spec for spec in FORMATS.values() if spec.write and spec.read]
+    for spec in both_ways:
+        resolve(spec.write)(source, tmp_path / spec.name)
+    assert same(load_file(tmp_path / "safetensors"), truth)
+    content = torch.load(tmp_path / "torch", weights_only=True)
+    assert same({**content["model"], **content["optimizer"]}, truth)
+    assert (content["step"], content["tokens"]) == (5, 70)
     state = {name: torch.full_like(x, 9) for name, x in truth.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to")
         dcp.load(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     assert same(state, truth)
-    for read, name in (
-        (read_safetensors, "x.safetensors"),
-        (read_torch, "x.pt"),
-        (read_dcp, "dcp"),
-    ):
-        again = read(tmp_path / name)
-        assert same(tensors_of(again), truth), name
-        path = write_checkpoint(again, tmp_path / f"back_{name}")
-        assert same(tensors_of(checkpoint_source(path)), truth), name
+    assert {spec.name for spec in both_ways} >= {"torch", "safetensors", "dcp"}
+    for spec in both_ways:
+        again = resolve(spec.read)(tmp_path / spec.name)
+        assert same(tensors_of(again), truth), spec.name
+        path = write_checkpoint(again, tmp_path / f"back_{spec.name}")
+        assert same(tensors_of(checkpoint_source(path)), truth), spec.name
 
 
 def by_dcp(folder: str) -> None:

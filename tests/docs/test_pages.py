@@ -46,17 +46,15 @@ def test_what_is_to_be_touched_for_something_new_is_there():
     homes = (ROOT, ROOT / "torchdistpackage")
     assert [x for x in files if not any((home / x).exists() for home in homes)] == []
     tables = re.findall(r"`([A-Z_]{4,})`", text)
-    of_formats = ["FORMATS", "WRITERS", "SOURCES", "READERS"]
     assert tables == [
         "GENERATORS",
         "TWO_CHUNKS",
         "ZERO_OF",
         *("DEVICES", "ROWS"),
-        "WAYS",
-        "OPERATIONS",
+        *("EXCHANGES", "OPERATIONS"),
         *("SCHEDULE_ARGS", "OPTIMIZERS"),
-        *("OPTIONS", "SHARED", "WRITTEN", "FAMILIES", "_OTHER_KEYS", "SPLIT_ALONE"),
-        *of_formats,
+        *("BALANCES", "OPTIONS", "SHARED", "WRITTEN", "FAMILIES", "_OTHER_KEYS", "SPLIT_ALONE"),
+        "FORMATS",
         "COMMANDS",
         "VOTE_ROOM",
         *("TRACKERS", "TRACKERS"),
@@ -66,12 +64,13 @@ def test_what_is_to_be_touched_for_something_new_is_there():
     homes_of_tables = (
         *("torchdistpackage/predict/devices.py", "torchdistpackage/predict/published.py"),
         *("torchdistpackage/schedule/generators.py", "torchdistpackage/cli/main.py"),
-        *("torchdistpackage/cli/checkpoint.py", "tests/train/test_parity.py"),
-        *("torchdistpackage/comm/collective_table.py", "tests/parallel/context/test_attention.py"),
+        *("torchdistpackage/checkpoint/formats/table.py", "tests/train/test_parity.py"),
+        *("torchdistpackage/comm/collective_table.py", "torchdistpackage/layout/exchanges.py"),
         *("tests/harness/parity/test_parity.py", "tests/parallel/expert/one_process.py"),
         *("torchdistpackage/families/found.py", "torchdistpackage/train/trackers/feed.py"),
         *("torchdistpackage/config/optim_section.py", "torchdistpackage/config/optimizers.py"),
         "torchdistpackage/families/registry.py",
+        "torchdistpackage/layout/balances.py",
         *("torchdistpackage/config/data_section.py", "torchdistpackage/plan/run_plan.py"),
         *(
             "torchdistpackage/config/hugging_face.py",

@@ -26,6 +26,7 @@ from torchdistpackage.checkpoint.catalog import (
     verify as verify_files,
 )
 from torchdistpackage.checkpoint.commit import candidates, damage, latest, remove_checkpoint
+from torchdistpackage.checkpoint.formats.table import FORMATS, SOURCES, TARGETS
 from torchdistpackage.checkpoint.manifest import NAME, read_manifest
 from torchdistpackage.checkpoint.retention import Retention
 from torchdistpackage.cli._common import refusal
@@ -36,25 +37,10 @@ from torchdistpackage.lazy import resolve
 from torchdistpackage.run_files import CHECKPOINTS, RESOLVED
 from torchdistpackage.text import size_text, text_table
 
-FORMATS = ("torch", "safetensors", "dcp", "hf")
-SOURCES = ("torch", "safetensors", "dcp", "suffix")
-_FILES = "torchdistpackage.checkpoint.formats.files"
-_DCP = "torchdistpackage.checkpoint.formats.dcp"
 _SOURCE = "torchdistpackage.checkpoint.formats.source:checkpoint_source"
 _COMPARE = "torchdistpackage.checkpoint.compare"
 _NAMES = "torchdistpackage.checkpoint.formats.names"
 _IMPORT = "torchdistpackage.checkpoint.formats.importing:write_checkpoint"
-WRITERS = {
-    "torch": f"{_FILES}:write_torch",
-    "safetensors": f"{_FILES}:write_safetensors_file",
-    "dcp": f"{_DCP}:write_dcp",
-}
-READERS = {
-    "torch": f"{_FILES}:read_torch",
-    "safetensors": f"{_FILES}:read_safetensors",
-    "dcp": f"{_DCP}:read_dcp",
-    "suffix": f"{_FILES}:read_suffixed",
-}
 _SHOWN = 40
 _ALL = Retention(last=1 << 20)
 """The retention of a folder without a run: keep all, because nothing prunes it."""
@@ -198,16 +184,16 @@ def diff(
 def export(
     path: One,
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="File or folder to create.")],
-    to: Annotated[str, typer.Option(metavar="|".join(FORMATS), help="Format to write.")],
+    to: Annotated[str, typer.Option(metavar="|".join(TARGETS), help="Format to write.")],
     names: Names = None,
     weights_only: Weights = False,
 ) -> None:
     """Write a checkpoint in the format of another library."""
-    if to not in FORMATS:
+    if to not in TARGETS:
         raise refusal(
-            "tdp checkpoint export", [f"--to {to} is unknown; use one of {', '.join(FORMATS)}"]
+            "tdp checkpoint export", [f"--to {to} is unknown; use one of {', '.join(TARGETS)}"]
         )
-    if to == "hf":
+    if FORMATS[to].is_model:
         _export_hf(path, target, names)
         return
     path = _one(path)
@@ -222,7 +208,7 @@ def export(
     source = source.only(lambda name: "#" not in name) if weights_only else source
     if names is not None:
         source = resolve(f"{_NAMES}:as_theirs")(source, resolve(f"{_NAMES}:read_names")(names))
-    _write(lambda: resolve(WRITERS[to])(source, target), target)
+    _write(lambda: resolve(FORMATS[to].write)(source, target), target)
     typer.echo(f"{path} -> {target}: {len(source.tensors)} tensors")
 
 
@@ -260,7 +246,7 @@ def import_(
         problems.append(f"{source}: there is no such file or folder")
     if problems:
         raise refusal("tdp checkpoint import", problems)
-    tensors: Any = resolve(READERS[from_])(source)
+    tensors: Any = resolve(FORMATS[from_].read)(source)
     num_in_source = len(tensors.tensors)
     tensors = tensors.only(lambda name: "#" not in name) if weights_only else tensors
     if names is not None:

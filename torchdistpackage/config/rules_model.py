@@ -64,8 +64,9 @@ def _heads_over_context(c: RunConfig, world_size: int | None) -> str | None:
         return None
     return (
         f"parallel.cp_comm_type={way.name} gives each of parallel.context={size} ranks whole "
-        f"heads, but a tensor rank has {heads // tensor} (model.heads={heads} / parallel.tensor={tensor}, "
-        f"{kv} of keys); set cp_comm_type to p2p, or context to {divisors(heads // tensor, size)}"
+        f"heads, but a tensor rank has {heads // tensor} (model.heads={heads} / "
+        f"parallel.tensor={tensor}, {kv} of keys); set cp_comm_type to p2p, or "
+        f"context to {divisors(heads // tensor, size)}"
     )
 
 
