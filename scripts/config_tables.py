@@ -19,6 +19,7 @@ from torchdistpackage.config.data_section import ITEMS
 from torchdistpackage.config.schema import RunConfig, Section
 from torchdistpackage.config.types import expected_of
 from torchdistpackage.layout import balances, exchanges
+from torchdistpackage.plan import logged_values
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "config.md"
@@ -26,6 +27,7 @@ MARKER = "<!-- scripts/docs writes everything below this line -->\n"
 TABLES = {
     "expert_parallel.md": ("layout/balances.py", balances.page_rows),
     "checkpoints.md": ("checkpoint/formats/table.py", checkpoint_formats.page_rows),
+    "logging.md": ("plan/logged_values.py", logged_values.page_rows),
     "context_parallel.md": ("layout/exchanges.py", exchanges.page_rows),
     "collectives.md": ("comm/collective_table.py", collective_table.page_rows),
     "zero.md": ("config/optimizers.py", optimizers.page_rows),

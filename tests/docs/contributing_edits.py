@@ -99,6 +99,32 @@ def sum_parts(x: Tensor, dim: int, group: Group | str) -> Tensor:
 start_sum_parts = by_name(call, 'start_sum_parts', async_op=True)
 """
 
+ONE_GATHER = """
+import torch
+from torchdistpackage.parallel.context.exchange import GatheredKeys
+
+class OneGather(GatheredKeys):
+    def run_forward(self, k, v, forward):
+        work = self._begin(torch.cat((k, v), 1))
+        forward(self._own, k, v)
+        keys, values = work.wait().movedim(0, 2).chunk(2, 1)
+        for span, tasks in self._others:
+            if tasks:
+                forward(tasks, keys[:, :, span], values[:, :, span])
+"""
+ONE_GATHER_ROW = """
+        ExchangeSpec('one_gather', gathered_bytes, _one_gather_calls, gathered_time,
+            'torchdistpackage.parallel.context.one_gather:OneGather',
+            does='collects both at once', formula='6', causal='6', hidden='some', wins='rarely'),
+"""
+IMPORTANCE = """
+def importance(shape, scores, experts, groups, state):
+    return shape.num_experts * scores.mean(0).square().sum(-1).mean()
+
+def importance_by_hand(shape, busy, share):
+    return shape.num_experts * sum(n * n for n in share.flatten()) / len(share)
+"""
+
 EDITS: dict[str, list[tuple[str, str, str]]] = {
     "a pipeline schedule": [
         (
@@ -158,6 +184,53 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
             "            signature='x, dim, group', returns='a part of the sum',\n"
             "            backward='`all_gather`', use='partial sums', bus_factor=_others_share,\n"
             "            output_is_part=True, in_parts=True, is_sum=True),\n",
+        ),
+    ],
+    "an exchange over context": [
+        ("parallel/context/one_gather.py", "", ONE_GATHER),
+        ("layout/exchanges.py", r"    for spec in \(\n", ONE_GATHER_ROW),
+        (
+            "layout/exchanges.py",
+            r"_CLASSES = .*\n",
+            "def _one_gather_calls(attention, blocks, index, elements, is_forward):\n"
+            "    if is_forward:\n"
+            "        positions = sum(map(len, blocks[index]))\n"
+            "        yield ExchangeCall('all_gather', positions * elements, True)\n"
+            "    else:\n"
+            "        yield from gathered_calls(attention, blocks, index, elements, False)\n",
+        ),
+    ],
+    "a balance of experts": [
+        ("parallel/expert/importance.py", "", IMPORTANCE),
+        (
+            "layout/balances.py",
+            r'        BalanceSpec\("none".*\n',
+            "        BalanceSpec('importance',\n"
+            "            loss='torchdistpackage.parallel.expert.importance:importance',\n"
+            "            by_hand='torchdistpackage.parallel.expert.importance:importance_by_hand',\n"
+            "            does='adds squares of scores', what='squares', over='a rank'),\n",
+        ),
+    ],
+    "a format of checkpoints": [
+        (
+            "checkpoint/formats/lists.py",
+            "",
+            "import json, torch\n"
+            "from torchdistpackage.checkpoint.formats.source import TensorSource\n"
+            "def write(source, path):\n"
+            "    lists = {name: source.read(name).tolist() for name in source.tensors}\n"
+            "    path.write_text(json.dumps(lists))\n"
+            "def read(path):\n"
+            "    lists = json.loads(path.read_text())\n"
+            "    shapes = {n: ('float32', torch.tensor(x).shape) for n, x in lists.items()}\n"
+            "    return TensorSource(shapes, lambda name: torch.tensor(lists[name]))\n",
+        ),
+        (
+            "checkpoint/formats/table.py",
+            r"    for spec in \(\n",
+            "        FormatSpec('lists', write='torchdistpackage.checkpoint.formats.lists:write',\n"
+            "            read='torchdistpackage.checkpoint.formats.lists:read',\n"
+            "            target='JSON', source='JSON'),\n",
         ),
     ],
     "an optimizer": [
@@ -259,32 +332,14 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "a logged value": [
         (
-            "train/callbacks.py",
-            "",
-            "class CountRanks(Callback):\n"
-            "    def on_begin(self, loop):\n"
-            "        loop.votes.register('ranks', lambda step: 1)\n"
-            "    def on_step(self, loop, result, issued):\n"
-            "        loop.log.note(ranks=result.votes['ranks'])\n",
-        ),
-        (
-            "train/build.py",
-            r"    callbacks: list\[Callback\] = \[\]\n",
-            "    callbacks.append(CountRanks())\n",
-        ),
-        (
-            "train/build.py",
-            r"from torchdistpackage.train.callbacks import \(\n",
-            "    CountRanks,\n",
-        ),
-    ],
-    "a value in the log line": [
-        ("train/log.py", r"        tokens_per_s: float,\n", "        ranks: float = 0.0,\n"),
-        ("train/log.py", r'        text = f"loss .*\n', "        text += f'  {ranks:g} ranks'\n"),
-        (
-            "train/log.py",
-            r"            loss=result.loss,\n",
-            "            ranks=result.votes['ranks'],\n",
+            "plan/logged_values.py",
+            r"VALUES = \(\n",
+            "    LoggedValue('ranks', 'ranks', 'how many there are', ask=lambda loop, step: 1,\n"
+            "        line=lambda result: f\"{result.measured['ranks']:g} ranks\"),\n"
+            "    LoggedValue('mean_rank', '', 'their mean', ask=lambda loop, step:\n"
+            "        loop.trainer.rank, reduce='mean'),\n"
+            "    LoggedValue('nats', 'nats', 'of the step',\n"
+            "        read=lambda result: result.loss * result.tokens),\n",
         ),
     ],
     "something a run does between steps": [

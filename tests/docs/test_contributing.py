@@ -64,22 +64,68 @@ def run(edited: Path, *words: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-ALONE = """
+WITHOUT_TORCH = """
 import sys
-from torchdistpackage.cli import comm
+from torchdistpackage import comm
+from torchdistpackage.checkpoint.formats import table
 from torchdistpackage.cli.main import main
+from torchdistpackage.comm import collective_table
 from torchdistpackage.config.slurm import OPTIONS
+from torchdistpackage.layout import balances, exchanges
+from torchdistpackage.plan import logged_values
 assert main(["schedule", "fill-drain", "--stages", "2", "--microbatches", "3"]) == 0
 assert main(["hello"]) == 0
 assert "an-option" in OPTIONS
+assert {"sum_parts", "start_sum_parts"} <= set(comm.__all__)
+assert "sum_parts" in collective_table.COLLECTIVES
+row = "| `sum_parts(x, dim, group)` | a part of the sum | `all_gather` |"
+assert row in collective_table.page_rows()
+assert "| `one_gather` | 6 | 6 | some | rarely |" in exchanges.page_rows()
+assert "| `importance` | squares | a rank |" in balances.page_rows()
+assert "| `lists` | JSON | JSON |" in table.page_rows()
+assert "| `ranks` | ranks | how many there are |" in logged_values.page_rows()
+changes = ["parallel.context=2", "parallel.cp_comm_type=one_gather", "model.moe.num_experts=4"]
+assert main(["plan", "configs/flat.yaml", "--all", *changes, "model.moe.balance=importance"]) == 0
+assert "torch" not in sys.modules
+"""
+IN_ONE_SERVER = """
+import tempfile
+from pathlib import Path
+from torchdistpackage.cli import comm
+from torchdistpackage.launch import workers
+from torchdistpackage.launch.fork_server_client import ForkServer
+
+class Shared:
+    "The one server, whose imports all runs share, with a folder for each run."
+    def __init__(self, preload):
+        self.folder = Path(tempfile.mkdtemp(dir="."))
+    def __enter__(self):
+        return self
+    def __exit__(self, *error):
+        pass
+    def __getattr__(self, name):
+        return getattr(server, name)
+
 comm._TEST = "on_ranks:train_and_test"
-sys.exit(main(["comm", "test", "--axes", "data=2"]))
+with ForkServer(["on_ranks", "torch._dynamo", "torchdistpackage.train.worker"]) as server:
+    workers.ForkServer = Shared
+    assert main(["comm", "test", "--axes", "data=2"]) == 1
+    assert main(["train", *sys.argv[1:]]) == 0
 """
 ON_RANKS = """
+import sys
+from pathlib import Path
 import torch
-from torchdistpackage import NaiveDDP, ZeroOptimizer
+sys.path.append("ROOT")
+from tests.comm.collective_cases import cases
+from tests.parallel.expert.one_process import train
+from torchdistpackage import NaiveDDP, ZeroOptimizer, comm, tpc
+from torchdistpackage.checkpoint.formats.importing import write_checkpoint
+from torchdistpackage.checkpoint.formats.source import TensorSource, checkpoint_source
+from torchdistpackage.cli.main import main
 from torchdistpackage.ddp.comm_hooks import float32_compress
 from torchdistpackage.harness.comm_test import run_comm_test
+from torchdistpackage.parallel import context_attention
 from torchdistpackage.parallel.tensor.scale import Scale
 
 def train_and_test(*how):
@@ -92,19 +138,51 @@ def train_and_test(*how):
     scale(x).sum().backward()
     zero.step()
     assert torch.allclose(scale.weight, 1 - x.sum(0) / 2)
+    for check in (a_collective, an_exchange, a_format):
+        tpc.setup_process_groups([("context", 2)])
+        check()
+        tpc.destroy()
+    train((("data", 2),), 2, "importance", steps=1)
+    tpc.destroy()
     return run_comm_test(*how)
+
+def a_collective():
+    case, *others = cases("sum_parts", 2)
+    assert len(others) == 2 and not any(each.uneven for each in (case, *others))
+    drawn = [case.draw(index) for index in range(2)]
+    assert torch.equal(case.plain(drawn, 1), (drawn[0] + drawn[1])[2:])
+    x = torch.arange(4.0, dtype=torch.float64, requires_grad=True)
+    part = comm.sum_parts(x, 0, "context")
+    assert part.tolist() == [[0.0, 2.0], [4.0, 6.0]][tpc.rank]
+    (part * (tpc.rank + 1)).sum().backward()
+    assert x.grad.tolist() == [1.0, 1.0, 2.0, 2.0]
+    assert comm.start_sum_parts(x.detach(), "context").wait().tolist() == part.tolist()
+
+def an_exchange():
+    draw = torch.Generator().manual_seed(tpc.rank)
+    q, k, v = torch.randn(3, 1, 2, 4, 3, dtype=torch.float64, generator=draw)
+    results = []
+    for comm_type in ("one_gather", "p2p"):
+        parts = [x.clone().requires_grad_() for x in (q, k, v)]
+        y = context_attention(*parts, is_causal=True, comm_type=comm_type)
+        y.square().sum().backward()
+        results.append([y, *(x.grad for x in parts)])
+    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+
+def a_format():
+    if tpc.rank:
+        return
+    write_checkpoint(TensorSource({"w": ("float32", (2,))}, lambda name: torch.ones(2)), Path("a"))
+    assert main(["checkpoint", "export", "a", "w.json", "--to", "lists"]) == 0
+    assert Path("w.json").read_text() == '{"w": [1.0, 1.0]}'
+    assert main(["checkpoint", "import", "w.json", "b", "--from", "lists", "--step", "3"]) == 0
+    assert checkpoint_source(Path("b/step_000003")).read("w").tolist() == [1.0, 1.0]
 """
 
 
-def test_a_schedule_a_layer_a_hook_options_a_command_and_a_check(edited: Path):
-    """The check that fails comes after all others."""
-    (edited / "on_ranks.py").write_text(ON_RANKS, "utf-8")
-    shown = run(edited, "-c", ALONE, code=1)
-    assert "fill-drain" in shown and "hello" in shown
-    assert "a check that fails" in shown and "rank 1 of" not in shown
-
-
-def test_a_model_a_key_a_logged_value_and_a_callback_in_a_run(edited: Path):
+def test_what_was_added_works_on_ranks_and_in_a_run(edited: Path):
+    """One start of all of it: torch is imported once, and the check that fails is the last one."""
+    (edited / "on_ranks.py").write_text(ON_RANKS.replace("ROOT", str(ROOT)), "utf-8")
     changes = (
         "pipeline.schedule=fill-drain",
         "optim.an_example=0.5",
@@ -115,14 +193,21 @@ def test_a_model_a_key_a_logged_value_and_a_callback_in_a_run(edited: Path):
     small = ("model.layers=2", "model.dim=16", "model.heads=2", "optim.warmup_steps=0")
     less = ("log.plot=false", "data.seq_len=16", "parallel.pipe=2", "data.global_batch=8")
     less += ("train.eval_batches=1", "checkpoint.save_every=0")
-    flat = str(edited / "configs" / "flat.yaml")
-    shown = run(edited, "-m", "torchdistpackage", "train", flat, *changes, *small, *less)
-    assert "noise of the update: 0.5" in shown and "  2 ranks  bubble" in shown
+    words = ("configs/flat.yaml", *changes, *small, *less)
+    shown = run(edited, "-c", WITHOUT_TORCH + IN_ONE_SERVER, *words)
+    assert "fill-drain" in shown and "hello" in shown
+    assert "context            one_gather, 2 ranks" in shown
+    assert "a check that fails" in shown and "rank 1 of" not in shown
+    assert "noise of the update: 0.5" in shown
+    assert re.search(r"bubble [\d.]+%  2 ranks \(predicted", shown), "a value of the log line"
     (metrics,) = edited.glob("runs/*/metrics.jsonl")
-    found = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
-    assert [(row["ranks"], row["greeting"]) for row in found] == [(2.0, "hello")] * 2
-    assert [row["odd"] for row in found] == [2.0, 0.0], "a flag, summed over the ranks"
-    assert [row["loss"] for row in found] == pytest.approx([math.log(256)] * 2), "of equal logits"
+    rows = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
+    assert [(row["ranks"], row["mean_rank"], row["greeting"]) for row in rows] == [
+        (2.0, 0.5, "hello")
+    ] * 2
+    assert [row["nats"] for row in rows] == pytest.approx([128 * math.log(256)] * 2)
+    assert [row["odd"] for row in rows] == [2.0, 0.0], "a flag, summed over the ranks"
+    assert [row["loss"] for row in rows] == pytest.approx([math.log(256)] * 2), "of equal logits"
 
 
 FAMILY = """
@@ -189,46 +274,7 @@ def test_a_family_of_transformers_trains_on_ranks_and_is_exported(edited: Path, 
 
 
 @pytest.mark.full
-def test_a_collective(edited: Path):
+def test_a_collective_is_measured(edited: Path):
     options = ("--axes", "data=2", "--operations", "sum_parts", "--sizes", "4KiB")
     shown = run(edited, "-m", "torchdistpackage", "comm", "bench", *options, "--iterations", "1")
     assert "every element verified" in shown and "sum_parts" in shown
-    (edited / "gradient.py").write_text(GRADIENT, "utf-8")
-    run(edited, "-c", "from torchdistpackage.testing import run_ranks\n"
-                      "import gradient\nrun_ranks(gradient.check, world_size=2)")  # fmt: skip
-
-
-def test_a_row_of_the_table_is_all_that_others_ask_of_a_collective(edited: Path):
-    """Its public names, its row of docs/collectives.md, and its cases in the tests."""
-    run(edited, "-c", DECLARED, str(ROOT))
-
-
-DECLARED = """
-import sys
-from torchdistpackage import comm
-from torchdistpackage.comm.collective_table import COLLECTIVES, page_rows
-assert {"sum_parts", "start_sum_parts"} <= set(comm.__all__) and "sum_parts" in COLLECTIVES
-assert "| `sum_parts(x, dim, group)` | a part of the sum | `all_gather` |" in page_rows()
-assert "torch" not in sys.modules
-sys.path.append(sys.argv[1])
-import torch
-from tests.comm.collective_cases import cases
-assert len(found := cases("sum_parts", 2)) == 3 and not any(case.uneven for case in found)
-xs = [found[0].draw(index) for index in range(2)]
-assert torch.equal(found[0].plain(xs, 1), (xs[0] + xs[1])[2:])
-"""
-
-
-GRADIENT = """
-import torch
-from torchdistpackage import comm, tpc
-
-def check():
-    tpc.setup_process_groups([("data", 2)])
-    x = torch.arange(4.0, dtype=torch.float64, requires_grad=True)
-    mine = comm.sum_parts(x, 0, "data")
-    assert mine.tolist() == [[0.0, 2.0], [4.0, 6.0]][tpc.rank]
-    (mine * (tpc.rank + 1)).sum().backward()
-    assert x.grad.tolist() == [1.0, 1.0, 2.0, 2.0]
-    assert comm.start_sum_parts(x.detach(), "data").wait().tolist() == mine.tolist()
-"""

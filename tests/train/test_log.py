@@ -1,5 +1,6 @@
 """Each step once in the record, whatever kills and resumes; plain lines where no one looks."""
 
+import ast
 import errno
 import io
 import json
@@ -8,10 +9,13 @@ import os
 import pty
 import select
 import sys
+from pathlib import Path
 
 import pytest
 
+from torchdistpackage import train
 from torchdistpackage.errors import DataError
+from torchdistpackage.plan.logged_values import VALUES
 from torchdistpackage.train.log import ProgressDisplay, StepLog, plot_loss
 from torchdistpackage.train.metric_rows import MetricsLog, read_metrics
 from torchdistpackage.train.step_stats import StepResult
@@ -322,3 +326,16 @@ def test_a_disk_that_takes_no_row_ends_the_run_or_is_said_and_gets_them_later(
     assert "training goes on (checkpoint.on_error: continue)" in shown
     assert "metrics.jsonl: 3 rows that had to wait are written" in shown
     assert steps(path) == [1, 2, 3, 4, 5]
+
+
+def test_each_key_that_the_package_notes_has_a_row():
+    """A row describes it in docs/logging.md."""
+    noted = {
+        keyword.arg
+        for path in (Path(train.__file__).parent).glob("*.py")
+        for call in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "note"
+        for keyword in call.keywords
+    }
+    assert {"stragglers", "epochs"} <= noted
+    assert noted - {None} <= {value.name for value in VALUES}

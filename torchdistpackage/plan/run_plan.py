@@ -19,6 +19,7 @@ from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.model_spec import ModelShape, ModelSpec
 from torchdistpackage.models.refusals import refuse_model
 from torchdistpackage.models.registry import spec_of
+from torchdistpackage.plan.logged_values import ASKED
 from torchdistpackage.plan.memory import (
     MemoryEstimate,
     NumberFormats,
@@ -37,7 +38,7 @@ BUCKET_BYTES = bucket_sizes(queued=False).default_bytes
 """Of gradients that travel together, on paper: as over gloo. Over NCCL the run has fewer and larger
 ones, in the same order, since a plan does not know the transport."""
 
-VOTE_ROOM = 6
+VOTE_ROOM = 6 + len(ASKED)
 """Numbers that a step keeps for votes (train/votes.py), used or not: its message has one length,
 which plan/traffic.py counts. It grows if more are registered."""
 

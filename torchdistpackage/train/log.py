@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from textwrap import fill, indent
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from torchdistpackage.plan.logged_values import line_texts
 from torchdistpackage.run_files import PLOT
 from torchdistpackage.train.metric_rows import MetricsLog, read_metrics
 from torchdistpackage.train.step_stats import StepResult
@@ -86,13 +87,16 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         tokens_per_s: float,
         bubble: float | None = None,
         predicted_bubble: float | None = None,
-        expert_imbalance: float | None = None,
         shares: Any = None,
         pairs: Mapping[str, float] | None = None,
+        texts: Iterable[str] = (),
     ) -> None:
-        """Show a step that is done. Bubbles are fractions of the step time; None without a
-        pipeline. expert_imbalance: the busiest expert over the mean; None without experts. shares:
-        of the step's samples, by source of several. pairs: `PairSums.means` of answers."""
+        """Show a step that is done.
+
+        Bubbles are fractions of the step time; None without a pipeline. shares: of the step's
+        samples, by source of several. pairs: `PairSums.means` of answers. texts: what other values
+        show (plan/logged_values.py).
+        """
         if self._bar is None and step % self._every and step != self._total:
             return
         text = f"loss {loss:.4f}  {_thousands(tokens_per_s)} {self.unit}/s"
@@ -100,8 +104,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             text += f"  {pair_text(pairs)}"
         if bubble is not None:
             text += f"  bubble {bubble:.1%}"
-        if expert_imbalance is not None:
-            text += f"  experts {expert_imbalance:.1f}x"
+        text = "  ".join([text, *texts])
         if self._bar is not None:  # in 80 columns there is no room for what does not change
             self._bar.update(self._task, completed=step, description=text)
             return
@@ -224,9 +227,9 @@ class StepLog:
             tokens_per_s=speed,
             bubble=None if self._predicted_bubble is None else result.bubble,
             predicted_bubble=self._predicted_bubble,
-            expert_imbalance=result.expert_imbalance,
             shares=noted.get(SHARES),
             pairs=result.pairs,
+            texts=line_texts(result),
         )
         if self._verbose and "pipeline" in noted:
             width = shutil.get_terminal_size().columns - 2

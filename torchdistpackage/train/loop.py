@@ -7,11 +7,13 @@ numbers are read a step late, and all ranks stop after the same step.
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchdistpackage.data.source import table_entropies
 from torchdistpackage.harness.watchdog import HangWatchdog, Heartbeat
+from torchdistpackage.plan.logged_values import ASKED
 from torchdistpackage.train.log import StepLog, evaluation_lines, pair_text, perplexity
 from torchdistpackage.train.saving import RunSaver
 from torchdistpackage.train.step import Trainer
@@ -100,6 +102,8 @@ class Loop:
         self.votes.register("save", lambda step: self._save_is_due())
         self.votes.register("stop", lambda step: self.stop.should_stop())
         self.saver.register(self.votes)
+        for name, value in ASKED.items():
+            self.votes.register(name, partial(value.ask, self))
         self.saver.note = log.note
         self.saver.on_saved = self._on_saved
         if trainer.runs_ahead:

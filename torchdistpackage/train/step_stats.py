@@ -6,7 +6,7 @@ They leave for the host before the next step is issued, so reading them waits fo
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.moments import Moment, OnHost, Timing, clock_of, seconds
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.parallel.expert.balance import ExpertLoad
+from torchdistpackage.plan.logged_values import logged, reduced
 from torchdistpackage.plan.run_plan import VOTE_ROOM
 
 
@@ -111,6 +112,7 @@ class StepResult:
     `StepStats`. skipped: the loss or a gradient of some rank was not finite, and no rank has
     updated anything.
     experts: by layer the load of its experts. pairs: what `PairSums.means` says of pairs.
+    measured: logged values that each rank was asked for, reduced over the ranks.
     """
 
     step: int
@@ -124,28 +126,16 @@ class StepResult:
     votes: Mapping[str, float] = field(default_factory=dict[str, float])
     experts: Mapping[str, ExpertLoad] = field(default_factory=dict[str, ExpertLoad])
     pairs: Mapping[str, float] = field(default_factory=dict[str, float])
+    measured: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def expert_imbalance(self) -> float | None:
         """The busiest expert's choices over the mean, in the layer where that is most."""
         return max((load.imbalance for load in self.experts.values()), default=None)
 
-    def logged(self) -> dict[str, float | dict[str, float] | None]:
-        """Return the step's values for a row of the log."""
-        more: dict[str, float | dict[str, float] | None] = {}
-        if self.experts:
-            more["experts"] = {name: x.imbalance for name, x in self.experts.items()}
-        if any(x.dropped for x in self.experts.values()):
-            more["experts_dropped"] = {n: x.dropped_share for n, x in self.experts.items()}
-        return more | {
-            **self.pairs,
-            "loss": self.loss,
-            "grad_norm": self.grad_norm,
-            "lr": self.lr,
-            "time_s": self.time_s,
-            "tokens_per_s": self.tokens_per_s,
-            "bubble": self.bubble,
-        }
+    def logged(self) -> dict[str, Any]:
+        """Return what a row of the log has of the step (plan/logged_values.py)."""
+        return logged(self)
 
     @property
     def tokens_per_s(self) -> float:
@@ -220,6 +210,7 @@ class PendingStep:
             votes=sums.votes,
             experts=self.loads(numbers[number:]),
             pairs=sums.pairs.means(tokens) if self.has_pairs else {},
+            measured=reduced(sums.votes, self.world.size()),
         )
 
 
