@@ -121,7 +121,7 @@ IMPORTANCE = """
 def importance(shape, scores, experts, groups, state):
     return shape.num_experts * scores.mean(0).square().sum(-1).mean()
 
-def importance_by_hand(shape, busy, share):
+def by_hand(shape, busy, share):
     return shape.num_experts * sum(n * n for n in share.flatten()) / len(share)
 """
 
@@ -207,7 +207,7 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
             r'        BalanceSpec\("none".*\n',
             "        BalanceSpec('importance',\n"
             "            loss='torchdistpackage.parallel.expert.importance:importance',\n"
-            "            by_hand='torchdistpackage.parallel.expert.importance:importance_by_hand',\n"
+            "            by_hand='torchdistpackage.parallel.expert.importance:by_hand',\n"
             "            does='adds squares of scores', what='squares', over='a rank'),\n",
         ),
     ],
