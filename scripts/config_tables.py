@@ -14,7 +14,7 @@ import yaml
 
 from torchdistpackage.checkpoint.formats import table as checkpoint_formats
 from torchdistpackage.comm import collective_table
-from torchdistpackage.config import optimizers
+from torchdistpackage.config import data_section, optimizers
 from torchdistpackage.config.data_section import ITEMS
 from torchdistpackage.config.schema import RunConfig, Section
 from torchdistpackage.config.types import expected_of
@@ -28,6 +28,7 @@ TABLES = {
     "expert_parallel.md": ("layout/balances.py", balances.page_rows),
     "checkpoints.md": ("checkpoint/formats/table.py", checkpoint_formats.page_rows),
     "logging.md": ("plan/logged_values.py", logged_values.page_rows),
+    "data.md": ("config/data_section.py", data_section.page_rows),
     "context_parallel.md": ("layout/exchanges.py", exchanges.page_rows),
     "collectives.md": ("comm/collective_table.py", collective_table.page_rows),
     "zero.md": ("config/optimizers.py", optimizers.page_rows),

@@ -43,6 +43,7 @@ MAY_NAME_MODULES = {
     "cli/main.py": "the command that was asked for; whether this process is a rank",
     "cli/plan.py": "torch, for --tensor alone; what few plans show",
     "comm/collective_table.py": "torch, for plans and commands that read the table",
+    "config/data_section.py": "what reads data, of which token ids come with torch",
     "config/optimizers.py": "what makes an optimizer, with torch",
     "layout/balances.py": "losses and moves of routers, with torch",
     "layout/exchanges.py": "what exchanges keys and values, with torch",

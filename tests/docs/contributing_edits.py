@@ -211,6 +211,48 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
             "            does='adds squares of scores', what='squares', over='a rank'),\n",
         ),
     ],
+    "a format of data files": [
+        (
+            "data/tokens/csv_rows.py",
+            "",
+            "import csv\n"
+            "from torchdistpackage.data.tokens.documents import Piece, TextFiles\n"
+            "class CsvRows(TextFiles):\n"
+            "    def documents(self, piece, field, reader, number):\n"
+            "        with piece.path.open() as file:\n"
+            "            for index, row in enumerate(csv.DictReader(file), number + 1):\n"
+            "                yield reader(row, f'{piece.path}: row {index}')\n",
+        ),
+        (
+            "config/data_section.py",
+            r"    for spec in \(\n",
+            "        DataSpec('csv', path='file or folder', has_rows=True, suffix='.csv',\n"
+            "            reader='torchdistpackage.data.tokens.csv_rows:CsvRows',\n"
+            "            suffixes=('.csv',), in_blend=True, document='a row', needs='a header'),\n",
+        ),
+    ],
+    "a source of token ids": [
+        (
+            "data/counting.py",
+            "",
+            "import numpy as np\n"
+            "from torchdistpackage.data.corpus import Corpus\n"
+            "def counting(val_fraction, counts_from):\n"
+            "    ids = np.arange(counts_from, counts_from + 5000).astype(np.uint8)\n"
+            "    return Corpus(ids, ids[:1000])\n",
+        ),
+        (
+            "config/data_section.py",
+            r"    for spec in \(\n",
+            "        DataSpec('counting', ids='torchdistpackage.data.counting:counting',\n"
+            "            keys=('counts_from',), document='all numbers'),\n",
+        ),
+        (
+            "config/data_section.py",
+            r"class DataSection\(NamedSection\):\n.*\n\n",
+            "    counts_from: k.Count = Field(default=1, description='The first number.')\n",
+        ),
+    ],
     "a format of checkpoints": [
         (
             "checkpoint/formats/lists.py",

@@ -66,11 +66,16 @@ def run(edited: Path, *words: str, code: int = 0) -> str:
 
 WITHOUT_TORCH = """
 import sys
+from pathlib import Path
 from torchdistpackage import comm
 from torchdistpackage.checkpoint.formats import table
 from torchdistpackage.cli.main import main
 from torchdistpackage.comm import collective_table
+from torchdistpackage.config import data_section
+from torchdistpackage.config.load import load
 from torchdistpackage.config.slurm import OPTIONS
+from torchdistpackage.data.tokens.documents import documents_of, pieces_of
+from torchdistpackage.errors import ConfigError
 from torchdistpackage.layout import balances, exchanges
 from torchdistpackage.plan import logged_values
 assert main(["schedule", "fill-drain", "--stages", "2", "--microbatches", "3"]) == 0
@@ -86,6 +91,19 @@ assert "| `lists` | JSON | JSON |" in table.page_rows()
 assert "| `ranks` | ranks | how many there are |" in logged_values.page_rows()
 changes = ["parallel.context=2", "parallel.cp_comm_type=one_gather", "model.moe.num_experts=4"]
 assert main(["plan", "configs/flat.yaml", "--all", *changes, "model.moe.balance=importance"]) == 0
+Path("rows.csv").write_text("id,words\\n1,a b\\n2,c")
+section = load("configs/flat.yaml", ["data.path=rows.csv", "data.name=csv", "data.field=words",
+    "data.tokenizer=tokenizer"]).data
+(piece,) = pieces_of(section.name, Path(section.path))
+assert [x.text for x in documents_of(section.name, piece, section.field)] == ["a b", "c"]
+assert section.reading("x/rows.csv").name == "csv"
+assert "| `csv` | a row | a header |" in data_section.page_rows()
+try:
+    load("configs/flat.yaml", ["data.counts_from=5"])
+except ConfigError as error:
+    assert "data.counts_from=5 has no effect with data.name=python_stdlib; remove it" in str(error)
+else:
+    raise AssertionError("a key of another source was taken")
 assert "torch" not in sys.modules
 """
 IN_ONE_SERVER = """
@@ -193,6 +211,7 @@ def test_what_was_added_works_on_ranks_and_in_a_run(edited: Path):
     small = ("model.layers=2", "model.dim=16", "model.heads=2", "optim.warmup_steps=0")
     less = ("log.plot=false", "data.seq_len=16", "parallel.pipe=2", "data.global_batch=8")
     less += ("train.eval_batches=1", "checkpoint.save_every=0")
+    less += ("data.name=counting", "data.counts_from=3")
     words = ("configs/flat.yaml", *changes, *small, *less)
     shown = run(edited, "-c", WITHOUT_TORCH + IN_ONE_SERVER, *words)
     assert "fill-drain" in shown and "hello" in shown
@@ -206,6 +225,7 @@ def test_what_was_added_works_on_ranks_and_in_a_run(edited: Path):
         (2.0, 0.5, "hello")
     ] * 2
     assert [row["nats"] for row in rows] == pytest.approx([128 * math.log(256)] * 2)
+    assert rows[-1]["bigram"] < rows[-1]["unigram"] / 2, "of numbers that follow each other"
     assert [row["odd"] for row in rows] == [2.0, 0.0], "a flag, summed over the ranks"
     assert [row["loss"] for row in rows] == pytest.approx([math.log(256)] * 2), "of equal logits"
 

@@ -58,7 +58,7 @@ def test_what_is_to_be_touched_for_something_new_is_there():
         "COMMANDS",
         "VOTE_ROOM",
         *("TRACKERS", "TRACKERS"),
-        *("KINDS", "KIND_OF_SUFFIX", "SUFFIX_OF_KIND", "ROWS"),
+        *("VALUES", "DATA", "DATA", "DATA"),
         "MISTAKES",
     ]
     homes_of_tables = (
@@ -70,7 +70,7 @@ def test_what_is_to_be_touched_for_something_new_is_there():
         *("torchdistpackage/families/found.py", "torchdistpackage/train/trackers/feed.py"),
         *("torchdistpackage/config/optim_section.py", "torchdistpackage/config/optimizers.py"),
         "torchdistpackage/families/registry.py",
-        "torchdistpackage/layout/balances.py",
+        *("torchdistpackage/layout/balances.py", "torchdistpackage/plan/logged_values.py"),
         *("torchdistpackage/config/data_section.py", "torchdistpackage/plan/run_plan.py"),
         *(
             "torchdistpackage/config/hugging_face.py",

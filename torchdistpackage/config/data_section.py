@@ -1,27 +1,144 @@
-"""The data section of the YAML file: the data for training and validation, and their format."""
+"""The data section of the YAML file: the data for training and validation, and their format.
 
+`DATA` has a row for each value of `data.name`, a format of files or a source of another kind. From
+it follow the values of the keys, what reads the data, what is refused beside it, and the table of
+docs/data.md (scripts/docs).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field
 
 from torchdistpackage.config import types as k
 from torchdistpackage.config.types import Expected, NamedSection, Section
 
-KINDS = ("text", "jsonl", "parquet", "tokens")
-"""Kinds of files that hold documents or token ids: values of data.name."""
-ROWS = ("jsonl", "parquet")
-"""Kinds whose files hold rows with fields; `data.field` names the field with the text."""
-KIND_OF_SUFFIX = {".jsonl": "jsonl", ".parquet": "parquet", ".bin": "tokens"}
-
 PREFERENCE = "preference"
 """The value of data.name for JSON lines with a preferred and a rejected answer each."""
 
+
+@dataclass(frozen=True, slots=True)
+class DataSpec:
+    """A value of data.name.
+
+    path: what data.path names; "" for a source that reads no file.
+    ids: "module:function" of the token ids where there is no tokenizer, a `Corpus`. It is called
+        with `val_fraction`, `path` if there is one, and `keys` as keywords. "" needs a tokenizer.
+    reader: "module:class" of the `FileReader` of its texts; "" for data that no tokenizer reads.
+    is_bytes: without a tokenizer the ids are bytes of texts.
+    has_rows: files hold rows with fields, of which data.field names the one with the text.
+    suffix: of the files that are read from a folder; "" reads all.
+    suffixes: suffixes that tell that a file is of this kind, where no name is given.
+    in_blend: it may be one of several sources.
+    keys: keys of the data section that have an effect with such data alone, besides data.field.
+    document, needs: its row of docs/data.md.
+    """
+
+    name: str
+    path: Literal["", "file", "file or folder"] = ""
+    ids: str = ""
+    reader: str = ""
+    is_bytes: bool = False
+    has_rows: bool = False
+    suffix: str = ""
+    suffixes: tuple[str, ...] = ()
+    in_blend: bool = False
+    keys: tuple[str, ...] = ()
+    document: str = ""
+    needs: str = ""
+
+
+_CORPUS = "torchdistpackage.data.corpus"
+_READERS = "torchdistpackage.data.tokens.documents"
+
+DATA: Mapping[str, DataSpec] = {
+    spec.name: spec
+    for spec in (
+        DataSpec(
+            "python_stdlib",
+            ids=f"{_CORPUS}:python_stdlib",
+            is_bytes=True,
+            document="the sources of Python's standard library",
+        ),
+        DataSpec(
+            "text",
+            path="file or folder",
+            ids=f"{_CORPUS}:text",
+            reader=f"{_READERS}:TextFiles",
+            is_bytes=True,
+            in_blend=True,
+            document="a file, UTF-8",
+        ),
+        DataSpec(
+            "jsonl",
+            path="file or folder",
+            reader=f"{_READERS}:JsonLines",
+            has_rows=True,
+            suffix=".jsonl",
+            suffixes=(".jsonl",),
+            in_blend=True,
+            document="a line, a JSON object with a text under `data.field`",
+        ),
+        DataSpec(
+            "parquet",
+            path="file or folder",
+            reader=f"{_READERS}:ParquetRows",
+            has_rows=True,
+            suffix=".parquet",
+            suffixes=(".parquet",),
+            in_blend=True,
+            document="a row, with a text in the column `data.field`",
+            needs="`pip install pyarrow`",
+        ),
+        DataSpec(
+            "tokens",
+            path="file",
+            ids=f"{_CORPUS}:tokens",
+            suffixes=(".bin",),
+            in_blend=True,
+            keys=("dtype",),
+            document="none: a binary file of token ids of type `data.dtype`",
+        ),
+        DataSpec(
+            PREFERENCE,
+            path="file or folder",
+            reader=f"{_READERS}:JsonLines",
+            suffix=".jsonl",
+            document="a line of prompt, chosen and rejected answer: see "
+            "[preference pairs](preference.md)",
+        ),
+    )
+}
+
+KINDS = tuple(name for name, spec in DATA.items() if spec.in_blend)
+"""Kinds of files that hold documents or token ids."""
+ROWS = tuple(name for name, spec in DATA.items() if spec.has_rows)
+"""Kinds whose files hold rows with fields; `data.field` names the field with the text."""
+KIND_OF_SUFFIX = {suffix: name for name, spec in DATA.items() for suffix in spec.suffixes}
+SUFFIX_OF_KIND = {name: spec.suffix for name, spec in DATA.items() if spec.suffix}
+"""Suffix of the files that are read from a folder, by kind; text has none."""
+OWN_KEYS = tuple(dict.fromkeys(key for spec in DATA.values() for key in spec.keys))
+"""Keys that have an effect with some data alone."""
+_NAMES = tuple(DATA)
+DataName = (
+    Annotated[str, k.name_in(_NAMES), k.enum(_NAMES), Expected(" or ".join(_NAMES), _NAMES)] | None
+)
+FileKind = (
+    Annotated[str, k.name_in(KINDS), k.enum(KINDS), Expected(" or ".join(KINDS), KINDS)] | None
+)
+
+
+def page_rows() -> str:
+    """Return the table of docs/data.md."""
+    head = "| name | one document is | needs |\n|---|---|---|\n"
+    rows = (f"| `{x.name}` | {x.document} | {x.needs} |\n" for x in DATA.values())
+    return head + "".join(rows).replace("|  |", "| |")
+
+
 CHAT_FIELDS = ("messages", "conversations")
 """Values of data.field that mean chats, in any of the known formats of a chat."""
-
-SUFFIX_OF_KIND = {"jsonl": ".jsonl", "parquet": ".parquet", PREFERENCE: ".jsonl"}
-"""Suffix of the files that are read from a folder, by kind; text has none."""
 
 
 class SourceSection(Section):
@@ -35,7 +152,7 @@ class SourceSection(Section):
         description="Weight of this source. Its share of the samples is its weight divided by the "
         "sum of all weights.",
     )
-    name: k.FileKind = Field(
+    name: FileKind = Field(
         default=None,
         description="Format of this source's files; null: by their suffix, else data.name.",
     )
@@ -70,7 +187,7 @@ class WeightedSource(NamedTuple):
 class DataSection(NamedSection):
     """The data for training and validation: from files, or your own by import path."""
 
-    name: k.DataName = Field(
+    name: DataName = Field(
         default="python_stdlib",
         description="Kind of data: the sources of Python's standard library, files of text, jsonl "
         "or parquet, binary token ids (tokens), or pairs of answers (preference). Leave it out "
@@ -162,8 +279,14 @@ class DataSection(NamedSection):
     @property
     def has_bytes(self) -> bool:
         """Return whether the tokens are the bytes of texts."""
-        names = [x.section.name for x in self.blend] if self.sources else [self.name]
-        return self.tokenizer is None and {*names} <= {"python_stdlib", "text"}
+        sections = [x.section for x in self.blend] if self.sources else [self]
+        specs = [x.spec for x in sections]
+        return self.tokenizer is None and all(x is not None and x.is_bytes for x in specs)
+
+    @property
+    def spec(self) -> DataSpec | None:
+        """Return the row of data.name; None for the user's own data."""
+        return None if self.name is None else DATA[self.name]
 
     @property
     def is_preference(self) -> bool:
@@ -229,7 +352,7 @@ class DataSection(NamedSection):
                 "name": kind,
                 "path": path,
                 "sources": (),
-                "tokenizer": None if kind == "tokens" else self.tokenizer,
+                "tokenizer": self.tokenizer if DATA[kind].reader else None,
                 "field": (field or self.field) if kind in ROWS else "text",
             }
         )

@@ -1,6 +1,6 @@
 """Rules about several keys of the data section."""
 
-from torchdistpackage.config.data_section import CHAT_FIELDS, KINDS, PREFERENCE, ROWS, DataSection
+from torchdistpackage.config.data_section import CHAT_FIELDS, OWN_KEYS, ROWS, DataSection
 from torchdistpackage.config.rules import Rule, named_once, rule
 from torchdistpackage.config.schema import RunConfig
 
@@ -18,7 +18,7 @@ def _tokenizer_is_for_text(c: RunConfig, world_size: int | None) -> str | None:
     takes_field = d.name in ROWS
     if (takes_field or d.is_preference) and d.tokenizer is None:
         return f"{source} needs data.tokenizer, a folder with tokenizer.json"
-    reads_text = takes_field or d.name in ("text", PREFERENCE)
+    reads_text = d.spec is not None and d.spec.reader
     if d.tokenizer is not None and not reads_text:
         return f"data.tokenizer={d.tokenizer} has no effect with {source}; remove it"
     if d.field != plain.field and not takes_field:
@@ -66,7 +66,10 @@ def _documents_are_known(c: RunConfig, world_size: int | None) -> str | None:
     return None
 
 
-@rule("data.name", "data.target", "data.args", "data.path", "data.sources", "data.dtype")
+@rule(
+    *("data.name", "data.target", "data.args", "data.path", "data.sources"),
+    *(f"data.{key}" for key in OWN_KEYS),
+)
 def _data_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
     if c.data.sources:
         others = {"data.path": c.data.path, "data.target": c.data.target}
@@ -77,14 +80,16 @@ def _data_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
     if text := named_once(c.data, "data"):
         return text
     source = f"data.name={c.data.name}" if c.data.name else f"data.target={c.data.target}"
-    reads_path = c.data.name in KINDS or c.data.is_preference
+    spec, plain = c.data.spec, DataSection()
+    reads_path = spec is not None and spec.path
     if reads_path and c.data.path is None:
-        folder = " or folder" * (c.data.name != "tokens")
-        return f"{source} needs data.path, the file{folder} to read"
+        return f"{source} needs data.path, the {reads_path} to read"
     if not reads_path and c.data.path is not None:
         return f"data.path={c.data.path} has no effect with {source}; remove it"
-    if c.data.name != "tokens" and c.data.dtype != DataSection().dtype:
-        return f"data.dtype={c.data.dtype} has no effect with {source}; remove it"
+    for key in OWN_KEYS:
+        value = getattr(c.data, key)
+        if value != getattr(plain, key) and (spec is None or key not in spec.keys):
+            return f"data.{key}={value} has no effect with {source}; remove it"
     return None
 
 
@@ -111,13 +116,13 @@ def _evaluation_is_of_our_data(c: RunConfig, world_size: int | None) -> str | No
     if taken := sorted({"val", "val_loss"} & {*data.eval}):
         problems.append(f"data.eval.{taken[0]}: this is the name of the validation; use another")
     trains = [x.section for x in data.blend] or [data]
-    is_bytes = trains[0].tokenizer is None and trains[0].name in ("text", "python_stdlib")
+    is_bytes = trains[0].has_bytes
     for key, part in parts.items():
         if part.name in ROWS and part.tokenizer is None:
             problems.append(
                 f"{key} ({part.name}) needs data.tokenizer, a folder with tokenizer.json"
             )
-        elif is_bytes != (part.tokenizer is None and part.name == "text"):
+        elif is_bytes != part.has_bytes:
             kinds = ("bytes", "token ids") if is_bytes else ("token ids", "bytes")
             problems.append(
                 f"{key} has {kinds[1]}, but training has {kinds[0]}; set data.tokenizer"
@@ -207,8 +212,7 @@ def _sources_are_read_as_named(c: RunConfig, world_size: int | None) -> str | No
                 f"{where} is token ids, whose documents data.document_masks cannot tell apart; use "
                 f"texts, or set document_masks to false"
             )
-    names = {x.section.tokenizer is None and x.section.name == "text" for x in c.data.blend}
-    if not problems and names == {True, False}:
+    if not problems and {x.section.has_bytes for x in c.data.blend} == {True, False}:
         problems.append(
             "data.sources mix bytes of text with token ids, which have no vocabulary in common; "
             "set data.tokenizer, or use token ids only"

@@ -95,7 +95,8 @@ def _different(names: tuple[str, ...]) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _enum(names: tuple[str, ...]) -> FieldInfo:
+def enum(names: tuple[str, ...]) -> FieldInfo:
+    """Return what the JSON schema says of a key with these values."""
     return cast(FieldInfo, Field(json_schema_extra={"enum": list[JsonValue](names)}))
 
 
@@ -107,7 +108,7 @@ def _schedule(value: str) -> str:
     return name
 
 
-def _in(table: Container[str]) -> AfterValidator:
+def name_in(table: Container[str]) -> AfterValidator:
     """Return a validator for a key whose value names a row of `table`."""
 
     def check(value: str) -> str:
@@ -230,7 +231,7 @@ SlurmOptions = Annotated[
 ]
 
 Order = Annotated[
-    tuple[Annotated[str, _enum(DEFAULT_ORDER)], ...],
+    tuple[Annotated[str, enum(DEFAULT_ORDER)], ...],
     BeforeValidator(_sequence),
     _different(DEFAULT_ORDER),
     Expected(
@@ -264,7 +265,7 @@ CtasOfAxis = Annotated[
 ScheduleName = Annotated[
     str,
     AfterValidator(_schedule),
-    _enum(SCHEDULES),
+    enum(SCHEDULES),
     Expected(" or ".join(SCHEDULES), SCHEDULES),
 ]
 
@@ -273,7 +274,7 @@ SIGNALS = ("USR1", "USR2", "TERM", "HUP")
 
 
 Signals = Annotated[
-    tuple[Annotated[str, _enum(SIGNALS)], ...],
+    tuple[Annotated[str, enum(SIGNALS)], ...],
     BeforeValidator(_sequence),
     _different(SIGNALS),
     Expected(f"a list of different signals out of {', '.join(SIGNALS)}", SIGNALS),
@@ -282,18 +283,16 @@ Signals = Annotated[
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 """Services that a run can log to; each has the name of its package and of the extra."""
 TrackerNames = Annotated[
-    tuple[Annotated[str, _enum(TRACKERS)], ...],
+    tuple[Annotated[str, enum(TRACKERS)], ...],
     BeforeValidator(_sequence),
     _different(TRACKERS),
     Expected(f"a list of different services out of {', '.join(TRACKERS)}", TRACKERS),
 ]
 ModelName = Literal["gpt"] | None
-DataName = Literal["python_stdlib", "text", "jsonl", "parquet", "tokens", "preference"] | None
-FileKind = Literal["text", "jsonl", "parquet", "tokens"] | None
 OptimizerName = Annotated[
     str,
-    _in(OPTIMIZERS),
-    _enum(tuple(OPTIMIZERS)),
+    name_in(OPTIMIZERS),
+    enum(tuple(OPTIMIZERS)),
     Expected(" or ".join(OPTIMIZERS), tuple(OPTIMIZERS)),
 ]
 QuantType = Literal["nf4", "fp4"]
@@ -311,7 +310,7 @@ LrSchedule = Literal[
 ]
 _COMM_TYPES = (AUTO, *EXCHANGES)
 CpCommType = Annotated[
-    str, _in(_COMM_TYPES), _enum(_COMM_TYPES), Expected(" or ".join(_COMM_TYPES), _COMM_TYPES)
+    str, name_in(_COMM_TYPES), enum(_COMM_TYPES), Expected(" or ".join(_COMM_TYPES), _COMM_TYPES)
 ]
 Partition = Literal["cost", "parameters", "uniform", "time"]
 ExportFormat = Literal["hf"] | None
@@ -365,7 +364,7 @@ Norm = Literal["layer", "rms"]
 Mlp = Literal["gelu", "gelu_tanh", "swiglu"]
 RouterScore = Literal["softmax", "sigmoid"]
 ExpertBalance = Annotated[
-    str, _in(BALANCES), _enum(tuple(BALANCES)), Expected(" or ".join(BALANCES), tuple(BALANCES))
+    str, name_in(BALANCES), enum(tuple(BALANCES)), Expected(" or ".join(BALANCES), tuple(BALANCES))
 ]
 ExpertsOrNull = Annotated[int, Field(ge=1, le=1 << 14), _Whole] | None
 RopeScaling = Literal["default", "linear", "llama3", "yarn"]

@@ -159,8 +159,8 @@ VALUES = (
 )
 """In the order in which a row has them."""
 
-ASKED = {value.name: value for value in VALUES if value.ask is not None}
-"""Values that each rank measures."""
+ASKED = {value.name: value.ask for value in VALUES if value.ask is not None}
+"""What each rank is asked for, by name."""
 
 
 def logged(result: Any) -> dict[str, Any]:
@@ -181,9 +181,9 @@ def logged(result: Any) -> dict[str, Any]:
 def reduced(votes: Mapping[str, float], num_ranks: int) -> dict[str, float]:
     """Return the values that ranks were asked for, from the sums of their votes."""
     return {
-        name: votes[name] / (num_ranks if value.reduce == "mean" else 1)
-        for name, value in ASKED.items()
-        if name in votes
+        value.name: votes[value.name] / (num_ranks if value.reduce == "mean" else 1)
+        for value in VALUES
+        if value.ask is not None and value.name in votes
     }
 
 

@@ -79,7 +79,7 @@ def smaller_model(config: RunConfig) -> RunConfig:
     if config.pipeline.schedule == CUSTOM:
         stages = model.layers
     layers, vocab = min(model.layers, 2 * stages), model.vocab
-    if data.name in ("python_stdlib", "text") and data.tokenizer is None:
+    if data.spec is not None and data.spec.is_bytes and data.tokenizer is None:
         vocab = min(vocab, _BYTES + vocab % tensor)
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": None, "dim": _HEAD_DIM * heads}
     sizes |= {"mlp_ratio": 4.0, "mlp_hidden": None, "max_seq_len": None, "weights": None}

@@ -25,6 +25,7 @@ from torchdistpackage.data.tokens.template_date import dated
 from torchdistpackage.data.tokens.texts import tokenized_part
 from torchdistpackage.data.tokens.token_cache import cut_documents
 from torchdistpackage.errors import DataError
+from torchdistpackage.lazy import resolve
 from torchdistpackage.plan.run_plan import Plan
 from torchdistpackage.plan.user_code import user_object
 from torchdistpackage.train.evaluation import (
@@ -225,11 +226,10 @@ def read_windows(config: RunConfig, section: DataSection, all_data: bool) -> Win
 
 
 def read_corpus(section: DataSection, val_fraction: float) -> corpus.Corpus:
-    """The token ids of a data section without a tokenizer or target."""
-    match section.name:
-        case "python_stdlib":
-            return corpus.python_stdlib(val_fraction)
-        case "text":
-            return corpus.text(section.path or "", val_fraction)
-        case _:
-            return corpus.tokens(section.path or "", section.dtype, val_fraction)
+    """Return the token ids of a data section without a tokenizer or target."""
+    spec = section.spec
+    assert spec is not None and spec.ids
+    keys = {
+        key: getattr(section, key) for key in ("path", *spec.keys) if key != "path" or spec.path
+    }
+    return resolve(spec.ids)(val_fraction=val_fraction, **keys)

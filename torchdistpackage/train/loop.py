@@ -102,8 +102,8 @@ class Loop:
         self.votes.register("save", lambda step: self._save_is_due())
         self.votes.register("stop", lambda step: self.stop.should_stop())
         self.saver.register(self.votes)
-        for name, value in ASKED.items():
-            self.votes.register(name, partial(value.ask, self))
+        for name, ask in ASKED.items():
+            self.votes.register(name, partial(ask, self))
         self.saver.note = log.note
         self.saver.on_saved = self._on_saved
         if trainer.runs_ahead:

@@ -7,13 +7,14 @@ errors at once.
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from torchdistpackage.bounded import BOM, parse_json, wrong_encoding
-from torchdistpackage.config.data_section import CHAT_FIELDS, PREFERENCE, SUFFIX_OF_KIND
+from torchdistpackage.config.data_section import CHAT_FIELDS, DATA, PREFERENCE, SUFFIX_OF_KIND
 from torchdistpackage.config.text_ends import TextEnds, text_ends
 from torchdistpackage.config.types import TextEnd
 from torchdistpackage.data.tokens.chat_rows import (
@@ -26,6 +27,7 @@ from torchdistpackage.data.tokens.chat_rows import (
 )
 from torchdistpackage.data.tokens.parquet_rows import parquet_file, plain_rows
 from torchdistpackage.errors import DataError
+from torchdistpackage.lazy import resolve
 
 PAIRS = "prompt+completion"
 """The field name that stands for two fields; the prompt does not count in the loss."""
@@ -159,26 +161,152 @@ class Piece(NamedTuple):
     num_bytes: int
 
 
-def pieces_of(kind: str, path: Path) -> Iterator[Piece]:
-    """Yield the pieces of a file in order, at least one; a text file is one document, so one piece.
+Documents = Iterator[Document | AnswerPair | DataError | None]
+"""The documents of a piece. A line or row that is no JSON object or no document comes as its error,
+and an empty line as None."""
 
-    Raises:
-        DataError: the file cannot be read, or is no parquet file.
-    """
-    if kind == "parquet":
-        yield from _row_groups(path)
-        return
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            first = 0
-            last = size if kind == "text" else _line_end(file, PIECE_BYTES, size)
+
+class FileReader(Protocol):
+    """What reads the files of one kind of data (`DATA` of config/data_section.py)."""
+
+    def pieces(self, path: Path) -> Iterator[Piece]:
+        """Yield the pieces of a file in order, at least one.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        ...
+
+    def documents(self, piece: Piece, field: str, reader: Reader, number: int) -> Documents:
+        """Yield all documents of a piece.
+
+        field: key or column with the text. reader: reads a line or row. number: lines or rows of
+        the file before the piece, for errors.
+
+        Raises:
+            DataError: the file cannot be read, or lacks a column.
+        """
+        ...
+
+    def columns(self, path: Path) -> list[str]:
+        """Return the names of columns that rows do not show if nobody asks for them."""
+        ...
+
+    def place(self, piece: Piece) -> str:
+        """Return the place of a piece for an error."""
+        ...
+
+
+class TextFiles:
+    """Files of which each is one document."""
+
+    def pieces(self, path: Path) -> Iterator[Piece]:
+        """See `FileReader`; a text is one piece, whatever its size."""
+        with _opened(path) as (_, size):
+            yield Piece(path, 0, size, size)
+
+    def documents(self, piece: Piece, field: str, reader: Reader, number: int) -> Documents:
+        """See `FileReader`."""
+        yield Document(_text(_content(piece.path), str(piece.path)))
+
+    def columns(self, path: Path) -> list[str]:
+        """See `FileReader`; a text has none."""
+        return []
+
+    def place(self, piece: Piece) -> str:
+        """See `FileReader`."""
+        return str(piece.path)
+
+
+class JsonLines:
+    """Files of lines, each a JSON object."""
+
+    def pieces(self, path: Path) -> Iterator[Piece]:
+        """See `FileReader`; a piece is complete lines."""
+        with _opened(path) as (file, size):
+            first, last = 0, _line_end(file, PIECE_BYTES, size)
             yield Piece(path, first, last, last)
             while last < size:
                 first, last = last, _line_end(file, last + PIECE_BYTES, size)
                 yield Piece(path, first, last, last - first)
+
+    def documents(self, piece: Piece, field: str, reader: Reader, number: int) -> Documents:
+        """See `FileReader`."""
+        return _json_lines(piece, reader, number)
+
+    def columns(self, path: Path) -> list[str]:
+        """See `FileReader`; lines show all their keys."""
+        return []
+
+    def place(self, piece: Piece) -> str:
+        """See `FileReader`."""
+        path = piece.path
+        first = _num_lines(path, 0, piece.first) + 1
+        num = max(_num_lines(path, piece.first, piece.last), 1)
+        return f"{path}: lines {first} to {first + num - 1}"
+
+
+class ParquetRows:
+    """Parquet files, each row a document."""
+
+    def pieces(self, path: Path) -> Iterator[Piece]:
+        """See `FileReader`; a piece is complete row groups."""
+        return _row_groups(path)
+
+    def documents(self, piece: Piece, field: str, reader: Reader, number: int) -> Documents:
+        """See `FileReader`."""
+        return _rows(piece, field, reader, number)
+
+    def columns(self, path: Path) -> list[str]:
+        """See `FileReader`; only columns that are asked for are read."""
+        with parquet_file(path) as file:
+            return file.schema_arrow.names
+
+    def place(self, piece: Piece) -> str:
+        """See `FileReader`."""
+        return f"{piece.path}: row groups {piece.first + 1} to {piece.last}"
+
+
+def reader_of(kind: str) -> FileReader:
+    """Return what reads the files of a kind of data."""
+    return resolve(DATA[kind].reader)()
+
+
+def pieces_of(kind: str, path: Path) -> Iterator[Piece]:
+    """Yield the pieces of a file, see `FileReader.pieces`."""
+    return reader_of(kind).pieces(path)
+
+
+def documents_of(
+    kind: str, piece: Piece, field: str, reader: Reader | None = None, number: int = 0
+) -> Documents:
+    """Yield all documents of a piece of a file, see `FileReader.documents`.
+
+    reader: by default it takes the texts under `field`.
+    """
+    reader = partial(text_document, field=field) if reader is None else reader
+    return reader_of(kind).documents(piece, field, reader, number)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """Open a file; yield it and its size, and raise DataError where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            yield file, os.fstat(file.fileno()).st_size
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _num_lines(path: Path, first: int, last: int) -> int:
+    """Return the number of lines that end between these bytes."""
+    number = 0
+    with path.open("rb") as file:
+        file.seek(first)
+        while first < last and (block := file.read(min(1 << 20, last - first))):
+            number += block.count(b"\n")
+            first += len(block)
+    return number
 
 
 def _line_end(file: BinaryIO, at: int, size: int) -> int:
@@ -190,27 +318,6 @@ def _line_end(file: BinaryIO, at: int, size: int) -> int:
             return at + newline + 1
         at += len(block)
     return size
-
-
-def documents_of(
-    kind: str, piece: Piece, field: str, reader: Reader | None = None, number: int = 0
-) -> Iterator[Document | AnswerPair | DataError | None]:
-    """Yield all documents of a piece of a file.
-
-    reader: reads a line or row; by default it takes the texts under `field`. number: lines or rows
-    of the file before the piece, for errors. A line or row that is no JSON object or no document
-    comes as its error, and an empty line as None.
-
-    Raises:
-        DataError: the file cannot be read, is no text or no parquet file, or lacks a column.
-    """
-    reader = partial(text_document, field=field) if reader is None else reader
-    if kind == "text":
-        yield Document(_text(_content(piece.path), str(piece.path)))
-    elif kind == "parquet":
-        yield from _rows(piece, field, reader, number)
-    else:
-        yield from _json_lines(piece, reader, number)
 
 
 def _json_lines(
@@ -301,12 +408,6 @@ def _columns(field: str, columns: list[str]) -> tuple[list[str], str | None]:
         names = field.split("+") if field == PAIRS else [field]
         missing = next((x for x in names if x not in columns), None)
     return [x for x in names if x in columns], missing
-
-
-def column_names(path: Path) -> list[str]:
-    """Return the columns of a parquet file; raises DataError if it is none."""
-    with parquet_file(path) as file:
-        return file.schema_arrow.names
 
 
 def fields_of(source: TextSource) -> list[str]:

@@ -14,11 +14,11 @@ from torchdistpackage.config.hugging_face import tokenizer_file
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.data.tokens.documents import (
     TextSource,
-    column_names,
     documents_of,
     fields_of,
     files_of,
     pieces_of,
+    reader_of,
 )
 from torchdistpackage.data.tokens.pair_rows import pair_problems
 from torchdistpackage.data.tokens.row_notes import Tally, unused_notes
@@ -96,9 +96,8 @@ def unused_keys(config: RunConfig) -> list[str]:
                 source.kind, next(pieces_of(source.kind, file)), source.field, reader
             )
             num = len(list(islice(rows, _FIRST_ROWS)))
-            if source.kind == "parquet":
-                unread = {*column_names(file)} - {*fields_of(source)}
-                tally.update({f"{name!r} of rows": num for name in sorted(unread)})
+            unread = {*reader_of(source.kind).columns(file)} - {*fields_of(source)}
+            tally.update({f"{name!r} of rows": num for name in sorted(unread)})
         except (DataError, OSError, LookupError):
             continue
         where = "its rows" if num < _FIRST_ROWS else f"its first {num} rows"

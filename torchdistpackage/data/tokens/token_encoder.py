@@ -26,10 +26,10 @@ from torchdistpackage.data.tokens.documents import (
     Piece,
     Reader,
     TextSource,
-    column_names,
     documents_of,
     fields_of,
     fields_of_row,
+    reader_of,
     text_document,
 )
 from torchdistpackage.data.tokens.preference_pairs import PairReader
@@ -124,10 +124,9 @@ class DocumentEncoder:
             DataError: the piece cannot be read or tokenized.
         """
         source = self._source
-        unread = list[str]()
-        if source.kind == "parquet":  # its other columns are not even read, so count them here
-            fields = fields_of(source)
-            unread = [f"{x!r} of rows" for x in column_names(piece.path) if x not in fields]
+        # columns that nobody asks for are not even read, so count them here
+        columns, fields = reader_of(source.kind).columns(piece.path), fields_of(source)
+        unread = [f"{x!r} of rows" for x in columns if x not in fields]
         documents = documents_of(source.kind, piece, source.field, self._reader, number)
         for lines in _some_at_a_time(documents):
             problems = [str(x) for x in lines if isinstance(x, DataError)]

@@ -12,10 +12,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Self, cast
 
-from torchdistpackage.data.tokens.documents import Piece, TextSource
+from torchdistpackage.data.tokens.documents import Piece, TextSource, reader_of
 from torchdistpackage.data.tokens.token_encoder import DocumentEncoder, EncodedBatch
 from torchdistpackage.errors import DataError, LaunchError
 from torchdistpackage.launch.fork_server_client import ForkedChild, ForkServer
@@ -154,28 +153,9 @@ class TokenWorkers:
                 ending += " (if nobody sent that, memory was short)"
         except LaunchError as error:
             ending = f"is gone: {error}"
-        return f"{_named(self._source.kind, piece)}: the process that tokenized this {ending}"
-
-
-def _named(kind: str, piece: Piece) -> str:
-    path = piece.path
-    if kind == "text":
-        return str(path)
-    if kind == "parquet":
-        return f"{path}: row groups {piece.first + 1} to {piece.last}"
-    first = _lines(path, 0, piece.first) + 1
-    return f"{path}: lines {first} to {first + max(_lines(path, piece.first, piece.last), 1) - 1}"
-
-
-def _lines(path: Path, first: int, last: int) -> int:
-    """Return the number of lines that end between these bytes."""
-    number = 0
-    with path.open("rb") as file:
-        file.seek(first)
-        while first < last and (block := file.read(min(1 << 20, last - first))):
-            number += block.count(b"\n")
-            first += len(block)
-    return number
+        return (
+            f"{reader_of(self._source.kind).place(piece)}: the process that tokenized this {ending}"
+        )
 
 
 def tokenize_pieces(channel: Channel, source: TextSource) -> None:
