@@ -57,8 +57,8 @@ def test_what_is_to_be_touched_for_something_new_is_there():
         "FORMATS",
         "COMMANDS",
         "VOTE_ROOM",
-        *("TRACKERS", "TRACKERS"),
-        *("VALUES", "DATA", "DATA", "DATA"),
+        *("VALUES", "TRACKERS", "TRACKERS"),
+        *("DATA", "DATA", "DATA"),
         "MISTAKES",
     ]
     homes_of_tables = (
