@@ -242,7 +242,7 @@ Order = Annotated[
 GROUP_AXES = (*DEFAULT_ORDER, "expert", "expert_data")
 """Axes that have groups."""
 GroupAxes = Annotated[
-    tuple[Annotated[str, _enum(GROUP_AXES)], ...],
+    tuple[Annotated[str, enum(GROUP_AXES)], ...],
     BeforeValidator(_sequence),
     _different(GROUP_AXES),
     Expected(f"a list of different axes out of {', '.join(GROUP_AXES)}", GROUP_AXES),
