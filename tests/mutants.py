@@ -245,47 +245,54 @@ def failures(said: str) -> list[str]:
 
 
 class TestSet:
-    """The tests of one tree, with what of them fails without a mutant. folder: of its copy."""
+    """The tests of a copy of a tree. known: of tests that failed, whether without a mutant too."""
 
     __test__ = False
 
     def __init__(
-        self, folder: Path, limit_s: float, known: dict[str, list[str]], package: str = PACKAGE
+        self, folder: Path, limit_s: float, known: dict[str, bool], package: str = PACKAGE
     ) -> None:
         self.folder = folder
         self.limit_s = limit_s
         self.known = known
         self.package = package
 
-    def failing(self, paths: list[str]) -> list[str]:
-        """Return what fails of `paths` without a mutant; runs them the first time."""
-        key = " ".join(paths)
-        if key not in self.known:
-            code, said = run_tests(self.folder, paths, 4 * self.limit_s)
-            self.known[key] = failures(said) if code is not None else ["the limit of time"]
-        return self.known[key]
+    def fails_alone(self, test: str) -> bool:
+        """Whether `test` fails without a mutant, so that it tells nothing of one."""
+        if test not in self.known:
+            code, _ = run_tests(self.folder, [test], self.limit_s)
+            self.known[test] = code not in (0, 5)
+        return self.known[test]
 
     def outcome(self, mutant: Mutant) -> Outcome:
-        """Run the tests of a mutant until one fails."""
-        file, begun_s = self.folder / mutant.file, time.monotonic()
+        """Run the tests of a mutant until one fails that passes without it."""
+        begun_s = time.monotonic()
         groups = tests_of(self.folder, mutant, self.package)
         for number, paths in enumerate(groups):
             ignored = [f"--ignore={x}" for x in groups[0]] if number else []
-            left_out = [f"--deselect={x}" for x in self.failing(paths)]
-            original = file.read_bytes()
-            file.write_bytes(mutant.applied(original))
-            try:
-                options = ["-x", *ignored, *left_out]
-                code, said = run_tests(self.folder, paths, self.limit_s, options)
-            finally:
-                file.write_bytes(original)
-            took_s = round(time.monotonic() - begun_s, 1)
-            if code is None:
-                return Outcome("time", paths[0], took_s)
-            if code not in (0, 5):  # 5: no test is left to run
-                by = failures(said)
-                return Outcome("killed", by[0] if by else said.strip()[-200:], took_s)
+            while True:
+                left_out = [f"--deselect={test}" for test, fails in self.known.items() if fails]
+                code, said = self._with_mutant(mutant, paths, ["-x", *ignored, *left_out])
+                took_s = round(time.monotonic() - begun_s, 1)
+                if code is None:
+                    return Outcome("time", paths[0], took_s)
+                if code in (0, 5):  # 5: no test is left to run
+                    break
+                by = next(iter(failures(said)), "")
+                if not by or by in self.known or not self.fails_alone(by):
+                    return Outcome("killed", by or said.strip()[-200:], took_s)
         return Outcome("alive" if groups else "none", "", round(time.monotonic() - begun_s, 1))
+
+    def _with_mutant(
+        self, mutant: Mutant, paths: Sequence[str], options: Sequence[str]
+    ) -> tuple[int | None, str]:
+        file = self.folder / mutant.file
+        original = file.read_bytes()
+        file.write_bytes(mutant.applied(original))
+        try:
+            return run_tests(self.folder, paths, self.limit_s, options)
+        finally:
+            file.write_bytes(original)
 
 
 def table(mutants: Sequence[Mutant], rows: dict[str, dict[str, list]], sets: Sequence[str]) -> str:

@@ -67,7 +67,9 @@ def test_near_tests_are_run_first_and_the_first_failure_ends_it(tree: Path, monk
     file = tree / "small/sums/add.py"
     mutant = next(x for x in mutants.mutants_of(file, "small/sums/add.py") if x.kind == "boolean")
     assert mutants.tests_of(tree, mutant, "small") == [["tests/sums/test_add.py"], ["tests/sums"]]
-    answers = [(0, ""), (0, ""), (0, ""), (1, "FAILED tests/a.py::test_b[1 2] - KeyError\n")]
+    wrong, right = "tests/a.py::test_b[1 2]", "tests/a.py::test_c"
+    failing = [(1, f"FAILED {name} - KeyError\n") for name in (wrong, right)]
+    answers = [(0, ""), failing[0], (1, ""), failing[1], (0, "")]
     asked: list[list[str]] = []
 
     def run(root: Path, paths: list[str], limit_s: float, options=()):
@@ -78,18 +80,16 @@ def test_near_tests_are_run_first_and_the_first_failure_ends_it(tree: Path, monk
     monkeypatch.setattr(mutants, "run_tests", run)
     tests = mutants.TestSet(tree, 9.0, {}, "small")
     outcome = tests.outcome(mutant)
-    assert (outcome.verdict, outcome.by) == ("killed", "tests/a.py::test_b[1 2]")
+    assert (outcome.verdict, outcome.by) == ("killed", right)
+    rest = ["tests/sums", "-x", "--ignore=tests/sums/test_add.py"]
     assert asked == [
-        ["tests/sums/test_add.py", "False"],
         ["tests/sums/test_add.py", "-x", "True"],
-        ["tests/sums", "False"],
-        ["tests/sums", "-x", "--ignore=tests/sums/test_add.py", "True"],
+        [*rest, "True"],
+        [wrong, "False"],  # it fails anyway, and is left out
+        [*rest, f"--deselect={wrong}", "True"],
+        [right, "False"],
     ]
-    assert file.read_text() == SUMS
-    assert mutants.run_tests is run and tests.known == {
-        "tests/sums/test_add.py": [],
-        "tests/sums": [],
-    }
+    assert file.read_text() == SUMS and tests.known == {wrong: True, right: False}
 
 
 @pytest.mark.full
@@ -104,7 +104,7 @@ def test_tests_kill_what_they_hold_and_leave_the_rest_alive(tree: Path):
     (tree / "tests/sums/test_add.py").write_text(
         "import time\n\ndef test_it():\n    time.sleep(99)\n"
     )
-    slow = mutants.TestSet(tree, 2.0, {"tests/sums/test_add.py": []}, "small")
+    slow = mutants.TestSet(tree, 2.0, {}, "small")
     assert slow.outcome(every["arithmetic", "a * 3"]).verdict == "time"
 
 
