@@ -15,7 +15,7 @@ from torch import Tensor
 from torchdistpackage.checkpoint.manifest import TensorChunk, TensorEntry
 from torchdistpackage.checkpoint.parts import Params, TopologyRank, saved_tensors
 from torchdistpackage.comm.flight_recorder import dtype_name
-from torchdistpackage.ddp.zero.offload import streams_of
+from torchdistpackage.comm.streams import streams_of
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.derive import Box
 

@@ -32,6 +32,19 @@ class CudaStreams:
         """Keep the allocator from reusing the memory of `x` before the current stream is done."""
         x.record_stream(self.current())
 
+    def copy(self, stream: Stream, to: Tensor, source: Tensor) -> None:
+        """Copy on `stream` between the device and pinned memory, of one dtype."""
+        with self.on(stream):
+            to.copy_(source, non_blocking=True)
+        # keep the allocator from reusing the device's side before the copy has ended
+        (source if source.is_cuda else to).record_stream(stream)
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        """Return pinned host memory (num_bytes,), which a device can copy from and to on its
+        own.
+        """
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
 
 def streams_of(device: torch.device) -> CudaStreams | None:
     """Return the streams of a device; None for a CPU, which works in order."""

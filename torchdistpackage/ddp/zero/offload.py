@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchdistpackage.comm.streams import CudaStreams, Stream
+from torchdistpackage.comm.streams import CudaStreams, streams_of
 from torchdistpackage.ddp.zero.param_buffer import MasterStore
 from torchdistpackage.ddp.zero.shard_bounds import SLICE_BYTES
 from torchdistpackage.errors import LayoutError
@@ -40,7 +40,7 @@ class Offload(MasterStore):
         order.
     """
 
-    def __init__(self, device: torch.device, streams: "CopyStreams | None" = None):
+    def __init__(self, device: torch.device, streams: "CudaStreams | None" = None):
         streams = streams or streams_of(device)
         self._device, self._streams = device, streams
         self.bytes = self.ahead = 0
@@ -156,28 +156,6 @@ class Arena:
         piece = self._rests[number]
         self._rests[number] = piece[size_bytes:]
         return piece[:needed].view(dtype)
-
-
-class CopyStreams(CudaStreams):
-    """Streams that copy slices to pinned host memory and back."""
-
-    def copy(self, stream: Stream, to: Tensor, source: Tensor) -> None:
-        """Copy on `stream` between the device and pinned memory, of one dtype."""
-        with self.on(stream):
-            to.copy_(source, non_blocking=True)
-        # keep the allocator from reusing the device's side before the copy has ended
-        (source if source.is_cuda else to).record_stream(stream)
-
-    def pinned(self, num_bytes: int) -> Tensor:
-        """Return pinned host memory (num_bytes,), which a device can copy from and to on its
-        own.
-        """
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-
-def streams_of(device: torch.device) -> CopyStreams | None:
-    """Return the copy streams of a device; None for a CPU, which copies in order."""
-    return CopyStreams(device) if device.type == "cuda" else None
 
 
 def cores_of_a_rank() -> int:

@@ -117,7 +117,7 @@ def _on(stream: StreamDouble | None) -> Iterator[None]:
 
 
 class _StreamsDouble:
-    """A replacement of `CudaStreams`, and of ZeRO's `CopyStreams`.
+    """A replacement of `CudaStreams`.
 
     All tensors are in host memory here, so those that would be pinned are marked.
     """
