@@ -6,7 +6,7 @@ Ranks of a group lie on a mesh, so a few numbers say them all; calls and stacks 
 import base64
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -26,6 +26,39 @@ class RankTuple(tuple[int, ...]):
         if self._hash is None:
             self._hash = super().__hash__()
         return self._hash
+
+
+class CallRows(Sequence[dict[str, Any]]):
+    """Calls of a snapshot, each put together when it is asked for: few of thousands of ranks' are.
+
+    kinds: what calls repeat. rows: of each call the place of its kind, and the values of `_EACH`.
+    """
+
+    def __init__(self, kinds: Sequence[Mapping[str, Any]], rows: Sequence[Sequence[Any]]) -> None:
+        if {len(row) for row in rows} - {4} or {row[0] for row in rows} - {*range(len(kinds))}:
+            raise ValueError("a call is not whole")
+        self.kinds, self.rows = kinds, rows
+
+    @classmethod
+    def of(cls, calls: Sequence[dict[str, Any]]) -> "CallRows":
+        """Return calls that are not packed as if they were."""
+        if isinstance(calls, CallRows):
+            return calls
+        return cls(calls, [(i, *(call[name] for name in _EACH)) for i, call in enumerate(calls)])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place, sequence, age_s, state = self.rows[index]
+        return {**self.kinds[place], "sequence": sequence, "age_s": age_s, "state": state}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def pack(fields: dict[str, Any]) -> str:
@@ -59,11 +92,7 @@ def unpack(text: str) -> dict[str, Any]:
     fields: dict[str, Any] = json.loads(parts[0])
     kinds, fields["stacks"] = _known(parts[1]), _known(parts[2])
     if snapshot := fields.get("snapshot"):
-        # written out, as thousands of ranks have dozens of calls each; the names of `_EACH`
-        snapshot["calls"] = [
-            {**kinds[place], "sequence": sequence, "age_s": age_s, "state": state}
-            for place, sequence, age_s, state in snapshot["calls"]
-        ]
+        snapshot["calls"] = CallRows(kinds, snapshot["calls"])
     for group in (fields.get("snapshot") or {}).get("groups", ()):
         if isinstance(strides := group["ranks"], dict):
             first, *dims = strides["strides"]

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.harness.hang.packed import RankTuple
+from torchdistpackage.harness.hang.packed import CallRows, RankTuple
 from torchdistpackage.schedule.actions import parse_action
 from torchdistpackage.text import ranks_listed
 
@@ -139,7 +139,7 @@ class RankRecord:
             self.messages[key, peer["peer"], "send"] = peer["sent"]
             self.messages[key, peer["peer"], "receive"] = peer["received"]
         self._keys, self._groups, self._on_device = keys, groups, on_device
-        self._calls: Sequence[Mapping[str, Any]] = snapshot["calls"]
+        self._calls = CallRows.of(snapshot["calls"])
 
     @cached_property
     def calls(self) -> list[RecordedCall]:
@@ -156,19 +156,22 @@ class RankRecord:
 
     def pending(self) -> list[RecordedCall]:
         """Return the calls that block the host, and the last call in which each device may wait."""
-        last = {_line(c): c for c in self._calls}
-        chosen = [c for c in self._calls if c["state"] == "waiting"]
+        lines, rows = [_line(kind) for kind in self._calls.kinds], self._calls.rows
+        last = {lines[row[0]]: i for i, row in enumerate(rows)}
+        chosen = [i for i, row in enumerate(rows) if row[3] == "waiting"]
         chosen += [
-            c for c in last.values() if self._on_device[c["group"]] and c["state"] != "waiting"
+            i for line, i in last.items() if self._on_device[line[0]] and rows[i][3] != "waiting"
         ]
-        return list(map(self._call, chosen))
+        return [self._call(self._calls[i]) for i in chosen]
 
     def matching(self, call: RecordedCall, rank: int) -> RecordedCall | None:
         """Return this rank's call that must meet `call` of `rank`, if the record still has it."""
-        for raw in reversed(self._calls):
-            if raw["sequence"] != call.sequence or self._keys[raw["group"]] != call.group:
+        kinds, rows = self._calls.kinds, self._calls.rows
+        for i in range(len(rows) - 1, -1, -1):
+            place, sequence = rows[i][0], rows[i][1]
+            if sequence != call.sequence or self._keys[kinds[place]["group"]] != call.group:
                 continue
-            recorded = self._call(raw)
+            recorded = self._call(self._calls[i])
             if call.peer is None and recorded.peer is None:
                 return recorded
             if recorded.peer == rank and recorded.operation == _OTHER_END.get(call.operation):
@@ -182,7 +185,7 @@ class RankRecord:
         return self.messages.get((call.group, rank, _OTHER_END[call.operation]), 0)
 
 
-def _line(call: Mapping[str, Any]) -> tuple[object, ...]:
+def _line(call: Mapping[str, Any]) -> tuple[int, Any, str]:
     """The fields shared by calls that wait for each other in turn; as `RecordedCall.line`, of one
     rank.
     """
