@@ -13,6 +13,7 @@ from torchdistpackage.predict.error_table import (
     mean_and_worst,
     table,
 )
+from torchdistpackage.predict.fitting import fit
 from torchdistpackage.predict.published import ROWS, SOURCES, is_checked
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "predicted_steps.md"
@@ -54,3 +55,4 @@ def test_every_row_has_a_source_a_device_and_a_number_of_its_own() -> None:
 def test_a_device_is_fitted_on_three_rows_at_most(device: str) -> None:
     rows = {x.number.rstrip("abc") for x in ROWS if x.device == device and x.use == "fit"}
     assert 1 <= len(rows) <= 3
+    assert fit(DEVICES[device])[0] == DEVICES[device].fit

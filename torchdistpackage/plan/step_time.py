@@ -75,7 +75,10 @@ def unpredicted(plan: Plan) -> str | None:
     """Why the step of this plan is not predicted, or None."""
     shape = plan.shape
     if shape is None:
-        return "a model of your own: its operations are known once it is built"
+        return (
+            "not known of a model of your own before it is built; measure one with a run of "
+            "train.steps: 20"
+        )
     if plan.config.precision.dtype == "float64":
         return "float64 is not predicted; set precision.dtype to bf16 or float32"
     if plan.config.data.is_preference:
