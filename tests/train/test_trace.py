@@ -134,7 +134,7 @@ def test_a_run_that_begins_or_ends_among_the_steps_leaves_those_it_did(
 
 
 def test_a_validation_or_save_between_steps_is_of_no_step(ranks, tmp_path):
-    extra = ["parallel.data=2", "train.eval_every=1", "checkpoint.save_every=1"]
+    extra = ["parallel.data=2", "train.eval_every=3", "checkpoint.save_every=3"]
     ranks(2).run(traced, [*extra, "train.eval_batches=3"], str(tmp_path))
     value = json.loads((tmp_path / "trace.json").read_text())
     for rank in (0, 1):

@@ -8,7 +8,7 @@ from torch import Tensor, nn, optim
 from torchdistpackage.comm.creation import world
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 
-DIM, PER_RANK, STEPS = 5, 2, 20
+DIM, PER_RANK, STEPS = 5, 2, 8
 OPTIONS = {
     "ASGD": {"lr": 1e-2, "t0": 3},
     "Adadelta": {"lr": 0.5},

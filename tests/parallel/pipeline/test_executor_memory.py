@@ -38,7 +38,7 @@ def most_bytes(name: str, m: int) -> int:
 
 
 def both(name: str) -> tuple[int, int]:
-    return most_bytes(name, 12), most_bytes(name, 48)
+    return most_bytes(name, 8), most_bytes(name, 24)
 
 
 @pytest.mark.few(1)
