@@ -40,7 +40,8 @@ class Moments:
     def watch(self, patch: pytest.MonkeyPatch) -> None:
         for name in ("mkdir", "chmod", "fsync", "rename", "unlink", "rmdir"):
             patch.setattr(os, name, self._before(getattr(os, name), name))
-        for name in ("gather_objects", "broadcast_object"):
+        # `collect_objects` is a `reduce_objects`, so it has its moment there
+        for name in ("gather_objects", "reduce_objects", "broadcast_object"):
             patch.setattr(primitives, name, self._before(getattr(primitives, name), name))
         kept = file_exchange._KeptFile
         patch.setattr(kept, "take", self._before(kept.take, "a block of the neighbour"))
