@@ -31,7 +31,7 @@ for name, examples in (("small set", 20), ("full", 200)):
 
 
 UNDER_LATE = (
-    *("ddp/", "comm/", "parallel/", "optim/", "compat/placed/"),
+    *("ddp/", "comm/", "parallel/", "optim/", "compat/placed/", "compat/auto/"),
     *("compat/test_torchshard", "compat/test_forward_backward", "compat/test_p2p_helpers"),
     *("compat/test_moe", "compat/test_bf16", "compat/test_classic"),
     *(

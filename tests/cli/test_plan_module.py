@@ -101,24 +101,9 @@ def test_it_shows_what_a_run_holds_and_sends(tmp_path, capsys, ranks, tied):
     assert "model.layers.1.self_attn.q_proj.weight" in capsys.readouterr().out
 
 
-def test_a_model_without_a_table_is_shown_by_rules(tmp_path, capsys):
-    config = transformers.BertConfig(
-        vocab_size=61,
-        hidden_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        intermediate_size=36,
-        architectures=["BertForMaskedLM"],
-    )
-    config.save_pretrained(tmp_path)
-    assert main(["plan", str(tmp_path), "--tensor", "2"]) == 0
-    assert "by rules, as it has no table: bert: BertLM" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--tensor", "5"], "llama has 4 attention heads, which 5 shards cannot share; use at"),
         ([], "such as --tensor 2"),
         (["--tensor", "2", "--procs", "8"], "goes with --seq-len and --all only"),
     ],

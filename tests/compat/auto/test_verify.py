@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.compat.auto.test_architectures import IDS
+from tests.compat.auto.test_own_forward import MODELS
 from tests.parallel.auto.models import language_model, prompt
-from tests.parallel.auto.test_architectures import IDS
-from tests.parallel.auto.test_own_forward import MODELS
 from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.compat.tensor_parallel.engine import layerwise
 from torchdistpackage.errors import LayoutError

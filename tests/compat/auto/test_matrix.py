@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import torchdistpackage.compat.tensor_parallel as tp
+from tests.compat.auto.test_any_module import MODULES, as_before, chain, convolutions
 from tests.parallel.auto.models import (
     cache_name,
     language_model,
@@ -22,7 +23,6 @@ from tests.parallel.auto.models import (
     same_training,
     twin,
 )
-from tests.parallel.auto.test_any_module import MODULES, as_before, chain, convolutions
 
 KINDS = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
 OPTIONS = {

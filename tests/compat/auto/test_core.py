@@ -12,7 +12,7 @@ from tests.parallel.auto.models import language_model, prompt, same_state, same_
 from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.parallel.auto import parallelize_module
 
-RANKS_IMPORT = ("tests.parallel.auto.test_core",)
+RANKS_IMPORT = ("tests.compat.auto.test_core",)
 
 
 @pytest.mark.full

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 
+from tests.compat.auto.test_architectures import FULL, IDS, as_one_process
 from tests.parallel.auto.models import randomised, same_tokens, twin
-from tests.parallel.auto.test_architectures import FULL, IDS, as_one_process
 from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.compat.tensor_parallel.engine.explain import explain
 from torchdistpackage.compat.tensor_parallel.engine.pairs import find_pairs
