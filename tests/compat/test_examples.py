@@ -1,11 +1,12 @@
 """The examples that use the wing, as a user runs them."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.examples import test_examples
-from tests.examples.test_examples import Start, numbers, started
+from tests.examples.test_examples import FLOAT64_NOISE, Start, numbers, started
 
 start = test_examples.start
 
@@ -91,3 +92,19 @@ def test_torchshard_mini_gpt_learns_alike_under_its_flags(start: Start):
     if start.how != "forked":
         assert found(SPLIT, "--enable-one-data-group") == pytest.approx(plain, abs=FLOAT32_NOISE)
         assert found(SPLIT, "--enable-amp-mode") == pytest.approx(plain, abs=0.02)
+
+
+@started(2, 4, 2)
+def test_tensor_parallel_block_is_its_serial_twin(start: Start):
+    text = start.printed("tensor_parallel_block")
+    here, all_of_them = numbers(r"(\d+) of (\d+) weights on each", text)
+    (difference,) = numbers(r"largest difference (\S+)", text)
+    assert difference < FLOAT64_NOISE
+    assert here / all_of_them < 1.05 / start.size  # norms and row biases stay whole
+
+
+@pytest.mark.full
+def test_an_example_starts_its_own_ranks(tmp_path: Path):
+    """What it prints was looked at above."""
+    text = Start("by hand", 4, tmp_path, None).printed("tensor_parallel_block")
+    assert "4 ranks: 12736 of 49792 weights" in text

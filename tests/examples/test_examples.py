@@ -146,15 +146,6 @@ def test_long_context_learns_what_one_process_does(start: Start):
     assert copied > 0.95 * asked and (asked, back) == (32, tokens - 16)
 
 
-@started(2, 4, 2)
-def test_tensor_parallel_block_is_its_serial_twin(start: Start):
-    text = start.printed("tensor_parallel_block")
-    here, all_of_them = numbers(r"(\d+) of (\d+) weights on each", text)
-    (difference,) = numbers(r"largest difference (\S+)", text)
-    assert difference < FLOAT64_NOISE
-    assert here / all_of_them < 1.05 / start.size  # norms and row biases stay whole
-
-
 @started(4, 8, 4)
 def test_topology_gives_each_model_replica_one_tensor(start: Start):
     text = start.printed("topology")
@@ -203,13 +194,6 @@ def test_finetune_chat_learns_and_its_merged_folder_answers_alike(tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The boat is green." in done.stdout and "answers the same" in done.stdout
     assert "of validation data" in done.stdout and "of polite" in done.stdout
-
-
-@pytest.mark.full
-def test_an_example_starts_its_own_ranks(tmp_path: Path):
-    """What it prints was looked at above."""
-    text = Start("by hand", 4, tmp_path, None).printed("tensor_parallel_block")
-    assert "4 ranks: 12736 of 49792 weights" in text
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
