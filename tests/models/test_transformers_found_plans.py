@@ -9,6 +9,7 @@ import pytest
 from tests.models.coverage import ENCODERS, settings
 from tests.models.found_cases import EXPERT, ROUTERS, STACKED, transformers
 from torchdistpackage.config.load import loads
+from torchdistpackage.config.packages import is_before
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.models import transformers_found
 from torchdistpackage.models.shrunk_config import VOCAB, shrunk
@@ -186,6 +187,29 @@ def test_encoders_are_told_to_be_decoders(tmp_path, family):
     assert "set is_decoder to true in config.json" in str(met.value)
     shape = plan_of(tmp_path, family).shape
     assert transformers_found.found_model(shape.given).refused is None
+
+
+@pytest.mark.skipif(is_before("transformers", "5"), reason="transformers 4 checks no types")
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layer_types": ["full_attention"]}, "must be equal to the number of `layer_types` (1)"),
+        ({"hidden_size": "wide"}, "Field 'hidden_size' expected int, got str"),
+    ],
+)
+def test_settings_that_transformers_refuses_are_an_error_with_a_name(tmp_path, changes, said):
+    """Those of a class whose table a trial has to read."""
+    with pytest.raises(ConfigError) as met:
+        plan_of(tmp_path, "smollm3", **changes)
+    assert "transformers refuses the config.json" in str(met.value)
+    assert said in str(met.value)
+
+
+@pytest.mark.parametrize(("layers", "kinds"), [(1, ["full_attention"]), (4, None)])
+def test_a_small_copy_of_one_block_has_it(layers, kinds):
+    given = {**transformers.CONFIG_MAPPING["smollm3"]().to_dict(), "num_hidden_layers": layers}
+    small = shrunk({**given, "layer_types": kinds or ["full_attention"] * layers})
+    assert small["num_hidden_layers"] == len(small["layer_types"]) == min(layers, 2)
 
 
 def test_a_module_is_drawn_by_the_rules_of_those_around_it():

@@ -200,7 +200,9 @@ def without_dropout(small: Mapping[Any, Any]) -> dict[Any, Any]:
 def _one_entry_a_layer(given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Settings that list attention and MLP of each layer apart, as Dory's, with one for both."""
     kinds = given.get("layer_types")
-    if not isinstance(kinds, list) or cast(list[Any], kinds)[1::2] != ["mlp"] * (len(kinds) // 2):
+    if not isinstance(kinds, list) or "mlp" not in kinds:
+        return given
+    if cast(list[Any], kinds)[1::2] != ["mlp"] * (len(kinds) // 2):
         return given
     counts = ("num_hidden_layers", "n_input_layers", "n_recurrent_layers", "n_output_layers")
     halved = {key: given[key] // 2 for key in counts if _is_size(given.get(key))}

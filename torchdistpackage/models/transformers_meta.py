@@ -32,7 +32,16 @@ ALONE = threading.RLock()
 which threads cannot do side by side, and sets the process's default type.
 """
 _REFUSALS = (ValueError, KeyError, TypeError, AssertionError, ImportError, AttributeError)
-"""What transformers raises where settings are no model."""
+"""What transformers 4 raises where settings are no model."""
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """Return what the installed transformers raises where settings are no model."""
+    try:
+        from huggingface_hub.errors import StrictDataclassError  # of the configs of transformers 5
+    except ImportError:
+        return _REFUSALS
+    return (*_REFUSALS, StrictDataclassError)
 
 
 def check_packages(*packages: str) -> None:
@@ -123,7 +132,7 @@ def _settings(given: Mapping[str, Any]) -> Any:
         if is_before("transformers", "5"):
             made = with_earlier_rope(made)
         config = CONFIG_MAPPING[given["model_type"]].from_dict(made)
-    except _REFUSALS as error:
+    except _refusals() as error:
         raise refused(error) from error
     config.use_cache = False
     return config
@@ -162,7 +171,7 @@ def on_meta(
         try:
             with parameters_on_meta(constructed):
                 model = AutoModelForCausalLM.from_config(config, **build_options(dtype))
-        except _REFUSALS as error:
+        except _refusals() as error:
             raise refused(error) from error
     keep_lengths_apart(model)
     if constructed is not None:
