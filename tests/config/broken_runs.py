@@ -66,6 +66,27 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "parallel.expert=3 parallel.data=4 set expert",
     ),
     (
+        {"parallel__zero_group": 2, "parallel__data": 4},
+        "parallel.zero_group",
+        "parallel.zero_group=2 parallel.zero=0 set zero 1 2 3 remove",
+    ),
+    (
+        {"parallel__zero_group": 3, "parallel__data": 8, "parallel__zero": 1},
+        "parallel.zero_group",
+        "parallel.zero_group=3 parallel.data=8 set 2 4",
+    ),
+    (
+        {"parallel__zero_group": 1, "parallel__data": 8, "parallel__zero": 2},
+        "parallel.zero_group",
+        "parallel.zero_group=1 8 data ranks parallel.zero=2 set 2 zero 0",
+    ),
+    (
+        {"model__moe": {"num_experts": 8}, "parallel__expert": 4, "parallel__data": 12}
+        | {"parallel__zero": 1, "parallel__zero_group": 6, "data__global_batch": 48},
+        "parallel.zero_group",
+        "parallel.zero_group=6 parallel.expert=4 multiple of 4 parallel.data=12",
+    ),
+    (
         {"precision__dtype": "bf16", "precision__weights": "bf16"},
         "precision.weights",
         "set parallel.zero 1 2 3 precision.weights",

@@ -35,6 +35,12 @@ def test_stage_3_has_a_quarter_of_everything():
     assert held(3) == MemoryEstimate(COUNT, COUNT, 2 * COUNT)
 
 
+def test_a_group_of_two_data_ranks_has_a_half():
+    assert held(3, "parallel.zero_group=2") == MemoryEstimate(2 * COUNT, 2 * COUNT, 4 * COUNT)
+    assert held(3, "parallel.zero_group=4") == held(3)
+    assert held(2, "parallel.zero_group=2").weights_bytes == 4 * COUNT
+
+
 def test_gradients_of_several_microbatches_are_whole_beside_their_part():
     assert held(2, "pipeline.microbatches=4").gradients_bytes == 5 * COUNT
     assert held(1, "pipeline.microbatches=4") == held(1)

@@ -13,8 +13,8 @@ from tests.train.test_transformers import MODELS, SMALL
 from tests.train.transformers_ranks import save_model
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import load, loads
-from torchdistpackage.plan.run_plan import make_plan
-from torchdistpackage.plan.traffic import busiest, traffic, uncounted
+from torchdistpackage.plan.run_plan import Plan, make_plan
+from torchdistpackage.plan.traffic import between_nodes, busiest, traffic, uncounted
 
 RANKS_IMPORT = ("tests.plan.traffic_ranks", "peft")
 RUN = [
@@ -53,6 +53,7 @@ TELLING = [
     (4, "llama", "pipe=2", TP, SP, *AUTOCAST),
     (4, "gpt2", "context=2", TP, "cp_comm_type=p2p", REDUCE),
     (4, "llama+lora", "data=2", TP, SP, "zero=1", "train.recompute=blocks"),
+    (4, "gpt", "data=4", "zero=3", "zero_group=2", *BF16, REDUCE),
     (4, "gpt", "data=4", "zero=2", "optim.name=muon", "train.recompute=auto", "train.memory_gb=1"),
 ]
 """(4 ranks, model, settings, of which those without a section are of parallel)."""
@@ -95,6 +96,14 @@ def rest():
     yield 2, "gpt", "data=2", *LARGE, REDUCE
     yield 2, "gpt", "data=2", *LARGE, "zero=2", REDUCE, "train.accumulate=2"
     yield 4, "gpt", "pipe=2", "data=2", "zero=3"
+    for zero in (1, 2, 3):
+        group = (f"zero={zero}", "zero_group=2")
+        yield 4, "gpt", "data=4", *group, "train.accumulate=2"
+        yield 8, "gpt", "data=4", TP, SP, *group
+        yield 8, "gpt", "data=4", "pipe=2", *group
+        yield 4, "gpt", "data=4", "expert=2", *MOE, *group
+        yield 4, "gpt", "data=4", "expert=4", *MOE, *group
+        yield 4, "gpt", "data=4", "optim.name=muon", *group
     yield 4, "gpt", "pipe=2", TP, "pipeline.schedule=zb-v"
     yield 4, "gpt", "pipe=2", "data=2", "pipeline.schedule=interleaved"
     yield 3, "gpt", "context=3", "cp_comm_type=p2p"
@@ -206,6 +215,19 @@ def test_a_step_sends_what_its_plan_counts(ranks, tmp_path):
     for case, found in zip(TELLING, zip(*results, strict=True), strict=True):
         print(case)  # of which pytest shows the last where one fails
         expect_equal(list(found), owned="optim.name=muon" in case)
+        if "zero_group=2" in case:
+            for rank, (recorded, _) in enumerate(found):
+                expect_between_nodes(planned(tmp_path, case), rank, recorded)
+
+
+def expect_between_nodes(plan: Plan, rank: int, recorded: Counts) -> None:
+    """On two nodes of two ranks: what the record has of groups of both."""
+    crossing = sum(
+        number
+        for (group, _, _, kind), number in recorded.items()
+        if kind == "bytes" and group[0] // 2 != group[-1] // 2
+    )
+    assert between_nodes(traffic(plan, rank), 2) == crossing > 0
 
 
 MORE = [*rest(), *adapted(), *compared(), *owned()]

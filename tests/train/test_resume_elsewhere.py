@@ -14,7 +14,7 @@ from torchdistpackage.train.train_state import TrainState, resume, save_state
 BASE = [
     "model.layers=2", "model.dim=12", "model.heads=2", "model.vocab=33", "data.seq_len=8",
     "data.args={seq_len: 8, vocab: 33}", "data.target=tests.train.sources:UnevenTokens",
-    "data.global_batch=24", "pipeline.microbatches=2", "train.steps=4", "optim.warmup_steps=0",
+    "data.global_batch=48", "pipeline.microbatches=2", "train.steps=4", "optim.warmup_steps=0",
     "precision.dtype=float64",
 ]  # fmt: skip
 RUNS = {
@@ -37,6 +37,8 @@ RUNS = {
             "parallel.sequence_parallel=true",
         ],
     ),
+    "data4-zero3-group2": (4, ["parallel.data=4", "parallel.zero=3", "parallel.zero_group=2"]),
+    "data8-zero2-group4": (8, ["parallel.data=8", "parallel.zero=2", "parallel.zero_group=4"]),
     "context2-zero3": (2, ["parallel.context=2", "parallel.zero=3"]),
     "context4-zero1": (4, ["parallel.context=4", "parallel.zero=1"]),
     "data2xcontext2-zero2": (4, ["parallel.data=2", "parallel.context=2", "parallel.zero=2"]),

@@ -79,6 +79,7 @@ _FORWARD_KEYS: Mapping[str, object] = {
     "precision.weights": "float32",
     "pipeline.schedule": "1f1b",
     "pipeline.partition": "cost",
+    "parallel.zero_group": "null",
     **dict.fromkeys(("pipeline.chunks", "pipeline.file", "pipeline.costs"), "null"),
     "train.accumulate": 1,
     "train.recompute": "none",

@@ -6,7 +6,7 @@ from torchdistpackage.cli._common import wrap
 from torchdistpackage.config.job_geometry import JobGeometry
 from torchdistpackage.plan.expert_plan import expert_plan
 from torchdistpackage.plan.run_plan import Plan, num_parameters, num_trained, stage_loads
-from torchdistpackage.plan.traffic import busiest, uncounted
+from torchdistpackage.plan.traffic import between_nodes, busiest, uncounted
 from torchdistpackage.text import size_text
 
 _SHOWN = 4
@@ -23,6 +23,7 @@ def summary(
     warnings: Sequence[str],
     passes: Sequence[str],
     time: str | None = None,
+    ranks_per_node: int | None = None,
 ) -> str:
     """Return the layout, memory, schedule, communication and job of a run.
 
@@ -31,11 +32,12 @@ def summary(
         warnings: sentences, of which the first few are shown.
         passes: lines about the epochs of the run.
         time: the predicted step, if a device is named.
+        ranks_per_node: tells apart the bytes between nodes.
     """
     lines = [
         *_memory(plan),
         *_schedule(plan),
-        *_bytes(plan),
+        *_bytes(plan, ranks_per_node),
         *(() if time is None else (("step time", time),)),
         *_features(plan),
         *(("data", text) for text in passes),
@@ -61,7 +63,8 @@ def _memory(plan: Plan) -> list[tuple[str, str]]:
     most = max(loads, key=lambda load: load.memory.total_bytes)
     where = f" (pipe {most.index}, the largest)" if len(loads) > 1 else ""
     zero = plan.config.parallel.zero
-    sharded = f"; ZeRO stage {zero}" if zero else ""
+    over = f" over {plan.zero_group} data ranks" if plan.zero_group is not None else ""
+    sharded = f"; ZeRO stage {zero}{over}" if zero else ""
     kinds = ("weights", "gradients", "optimizer")
     parts = ", ".join(
         f"{kind} {size_text(getattr(most.memory, f'{kind}_bytes'))}" for kind in kinds
@@ -87,7 +90,7 @@ def _schedule(plan: Plan) -> list[tuple[str, str]]:
     return lines
 
 
-def _bytes(plan: Plan) -> list[tuple[str, str]]:
+def _bytes(plan: Plan, ranks_per_node: int | None) -> list[tuple[str, str]]:
     if plan.world_size == 1:
         return []
     if (why := uncounted(plan)) is not None:
@@ -99,7 +102,13 @@ def _bytes(plan: Plan) -> list[tuple[str, str]]:
     }
     largest = sorted(sent, key=lambda axis: -sent[axis])[:_SHOWN]
     text = ", ".join(f"{axis} {size_text(sent[axis])}" for axis in largest)
-    return [("bytes of a step", f"{text} (communicated by rank {rank}, the busiest)")]
+    lines = [("bytes of a step", f"{text} (communicated by rank {rank}, the busiest)")]
+    if ranks_per_node is not None and ranks_per_node < plan.world_size:
+        outside = between_nodes(calls, ranks_per_node)
+        inside = sum(x.num_bytes for x in calls) - outside
+        text = f"{size_text(inside)} inside nodes, {size_text(outside)} between nodes"
+        lines.append(("by nodes", f"{text} of {ranks_per_node} ranks"))
+    return lines
 
 
 def _features(plan: Plan) -> list[tuple[str, str]]:

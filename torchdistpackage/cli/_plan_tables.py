@@ -41,7 +41,7 @@ def all_tables(
         *sources_text(plan),
         *_experts(plan, ranks_per_node),
         _schedule(plan),
-        *traffic_table(plan),
+        *traffic_table(plan, ranks_per_node),
         *start_table(plan),
         *_checkpoints(plan),
     ]
@@ -125,6 +125,8 @@ def _stages(plan: Plan) -> str:
     zero, notes = plan.config.parallel.zero, ""
     if zero:
         notes = f"\nZeRO stage {zero} shards {_ZERO[zero]}"
+        if plan.zero_group is not None:
+            notes += f" over {plan.zero_group} data ranks"
     if zero >= 2 and plan.config.pipeline.microbatches > 1:
         notes += ",\nand holds full gradients too while microbatches accumulate"
     number, trained = num_parameters(plan), num_trained(plan)

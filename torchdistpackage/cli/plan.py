@@ -55,7 +55,12 @@ def plan(
     world: World = None,
     ranks_per_node: Annotated[
         int | None,
-        typer.Option(metavar="K", min=1, help="Warn about groups that span nodes of K ranks each."),
+        typer.Option(
+            metavar="K",
+            min=1,
+            help="Nodes have K ranks each: warn about groups that span nodes, and count the bytes "
+            "between nodes.",
+        ),
     ] = None,
     groups: Annotated[
         bool,
@@ -166,7 +171,8 @@ def plan(
         resolve(CHECK_NODES)(run, shape, config)
     world = world or local_procs(run)
     run, passes = with_known_steps(run)
-    planned = make_plan(_fitted(run, world, config), world, config)
+    fitted = _fitted(run, world, config)
+    planned = make_plan(fitted, world, config, ranks_per_node=ranks_per_node)
     if wrong := wrong_files(run):
         raise ConfigErrors(config, wrong)
     limit = planned.world_size if show_all else LIMIT
@@ -190,8 +196,11 @@ def plan(
     else:
         crossing = advice(planned.topology.dense, ranks_per_node) if ranks_per_node else ()
         time = None if predicted is None else resolve(STEP_LINE)(predicted)
-        parts.append(summary(planned, shape, [*warnings, *crossing], passes, time))
-        parts += [*traffic_table(planned), *start_table(planned)] if show_bytes else []
+        warnings += crossing
+        parts.append(summary(planned, shape, warnings, passes, time, ranks_per_node))
+        parts += (
+            [*traffic_table(planned, ranks_per_node), *start_table(planned)] if show_bytes else []
+        )
     if show_time:
         parts.append(resolve(STEP_TABLE)(predicted))
     if cluster is not None:

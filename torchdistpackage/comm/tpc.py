@@ -134,13 +134,23 @@ class ProcessTopology:
         for mode in (*topology.dense.names, "model", *(("moe_dp", "moe_ep") if moe else ())):
             self.get_group(mode)
 
-    def prepare(self, *, sums: Iterable[Layout] = (), copies: Iterable[Layout] = ()) -> None:
+    def prepare(
+        self,
+        *,
+        sums: Iterable[Layout] = (),
+        copies: Iterable[Layout] = (),
+        num_data: int | None = None,
+    ) -> None:
         """Create the groups of parameters with these layouts, which this rank holds.
 
-        sums: over which gradients are summed. copies: of equal replicas. See layout/derive.py.
+        sums: over which gradients are summed. copies: of equal replicas. num_data: data ranks that
+        shard each sum. See layout/derive.py.
         """
         context = self._context()
-        self.groups.prepare(creations(context.topology, context.rank, sums=sums, copies=copies))
+        wanted = creations(
+            context.topology, context.rank, sums=sums, copies=copies, num_data=num_data
+        )
+        self.groups.prepare(wanted)
 
     def build_moe_groups(
         self, moe_dp_size: int | None = None, moe_ep_size: int | None = None

@@ -198,6 +198,37 @@ def _narrow_weights_have_copies(c: RunConfig, world_size: int | None) -> str | N
     )
 
 
+@rule("parallel.zero_group", "parallel.zero", "parallel.data", "parallel.expert")
+def _zero_group_cuts_data(c: RunConfig, world_size: int | None) -> str | None:
+    number, data, expert = c.parallel.zero_group, c.parallel.data, c.parallel.expert
+    if number is None:
+        return None
+    if not c.parallel.zero:
+        return (
+            f"parallel.zero_group={number} shards nothing with parallel.zero=0; set zero to 1, 2 "
+            f"or 3, or remove zero_group"
+        )
+    if number == "node" or data == "auto":
+        return None
+    if data % number:
+        return (
+            f"parallel.zero_group={number} does not divide parallel.data={data}; set it to "
+            f"{divisors(data, number)}"
+        )
+    if number * c.parallel.context == 1 < data:
+        return (
+            f"parallel.zero_group=1 gives each of {data} data ranks all of what parallel.zero="
+            f"{c.parallel.zero} shards; set it to {divisors(data, 2)}, or zero to 0"
+        )
+    if number % expert and expert % number:
+        return (
+            f"parallel.zero_group={number} is neither a multiple nor a divisor of "
+            f"parallel.expert={expert}, so the shards of an expert would differ in size; set it to "
+            f"a multiple of {expert} that divides parallel.data={data}"
+        )
+    return None
+
+
 @rule("precision.reduce_dtype", "precision.dtype")
 def _narrow_sums_are_not_of_float64(c: RunConfig, world_size: int | None) -> str | None:
     if c.precision.reduce_dtype != "bf16" or c.precision.dtype != "float64":

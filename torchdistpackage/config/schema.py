@@ -113,6 +113,12 @@ class ParallelSection(Section):
         "the same. 0: none, 1: optimizer state, 2: also gradients, 3: also weights. Raise it to "
         "save memory.",
     )
+    zero_group: k.ZeroGroup = Field(
+        default=None,
+        description="Number of neighbouring data ranks that shard what parallel.zero says; the "
+        "others hold replicas, as in HSDP. node: those of a node, so that only sums of shards "
+        "cross nodes. null: all data ranks share.",
+    )
 
     @property
     def model_size(self) -> int:

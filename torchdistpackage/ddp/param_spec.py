@@ -17,7 +17,13 @@ from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.ddp.bucket_plan import BucketEntry
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.derive import BATCH_AXES, gradient_ranks, holders_along, num_replicas
+from torchdistpackage.layout.derive import (
+    BATCH_AXES,
+    gradient_ranks,
+    holders_along,
+    num_replicas,
+    sharding_ranks,
+)
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import Layouts, Mark, layout_of, mark, mark_of
 
@@ -42,6 +48,7 @@ class ParamSpec:
         runs their calls one after another.
     sparse_rows: it travels as rows (sparse_grads.py), in no bucket.
     bucket: only specs with equal numbers share a bucket.
+    replicas: the ranks with the same shard, over which the sum over `group` is summed again.
     """
 
     name: str
@@ -51,6 +58,7 @@ class ParamSpec:
     deferred: bool = False
     sparse_rows: bool = False
     bucket: int = 0
+    replicas: Group | None = None
 
     @classmethod
     def from_layout(
@@ -62,6 +70,7 @@ class ParamSpec:
         *,
         mean: bool = True,
         over: Collection[int] | None = None,
+        replicas: Group | None = None,
     ) -> "ParamSpec":
         """Return the spec of a parameter with this layout, whose gradient is summed over `group`.
 
@@ -74,13 +83,14 @@ class ParamSpec:
         if mean and layout is not None and {*over} == {*summed_over(layout)}:
             divide = num_replicas(layout, tpc.topology.view(layout.view))
         is_tied = layout is not None and len(layout.stages) > 1
-        return cls(name, parameter, group, divide, deferred=is_tied)
+        return cls(name, parameter, group, divide, deferred=is_tied, replicas=replicas)
 
     @property
     def key(self) -> Hashable:
         """Key of the gradient; those with equal keys may share a bucket."""
         p, alone = self.parameter, self.name if self.sparse_rows else ""
-        kind = p.dtype, p.device, ranks_of(self.group)
+        replicas = () if self.replicas is None else ranks_of(self.replicas)
+        kind = p.dtype, p.device, ranks_of(self.group), replicas
         return *kind, self.divide, self.deferred, alone, self.bucket
 
     @property
@@ -198,6 +208,17 @@ def sum_group(layout: Layout | None, group: Group, over: Collection[int] | None 
     ranks = None if layout is None else summed_over(layout)
     same = ranks is None or {*ranks} == {*(ranks_of(group) if over is None else over)}
     return group if same else tpc.groups.of(ranks)
+
+
+def shard_groups(layout: Layout | None, num_data: int) -> tuple[Group, Group | None]:
+    """Return the ranks that shard the sum of a parameter, and those with the same shard.
+
+    num_data: neighbours along tpc's data axis that shard (`sharding_ranks` of layout/derive.py).
+    """
+    dense = tpc.topology.dense
+    summed = tuple(dense.group(tpc.rank, BATCH_AXES)) if layout is None else summed_over(layout)
+    ranks, same = sharding_ranks(summed, dense, tpc.rank, num_data)
+    return tpc.groups.of(ranks), tpc.groups.of(same) if len(same) > 1 else None
 
 
 def take_over(specs: Iterable[ParamSpec]) -> list[Mark]:

@@ -9,7 +9,9 @@ Pure: the environment is an argument, no process is started, nothing is looked u
 
 import hashlib
 import itertools
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -60,6 +62,13 @@ class Rendezvous:
     served: bool = False
     note: str = ""
     hosts: tuple[str, ...] = ()
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The largest number of adjacent ranks, aligned to it, that no node's border cuts."""
+        if not self.hosts:
+            return self.local_world_size
+        return math.gcd(*Counter(self.hosts).values())
 
     @property
     def keeps_store(self) -> bool:

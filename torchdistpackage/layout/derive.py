@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.layout import Axes, Layout
@@ -225,6 +226,66 @@ def gradient_ranks(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
     return _holders(layout, mesh, rank, gradient_axes(layout, mesh))
 
 
+def sharding_ranks(
+    summed: tuple[int, ...], dense: Mesh, rank: int, num_data: int | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ranks that shard a sum over the ranks `summed`, and those with the same shard.
+
+    num_data: neighbours along the data axis that shard; the others replicate, as in HSDP. None: all
+        of `summed` shard.
+
+    Raises:
+        LayoutError: not every shard is on equally many ranks.
+    """
+    return (summed, (rank,)) if num_data is None else _in_blocks(summed, dense, rank, num_data)
+
+
+@lru_cache(maxsize=256)
+def _in_blocks(
+    summed: tuple[int, ...], dense: Mesh, rank: int, num_data: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    size, blocks = dense.axis_size("data"), _blocks_of(summed, dense, num_data)
+    own_block = next(ranks for ranks in blocks if rank in ranks)
+    if len({len(ranks) for ranks in blocks}) > 1:
+        raise LayoutError(
+            f"{num_data} neighbours of the {size} data ranks do not cut ranks {summed} into equal "
+            f"groups; use a divisor of {size}, and with experts a multiple or a divisor of the "
+            f"ranks that share them"
+        )
+    place = own_block.index(rank)
+    return own_block, tuple(sorted(ranks[place] for ranks in blocks))
+
+
+def _blocks_of(ranks: Iterable[int], dense: Mesh, num_data: int) -> list[tuple[int, ...]]:
+    """Return `ranks` cut into those of `num_data` neighbours along the data axis each."""
+    names, size = dense.names, dense.axis_size("data")
+    inner = names[names.index("data") + 1 :] if "data" in names else names
+    stride = dense.axis_size(*inner)
+    blocks: dict[int, list[int]] = {}
+    for each in ranks:
+        blocks.setdefault(each // stride % size // num_data, []).append(each)
+    return [tuple(block) for block in blocks.values()]
+
+
+def data_ranks_of_node(topology: Topology, ranks_per_node: int) -> int:
+    """Return the most neighbouring data ranks whose shards of a sum stay inside a node; 1: no
+    two do.
+    """
+    dense, expert = topology.dense, topology.expert.axis_size("expert")
+    size = dense.axis_size("data")
+    for number in range(size, 1, -1):
+        if size % number or (number % expert and expert % number):
+            continue
+        blocks = (
+            block
+            for group in dense.groups(BATCH_AXES)
+            for block in _blocks_of(group, dense, number)
+        )
+        if all(ranks[0] // ranks_per_node == ranks[-1] // ranks_per_node for ranks in blocks):
+            return number
+    return 1
+
+
 def replica_ranks(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
     """Return the ranks that hold the same elements as `rank`, ascending, `rank` included."""
     return _holders(layout, mesh, rank, replicated_axes(layout, mesh))
@@ -279,11 +340,14 @@ def creations(
     *,
     sums: Iterable[Layout] = (),
     copies: Iterable[Layout] = (),
+    num_data: int | None = None,
 ) -> tuple[Creation, ...]:
     """Return all groups of `rank` in the order of their creation, each list of ranks once.
 
     sums: layouts of parameters of this rank whose gradients are summed. With any of them, the
         ranks that see different tokens get a group too.
+    num_data: neighbours along the data axis that shard each sum (`sharding_ranks`), whose groups
+        and replicas are then created instead of the group of the sum.
     copies: layouts of parameters whose replicas are compared.
 
     The groups of the axes come first, and are the only ones without layouts.
@@ -295,8 +359,12 @@ def creations(
         axes = () if mode == MODEL else topology.named(mode)[1]
         wanted.append(Creation(ranks, connects=mode != MODEL, neighbours=mode == PIPE, axes=axes))
     summed = {gradient_ranks(x, topology.view(x.view), rank) for x in sums}
+    batch = tuple(topology.dense.group(rank, BATCH_AXES))
+    if num_data is not None:
+        pairs = (sharding_ranks(x, topology.dense, rank, num_data) for x in {*summed, batch})
+        summed = {ranks for pair in pairs for ranks in pair} if summed else set()
     if summed:
-        summed.add(tuple(topology.dense.group(rank, BATCH_AXES)))
+        summed.add(batch)
     same = {replica_ranks(x, topology.view(x.view), rank) for x in copies}
     wanted += (Creation(ranks) for part in (summed, same) for ranks in sorted(part))
     merged: dict[tuple[int, ...], Creation] = {}

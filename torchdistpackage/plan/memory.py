@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from torchdistpackage.config.optimizers import OPTIMIZERS, ParameterPart
 from torchdistpackage.config.schema import PrecisionSection, RunConfig
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.layout.derive import Creation, gradient_ranks, num_elements
+from torchdistpackage.layout.derive import (
+    Creation,
+    gradient_ranks,
+    num_elements,
+    sharding_ranks,
+)
 from torchdistpackage.layout.four_bit import packed_bytes
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.partition import greedy_partition
@@ -114,10 +119,13 @@ def _parts(
 ) -> dict[str, int]:
     """By name how many elements of each parameter that trains ZeRO leaves to this rank."""
     sharing: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+    num_data = config.parallel.zero_group
+    assert num_data != "node", "a plan has filled it in"
     for layout in layouts:
         if config.model.is_trained(layout.name):
             mesh = topology.view(layout.view)
-            ranks = tuple(gradient_ranks(layout, mesh, rank))
+            summed = gradient_ranks(layout, mesh, rank)
+            ranks, _ = sharding_ranks(summed, topology.dense, rank, num_data)
             sharing.setdefault(ranks, []).append((layout.name, num_elements(layout, mesh, rank)))
     parts: dict[str, int] = {}
     for ranks, members in sharing.items():

@@ -14,7 +14,7 @@ from torchdistpackage.config.types import CUSTOM
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.parity.layouts import layouts_of
 from torchdistpackage.plan.run_plan import Plan
-from torchdistpackage.plan.shrink import smaller_model
+from torchdistpackage.plan.shrink import smaller_model, zero_group_for
 
 NUM_STEPS = 3
 MOST_RANKS = 8
@@ -85,6 +85,8 @@ def _laid_out(config: RunConfig, axes: dict[str, int]) -> RunConfig:
     degrees["data"] *= axes.get("expert", 1)
     if degrees["data"] == 1:
         more["zero"] = 0
+    if config.parallel.zero_group is not None:
+        more["zero_group"] = zero_group_for(config.parallel, degrees["data"])
     if axes.get("tensor", 1) == 1:
         more |= {"sequence_parallel": False, "tp_comm_overlap": False}
     config = _with(config, "parallel", **degrees, **more)

@@ -10,11 +10,16 @@ from functools import cached_property
 
 from torchdistpackage.config.check import violations
 from torchdistpackage.config.errors import ConfigErrors
-from torchdistpackage.config.job_geometry import GPUS
+from torchdistpackage.config.job_geometry import GPUS, job_geometry
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import header
 from torchdistpackage.ddp.bucket_plan import MIB, bucket_sizes
-from torchdistpackage.layout.derive import Creation, creations, num_elements
+from torchdistpackage.layout.derive import (
+    Creation,
+    creations,
+    data_ranks_of_node,
+    num_elements,
+)
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.model_spec import ModelShape, ModelSpec
 from torchdistpackage.models.refusals import refuse_model
@@ -32,7 +37,7 @@ from torchdistpackage.plan.stage_partition import ModelUnits, Stages
 from torchdistpackage.plan.stage_partition import stages as find_stages
 from torchdistpackage.schedule.actions import ActionKind, Schedule, flatten
 from torchdistpackage.schedule.engine import Timeline
-from torchdistpackage.topology.mesh import Topology, topology
+from torchdistpackage.topology.mesh import Topology, describe, topology
 
 BUCKET_BYTES = bucket_sizes(queued=False).default_bytes
 """Of gradients that travel together, on paper: as over gloo. Over NCCL the run has fewer and larger
@@ -103,7 +108,8 @@ class Plan:
         """The groups that a rank makes before its first step, in order; of a user's own model those
         of the axes alone."""
         place = self.topology.dense.coord(rank)["pipe"]
-        return creations(self.topology, rank, sums=self._kinds_of_layouts.get(place, ()))
+        kinds = self._kinds_of_layouts.get(place, ())
+        return creations(self.topology, rank, sums=kinds, num_data=self.zero_group)
 
     @cached_property
     def _kinds_of_layouts(self) -> dict[int, list[Layout]]:
@@ -142,6 +148,13 @@ class Plan:
     def zero(self) -> int:
         """The stage of ZeRO; 0: none."""
         return self.config.parallel.zero
+
+    @property
+    def zero_group(self) -> int | None:
+        """Neighbouring data ranks that shard what ZeRO shards; None: all of them."""
+        number = self.config.parallel.zero_group
+        assert number != "node", "make_plan has filled it in"
+        return number
 
     @property
     def numbers(self) -> NumberFormats:
@@ -185,8 +198,16 @@ class Plan:
         return c.data.global_batch // rounds * c.data.rows_per_sample
 
 
-def make_plan(config: RunConfig, world_size: int, source: str = "the configuration") -> Plan:
+def make_plan(
+    config: RunConfig,
+    world_size: int,
+    source: str = "the configuration",
+    *,
+    ranks_per_node: int | None = None,
+) -> Plan:
     """Resolve `config`, read from `source`, for `world_size` ranks.
+
+    ranks_per_node: None: as launch.slurm has it, else all ranks are on one node.
 
     Raises:
         ConfigError: lists every rule that is broken, with names and values.
@@ -196,6 +217,8 @@ def make_plan(config: RunConfig, world_size: int, source: str = "the configurati
     config = config.resolve(world_size)
     parallel = config.parallel
     world = topology(parallel.axes(), world_size, expert=parallel.expert)
+    if parallel.zero_group == "node":
+        config = _shard_in_nodes(config, world, source, ranks_per_node)
     if (model := spec_of(config)) is None:
         plan = Plan(config, world, None, (), find_stages(config, None), {})
         _refuse_compiled_halves(plan, source)
@@ -208,6 +231,28 @@ def make_plan(config: RunConfig, world_size: int, source: str = "the configurati
     for load in stage_loads(plan) if config.train.recompute == "auto" else ():
         activation_budget_gb(config, load.memory, f"{source}: the rank at pipe {load.index}")
     return plan
+
+
+def _shard_in_nodes(
+    config: RunConfig, world: Topology, source: str, ranks_per_node: int | None
+) -> RunConfig:
+    """Replace parallel.zero_group=node by the number of data ranks that it stands for."""
+    if ranks_per_node is None and config.launch.slurm:
+        shape, _ = job_geometry(config)
+        ranks_per_node = None if shape is None else shape.tasks_per_node
+    ranks_per_node = ranks_per_node or world.world_size
+    number, parallel = data_ranks_of_node(world, ranks_per_node), config.parallel
+    assert isinstance(parallel.data, int)
+    if number * parallel.context == 1 < parallel.data:
+        text = (
+            f"parallel.zero_group=node shards nothing: no two of the {parallel.data} data ranks "
+            f"that would share a shard are on one node of {ranks_per_node} ranks, with "
+            f"{describe(world.dense.axes)}, outermost first; set zero_group to a number of data "
+            f"ranks, or remove it"
+        )
+        raise ConfigErrors(source, [config.problem("parallel.zero_group", text)])
+    filled = parallel.model_copy(update={"zero_group": number})
+    return config.model_copy(update={"parallel": filled})
 
 
 def _refuse_compiled_halves(plan: Plan, source: str) -> None:

@@ -4,7 +4,7 @@ Every axis with several ranks keeps at least two, so that all kinds of groups ar
 ranks make, and in which order, does not depend on the length of an axis or on sizes of tensors.
 """
 
-from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.schema import ParallelSection, RunConfig
 from torchdistpackage.config.types import CUSTOM
 from torchdistpackage.plan.run_plan import Plan, num_parameters, num_ranks
 
@@ -60,8 +60,24 @@ def _fewer_ranks(config: RunConfig) -> RunConfig:
     if config.pipeline.schedule != CUSTOM:
         pipe = min(pipe, max(2, MOST_RANKS // (inside * min(parallel.data, 2))))
     data = min(parallel.data, max(2, MOST_RANKS // (inside * pipe)))
-    config = _with(config, "parallel", data=data, pipe=pipe, context=context, tensor=tensor)
+    degrees = {"data": data, "pipe": pipe, "context": context, "tensor": tensor}
+    group = zero_group_for(parallel, data)
+    config = _with(config, "parallel", **degrees, zero_group=group)
     return config if pipe == parallel.pipe else _without_costs(config)
+
+
+def zero_group_for(parallel: ParallelSection, data: int) -> int | None:
+    """Return parallel.zero_group for another number of data ranks: with groups and replicas of
+    several ranks if they can have both, else None.
+    """
+    if (number := parallel.zero_group) is None:
+        return None
+    assert number != "node", "a plan has filled it in"
+    for each in (number, 2):
+        fits = data % each == 0 and (each % parallel.expert == 0 or parallel.expert % each == 0)
+        if fits and 1 < each < data:
+            return each
+    return None
 
 
 def smaller_model(config: RunConfig) -> RunConfig:

@@ -192,6 +192,7 @@ def layout_of(plan: Plan, ranks_per_node: int = 0) -> StepLayout:
         context=parallel.context,
         expert=parallel.expert,
         zero=plan.zero,
+        shard=(plan.zero_group or 0) * parallel.context,
         sequence_parallel=parallel.sequence_parallel,
         tensor_overlap=parallel.tp_comm_overlap,
         recompute="blocks" if config.train.recompute == "blocks" else "none",

@@ -4,7 +4,7 @@ Tests hold the count to the record of real ranks, call by call. What a rank cann
 runs is said, and not guessed: how many tokens come to its experts, of which a mean rank is counted.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -17,7 +17,7 @@ from torchdistpackage.ddp.zero.shard_bounds import (
     group_by_module,
     owned_bounds,
 )
-from torchdistpackage.layout.derive import gradient_ranks, num_elements
+from torchdistpackage.layout.derive import gradient_ranks, num_elements, sharding_ranks
 from torchdistpackage.layout.partition import greedy_partition
 from torchdistpackage.models.gpt_layout import ATTENTION, HALVES
 from torchdistpackage.parallel.context.choice import exchange_calls
@@ -88,6 +88,15 @@ def busiest(plan: Plan) -> tuple[int, tuple[CallCount, ...]]:
     return max(every, key=lambda each: sum(call.num_bytes for call in each[1]))
 
 
+def between_nodes(calls: Iterable[CallCount], ranks_per_node: int) -> float:
+    """Bytes that a rank gives to the calls whose ranks are on several nodes."""
+    return sum(
+        call.num_bytes
+        for call in calls
+        if call.ranks[0] // ranks_per_node != call.ranks[-1] // ranks_per_node
+    )
+
+
 def _placed(plan: Plan, rank: int, call: CallCount) -> CallCount:
     return replace(call, ranks=tuple(plan.topology.group(rank, call.axis)))
 
@@ -120,17 +129,18 @@ def microbatch(plan: Plan, rank: int) -> Microbatch:
 class _Summed:
     """A parameter whose gradient is summed over `ranks`, in the order of registration.
 
-    deferred: as in `ParamSpec`.
+    deferred: as in `ParamSpec`. replicas: ranks with the same shard, this one included.
     """
 
     name: str
     num_elements: int
     ranks: tuple[int, ...]
     deferred: bool
+    replicas: tuple[int, ...]
 
     @property
     def key(self) -> Hashable:
-        return self.ranks, self.deferred
+        return self.ranks, self.replicas, self.deferred
 
 
 def _gradients(plan: Plan, rank: int) -> Iterator[CallCount]:
@@ -165,19 +175,26 @@ def _gradients(plan: Plan, rank: int) -> Iterator[CallCount]:
         # a weight of several stages is never freed
         is_freed = plan.zero == 3 and not summed[members[0]].deferred
         part = bounds[index + 1] - bounds[index]
+        if len(replicas := summed[members[0]].replicas) > 1:
+            shard = _over(plan, replicas, "all_reduce", part, sent.dtype, "sums of shards")
+            yield shard.times(sums)
         yield _over(plan, ranks, "all_gather", part, weight.dtype, "parameters").times(
             rounds if is_freed else 1
         )
-    ordered = sorted(summed, key=lambda x: (x.ranks, x.deferred))
-    for (ranks, _), same in groupby(ordered, key=lambda x: (x.ranks, x.deferred)):
-        what = "which parameters were used"
-        yield _over(plan, ranks, "all_reduce", len([*same]), "int32", what).times(sums)
+    ordered = sorted(summed, key=lambda x: (x.ranks, x.replicas, x.deferred))
+    for (ranks, replicas, _), same in groupby(
+        ordered, key=lambda x: (x.ranks, x.replicas, x.deferred)
+    ):
+        what, number = "which parameters were used", len([*same])
+        for over in (ranks, replicas) if len(replicas) > 1 else (ranks,):
+            yield _over(plan, over, "all_reduce", number, "int32", what).times(sums)
 
 
 def _owners(summed: list[_Summed]) -> list[int]:
     """Of each parameter the index of the rank that owns all of it (ddp/zero/bucket.py)."""
     found = [0] * len(summed)
     for ranks in dict.fromkeys(x.ranks for x in summed):
+        # as `whole_owners` deals them out: whatever their replicas
         members = [i for i, x in enumerate(summed) if x.ranks == ranks]
         shares = greedy_partition([summed[i].num_elements for i in members], len(ranks))
         for owner, some in enumerate(shares):
@@ -193,16 +210,14 @@ def _summed(plan: Plan, rank: int) -> list[_Summed]:
         for x in plan.layouts.values()
         if (not x.stages or place in x.stages) and _has_gradient(plan, x.name)
     ]
-    found = (
-        _Summed(
-            x.name,
-            num_elements(x, view(x.view), rank),
-            gradient_ranks(x, view(x.view), rank),
-            len(x.stages) > 1,
-        )
-        for x in held
-    )
-    return [x for x in found if len(x.ranks) > 1]
+    found: list[_Summed] = []
+    for x in held:
+        summed = gradient_ranks(x, view(x.view), rank)
+        ranks, replicas = sharding_ranks(summed, plan.topology.dense, rank, plan.zero_group)
+        if len(summed) > 1:
+            number = num_elements(x, view(x.view), rank)
+            found.append(_Summed(x.name, number, ranks, len(x.stages) > 1, replicas))
+    return found
 
 
 def _has_gradient(plan: Plan, name: str) -> bool:

@@ -22,7 +22,7 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.data.source import DataSource, SequenceSource
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.param_spec import batch_group, sum_group
+from torchdistpackage.ddp.param_spec import batch_group, shard_groups, sum_group
 from torchdistpackage.ddp.param_sync import ReplicatedTensor, sync_module_states
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import ScheduleError
@@ -88,7 +88,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     compile_blocks(stage, config.train.compile_backend, config.train.compile)
     tables = {name for name, layout in layouts.items() if layout.is_table}
     inner = make_optimizer(stage, config.optim, tables)
-    replicas = _data_parallel(stage, layouts, inner, config)
+    replicas = _data_parallel(stage, layouts, inner, plan)
     optimizer = inner if isinstance(replicas, NaiveDDP) else replicas
     pipe, optim = tpc.get_group("pipe"), config.optim
     rate = learning_rate(optim, config.train.steps)
@@ -337,7 +337,7 @@ def _stage(
         initialize(stage, layouts, plan.topology, tpc.rank, config.run.seed, drawn)
     else:
         initialize(stage, layouts, plan.topology, tpc.rank, config.run.seed)
-    tpc.prepare(sums=layouts.values())
+    tpc.prepare(sums=layouts.values(), num_data=plan.zero_group)
     return stage, layouts, loss
 
 
@@ -405,18 +405,25 @@ def _data_parallel(
     stage: nn.Module,
     layouts: dict[str, Layout],
     inner: torch.optim.Optimizer | None,
-    config: RunConfig,
+    plan: Plan,
 ) -> NaiveDDP | ZeroOptimizer:
     """Sums gradients over what each layout says; the step divides. Replicas start alike."""
-    zero = config.parallel.zero
+    config, zero, zero_group = plan.config, plan.zero, plan.zero_group
     narrow = torch.bfloat16 if config.precision.reduce_dtype == "bf16" else None
     options = {"layouts": layouts, "reduce_op": "sum", "reduce_dtype": narrow}
     options["bucket_cap_mb"] = config.ddp.bucket_mb
     if zero and inner is not None:
         tensors = (*stage.named_parameters(), *stage.named_buffers())
-        over = [(name, x, sum_group(layouts.get(name), batch_group())) for name, x in tensors]
+        if zero_group is None:
+            over = [(name, x, sum_group(layouts.get(name), batch_group())) for name, x in tensors]
+        else:
+            pairs = [(name, x, shard_groups(layouts.get(name), zero_group)) for name, x in tensors]
+            over = [(name, x, group) for name, x, (group, _) in pairs]
+            across = [(name, x, same) for name, x, (_, same) in pairs if same is not None]
+            sync_module_states(ReplicatedTensor(*each) for each in over)
+            over = across
         sync_module_states(ReplicatedTensor(*each) for each in over)
-        return ZeroOptimizer(inner, stage, stage=zero, **options)
+        return ZeroOptimizer(inner, stage, stage=zero, zero_group=zero_group, **options)
     # keep_order: a run that is resumed would measure, and pack, other buckets, and so round
     # its sums differently; it has to go on bit for bit
     return NaiveDDP(stage, keep_order=True, **options)

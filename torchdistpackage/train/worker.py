@@ -145,7 +145,8 @@ def _join(config: RunConfig, resume: str, signals: SignalFlag | None) -> RunRank
     if config.train.deterministic:
         make_deterministic()
     rendezvous = detect(os.environ)
-    plan = make_plan(config, rendezvous.world_size)
+    per_node = rendezvous.ranks_per_node
+    plan = make_plan(config, rendezvous.world_size, ranks_per_node=per_node)
     joined = join(
         rendezvous,
         init_timeout_s=config.launch.init_timeout_s,
@@ -154,7 +155,8 @@ def _join(config: RunConfig, resume: str, signals: SignalFlag | None) -> RunRank
         options=world_options(plan),
     )
     agreed = with_steps(agreed_date(with_template_date(config, resume)))
-    plan = plan if agreed is config else make_plan(agreed, rendezvous.world_size)
+    if agreed is not config:
+        plan = make_plan(agreed, rendezvous.world_size, ranks_per_node=per_node)
     return RunRank(plan, rendezvous, joined, resume, signals)
 
 

@@ -104,7 +104,7 @@ class BucketSharder:
     def cut(self, bucket: Bucket, members: Sequence[ParamSpec]) -> ShardedBucket:
         """Create one bucket, with its parameters cut into shards."""
         options, first, is_whole = self.options, members[0], self.owner_of is not None
-        replicas, itemsize = self.sharing.replicas_of(first), options.narrowest_bytes(first)
+        replicas, itemsize = first.replicas, options.narrowest_bytes(first)
         if self.owner_of is not None:
             layout = shard_by_owner(members, self.owner_of, itemsize)
         else:
@@ -115,7 +115,8 @@ class BucketSharder:
         store = self._stores.get(device)
         parameters = ParamBuffer(layout, options, replicas, store, self.on_read)
         shards = make_shards(layout, parameters.values, self.sharing.layouts, is_whole)
-        key = ranks_of(first.group), first.deferred, device
+        others = () if replicas is None else ranks_of(replicas)
+        key = ranks_of(first.group), others, first.deferred, device
         if key not in self._flags:
             self._flags[key] = UsedFlags(first.group, replicas, device)
         bucket_comm = ReduceScatterBucket(layout, options, shards, self._flags[key], store)

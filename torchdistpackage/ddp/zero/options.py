@@ -37,6 +37,7 @@ class ZeroKeywords(TypedDict, total=False):
     reduce_dtype: torch.dtype | None
     offload: bool
     replicas: Group | None
+    zero_group: int | None
     num_grad_acc_iter: int
     reduce_op: str
     reshard_after_forward: bool
@@ -53,6 +54,8 @@ class ZeroOptions:
         set up.
     replicas: ranks that hold the same shard. As in HSDP, `group` may be a node and `replicas` the
         ranks of the same index on all nodes.
+    zero_group: shard over this number of neighbours along tpc's data axis and replicate over the
+        others, for parameters of all layouts; instead of `group` and `replicas`.
     layouts: name -> Layout, as in NaiveDDP; default: those of the module's layers.
     overlap: communicate during backward and forward; False waits at the end of the backward and
         of `step`.
@@ -81,6 +84,7 @@ class ZeroOptions:
     reduce_dtype: torch.dtype | None = None
     offload: bool = False
     replicas: Group | None = None
+    zero_group: int | None = None
     num_grad_acc_iter: int = 1
     reduce_op: str = "avg"
     reshard_after_forward: bool = False
@@ -99,9 +103,21 @@ class ZeroOptions:
             problems.append(f"optimizer is of type {type(optimizer).__name__}; give an optimizer")
         names = ("wire_dtype", "reduce_dtype", "master_dtype")
         problems += dtype_problems({name: getattr(self, name) for name in names})
+        if self.zero_group is not None:
+            problems += self._group_problems(self.zero_group)
         if self.stage == 3 and module is None:
             problems.append("stage is 3 without a module, whose use frees and gathers; give it")
         refuse(problems)
+
+    def _group_problems(self, number: int) -> list[str]:
+        if self.group is not None or self.replicas is not None:
+            return [f"zero_group is {number} beside group or replicas; give one or the other"]
+        if not tpc.is_set:
+            return [f"zero_group is {number} without tpc; call tpc.setup_process_groups first"]
+        data = tpc.topology.dense.axis_size("data")
+        if number < 1 or data % number:
+            return [f"zero_group is {number}, no divisor of the {data} data ranks; use one"]
+        return []
 
     @property
     def mean(self) -> bool:

@@ -19,6 +19,7 @@ from torchdistpackage.ddp.param_spec import (
     group_of,
     layouts_of,
     refuse_cut,
+    shard_groups,
     sum_group,
     summed_over,
 )
@@ -33,7 +34,8 @@ class ReplicaGroups:
     """The groups that shard and replicate parameters; those without layout use `group`.
 
     names: id of a parameter -> its name. replicas: ranks with the same shard, or None.
-    mean: divide gradients by the number of batches.
+    mean: divide gradients by the number of batches. num_data: neighbours along tpc's data axis that
+    shard each sum, whatever ranks it is over.
     both: ranks of `group` and of its replicas. cut: names of parameters that layers split.
     """
 
@@ -44,6 +46,7 @@ class ReplicaGroups:
     mean: bool
     both: frozenset[int]
     cut: frozenset[str]
+    num_data: int | None = None
 
     @classmethod
     def over(
@@ -61,6 +64,7 @@ class ReplicaGroups:
         named = [(names[id(p)], p) for p in parameters_of(optimizer)]
         if module is not None:
             named = list(module.named_parameters())
+        num_data = options.zero_group
         group, replicas = options.group or batch_group(), options.replicas
         both = frozenset(ranks_of(group))
         if replicas is not None:
@@ -70,16 +74,26 @@ class ReplicaGroups:
         alone = [(name, p) for name, p in named if name not in followed]
         refuse_cut(alone, sorted(both), "ZeroOptimizer")
         cut = frozenset(n for n, p in named if is_cut(followed.get(n) or layout_of(p), p))
-        if followed:
+        if num_data is not None:
+            # all groups in the one order that cannot deadlock, before any is used
+            tpc.prepare(sums=followed.values(), num_data=num_data)
+            group, replicas = shard_groups(None, num_data)
+        elif followed:
             tpc.prepare(sums=[x for x in followed.values() if set(summed_over(x)) != both])
-        return cls(names, group, replicas, followed, options.mean, both, cut)
+        return cls(names, group, replicas, followed, options.mean, both, cut, num_data)
 
     def of(self, parameter: nn.Parameter) -> ParamSpec:
         """Return the spec of a parameter, with its group and divisor."""
         layout = self.layouts.get(name := self.names[id(parameter)])
-        group = sum_group(layout, self.group, self.both)
+        if self.num_data is not None:
+            group, replicas = shard_groups(layout, self.num_data)
+        else:
+            group = sum_group(layout, self.group, self.both)
+            replicas = self.replicas if ranks_of(group) == ranks_of(self.group) else None
         over = self.both if layout is None else summed_over(layout)
-        return ParamSpec.from_layout(name, parameter, layout, group, mean=self.mean, over=over)
+        return ParamSpec.from_layout(
+            name, parameter, layout, group, mean=self.mean, over=over, replicas=replicas
+        )
 
     def trained(self, optimizer: Optimizer, module: nn.Module | None) -> list[ParamSpec]:
         """Return the optimizer's parameters that are not frozen, in the order of `module`."""
@@ -88,14 +102,10 @@ class ReplicaGroups:
         ordered = {id(p): p for p in order if id(p) in by_id} | by_id
         return [self.of(p) for p in ordered.values() if p.requires_grad]
 
-    def replicas_of(self, spec: ParamSpec) -> Group | None:
-        """Return the ranks with a copy of this rank's shard."""
-        return self.replicas if ranks_of(spec.group) == ranks_of(self.group) else None
-
     def has_alone(self, spec: ParamSpec) -> bool:
         """Return whether only this rank has it, so that autograd's own gradient can be stepped."""
         plain = spec.divide == 1 and not (spec.is_wider or spec.deferred or spec.sparse_rows)
-        return plain and spec.group.size() == 1 and self.replicas_of(spec) is None
+        return plain and spec.group.size() == 1 and spec.replicas is None
 
     def replicated(
         self, module: nn.Module | None, specs: Sequence[ParamSpec]
@@ -107,11 +117,12 @@ class ReplicaGroups:
             return
         trained = {id(s.parameter) for s in specs}
         frozen = [(n, p) for n, p in module.named_parameters() if id(p) not in trained]
-        tensors = [ReplicatedTensor(n, p, self.of(p).group) for n, p in frozen]
-        tensors += [ReplicatedTensor(name, x, self.group) for name, x in module.named_buffers()]
-        yield tensors
-        if self.replicas is not None:
-            yield [ReplicatedTensor(x.name, x.tensor, self.replicas) for x in tensors]
+        specs = [(n, p, self.of(p)) for n, p in frozen]
+        over = [(n, p, s.group, s.replicas) for n, p, s in specs]
+        over += [(n, x, self.group, self.replicas) for n, x in module.named_buffers()]
+        yield [ReplicatedTensor(n, x, group) for n, x, group, _ in over]
+        if replicated := [ReplicatedTensor(n, x, same) for n, x, _, same in over if same]:
+            yield replicated
 
 
 def is_cut(layout: Layout | None, parameter: Tensor) -> bool:
