@@ -362,7 +362,7 @@ def creations(
     batch = tuple(topology.dense.group(rank, BATCH_AXES))
     if num_data is not None:
         pairs = (sharding_ranks(x, topology.dense, rank, num_data) for x in {*summed, batch})
-        summed = {ranks for pair in pairs for ranks in pair} if summed else set()
+        summed = {ranks for pair in pairs for ranks in pair} if summed else summed
     if summed:
         summed.add(batch)
     same = {replica_ranks(x, topology.view(x.view), rank) for x in copies}

@@ -117,8 +117,10 @@ class ReplicaGroups:
             return
         trained = {id(s.parameter) for s in specs}
         frozen = [(n, p) for n, p in module.named_parameters() if id(p) not in trained]
-        specs = [(n, p, self.of(p)) for n, p in frozen]
-        over = [(n, p, s.group, s.replicas) for n, p, s in specs]
+        shared = [(n, p, self.of(p)) for n, p in frozen]
+        over: list[tuple[str, Tensor, Group, Group | None]] = [
+            (n, p, s.group, s.replicas) for n, p, s in shared
+        ]
         over += [(n, x, self.group, self.replicas) for n, x in module.named_buffers()]
         yield [ReplicatedTensor(n, x, group) for n, x, group, _ in over]
         if replicated := [ReplicatedTensor(n, x, same) for n, x, _, same in over if same]:
