@@ -98,7 +98,7 @@ def rest():
     yield 4, "gpt", "pipe=2", "data=2", "zero=3"
     for zero in (1, 2, 3):
         group = (f"zero={zero}", "zero_group=2")
-        yield 4, "gpt", "data=4", *group, "train.accumulate=2"
+        yield 4, "gpt", "data=4", *group, "train.accumulate=2", "data.global_batch=16"
         yield 8, "gpt", "data=4", TP, SP, *group
         yield 8, "gpt", "data=4", "pipe=2", *group
         yield 4, "gpt", "data=4", "expert=2", *MOE, *group

@@ -35,7 +35,7 @@ from torchdistpackage.train.train_state import TrainState, resume
 NODE = 2
 RUN = """
 model: {layers: 1, dim: 16, heads: 2, vocab: 256}
-data: {seq_len: 16, global_batch: 192}
+data: {seq_len: 16, global_batch: 384}
 parallel: {tensor: 2, zero: 1}
 launch: {local: {procs: null}}
 """

@@ -171,22 +171,24 @@ def _gradients(plan: Plan, rank: int) -> Iterator[CallCount]:
                 [owner_of[i] for i in members],
             )
             _, bounds = owned_bounds(sizes, owners, len(ranks), weight.num_bytes, narrowest)
-        yield _over(plan, ranks, "reduce_scatter", bounds[-1], sent.dtype, "gradients").times(sums)
+        if len(ranks) > 1:
+            whole = _over(plan, ranks, "reduce_scatter", bounds[-1], sent.dtype, "gradients")
+            yield whole.times(sums)
         # a weight of several stages is never freed
         is_freed = plan.zero == 3 and not summed[members[0]].deferred
         part = bounds[index + 1] - bounds[index]
         if len(replicas := summed[members[0]].replicas) > 1:
             shard = _over(plan, replicas, "all_reduce", part, sent.dtype, "sums of shards")
             yield shard.times(sums)
-        yield _over(plan, ranks, "all_gather", part, weight.dtype, "parameters").times(
-            rounds if is_freed else 1
-        )
+        if len(ranks) > 1:
+            gathered = _over(plan, ranks, "all_gather", part, weight.dtype, "parameters")
+            yield gathered.times(rounds if is_freed else 1)
     ordered = sorted(summed, key=lambda x: (x.ranks, x.replicas, x.deferred))
     for (ranks, replicas, _), same in groupby(
         ordered, key=lambda x: (x.ranks, x.replicas, x.deferred)
     ):
         what, number = "which parameters were used", len([*same])
-        for over in (ranks, replicas) if len(replicas) > 1 else (ranks,):
+        for over in (each for each in (ranks, replicas) if len(each) > 1):
             yield _over(plan, over, "all_reduce", number, "int32", what).times(sums)
 
 
