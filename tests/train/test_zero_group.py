@@ -69,8 +69,11 @@ def expect_equal_runs(ranks, degrees: list[str], more: list[str], stages: tuple[
         assert held >= least * plainly, "twice as many ranks hold each shard"
 
 
-def test_four_ranks_in_two_groups_train_as_one_process(ranks):
-    expect_equal_runs(ranks, ["data=4"], [], (1, 2, 3))
+@pytest.mark.parametrize(
+    "stage", [pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full), 3]
+)
+def test_four_ranks_in_two_groups_train_as_one_process(ranks, stage):
+    expect_equal_runs(ranks, ["data=4"], [], (stage,))
 
 
 @pytest.mark.full
