@@ -81,7 +81,7 @@ class Cases:
             with (folder / f"err{rank}").open("wb") as err:
                 main = name if name in LOOPS else "rank_main"
                 target = f"tests.harness.hanging:{'alone_on_its_host' if name == ALONE else main}"
-                args = (name, str(folder), 1.5 if name == "well" else TIMEOUT_S)
+                args = (name, str(folder), TIMEOUT_S)
                 case.children.append(self._server.spawn(target, args, env=env, stderr=err))
         return case
 
