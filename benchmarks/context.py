@@ -25,6 +25,7 @@ from benchmarks.judged import Judged, any_fails
 from benchmarks.turns import ratio, spread_ms
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.launch.workers import run_local
+from torchdistpackage.layout.exchanges import EXCHANGES
 from torchdistpackage.parallel import context_attention, shard_sequence
 from torchdistpackage.parallel.context.order import SequenceOrder
 
@@ -32,7 +33,7 @@ BATCH, HEADS, WIDTH = 1, 8, 64
 LENGTHS = {1024: 4, 4096: 1}
 """Positions, and how many times the rounds: a short attention is over soon, and noisier."""
 ONE, HAND, MASKED = "one process", "ring by hand", "masked, gathered"
-WAYS = ("p2p", "all_gather", "a2a")
+WAYS = tuple(name for name, spec in EXCHANGES.items() if spec.swap != "blocks")
 SIDES = (ONE, HAND, MASKED, *WAYS)
 BARS = {4096: (0.66, 0.58), 1024: (0.90, 0.75)}
 """Of one process's own time, and the aim, over the free cable."""

@@ -42,6 +42,15 @@ def text_table(
     return "\n\n".join(texts)
 
 
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of Markdown."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells) + "\n"
+
+    return line(head) + f"|{'---|' * len(head)}\n" + "".join(map(line, rows))
+
+
 def _blocks(widths: Sequence[int], num_keys: int) -> list[list[int]]:
     """The columns of each block; one that has only the keys takes a column of any width."""
     keys, limit = list(range(num_keys)), terminal_width() or math.inf

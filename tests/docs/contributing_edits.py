@@ -228,7 +228,7 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
             r"    for spec in \(\n",
             "        DataSpec('csv', path='file or folder', has_rows=True, suffix='.csv',\n"
             "            reader='torchdistpackage.data.tokens.csv_rows:CsvRows',\n"
-            "            suffixes=('.csv',), in_blend=True, document='a row', needs='a header'),\n",
+            "            in_blend=True, document='a row', needs='a header'),\n",
         ),
     ],
     "a source of token ids": [

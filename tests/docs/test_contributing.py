@@ -236,7 +236,8 @@ def test_what_was_added_works_on_ranks_and_in_a_run(edited: Path):
     assert "context            one_gather, 2 ranks" in shown
     assert "a check that fails" in shown and "rank 1 of" not in shown
     assert "noise of the update: 0.5" in shown
-    assert re.search(r"bubble [\d.]+%  2 ranks \(predicted", shown), "a value of the log line"
+    shows = r"bubble [\d.]+% \(predicted [\d.]+%\)  2 ranks"
+    assert re.search(shows, shown), "a value of the log line"
     (metrics,) = edited.glob("runs/*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
     assert [(row["ranks"], row["mean_rank"], row["greeting"]) for row in rows] == [

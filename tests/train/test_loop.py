@@ -57,7 +57,7 @@ class Counting:
     def close(self, *, wait: bool = True) -> None: ...
 
     def train_step(self, step: int, *, measure: bool, record: bool):
-        votes = dict(zip(self.votes.names, self.votes.cast(step), strict=True))
+        votes = dict(zip(self.votes.names, self.votes.cast(step), strict=False))  # room is left
         self.updates = step
         result = StepResult(step, 1.0, 1.0, 10, 0.01, 1e-3, None, votes=votes)
         return PendingStepDouble(result)
@@ -148,10 +148,10 @@ def test_more_time_is_kept_free_where_numbers_come_late(tmp_path: Path):
     assert lives["cuda"].ahead > lives["cpu"].ahead
 
 
-def test_the_votes_of_a_run_fill_the_room_that_the_bytes_of_a_step_count(tmp_path: Path):
-    """A vote more makes a step's message longer than `tdp plan` says: raise `VOTE_ROOM`."""
+def test_the_votes_of_a_run_fit_the_room_that_the_bytes_of_a_step_count(tmp_path: Path):
+    """More make a step's message longer than `tdp plan` says: raise `VOTE_ROOM`."""
     trainer = Counting("cpu", 1)
     loop_of(trainer, tmp_path, StopController())
     saves = ("save_done", "save_failed", "local_done", "local_failed")
     assert trainer.votes.names == ("save", "stop", *saves)
-    assert len(trainer.votes.names) == VOTE_ROOM
+    assert len(trainer.votes.names) + 2 <= VOTE_ROOM

@@ -48,7 +48,8 @@ def test_each_number_of_a_step_comes_back_under_its_name():
         votes.register(name, lambda step, answer=answer: answer)
     pairs = totals_on(torch.device("cpu"), 5) + torch.tensor([0.5, 0.0, 0.0, 0.0, -3.0])
     without = StepStats.to_tensor(totals, power, 0.25, votes.cast(1))
-    assert without.tolist() == [1.0, 2.0, 3.0, 0.25, 0.0, 1.0, 7.0, 0.0, 0.0, 0.0, *[0.0] * 5]
+    room_left = [0.0] * (VOTE_ROOM - 3)
+    assert without.tolist() == [1.0, 2.0, 3.0, 0.25, 0.0, 1.0, 7.0, *room_left, *[0.0] * 5]
     summed = 2 * StepStats.to_tensor(totals, power, 0.25, votes.cast(1), pairs)
     assert summed.dtype == room.dtype
     assert len(summed) == StepStats.length(votes.names) == STEP_NUMBERS

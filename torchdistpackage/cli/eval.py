@@ -21,7 +21,7 @@ from torchdistpackage.cli._inference import (
     quoted,
 )
 from torchdistpackage.config.check import absent_files
-from torchdistpackage.config.data_section import KIND_OF_SUFFIX, ROWS, DataSection
+from torchdistpackage.config.data_section import DATA, KIND_OF_SUFFIX, OWN_KEYS, ROWS, DataSection
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.data.tokens.texts import text_parts, tokenized_part
 from torchdistpackage.environment.rendezvous import detect
@@ -112,7 +112,8 @@ def _data_keys(
     if data is None:
         return {} if folder is None else {"data.tokenizer": quoted(folder)}
     kind = kind or KIND_OF_SUFFIX.get(data.suffix, "text")
-    reads_text = kind != "tokens"
+    spec = DATA.get(kind)
+    reads_text = spec is None or bool(spec.reader)
     if reads_text and folder is None and not source.has_bytes:
         problems.append(
             f"--data {data} is text, but {source.path} has no tokenizer, and its tokens are not "
@@ -133,8 +134,8 @@ def _data_keys(
     }
     if kind not in ROWS:
         keys["data.field"] = plain.field
-    if reads_text:
-        keys["data.dtype"] = plain.dtype
+    if spec is not None:
+        keys |= {f"data.{key}": getattr(plain, key) for key in OWN_KEYS if key not in spec.keys}
     if not reads_text or folder is None:
         keys |= {"data.cache": "null", "data.bos": "auto", "data.eos": "auto"}
     return keys

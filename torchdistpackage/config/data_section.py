@@ -14,6 +14,7 @@ from pydantic import Field
 
 from torchdistpackage.config import types as k
 from torchdistpackage.config.types import Expected, NamedSection, Section
+from torchdistpackage.text import markdown_table
 
 PREFERENCE = "preference"
 """The value of data.name for JSON lines with a preferred and a rejected answer each."""
@@ -29,8 +30,8 @@ class DataSpec:
     reader: "module:class" of the `FileReader` of its texts; "" for data that no tokenizer reads.
     is_bytes: without a tokenizer the ids are bytes of texts.
     has_rows: files hold rows with fields, of which data.field names the one with the text.
-    suffix: of the files that are read from a folder; "" reads all.
-    suffixes: suffixes that tell that a file is of this kind, where no name is given.
+    suffix: of its files: a file of this suffix is of this kind, where no name is given, and a
+        folder gives these alone; "" reads all.
     in_blend: it may be one of several sources.
     keys: keys of the data section that have an effect with such data alone, besides data.field.
     document, needs: its row of docs/data.md.
@@ -43,7 +44,6 @@ class DataSpec:
     is_bytes: bool = False
     has_rows: bool = False
     suffix: str = ""
-    suffixes: tuple[str, ...] = ()
     in_blend: bool = False
     keys: tuple[str, ...] = ()
     document: str = ""
@@ -77,7 +77,6 @@ DATA: Mapping[str, DataSpec] = {
             reader=f"{_READERS}:JsonLines",
             has_rows=True,
             suffix=".jsonl",
-            suffixes=(".jsonl",),
             in_blend=True,
             document="a line, a JSON object with a text under `data.field`",
         ),
@@ -87,7 +86,6 @@ DATA: Mapping[str, DataSpec] = {
             reader=f"{_READERS}:ParquetRows",
             has_rows=True,
             suffix=".parquet",
-            suffixes=(".parquet",),
             in_blend=True,
             document="a row, with a text in the column `data.field`",
             needs="`pip install pyarrow`",
@@ -96,7 +94,7 @@ DATA: Mapping[str, DataSpec] = {
             "tokens",
             path="file",
             ids=f"{_CORPUS}:tokens",
-            suffixes=(".bin",),
+            suffix=".bin",
             in_blend=True,
             keys=("dtype",),
             document="none: a binary file of token ids of type `data.dtype`",
@@ -116,25 +114,19 @@ KINDS = tuple(name for name, spec in DATA.items() if spec.in_blend)
 """Kinds of files that hold documents or token ids."""
 ROWS = tuple(name for name, spec in DATA.items() if spec.has_rows)
 """Kinds whose files hold rows with fields; `data.field` names the field with the text."""
-KIND_OF_SUFFIX = {suffix: name for name, spec in DATA.items() for suffix in spec.suffixes}
+KIND_OF_SUFFIX = {spec.suffix: name for name, spec in DATA.items() if spec.in_blend and spec.suffix}
 SUFFIX_OF_KIND = {name: spec.suffix for name, spec in DATA.items() if spec.suffix}
 """Suffix of the files that are read from a folder, by kind; text has none."""
 OWN_KEYS = tuple(dict.fromkeys(key for spec in DATA.values() for key in spec.keys))
 """Keys that have an effect with some data alone."""
-_NAMES = tuple(DATA)
-DataName = (
-    Annotated[str, k.name_in(_NAMES), k.enum(_NAMES), Expected(" or ".join(_NAMES), _NAMES)] | None
-)
-FileKind = (
-    Annotated[str, k.name_in(KINDS), k.enum(KINDS), Expected(" or ".join(KINDS), KINDS)] | None
-)
+DataName = Annotated[str, *k.one_of(DATA)] | None
+FileKind = Annotated[str, *k.one_of(KINDS)] | None
 
 
 def page_rows() -> str:
     """Return the table of docs/data.md."""
-    head = "| name | one document is | needs |\n|---|---|---|\n"
-    rows = (f"| `{x.name}` | {x.document} | {x.needs} |\n" for x in DATA.values())
-    return head + "".join(rows).replace("|  |", "| |")
+    rows = ((f"`{x.name}`", x.document, x.needs) for x in DATA.values())
+    return markdown_table(("name", "one document is", "needs"), rows)
 
 
 CHAT_FIELDS = ("messages", "conversations")

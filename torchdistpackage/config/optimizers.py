@@ -15,7 +15,7 @@ MIN_8BIT_SIZE, BLOCK_SIZE = 4096, 256
 
 @dataclass(frozen=True, slots=True)
 class ParameterPart:
-    """The tensors that a rank steps of one parameter.
+    """The part of one parameter that a rank updates.
 
     shape: of the parameter. is_table: it is an embedding or a head. count: elements stepped here.
     """

@@ -207,7 +207,7 @@ def _sources_are_read_as_named(c: RunConfig, world_size: int | None) -> str | No
             problems.append(
                 f"{where}: field={source.field} has no effect with {section.name}; remove it"
             )
-        if c.data.document_masks and section.name == "tokens":
+        if c.data.document_masks and section.spec and not section.spec.reader:
             problems.append(
                 f"{where} is token ids, whose documents data.document_masks cannot tell apart; use "
                 f"texts, or set document_masks to false"

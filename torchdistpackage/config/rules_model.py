@@ -56,11 +56,16 @@ def _heads_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
 @rule("parallel.cp_comm_type", "parallel.context", "model.heads", "model.kv_heads", "model.name")
 def _heads_over_context(c: RunConfig, world_size: int | None) -> str | None:
     way = EXCHANGES.get(c.parallel.cp_comm_type)
-    if c.model.name is None or c.parallel.context == 1 or way is None or way.swap != "all":
+    if c.model.name is None or c.parallel.context == 1 or way is None:
         return None
     heads, kv, size = c.model.heads, c.model.kv_heads or c.model.heads, c.parallel.context
     tensor = c.parallel.tensor
-    if heads % tensor or heads // tensor % size == 0:
+    if heads % tensor or way.swap == "blocks":  # blocks are chosen by the heads
+        return None
+    if way.swap == "none":
+        problem = way.heads_problem(heads // tensor, max(kv // tensor, 1), size)
+        return problem and f"parallel.cp_comm_type={way.name}: {problem}"
+    if heads // tensor % size == 0:
         return None
     return (
         f"parallel.cp_comm_type={way.name} gives each of parallel.context={size} ranks whole "

@@ -96,7 +96,7 @@ def _different(names: tuple[str, ...]) -> AfterValidator:
 
 
 def enum(names: tuple[str, ...]) -> FieldInfo:
-    """Return what the JSON schema says of a key with these values."""
+    """Return the JSON schema's list of a key's values."""
     return cast(FieldInfo, Field(json_schema_extra={"enum": list[JsonValue](names)}))
 
 
@@ -108,8 +108,13 @@ def _schedule(value: str) -> str:
     return name
 
 
-def name_in(table: Container[str]) -> AfterValidator:
-    """Return a validator for a key whose value names a row of `table`."""
+def one_of(names: Iterable[str]) -> tuple[Any, ...]:
+    """Return the metadata of a key whose value is one of `names`."""
+    names = tuple(names)
+    return _name_in(names), enum(names), Expected(" or ".join(names), names)
+
+
+def _name_in(table: Container[str]) -> AfterValidator:
 
     def check(value: str) -> str:
         if value not in table:
@@ -257,8 +262,9 @@ def _group_axes(value: dict[str, int]) -> dict[str, int]:
 
 
 CtasOfAxis = Annotated[
-    dict[str, Annotated[int, Field(ge=1, le=64)]],
+    dict[str, Annotated[int, Field(ge=1, le=64), _Whole]],
     AfterValidator(_group_axes),
+    cast(FieldInfo, Field(json_schema_extra={"propertyNames": {"enum": [*GROUP_AXES]}})),
     Expected(
         f"a mapping of axes ({', '.join(GROUP_AXES)}) to numbers of blocks, 1 to 64", GROUP_AXES
     ),
@@ -290,12 +296,7 @@ TrackerNames = Annotated[
     Expected(f"a list of different services out of {', '.join(TRACKERS)}", TRACKERS),
 ]
 ModelName = Literal["gpt"] | None
-OptimizerName = Annotated[
-    str,
-    name_in(OPTIMIZERS),
-    enum(tuple(OPTIMIZERS)),
-    Expected(" or ".join(OPTIMIZERS), tuple(OPTIMIZERS)),
-]
+OptimizerName = Annotated[str, *one_of(OPTIMIZERS)]
 QuantType = Literal["nf4", "fp4"]
 LrSchedule = Literal[
     "warmup_cosine",
@@ -309,10 +310,7 @@ LrSchedule = Literal[
     "inverse_sqrt",
     "warmup_stable_decay",
 ]
-_COMM_TYPES = (AUTO, *EXCHANGES)
-CpCommType = Annotated[
-    str, name_in(_COMM_TYPES), enum(_COMM_TYPES), Expected(" or ".join(_COMM_TYPES), _COMM_TYPES)
-]
+CpCommType = Annotated[str, *one_of((AUTO, *EXCHANGES))]
 Partition = Literal["cost", "parameters", "uniform", "time"]
 ExportFormat = Literal["hf"] | None
 KeepBest = (
@@ -364,9 +362,7 @@ Position = Literal["rotary", "learned"]
 Norm = Literal["layer", "rms"]
 Mlp = Literal["gelu", "gelu_tanh", "swiglu"]
 RouterScore = Literal["softmax", "sigmoid"]
-ExpertBalance = Annotated[
-    str, name_in(BALANCES), enum(tuple(BALANCES)), Expected(" or ".join(BALANCES), tuple(BALANCES))
-]
+ExpertBalance = Annotated[str, *one_of(BALANCES)]
 ExpertsOrNull = Annotated[int, Field(ge=1, le=1 << 14), _Whole] | None
 RopeScaling = Literal["default", "linear", "llama3", "yarn"]
 PositiveOrNull = Positive | None

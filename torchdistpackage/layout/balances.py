@@ -8,6 +8,8 @@ docs/expert_parallel.md (scripts/docs).
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torchdistpackage.text import markdown_table
+
 
 @dataclass(frozen=True, slots=True)
 class BalanceSpec:
@@ -34,6 +36,12 @@ class BalanceSpec:
     does: str = ""
     what: str = ""
     over: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.state) != bool(self.move) or (self.shifts_scores and not self.state):
+            raise ValueError(f"{self.name}: state needs move, and shifts_scores needs both")
+        if bool(self.loss) != bool(self.by_hand):
+            raise ValueError(f"{self.name}: loss and by_hand go together")
 
 
 _LOSSES = "torchdistpackage.parallel.expert.balance"
@@ -81,6 +89,5 @@ WITH_LOSS = tuple(name for name, spec in BALANCES.items() if spec.loss)
 
 def page_rows() -> str:
     """Return the table of docs/expert_parallel.md."""
-    head = "| `balance` | what | counted over |\n|---|---|---|\n"
-    rows = (f"| `{x.name}` | {x.what} | {x.over} |\n" for x in BALANCES.values())
-    return head + "".join(rows).replace("|  |  |", "| | |")
+    rows = ((f"`{x.name}`", x.what, x.over) for x in BALANCES.values())
+    return markdown_table(("`balance`", "what", "counted over"), rows)

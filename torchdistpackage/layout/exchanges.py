@@ -14,6 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.partition import either
+from torchdistpackage.text import markdown_table
+
 Blocks = Sequence[tuple[range, ...]]
 """The ranges of positions that each block of ranks holds."""
 
@@ -79,8 +83,8 @@ class ExchangeCall:
 
 
 @dataclass(frozen=True)
-class ExchangeTime:
-    """What the time of an exchange between blocks depends on.
+class TimeInputs:
+    """Inputs of the time of an exchange between blocks.
 
     sent: its traffic. link: bytes per second. compute_s: seconds that a rank computes in the
     attention. size: ranks of the group. num_blocks: blocks that exchange keys and values.
@@ -113,7 +117,7 @@ class ExchangeSpec:
     name: str
     sent: Callable[[AttentionSize, Blocks, float], ExchangeTraffic]
     calls: Callable[[AttentionSize, Blocks, int, int, bool], Iterator[ExchangeCall]]
-    time: Callable[[ExchangeTime], tuple[float, int]]
+    time: Callable[[TimeInputs], tuple[float, int]]
     exchange: str = ""
     swap: Literal["none", "all", "blocks"] = "none"
     heads_problem: Callable[[int, int, int], str | None] = lambda heads, kv_heads, ranks: None
@@ -145,11 +149,6 @@ def shares_heads(heads: int, kv_heads: int, ranks: int) -> bool:
     return heads % ranks == 0 and heads % math.lcm(kv_heads, ranks) == 0
 
 
-def either(numbers: Sequence[int]) -> str:
-    """Return the numbers as text, such as `1, 2 or 4`."""
-    return " or ".join(filter(None, [", ".join(map(str, numbers[:-1])), str(numbers[-1])]))
-
-
 def _ring_bytes(attention: AttentionSize, blocks: Blocks, kv_bytes: float) -> ExchangeTraffic:
     sent, received = _positions(attention, blocks)
     most = max(map(sum, sent), default=0)
@@ -166,10 +165,10 @@ def _ring_calls(
         yield ExchangeCall("send", num * elements, is_forward)
 
 
-def _ring_time(at: ExchangeTime) -> tuple[float, int]:
+def _ring_time(inputs: TimeInputs) -> tuple[float, int]:
     # hops hide behind the computation; only the last gradients have none left
-    in_flight_s = max(0.0, at.sent.total / at.link - at.compute_s)
-    return max(in_flight_s, at.sent.last / at.link), 3 * (at.num_blocks - 1) + 4
+    in_flight_s = max(0.0, inputs.sent.total / inputs.link - inputs.compute_s)
+    return max(in_flight_s, inputs.sent.last / inputs.link), 3 * (inputs.num_blocks - 1) + 4
 
 
 def _positions(attention: AttentionSize, blocks: Blocks) -> tuple[list[list[int]], list[list[int]]]:
@@ -215,10 +214,10 @@ def gathered_calls(
             yield ExchangeCall("reduce_scatter", num_elements, False, is_wide=True)
 
 
-def gathered_time(at: ExchangeTime) -> tuple[float, int]:
+def gathered_time(inputs: TimeInputs) -> tuple[float, int]:
     """Return the time of `gathered_calls`: a rank's own part of the work hides some of it."""
-    total_s = at.sent.total / at.link
-    return max(total_s / 3, total_s - at.compute_s / at.size), 4
+    total_s = inputs.sent.total / inputs.link
+    return max(total_s / 3, total_s - inputs.compute_s / inputs.size), 4
 
 
 def _no_bytes(attention: AttentionSize, blocks: Blocks, kv_bytes: float) -> ExchangeTraffic:
@@ -231,7 +230,7 @@ def _no_calls(
     return iter(())
 
 
-def _swap_time(at: ExchangeTime) -> tuple[float, int]:
+def _swap_time(inputs: TimeInputs) -> tuple[float, int]:
     return 0.0, 4
 
 
@@ -294,11 +293,18 @@ EXCHANGES: Mapping[str, ExchangeSpec] = {
 }
 
 
+COMM_TYPES = (*EXCHANGES, "auto")
+"""Megatron-LM's names; p2p is a ring, a2a is Ulysses (arXiv:2309.14509)."""
+
+
+def check_comm_type(comm_type: str) -> None:
+    """Raise LayoutError unless `comm_type` is one of `COMM_TYPES`."""
+    if comm_type not in COMM_TYPES:
+        raise LayoutError(f"comm_type={comm_type!r}; use one of {', '.join(COMM_TYPES)}")
+
+
 def page_rows() -> str:
     """Return the table of docs/context_parallel.md."""
-    head = (
-        "| `comm_type` | bytes, not causal | causal, zigzag | hidden under computation | wins |\n"
-        "|---|---|---|---|---|\n"
-    )
+    head = ("`comm_type`", "bytes, not causal", "causal, zigzag", "hidden under computation")
     rows = ((f"`{x.name}`", x.formula, x.causal, x.hidden, x.wins) for x in EXCHANGES.values())
-    return head + "".join(f"| {' | '.join(row)} |\n" for row in rows).replace("|  |", "| |")
+    return markdown_table((*head, "wins"), rows)

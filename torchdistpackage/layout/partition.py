@@ -166,8 +166,9 @@ def nearest(value: int, fits: Callable[[int], bool], at_most: int | None = None)
 
 
 def either(numbers: Iterable[int]) -> str:
-    """Return the numbers as text: `3 or 5`."""
-    return " or ".join(map(str, numbers))
+    """Return the numbers as text, such as `1, 2 or 4`."""
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def all_have_some(extent: int, num_ranks: int) -> bool:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from torchdistpackage.layout.exchanges import EXCHANGES, AttentionSize
-from torchdistpackage.parallel.context.choice import CommType, choose, default_a2a_size, traffic
+from torchdistpackage.parallel.context.choice import choose, default_a2a_size, traffic
 from torchdistpackage.plan.run_plan import Plan
 from torchdistpackage.text import size_text
 from torchdistpackage.topology.mesh import crossings
@@ -46,7 +46,7 @@ def context_text(plan: Plan, ranks_per_node: int | None) -> str | None:
     return "\n".join(lines)
 
 
-def attention_of_rank(plan: Plan) -> tuple[CommType, AttentionSize, int]:
+def attention_of_rank(plan: Plan) -> tuple[str, AttentionSize, int]:
     """(way, one attention of a rank, ranks that exchange heads)."""
     size, of = plan.topology.dense.axis_size("context"), _attention(plan)
     way = plan.cp_comm_type

@@ -1,15 +1,17 @@
 """The keys of metrics.jsonl, a row each. No torch.
 
-A value comes from one of three places. `read` takes it from the numbers of a step, which are equal
+A value comes from one of four places. `read` takes it from the numbers of a step, which are equal
 on all ranks. `ask` measures it on each rank, and the step's one all-reduce adds up the answers, so
-it costs no message and `tdp plan` counts its bytes. All others are noted by the loop or a callback
-(`loop.log.note`). From a row follow the key, its text on the log line, and the table of
-docs/logging.md (scripts/docs).
+it costs no message and `tdp plan` counts its bytes. `StepLog.write` (train/log.py) adds step,
+tokens and flops_per_s. The loop or a callback notes all others (`loop.log.note`). From a row follow
+the key, its text on the log line, and the table of docs/logging.md (scripts/docs).
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from torchdistpackage.text import markdown_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class LoggedValue:
     ask: this rank's number of a step, from the `Loop` and the step.
     reduce: how the ranks' numbers become the value.
     line: its text on the log line, from a `StepResult`, whose `measured` has what was asked; ""
-        shows nothing.
+        shows nothing. Keep the line within 80 columns.
     """
 
     name: str
@@ -157,14 +159,14 @@ VALUES = (
         "slow ranks, in the steps that report one ([stragglers](stragglers.md))",
     ),
 )
-"""In the order in which a row has them."""
+"""Values that are noted follow all others in a row, in the order of their notes."""
 
 ASKED = {value.name: value.ask for value in VALUES if value.ask is not None}
-"""What each rank is asked for, by name."""
+"""Functions that give this rank's number, by name of the value."""
 
 
 def logged(result: Any) -> dict[str, Any]:
-    """Return what a row has of a `StepResult`."""
+    """Return the values of a row that come from a `StepResult`."""
     row: dict[str, Any] = {}
     for value in VALUES:
         if value.name in result.measured:
@@ -173,7 +175,7 @@ def logged(result: Any) -> dict[str, Any]:
             content = value.read(result)
             if value.name.endswith("..."):
                 row |= content
-            elif content or value.always:
+            elif value.always or (content is not None and content != {}):
                 row[value.name] = content
     return row
 
@@ -195,7 +197,6 @@ def line_texts(result: Any) -> list[str]:
 
 def page_rows() -> str:
     """Return the table of docs/logging.md: first what each step has."""
-    head = "| key | unit | value |\n|---|---|---|\n"
     ordered = sorted(VALUES, key=lambda value: not value.always)
-    rows = (f"| `{x.name}` | {x.unit} | {x.meaning} |\n" for x in ordered)
-    return head + "".join(rows).replace("|  |", "| |")
+    rows = ((f"`{x.name}`", x.unit, x.meaning) for x in ordered)
+    return markdown_table(("key", "unit", "value"), rows)

@@ -43,9 +43,9 @@ BUCKET_BYTES = bucket_sizes(queued=False).default_bytes
 """Of gradients that travel together, on paper: as over gloo. Over NCCL the run has fewer and larger
 ones, in the same order, since a plan does not know the transport."""
 
-VOTE_ROOM = 6 + len(ASKED)
-"""Numbers that a step keeps for votes (train/votes.py), used or not: its message has one length,
-which plan/traffic.py counts. It grows if more are registered."""
+VOTE_ROOM = 8 + len(ASKED)
+"""Numbers that a step keeps for votes (train/votes.py): its message has one length, which
+plan/traffic.py counts, and room for two more flags than there are. More make it longer."""
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,5 @@ def read_corpus(section: DataSection, val_fraction: float) -> corpus.Corpus:
     """Return the token ids of a data section without a tokenizer or target."""
     spec = section.spec
     assert spec is not None and spec.ids
-    keys = {
-        key: getattr(section, key) for key in ("path", *spec.keys) if key != "path" or spec.path
-    }
-    return resolve(spec.ids)(val_fraction=val_fraction, **keys)
+    names = ("path", *spec.keys) if spec.path else spec.keys
+    return resolve(spec.ids)(val_fraction=val_fraction, **{x: getattr(section, x) for x in names})

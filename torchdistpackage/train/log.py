@@ -30,11 +30,11 @@ SHARES = "sources"
 """The key of a row under which each of several sources has its part of the step's samples."""
 _COLUMNS = 80
 _MOST = 1e300
-"""Of what is drawn: a whole number that is no float ends matplotlib."""
+"""Largest value plotted. matplotlib crashes on integers that do not fit a float."""
 
 
 def print_line(line: str) -> None:
-    """One line of output, at once."""
+    """Print one line and flush it."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -53,7 +53,7 @@ def evaluation_lines(loss: float, sets: Mapping[str, float], *, of_tokens: bool)
 
 
 def pair_text(pairs: Mapping[str, float]) -> str:
-    """Select the values of `PairSums.means` for which a line has room."""
+    """Return the means of pairs that fit on a log line, as text."""
     return f"margin {pairs['rewards/margins']:.4f}  accuracy {pairs['rewards/accuracies']:.0%}"
 
 
@@ -104,12 +104,13 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             text += f"  {pair_text(pairs)}"
         if bubble is not None:
             text += f"  bubble {bubble:.1%}"
+            # in the bar's 80 columns there is no room for what does not change
+            if predicted_bubble is not None and self._bar is None:
+                text += f" (predicted {predicted_bubble:.1%})"
         text = "  ".join([text, *texts])
-        if self._bar is not None:  # in 80 columns there is no room for what does not change
+        if self._bar is not None:
             self._bar.update(self._task, completed=step, description=text)
             return
-        if predicted_bubble is not None:
-            text += f" (predicted {predicted_bubble:.1%})"
         line = f"step {step}/{self._total}  {text}"
         named = "  ".join(f"{name} {share:.0%}" for name, share in (shares or {}).items())
         fits = len(line) + len(named) + 2 <= _COLUMNS

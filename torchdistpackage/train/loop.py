@@ -103,6 +103,7 @@ class Loop:
         self.votes.register("stop", lambda step: self.stop.should_stop())
         self.saver.register(self.votes)
         for name, ask in ASKED.items():
+            assert name not in self.votes.names, f"two owners ask for {name}"
             self.votes.register(name, partial(ask, self))
         self.saver.note = log.note
         self.saver.on_saved = self._on_saved
@@ -289,5 +290,5 @@ def _own(callbacks: Sequence[Callback], name: str) -> list[Callable[..., Any]]:
 
 
 def is_due(interval: int, step: int) -> bool:
-    """Return whether an action due every `every` steps comes after this step; 0 means never."""
+    """Return whether something that is due every `interval` steps comes after `step`; 0: never."""
     return interval > 0 and step % interval == 0

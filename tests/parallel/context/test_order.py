@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.exchanges import a2a_problem, check_comm_type
 from torchdistpackage.parallel.context import choice
 from torchdistpackage.parallel.context.choice import AttentionSize, choose, traffic
+from torchdistpackage.parallel.context.model import ContextSequence
+from torchdistpackage.parallel.context.module import context_parallel
 from torchdistpackage.parallel.context.order import SequenceOrder, joined, order_of
 from torchdistpackage.parallel.context.visibility import (
     Documents,
@@ -103,9 +106,18 @@ def test_the_choice_follows_heads_and_links():
     assert choose(odd, 8).comm_type in ("p2p", "all_gather")
     assert "8 ranks on nodes of 4" in choose(short, 8, ranks_per_node=4).reason
     assert choice.default_a2a_size(8, 32, 8, 4) == 4
-    assert choice.a2a_problem(8, 2, 4) is None
-    assert "use p2p or all_gather, or 1, 3 or 9 ranks" in choice.a2a_problem(9, 3, 2)
+    assert a2a_problem(8, 2, 4) is None
+    assert "use p2p or all_gather, or 1, 3 or 9 ranks" in a2a_problem(9, 3, 2)
 
 
 def test_ranges_that_touch_are_one():
     assert joined((range(4, 6), range(2), range(2, 4))) == (range(6),)
+
+
+def test_a_misspelt_exchange_is_refused_where_it_is_given():
+    with pytest.raises(LayoutError, match=r"comm_type='a2a_p2p'; use one of p2p, all_gather"):
+        check_comm_type("a2a_p2p")
+    with pytest.raises(LayoutError, match="comm_type='ring'"):
+        context_parallel(torch.nn.Linear(1, 1), comm_type="ring")
+    with pytest.raises(LayoutError, match="comm_type='ring'"):
+        ContextSequence(None, "ring")  # type: ignore[arg-type]

@@ -7,6 +7,8 @@ and the table of docs/checkpoints.md (scripts/docs).
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torchdistpackage.text import markdown_table
+
 
 @dataclass(frozen=True, slots=True)
 class FormatSpec:
@@ -75,6 +77,5 @@ SOURCES = tuple(name for name, spec in FORMATS.items() if spec.read)
 
 def page_rows() -> str:
     """Return the table of docs/checkpoints.md."""
-    head = "| format | `export RUN TARGET --to` it makes | `import SOURCE RUN --from` it reads |\n"
-    rows = (f"| `{x.name}` | {x.target} | {x.source} |\n" for x in FORMATS.values())
-    return f"{head}|---|---|---|\n" + "".join(rows).replace("|  |", "| |")
+    head = ("format", "`export RUN TARGET --to` it makes", "`import SOURCE RUN --from` it reads")
+    return markdown_table(head, ((f"`{x.name}`", x.target, x.source) for x in FORMATS.values()))

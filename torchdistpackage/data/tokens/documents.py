@@ -129,7 +129,7 @@ Reader = Callable[[dict[str, Any], str], Document | AnswerPair]
 def files_of(kind: str, path: Path) -> list[Path]:
     """Return the file, or the files in and below a folder that are not hidden, sorted by path.
 
-    From a folder, jsonl and parquet take only the files with their suffix.
+    A folder gives only the files with the suffix of their kind, if it has one.
 
     Raises:
         DataError: there are none.
@@ -167,7 +167,7 @@ and an empty line as None."""
 
 
 class FileReader(Protocol):
-    """What reads the files of one kind of data (`DATA` of config/data_section.py)."""
+    """A reader of the files of one kind of data (`DATA` of config/data_section.py)."""
 
     def pieces(self, path: Path) -> Iterator[Piece]:
         """Yield the pieces of a file in order, at least one.
@@ -268,7 +268,7 @@ class ParquetRows:
 
 
 def reader_of(kind: str) -> FileReader:
-    """Return what reads the files of a kind of data."""
+    """Return the reader of a kind of data whose files hold texts."""
     return resolve(DATA[kind].reader)()
 
 

@@ -25,11 +25,15 @@ from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.random import differ
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.exchanges import EXCHANGES
+from torchdistpackage.layout.exchanges import (
+    COMM_TYPES,
+    EXCHANGES,
+    AttentionSize,
+    check_comm_type,
+)
 from torchdistpackage.lazy import resolve
 from torchdistpackage.parallel.context import choice, kernels
 from torchdistpackage.parallel.context.agreement import agree
-from torchdistpackage.parallel.context.choice import COMM_TYPES, AttentionSize, CommType
 from torchdistpackage.parallel.context.exchange import Alone, KeyExchange
 from torchdistpackage.parallel.context.merge import Backward, Merged, Scoring
 from torchdistpackage.parallel.context.order import (
@@ -56,7 +60,7 @@ class ContextPlan:
         group: Group,
         order: SequenceOrder,
         visibility: Visibility,
-        comm_type: CommType,
+        comm_type: str,
         a2a_size: int = 1,
     ):
         self.comm_type, self.visibility = comm_type, visibility
@@ -170,7 +174,7 @@ def context_attention(
     dropout_p: float = 0.0,
     document_ids: Tensor | None = None,
     window: int | None = None,
-    comm_type: CommType = "p2p",
+    comm_type: str = "p2p",
     order: OrderName = "zigzag",
     a2a_size: int | None = None,
     seq_len: int | None = None,
@@ -200,8 +204,7 @@ def context_attention(
             the same error.
     """
     group = resolve_group(group, "context")
-    if comm_type not in COMM_TYPES:
-        raise LayoutError(f"comm_type={comm_type!r}; use one of {', '.join(COMM_TYPES)}")
+    check_comm_type(comm_type)
     _check_dims(q, k, v, document_ids)
     if seq_len is None:
         facts = {
@@ -243,7 +246,7 @@ def plan_attention(
     group: Group,
     order: SequenceOrder,
     visibility: Visibility,
-    comm_type: CommType,
+    comm_type: str,
     a2a_size: int | None,
     q: Tensor,
     k: Tensor,

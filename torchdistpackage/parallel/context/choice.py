@@ -14,43 +14,19 @@ from torchdistpackage.layout.exchanges import (
     AttentionSize,
     ExchangeCall,
     ExchangeSpec,
-    ExchangeTime,
     ExchangeTraffic,
-    a2a_problem,
-    either,
+    TimeInputs,
     shares_heads,
 )
+from torchdistpackage.layout.partition import either
 from torchdistpackage.parallel.context.order import OrderName, Ranges, SequenceOrder, joined
-
-__all__ = [
-    "COMM_TYPES",
-    "CPU",
-    "GPU",
-    "AttentionSize",
-    "Choice",
-    "CommType",
-    "ExchangeCall",
-    "ExchangeTraffic",
-    "Machine",
-    "a2a_problem",
-    "check_a2a_size",
-    "choose",
-    "default_a2a_size",
-    "exchange_calls",
-    "traffic",
-]
-
-CommType = str
-"""A name in `COMM_TYPES`."""
-COMM_TYPES = (*EXCHANGES, "auto")
-"""Megatron-LM's names; p2p is a ring, a2a is Ulysses (arXiv:2309.14509)."""
 
 
 @dataclass(frozen=True)
 class Choice:
     """An exchange, the number of adjacent ranks that exchange heads, and the reason."""
 
-    comm_type: CommType
+    comm_type: str
     a2a_size: int
     reason: str
 
@@ -95,7 +71,7 @@ def default_a2a_size(size: int, heads: int, kv_heads: int, ranks_per_node: int |
 def traffic(
     attention: AttentionSize,
     size: int,
-    comm_type: CommType,
+    comm_type: str,
     *,
     order: OrderName = "zigzag",
     a2a_size: int = 1,
@@ -136,7 +112,7 @@ def _blocks(parts: Sequence[Ranges], a2a_size: int) -> list[Ranges]:
 def exchange_calls(
     attention: AttentionSize,
     size: int,
-    comm_type: CommType,
+    comm_type: str,
     index: int,
     *,
     order: OrderName = "zigzag",
@@ -192,8 +168,8 @@ def choose(
         if spec.heads_problem(*heads, size if spec.swap == "none" else a2a_size):
             continue
         sent = _between(spec, attention, parts, a2a_size)
-        time = ExchangeTime(sent, link, compute_s, size, size // a2a_size)
-        wait_s, calls = spec.time(time)
+        inputs = TimeInputs(sent, link, compute_s, size, size // a2a_size)
+        wait_s, calls = spec.time(inputs)
         swap_link = machine.node if spec.swap == "blocks" else link
         swap_s = 2 * _swapped(attention, parts, a2a_size) / swap_link
         costs[way] = swap_s + wait_s + machine.call_s * calls, a2a_size

@@ -13,8 +13,8 @@ from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.random import differ
 from torchdistpackage.comm.tpc import group_again
 from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.exchanges import check_comm_type
 from torchdistpackage.parallel.context.attention import plan_attention
-from torchdistpackage.parallel.context.choice import CommType
 from torchdistpackage.parallel.context.order import OrderName, Ranges, SequenceOrder
 from torchdistpackage.parallel.context.sequence import sequence_positions
 from torchdistpackage.parallel.context.visibility import Documents, Visibility, places
@@ -32,11 +32,12 @@ class ContextSequence:
     def __init__(
         self,
         group: Group,
-        comm_type: CommType = "p2p",
+        comm_type: str = "p2p",
         *,
         order: OrderName = "zigzag",
         a2a_size: int | None = None,
     ):
+        check_comm_type(comm_type)
         self.group, self.comm_type = group, comm_type
         self.order_name, self.a2a_size = order, a2a_size
 
@@ -131,13 +132,13 @@ class ContextSequence:
         return _again, (ranks_of(self.group), self.comm_type, self.order_name, self.a2a_size)
 
 
-def sequence_over(group: Group, comm_type: CommType) -> SequenceAttention:
+def sequence_over(group: Group, comm_type: str) -> SequenceAttention:
     """Return the attention of a model whose sequences the ranks of `group` share."""
     return WholeSequence() if group.size() == 1 else ContextSequence(group, comm_type)
 
 
 def _again(
-    ranks: tuple[int, ...], comm_type: CommType, order: OrderName, a2a_size: int | None
+    ranks: tuple[int, ...], comm_type: str, order: OrderName, a2a_size: int | None
 ) -> ContextSequence:
     """Rebuild a pickled `ContextSequence` from the ranks of its group."""
     return ContextSequence(group_again(ranks), comm_type, order=order, a2a_size=a2a_size)

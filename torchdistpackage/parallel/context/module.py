@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.exchanges import check_comm_type
 from torchdistpackage.parallel.context.attention import context_attention
-from torchdistpackage.parallel.context.choice import CommType
 from torchdistpackage.parallel.context.order import OrderName
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -22,7 +22,7 @@ _inside: ContextVar[bool] = ContextVar("context_parallel", default=False)
 def context_parallel(
     module: AnyModule,
     *,
-    comm_type: CommType = "p2p",
+    comm_type: str = "p2p",
     order: OrderName = "zigzag",
     a2a_size: int | None = None,
     window: int | None = None,
@@ -39,6 +39,7 @@ def context_parallel(
         LayoutError: a submodule computes attention by another function. Forwards raise it for an
             attention mask, and as `context_attention` does.
     """
+    check_comm_type(comm_type)
     group = resolve_group(group, "context")
     options = {"comm_type": comm_type, "order": order, "a2a_size": a2a_size, "window": window}
     options |= {"seq_len": seq_len, "group": group}

@@ -14,7 +14,6 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.ddp.param_spec import batch_group
 from torchdistpackage.layout.moe import MoEShape
-from torchdistpackage.lazy import resolve
 from torchdistpackage.parallel.expert.groups import ExpertGroups
 
 
@@ -177,9 +176,7 @@ def apply_counts(
     """
     for router, numbers in zip(routers, counts, strict=True):
         if (old := router.balance_state) is not None:
-            new = resolve(router.shape.balancing.move)(
-                router.shape, old, numbers[:-1].to(old.dtype)
-            )
+            new = router.moved_state(router.shape, old, numbers[:-1].to(old.dtype))
             old.copy_(new if valid is None else torch.where(valid, new, old))
 
 

@@ -63,6 +63,7 @@ class TopKRouter(nn.Module):
         balance = shape.balancing
         # resolved here and not in the forward, which may be traced
         self._balance_loss = resolve(balance.loss) if balance.loss else None
+        self.moved_state = resolve(balance.move) if balance.move else None
         if balance.state:
             # a parameter without a gradient, so that checkpoints and replica checks have it
             zeros = torch.zeros(shape.num_experts, dtype=wide, device=device)
