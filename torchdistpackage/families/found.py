@@ -146,12 +146,14 @@ def split_as(found: FoundModel, table: SplitTable) -> FoundModel:
 
 
 def is_stacked(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a parameter is a matrix of each expert of a block."""
+    """Return whether a parameter is a matrix of each expert of a block."""
     return len(shape) == 3 and _STACKED.search(name) is not None
 
 
 def active_share(settings: Mapping[str, Any]) -> float:
-    """The part of the experts that works on a token, by the names that configs have for them."""
+    """Return the share of the experts that work on a token, by the names that configs use for
+    them.
+    """
     counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     k = chosen_experts(settings)
     all_of_them = next((settings[x] for x in counts if type(settings.get(x)) is int), 0)
@@ -159,6 +161,6 @@ def active_share(settings: Mapping[str, Any]) -> float:
 
 
 def chosen_experts(settings: Mapping[str, Any]) -> int:
-    """How many a token goes to; 0 if no setting says so."""
+    """Return the number of experts that a token goes to; 0 if no setting says so."""
     chosen = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")
     return next((settings[x] for x in chosen if type(settings.get(x)) is int), 0)

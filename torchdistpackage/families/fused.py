@@ -1,4 +1,4 @@
-"""What families share whose q, k and v are one product. No torch."""
+"""Helpers for families that compute q, k and v in one matmul. No torch."""
 
 from torchdistpackage.families.table import Part, Settings, Sizes, Weights
 from torchdistpackage.layout.layout import HeadSplit
@@ -14,7 +14,7 @@ def sizes_of(
     layers: str = "num_hidden_layers",
     heads: str = "num_attention_heads",
 ) -> Sizes:
-    """Of a family that calls its sizes so. hidden: width of the MLP."""
+    """Return the sizes of a family whose settings have these names. hidden: width of the MLP."""
     return Sizes(
         vocab=s["vocab_size"],
         dim=s[dim],
@@ -29,7 +29,7 @@ def sizes_of(
 
 
 def query_key_value(w: Weights, n: Sizes, name: str, bias: bool) -> None:
-    """q, k and v of a head after one another."""
+    """List an attention whose fused layer has the q, k and v of each head after one another."""
     heads = HeadSplit(n.heads)
     w.column(f"{name}.query_key_value", 3 * n.dim, n.dim, heads, bias=bias)
     w.row(f"{name}.dense", n.dim, n.dim, heads, bias=bias)

@@ -1,5 +1,5 @@
-"""What a family of transformers' causal language models is as numbers: names, shapes and cuts of
-its parameters, what they start as, and the layers that tensor ranks have in their place. No torch.
+"""A family of transformers' causal language models as numbers: names, shapes and cuts of its
+parameters, their initial values, and the layers that tensor ranks put in their place. No torch.
 
 Names and shapes are compared with
 transformers' own modules when a stage is built, so what another release names otherwise is refused
@@ -27,7 +27,9 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """positions: rows of a learned table; None: positions are computed. std: of initial draws."""
+    """The sizes of a model. positions: rows of a learned table; None: positions are computed. std:
+    of the initial draws.
+    """
 
     vocab: int
     dim: int
@@ -61,8 +63,8 @@ class Weight:
 
 @dataclass
 class Weights:
-    """Parameters as they are listed, under names that begin with `prefix`, and how their layers are
-    split.
+    """The parameters that a table lists, under names that begin with `prefix`, and how their layers
+    are split.
 
     sequence_parallel: ranks see their part of the sequence wherever a layer is not split.
     """
@@ -75,7 +77,7 @@ class Weights:
     split: SplitTable = field(default_factory=SplitTable)
 
     def add(self, name: str, weight: Weight) -> None:
-        """A parameter, whose layout may be named anew."""
+        """List a parameter under `name`, whatever its layout is called."""
         full = self.prefix + name
         self.parameters[full] = replace(weight, layout=weight.layout.named(full))
         if weight.layout.unreduced:
@@ -92,8 +94,9 @@ class Weights:
         kind: Literal["normal", "zeros", "ones"] = "ones",
         partial: bool = False,
     ) -> None:
-        """On every rank; partial: each of which has a part of the gradient, as it has anyway under
-        sequence parallelism."""
+        """List a parameter that every rank has whole. partial: each rank has a part of its
+        gradient, as always under sequence parallelism.
+        """
         is_partial = partial or self.sequence_parallel
         layout = Layout(name, shape, unreduced=(self.axis,) if is_partial else ())
         self.add(name, Weight(layout, kind, self.std))
@@ -112,20 +115,20 @@ class Weights:
         *,
         once: bool = False,
     ) -> None:
-        """An embedding, cut by columns. once: see `LayerCut`."""
+        """List an embedding, split by columns. once: see `LayerCut`."""
         layout = replace(self.cut(name, (rows, columns), 1), is_table=True)
         self.add(f"{name}.weight", Weight(layout, "normal", self.std, zero_row))
         self._layer(name, "feature", layout, once=once)
 
     def cut_rows(self, name: str) -> None:
-        """Cut a table by rows instead, as a head that shares it is."""
+        """Split a listed embedding by rows instead, as a head that shares it is split."""
         weight = self.parameters[f"{name}.weight"]
         cut = replace(self.cut(f"{name}.weight", weight.layout.shape, 0), is_table=True)
         self.parameters[f"{name}.weight"] = replace(weight, layout=cut)
         self._layer(name, "vocab", cut)
 
     def tied_head(self, name: str, rows: int, columns: int) -> None:
-        """The matrix that makes logits where it is an embedding, cut by rows."""
+        """List the matrix that makes logits where it is the embedding, split by rows."""
         self._layer(name, "column", self.cut(name, (rows, columns), 0), entrance=name)
 
     def column(
@@ -140,7 +143,8 @@ class Weights:
         transposed: bool = False,
         is_table: bool = False,
     ) -> None:
-        """A layer cut by its outputs, along heads or each for itself. parts: fused in them.
+        """List a layer split by its outputs, by heads or evenly. parts: sizes of what is fused in
+        them.
 
         Its input is that of the module around it, if the block, or the model, has such a one.
         """
@@ -166,7 +170,7 @@ class Weights:
         transposed: bool = False,
         scale: float = 1.0,
     ) -> None:
-        """A layer cut by its inputs; its bias is whole. scale: of its initial draws."""
+        """List a layer split by its inputs, whose bias is whole. scale: of its initial draws."""
         dim = int(not transposed)
         shape = (inputs, size) if transposed else (size, inputs)
         layout = self.cut(name, shape, dim, heads, parts)
@@ -186,14 +190,17 @@ class Weights:
         cached: CachedHeads = "keys",
         **counts: Count,
     ) -> None:
-        """A module that works on this rank's heads. queries: by default one head a group; by_head,
-        inputs, cached, counts: see `AttentionCut`."""
+        """List a module that works on this rank's heads. queries: by default each head is a group
+        of its own. by_head, inputs, cached, counts: see `AttentionCut`.
+        """
         queries, keys = queries or HeadSplit(n.heads), HeadSplit(n.kv_heads, shared=True)
         cut = AttentionCut(queries, keys, n.head_dim, counts, by_head, inputs, cached)
         self.split.attention[self.prefix + name] = cut
 
     def stacked(self, name: str, **layouts: Layout) -> None:
-        """A module with matrices of all experts of a block. layouts: of each, by its name there."""
+        """List a module with matrices of all experts of a block. layouts: of each matrix, by its
+        name there.
+        """
         path = self.prefix + name
         for each, layout in layouts.items():
             self.add(f"{name}.{each}", Weight(layout, "normal", self.std))
@@ -202,7 +209,9 @@ class Weights:
         }
 
     def dropout(self, name: str) -> None:
-        """A dropout layer between a column and a row layer, on each rank's own activations."""
+        """List a dropout layer between a column and a row layer, which acts on each rank's own
+        activations.
+        """
         self.split.dropouts |= {self.prefix + name}
 
     def cut(
@@ -237,7 +246,7 @@ def split_layout(
 
 @dataclass(frozen=True, slots=True)
 class StageSides:
-    """What stands around the blocks of a model that is cut into stages.
+    """The modules around the blocks of a model that is cut into stages.
 
     blocks: path of their list. before, behind: paths of what one stage alone runs, before the
     blocks and behind them. writes_input: whether the model's forward changes in place the embedded
@@ -252,7 +261,7 @@ class StageSides:
 
 @dataclass(frozen=True, slots=True)
 class BlockOrder:
-    """In which order a block runs its layers.
+    """The order in which a block runs its layers.
 
     is_listed: it runs them as they are listed, column layers and then the row layer that adds to
     the residual stream, so that it is known which gradients are needed of what is frozen or
@@ -326,17 +335,17 @@ class FoundModel:
 
     @property
     def splits_head(self) -> bool:
-        """Whether each tensor rank has logits of its columns of the vocabulary alone."""
+        """True if each tensor rank has only the logits of its columns of the vocabulary."""
         head = self.table.layers.get(self.output)
         return head is not None and head.kind == "column"
 
     def is_before(self, name: str) -> bool:
-        """Whether a parameter, of no block, belongs to what runs before the blocks."""
+        """Return whether a parameter outside the blocks belongs to what runs before them."""
         return name.startswith(tuple(f"{path}." for path in self.around.before))
 
 
 def block_of(blocks: str, name: str) -> str:
-    """The path, with a dot, of the block that has the parameter or buffer; "" if none has.
+    """Return the path, with a dot, of the block that has the parameter or buffer; "" if none has.
 
     blocks: path of the list of blocks.
     """
@@ -352,21 +361,20 @@ Part = Callable[[Weights, Settings, Sizes], None]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """defaults: transformers', of the settings that are read. blocks: path of the list of blocks.
-    class_name: of transformers' causal language model.
+    """The table of a family of models. defaults: transformers' defaults of the settings that are
+    read. blocks: path of the list of blocks. class_name: of transformers' causal language model.
     embed, block, head: list the parameters before the blocks, of one, and behind them but for the
     output matrix. table, output: names of the embedding and of the matrix that makes logits.
     problems: what `model.hf` cannot train of what settings ask for; uncut: what nobody can cut.
-    saved_names: of parameters in the files, and in modules of releases before they were renamed ->
-    today's. earlier_settings: of settings their names in earlier configs.
-    shares_keys: several ranks may hold one key-value head, which is then a parameter's part alone.
-    documents: how those of one sample are kept apart: transformers makes a mask of position_ids
-    ("positions"), or has to be given one ("mask"); it counts distances across a sample
-    ("distances"), or cannot be told where one ends ("not").
-    own_attention: why its attention cannot be over parts of a sequence; "": it can.
-    order: how a block runs its layers, see `BlockOrder`.
-    nullable: settings that are null in a config.json that transformers takes, whatever their
-    default: a switch is off then, key-value heads are as many as heads.
+    saved_names: names of parameters in the files, and in modules of releases before they were
+    renamed -> today's. earlier_settings: settings -> their names in earlier configs. shares_keys:
+    several ranks may hold one key-value head, which is then a parameter's part alone. documents:
+    how those of one sample are kept apart: transformers makes a mask of position_ids ("positions"),
+    or has to be given one ("mask"); it counts distances across a sample ("distances"), or cannot be
+    told where one ends ("not"). own_attention: why its attention cannot be over parts of a
+    sequence; "": it can. order: how a block runs its layers, see `BlockOrder`. nullable: settings
+    that are null in a config.json that transformers takes, whatever their default: a switch is off
+    then, key-value heads are as many as heads.
 
     What a class has beside its parameters, or what a trial of it has shown:
 
@@ -421,7 +429,9 @@ class Family:
     cache: str = "torchdistpackage.models.transformers_cache:serves"
 
     def stages_of(self, name: str, block_stages: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The pipe indices that hold a parameter or buffer. block_stages: of each block."""
+        """Return the pipe indices that hold a parameter or buffer. block_stages: those of each
+        block.
+        """
         if block := block_of(self.blocks, name):
             return block_stages[int(block.removesuffix(".").rpartition(".")[2])]
         before = () if self.sides is None else self.sides.before

@@ -1,4 +1,4 @@
-"""How tensor ranks share a model of transformers that a user has: by the table that trains it.
+"""Find how tensor ranks share a user's Hugging Face model, by the table that trains it.
 
 The table and the layouts are those of `model.hf`, for the model's own settings. Only the head
 differs: the ranks join its outputs, since the model's forward returns all logits.
@@ -25,7 +25,7 @@ from torchdistpackage.parallel.auto.split_model import ModelSplit
 
 
 def shape_of(model: Any, num_ranks: int, sequence_parallel: bool = False) -> TransformersShape:
-    """Return a model of transformers as numbers.
+    """Return the sizes and settings of a Hugging Face model, as plans use them.
 
     Raises:
         LayoutError: so many ranks cannot share it by a table, and why.
@@ -114,7 +114,9 @@ def _heads(model: nn.Module) -> list[str]:
 
 
 def _is_tied(model: Any, default: bool) -> bool:
-    """Whether embedding and head have one matrix; without both of them `default`."""
+    """Return whether the embedding and the head share one matrix, or `default` if the model lacks
+    one of them.
+    """
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     if table is None or head is None:
         return default

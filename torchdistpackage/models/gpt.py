@@ -121,7 +121,9 @@ class GPT(Grouped):
         self.mark()
 
     def layouts(self) -> Layouts:
-        """By local name; a tied head's own copy, `head.weight`, is `embed.weight` globally."""
+        """Return the layout of each parameter by its local name. A tied head's own copy,
+        `head.weight`, has the global name `embed.weight`.
+        """
         whole = gpt_layout.layouts(self.shape, self.stage_of, self.axis)
         return {
             name: whole[TIED if self.shape.tied and name == "head.weight" else name]
@@ -129,8 +131,9 @@ class GPT(Grouped):
         }
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """ids (B, S) int64 if the embedding is here, else activations; logits (S, B, V/n) if the
-        head is here, else activations. S are the tokens of this rank.
+        """Run the pieces that are here on x: ids (B, S) int64 if the embedding is here, else
+        activations. Return logits (S, B, V/n) if the head is here, else activations. S counts the
+        tokens of this rank.
 
         position_ids (B, S) int64 of the whole sequence, on every stage and rank: of several
         documents in a sample, from 0 in each; no token sees another document. None: one document.
@@ -153,7 +156,9 @@ class GPT(Grouped):
         return self.head(x[-1:] if tokens.last_only else x)
 
     def make_cache(self) -> GPTCache | None:
-        """Of keys and values, for one batch; None where a token depends on those behind it."""
+        """Return a cache of keys and values for one batch, or None if tokens cannot be computed one
+        at a time (sequence parallelism, experts with a capacity).
+        """
         moe = self.shape.moe
         is_alone = self.shape.sequence_parallel or (moe is not None and moe.capacity_factor)
         return None if is_alone else GPTCache(self)
@@ -161,7 +166,8 @@ class GPT(Grouped):
     def loss(
         self, logits: Tensor, targets: Tensor, ignore_index: int = -100
     ) -> tuple[Tensor, Tensor]:
-        """(sum of the tokens' losses, number of tokens counted): two scalars, equal over the group.
+        """Return (sum of the tokens' losses, number of tokens counted): two scalars, equal over the
+        group.
 
         logits (S, B, V/n) as `forward` gives them; targets (B, S) int64.
         """
@@ -171,14 +177,15 @@ class GPT(Grouped):
         return losses.sum(), (targets != ignore_index).sum()
 
     def whole_logits(self, logits: Tensor) -> Tensor:
-        """Those (B, S, V) of all tokens, in the order of targets, equal over the group.
+        """Return the logits (B, S, V) of all tokens, in the order of the targets, equal over the
+        group.
 
         logits (S, B, V/n) as `forward` gives them.
         """
         return self._joined(logits).transpose(0, 1)
 
     def logits_at(self, logits: Tensor, position: int) -> Tensor:
-        """Those (V,) of one position of the first sample, equal over the group.
+        """Return the logits (V,) at one position of the first sample, equal over the group.
 
         logits (S, B, V/n) as `forward` gives them.
         """
@@ -206,7 +213,7 @@ class GPT(Grouped):
 
 
 class Embed(VocabParallelEmbedding):
-    """ids (B, S) to activations: token vectors, with learned positions added where they are."""
+    """Embed ids (B, S) as token vectors, and add learned positions if the model has them."""
 
     def __init__(self, shape: GPTShape, dropout: float, **common):
         self.shape = shape  # first, since the parameters are made from layouts()
@@ -229,8 +236,9 @@ class Embed(VocabParallelEmbedding):
         return self.drop(x)
 
     def _positions(self, rows: int, tokens: Tokens) -> Tensor:
-        """The vectors of the tokens here, or under sequence parallelism of my part of these: those
-        of each sample, (S/n, B, D), or of all alike, (S/n, 1, D).
+        """Return the position vectors of the tokens here (under sequence parallelism, of this
+        rank's slice of them): (S/n, B, D) if each sample has its own positions, (S/n, 1, D) if all
+        share them.
         """
         if tokens.seq_len > self.shape.num_positions:
             raise DataError(
@@ -328,7 +336,7 @@ def _norm(shape: GPTShape, **common) -> LayerNorm | RMSNorm:
 
 
 class Head(Grouped):
-    """Activations to logits (S, B, my columns of the vocabulary)."""
+    """Turn activations into logits (S, B, this rank's columns of the vocabulary)."""
 
     def __init__(self, shape: GPTShape, *, group: Group, axis: str, dtype=None, device=None):
         super().__init__(group, axis)

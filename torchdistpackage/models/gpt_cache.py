@@ -20,7 +20,9 @@ from torchdistpackage.parallel.tensor.attention import (
 
 
 class GPTCache(WholeSequence):
-    """Of the blocks of one stage. `call` puts it in their place for one forward."""
+    """Keys and values of one stage's blocks. `call` lets their attentions use it for one
+    forward.
+    """
 
     takes_padding = True
 
@@ -32,8 +34,9 @@ class GPTCache(WholeSequence):
 
     @contextmanager
     def call(self, num: int, padding: Tensor | None) -> Iterator[None]:
-        """A forward inside is of `num` more tokens of each row, of which the last stage makes
-        logits of the last alone. padding: (B,) columns before a row's first token; None: none."""
+        """Let a forward inside compute `num` more tokens of each row; the last stage makes logits
+        of the last of them only. padding: (B,) columns before a row's first token; None: none.
+        """
         before, self._padding = self._model.sequence, padding
         self._model.sequence = self
         of_attentions = [(attention, attention.sequence) for attention, _ in self._attentions]

@@ -87,7 +87,7 @@ class GPTShape:
         return self.mlp_hidden or max(round(self.dim * self.mlp_ratio), 1)
 
     def moe_of(self, block: int) -> MoEShape | None:
-        """The mixture of experts of a block; None: it has an MLP."""
+        """Return the mixture of experts of a block; None: it has an MLP."""
         since = block - self.moe_first
         return self.moe if since >= 0 and since % self.moe_every == 0 else None
 
@@ -98,13 +98,14 @@ class GPTShape:
 
     @property
     def longest_seq_len(self) -> int:
-        """Tokens that its positions are made for, as they are scaled."""
+        """The longest sequence that its positions are made for, with their scaling."""
         rope = self.rope
         return scaled_length(self.num_positions, rope.factor, rope.original_max_position_embeddings)
 
 
 def shape_of_section(section: Mapping[str, Any], seq_len: int, sequence_parallel: bool) -> GPTShape:
-    """The shape that the keys of a model section describe; those left out have the defaults.
+    """Return the shape that the keys of a model section describe; keys left out have their
+    defaults.
 
     Raises:
         LayoutError: the sizes do not fit each other.
@@ -126,7 +127,7 @@ def shape_of_section(section: Mapping[str, Any], seq_len: int, sequence_parallel
 
 
 def check_split(shape: GPTShape, num_ranks: int) -> None:
-    """That the sizes fit each other, and that `num_ranks` tensor ranks can share them.
+    """Check that the sizes fit each other, and that `num_ranks` tensor ranks can share them.
 
     Raises:
         LayoutError: lists every size that does not fit, with the nearest that do.
@@ -150,19 +151,20 @@ def check_split(shape: GPTShape, num_ranks: int) -> None:
 
 
 def pieces(shape: GPTShape) -> tuple[str, ...]:
-    """Names of what a pipeline may be cut between, first to last."""
+    """Return the names of the pieces that a pipeline may be cut between, first to last."""
     blocks = (f"blocks.{index}.{half}" for index in range(shape.layers) for half in HALVES)
     return (EMBED, *blocks, HEAD)
 
 
 def module_of(piece: str) -> str:
-    """Name of the module that holds a piece: a block holds both its halves."""
+    """Return the name of the module that holds a piece; a block holds both its halves."""
     return piece if piece in (EMBED, HEAD) else piece.rpartition(".")[0]
 
 
 def piece_layouts(shape: GPTShape, piece: str, axis: str = "tensor") -> Layouts:
-    """Layouts of one piece, by name inside its module. A tied head lists its weight like any
-    other."""
+    """Return the layouts of one piece, by name inside its module. A tied head lists its weight like
+    any other.
+    """
     dim, sequence_parallel = shape.dim, shape.sequence_parallel
     norm = cut.norm(dim, shape.norm == "layer", axis, sequence_parallel)
     if piece == EMBED:
@@ -190,7 +192,7 @@ def embed(shape: GPTShape, axis: str) -> Layouts:
 def layouts(
     shape: GPTShape, stage_of: Sequence[int] | None = None, axis: str = "tensor"
 ) -> dict[str, Layout]:
-    """Every parameter's layout by global name, in the order of the pieces.
+    """Return every parameter's layout by global name, in the order of the pieces.
 
     stage_of: for each piece the index along pipe of the ranks that hold it; None: no pipeline,
         every rank holds all. A tied weight is listed once, `embed.weight`, with both stages.
@@ -217,7 +219,9 @@ def layouts(
 
 
 def piece_parameters(shape: GPTShape) -> tuple[int, ...]:
-    """Number of parameters of each piece, whole; a tied weight counts with the embedding."""
+    """Return the number of parameters of each whole piece; a tied weight counts with the
+    embedding.
+    """
     counts = [
         sum(math.prod(layout.shape) for layout in piece_layouts(shape, piece).values())
         for piece in pieces(shape)

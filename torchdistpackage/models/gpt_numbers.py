@@ -1,4 +1,4 @@
-"""What each layer of a GPT sends, computes and keeps of one microbatch. No torch."""
+"""Count what each layer of a GPT sends, computes and keeps for one micro-batch. No torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

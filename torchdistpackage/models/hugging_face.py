@@ -30,7 +30,7 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> GPT:
-    """The model of a transformers folder (GPT-2, Llama), or a stage of it, with its weights.
+    """Return the model of a transformers folder (GPT-2, Llama), or a stage of it, with its weights.
 
     seq_len: the longest sequence to train on; default all that the model knows. The others are
     arguments of `GPT`.

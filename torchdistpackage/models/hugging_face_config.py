@@ -10,7 +10,7 @@ from torchdistpackage.models.hugging_face_layout import family_of
 
 
 def config_json(shape: GPTShape, dtype: str, like: str | Path | None = None) -> dict[str, Any]:
-    """The config.json of a model.
+    """Return the config.json of a model.
 
     dtype: torch's name of the type of the weights. like: a folder whose other settings
         (special tokens, ...) are kept.

@@ -1,4 +1,4 @@
-"""Ranks that hold the parts of a GPT write it as a folder that transformers loads."""
+"""Write a GPT whose shards are on several ranks as a folder that transformers loads."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -69,7 +69,7 @@ def save_weights(
 
 
 class _RanksOfModel:
-    """Whole parameters of a model from the ranks that hold its parts.
+    """Collects the whole parameters of a model from the ranks that hold its shards.
 
     Raises:
         LayoutError: a rank does not hold the whole of its shards.
@@ -100,7 +100,7 @@ class _RanksOfModel:
         return self.rank == 0
 
     def try_on_first(self, act: Callable[[], None]) -> TorchDistError | None:
-        """What `act` raised on the first rank; nothing is done elsewhere."""
+        """Call `act` on the first rank only, and return the error that it raised, or None."""
         try:
             if self.is_first:
                 act()
@@ -109,7 +109,7 @@ class _RanksOfModel:
         return None
 
     def raise_all(self, error: TorchDistError | None) -> None:
-        """Raise what the first rank met on every rank."""
+        """Raise the first rank's error on every rank."""
         word = None if error is None else (type(error).__name__, str(error))
         said = primitives.broadcast_object(word, self.group)
         if error is not None:
@@ -119,7 +119,9 @@ class _RanksOfModel:
             raise getattr(errors, kind, CheckpointError)(text)
 
     def whole(self, name: str) -> Tensor:
-        """The parameter on the first rank; elsewhere what this rank sent of it."""
+        """Return the whole parameter on the first rank; the others send their shards and return an
+        empty tensor.
+        """
         layout = self.layouts[name]
         full = torch.empty(layout.shape, dtype=self.dtype) if self.is_first else torch.empty(0)
         for rank in range(self.mesh.size):
@@ -137,7 +139,7 @@ class _RanksOfModel:
         return full
 
     def _reachable(self, x: Tensor) -> Tensor:
-        """On the device that the group's messages need."""
+        """Move a tensor to the device that the group's messages need."""
         return x if not self.held else x.to(next(iter(self.held.values())).device)
 
     def _check(self) -> None:

@@ -69,7 +69,7 @@ def read_weights(
 
 
 def with_starts(parts: Sequence[Source]) -> Iterator[tuple[Source, int]]:
-    """Each source with the first row of the parameter that it makes up."""
+    """Yield each source with the first row of the parameter that it fills."""
     start = 0
     for source in parts:
         yield source, start
@@ -79,7 +79,9 @@ def with_starts(parts: Sequence[Source]) -> Iterator[tuple[Source, int]]:
 def _pieces(
     parameter: Tensor, layout: Layout, mesh: Mesh, index: int, source: Source, start: int
 ) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-    """Views of the shard at `index`, and the slices of the source, as stored, that go there."""
+    """Yield views of the shard at `index`, each with the slices of the stored source that fill
+    it.
+    """
     for (rows, *rest), (local, *local_rest) in blocks(layout, mesh, index):
         first, last = max(rows.start, start), min(rows.stop, start + source.num_rows)
         if first >= last:
@@ -90,7 +92,7 @@ def _pieces(
 
 
 def check_new(folder: str | Path) -> None:
-    """Raises CheckpointError if `folder` is there and not empty."""
+    """Raise CheckpointError if `folder` exists and is not empty."""
     if problem := taken(folder):
         raise CheckpointError(problem)
 
@@ -128,7 +130,8 @@ def write_folder(
 
 @contextmanager
 def new_folder(folder: str | Path) -> Iterator[Path]:
-    """A folder to write to, which is renamed to `folder`, new or empty, once all is written.
+    """Yield a temporary folder to write to, and rename it to `folder`, new or empty, once all is
+    written.
 
     Raises:
         CheckpointError: the folder is not empty, or cannot be written; nothing of it is left.
@@ -189,7 +192,7 @@ def _write_weights(
 
 
 def _chunks(parts: Iterable[Source], itemsize: int, shard_bytes: int) -> Iterator[list[Source]]:
-    """Sources of one file each, in order, as many as fit."""
+    """Yield the sources of each file in order, as many per file as fit."""
     held: list[Source] = []
     num_bytes = 0
     for source in parts:
@@ -208,7 +211,7 @@ def _stored(
     dtype: torch.dtype,
     named: FolderFiles,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of each source, as it is stored."""
+    """Yield the name and the tensor of each source, as it is stored."""
     for name, of in made_of.items():
         full = whole(name).detach()
         parts = _rows(full, of) if named.stored is None else named.stored(name, full)

@@ -1,4 +1,4 @@
-"""Which tensors of a transformers folder make up each parameter of a GPT, and where. No torch.
+"""Map each parameter of a GPT to the tensors of a transformers folder that make it up. No torch.
 
 A parameter is the tensors it comes from, one below the other along its dim 0; GPT-2 stores its
 matrices transposed. Names are those that transformers saves: a tied head has none of its own.
@@ -50,7 +50,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class FolderFiles:
-    """How a folder names its settings and its weights, and whether these may be several files.
+    """The names of a folder's settings and weights, and whether the weights may be split over
+    several files.
 
     stored: by key what a parameter is in the files, of its global name and value; None: the rows of
     its sources.
@@ -63,7 +64,7 @@ class FolderFiles:
 
 
 def family_of(shape: GPTShape) -> str:
-    """The model_type that a GPT of this shape is to transformers: gpt2 or llama.
+    """Return the model_type, gpt2 or llama, under which transformers loads a GPT of this shape.
 
     Raises:
         LayoutError: it is neither; lists for both what they have instead.
@@ -99,7 +100,7 @@ def family_of(shape: GPTShape) -> str:
 
 
 def sources(shape: GPTShape) -> dict[str, tuple[Source, ...]]:
-    """For each parameter, by global name in the model's order, the tensors that make it up.
+    """Return the tensors that make up each parameter, by global name in the model's order.
 
     Raises:
         LayoutError: transformers has no such model.
@@ -161,7 +162,7 @@ def _llama(shape: GPTShape, name: str, whole: tuple[int, ...]) -> Iterator[Sourc
 
 
 def _words(name: str) -> tuple[str | None, str, str]:
-    """(block, module, weight or bias) of a global name."""
+    """Return (block, module, weight or bias) of a global name."""
     module, _, last = name.rpartition(".")
     if not module.startswith("blocks."):
         return None, module, last
@@ -179,7 +180,7 @@ class WeightFolder:
 
 
 def open_folder(folder: str | Path, shape: GPTShape) -> WeightFolder:
-    """The files of a folder that has exactly the weights of a GPT; only headers are read.
+    """Open a folder that has exactly the weights of a GPT; only headers are read.
 
     Raises:
         CheckpointError: it has no weights, or others: lists all that are missing, unexpected, or
@@ -199,7 +200,7 @@ def find_tensors(
     tied: tuple[str, str] | None = None,
     other_names: Mapping[str, str] = MappingProxyType({}),
 ) -> WeightFolder:
-    """The files of a folder that has exactly the `expected` tensors, of these shapes.
+    """Open a folder that has exactly the `expected` tensors, with these shapes.
 
     tied: of a tied head the name and that of the embedding it has to equal, bit by bit, in folders
         that have both. other_names: of tensors in the files -> in `expected`.
@@ -243,7 +244,9 @@ def find_tensors(
 def _check_tied(
     folder: Path, found: Mapping[str, tuple[str, StoredTensor]], head: str, embedding: str
 ) -> None:
-    """Raises CheckpointError where the head is not the embedding, of which one would be lost."""
+    """Raise CheckpointError if the head differs from the embedding, since one of them would be
+    lost.
+    """
     one, other = (((folder / file).resolve(), x) for file, x in (found[head], found[embedding]))
     try:
         if same_bits(one, other):
@@ -258,7 +261,9 @@ def _check_tied(
 
 
 def _in_whole_model(found: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, str]:
-    """Name in a model with a head -> name in the files, which may be of a model without one."""
+    """Map the names in a model with a head to the names in the files, which may hold a model
+    without one.
+    """
     prefix = next(iter(expected)).partition(".")[0] + "."
     bare = not any(name.startswith(prefix) for name in found)
     return {
@@ -287,7 +292,7 @@ def folder_dtype(folder: str | Path) -> str | None:
 
 
 def headers(folder: Path) -> Iterator[tuple[str, tuple[str, StoredTensor]]]:
-    """The name of each tensor of a folder, with its file and what the header says.
+    """Yield the name of each tensor of a folder, with its file and its header.
 
     Raises:
         CheckpointError: the folder has no weights, or lacks a file of them.
@@ -304,7 +309,7 @@ def headers(folder: Path) -> Iterator[tuple[str, tuple[str, StoredTensor]]]:
 
 
 def _listed(folder: Path) -> dict[str, str]:
-    """Tensor -> file, as the index says; empty where one file holds all."""
+    """Return the file of each tensor, as the index lists it; empty if one file holds all."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; name the folder of a transformers model")
     if not (folder / INDEX).is_file():

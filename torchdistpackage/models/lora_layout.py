@@ -1,4 +1,4 @@
-"""Low-rank adapters as numbers: which layers have them, and how they are cut with these. No torch.
+"""The layouts of low-rank adapters: which layers have them, and how they are split. No torch.
 
 An adapter adds alpha / r times B A x to what a linear layer makes of x. Where the layer is cut by
 outputs B is cut alike, where it is cut by inputs A is; ranks have the other one whole, and each a
@@ -29,8 +29,9 @@ ADAPTER_FILES = FolderFiles(ADAPTER_FILE, "adapter_model.safetensors", is_sharde
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """peft's r, lora_alpha, lora_dropout and target_modules. quant_type: of frozen weights in 4
-    bits; None: they are as wide as the model's."""
+    """The settings of adapters: peft's r, lora_alpha, lora_dropout and target_modules. quant_type:
+    the 4-bit type of the frozen weights; None: they have the model's type.
+    """
 
     r: int
     alpha: float
@@ -49,7 +50,7 @@ class Lora:
     def adapters(
         self, parameters: Mapping[str, Weight], is_head: bool = False
     ) -> dict[str, Weight]:
-        """Those on the linear layers among them, by name."""
+        """Return the adapters of the linear layers among these parameters, by name."""
         found: dict[str, Weight] = {}
         for name, weight in parameters.items():
             layer = name.removesuffix(".weight")
@@ -81,15 +82,17 @@ class Lora:
         return {a.name: Weight(a, "uniform", std), b.name: Weight(b, "zeros")}
 
     def packed(self, weights: Mapping[str, Weight], output: str) -> frozenset[str]:
-        """Those in 4 bits: of linear layers, but for adapters and the head, as transformers chooses
-        them. output: of the head."""
+        """Return the names of the weights held in 4 bits: those of linear layers except adapters
+        and the head, as transformers chooses them. output: path of the head.
+        """
         if self.quant_type is None:
             return frozenset()
         linear = (name for name, weight in weights.items() if weight.inputs is not None)
         return frozenset(x for x in linear if not is_adapter(x) and x != f"{output}.weight")
 
     def adapter_config(self, base: str | None, weights: Mapping[str, Weight]) -> dict[str, Any]:
-        """peft's adapter_config.json. base: the folder of the model. weights: all of the model.
+        """Return peft's adapter_config.json. base: the folder of the model. weights: all parameters
+        of the model, adapters included.
 
         It names the layers that have adapters here. What `all-linear` stands for is peft's to say,
         and on mixtures it is more than what was trained.
@@ -114,7 +117,9 @@ class Lora:
 
 
 def names(target: str, layer: str) -> bool:
-    """Whether it is the name of a layer, or its end from a dot on, as peft looks for it."""
+    """Return whether `target` is a layer's name, or the end of it after a dot, as peft matches
+    names.
+    """
     return f".{layer}".endswith(f".{target}")
 
 
@@ -138,7 +143,9 @@ def peft_targets(weights: Mapping[str, Weight]) -> tuple[list[str], list[str]]:
 
 
 def left_out(lora: Lora, weights: Mapping[str, Weight]) -> str | None:
-    """Say which matrices of the blocks `all-linear` gives no adapters; None: it gives all some."""
+    """Return which matrices of the blocks get no adapters from `all-linear`, as text; None: all get
+    some.
+    """
     adapted = _adapted_layers(weights)
     matrices = {
         name: math.prod(weight.layout.shape)
@@ -178,12 +185,12 @@ def _last(path: str) -> str:
 
 
 def peft_name(parameter: str) -> str:
-    """Of an adapter's parameter in peft's files."""
+    """Return the name of an adapter's parameter in peft's files."""
     return PREFIX + parameter
 
 
 def _cut_like(whole: Layout, dim: int, one: Layout, at: int) -> Layout:
-    """`one` with its dim `at` cut as the dim `dim` of `whole`."""
+    """Return `one` with its dim `at` split as `whole` is split along `dim`."""
 
     def only(x: tuple[Any, ...]) -> tuple[Any, ...]:
         return (x, ()) if at == 0 else ((), x)
@@ -196,7 +203,7 @@ def _cut_like(whole: Layout, dim: int, one: Layout, at: int) -> Layout:
 
 
 def linear_layers(weights: Mapping[str, Weight]) -> tuple[str, ...]:
-    """Last words of the names of those that can have adapters."""
+    """Return the last words of the names of the layers that can have adapters."""
     layers = (name.split(".")[-2] for name, w in weights.items() if w.inputs is not None)
     return tuple(dict.fromkeys(layers))
 
@@ -204,7 +211,9 @@ def linear_layers(weights: Mapping[str, Weight]) -> tuple[str, ...]:
 def target_problems(
     lora: Lora, family: str, weights: Mapping[str, Weight], output: str, is_tied: bool
 ) -> list[str]:
-    """What is wrong with the targets for a model of these parameters. output: of its head."""
+    """Return what is wrong with the targets for a model with these parameters. output: path of its
+    head.
+    """
     layers = {name.rpartition(".")[0]: False for name in weights if not is_adapter(name)}
     layers |= {
         name.removesuffix(".weight"): True for name, w in weights.items() if w.inputs is not None
@@ -228,7 +237,9 @@ def target_problems(
 def cut_problem(
     weights: Mapping[str, Weight], packed: frozenset[str], tensor: int, axis: str = "tensor"
 ) -> str | None:
-    """What to say where so many ranks cut within blocks; None: they do not."""
+    """Return the error text if so many tensor ranks would split blocks of 4-bit weights, or
+    None.
+    """
 
     def cut_within(size: int) -> list[str]:
         mesh = Mesh(((axis, size),))

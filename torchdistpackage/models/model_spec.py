@@ -1,4 +1,6 @@
-"""What plans, builds and exports ask of a model before any of its modules is there. No torch."""
+"""The interface of a model that plans, builds and exports use before any of its modules exists. No
+torch.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,8 @@ from torchdistpackage.predict.calls import Microbatch
 
 @dataclass(frozen=True, slots=True)
 class ModelUse:
-    """What a run asks of a model. tensor, num_stages, context, expert: ranks along each axis.
+    """The features that a run needs of a model. tensor, num_stages, context, expert: number of
+    ranks along each axis.
 
     compares_pairs: its loss is of pairs of answers, not of tokens.
     """
@@ -44,8 +47,9 @@ class ModelUse:
 
 
 class ModelShape(Protocol):
-    """What every shape has: length of sequences, width of activations, number of token ids, the
-    longest sequence that the model is made for, and that with the scaling of its positions."""
+    """Sizes that every model has: sequence length, width of activations, number of token ids, the
+    longest sequence that it is made for, and that length with scaled positions.
+    """
 
     @property
     def seq_len(self) -> int: ...
@@ -81,7 +85,7 @@ class ModelSpec(Protocol):
 
     @classmethod
     def of_section(cls, section: Mapping[str, Any], use: ModelUse) -> Self:
-        """The model that the keys of a model section describe, for such a run.
+        """Return the model that the keys of a model section describe, for a run with this `use`.
 
         Raises:
             LayoutError, ConfigError: the keys describe no such model.
@@ -89,54 +93,65 @@ class ModelSpec(Protocol):
         ...
 
     def pieces(self) -> tuple[str, ...]:
-        """Names of what a pipeline may be cut between, first to last."""
+        """Return the names of the pieces that a pipeline may be cut between, first to last."""
         ...
 
     def layouts(self, stage_of: Sequence[int] | None = None) -> dict[str, Layout]:
-        """Every parameter's layout by global name. stage_of: for each piece the index along pipe of
-        the ranks that hold it; None: no pipeline."""
+        """Return every parameter's layout by global name. stage_of: the pipe index that holds each
+        piece; None: no pipeline.
+        """
         ...
 
     def buffers(self) -> dict[str, Layout]:
-        """By global name the buffers that checkpoints and folders hold beside the parameters."""
+        """Return the buffers that checkpoints and folders hold beside the parameters, by global
+        name.
+        """
         ...
 
     def packed(self) -> frozenset[str]:
-        """By global name the frozen parameters that ranks hold in 4 bits."""
+        """Return the global names of the frozen parameters that ranks hold in 4 bits."""
         ...
 
     def piece_costs(self) -> tuple[float, ...]:
-        """Floating-point operations of each piece's forward, per token of a full sequence."""
+        """Return the floating-point operations of each piece's forward, per token of a full
+        sequence.
+        """
         ...
 
     def piece_parameters(self) -> tuple[int, ...]:
-        """Number of parameters of each piece."""
+        """Return the number of parameters of each piece."""
         ...
 
     def flops_per_token(self) -> float:
-        """Floating-point operations of forward and backward for one token of a full sequence."""
+        """Return the floating-point operations of forward and backward for one token of a full
+        sequence.
+        """
         ...
 
     def refusals(self, use: ModelUse) -> list[tuple[str, str]]:
-        """(key, text) of what the model cannot do, besides what the rules of the configuration
-        find."""
+        """Return (key, text) of each thing that the model cannot do, beyond what the
+        configuration's rules refuse.
+        """
         ...
 
     def layer_numbers(self, held: Sequence[int], of: Microbatch) -> tuple[LayerNumbers, ...]:
-        """What each layer of a stage with the pieces `held` sends over tensor and expert ranks,
-        computes and keeps of a microbatch, with the loss where the head is."""
+        """Return what each layer of a stage with the pieces `held` sends over tensor and expert
+        ranks, computes and keeps for one micro-batch. A stage with the head counts the loss too.
+        """
         ...
 
     def uncounted(self, of: Microbatch) -> str | None:
-        """Why the calls are not known, or None."""
+        """Return why the calls cannot be counted before a run, or None."""
         ...
 
     def goes_with(self) -> tuple[tuple[str, str], ...]:
-        """(axis or key, text) of what a run of this model may ask for; () if rules alone say."""
+        """Return (axis or key, text) of what a run of this model may ask for; () if the rules alone
+        decide.
+        """
         ...
 
     def notes(self) -> tuple[str, ...]:
-        """What a plan and the log of a run say once of how the model is trained."""
+        """Return notes on how the model is trained, which a plan and a run's log print once."""
         ...
 
     def check_weights(self, folder: str | Path) -> None:
@@ -149,7 +164,7 @@ class ModelSpec(Protocol):
         ...
 
     def sources(self) -> dict[str, tuple[Source, ...]]:
-        """The tensors that each trained parameter makes up in a folder of transformers or peft.
+        """Return the tensors that each trained parameter makes up in a transformers or peft folder.
 
         Raises:
             LayoutError: they have no such model.
@@ -157,10 +172,12 @@ class ModelSpec(Protocol):
         ...
 
     def config_json(self, dtype: str, like: str | Path | None) -> dict[str, Any]:
-        """The settings of such a folder. dtype: torch's name of the type of the weights. like: a
-        folder whose other settings are kept, or, with adapters, which they are for."""
+        """Return the settings file of such a folder. dtype: torch's name for the type of the
+        weights. like: a folder whose other settings are kept or, with adapters, the folder of the
+        model they are for.
+        """
         ...
 
     def files(self) -> FolderFiles:
-        """How such a folder names its settings and its weights."""
+        """Return how such a folder names its settings and its weights."""
         ...

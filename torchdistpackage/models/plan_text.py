@@ -29,7 +29,7 @@ _OF_TORCH = torch.autocast
 
 
 def split_table(path: Path, num_shards: int, seq_len: int, lists_all: bool) -> str:
-    """The plan as text. Nothing is allocated: the model is made on the meta device.
+    """Return the plan as text. Nothing is allocated: the model is made on the meta device.
 
     lists_all: each layer by itself, not equal ones in one row.
 
@@ -116,12 +116,14 @@ def _cut_of(layout: Layout) -> str:
 
 
 def _autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
-    """torch's, but for the meta device, which it refuses: transformers 4 turns it off there."""
+    """Call torch.autocast, except on the meta device, which torch refuses; transformers 4 turns
+    autocast off there.
+    """
     return nullcontext() if device_type == "meta" else _OF_TORCH(device_type, *args, **kwargs)
 
 
 def model_of(path: Path) -> Any:
-    """The model of a config.json, on the meta device."""
+    """Return the model of a config.json, on the meta device."""
     try:
         import transformers
     except ImportError as error:
@@ -147,7 +149,7 @@ def model_of(path: Path) -> Any:
 
 
 def folded(table: PlanTable) -> PlanTable:
-    """Layers that differ in nothing but their number in one row, with the bytes of all."""
+    """Join the rows of layers that differ only in their number, and add up their bytes."""
     rows: dict[Key, list[ParameterRow]] = {}
     for row in table.parameters:
         key = (re.sub(r"\d+", "*", row.name), row.shape, row.cut, row.num_bytes)

@@ -1,4 +1,4 @@
-"""What a model cannot do of what a run asks of it, found before a rank starts. No torch.
+"""Refuse what a model cannot do for a run, before a rank starts. No torch.
 
 Rules that need no shape stand in config/rules_model.py.
 """

@@ -17,14 +17,15 @@ the time in which a plan starts."""
 
 
 def model_of(section: ModelSection) -> type[ModelSpec] | None:
-    """The kind of model that a model section describes; None: the user's own."""
+    """Return the kind of model that a model section describes; None: the user's own."""
     if section.hf is not None:
         return resolve(TRANSFORMERS)
     return None if section.name is None else model(section.name)
 
 
 def spec_of(config: RunConfig) -> ModelSpec | None:
-    """The model that the model, data and parallel sections describe together; None: the user's own.
+    """Return the model that the model, data and parallel sections describe together; None: the
+    user's own.
 
     Raises:
         LayoutError, ConfigError: they describe no model.
@@ -35,7 +36,7 @@ def spec_of(config: RunConfig) -> ModelSpec | None:
 
 
 def model(name: str) -> type[ModelSpec]:
-    """The kind of model called `name`.
+    """Return the kind of model called `name`.
 
     Raises:
         ConfigError: there is none; lists those there are.

@@ -153,7 +153,8 @@ _NUMBERS = ("_idxs", "layer_ids")
 
 
 def shrunk(given: Mapping[str, Any], of_each_kind: int = 1, heads: int = _HEADS) -> dict[str, Any]:
-    """`given`, a config.json with all its settings, as that of a small model of the same classes.
+    """Return the config.json of a small model of the same classes as `given`, a config.json with
+    all its settings.
 
     of_each_kind: layers that the copy keeps of each kind. heads: that it has at most. Whether
     transformers can make a model of it has to be tried.
@@ -186,7 +187,7 @@ def shrunk(given: Mapping[str, Any], of_each_kind: int = 1, heads: int = _HEADS)
 
 
 def without_dropout(small: Mapping[Any, Any]) -> dict[Any, Any]:
-    """`small` with all rates of dropout 0, so that ranks draw nothing."""
+    """Return `small` with every dropout rate 0, so that ranks draw no random numbers."""
     return {
         key: without_dropout(cast(dict[Any, Any], x))
         if isinstance(x, dict)
@@ -198,7 +199,9 @@ def without_dropout(small: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _one_entry_a_layer(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Settings that list attention and MLP of each layer apart, as Dory's, with one for both."""
+    """Return settings with one entry a layer, where `given` lists the attention and the MLP of each
+    layer apart, as Dory's does.
+    """
     kinds = given.get("layer_types")
     if not isinstance(kinds, list) or "mlp" not in kinds:
         return given
@@ -259,17 +262,17 @@ def _size(
 
 
 def _inner(value: int, width: int) -> int:
-    """Twice as wide as it is in proportion, so that ranks have more than one channel each."""
+    """Return twice the proportional width, so that each rank has more than one channel."""
     return max(round(value * WIDTH / (width or value) / HEAD), 2) * HEAD
 
 
 def _is_mamba2(given: Mapping[str, Any]) -> bool:
-    """Whose heads and their width make up the inner width."""
+    """Return whether this is Mamba 2, whose heads times their width must equal the inner width."""
     return given.get("model_type") == "mamba2"
 
 
 def _whole_heads(given: Mapping[str, Any]) -> set[int]:
-    """Widths of heads with their rotary part, of latent attention."""
+    """Return the widths of heads including their rotary part, for latent attention."""
     by_layer = cast(dict[str, Any], given.get("per_layer_config") or {}).values()
     parts = {x.get("qk_nope_head_dim") for x in (given, *by_layer) if isinstance(x, Mapping)}
     rotary = given.get("qk_rope_head_dim")
@@ -285,7 +288,9 @@ def _layers_of(given: Mapping[str, Any]) -> int:
 
 
 def _kept_layers(given: Mapping[str, Any], layers: int, of_each_kind: int) -> list[int]:
-    """Layers of the copy: of each kind that a list names so many, and two at least."""
+    """Return the layers that the copy keeps: `of_each_kind` of each kind that a list names, and at
+    least two (four without such a list).
+    """
     kinds = [given[k] for k in _KINDS if isinstance(given.get(k), list) and len(given[k]) == layers]
     # the last layers read what earlier ones of their kind made
     shared = layers - min(given.get("num_kv_shared_layers") or 0, layers)
@@ -302,7 +307,7 @@ def _kept_layers(given: Mapping[str, Any], layers: int, of_each_kind: int) -> li
 
 
 def _indices(value: Sequence[Any], kept: Sequence[int]) -> list[Any]:
-    """Of a list of layers' numbers those that are kept, by their new numbers."""
+    """Return the kept entries of a list of layer numbers, with their new numbers."""
     new = {old: at for at, old in enumerate(kept)}
     return [new.get(x, x) for x in value if not isinstance(x, int) or x in new]
 
@@ -323,7 +328,7 @@ def _shrunk_inside(
 
 
 def _shrunk_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings, of whose lists each has a number for a channel."""
+    """Return rotary settings whose lists, of one number per channel, are cut to the small head."""
     half = HEAD // 2
     return {
         key: (value[:half] if isinstance(value, list) else _shrunk_rope(value))

@@ -1,4 +1,4 @@
-"""Finds the embeddings and the output head of a model whose layouts do not name them."""
+"""Find the embeddings and the output head of a model whose layouts do not name them."""
 
 from collections.abc import Iterator
 from typing import Any

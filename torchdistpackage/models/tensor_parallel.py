@@ -119,7 +119,7 @@ def tensor_parallel(
 
 
 class _NoTable(LayoutError):
-    """Why no table splits a module."""
+    """No table splits this module; the text says why."""
 
 
 def _split_by_table(

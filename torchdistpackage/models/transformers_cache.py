@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class TransformersCache:
-    """Of the blocks of one stage, which stand from block `first` on.
+    """transformers' cache for the blocks of one stage, which begin at block `first`.
 
     decoder: a DecoderStage, or a whole model of transformers.
     """
@@ -68,7 +68,9 @@ class TransformersCache:
 
     @contextmanager
     def call(self, num: int, padding: Tensor | None) -> Iterator[dict[str, Any]]:
-        """Keywords of the decoder for `num` more tokens of each row, as `GPTCache.call`."""
+        """Yield the decoder's keyword arguments for `num` more tokens of each row; see
+        `GPTCache.call`.
+        """
         end = self.length + num
         given: dict[str, Any] = {self._name: self._past, "use_cache": True, **self._last}
         if padding is not None:
@@ -94,12 +96,13 @@ def _stage_cache(config: Any, first: int) -> Any:
 
 
 def serves(given: Mapping[str, Any], around: StageSides | None) -> tuple[bool, bool]:
-    """Say of a family whose cache tests hold what `tried_cache` finds out of others."""
+    """Answer for a family whose cache tests cover; `tried_cache` tries the others."""
     return True, True
 
 
 def tried_cache(given: Mapping[str, Any], around: StageSides | None) -> tuple[bool, bool]:
-    """Whether a class that has no table writes with a cache what it does without, and with padding.
+    """Return whether a class without a table writes the same with a cache as without one, and
+    whether it also does with padding.
 
     around: what stands around its blocks, if it is cut into two stages, behind each of its blocks.
     Tried on a small copy; any difference or error is a no.
@@ -114,7 +117,7 @@ def tried_cache(given: Mapping[str, Any], around: StageSides | None) -> tuple[bo
 
 @lru_cache(maxsize=16)
 def _problem(text: str, around: StageSides | None, padding: int) -> str | None:
-    """Why no cache serves, by the first module that differs; None: it does."""
+    """Return why no cache serves, by the first module that differs; None: one does."""
     problem = "transformers makes no small copy to try it on"
     with keep_random_states(), torch.no_grad():
         for model in small_models(json.loads(text)):
@@ -131,7 +134,7 @@ def _problem(text: str, around: StageSides | None, padding: int) -> str | None:
 
 
 def _cuts(model: Any, around: StageSides | None) -> Iterator[list[tuple[nn.Module, int]]]:
-    """(stages with their first blocks) in a row."""
+    """Yield, for each cut, the stages in a row, each with the number of its first block."""
     if around is None:
         yield [(model, 0)]
         return
@@ -146,7 +149,7 @@ def _cuts(model: Any, around: StageSides | None) -> Iterator[list[tuple[nn.Modul
 
 
 def _difference(stages: list[tuple[nn.Module, int]], second: int) -> ParityFinding | None:
-    """The first difference of a token's activations with a cache from those without.
+    """Return the first difference between a token's activations with a cache and without one.
 
     second: columns of padding before the second row.
     """
@@ -180,7 +183,7 @@ def _difference(stages: list[tuple[nn.Module, int]], second: int) -> ParityFindi
 
 
 def _last_token(record: ParityRecord, row: int) -> ParityRecord:
-    """Return what a record has of the last token of one row."""
+    """Return the record of the last token of one row."""
 
     def last(tensors: list[Tensor]) -> list[Tensor]:
         return [x[row : row + 1, -1:] for x in tensors if x.dim() > 2]

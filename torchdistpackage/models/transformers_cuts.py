@@ -1,4 +1,4 @@
-"""What tensor ranks can share of a model that has no table, by rules.
+"""Rules that find what tensor ranks can share of a model without a table.
 
 | module | cut |
 |---|---|
@@ -29,9 +29,10 @@ from torchdistpackage.layout.table import AttentionCut, Count, LayerCut, LayerKi
 
 @dataclass(frozen=True, slots=True)
 class CutChoices:
-    """by_heads: attention by heads. fused: gate and up in one layer are cut each for itself.
-    others: layers of no known module are cut too. head: logits stay apart. experts: stacked ones
-    are cut inside."""
+    """The rules that are used. by_heads: split attention by heads. fused: split gate and up
+    separately where one layer has both. others: split layers of unknown modules too. head: leave
+    logits split over the ranks. experts: split stacked experts inside.
+    """
 
     by_heads: bool = True
     fused: bool = True
@@ -96,7 +97,7 @@ class _CutRules:
 
     @cached_property
     def _plan(self) -> list[tuple[re.Pattern[str], str]]:
-        """Of paths within a block."""
+        """transformers' own plan: the style of each pattern of paths inside a block."""
         config = self.model.config.get_text_config()
         given = getattr(config, "base_model_tp_plan", None) or {}
         return [
@@ -106,7 +107,7 @@ class _CutRules:
         ]
 
     def _style(self, block: str, path: str) -> str:
-        """transformers' word for a module or parameter of a block; "" if it has none."""
+        """Return transformers' style for a module or parameter of a block; "" if it has none."""
         inner = path.removeprefix(f"{block}.")
         return next((style for pattern, style in self._plan if pattern.fullmatch(inner)), "")
 
@@ -209,7 +210,7 @@ class _CutRules:
         return False
 
     def _alone(self, block: str, path: str, linears: Mapping[str, nn.Module]) -> None:
-        """Layers each for itself."""
+        """Split each of the layers by itself."""
         is_named = any(self._style(block, f"{path}.{name}") for name in linears)
         if self.choices.others or is_named or "attn" in path or "attention" in path:
             self._others(path, linears, set())
@@ -279,7 +280,7 @@ class _CutRules:
     # -- around them -----------------------------------------------------------------------
 
     def add_tables(self) -> None:
-        """The embedding and the matrix that makes logits."""
+        """Split the embedding and the matrix that makes logits."""
         names = {id(module): path for path, module in self.modules.items()}
         table: Any = self.model.get_input_embeddings()
         head: Any = self.model.get_output_embeddings()
@@ -298,13 +299,13 @@ class _CutRules:
 
 
 def is_linear(module: object) -> bool:
-    """Whether it multiplies by its matrix, and does nothing else."""
+    """Return whether a module multiplies by its matrix and does nothing else."""
     if isinstance(module, nn.Linear):
         return type(module).forward is nn.Linear.forward
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def sizes_of(layer: Any) -> tuple[int, int]:
-    """(outputs, inputs)."""
+    """Return (outputs, inputs) of a linear layer."""
     first, second = layer.weight.shape
     return (first, second) if isinstance(layer, nn.Linear) else (second, first)

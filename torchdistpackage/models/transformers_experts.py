@@ -26,7 +26,7 @@ from torchdistpackage.topology.mesh import Mesh
 
 
 class StackedExperts(nn.Module):
-    """Those of this rank, in place of `whole`, transformers' module of all of a block.
+    """This rank's experts, in place of `whole`, transformers' module with all experts of a block.
 
     layouts: of its two matrices, by their names there. name: of the module, in errors.
     """
@@ -56,12 +56,12 @@ class StackedExperts(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Of which `routers_in` asks the device."""
+        """The matrix whose device `routers_in` asks for."""
         return self.gate_up_proj
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden_states (N, D), each token's experts (N, k) int64 and their weights (N, k) ->
-        (N, D).
+        """Compute the experts of each token: hidden_states (N, D), their experts (N, k) int64 and
+        weights (N, k) give (N, D).
 
         Raises:
             DataError: weights are NaN, here or on another rank of the group.
@@ -85,12 +85,12 @@ class StackedExperts(nn.Module):
 
 
 def expert_group() -> Group | None:
-    """Ranks that share the experts; None: this process has all of them."""
+    """Return the ranks that share the experts; None: this process has all of them."""
     return tpc.get_group("expert") if tpc.is_set else None
 
 
 def mesh_index_of(tensor: Group | None, axis: str) -> tuple[Mesh, int]:
-    """Of what cuts parameters: a mesh, and this rank's place in it."""
+    """Return the mesh that splits parameters, and this rank's index in it."""
     return _mesh_index(expert_group(), tensor, axis)
 
 
@@ -105,8 +105,8 @@ def share_experts(
     decoder: nn.Module, layouts: Mapping[str, Layout], group: Group, tensor: Group | None = None
 ) -> None:
     """Replace every module of experts in `decoder`. layouts: of all parameters of the model, by
-    their names in it, of which those that are cut over `expert` name these modules. tensor: ranks
-    that share each expert."""
+    name; those split over `expert` name these modules. tensor: the ranks that share each expert.
+    """
     found: dict[str, dict[str, Layout]] = {}
     for name, layout in layouts.items():
         if "expert" in layout.split_axes:
@@ -120,7 +120,8 @@ def share_experts(
 
 
 def router_load(router_logits: Sequence[Tensor], top_k: int) -> Tensor:
-    """(2, E): how often each expert was chosen in all blocks, and the sum of its probabilities.
+    """Return (2, E): how often each expert was chosen in all blocks, and the sum of its
+    probabilities.
 
     router_logits: (N, E) of each block. Float32, or float64 of float64 logits.
     """
@@ -137,8 +138,8 @@ def router_load(router_logits: Sequence[Tensor], top_k: int) -> Tensor:
 
 
 def router_loss_sum(load: Tensor, num_tokens: Tensor, top_k: int) -> Tensor:
-    """This rank's part of (tokens that are counted) x (transformers' loss of its routers), both of
-    the microbatch of all ranks that see different tokens, which all call this.
+    """Return this rank's share of (number of counted tokens) x (transformers' router loss), both
+    over the micro-batch of all ranks that see different tokens. All these ranks call it.
 
     Switch's loss (arXiv:2101.03961, equation 4) over the tokens of all blocks together: experts x
     sum of (choices / tokens) x (mean probability). load: of `router_load`; num_tokens: int64.

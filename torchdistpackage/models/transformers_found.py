@@ -1,4 +1,4 @@
-"""Reads a family from transformers' modules: what plans, layouts and builds ask of a table.
+"""Read a family from transformers' modules: what plans, layouts and builds need of a table.
 
 The model itself is made on the meta device. What names and shapes do not show, whether its loss is
 that of its tokens and which parts they reach, is tried on a small copy of the same classes.
@@ -58,8 +58,7 @@ _LEARNED = re.compile(r"position|\bwpe\b")
 
 
 def found_family(given: Mapping[str, Any], tensor: int = 1) -> Family:
-    """The family of one config.json, which transformers can make a model of, cut for so many
-    tensor ranks.
+    """Return the family of one config.json that transformers can build, split for `tensor` ranks.
 
     Raises:
         NotAvailableError: transformers is not there.
@@ -69,7 +68,7 @@ def found_family(given: Mapping[str, Any], tensor: int = 1) -> Family:
 
 
 def found_model(given: Mapping[str, Any], tensor: int = 1) -> FoundModel:
-    """What `found_family` makes its table of."""
+    """Return the model from which `found_family` makes its table."""
     return _read(json.dumps(dict(given), sort_keys=True, default=str), tensor)
 
 
@@ -136,7 +135,7 @@ def _found(model: Any, config: Any, tried: "_Tried") -> FoundModel:
 
 
 def found_on(model: Any) -> FoundModel:
-    """Return what is read of a model that is there, of which nothing is tried."""
+    """Return what is read of an existing model, without a trial."""
     return _found(model, model.config, _Tried())
 
 
@@ -146,7 +145,9 @@ def _number(config: Any, name: str, default: int) -> int:
 
 
 def _names(model: Any) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
-    """Parameters by the names that transformers saves, and their other names."""
+    """Return the parameters by the names that transformers saves, and a map from their other names
+    to these.
+    """
     tied = getattr(model, "all_tied_weights_keys", {})
     known: dict[int, str] = {}
     everything = dict(model.named_parameters(remove_duplicate=False))
@@ -190,8 +191,9 @@ def _buffers(model: nn.Module) -> Iterator[Layout]:
 
 
 def _blocks(model: Any, unreached: tuple[str, ...]) -> tuple[str, int]:
-    """Path and length of the longest list of modules that is in no other, and that token ids reach;
-    ("", 1) without one."""
+    """Return the path and the length of the longest outermost list of modules that token ids reach;
+    ("", 1) if there is none.
+    """
     lists: dict[str, int] = {}
     for name, module in model.named_modules():
         if f"{name}.".startswith(tuple(f"{path}." for path in unreached)):
@@ -208,7 +210,7 @@ def _blocks(model: Any, unreached: tuple[str, ...]) -> tuple[str, int]:
 
 
 def _cut(given: Mapping[str, Any], whole: FoundModel, tensor: int) -> FoundModel:
-    """`whole` with the cuts of the first choices by which a small copy computes the same."""
+    """Return `whole` split by the first choices under which a small copy computes the same."""
     by_heads = share_heads_evenly(whole.sizes.heads, whole.sizes.kv_heads, tensor)
     num_ranks = min(tensor, MOST_TRIED)
     problem = f"transformers makes no small copy of {whole.class_name} to try it on"
@@ -233,7 +235,7 @@ def _cut(given: Mapping[str, Any], whole: FoundModel, tensor: int) -> FoundModel
 
 @dataclass(frozen=True)
 class _Tried:
-    """What a small copy showed, see `FoundModel`."""
+    """The findings of a trial on a small copy; see `FoundModel`."""
 
     refused: str | None = None
     unreached: tuple[str, ...] = ()
@@ -291,8 +293,9 @@ def _try(model: Any, given: Mapping[str, Any]) -> _Tried:
 
 
 def _unreached(model: nn.Module) -> Iterator[str]:
-    """Paths of the outermost modules, but for blocks and experts of a list, of whose parameters
-    none has a gradient."""
+    """Yield the paths of the outermost modules none of whose parameters has a gradient, except
+    blocks and experts in a list.
+    """
     found: list[str] = []
     for path, module in model.named_modules():
         is_numbered = any(word.isdigit() for word in path.split("."))
@@ -312,7 +315,7 @@ def _unreached(model: nn.Module) -> Iterator[str]:
 
 @torch.no_grad()
 def _looks_ahead(model: nn.Module, ids: Tensor) -> float:
-    """How much the logits of a position change, at most, with a token behind it.
+    """Return how much the logits of a position change, at most, when a later token changes.
 
     Relative to the largest logit. model: a small copy in float32. ids (B, S): its first row is
     used.
@@ -335,8 +338,9 @@ def _looks_ahead(model: nn.Module, ids: Tensor) -> float:
 
 
 def _causality_problem(given: Mapping[str, Any], model: nn.Module, ids: Tensor) -> str | None:
-    """Why `model`, a small copy of the config.json `given`, is no causal language model, and the
-    setting that makes it one, if there is such; None: it is one."""
+    """Return why `model`, a small copy of the config.json `given`, is no causal language model,
+    with the setting that makes it one if there is such; None: it is one.
+    """
     if (off := _looks_ahead(model, ids)) <= _TOLERANCE:
         return None
     text = (
@@ -358,7 +362,9 @@ def _looks_back(given: Mapping[str, Any], ids: Tensor) -> bool:
 
 
 def _switched(given: Mapping[str, Any], model: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """What to set in config.json, and `given` with it, of each switch that stands otherwise."""
+    """Yield each switch that stands the other way: what to set in config.json, as text, and `given`
+    with it set.
+    """
     whole: dict[str, Any] = model.config.to_dict()
     for key, value in _SWITCHES:
         to = f"to {json.dumps(value)}"

@@ -1,4 +1,5 @@
-"""A causal language model of transformers as numbers: what a plan asks of it. No torch.
+"""The sizes, parameters and layouts of a causal language model of transformers, as a plan needs
+them. No torch.
 
 Global names are those that transformers saves. The pieces are the blocks: the embedding goes with
 the first, the norm and the head with the last, since the stages run the family's own forward.
@@ -29,9 +30,10 @@ _MOST = 1 << 24
 
 @dataclass(frozen=True)
 class TransformersShape:
-    """One model of a family. given: its config.json; seq_len: of the sequences it is trained on;
-    lora: its adapters, if only these are trained. tensor: ranks that share a model without a table,
-    of which nothing is cut for one."""
+    """One model of a family. given: its config.json. seq_len: length of the sequences it is trained
+    on. lora: its adapters, if only these are trained. tensor: number of ranks that share a model
+    without a table; with 1 nothing of it is split.
+    """
 
     family: str
     given: Mapping[str, Any]
@@ -47,7 +49,7 @@ class TransformersShape:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """With the family's defaults."""
+        """The settings of config.json, with the family's defaults for what it leaves out."""
         defaults = self.kind.defaults
         return {**defaults, **{key: self.given[key] for key in defaults if key in self.given}}
 
@@ -57,7 +59,7 @@ class TransformersShape:
 
     @cached_property
     def tables(self) -> dict[str, list[Weights]]:
-        """What `_parts` has built, by the axis of the tensor ranks."""
+        """The tables that `parts` has built, by the axis of the tensor ranks."""
         return {}
 
     @cached_property
@@ -69,7 +71,7 @@ class TransformersShape:
 
     @property
     def class_name(self) -> str:
-        """What texts call the model."""
+        """The name of the model in texts."""
         return self.kind.class_name
 
     @property
@@ -88,7 +90,9 @@ class TransformersShape:
 
     @property
     def longest_seq_len(self) -> int:
-        """Tokens that its positions are made for, as they are scaled; seq_len if for any number."""
+        """The longest sequence that its positions are made for, with their scaling; seq_len if
+        there is no limit.
+        """
         positions, rope = self.settings.get("max_position_embeddings"), rope_parameters(self.given)
         by = documents_by(self)
         if by == "distances" and self.sizes.positions is None:
@@ -103,7 +107,7 @@ class TransformersShape:
 def shape_of_section(
     section: Mapping[str, Any], seq_len: int, sequence_parallel: bool, tensor: int = 1
 ) -> TransformersShape:
-    """The shape of the model that `hf` of a model section names.
+    """Return the shape of the model that `hf` of a model section names.
 
     Raises:
         ConfigError: transformers has no such model, or its settings are no model; lists all.
@@ -123,7 +127,7 @@ def shape_of_section(
 
 
 def setting_problems(shape: TransformersShape) -> list[str]:
-    """What is no model in the settings, whatever the layout."""
+    """Return what is wrong with the settings, whatever the layout."""
     problems: list[str] = []
     for key, default in shape.kind.defaults.items():
         value = shape.settings[key]
@@ -165,7 +169,7 @@ def _as_json(value: object) -> str:
 
 
 def context_problem(shape: TransformersShape) -> str:
-    """Why ranks cannot share a sequence; "": they can."""
+    """Return why ranks cannot share a sequence; "": they can."""
     rope = shape.given.get("rope_parameters") or shape.given.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type"))
     if kind in ("dynamic", "longrope"):
@@ -174,13 +178,13 @@ def context_problem(shape: TransformersShape) -> str:
 
 
 def documents_by(shape: TransformersShape) -> Documents:
-    """How documents of one sample are kept apart, see `Family`."""
+    """Return how documents of one sample are kept apart; see `Family`."""
     by = shape.kind.documents
     return "distances" if by != "not" and shape.given.get("alibi") else by
 
 
 def can_share(shape: TransformersShape, tensor: int) -> bool:
-    """Whether so many ranks can share the heads and the MLP.
+    """Return whether so many ranks can share the heads and the MLP.
 
     A key-value head that several ranks read is held by each, and these share its queries evenly,
     as the plans of parallel/auto deal them.
@@ -197,7 +201,9 @@ def can_share(shape: TransformersShape, tensor: int) -> bool:
 
 
 def pieces(shape: TransformersShape) -> tuple[str, ...]:
-    """Names of the blocks; of a model without a list of them one name for all of it."""
+    """Return the names of the blocks; a model without a list of blocks has one name for all of
+    it.
+    """
     if not shape.kind.blocks:
         return ("model",)
     return tuple(f"{shape.kind.blocks}.{index}" for index in range(shape.sizes.layers))
@@ -219,7 +225,9 @@ def _block(shape: TransformersShape, index: int, axis: str) -> Weights:
 
 
 def _head(shape: TransformersShape, axis: str) -> Weights:
-    """With the output matrix where it is no embedding."""
+    """Return the parameters behind the blocks, with the output matrix unless it is the
+    embedding.
+    """
     w, n = Weights("", axis, shape.sizes.std), shape.sizes
     shape.kind.head(w, shape.settings, n)
     if n.tied:
@@ -230,7 +238,7 @@ def _head(shape: TransformersShape, axis: str) -> Weights:
 
 
 def _adapted(w: Weights, lora: Lora, is_head: bool = False) -> Weights:
-    """With the adapters on what is listed."""
+    """Return `w` with adapters on the layers that it lists."""
     found = lora.adapters(w.parameters, is_head)
     layers = {
         name.removesuffix(".weight"): LayerCut("adapter", weight.layout)
@@ -240,7 +248,7 @@ def _adapted(w: Weights, lora: Lora, is_head: bool = False) -> Weights:
 
 
 def parts(shape: TransformersShape, axis: str) -> list[Weights]:
-    """Return what stands before the blocks, in each of them, and behind them.
+    """Return the parameters before the blocks, of each block, and behind them.
 
     A shape builds its table once an axis, and all that is read of it comes from here.
     """
@@ -251,12 +259,14 @@ def parts(shape: TransformersShape, axis: str) -> list[Weights]:
 
 
 def part_tables(shape: TransformersShape, axis: str = "tensor") -> list[SplitTable]:
-    """Of `split_table` what stands before the blocks, in each of them, and behind them."""
+    """Return the split tables of what stands before the blocks, of each block, and of what stands
+    behind them.
+    """
     return [w.split for w in parts(shape, axis)]
 
 
 def split_table(shape: TransformersShape, axis: str = "tensor") -> SplitTable:
-    """What tensor ranks have in place of which layers, by path in transformers' model."""
+    """Return which layers tensor ranks replace, and by what, by path in transformers' model."""
     embed, *blocks, head = part_tables(shape, axis)
     table = embed | head
     for block in blocks:
@@ -269,7 +279,7 @@ def split_table(shape: TransformersShape, axis: str = "tensor") -> SplitTable:
 def weights(
     shape: TransformersShape, stage_of: Sequence[int] | None = None, axis: str = "tensor"
 ) -> dict[str, Weight]:
-    """Every parameter by global name; stage_of as for `layouts`."""
+    """Return every parameter by global name; stage_of as for `layouts`."""
     layers = shape.sizes.layers
     block_stages = [() if stage_of is None else (stage_of[index],) for index in range(layers)]
     part_stages = (block_stages[0], *block_stages, block_stages[-1])
@@ -291,8 +301,9 @@ def weights(
 
 
 def buffers(shape: TransformersShape, stage_of: Sequence[int] | None = None) -> dict[str, Layout]:
-    """By global name the buffers that a folder holds beside the parameters, never cut; stage_of as
-    for `layouts`."""
+    """Return the buffers that a folder holds beside the parameters, by global name. They are never
+    split. stage_of as for `layouts`.
+    """
     block_stages = [() if stage_of is None else (stage_of[i],) for i in range(shape.sizes.layers)]
     return {b.name: b.on(*shape.kind.stages_of(b.name, block_stages)) for b in shape.kind.buffers}
 
@@ -300,7 +311,7 @@ def buffers(shape: TransformersShape, stage_of: Sequence[int] | None = None) -> 
 def layouts(
     shape: TransformersShape, stage_of: Sequence[int] | None = None, axis: str = "tensor"
 ) -> dict[str, Layout]:
-    """Every parameter's layout by global name, in order; a tied head's is the embedding's.
+    """Return every parameter's layout by global name, in order; a tied head has the embedding's.
 
     stage_of: for each block the index along pipe of the ranks that hold it; None: no pipeline.
     """
@@ -308,7 +319,9 @@ def layouts(
 
 
 def global_name(shape: TransformersShape, name: str) -> str:
-    """Of a parameter that transformers' module calls `name`, with peft's layers in it or not."""
+    """Return the global name of a parameter that transformers' module calls `name`, with peft's
+    layers in it or not.
+    """
     n, name = shape.kind, name.replace(".base_layer.", ".").replace(".default.", ".")
     name = n.aliases.get(name, name)
     name = n.saved_names.get(name, name)
@@ -317,7 +330,9 @@ def global_name(shape: TransformersShape, name: str) -> str:
 
 
 def piece_parameters(shape: TransformersShape) -> tuple[int, ...]:
-    """Of each piece, with the embedding and the head where they go."""
+    """Return the number of parameters of each piece; the embedding and the head count with the
+    pieces they go with.
+    """
     embed, *counts, head = (_count(part.parameters) for part in parts(shape, "tensor"))
     counts[0] += embed
     counts[-1] += head

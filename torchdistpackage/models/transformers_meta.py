@@ -1,4 +1,4 @@
-"""A model of transformers from its settings: its modules without memory, and what they start as.
+"""Build a model of transformers from its settings without memory, and draw its initial weights.
 
 transformers, of the extra `hf`, is imported on first use. Code that comes with a folder
 (trust_remote_code) is never run.
@@ -36,7 +36,9 @@ _REFUSALS = (ValueError, KeyError, TypeError, AssertionError, ImportError, Attri
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """Return what the installed transformers raises where settings are no model."""
+    """Return the exceptions that the installed transformers raises for settings that are no
+    model.
+    """
     try:
         from huggingface_hub.errors import StrictDataclassError  # of the configs of transformers 5
     except ImportError:
@@ -45,7 +47,7 @@ def _refusals() -> tuple[type[Exception], ...]:
 
 
 def check_packages(*packages: str) -> None:
-    """Raises NotAvailableError where transformers, or one of `packages`, is not there or too old"""
+    """Raise NotAvailableError if transformers, or one of `packages`, is missing or too old."""
     try:
         import transformers  # noqa: F401
 
@@ -61,7 +63,8 @@ def check_packages(*packages: str) -> None:
 
 
 def known_settings(given: Mapping[str, Any]) -> Any:
-    """The settings of a config.json as transformers has them, with what it leaves out.
+    """Return the settings of a config.json as transformers has them, with its defaults for what is
+    left out.
 
     Raises:
         NotAvailableError: transformers is not there.
@@ -89,8 +92,9 @@ def known_settings(given: Mapping[str, Any]) -> Any:
 
 
 def _unbuildable(config: Any) -> str | None:
-    """Why transformers makes no causal language model of these settings, by what its classes ask
-    for; None: it may make one."""
+    """Return why transformers cannot build a causal language model from these settings, by what its
+    classes ask for; None: it may.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
     from transformers.utils import is_timm_available
 
@@ -139,12 +143,14 @@ def _settings(given: Mapping[str, Any]) -> Any:
 
 
 def refused(error: Exception) -> ConfigError:
-    """What to say of settings from which transformers makes no model."""
+    """Return the error for settings from which transformers makes no model."""
     return ConfigError(f"transformers refuses the config.json of model.hf: {error!r}")
 
 
 def build_options(dtype: torch.dtype | None) -> dict[str, Any]:
-    """How a model is made: in float64 with plain products of experts, as torch has no other."""
+    """Return the options for building a model. In float64 experts use plain matmuls, since torch
+    has no grouped ones for it.
+    """
     dtype = dtype or torch.get_default_dtype()
     plain = dtype == torch.float64 and not is_before("transformers", "5")
     return {"dtype": dtype} | ({"experts_implementation": "eager"} if plain else {})
@@ -155,7 +161,8 @@ def on_meta(
     dtype: torch.dtype | None = None,
     constructed: "Constructed | None" = None,
 ) -> Any:
-    """The whole model of a config.json, its parameters on the meta device, its buffers made.
+    """Return the whole model of a config.json, with its parameters on the meta device and its
+    buffers made.
 
     constructed: is to know what constructors make.
 
@@ -181,7 +188,9 @@ def on_meta(
 
 @contextmanager
 def parameters_on_meta(constructed: "Constructed | None" = None) -> Iterator[None]:
-    """Modules made inside have their parameters there; of buffers the values would be lost."""
+    """Put the parameters of modules made inside on the meta device. Buffers stay, or their values
+    would be lost.
+    """
     thread = threading.get_ident()  # the hook is called in all of them
 
     def moved(module: nn.Module, name: str, parameter: Any) -> Any:
@@ -203,7 +212,8 @@ def parameters_on_meta(constructed: "Constructed | None" = None) -> Iterator[Non
 
 
 class Constructed:
-    """By name the values that constructors gave to small parameters, before these moved to meta.
+    """The values that constructors gave to small parameters before these moved to the meta device,
+    by name.
 
     Of one that only its constructor gives a value there is no other way to know it.
     """
@@ -219,7 +229,7 @@ class Constructed:
             self._of[meta] = value.detach().float().clone()
 
     def name(self, model: nn.Module) -> None:
-        """Know the values by the names of `model`, whose parameters they were."""
+        """Store the values under the names of `model`, whose parameters they were."""
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if parameter in self._of:
                 self.values[name] = self._of[parameter]
@@ -239,7 +249,7 @@ class ModuleDraws:
         self._now: tuple[str, int, dict[str, Tensor]] = ("", 0, {})
 
     def parameter(self, name: str, seed: int) -> Tensor:
-        """The whole parameter of this global name, float32 on the CPU.
+        """Return the whole parameter of this global name, float32 on the CPU.
 
         Raises:
             ConfigError: neither the module's constructor nor transformers gives it a value.
@@ -262,7 +272,9 @@ class ModuleDraws:
         return value
 
     def _drawn(self, path: str, whole: bool) -> dict[str, Tensor]:
-        """By global name the parameters of the module at `path`, with those inside it if `whole`"""
+        """Return the parameters of the module at `path` by global name, with those of the modules
+        inside it if `whole`.
+        """
         made = copy.deepcopy(self._paths[path]) if whole else copy.copy(self._paths[path])
         made._parameters = dict(made._parameters)
         inside = dict(made.named_modules()) if whole else {"": made}
@@ -287,8 +299,9 @@ class ModuleDraws:
         }
 
     def _draw_from_above(self, path: str, made: nn.Module) -> None:
-        """Let the rules of the modules around `made`, at `path`, change its parameters, as those of
-        a pooling head that draws its attention. All others are on meta, where nothing is drawn."""
+        """Let the rules of the modules around `made`, at `path`, draw its parameters, as a pooling
+        head draws its attention. All other parameters are on meta, where nothing is drawn.
+        """
         while path:
             path, _, name = path.rpartition(".")
             around = copy.copy(self._paths[path])
@@ -297,7 +310,7 @@ class ModuleDraws:
             made = around
 
     def _owner(self, path: str) -> Any:
-        """The innermost model of transformers that has the module, whose rules hold for it."""
+        """Return the innermost transformers model around the module, whose rules hold for it."""
         words = path.split(".")
         for end in range(len(words), -1, -1):
             module = self._paths[".".join(words[:end])]

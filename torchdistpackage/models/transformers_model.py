@@ -428,7 +428,7 @@ class StageTokens:
 
     @contextmanager
     def call(self, num: int, padding: Tensor | None) -> Iterator[None]:
-        """Let a forward inside be of `num` more tokens of each row."""
+        """Let a forward inside compute `num` more tokens of each row."""
         with self._cache.call(num, padding) as self._stage._cached:
             try:
                 yield

@@ -1,4 +1,4 @@
-"""What each layer of a model of transformers sends and computes of one microbatch. No torch.
+"""Count what each layer of a transformers model sends and computes for one micro-batch. No torch.
 
 It follows from the table of the family, as the split layers do (parallel/tensor/parallelize.py).
 """
@@ -78,7 +78,7 @@ def flops_per_token(shape: TransformersShape) -> float:
 
 
 def _matmuls(parameters: Mapping[str, Weight], of: Microbatch) -> Iterator[Matmul]:
-    """Yield those of all matrices; of experts, those that a token goes to on a mean rank."""
+    """Yield the matmuls of all matrices; for experts, those of the tokens that a mean rank gets."""
     for w in parameters.values():
         if len(w.layout.shape) >= 2:
             *experts, width, terms = on_rank(w.layout, of)
@@ -121,7 +121,7 @@ def _head_calls(
 
 
 def problem(shape: TransformersShape, of: Microbatch) -> str | None:
-    """Why calls are not known, or None."""
+    """Return why the calls cannot be counted, or None."""
     if shape.kind.order(shape.settings).is_listed:
         return None
     name = shape.class_name
@@ -135,7 +135,7 @@ def problem(shape: TransformersShape, of: Microbatch) -> str | None:
 def _block(
     shape: TransformersShape, table: SplitTable, index: int, of: Microbatch, has_grad: bool
 ) -> Iterator[CallCount]:
-    """has_grad: of what comes into the block."""
+    """Yield the calls of one block. has_grad: whether its input has a gradient."""
     forward = 2 if of.recomputed and (has_grad or _adapted(table)) else 1
     place, dim = CallPlace(of, shape.sequence_parallel, forward), shape.dim
     top_k = shape.kind.top_k
@@ -165,9 +165,11 @@ def _layers(
     has_grad: bool = True,
     is_parallel: bool = False,
 ) -> Iterator[CallCount]:
-    """Of products, which are listed in the order of the forward. again: the last sum of a block is
-    needed too where it is computed again. has_grad: of what comes in. is_parallel: all column
-    layers read that, and not what the row layers before them add to it."""
+    """Yield the calls of the layers of `table`, which lists them in the order of the forward.
+    again: the block's last sum is needed too where the block is computed again. has_grad: whether
+    the input has a gradient. is_parallel: all column layers read the block's input, without what
+    row layers before them add.
+    """
     of, adapted = place.of, _adapted(table)
     shared, entered = table.shared_inputs(table.layers, adapted), set[str]()
     read, made = _gradients(table, adapted, has_grad, is_parallel)
@@ -194,7 +196,7 @@ def _layers(
 def _gradients(
     table: SplitTable, adapted: frozenset[str], has_grad: bool, is_parallel: bool
 ) -> tuple[dict[str, bool], dict[str, bool]]:
-    """By layer whether what it reads has a gradient, and what it makes."""
+    """Return, by layer, whether its input has a gradient, and whether its output has one."""
     read: dict[str, bool] = {}
     made: dict[str, bool] = {}
     inside, stream = False, has_grad  # since the last row layer; where that added its result
@@ -210,13 +212,13 @@ def _gradients(
 
 
 def _adapted(table: SplitTable) -> frozenset[str]:
-    """Layers with adapters."""
+    """Return the layers that have adapters."""
     factors = (path for path, cut in table.layers.items() if cut.kind == "adapter")
     return frozenset(path.rpartition(".lora_")[0] for path in factors)
 
 
 def _tables(table: SplitTable, of: Microbatch) -> Iterator[CallCount]:
-    """Of embeddings, before the sequence is shared."""
+    """Yield the calls of embeddings, before the sequence is shared."""
     for cut in table.layers.values():
         if cut.kind == "vocab":
             yield from CallPlace(of, False).row(cut.weight.shape[1], of.stream)
@@ -231,5 +233,5 @@ def _width(cut: LayerCut, *, inputs: bool) -> int:
 
 
 def _part(layout: Layout, dim: int, of: Microbatch) -> int:
-    """Of a dim what this rank has."""
+    """Return the size of this rank's slice along a dim."""
     return on_rank(layout, of)[dim]

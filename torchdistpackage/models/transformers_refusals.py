@@ -1,4 +1,4 @@
-"""What a causal language model of transformers cannot do of what a run asks of it. No torch."""
+"""Refuse what a causal language model of transformers cannot do for a run. No torch."""
 
 from math import prod
 
@@ -17,7 +17,7 @@ from torchdistpackage.models.transformers_layout import (
 
 
 def refusals(shape: TransformersShape, use: ModelUse) -> list[tuple[str, str]]:
-    """(key, text) of what this model cannot do among what a run asks of it."""
+    """Return (key, text) of each thing that a run asks for and this model cannot do."""
     name, tensor, found = shape.class_name, use.tensor, list[tuple[str, str]]()
     if use.expert > 1:
         found += _unshared(shape, use.expert)
@@ -52,7 +52,7 @@ def refusals(shape: TransformersShape, use: ModelUse) -> list[tuple[str, str]]:
 
 
 def _mixes_documents(shape: TransformersShape) -> str | None:
-    """Why documents of one sample cannot be kept apart; None: they can."""
+    """Return why documents of one sample cannot be kept apart; None: they can."""
     by = documents_by(shape)
     if by == "not":
         return _needs_table(shape)
@@ -69,7 +69,7 @@ def _needs_table(shape: TransformersShape) -> str:
 
 
 def _uncut(shape: TransformersShape, tensor: int) -> str:
-    """Why so many tensor ranks cannot share it."""
+    """Return why so many tensor ranks cannot share the model."""
     n = shape.sizes
     if shape.kind.unshared is not None:
         return (
@@ -88,7 +88,7 @@ def _uncut(shape: TransformersShape, tensor: int) -> str:
 
 
 def _unstaged(shape: TransformersShape, num_stages: int) -> str | None:
-    """Why its blocks cannot stand on so many stages; None: they can."""
+    """Return why its blocks cannot be split over so many stages; None: they can."""
     kind, layers = shape.kind, shape.sizes.layers
     if kind.unstaged is not None:
         return f"{kind.unstaged}; set pipe to at most 1"
@@ -106,7 +106,7 @@ def _unstaged(shape: TransformersShape, num_stages: int) -> str | None:
 
 
 def _unshared(shape: TransformersShape, expert: int) -> list[tuple[str, str]]:
-    """Why so many ranks cannot share the experts."""
+    """Return why so many ranks cannot share the experts."""
     name, most = shape.class_name, shape.kind.shared_experts
     if not most:
         text = (
@@ -164,7 +164,7 @@ def _lora_problems(shape: TransformersShape, tensor: int) -> list[tuple[str, str
 
 
 def goes_with(shape: TransformersShape) -> tuple[tuple[str, str], ...]:
-    """What a run of this model may ask for, axis by axis."""
+    """Return what a run of this model may ask for, axis by axis."""
     n, kind = shape.sizes, shape.kind
     most, by, why = kind.shared_experts, documents_by(shape), context_problem(shape)
     rows = {
@@ -183,7 +183,7 @@ def goes_with(shape: TransformersShape) -> tuple[tuple[str, str], ...]:
 
 
 def _tensor_ranks(shape: TransformersShape) -> str:
-    """How many tensor ranks can share it."""
+    """Return how many tensor ranks can share the model, as text."""
     n = shape.sizes
     if not shape.kind.deals_heads:
         return "any number of ranks, by rules that are tried on a small copy"

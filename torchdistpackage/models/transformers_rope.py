@@ -22,8 +22,8 @@ def keep_lengths_apart(model: nn.Module) -> None:
 
 
 def document_lengths(position_ids: Tensor) -> Tensor:
-    """For each token the length of its document: one more than the last of the positions that go
-    up by one from token to token.
+    """Return the length of each token's document: one more than the last position in its run of
+    positions that go up by one.
 
     position_ids, result: (..., S) int64.
     """
@@ -39,7 +39,9 @@ def _by_length(kind: str) -> bool:
 
 
 class _RotaryByDocument:
-    """Stands before a rotary embedding of transformers: its forward runs once for each length."""
+    """A base class before transformers' rotary embedding that runs its forward once for each
+    document length.
+    """
 
     config: Any
     rope_type: Any
@@ -71,7 +73,8 @@ class _RotaryByDocument:
         return found
 
     def _forget(self, layer_type: str | None) -> None:
-        """Be as made: `dynamic` keeps the frequencies of the longest sequence that it has seen.
+        """Reset the frequencies to those at construction: `dynamic` keeps those of the longest
+        sequence that it has seen.
 
         `longrope` has no such memory, and writes into its frequencies in place."""
         prefix = "" if layer_type is None else f"{layer_type}_"
@@ -88,7 +91,9 @@ class _RotaryByDocument:
 
 
 def _chosen(own: Tensor, part: Any, other: Any) -> Any:
-    """`part` where a token is its own, else `other`: a table, or cosines and sines."""
+    """Return `part` where a token is its own, else `other`; each is a table, or cosines and
+    sines.
+    """
     if isinstance(part, Tensor):
         return torch.where(own, part, other)
     return tuple(torch.where(own, a, b) for a, b in zip(part, other, strict=True))

@@ -1,4 +1,4 @@
-"""Whether the blocks of a model can stand on several stages: tried on a small copy.
+"""Try on a small copy whether a model's blocks can be split over several stages.
 
 Every cut of the copy is run as two stages in a row and compared with the copy itself, logits and
 the gradient of every parameter. A stage runs its blocks once, in their order, and is given the
@@ -36,7 +36,7 @@ _OPTIONS = {"use_cache": False, "return_dict": True}
 
 
 def neighbours(model: Any, around: StageSides) -> BlockNeighbours:
-    """Return what stands around the blocks of `model`, as a small copy has shown it."""
+    """Return the modules around the blocks of `model`, as a small copy has shown them."""
     prefix = base_name(model)
     blocks = around.blocks.removeprefix(f"{prefix}.")
     found = BlockNeighbours(model.get_submodule(prefix), blocks)
@@ -49,7 +49,7 @@ def neighbours(model: Any, around: StageSides) -> BlockNeighbours:
 def try_stages(
     model: Any, ids: Tensor, blocks: str, unreached: tuple[str, ...] = ()
 ) -> tuple[str | None, StageSides]:
-    """(why it cannot be staged, or None; what stands around its blocks).
+    """Return (why the model cannot be staged, or None; what stands around its blocks).
 
     model: a small copy in float32, in eval mode. ids (B, S). blocks: path of its list of blocks.
     unreached: paths of what token ids do not reach, which no stage runs.
@@ -78,7 +78,7 @@ def try_stages(
 def _differs(
     model: Any, ids: Tensor, around: BlockNeighbours, expected: ParityRecord
 ) -> str | None:
-    """Where stages in a row do not compute what the model does."""
+    """Return where two stages in a row compute something else than the model, or None."""
     name, path = type(model).__name__, f"{base_name(model)}.{around.path}"
     num = len(list(model.get_submodule(path).children()))
     for cut in range(1, num):
@@ -116,7 +116,9 @@ def _differs(
 def _shared(
     model: Any, blocks: str, around: BlockNeighbours, unreached: tuple[str, ...]
 ) -> str | None:
-    """What is trained beside the blocks, and neither before nor behind them."""
+    """Return which parameter is trained beside the blocks, neither before nor behind them, or
+    None.
+    """
     prefix = base_name(model)
     sides = tuple(f"{prefix}.{x}." for x in (*around.before, *around.behind))
     sides = (f"{blocks}.", *sides, *(f"{path}." for path in unreached))
@@ -134,7 +136,9 @@ def _shared(
 def _recorded(
     model: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[], Tensor], ids: Tensor
 ) -> ParityRecord:
-    """Return the logits of `run`, what `modules` got and gave, and the gradients of the model."""
+    """Return the logits of `run`, the inputs and outputs of `modules`, and the gradients of the
+    model.
+    """
     record = ParityRecord({})
     model.zero_grad()
     with recording(modules, record, first_call=True):
@@ -174,7 +178,7 @@ class BlockCalls:
 
     @contextmanager
     def seen(self) -> Iterator[None]:
-        """A forward inside is recorded."""
+        """Record the blocks' calls of a forward inside."""
         handles = [
             block.register_forward_hook(partial(self._note, index), with_kwargs=True)
             for index, block in enumerate(self.blocks)
@@ -205,7 +209,7 @@ class BlockCalls:
         self.calls.append(_BlockCall(index, kept, first, _tensors(more)))
 
     def name(self, index: int) -> str:
-        """Path and class of a block."""
+        """Return the path and the class of a block."""
         return f"{self.path}.{index} ({type(self.blocks[index]).__name__})"
 
 
@@ -260,7 +264,9 @@ def _is_same(x: Tensor, other: Tensor) -> bool:
 
 
 def _made_of(x: Tensor, model: nn.Module, path: str) -> str:
-    """The module outside of the blocks whose parameters make `x`, else the blocks before."""
+    """Return the module outside the blocks whose parameters make `x`, or "earlier blocks" if none
+    does.
+    """
     names = {id(p): name for name, p in model.named_parameters()}
     found, seen, left = set[str](), set[Any](), [x.grad_fn]
     if x.grad_fn is None and id(x) in names:

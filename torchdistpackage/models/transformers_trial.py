@@ -1,4 +1,5 @@
-"""What a small copy shows of a split: whether ranks compute what it does, and in which order.
+"""Try a split on a small copy: whether ranks compute the same, and in which order blocks run their
+layers.
 
 The ranks are threads of this process, which talk in memory (thread_ranks). Each splits the copy as
 it would the model; logits and the gradient of every parameter are compared with the copy's own.
@@ -46,7 +47,7 @@ Gradients = dict[str, Tensor]
 
 
 def try_tensor(model: Any, found: FoundModel, ids: Tensor, num_ranks: int) -> str | None:
-    """Why so many ranks do not compute what `model` does; None: they do.
+    """Return why so many ranks do not compute what `model` does; None: they do.
 
     model: a small copy in float32. found: what was read of it, with its cuts. ids (B, S).
     """
@@ -116,7 +117,7 @@ def _first_difference(
 
 @torch.no_grad()
 def _move_away(model: nn.Module) -> None:
-    """Weights away from where they begin, so that what is zero there counts."""
+    """Move the weights away from their initial values, so that those that begin at zero count."""
     with keep_random_states():
         torch.manual_seed(2)
         for parameter in model.parameters():
@@ -149,7 +150,9 @@ def _fill(
     layouts: Mapping[str, Layout],
     group: Group,
 ) -> None:
-    """Parts that were made without values, as those of experts that ranks share."""
+    """Fill the parameters of `twin` that were made without values, such as those of shared
+    experts.
+    """
     if not found.shared_experts:
         return
     mesh, true = Mesh((("expert", 1), ("tensor", group.size()))), dict(whole.named_parameters())
@@ -161,7 +164,7 @@ def _fill(
 def _gradients(
     twin: nn.Module, found: FoundModel, layouts: Mapping[str, Layout], group: Group
 ) -> Gradients:
-    """Those of this rank's parts, by the names of the model."""
+    """Return the gradients of this rank's shards, by the names of the model."""
     gradients: Gradients = {}
     for name, parameter in twin.named_parameters():
         own = found.aliases.get(name, name)
@@ -177,7 +180,7 @@ def _gradients(
 
 @dataclass
 class _WatchedCalls:
-    """What the layers read, by path in the order of their calls; see `_watched`."""
+    """The inputs and outputs of the layers by path, in the order of their calls; see `_watched`."""
 
     read: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     made: dict[str, Tensor] = field(default_factory=dict[str, Tensor])

@@ -1,4 +1,4 @@
-"""Folders of models whose family has no table: what transformers' own names and conversions say.
+"""Read and write folders of models without a table, by transformers' own names and conversions.
 
 Files may hold a model otherwise than its modules do: each expert apart where they are stacked, or
 parts of a fused matrix. transformers lists these conversions, for both ways, and they are run here
@@ -42,7 +42,8 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class StoredGroup:
-    """Tensors of a folder, (pattern, key) of each, that make up `name`, and others with it.
+    """Tensors of a folder that make up `name`, and perhaps other parameters with it. keys:
+    (pattern, key) of each.
 
     converter: transformers' way from these to those; None: the one tensor is the parameter.
     """
@@ -52,7 +53,9 @@ class StoredGroup:
     converter: Any = None
 
     def convert(self, model: Any, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """By name what they make up. read: the tensor of a key."""
+        """Return the parameters that the tensors make up, by name. read: returns the tensor of a
+        key.
+        """
         if self.converter is None:
             return {self.name: read(self.keys[0][1])}
         made = deepcopy(self.converter)
@@ -74,7 +77,9 @@ class FoundFolder:
     model: Any
 
     def tensors(self, names: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """Those of these names, whole, as they are stored; of a group that has several once."""
+        """Yield the parameters of these names, whole, as they are stored; a group that has several
+        is converted once.
+        """
         wanted = {id(self.groups[x]): self.groups[x] for x in names if x in self.groups}
         for group in wanted.values():
             for name, value in group.convert(self.model, self._read).items():
@@ -88,7 +93,7 @@ class FoundFolder:
 
 
 def open_found(folder: str | Path, shape: TransformersShape) -> FoundFolder:
-    """The files of a folder, and which of its tensors make up what; only headers are read.
+    """Open a folder, and find which of its tensors make up which parameter; only headers are read.
 
     Raises:
         CheckpointError: it has no weights, or others: lists all that are missing, unexpected, or
@@ -153,8 +158,8 @@ def fill(
     mesh: Mesh,
     index: int,
 ) -> set[str]:
-    """Overwrite the parts of parameters and buffers at `index` of `mesh`, by local name, with those
-    of an opened folder; adapters and those on meta are left alone.
+    """Overwrite the shards of parameters and buffers at `index` of `mesh`, by local name, with
+    those of an opened folder. Adapters and tensors on meta are left alone.
 
     Returns the names of those that the folder leaves out, as a table of positions that nothing
     trains.
@@ -170,7 +175,7 @@ def _(
     mesh: Mesh,
     index: int,
 ) -> set[str]:
-    """Each rank reads its own part."""
+    """Read only this rank's shard of each parameter."""
     held = [(x, tensors[name]) for name, x in layouts.items() if not is_adapter(x.name)]
     sources = {x.name: (Source(x.name, x.shape),) for x, _ in held}
     held = [(x, tensor) for x, tensor in held if not tensor.is_meta]
@@ -187,7 +192,7 @@ def _(
     mesh: Mesh,
     index: int,
 ) -> set[str]:
-    """Each parameter is read and converted whole."""
+    """Read and convert each parameter whole, and keep this rank's shard."""
     local = {x.name: name for name, x in layouts.items() if not is_adapter(x.name)}
     local = {key: name for key, name in local.items() if not tensors[name].is_meta}
     for key, whole in opened.tensors(set(local)):
@@ -206,7 +211,7 @@ def _groups(
     known: Mapping[str, tuple[int, ...]],
     aliases: Mapping[str, str],
 ) -> tuple[list[StoredGroup], list[str]]:
-    """What makes up what, and the tensors of the files that make up nothing."""
+    """Return the groups of tensors that make up parameters, and the tensors that make up none."""
     early = is_before("transformers", "5")
     renamings, converters = _conversions(model)
     by_pattern = {pattern: x for x in converters for pattern in x.source_patterns}
@@ -242,7 +247,7 @@ def _named(
 
 
 def _named_early(model: Any, key: str, everything: Mapping[str, Any]) -> str:
-    """Of a tensor in a folder, as transformers before 5 calls it in its modules."""
+    """Return the name that transformers before 5 gives a folder's tensor in its modules."""
     name = key
     for old, new in (getattr(model, "_checkpoint_conversion_mapping", None) or {}).items():
         name = re.sub(old, new, name)
@@ -251,7 +256,7 @@ def _named_early(model: Any, key: str, everything: Mapping[str, Any]) -> str:
 
 
 def _conversions(model: Any) -> tuple[list[Any], list[Any]]:
-    """transformers' renamings and its conversions on the way from a folder to the modules."""
+    """Return transformers' renamings and conversions for loading a folder into its modules."""
     if is_before("transformers", "5"):
         return [], []
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -263,7 +268,7 @@ def _conversions(model: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _natural(key: str) -> list[tuple[int, int | str]]:
-    """So that experts come in the order of their numbers."""
+    """Return a sort key that orders experts by their numbers."""
     return [(0, int(word)) if word.isdigit() else (1, word) for word in key.split(".")]
 
 
@@ -278,7 +283,9 @@ def _check_same(
     other: StoredGroup,
     name: str,
 ) -> None:
-    """Raises CheckpointError where two names of one parameter have other values, as one is lost."""
+    """Raise CheckpointError if two names of one parameter have different values, since one would be
+    lost.
+    """
     keys = one.keys[0][1], other.keys[0][1]
     if one.converter is not None or other.converter is not None or keys[0] == keys[1]:
         return
@@ -291,7 +298,9 @@ def _check_same(
 
 
 def _shapes(shape: TransformersShape) -> dict[str, tuple[int, ...]]:
-    """Of every parameter but adapters, and of the buffers that a folder holds."""
+    """Return the shape of every parameter except adapters, and of the buffers that a folder
+    holds.
+    """
     held = layouts(replace(shape, lora=None)) | buffers(shape)
     return {name: layout.shape for name, layout in held.items()}
 
@@ -310,11 +319,11 @@ class ConvertedFolder:
         return Stored(self._shape)
 
     def sources(self) -> dict[str, tuple[Source, ...]]:
-        """For each parameter, by global name in order, the tensors of a folder that it is."""
+        """Return the tensors of a folder that each parameter makes up, by global name in order."""
         return self._stored.sources
 
     def files(self) -> FolderFiles:
-        """How a folder that has these sources names them."""
+        """Return how a folder that has these sources names its files."""
         return FolderFiles(stored=self._stored.parts)
 
     def open(self, folder: str | Path) -> FoundFolder:
@@ -323,7 +332,7 @@ class ConvertedFolder:
 
 
 class Stored:
-    """How parameters are stored in a folder, as save_pretrained writes it.
+    """The form in which save_pretrained stores parameters in a folder.
 
     A parameter that only goes into a file together with another keeps its name.
     """
@@ -342,11 +351,13 @@ class Stored:
         }
 
     def parts(self, name: str, value: Tensor) -> dict[str, Tensor]:
-        """By key what a parameter or buffer is in the files."""
+        """Return the tensors that a parameter or buffer becomes in the files, by key."""
         return self._converted(name, value) if name in self._alone else {name: value}
 
     def _which_alone(self, whole: Mapping[str, tuple[int, ...]]) -> set[str]:
-        """Names of which a conversion back needs no other, and gives keys that no other gives."""
+        """Return the names that convert back without another parameter, into keys that no other
+        name gives.
+        """
         found: dict[str, set[str]] = {}
         for name, shape in whole.items():
             try:

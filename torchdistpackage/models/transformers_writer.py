@@ -1,4 +1,5 @@
-"""Writes the table of a family in symbols: what the finder reads of one model, for all its sizes.
+"""Write the table of a family in symbols, from what the finder reads of one model, for all its
+sizes.
 
 A model is made whose sizes differ from each other and from each other's products, so that every
 length of a parameter says which sizes it is made of. Switches in config.json that add biases are
@@ -157,7 +158,7 @@ class _Probe:
         return {name: getattr(self.kind, name, None) for name in ordered}
 
     def takes_null(self, setting: str, default: object) -> bool:
-        """Whether transformers makes a model where a setting with a default is null."""
+        """Return whether transformers makes a model if a setting with a default is null."""
         if default is None or setting == "pad_token_id":
             return False
         try:
@@ -171,7 +172,7 @@ class _Probe:
     def statements(
         self, prefix: str, parameters: list[str], biases: Mapping[str, str]
     ) -> Iterator[dict[str, Any]]:
-        """Yield what is stated of these parameters, of one block or beside the blocks.
+        """Yield the statements about these parameters, of one block or beside the blocks.
 
         biases: paths of layers that have one by a setting, and the setting.
         """
@@ -299,7 +300,7 @@ class _Probe:
         return next(lacking, "")
 
     def uses_is_causal(self) -> bool:
-        """Whether the setting is_causal lets tokens see those behind them."""
+        """Return whether the setting is_causal lets tokens see later ones."""
         expected = self._logits(self.ids)
         self.model.config.is_causal = False
         try:

@@ -1,4 +1,4 @@
-"""What a run sends along context, by every way to exchange a sequence. No torch."""
+"""The bytes that a run sends along context, for every way to exchange a sequence. No torch."""
 
 from typing import Any
 
@@ -10,7 +10,8 @@ from torchdistpackage.topology.mesh import crossings
 
 
 def context_text(plan: Plan, ranks_per_node: int | None) -> str | None:
-    """Lines of `tdp plan`: bytes of a step by way, and which one is taken; None without context.
+    """Return lines for `tdp plan`: bytes of a step for each way, and the way that is taken; None
+    without context.
 
     Bytes are those that the busiest rank sends, of all attentions of the model.
     """
@@ -47,7 +48,7 @@ def context_text(plan: Plan, ranks_per_node: int | None) -> str | None:
 
 
 def attention_of_rank(plan: Plan) -> tuple[str, AttentionSize, int]:
-    """(way, one attention of a rank, ranks that exchange heads)."""
+    """Return (way, one attention of a rank, number of ranks that exchange heads)."""
     size, of = plan.topology.dense.axis_size("context"), _attention(plan)
     way = plan.cp_comm_type
     inner = default_a2a_size(size, of.heads, of.kv_heads, None)
@@ -72,14 +73,16 @@ def _attention(plan: Plan) -> AttentionSize:
 
 
 def _heads(shape: Any) -> tuple[int, int, int, int]:
-    """Heads of queries and of keys, width of one, and number of layers, whichever shape it is."""
+    """Return the numbers of query heads and key-value heads, the head width and the number of
+    layers, for either kind of shape.
+    """
     sizes = getattr(shape, "sizes", shape)
     kv_heads = getattr(sizes, "num_kv_heads", None) or sizes.kv_heads
     return sizes.heads, kv_heads, sizes.head_dim, sizes.layers
 
 
 def _near(plan: Plan, ranks_per_node: int | None) -> int | None:
-    """Ranks of a context group next to each other that share a node; None: all of them."""
+    """Return how many neighbouring ranks of a context group share a node; None: all of them."""
     if ranks_per_node is None:
         return None
     ranks = next(iter(plan.topology.dense.groups(("context",))))

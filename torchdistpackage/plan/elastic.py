@@ -9,7 +9,7 @@ from torchdistpackage.plan.run_plan import Plan, make_plan
 
 
 def fitted(config: RunConfig, world_size: int, source: str = "the configuration") -> RunConfig:
-    """The run on so many ranks: with degrees planned anew if it is elastic, else as it is.
+    """Return the run for so many ranks: with new degrees if it is elastic, else unchanged.
 
     Raises:
         ConfigError: see `elastic_config`.
@@ -50,7 +50,7 @@ def _why(error: ConfigError) -> str:
 
 
 def elastic_plan(config: RunConfig, world_size: int, source: str = "the configuration") -> Plan:
-    """The plan of `elastic_config`.
+    """Return the plan of `elastic_config`.
 
     Raises:
         ConfigError: no degrees do, or the model cannot be cut so.

@@ -1,4 +1,4 @@
-"""What the communication of a step takes on a measured cluster, axis by axis. No torch.
+"""Estimate how long a step's communication takes on a measured cluster, axis by axis. No torch.
 
 Bytes come from the plan and seconds from the cluster's profile; where one of them does not say,
 nothing is guessed, and what goes beyond the sizes that were measured says so. Times are of the
@@ -27,7 +27,9 @@ _LINKS = {NODE: "inside a node", NETWORK: "between nodes"}
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One axis in one step. what: the calls, or why there is no estimate (then time_s is None)."""
+    """The estimate of one axis in one step. what: the calls, or why there is no estimate (then
+    time_s is None).
+    """
 
     axis: str
     what: str
@@ -54,7 +56,9 @@ class _CommVolume:
 
 
 def estimates(plan: Plan, profile: Profile, ranks_per_node: int | None) -> tuple[Estimate, ...]:
-    """For each axis longer than 1, in mesh order; without ranks_per_node there is one node."""
+    """Return an estimate for each axis longer than 1, in mesh order. Without ranks_per_node all
+    ranks are on one node.
+    """
     links = links_of(plan, ranks_per_node)
     if (why := uncounted(plan)) is not None:
         return tuple(Estimate(axis, why, None) for axis in links)
@@ -64,7 +68,7 @@ def estimates(plan: Plan, profile: Profile, ranks_per_node: int | None) -> tuple
 
 
 def links_of(plan: Plan, ranks_per_node: int | None) -> Mapping[str, str]:
-    """NETWORK for an axis of which some group crosses nodes, else NODE."""
+    """Return NETWORK for each axis with a group that crosses nodes, and NODE for the others."""
     found = crossings(plan.topology.dense, ranks_per_node or plan.world_size)
     return {x.axis: NETWORK if x.num_crossing else NODE for x in found}
 
@@ -72,7 +76,7 @@ def links_of(plan: Plan, ranks_per_node: int | None) -> Mapping[str, str]:
 def timeline_with_messages(
     plan: Plan, profile: Profile, ranks_per_node: int | None, forward_s: float
 ) -> Timeline | None:
-    """The schedule in seconds, its messages as measured; None where they cannot be estimated.
+    """Return the schedule in seconds, with messages as measured; None if they cannot be estimated.
 
     forward_s: of one microbatch on a mean stage; others, and backwards, in proportion to the plan's
     costs.
@@ -98,7 +102,7 @@ def timeline_with_messages(
 def _estimate(
     calls: Sequence[CallCount], profile: Profile, axis: str, link: str, messages: int
 ) -> Estimate:
-    """messages: between the two stages that have most."""
+    """Return the estimate of one axis. messages: how many the busiest pair of stages exchanges."""
     # what is summed over several axes counts with the outermost
     here = [_volume(x) for x in calls if x.axis.partition("+")[0] == axis]
     here = [
@@ -115,7 +119,7 @@ def _estimate(
 def _of_calls(
     traffic: _CommVolume, profile: Profile, axis: str, link: str
 ) -> tuple[str, float | None]:
-    """(what is called, seconds of it all), or why that is unknown and None."""
+    """Return (what is called, seconds of all calls), or why that is unknown and None."""
     calls = f"{traffic.operation} of {size_text(traffic.num_bytes)} {_LINKS[link]}"
     line = traffic.line(profile, axis, link)
     if line is None:
@@ -137,7 +141,9 @@ def _of_calls(
 
 
 def _busiest_link(schedule: Schedule) -> int:
-    """Messages of one round between the two ranks that have most, either way."""
+    """Return the messages of one round between the two ranks that exchange most, both ways
+    together.
+    """
     pairs = Counter[frozenset[int]]()
     for one, other in pairwise(schedule.placement):
         if one != other:
@@ -146,7 +152,9 @@ def _busiest_link(schedule: Schedule) -> int:
 
 
 def _volume(call: CallCount) -> _CommVolume:
-    """As profiles count it: of a gather the joined tensor, and types by their names there."""
+    """Return a call as profiles count it: for a gather the joined tensor, and types by the
+    profile's names.
+    """
     dtype = "bf16" if call.dtype == "bfloat16" else call.dtype
     if call.operation == "send":
         return _CommVolume("p2p", call.number, call.call_bytes, dtype, 2, call.what)

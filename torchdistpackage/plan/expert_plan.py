@@ -1,4 +1,4 @@
-"""What the mixtures of experts of a plan cost: parameters, bytes that travel, load. No torch."""
+"""The costs of a plan's mixtures of experts: parameters, bytes that travel, load. No torch."""
 
 import math
 from dataclasses import dataclass
@@ -28,7 +28,9 @@ class ExpertPlan:
     most_rows: int
 
     def crossing_bytes(self, plan: Plan, ranks_per_node: int) -> float:
-        """Of `mean_bytes` those that cross to another node, of the rank where that is most."""
+        """Return the part of `mean_bytes` that crosses to another node, for the rank where it is
+        largest.
+        """
         topology, away = plan.topology, 0.0
         for rank in range(topology.world_size):
             group = topology.group(rank, "expert")
@@ -39,13 +41,14 @@ class ExpertPlan:
 
     @property
     def _sent(self) -> float:
-        """Of a rank, those that stay included."""
+        """Bytes that a rank sends, including those to itself."""
         return self.mean_bytes / max(1 - 1 / len(self.on_rank), 1e-9)
 
 
 def expert_plan(plan: Plan) -> ExpertPlan | None:
-    """What the experts of our gpt, or of a model of transformers whose experts ranks can share,
-    cost; None: it has none."""
+    """Return the costs of the experts of our GPT, or of a transformers model whose experts ranks
+    can share; None: it has none.
+    """
     if (sizes := _sizes(plan)) is None:
         return None
     (num_experts, top_k), shape, ranks = sizes, plan.shape, plan.config.parallel.expert
@@ -67,7 +70,7 @@ def expert_plan(plan: Plan) -> ExpertPlan | None:
 
 
 def _sizes(plan: Plan) -> tuple[int, int] | None:
-    """Experts of a block, and those that a token goes to."""
+    """Return (experts of a block, experts that a token goes to), or None."""
     shape = plan.shape
     if isinstance(shape, GPTShape) and shape.moe is not None:
         return shape.moe.num_experts, shape.moe.top_k

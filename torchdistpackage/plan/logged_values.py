@@ -166,7 +166,7 @@ ASKED = {value.name: value.ask for value in VALUES if value.ask is not None}
 
 
 def logged(result: Any) -> dict[str, Any]:
-    """Return the values of a row that come from a `StepResult`."""
+    """Return the part of a row that comes from a `StepResult`."""
     row: dict[str, Any] = {}
     for value in VALUES:
         if value.name in result.measured:

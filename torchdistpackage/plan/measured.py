@@ -63,8 +63,9 @@ def measured_device(profile: Profile, config: RunConfig, path: Path) -> Accelera
 
 
 def measured_fabric(profile: Profile, device: Accelerator, ranks_per_node: int | None) -> Fabric:
-    """Return the links of the profile. Where the host computes nothing is hidden, since it copies
-    and adds what arrives itself."""
+    """Return the links of the profile. On a host no communication is hidden, since the host itself
+    copies and adds what arrives.
+    """
     size = ranks_per_node or device.node_size
     links = _links(profile)
     node = LinkModel(0.0, device.node_bytes_per_s)

@@ -28,8 +28,9 @@ class DTypeSizes:
 
 @dataclass(frozen=True, slots=True)
 class NumberFormats:
-    """gradients: of sums, of AdamW's two means, and of the copy that narrow weights have. reduced:
-    of gradients on their way to other ranks."""
+    """The number types of a run. gradients: type of summed gradients, of AdamW's two means, and of
+    the wide copy that narrow weights have. reduced: type of gradients on their way to other ranks.
+    """
 
     weights: DTypeSizes
     gradients: DTypeSizes
@@ -38,7 +39,9 @@ class NumberFormats:
 
 
 def number_formats(precision: PrecisionSection) -> NumberFormats:
-    """Weights are narrow only where that is asked for."""
+    """Return the number types of a precision section; weights are narrow only if it asks for
+    that.
+    """
     wide = DTypeSizes("float64", 8) if precision.dtype == "float64" else DTypeSizes("float32", 4)
     narrow = DTypeSizes("bfloat16", 2) if precision.dtype == "bf16" else wide
     weights = narrow if precision.weights == "bf16" else wide
@@ -48,8 +51,8 @@ def number_formats(precision: PrecisionSection) -> NumberFormats:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes on one rank. optimizer: two means, and the wide copy of narrow weights. communicators:
-    what NCCL is estimated to take outside of torch; 0 without GPUs.
+    """Estimated bytes on one rank. optimizer: two means, and the wide copy of narrow weights.
+    communicators: NCCL's memory outside of torch; 0 without GPUs.
     """
 
     weights_bytes: int
@@ -75,7 +78,8 @@ def memory(
     rank: int,
     packed: Collection[str] = (),
 ) -> MemoryEstimate:
-    """Of a rank that holds these parameters. packed: names of those that are held in 4 bits.
+    """Estimate the bytes of a rank that holds these parameters. packed: names of those held in 4
+    bits.
 
     ZeRO stage 1 leaves to each rank that shares a parameter its part of the optimizer's state (or
     all of it for some parameters, of an optimizer that needs them whole),
@@ -117,7 +121,7 @@ def memory(
 def _parts(
     config: RunConfig, topology: Topology, layouts: Sequence[Layout], rank: int
 ) -> dict[str, int]:
-    """By name how many elements of each parameter that trains ZeRO leaves to this rank."""
+    """Return how many elements of each trained parameter ZeRO leaves to this rank, by name."""
     sharing: dict[tuple[int, ...], list[tuple[str, int]]] = {}
     num_data = config.parallel.zero_group
     assert num_data != "node", "a plan has filled it in"
@@ -146,7 +150,7 @@ PEER_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Communicators:
-    """What NCCL connects for one rank.
+    """The connections that NCCL makes for one rank.
 
     number: of groups of several ranks that connect at the start. peers: ranks that messages go to.
     """
@@ -156,12 +160,14 @@ class Communicators:
 
     @property
     def device_bytes(self) -> int:
-        """Return what they are estimated to take: NCCL publishes no formula."""
+        """Return the device memory that they are estimated to take; NCCL publishes no formula."""
         return self.number * COMMUNICATOR_BYTES + self.peers * PEER_BYTES
 
 
 def communicators(groups: Iterable[Creation], rank: int, topology: Topology) -> Communicators:
-    """Count what the groups of a rank, as layout/derive.py lists them, make NCCL connect."""
+    """Count the connections that NCCL makes for the groups of a rank, as layout/derive.py lists
+    them.
+    """
     groups = [x for x in groups if len(x.ranks) > 1]
     ring = [(x.ranks, x.ranks.index(rank)) for x in groups if x.neighbours]
     peers = len({ranks[at + 1 - len(ranks)] for ranks, at in ring})
@@ -172,7 +178,7 @@ def communicators(groups: Iterable[Creation], rank: int, topology: Topology) -> 
 
 
 def activation_budget_gb(config: RunConfig, state: MemoryEstimate, rank: str) -> float:
-    """What `train.memory_gb` leaves for activations on a rank with this state.
+    """Return the GB that `train.memory_gb` leaves for activations on a rank with this state.
 
     Raises:
         ConfigError: nothing.

@@ -22,13 +22,15 @@ _MOST_BYTES = 1 << 20
 
 
 def is_model(word: str) -> bool:
-    """Whether `word` names a folder of transformers or its config.json, and no run's file."""
+    """Return whether `word` names a transformers folder or its config.json, and not a run's
+    file.
+    """
     path = Path(word)
     return (path / FILE).is_file() or (path.suffix == ".json" and path.is_file())
 
 
 def model_plan(word: str, overrides: Sequence[str], scratch: Path) -> tuple[Plan, list[str]]:
-    """The plan of a run with a small copy of the model, and what to say of it.
+    """Return the plan of a run with a small copy of the model, and notes on it.
 
     Without a degree in `overrides` two ranks along data, pipe and tensor, but for axes that the
     model cannot be split along.
@@ -59,7 +61,7 @@ def _small_plan(config: RunConfig, scratch: Path) -> Plan:
 
 
 def with_small_copy(config: RunConfig, scratch: Path) -> RunConfig:
-    """The run with a small copy of its `model.hf`, written into `scratch`.
+    """Return the run with a small copy of its `model.hf`, which is written into `scratch`.
 
     Raises:
         ConfigError: its configuration cannot be read.

@@ -1,4 +1,4 @@
-"""What `tdp parity` runs: the small run of one process, and that of each layout. No torch."""
+"""The runs of `tdp parity`: the small run of one process, and that of each layout. No torch."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,9 @@ AXES = ("data", "pipe", "context", "tensor", "expert")
 
 @dataclass(frozen=True)
 class ParityRun:
-    """whole: the run of one process. layouts: axes and the run of each."""
+    """The runs that `tdp parity` compares. whole: the run of one process. layouts: axes and the run
+    of each.
+    """
 
     whole: RunConfig
     layouts: Sequence[tuple[dict[str, int], RunConfig]]
@@ -34,7 +36,7 @@ class ParityRun:
 
 
 def parity_run(plan: Plan) -> ParityRun:
-    """The layouts of a plan, each a run of its own on the same samples.
+    """Return the layouts of a plan, each a run of its own on the same samples.
 
     Raises:
         ConfigError: the plan has one rank, so there is nothing to compare.
@@ -53,7 +55,9 @@ def parity_run(plan: Plan) -> ParityRun:
 
 
 def _small(plan: Plan) -> RunConfig:
-    """The run with a small model of the same classes, in float64, without what is not a step."""
+    """Return the run with a small model of the same classes, in float64, without validations, saves
+    and timing checks.
+    """
     config = plan.config
     if config.model.name is not None:
         config = smaller_model(config)

@@ -1,4 +1,4 @@
-"""What is refused of a run before its folder is touched and a rank starts. No torch.
+"""Refuse a run before its folder is touched and a rank starts. No torch.
 
 The process that starts a run (train/job.py) refuses in this order, each thing once, what costs
 little first:
@@ -50,7 +50,9 @@ def refuse_here(config: RunConfig, source: str, code: str) -> None:
 
 
 def _unusable_local_dir(config: RunConfig) -> list[Problem]:
-    """Where the ranks run on this machine, which is then the only node."""
+    """Return the problem with `checkpoint.local_dir` on this machine, the run's only node, or
+    [].
+    """
     where = config.checkpoint.local_dir
     if where is None:
         return []
@@ -68,7 +70,8 @@ def _unusable_local_dir(config: RunConfig) -> list[Problem]:
 
 
 def job_problems(config: RunConfig, code: str) -> list[Problem]:
-    """What is wrong with the modules and files of a Slurm job, as far as it shows before it runs.
+    """Return what is wrong with the modules and files of a Slurm job, as far as it shows before it
+    runs.
 
     A container sees other folders, a prologue may fetch files, conda may have other modules.
     """
@@ -82,7 +85,7 @@ def job_problems(config: RunConfig, code: str) -> list[Problem]:
 
 
 def refuse_moving_aside(files: RunDir, resume: str) -> None:
-    """Raises LaunchError if a job would move away the folder that `tdp submit` made for it."""
+    """Raise LaunchError if a job would move away the folder that `tdp submit` made for it."""
     if resume == "never" and files.script.exists():
         raise LaunchError(
             f"--resume never: {files.run} was made by tdp submit, whose script, logs and code are "
@@ -92,8 +95,9 @@ def refuse_moving_aside(files: RunDir, resume: str) -> None:
 
 
 def refuse_checkpoint(config: RunConfig, resume: str, plan: Callable[[], Plan]) -> None:
-    """Raises CheckpointError if what such a start of the run would resume from is not of its plan,
-    which is made only if there is something to resume from."""
+    """Raise CheckpointError if the checkpoint that this start would resume from does not fit its
+    plan. The plan is made only if there is such a checkpoint.
+    """
     has_copies = config.checkpoint.local_dir is not None
     own = run_folder(config) / CHECKPOINTS
     if (checkpoint := resumed_from(resume, own, has_copies=has_copies)) is not None:
@@ -102,5 +106,5 @@ def refuse_checkpoint(config: RunConfig, resume: str, plan: Callable[[], Plan]) 
 
 
 def refuse_unplanned_checkpoint(config: RunConfig, resume: str, num_ranks: int) -> None:
-    """`refuse_checkpoint` of a run that is not planned yet, on so many ranks."""
+    """Call `refuse_checkpoint` for a run that is not planned yet, on so many ranks."""
     refuse_checkpoint(config, resume, lambda: make_plan(fitted(config, num_ranks), num_ranks))

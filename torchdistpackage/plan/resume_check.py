@@ -1,4 +1,4 @@
-"""What a run would resume from, looked at before any rank starts. No torch.
+"""Check what a run would resume from, before any rank starts. No torch.
 
 Only manifests and sizes are read here. Ranks check the rest, each when it has made its part of the
 model, and what they refuse is a failure of theirs.
@@ -23,7 +23,7 @@ _SHOWN = 6
 
 
 def named_folder(resume: str) -> Path:
-    """The folder that `--resume` names; raises ConfigError if there is none."""
+    """Return the folder that `--resume` names; raise ConfigError if there is none."""
     if not resume or not Path(resume).is_dir():
         raise ConfigError(
             f"--resume {resume or repr('')}: there is no such folder; name a step_NNNNNN"
@@ -32,7 +32,8 @@ def named_folder(resume: str) -> Path:
 
 
 def resumed_from(resume: str, own: Path, *, has_copies: bool = False) -> Path | None:
-    """The checkpoint that `--resume` names, of those in `own` if it is auto; None: none there.
+    """Return the checkpoint that `--resume` names, or with auto the newest one in `own`; None:
+    there is none.
 
     has_copies: nodes have copies, so a whole one may be found where ranks run.
 
@@ -57,7 +58,7 @@ def resumed_from(resume: str, own: Path, *, has_copies: bool = False) -> Path | 
 
 
 def refuse_other_model(path: Path, plan: Plan) -> None:
-    """Raises CheckpointError if the checkpoint is of another model or precision than the plan.
+    """Raise CheckpointError if the checkpoint is of another model or precision than the plan.
 
     Nothing is known here of a model of your own.
     """
@@ -81,8 +82,9 @@ def refuse_other_model(path: Path, plan: Plan) -> None:
 
 
 def refuse_other_optimizer(path: Path, config: RunConfig) -> None:
-    """Raises CheckpointError if the checkpoint has the state of an optimizer that the run's cannot
-    begin on."""
+    """Raise CheckpointError if the checkpoint has the state of an optimizer from which this run's
+    cannot go on.
+    """
     found = {
         key for name in read_manifest(path).tensors if (key := name.rpartition("#")[2]) != name
     }
@@ -97,7 +99,8 @@ def refuse_other_optimizer(path: Path, config: RunConfig) -> None:
 
 
 def changed_keys(resolved: Path, config: RunConfig) -> str:
-    """What `config` changes of what an earlier start wrote, as far as numbers follow from it.
+    """Return what `config` changes against the file of an earlier start, among the keys that
+    numbers follow from.
 
     Such as "model.heads=2 (was 4)"; "" if nothing, or if the earlier file no longer loads.
     """
@@ -113,7 +116,7 @@ def changed_keys(resolved: Path, config: RunConfig) -> str:
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by their dotted keys."""
+    """Return the values by their dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in section.items():
         inner = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else None

@@ -67,17 +67,17 @@ class Plan:
 
     @property
     def cp_comm_type(self) -> str:
-        """How ranks along context exchange their parts of a sequence, or auto."""
+        """The way in which context ranks exchange their slices of a sequence, or auto."""
         return self.config.parallel.cp_comm_type
 
     @property
     def has_float8(self) -> bool:
-        """Whether linear layers compute products in float8."""
+        """True if linear layers multiply in float8."""
         return self.config.precision.fp8 != "off"
 
     @property
     def shape(self) -> ModelShape | None:
-        """Of the model; None for a user's own."""
+        """The shape of the model; None for a user's own."""
         return None if self.model is None else self.model.shape
 
     @property
@@ -91,29 +91,30 @@ class Plan:
 
     @property
     def stages(self) -> tuple[range, ...]:
-        """For each stage its pieces; () for a user's own model."""
+        """The pieces of each stage; () for a user's own model."""
         return self.pipeline.cut
 
     def pieces_on(self, index: int) -> tuple[int, ...]:
-        """All pieces of the stages that pipe index `index` runs, in order."""
+        """Return all pieces of the stages that pipe index `index` runs, in order."""
         return tuple(i for s in self.schedule.stages_of(index) for i in self.stages[s])
 
     @property
     def stage_of(self) -> tuple[int, ...]:
-        """For each piece the pipe index that holds it."""
+        """The pipe index that holds each piece."""
         placement = self.schedule.placement
         return tuple(placement[s] for s, span in enumerate(self.stages) for _ in span)
 
     def creations(self, rank: int) -> tuple[Creation, ...]:
-        """The groups that a rank makes before its first step, in order; of a user's own model those
-        of the axes alone."""
+        """Return the groups that a rank makes before its first step, in order; for a user's own
+        model, only those of the axes.
+        """
         place = self.topology.dense.coord(rank)["pipe"]
         kinds = self._kinds_of_layouts.get(place, ())
         return creations(self.topology, rank, sums=kinds, num_data=self.zero_group)
 
     @cached_property
     def _kinds_of_layouts(self) -> dict[int, list[Layout]]:
-        """By pipe index one layout of each kind that groups differ in."""
+        """One layout of each kind that makes different groups, by pipe index."""
         found: dict[int, dict[object, Layout]] = {}
         for x in self.layouts.values():
             for place in x.stages:
@@ -123,7 +124,7 @@ class Plan:
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of gradients that travel together, on paper: those of ddp.bucket_mb, or as gloo."""
+        """The size of a gradient bucket in the plan: ddp.bucket_mb, or gloo's default."""
         given_mb = self.config.ddp.bucket_mb
         return BUCKET_BYTES if given_mb is None else int(given_mb * MIB)
 
@@ -133,7 +134,7 @@ class Plan:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether the job asks Slurm for GPUs; elsewhere the ranks find out when they start."""
+        """True if the job asks Slurm for GPUs; elsewhere the ranks find out when they start."""
         options = header(self.config.launch.slurm)
         return any(name in options for name in GPUS if name != "gres") or "gpu" in (
             options.get("gres") or ""
@@ -141,7 +142,7 @@ class Plan:
 
     @property
     def rounds(self) -> int:
-        """Passes over the microbatches in a step."""
+        """Gradient accumulation: passes over the micro-batches in a step."""
         return self.config.train.accumulate
 
     @property
@@ -161,7 +162,9 @@ class Plan:
         return number_formats(self.config.precision)
 
     def is_trained(self, parameter: str) -> bool:
-        """Whether the parameter of this global name gets gradients; a checkpoint holds these."""
+        """Return whether the parameter of this global name gets gradients; a checkpoint holds those
+        that do.
+        """
         return self.config.model.is_trained(parameter)
 
     @property
@@ -171,7 +174,7 @@ class Plan:
 
     @property
     def user_code(self) -> dict[str, tuple[str, Mapping[str, object]]]:
-        """Key -> (import path, keyword arguments) of what is not ours."""
+        """Import path and keyword arguments of the user's own code, by key."""
         model, data = self.config.model, self.config.data
         named = {
             "model.target": (model.target, model.args),
@@ -181,7 +184,7 @@ class Plan:
         return {key: (path, args) for key, (path, args) in named.items() if path is not None}
 
     def changed(self, change: Callable[[RunConfig], RunConfig]) -> "Plan":
-        """The plan of a changed run, on as many ranks as its degrees multiply to.
+        """Return the plan of a changed run, on as many ranks as its degrees multiply to.
 
         Raises:
             ConfigError: the changed run breaks a rule.
@@ -191,7 +194,7 @@ class Plan:
 
     @property
     def samples_per_microbatch(self) -> int:
-        """Rows of one data rank in one microbatch: of a pair of answers there are two."""
+        """Rows of one data rank in one micro-batch; a pair of answers has two."""
         c = self.config
         assert isinstance(c.parallel.data, int)
         rounds = c.parallel.data * self.rounds * c.pipeline.microbatches
@@ -270,19 +273,22 @@ def _refuse_compiled_halves(plan: Plan, source: str) -> None:
 
 
 def local_procs(config: RunConfig) -> int:
-    """Processes to start on one machine: launch.local.procs, else as the degrees multiply to."""
+    """Return the number of processes to start on one machine: launch.local.procs, or the product of
+    the degrees.
+    """
     return config.launch.local.procs or num_ranks(config)
 
 
 def num_ranks(config: RunConfig) -> int:
-    """The product of the degrees; an `auto` counts as 1."""
+    """Return the product of the degrees; `auto` counts as 1."""
     data = config.parallel.data
     return config.parallel.model_size * (1 if data == "auto" else data)
 
 
 def too_long(plan: Plan) -> str | None:
-    """What to say of sequences longer than the model's positions are made for; no run fails of
-    them, as rotary positions go on."""
+    """Return a warning if sequences are longer than the model's positions are made for, or None.
+    Rotary positions go on, so no run fails.
+    """
     shape, model = plan.shape, plan.config.model
     if shape is None or shape.seq_len <= (longest := shape.longest_seq_len):
         return None
@@ -295,8 +301,9 @@ def too_long(plan: Plan) -> str | None:
 
 
 def own_model_warnings(plan: Plan) -> list[str]:
-    """Return what to say of a user's own model on tensor and context ranks: a plan knows none of
-    its layers."""
+    """Return warnings for a user's own model on tensor and context ranks: a plan knows none of its
+    layers.
+    """
     config, found = plan.config, list[str]()
     if plan.model is not None:
         return found
@@ -313,7 +320,7 @@ def own_model_warnings(plan: Plan) -> list[str]:
 
 
 def attends_to_parts(plan: Plan) -> str:
-    """Return what to say of a user's own model whose input context ranks share."""
+    """Return the warning for a user's own model whose input context ranks share."""
     size, target = plan.config.parallel.context, plan.config.model.target
     return (
         f"parallel.context={size} gives {target} one of {size} parts of each sequence: attention "
@@ -325,7 +332,7 @@ def attends_to_parts(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class StageLoad:
-    """What one rank of a pipe index holds and does, over all its stages.
+    """The parameters, memory and work of one rank at a pipe index, over all its stages.
 
     stages: with each its pieces. num_parameters: in its shard; num_trained: of these, those that
     have gradients. share: of the model's computation.
@@ -342,7 +349,7 @@ class StageLoad:
 def rank_memory(
     plan: Plan, rank: int, layouts: Iterable[Layout], *, on_gpu: bool
 ) -> MemoryEstimate:
-    """Return what a rank with these parameters holds, with NCCL's communicators on a GPU."""
+    """Return the memory of a rank with these parameters, with NCCL's communicators on a GPU."""
     held = memory(plan.config, plan.topology, layouts, rank, plan.packed)
     if not on_gpu:
         return held
@@ -351,7 +358,7 @@ def rank_memory(
 
 
 def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
-    """For each pipe index the load of its first rank; () for a user's own model."""
+    """Return the load of the first rank at each pipe index; () for a user's own model."""
     if plan.model is None:
         return ()
     costs = plan.model.piece_costs()
@@ -373,10 +380,10 @@ def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
 
 
 def num_parameters(plan: Plan) -> int:
-    """Parameters of the full model, each counted once; 0 for a user's own."""
+    """Return the number of parameters of the full model, each counted once; 0 for a user's own."""
     return sum(math.prod(layout.shape) for layout in plan.layouts.values())
 
 
 def num_trained(plan: Plan) -> int:
-    """Of the parameters of the full model those that are trained."""
+    """Return the number of the full model's parameters that are trained."""
     return sum(math.prod(x.shape) for x in plan.layouts.values() if plan.is_trained(x.name))

@@ -17,8 +17,8 @@ _HEAD_DIM = 4
 
 
 def shrunk(plan: Plan) -> Plan:
-    """The plan with one sample in each microbatch, on at most `MOST_RANKS` ranks, and with a model
-    of ours made smaller where it has more than `MOST_PARAMETERS`.
+    """Return the plan with one sample in each micro-batch, on at most `MOST_RANKS` ranks, and with
+    a smaller model of ours if it has more than `MOST_PARAMETERS`.
 
     A custom schedule keeps its ranks and its microbatches. An own model keeps its size.
 
@@ -39,7 +39,9 @@ def shrunk(plan: Plan) -> Plan:
 
 
 def is_small(plan: Plan) -> bool:
-    """Whether its steps take seconds: of an own model nothing is known."""
+    """Return whether its steps take seconds; False for a user's own model, whose size is not
+    known.
+    """
     return plan.shape is not None and num_parameters(plan) * plan.world_size <= MOST_PARAMETERS
 
 
@@ -81,7 +83,9 @@ def zero_group_for(parallel: ParallelSection, data: int) -> int | None:
 
 
 def smaller_model(config: RunConfig) -> RunConfig:
-    """The run with a small model of ours, whose heads and layers its ranks can still share."""
+    """Return the run with a small model of ours, whose heads and layers its ranks can still
+    share.
+    """
     model, data, tensor = config.model, config.data, config.parallel.tensor
     context = config.parallel.context
     # each tensor rank has two heads, or as many as context ranks may exchange
@@ -106,13 +110,15 @@ def smaller_model(config: RunConfig) -> RunConfig:
 
 
 def _without_costs(config: RunConfig) -> RunConfig:
-    """Measured costs are of the stages that the large run has."""
+    """Return the run without measured costs, which belong to the stages of the large run."""
     partition = "cost" if config.pipeline.partition == "time" else config.pipeline.partition
     return _with(config, "pipeline", costs=None, partition=partition)
 
 
 def _fewer_rounds(config: RunConfig) -> RunConfig:
-    """As many microbatches as fill a pipeline and keep it full, in at most two rounds."""
+    """Return the run with only the micro-batches that fill a pipeline and keep it full, in at most
+    two rounds.
+    """
     if config.pipeline.schedule != CUSTOM:
         number = min(config.pipeline.microbatches, 4 * config.parallel.pipe)
         config = _with(config, "pipeline", microbatches=number)

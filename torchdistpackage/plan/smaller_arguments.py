@@ -30,8 +30,8 @@ _HEADS, _HEAD_DIM, _DIM, _VOCAB, _BYTES, _LENGTH = 4, 8, 32, 64, 256, 32
 
 
 def with_smaller_arguments(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
-    """The run with smaller `model.args`, and `data.args` that follow; the same where no argument
-    has a usual name and a size to spare.
+    """Return the run with smaller `model.args`, and `data.args` that follow; unchanged if no
+    argument has a usual name and a size to spare.
 
     defaults: what the constructor takes for arguments that are not given.
     """
@@ -62,7 +62,7 @@ def with_smaller_arguments(config: RunConfig, defaults: Mapping[str, Any]) -> Ru
 
 
 def _bytes(config: RunConfig) -> bool:
-    """Whether a token is a byte."""
+    """Return whether a token is a byte."""
     return config.data.has_bytes
 
 
@@ -85,7 +85,7 @@ def _replaced(args: Mapping[str, Any], changed: Mapping[str, tuple[int, int]]) -
 
 
 def _smaller(sizes: Mapping[str, int], config: RunConfig) -> dict[str, int]:
-    """By kind the smaller size, of those that may become smaller."""
+    """Return the smaller size of each kind of argument that may become smaller."""
     found = {"vocab": _BYTES if _bytes(config) else _VOCAB, "length": _LENGTH}
     if config.pipeline.schedule != CUSTOM:
         stages = 2 * (config.pipeline.chunks or 2) if config.parallel.pipe > 1 else 1
@@ -110,7 +110,7 @@ def _smaller(sizes: Mapping[str, int], config: RunConfig) -> dict[str, int]:
 
 
 def _halved(size: int, least: int) -> int:
-    """`size` over a power of two, and not below `least`."""
+    """Return `size` divided by a power of two, but not below `least`."""
     while size % 2 == 0 and size // 2 >= least:
         size //= 2
     return size

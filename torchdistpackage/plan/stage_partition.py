@@ -1,4 +1,4 @@
-"""Where the model is cut into stages, and in which order they work. No torch.
+"""Choose where the model is cut into stages, and the order in which they work. No torch.
 
 The order is built before the cut, because it says how many stages there are and where they run;
 only `auto` weighs several cuts, each with the best order for its costs.
@@ -30,9 +30,11 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """cut: for each stage its pieces; () for a user's own model. own_cut: the same of one that is
-    cut by time, whose build compares the pieces. costs: what the prediction is by: measured ones
-    where a file has them, else operations. measured: what that file holds."""
+    """The stages of a run. cut: the pieces of each stage; () for a user's own model. own_cut: the
+    same for a user's own model that is cut by time, whose build compares the pieces. costs: the
+    costs behind the prediction: measured ones if a file has them, else operations. measured: the
+    content of that file.
+    """
 
     schedule: Schedule
     cut: tuple[range, ...]
@@ -44,7 +46,7 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class ModelUnits:
-    """Names, and of each its computation and its number of parameters."""
+    """The names of a model's pieces, and the computation and number of parameters of each."""
 
     names: tuple[str, ...]
     computation: tuple[float, ...]
@@ -56,7 +58,8 @@ class ModelUnits:
 
 
 def stages(config: RunConfig, pieces: ModelUnits | None) -> Stages:
-    """Of a run whose section has passed its rules. pieces: None for a user's own model.
+    """Return the stages of a run whose section has passed its rules. pieces: None for a user's own
+    model.
 
     Cut by time, an own model has the pieces that were measured; its build compares them.
     """
@@ -81,7 +84,7 @@ def stages(config: RunConfig, pieces: ModelUnits | None) -> Stages:
 
 @dataclass(frozen=True, slots=True)
 class _Partitioner:
-    """Cuts, and their costs, of one run. measured: what `pipeline.costs` holds."""
+    """Makes the cuts of one run, and their costs. measured: the content of `pipeline.costs`."""
 
     run: RunConfig
     pieces: ModelUnits | None
@@ -91,7 +94,7 @@ class _Partitioner:
         return Stages(schedule, cut, costs, simulate(schedule, costs), self.measured)
 
     def cut(self, placement: Sequence[int]) -> tuple[range, ...]:
-        """By what the stages are to share evenly, piece by piece.
+        """Cut the pieces so that the stages share evenly what `pipeline.partition` names.
 
         Raises:
             ScheduleError: a piece has not been measured.
@@ -107,7 +110,9 @@ class _Partitioner:
         return split_by_cost(weights, len(placement), placement=placement)
 
     def synthesized(self) -> Stages:
-        """The order, and the number of stages on a rank, that takes least time by its costs."""
+        """Return the order and the number of stages per rank that take the least time by their
+        costs.
+        """
         pipe, number = self.run.parallel.pipe, self.run.pipeline.microbatches
         found: list[Stages] = []
         for placement in self._placements():
@@ -123,7 +128,8 @@ class _Partitioner:
         )
 
     def _placements(self) -> list[tuple[int, ...]]:
-        """In a loop over the ranks, and for two stages a rank there and back as well.
+        """Return the placements to try: a loop over the ranks, and with two stages per rank also
+        there and back.
 
         Costs by stage are of one cut, so they choose an order for it and no other placement.
         """
@@ -141,12 +147,14 @@ class _Partitioner:
 
     @property
     def _by_stage(self) -> CostsFile | None:
-        """Measured costs that are of stages, and not of pieces."""
+        """Measured costs of whole stages rather than of pieces, or None."""
         measured = self.measured
         return measured if measured and (self.pieces is None or not measured.pieces) else None
 
     def costs(self, cut: Sequence[range], num_stages: int) -> StageCosts:
-        """As measured; else by operations, a mean rank's forward taking 1 and messages nothing."""
+        """Return measured costs or, without any, operations: a mean rank's forward takes 1, and
+        messages nothing.
+        """
         if self._by_stage is not None:
             return self._by_stage.of(num_stages)
         pieces = self.pieces

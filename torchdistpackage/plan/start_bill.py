@@ -1,4 +1,4 @@
-"""What a start on GPUs takes besides the model: connections, their memory, the store. No torch.
+"""The cost of a start on GPUs besides the model: connections, their memory, the store. No torch.
 
 Requests are an upper estimate: tests/train/test_many_ranks.py counts about 20 of a rank until it
 has joined. Memory of communicators (plan/memory.py) is an estimate too: NCCL allocates it outside
@@ -40,7 +40,7 @@ class StartBill:
     rank_descriptors: int
 
     def warnings(self) -> list[str]:
-        """Return what this machine's limits do not allow."""
+        """Return a warning for each limit of this machine that the start exceeds."""
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if hard == resource.RLIM_INFINITY or hard >= self.descriptors:
             return []
@@ -51,7 +51,7 @@ class StartBill:
 
 
 def start_bill(plan: Plan, rank: int = 0) -> StartBill:
-    """Return the bill of a plan; that of `rank`, as ranks differ little."""
+    """Return the bill of a plan, counted for `rank`; ranks differ little."""
     groups = [x for x in plan.creations(rank) if len(x.ranks) > 1]
     connected = communicators(groups, rank, plan.topology)
     beside = sum(len(x.ranks) for x in groups if x.neighbours)  # gloo, for headers of messages

@@ -72,7 +72,7 @@ def device_of(config: RunConfig, name: str | None = None) -> Accelerator | None:
 
 
 def unpredicted(plan: Plan) -> str | None:
-    """Why the step of this plan is not predicted, or None."""
+    """Return why the step of this plan is not predicted, or None."""
     shape = plan.shape
     if shape is None:
         return (
@@ -213,7 +213,7 @@ def layout_of(plan: Plan, ranks_per_node: int = 0) -> StepLayout:
 
 
 def _blocks(plan: Plan) -> tuple[float, ...]:
-    """Blocks of each stage, a half of one as 0.5."""
+    """Return the number of blocks of each stage; half a block counts 0.5."""
     names = ([plan.pieces[i] for i in span] for span in plan.stages)
     return tuple(
         sum(0.5 if x.endswith(HALVES) else 1.0 for x in stage if "." in x) for stage in names

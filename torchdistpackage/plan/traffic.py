@@ -36,7 +36,7 @@ UNLIMITED_BYTES = 2**62
 
 
 def uncounted(plan: Plan) -> str | None:
-    """Why calls of a step are not known before it runs, or None."""
+    """Return why the calls of a step are not known before it runs, or None."""
     if plan.model is None:
         return "a model of your own: its bytes are known once it is built"
     config, parallel = plan.config, plan.config.parallel
@@ -56,7 +56,9 @@ def uncounted(plan: Plan) -> str | None:
 
 
 def _all_stages_send_back(plan: Plan) -> bool:
-    """Whether something trains in the first stage, so that all behind it have gradients for it."""
+    """Return whether a parameter of the first stage is trained, so that every later stage sends
+    gradients back.
+    """
     if plan.schedule.num_stages == 1 or not plan.config.model.lora.target:
         return True
     first = tuple(f"{plan.pieces[i]}." for i in plan.stages[0])
@@ -64,7 +66,9 @@ def _all_stages_send_back(plan: Plan) -> bool:
 
 
 def traffic(plan: Plan, rank: int) -> tuple[CallCount, ...]:
-    """The calls of `rank` in one step, in no order; `uncounted` says whether they are known."""
+    """Return the calls of `rank` in one step, in no order; `uncounted` says whether they are
+    known.
+    """
     assert plan.model is not None
     found = [*_gradients(plan, rank), *_messages(plan, rank), *_statistics(plan)]
     times = plan.rounds * plan.schedule.num_microbatches
@@ -81,7 +85,9 @@ def traffic(plan: Plan, rank: int) -> tuple[CallCount, ...]:
 
 
 def busiest(plan: Plan) -> tuple[int, tuple[CallCount, ...]]:
-    """The rank that gives most bytes to its calls, of the first of each pipe index, and these."""
+    """Return the rank that gives the most bytes to its calls, among the first rank of each pipe
+    index, and these calls.
+    """
     mesh = plan.topology.dense
     ranks = [mesh.rank({"pipe": index}) for index in range(len(plan.schedule.programs))]
     every = [(rank, traffic(plan, rank)) for rank in ranks]
@@ -89,7 +95,7 @@ def busiest(plan: Plan) -> tuple[int, tuple[CallCount, ...]]:
 
 
 def between_nodes(calls: Iterable[CallCount], ranks_per_node: int) -> float:
-    """Bytes that a rank gives to the calls whose ranks are on several nodes."""
+    """Return the bytes that a rank gives to calls whose ranks are on several nodes."""
     return sum(
         call.num_bytes
         for call in calls
@@ -102,7 +108,7 @@ def _placed(plan: Plan, rank: int, call: CallCount) -> CallCount:
 
 
 def microbatch(plan: Plan, rank: int) -> Microbatch:
-    """What the layers of `rank` are given at a time."""
+    """Return the sizes and types of the input that the layers of `rank` get at a time."""
     config, size = plan.config, plan.topology.dense.axis_size
     numbers = plan.numbers
     assert plan.shape is not None
@@ -144,7 +150,9 @@ class _Summed:
 
 
 def _gradients(plan: Plan, rank: int) -> Iterator[CallCount]:
-    """As NaiveDDP sums them in buckets (ddp/bucket_plan.py), or ZeRO's buckets of modules."""
+    """Yield the calls that sum gradients, in NaiveDDP's buckets (ddp/bucket_plan.py) or in ZeRO's
+    buckets of modules.
+    """
     summed, wide = _summed(plan, rank), plan.numbers.gradients
     sent = plan.numbers.reduced
     if not plan.zero:
@@ -193,7 +201,7 @@ def _gradients(plan: Plan, rank: int) -> Iterator[CallCount]:
 
 
 def _owners(summed: list[_Summed]) -> list[int]:
-    """Of each parameter the index of the rank that owns all of it (ddp/zero/bucket.py)."""
+    """Return the index of the rank that owns each whole parameter (ddp/zero/bucket.py)."""
     found = [0] * len(summed)
     for ranks in dict.fromkeys(x.ranks for x in summed):
         # as `whole_owners` deals them out: whatever their replicas
@@ -229,7 +237,7 @@ def _has_gradient(plan: Plan, name: str) -> bool:
 def _buckets(
     summed: list[_Summed], element_bytes: int, cap_bytes: int, numbers: list[int] | None = None
 ) -> Iterator[tuple[tuple[int, ...], Bucket]]:
-    """With the ranks of each. numbers: only equal ones share a bucket."""
+    """Yield each bucket with its ranks. numbers: only members with equal numbers share a bucket."""
     entries = [
         BucketEntry(i, x.num_elements, element_bytes, (x.key, 0 if numbers is None else numbers[i]))
         for i, x in enumerate(summed)
@@ -256,7 +264,7 @@ def _axes_of(mesh: Mesh, ranks: tuple[int, ...]) -> str:
 
 
 def _messages(plan: Plan, rank: int) -> Iterator[CallCount]:
-    """Between stages: activations on, and their gradients back."""
+    """Yield the messages between stages: activations forward, and their gradients back."""
     of = microbatch(plan, rank)
     schedules = [plan.schedule]
     if plan.config.data.is_preference:  # whose reference goes forward alone
@@ -271,7 +279,7 @@ def _messages(plan: Plan, rank: int) -> Iterator[CallCount]:
 
 
 def _attentions(plan: Plan, rank: int, of: Microbatch) -> Iterator[CallCount]:
-    """Over parts of a sequence, of one microbatch."""
+    """Yield the calls of attention over slices of a sequence, for one micro-batch."""
     coord, size = plan.topology.dense.coord(rank), plan.topology.dense.axis_size("context")
     if size == 1:
         return
@@ -289,12 +297,14 @@ def _attentions(plan: Plan, rank: int, of: Microbatch) -> Iterator[CallCount]:
 
 
 def _attends(piece: str) -> bool:
-    """Whether it has an attention: a half of a block of our GPT, or a block of transformers."""
+    """Return whether a piece has an attention: half a block of our GPT, or a block of
+    transformers.
+    """
     return piece.endswith(f".{ATTENTION}") or ("." in piece and not piece.endswith(HALVES))
 
 
 def _statistics(plan: Plan) -> Iterator[CallCount]:
-    """The numbers of a step."""
+    """Yield the all-reduce of the step's numbers."""
     if plan.world_size == 1:
         return
     experts = {

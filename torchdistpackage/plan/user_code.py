@@ -1,4 +1,4 @@
-"""Where the modules that a configuration names by import path are found. No torch."""
+"""Find the modules that a configuration names by import path. No torch."""
 
 import sys
 import sysconfig
@@ -11,12 +11,12 @@ from torchdistpackage.launch.entrypoint import EntryPoint, missing_module
 
 
 def user_object(path: str) -> Callable:
-    """What `pkg.module:name` names."""
+    """Return the object that `pkg.module:name` names."""
     return EntryPoint.of(path).resolve()
 
 
 def code_folder(env: Mapping[str, str]) -> str:
-    """The working folder, or the snapshot of it that a job runs (TDP_CODE)."""
+    """Return the working folder, or the snapshot of it that a job runs (TDP_CODE)."""
     return env.get("TDP_CODE") or str(Path.cwd())
 
 
@@ -35,7 +35,7 @@ def add_user_code(env: Mapping[str, str]) -> str:
 
 
 def unknown_modules(config: RunConfig, folder: str) -> list[Problem]:
-    """Import paths of the file that lead nowhere from `folder`."""
+    """Return a problem for each import path of the file that leads nowhere from `folder`."""
     model, data = config.model, config.data
     paths = {"model.target": model.target, "model.loss": model.loss, "data.target": data.target}
     where = [folder, *sys.path]
