@@ -52,7 +52,7 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        return f"{self.file}:{self.line}:{self.start}:{self.kind}"
+        return f"{self.file}:{self.line}:{self.start}-{self.stop}:{self.kind}"
 
     def applied(self, source: bytes) -> bytes:
         """Return `source`, the whole file, with this one change."""
@@ -301,22 +301,26 @@ def table(mutants: Sequence[Mutant], rows: dict[str, dict[str, list]], sets: Seq
         f"| mutant | change | {' | '.join(sets)} |",
         f"|---|---|{'---|' * len(sets)}",
     ]
-    counts = dict.fromkeys(sets, 0)
+    counts, late = dict.fromkeys(sets, 0), dict.fromkeys(sets, 0)
     lost: list[str] = []
     for mutant in mutants:
         row = rows.get(mutant.key, {})
         told = [Outcome(*row[name]) if name in row else None for name in sets]
         for name, outcome in zip(sets, told, strict=True):
-            counts[name] += outcome is not None and outcome.verdict in ("killed", "time")
+            counts[name] += outcome is not None and outcome.verdict == "killed"
+            late[name] += outcome is not None and outcome.verdict == "time"
         cells = [f"{x.verdict} {x.by}".strip() if x else "" for x in told]
         change = f"{_cell(mutant.before)} becomes {_cell(mutant.after)}"
         lines.append(f"| {mutant.file}:{mutant.line} | {change} | {' | '.join(cells)} |")
         verdicts = [x.verdict if x else "" for x in told]
-        if len(sets) == 2 and verdicts[0] in ("killed", "time") and verdicts[1] == "alive":
+        if len(sets) == 2 and verdicts[0] == "killed" and verdicts[1] != "killed":
             lost.append(mutant.key)
     lines += [
         "",
-        *(f"{name}: {number} of {len(mutants)} killed" for name, number in counts.items()),
+        *(
+            f"{name}: {number} of {len(mutants)} killed, {late[name]} reached the limit"
+            for name, number in counts.items()
+        ),
     ]
     if len(sets) == 2:
         lines.append(f"killed by the old set alone: {', '.join(lost) or 'none'}")
@@ -333,10 +337,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--number", type=int, default=15, help="how many are drawn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--old", metavar="COMMIT", help="run the tests of this commit too, first")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds of a run of tests")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=300.0,
+        help="seconds of a run of tests; allow twice what the slowest folder takes",
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "mutants")
     parser.add_argument("--list", action="store_true", help="print what is drawn, and run nothing")
     given = parser.parse_args(argv)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that the tests of a mutant end too
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     mutants = draw(ROOT, given.number, given.seed)
     if given.list:
         for x in mutants:

@@ -117,5 +117,6 @@ def test_the_table_names_what_the_old_set_alone_kills():
     text = mutants.table(two, rows, ["old", "new"])
     assert "| a.py:1 | `1` becomes `(2)` | killed tests/a | alive |" in text
     assert text.endswith(
-        "old: 2 of 2 killed\nnew: 1 of 2 killed\nkilled by the old set alone: a.py:1:1:constant\n"
+        "old: 2 of 2 killed, 0 reached the limit\nnew: 0 of 2 killed, 1 reached the limit\n"
+        "killed by the old set alone: a.py:1:1-2:constant, a.py:2:2-3:constant\n"
     )

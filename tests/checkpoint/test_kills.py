@@ -5,6 +5,7 @@ A life of a run is killed in its first start and in its second, which comes back
 ends in its third. A failure names its seed; `lives` draws the same kills from it again.
 """
 
+import contextlib
 import os
 import random
 import shutil
@@ -108,11 +109,15 @@ def train(
     dies = kill is not None and kill.victim == rank
     moments = Moments(int(kill.at) if dies and kill.point else NEVER, kill.point if dies else "")
     run, began_s = parity.trainer(words), time.monotonic()
+    end = None
     if dies and not kill.point:
         end = threading.Timer(kill.at * took_s, os.kill, (os.getpid(), signal.SIGKILL))
         end.daemon = True
         end.start()
-    with pytest.MonkeyPatch.context() as patch:
+    with contextlib.ExitStack() as stack:
+        if end is not None:
+            stack.callback(end.cancel)  # or it ends a rank of another test
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
         moments.watch(patch)
         local = make_local_copies(run.plan, folder)
         state = resume(run, folder, "auto", local)

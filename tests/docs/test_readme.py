@@ -85,7 +85,6 @@ def test_a_tdp_command(words: list[str], tmp_path: Path, monkeypatch, capfd):
     assert main(words[1:]) == 0, capfd.readouterr().err
 
 
-@pytest.mark.full
 def test_the_first_command_trains(tmp_path: Path):
     done = subprocess.run(
         [ROOT / "scripts" / "train", ROOT / "configs" / "gpt_tiny.yaml", *SHORT],

@@ -16,7 +16,7 @@ def test_a_host_measures_matmuls_of_growing_size_copies_and_calls(device: Measur
     assert (device.name, device.num_ranks, {*device.matmuls}) == ("cpu", 2, {"float32", "bfloat16"})
     flops = [n for n, _ in device.matmuls["float32"]]
     assert flops == sorted(flops) and flops[0] == 2 * 32**3
-    assert 1e-8 < device.call_s < 1e-2 and device.bytes_per_s > 1e6 < device.memory_bytes
+    assert device.call_s > 1e-8 and device.bytes_per_s > 1e6 < device.memory_bytes
 
 
 def test_the_slowest_rank_counts_at_sizes_that_all_have(device: MeasuredDevice) -> None:

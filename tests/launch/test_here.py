@@ -11,7 +11,6 @@ def who(*parts: str) -> tuple[str, str, int, str]:
     return os.environ["RANK"], os.environ["WORLD_SIZE"], os.getpid(), "".join(parts)
 
 
-@pytest.mark.full  # tests/examples has one that starts its ranks
 def test_alone_it_starts_the_ranks_and_answers_with_rank_0():
     rank, world_size, pid, text = run_or_launch(who, "a", "b", num_procs=3)
     assert (rank, world_size, text) == ("0", "3", "ab")

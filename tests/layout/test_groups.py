@@ -98,7 +98,7 @@ def meshes(num_ranks: int) -> Iterator[tuple[tuple[str, int], ...]]:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("num_ranks", [8, pytest.param(MAX_RANKS, marks=pytest.mark.full)])
 def test_no_rank_of_any_layout_waits_for_ever(num_ranks: int, tied: bool, sequence_parallel: bool):

@@ -175,8 +175,8 @@ def of_shards(kind: str, stage: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "stage"),
     [
-        ("one group", 2),
         ("nodes", 1),
+        ("one group", 2),
         ("tensor", 1),
         pytest.param("one group", 1, marks=pytest.mark.full),
         pytest.param("nodes", 3, marks=pytest.mark.full),

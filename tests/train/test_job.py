@@ -1,4 +1,4 @@
-"""Whole runs as a user starts them: in processes of their own, killed, stopped, resumed."""
+"""Whole runs, most of them by forked ranks: killed, stopped, resumed."""
 
 import json
 import os

@@ -34,9 +34,9 @@ def flipped(extra: list[str], rank: int, name: str) -> str:
 @pytest.mark.parametrize(
     ("size", "extra", "name", "holders"),
     [
+        (2, ["data=2", "zero=3"], "blocks.0.attention.qkv.weight", {0, 1}),
         (2, ["data=2"], "blocks.0.attention.qkv.weight", {0, 1}),
         (2, ["data=2", "zero=1"], "blocks.0.attention.qkv.weight", {0, 1}),
-        (2, ["data=2", "zero=3"], "blocks.0.attention.qkv.weight", {0, 1}),
         (2, ["pipe=2", "data=1"], "embed.weight", {0, 1}),
         (4, ["data=2", "tensor=2"], "blocks.0.attention.qkv.weight", {1, 3}),
         (4, ["data=2", "tensor=2"], "blocks.0.norm1.weight", {0, 1, 2, 3}),

@@ -32,10 +32,9 @@ def gradients(extra: list[str]) -> parity.Held:
 @pytest.mark.parametrize(
     ("num_ranks", "extra"),
     [
-        (1, ["pipeline.microbatches=1"]),
+        (2, ["parallel.data=2", "pipeline.microbatches=3", "train.accumulate=2"]),
         (1, ["pipeline.microbatches=24"]),
         (1, ["pipeline.microbatches=2", "train.accumulate=3"]),
-        (2, ["parallel.data=2", "pipeline.microbatches=3", "train.accumulate=2"]),
         (2, ["parallel.pipe=2", "pipeline.microbatches=4", "train.accumulate=3"]),
         (
             4,

@@ -35,7 +35,7 @@ _REFUSALS = (ValueError, KeyError, TypeError, AssertionError, ImportError, Attri
 """What transformers 4 raises where settings are no model."""
 
 
-def _refusals() -> tuple[type[Exception], ...]:
+def settings_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions that the installed transformers raises for settings that are no
     model.
     """
@@ -68,7 +68,8 @@ def known_settings(given: Mapping[str, Any]) -> Any:
 
     Raises:
         NotAvailableError: transformers is not there.
-        ConfigError: it has no such model, none of text from token to token, or refuses the settings
+        ConfigError: it has no such model, none of text from token to token, or refuses the
+            settings.
     """
     check_packages()
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, __version__
@@ -136,7 +137,7 @@ def _settings(given: Mapping[str, Any]) -> Any:
         if is_before("transformers", "5"):
             made = with_earlier_rope(made)
         config = CONFIG_MAPPING[given["model_type"]].from_dict(made)
-    except _refusals() as error:
+    except settings_errors() as error:
         raise refused(error) from error
     config.use_cache = False
     return config
@@ -178,7 +179,7 @@ def on_meta(
         try:
             with parameters_on_meta(constructed):
                 model = AutoModelForCausalLM.from_config(config, **build_options(dtype))
-        except _refusals() as error:
+        except settings_errors() as error:
             raise refused(error) from error
     keep_lengths_apart(model)
     if constructed is not None:

@@ -155,7 +155,7 @@ def on_meta(shape: TransformersShape, dtype: torch.dtype | None = None) -> Any:
         try:
             with parameters_on_meta():
                 return with_adapters(model, shape, shape.lora, dtype)
-        except (ValueError, KeyError, TypeError, AssertionError, ImportError) as error:
+        except transformers_meta.settings_errors() as error:
             raise refused(error) from error
 
 

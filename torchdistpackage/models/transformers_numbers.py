@@ -15,7 +15,6 @@ from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.table import LayerCut, SplitTable
 from torchdistpackage.models.transformers_layout import (
     TransformersShape,
-    layouts,
     part_tables,
     parts,
 )
@@ -45,7 +44,7 @@ def layer_numbers(
         yield LayerNumbers("embedding", tuple(_embedding_calls(shape, embed, of, has_grad)))
     for index, (block, part) in enumerate(zip(blocks, block_parts, strict=True)):
         if index in held:
-            calls = tuple(_block(shape, block, index, of, has_grad))
+            calls = tuple(_block(shape, block, part.parameters, of, has_grad))
             matmuls = (*_matmuls(part.parameters, of), *_scores(shape, block, of))
             yield LayerNumbers(f"{shape.kind.blocks}.{index}", calls, matmuls, None)
         has_grad |= bool(_adapted(block))
@@ -133,7 +132,11 @@ def problem(shape: TransformersShape, of: Microbatch) -> str | None:
 
 
 def _block(
-    shape: TransformersShape, table: SplitTable, index: int, of: Microbatch, has_grad: bool
+    shape: TransformersShape,
+    table: SplitTable,
+    parameters: Mapping[str, Weight],
+    of: Microbatch,
+    has_grad: bool,
 ) -> Iterator[CallCount]:
     """Yield the calls of one block. has_grad: whether its input has a gradient."""
     forward = 2 if of.recomputed and (has_grad or _adapted(table)) else 1
@@ -147,8 +150,7 @@ def _block(
             yield from place.experts(dim, top_k, (of.stream, of.products, of.products))
     if not shape.kind.shared_experts:
         return
-    prefix = f"{shape.kind.blocks}.{index}."
-    if any(x.startswith(prefix) and "expert" in y.split_axes for x, y in layouts(shape).items()):
+    if any("expert" in w.layout.split_axes for w in parameters.values()):
         dtypes = of.stream, of.products
         if of.expert > 1:
             num = shape.kind.shared_experts

@@ -69,7 +69,7 @@ class StoredGroup:
 class FoundFolder:
     """A folder that has exactly the weights of a model.
 
-    groups: by name of a parameter or buffer what it comes from. made: the model on meta.
+    groups: by name of a parameter or buffer what it comes from. model: on meta.
     """
 
     files: WeightFolder

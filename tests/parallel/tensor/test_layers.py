@@ -247,15 +247,19 @@ TELLING = {
     "column, row, uneven": ("",),
     "fused columns": ("sequence",),
     "mlp": ("uneven",),
+    "mlp, gated": ("sequence",),
     "mlp, gated, uneven": ("overlap, uneven",),
     "attention": ("",),
     "attention, wide, uneven": ("overlap, uneven",),
     TWO: ("uneven",),
+    "causal, rotary": ("overlap",),
+    "causal, rotary, 4 groups": ("uneven",),
     "causal, rotary, 1 group": ("sequence", "overlap"),
     "layer norm": ("sequence",),
     "rms norm": ("sequence",),
 }
 """Modes of layers, each of both at least once, in which they differ most from plain ones."""
+assert TELLING.keys() == LAYERS.keys()
 
 
 @pytest.mark.few(1)
