@@ -45,7 +45,7 @@ def saved(tmp_path_factory):
     return of
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
     "name", [n if n in SMALL_SET else pytest.param(n, marks=FULL) for n in CONFIGS]

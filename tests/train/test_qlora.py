@@ -128,6 +128,8 @@ def test_a_run_goes_on_and_is_merged_into_what_it_was_trained_over(
     size, changes = asked(LAYOUTS[then])
     found = ranks(size).run(third_step_of, [*overrides, *changes], str(tmp_path))
     parity.expect_close([mine.gradients[0] for mine in found], [truth.gradients[2]])
+    adapters = [[x for x in mine.weights if ".lora_" in x[0]] for mine in found]
+    parity.expect_close(adapters, [truth.weights])
     assert [*before[0], *found[0].losses] == pytest.approx(truth.losses, rel=1e-9)
     with quiet():
         assert main(["export", str(tmp_path), str(tmp_path / "apart")]) == 0
