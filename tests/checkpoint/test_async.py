@@ -171,7 +171,7 @@ def test_a_frozen_parameter_is_copied_again_only_when_it_has_changed():
 
 
 def kept(weight: torch.Tensor, buffer: torch.Tensor, *, deferred: bool) -> HostCopies:
-    """Copies of a weight and a buffer, which are on their way."""
+    """Copies of a weight, and of a buffer or frozen weight, which are on their way."""
     world = topology((("data", 1),), 1)
     params = {
         "w": (weight, Layout("w", tuple(weight.shape))),
@@ -182,10 +182,13 @@ def kept(weight: torch.Tensor, buffer: torch.Tensor, *, deferred: bool) -> HostC
     return copies
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("deferred", [False, True])
-def test_copies_hold_up_the_next_update_and_no_forward_before_it(deferred):
+def test_copies_hold_up_the_next_update_and_no_forward_before_it(deferred, is_frozen):
     with ordered_streams():
         weight, buffer = nn.Parameter(torch.ones(4)), torch.ones(3)
+        if is_frozen:  # such as a teacher's weight, an average of ours
+            buffer = nn.Parameter(buffer, requires_grad=False)
         copies = kept(weight, buffer, deferred=deferred)
         (weight * 2).sum().backward()
         buffer.add_(1)  # as a forward may

@@ -18,6 +18,8 @@ FOLDER = Path("/run/logs")
 def test_all_are_set_where_nothing_is_said():
     assert device_variables({"PATH": "x"}, FOLDER) == ALL
     assert "TORCH_FR_DUMP_TEMP_FILE" not in device_variables({})
+    on_rocm = device_variables({}, FOLDER, is_hip=True)
+    assert ALL.keys() - on_rocm.keys() == {"NCCL_LAUNCH_ORDER_IMPLICIT"}, "RCCL ends there"
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,21 @@ def test_a_job_on_gpus_holds_communicators_too():
     assert plan_of("launch.slurm.gres=gpu:4", *GPUS[::2]).has_gpus
 
 
+@pytest.mark.parametrize(
+    ("keys", "peers"),
+    [
+        ("context=4,cp_comm_type=p2p", 6),
+        ("context=4,cp_comm_type=all_gather", 0),
+        ("data=4,expert=4", 6),
+    ],
+)
+def test_peers_of_messages_follow_what_a_layout_sends(keys: str, peers: int):
+    words = [f"parallel.{word}" for word in keys.split(",")]
+    experts = ["model.moe.num_experts=8"] if "expert" in keys else []
+    plan = plan_of("parallel.tensor=2", *words, *experts)
+    assert start_bill(plan).peers == peers
+
+
 def test_a_limit_that_communicators_exceed_is_refused():
     within = ["train.recompute=auto", "train.memory_gb=1"]
     plan_of(*within)

@@ -27,7 +27,8 @@ LAYOUTS = [
 
 def in_chunks(extra: list[str]) -> tuple:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked, "CHUNK_BYTES", 1)
+        for least in ("CHUNK_BYTES", "QUEUED_CHUNK_BYTES"):
+            patch.setattr(chunked, least, 1)
         return one_step(extra)
 
 
@@ -46,6 +47,7 @@ def test_an_overlapped_step_is_that_of_one_process(ranks, degrees):
 
 @pytest.mark.parametrize("degrees", LAYOUTS[-1:], ids=str)
 def test_chunks_leave_in_one_order_on_all_ranks(degrees, monkeypatch):
-    monkeypatch.setattr(chunked, "CHUNK_BYTES", 1)
+    for least in ("CHUNK_BYTES", "QUEUED_CHUNK_BYTES"):
+        monkeypatch.setattr(chunked, least, 1)
     world = math.prod(degrees.values())
     expect_agreement(make_plan(parity.config(asked(degrees)), world))

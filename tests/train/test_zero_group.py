@@ -137,7 +137,7 @@ def test_only_sums_of_shards_cross_nodes():
 
 def test_a_node_gives_as_many_data_ranks_as_fit_in_it():
     mesh = topology([("data", 8), ("context", 2), ("tensor", 2)], 32)
-    assert [data_ranks_of_node(mesh, n) for n in (32, 16, 8, 4, 2)] == [8, 4, 2, 1, 1]
+    assert [data_ranks_of_node(mesh, n) for n in (32, 16, 8, 4, 2)] == [8, 4, 2, 1, 0]
     inner = topology([("tensor", 2), ("data", 8)], 16)
     assert [data_ranks_of_node(inner, n) for n in (16, 8, 4, 6)] == [8, 8, 4, 2]
     experts = topology([("data", 12)], 12, expert=4)

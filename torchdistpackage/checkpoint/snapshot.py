@@ -16,6 +16,7 @@ from torchdistpackage.checkpoint.manifest import TensorChunk, TensorEntry
 from torchdistpackage.checkpoint.parts import Params, TopologyRank, saved_tensors
 from torchdistpackage.comm.flight_recorder import dtype_name
 from torchdistpackage.comm.streams import streams_of
+from torchdistpackage.ddp.zero.offload import Arena
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.derive import Box
 
@@ -76,7 +77,7 @@ def take_snapshot(
             tensors[key] = tensor
             if each.is_frozen:
                 frozen.add(key)
-            if each.is_buffer:
+            if each.is_buffer or each.is_frozen:  # a forward may move a teacher, say
                 volatile.add(key)
             pieces.append(TensorChunk(file, key, *box_of(where)))
         entries[each.name] = replace(entry, pieces=tuple(pieces))
@@ -126,6 +127,7 @@ class HostCopies:
         self._buffers: dict[str, Tensor] = {}
         self._versions: dict[str, tuple[int, int]] = {}
         self._stream: Any = None
+        self._arena: Arena | None = None
         self._deferred = deferred
         self._before_update: Callable[[], None] | None = None
 
@@ -182,7 +184,11 @@ class HostCopies:
         if buffer is not None and (buffer.shape, buffer.dtype) == (x.shape, x.dtype):
             return buffer
         self._versions.pop(key, None)
-        return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+        if (streams := streams_of(x.device)) is None:
+            return torch.empty(x.shape, dtype=x.dtype)
+        if self._arena is None:
+            self._arena = Arena(streams.pinned)
+        return self._arena.take(x.numel(), x.dtype).view(x.shape)
 
     def _has_changed(self, key: str, x: Tensor, snapshot: Snapshot) -> bool:
         """Return whether a tensor must be copied, and note its version."""

@@ -278,10 +278,31 @@ def _sum(group: Group) -> None:
         )
 
 
-def _messages(group: Group) -> None:
-    """Exchange messages with both neighbours of the ring, which connects them."""
+_paired: PerGroup[set[frozenset[int]]] = PerGroup()
+"""Group -> pairs of its places that are connected for messages besides neighbours."""
+
+
+def connect_pairs(group: Group, pairs: Iterable[tuple[int, int]]) -> None:
+    """Connect more pairs of places in the group for messages; all ranks call it with the same.
+
+    Neighbours of the ring are left to `connect`, which comes first.
+    """
+    size, at, done = group.size(), group.rank(), _paired.setdefault(group, set())
+    new = {frozenset(p) for p in pairs if (p[0] - p[1]) % size not in (0, 1, size - 1)} - done
+    if not new or not is_queued(group):
+        return
+    ranks = ranks_of(group)
+    if peers := sorted(ranks[place] for pair in new if at in pair for place in pair - {at}):
+        _messages(group, peers)
+    done |= new
+
+
+def _messages(group: Group, peers: Sequence[int] = ()) -> None:
+    """Exchange messages with these ranks, by default both neighbours of the ring, which connects
+    them.
+    """
     ranks, at = ranks_of(group), group.rank()
-    peers = sorted({ranks[at - 1], ranks[(at + 1) % len(ranks)]})
+    peers = [*peers] or sorted({ranks[at - 1], ranks[(at + 1) % len(ranks)]})
     own_rank = torch.full((1,), float(ranks[at]), device=device_of(group))
     buffers = [torch.zeros_like(own_rank) for _ in peers]
     batch = [dist.P2POp(dist.isend, own_rank, peer, group) for peer in peers]

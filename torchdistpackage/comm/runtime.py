@@ -170,7 +170,8 @@ def join(
         # variable itself, and what the user set since then must stand.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if torch.cuda.device_count():
-        os.environ.update(device_variables(os.environ, dump_folder))
+        is_hip = torch.version.hip is not None
+        os.environ.update(device_variables(os.environ, dump_folder, is_hip=is_hip))
     few = _prepare_for_many(rendezvous)
     store, at, network = _meet(rendezvous, port, init_timeout_s)
     versions = _versions() if same_versions else ""
@@ -263,8 +264,6 @@ def _as_of(rendezvous: Rendezvous, again: int) -> Rendezvous:
     """Return the rendezvous under names of its own, if this process joins `again`.
 
     Some ranks that left may be back before others are gone, and must not meet in the old store.
-
-    Some of those who left are back before others are gone, and must not meet in what was.
     """
     if not again:
         return rendezvous

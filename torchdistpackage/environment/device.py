@@ -136,17 +136,22 @@ def _num_named(visible: str | None, num_visible: int) -> tuple[int, int]:
     return least, len(names)
 
 
-def device_variables(env: Mapping[str, str], dump_folder: Path | None = None) -> dict[str, str]:
+def device_variables(
+    env: Mapping[str, str], dump_folder: Path | None = None, *, is_hip: bool = False
+) -> dict[str, str]:
     """Return the variables to set besides those of `env`.
 
+    is_hip: torch is built for ROCm, whose RCCL ends or hangs processes that order launches
+        (ROCm/aorta#512, ROCm/rccl#2191).
     dump_folder: where NCCL's flight recorder leaves a file for each rank when a call timed out.
     """
     settings: dict[tuple[str, ...], str] = {
         _ALLOCATOR: "expandable_segments:True",
         # a captured graph whose buffers NCCL registers hangs on such segments (pytorch#158029)
         ("NCCL_GRAPH_REGISTER",): "0",
-        ("NCCL_LAUNCH_ORDER_IMPLICIT",): "1",
     }
+    if not is_hip:
+        settings["NCCL_LAUNCH_ORDER_IMPLICIT",] = "1"
     if dump_folder is not None:
         settings[_DUMPS] = str(dump_folder.absolute() / "nccl_trace_rank")
     return {names[0]: value for names, value in settings.items() if not env.keys() & {*names}}

@@ -11,9 +11,9 @@ import hashlib
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from torchdistpackage.environment.slurm_env import (
     expand_counts,
@@ -68,12 +68,20 @@ class Rendezvous:
         """The largest number of adjacent ranks, aligned to it, that no node's border cuts."""
         if not self.hosts:
             return self.local_world_size
-        return math.gcd(*Counter(self.hosts).values())
+        return adjacent_on_a_host(self.hosts)
 
     @property
     def keeps_store(self) -> bool:
         """True if the store lives in this process, so that it must not end before the others."""
         return self.rank == 0 and not self.served and self.store is None
+
+
+def adjacent_on_a_host(hosts: Sequence[str]) -> int:
+    """Return the largest number of adjacent ranks, aligned to it, that share a host.
+
+    hosts: the host of each rank.
+    """
+    return math.gcd(*(len(list(same)) for _, same in groupby(hosts)))
 
 
 OWN_DESCRIPTORS = 64

@@ -268,12 +268,12 @@ def _blocks_of(ranks: Iterable[int], dense: Mesh, num_data: int) -> list[tuple[i
 
 
 def data_ranks_of_node(topology: Topology, ranks_per_node: int) -> int:
-    """Return the most neighbouring data ranks whose shards of a sum stay inside a node; 1: no
-    two do.
+    """Return the most neighbouring data ranks whose shards of a sum stay inside a node; 0 if even
+    the sum of one data rank, over context ranks, leaves it.
     """
     dense, expert = topology.dense, topology.expert.axis_size("expert")
     size = dense.axis_size("data")
-    for number in range(size, 1, -1):
+    for number in range(size, 0, -1):
         if size % number or (number % expert and expert % number):
             continue
         blocks = (
@@ -283,7 +283,7 @@ def data_ranks_of_node(topology: Topology, ranks_per_node: int) -> int:
         )
         if all(ranks[0] // ranks_per_node == ranks[-1] // ranks_per_node for ranks in blocks):
             return number
-    return 1
+    return 0
 
 
 def replica_ranks(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
@@ -366,7 +366,8 @@ def creations(
     if summed:
         summed.add(batch)
     same = {replica_ranks(x, topology.view(x.view), rank) for x in copies}
-    wanted += (Creation(ranks) for part in (summed, same) for ranks in sorted(part))
+    wanted += (Creation(ranks, axes=("data",)) for ranks in sorted(summed))
+    wanted += (Creation(ranks) for ranks in sorted(same))
     merged: dict[tuple[int, ...], Creation] = {}
     for creation in wanted:
         previous = merged.get(creation.ranks, Creation(creation.ranks, connects=False))

@@ -12,6 +12,7 @@ from torchdistpackage.layout.derive import (
     num_elements,
     sharding_ranks,
 )
+from torchdistpackage.layout.exchanges import EXCHANGES
 from torchdistpackage.layout.four_bit import packed_bytes
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.partition import greedy_partition
@@ -145,7 +146,7 @@ def _parts(
 COMMUNICATOR_BYTES = 600 << 20
 """Device memory of one communicator: 544 to 688 MB each on A100 (NVIDIA/nccl#964)."""
 PEER_BYTES = 64 << 20
-"""And of each rank that a rank exchanges messages with."""
+"""Device memory for each rank that a rank exchanges messages with: a guess, without a source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,17 +165,24 @@ class Communicators:
         return self.number * COMMUNICATOR_BYTES + self.peers * PEER_BYTES
 
 
-def communicators(groups: Iterable[Creation], rank: int, topology: Topology) -> Communicators:
+def communicators(
+    groups: Iterable[Creation], rank: int, topology: Topology, comm_type: str
+) -> Communicators:
     """Count the connections that NCCL makes for the groups of a rank, as layout/derive.py lists
-    them.
+    them. comm_type: parallel.cp_comm_type, `auto` counted as the ring that it may choose.
     """
     groups = [x for x in groups if len(x.ranks) > 1]
     ring = [(x.ranks, x.ranks.index(rank)) for x in groups if x.neighbours]
     peers = len({ranks[at + 1 - len(ranks)] for ranks, at in ring})
     peers += len({ranks[at - 1] for ranks, at in ring})
-    # hops of a context ring go straight to their targets
-    peers += 2 * (topology.dense.axis_size("context") - 1)
-    return Communicators(sum(x.connects for x in groups), peers)
+    context = topology.dense.axis_size("context")
+    way = EXCHANGES.get(comm_type)
+    if way is None or way.exchange.endswith(":Ring"):
+        peers += 2 * (context - 1)  # hops of a ring go straight to their targets
+    peers += 2 * (topology.expert.axis_size("expert") - 1)  # NCCL's all-to-all is messages
+    # a2a+p2p makes two more in its first forward
+    in_blocks = 2 * (way is not None and way.swap == "blocks" and context > 1)
+    return Communicators(sum(x.connects for x in groups) + in_blocks, peers)
 
 
 def activation_budget_gb(config: RunConfig, state: MemoryEstimate, rank: str) -> float:

@@ -246,7 +246,7 @@ def _shard_in_nodes(
     ranks_per_node = ranks_per_node or world.world_size
     number, parallel = data_ranks_of_node(world, ranks_per_node), config.parallel
     assert isinstance(parallel.data, int)
-    if number * parallel.context == 1 < parallel.data:
+    if number == 0 or number * parallel.context == 1 < parallel.data:
         text = (
             f"parallel.zero_group=node shards nothing: no two of the {parallel.data} data ranks "
             f"that would share a shard are on one node of {ranks_per_node} ranks, with "
@@ -353,7 +353,9 @@ def rank_memory(
     held = memory(plan.config, plan.topology, layouts, rank, plan.packed)
     if not on_gpu:
         return held
-    connected = communicators(plan.creations(rank), rank, plan.topology)
+    connected = communicators(
+        plan.creations(rank), rank, plan.topology, plan.config.parallel.cp_comm_type
+    )
     return replace(held, communicators_bytes=connected.device_bytes)
 
 

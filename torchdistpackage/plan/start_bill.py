@@ -53,7 +53,7 @@ class StartBill:
 def start_bill(plan: Plan, rank: int = 0) -> StartBill:
     """Return the bill of a plan, counted for `rank`; ranks differ little."""
     groups = [x for x in plan.creations(rank) if len(x.ranks) > 1]
-    connected = communicators(groups, rank, plan.topology)
+    connected = communicators(groups, rank, plan.topology, plan.config.parallel.cp_comm_type)
     beside = sum(len(x.ranks) for x in groups if x.neighbours)  # gloo, for headers of messages
     world = plan.world_size
     return StartBill(

@@ -22,11 +22,10 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.data.source import DataSource, SequenceSource
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.param_spec import batch_group, shard_groups, sum_group
-from torchdistpackage.ddp.param_sync import ReplicatedTensor, sync_module_states
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.harness.watchdog import HangWatchdog
+from torchdistpackage.layout.derive import BATCH_AXES
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.lazy import resolve
 from torchdistpackage.parallel.context.model import sequence_over
@@ -197,6 +196,8 @@ def world_options(plan: Plan) -> GroupOptions:
     options, world = group_options(plan.config), plan.world_size
     meshes = plan.topology.expert, plan.topology.dense
     whole = {axis for mesh in meshes for axis in mesh.names if mesh.axis_size(axis) == world}
+    if plan.topology.dense.axis_size(*BATCH_AXES) == world:
+        whole.add("data")  # sums of gradients go over all ranks
     return merged(options.get(axis, GroupOptions()) for axis in whole)
 
 
@@ -413,16 +414,6 @@ def _data_parallel(
     options = {"layouts": layouts, "reduce_op": "sum", "reduce_dtype": narrow}
     options["bucket_cap_mb"] = config.ddp.bucket_mb
     if zero and inner is not None:
-        tensors = (*stage.named_parameters(), *stage.named_buffers())
-        if zero_group is None:
-            over = [(name, x, sum_group(layouts.get(name), batch_group())) for name, x in tensors]
-        else:
-            pairs = [(name, x, shard_groups(layouts.get(name), zero_group)) for name, x in tensors]
-            over = [(name, x, group) for name, x, (group, _) in pairs]
-            across = [(name, x, same) for name, x, (_, same) in pairs if same is not None]
-            sync_module_states(ReplicatedTensor(*each) for each in over)
-            over = across
-        sync_module_states(ReplicatedTensor(*each) for each in over)
         return ZeroOptimizer(inner, stage, stage=zero, zero_group=zero_group, **options)
     # keep_order: a run that is resumed would measure, and pack, other buckets, and so round
     # its sums differently; it has to go on bit for bit

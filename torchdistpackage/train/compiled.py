@@ -7,7 +7,9 @@ recomputation is in the graph. Torch keeps graphs in a folder of each rank: on o
 run's, where a job that is requeued reads them, and on several nodes on a disk of the node.
 """
 
+import atexit
 import os
+import shutil
 import tempfile
 import time
 import types
@@ -226,10 +228,15 @@ def use_cache(run: Path, rank: int, *, several_nodes: bool = False) -> None:
 
 
 def node_cache() -> Path:
-    """Return a folder on a disk of this node. Code is loaded from it, so it is nobody else's."""
-    folder = own_folder()
-    # where another user has taken its name, of this start alone
-    return Path(tempfile.mkdtemp(prefix="tdp-")) if folder is None else folder / "compiled"
+    """Return a folder on a disk of this node. torch loads code from it, so only its owner may
+    write there.
+    """
+    if (folder := own_folder()) is not None:
+        return folder / "compiled"
+    # another user has taken its name: a folder of this start alone
+    path = Path(tempfile.mkdtemp(prefix="tdp-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
 
 
 def end_compile_workers() -> None:

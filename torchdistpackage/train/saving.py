@@ -30,9 +30,9 @@ from torchdistpackage.train.train_state import TrainState, begin_save, saved_byt
 from torchdistpackage.train.votes import Votes
 
 _SHARE = 0.5
-"""Of the memory that a node has left, what copies may take: training is not at its peak yet."""
+"""Share of a node's free memory that copies may take: training is not at its peak yet."""
 _SAID_S = 0.05
-"""A wait that is worth a line."""
+"""Shortest wait that gets a line."""
 
 
 class SaveSlot:
@@ -130,6 +130,8 @@ class RunSaver:
         self._shared = SaveSlot("save", self._saved, self._failed)
         self._local = SaveSlot("local", self._copied, self._local_failed)
         self._drains = False
+        self._reads_copies = False
+        """Whether the save to the run folder that is under way reads `_copies`."""
         self.owes = False
         """Whether the run folder is to get a checkpoint after the next step, as a local copy that
         was to bring one has failed."""
@@ -168,6 +170,7 @@ class RunSaver:
         self._wait_for_earlier(self._local, state.step)
         self._wait_for_earlier(self._shared, state.step)
         self._begin(self._shared, state, self._target)
+        self._reads_copies = self._copies is not None
 
     def save_locally(self, state: TrainState, *, drains: bool = False) -> None:
         """Copy `state` to the nodes' own disks, or begin to. drains: and then to the run folder.
@@ -176,6 +179,9 @@ class RunSaver:
             CheckpointError: as `hear`.
         """
         assert self.local is not None
+        if self._reads_copies:  # else this copy would overwrite what that save still writes
+            self._wait_for_earlier(self._shared, state.step)
+            self._reads_copies = False
         self._wait_for_earlier(self._local, state.step)
         self._drains = drains
         self._begin(self._local, state, self.local)
@@ -237,6 +243,7 @@ class RunSaver:
         local = self.local
         assert local is not None
         self._shared.begin(lambda: local.drain(save, self._target), began_s)
+        self._reads_copies = False  # it reads the local copy
 
     def _failed(self, error: CheckpointError) -> None:
         if not self._goes_on:
@@ -258,16 +265,20 @@ class RunSaver:
     def _choose_mode(self) -> None:
         """Once, at the first save, when the state of the optimizer is there."""
         local = socket.gethostname(), saved_bytes(self._trainer), available_bytes()
-        hosts = cast(list[tuple[str, int, int]], primitives.gather_objects(local))
-        needed: dict[str, int] = defaultdict(int)
-        for host, num_bytes, _ in hosts:
-            needed[host] += num_bytes
-        short = next((x for x in hosts if needed[x[0]] > _SHARE * x[2]), None)
+        short = cast(tuple[str, int, int] | None, primitives.reduce_objects(local, _short_host))
         self._mode = "async" if short is None else "disabled"
         if short is None:
             self._copies = self._host_copies()
             return
-        host, _, available = short
+        host, taken_bytes, available = short
         self.note("checkpoints are written between steps (checkpoint.async_mode: auto):")
-        taken = size_text(needed[host])
+        taken = size_text(taken_bytes)
         self.note(f"  copies take {taken} of the {size_text(available)} left on {host}")
+
+
+def _short_host(ranks: list[tuple[str, int, int]]) -> tuple[str, int, int] | None:
+    """Return the first host whose copies take too much: its name, their bytes, the memory left."""
+    needed: dict[str, int] = defaultdict(int)
+    for host, num_bytes, _ in ranks:
+        needed[host] += num_bytes
+    return next(((h, needed[h], left) for h, _, left in ranks if needed[h] > _SHARE * left), None)

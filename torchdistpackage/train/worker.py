@@ -5,6 +5,7 @@
 
 import os
 import re
+import socket
 import sys
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.data.tokens.data_fingerprint import data_fingerprints, edited_data
 from torchdistpackage.data.tokens.template_date import with_template_date
 from torchdistpackage.environment.failure import only_returns
-from torchdistpackage.environment.rendezvous import Rendezvous, detect
+from torchdistpackage.environment.rendezvous import Rendezvous, adjacent_on_a_host, detect
 from torchdistpackage.files import append_text, atomic_write
 from torchdistpackage.harness.hang.dump import remove_traces
 from torchdistpackage.harness.watchdog import HangWatchdog, agree_on_start
@@ -155,7 +156,10 @@ def _join(config: RunConfig, resume: str, signals: SignalFlag | None) -> RunRank
         options=world_options(plan),
     )
     agreed = with_steps(agreed_date(with_template_date(config, resume)))
-    if agreed is not config:
+    by_node = config.parallel.zero_group == "node"
+    if by_node:  # a launcher may place ranks otherwise than their numbers say
+        per_node = cast(int, primitives.reduce_objects(socket.gethostname(), adjacent_on_a_host))
+    if by_node or agreed is not config:
         plan = make_plan(agreed, rendezvous.world_size, ranks_per_node=per_node)
     return RunRank(plan, rendezvous, joined, resume, signals)
 

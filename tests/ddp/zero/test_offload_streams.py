@@ -252,8 +252,12 @@ def test_the_step_has_this_ranks_cores(ranks):
     assert ranks(1).run(threads_of_a_step, 3) == [({3}, 1, {1})]
 
 
-@pytest.mark.parametrize(("free", "ranks_here", "expected"), [(8, 4, 2), (8, 16, 1), (4, 4, 4)])
-def test_cores_are_shared_unless_the_launcher_bound_them(monkeypatch, free, ranks_here, expected):
+@pytest.mark.parametrize(
+    ("free", "ranks_here", "expected"), [(8, 4, 2), (8, 16, 1), (2, 4, 2), (4, 4, 2)]
+)
+def test_ranks_of_a_node_share_its_cores_also_where_several_are_bound_alike(
+    monkeypatch, free, ranks_here, expected
+):
     monkeypatch.setattr(offload_module.os, "cpu_count", lambda: 8)
     monkeypatch.setattr(offload_module.os, "sched_getaffinity", lambda pid: set(range(free)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))

@@ -195,7 +195,8 @@ def lengths(group, mode: str) -> tuple[int, ...]:
 def check_layer(world, name: str, mode: str, recompute: bool | None) -> None:
     """mode: "", or words: sequence, uneven, overlap."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked, "CHUNK_BYTES", 1)  # so that little is cut too
+        for least in ("CHUNK_BYTES", "QUEUED_CHUNK_BYTES"):  # so that little is cut too
+            patch.setattr(chunked, least, 1)
         _check_layer(world, name, mode, recompute)
 
 

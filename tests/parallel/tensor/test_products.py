@@ -52,7 +52,8 @@ def split(mode: str) -> None:
     """Input gradients first, weights later: the same numbers, and nothing is sent twice."""
     tpc.setup_process_groups([("tensor", 2)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked, "CHUNK_BYTES", 1)
+        for least in ("CHUNK_BYTES", "QUEUED_CHUNK_BYTES"):
+            patch.setattr(chunked, least, 1)
         at_once, later = pair(mode), pair(mode)
         x = rows_of(mode, whole_input())
         xs = [x.clone().requires_grad_() for _ in range(2)]

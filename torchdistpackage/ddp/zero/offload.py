@@ -159,11 +159,14 @@ class Arena:
 
 
 def cores_of_a_rank() -> int:
-    """Return the number of cores for this process; ranks of a node share them unless bound."""
+    """Return this process's share of the cores that it may use, which ranks of its node have too.
+
+    Ranks are taken to be spread evenly over the cores, as where each is bound to its GPU's side.
+    """
     everything = os.cpu_count() or 1
     free = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else everything
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free == everything else 1
-    return max(1, free // ranks)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, free // max(1, ranks * free // everything))
 
 
 def check_offload(optimizer: Optimizer) -> None:

@@ -115,7 +115,14 @@ class ZeroOptimizer(ShardedOptimizerBase):
         make_duplex_groups(s.group for s in specs)
         is_queue = is_queued(world())
         given_bytes = int((options.bucket_cap_mb or 0) * MIB)
-        num_ranks = max((s.group.size() for s in specs), default=1)
+        # in stage 3 buckets that are gathered take memory, so that replicas do not count
+        num_ranks = max(
+            (
+                s.group.size() * (s.replicas.size() if s.replicas and options.stage < 3 else 1)
+                for s in specs
+            ),
+            default=1,
+        )
         sizes = bucket_sizes(queued=is_queue, num_ranks=num_ranks)
         cap_bytes = given_bytes or sizes.default_bytes
         self.reducer = self._reducer_type(

@@ -10,8 +10,7 @@ each rank, or each block of adjacent ranks, has the full sequence for some of th
 import logging
 import math
 import socket
-from itertools import groupby
-from typing import Any, get_args
+from typing import Any, cast, get_args
 from weakref import ref
 
 import torch
@@ -24,6 +23,7 @@ from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.random import differ
 from torchdistpackage.comm.tpc import resolve_group, tpc
+from torchdistpackage.environment.rendezvous import adjacent_on_a_host
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.exchanges import (
     COMM_TYPES,
@@ -284,9 +284,8 @@ _nodes: PerGroup[int | None] = PerGroup()
 def _ranks_per_node(group: Group) -> int | None:
     """Return the number of adjacent ranks of the group that share a host; None: all do."""
     if group not in _nodes:
-        hosts = primitives.gather_objects(socket.gethostname(), group)
-        runs = [len(list(same)) for _, same in groupby(hosts)]
-        _nodes[group] = math.gcd(*runs) if len(runs) > 1 else None
+        hosts = cast(list[str], primitives.gather_objects(socket.gethostname(), group))
+        _nodes[group] = adjacent_on_a_host(hosts) if len({*hosts}) > 1 else None
     return _nodes[group]
 
 

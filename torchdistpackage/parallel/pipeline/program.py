@@ -26,7 +26,7 @@ import torch
 
 from torchdistpackage.comm.backends import is_queued
 from torchdistpackage.comm.flight_recorder import recorder
-from torchdistpackage.comm.groups import connect, make_duplex_groups, reverse_group
+from torchdistpackage.comm.groups import connect, connect_pairs, make_duplex_groups, reverse_group
 from torchdistpackage.comm.moments import ComputeClock
 from torchdistpackage.comm.p2p import P2PChannel, Post
 from torchdistpackage.comm.primitives import Group, ranks_of
@@ -110,6 +110,7 @@ class RankProgram:
         has_messages = any(a != b for a, b in pairwise(schedule.placement))
         if has_messages:  # connect before the first message: see comm/groups.py
             connect(group, neighbours=True)
+            connect_pairs(group, pairwise(schedule.placement))
         self._headers = TensorChannel(group, device, timeout_s) if has_messages else None
         self._inlets: dict[int, RecvLink] = {}  # links of stages with input from another rank
         self._outlets: dict[int, SendLink] = {}  # links of stages with output to another rank

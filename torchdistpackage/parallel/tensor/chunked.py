@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.backends import is_queued
 from torchdistpackage.comm.primitives import Group, Sizes
 from torchdistpackage.comm.work import Work
 from torchdistpackage.layout.partition import even_sizes
 
 CHUNK_BYTES = 2**17
-"""A rank's part of a chunk at least: below this a call costs what hiding it saves."""
+"""Smallest slice of a rank in a chunk over gloo: below this a call costs what hiding it saves."""
+QUEUED_CHUNK_BYTES = 2**22
+"""The same over NCCL, whose calls are faster and whose links want more; not measured."""
 MAX_CHUNKS = 4
 
 Rows = slice
@@ -60,9 +63,10 @@ class Chunks:
         return None if len(set(sizes)) == 1 else sizes
 
 
-def num_chunks_of(lengths: Sizes, row_bytes: int) -> int:
+def num_chunks_of(lengths: Sizes, row_bytes: int, group: Group) -> int:
     """Return the number of chunks in which a sequence travels; the same on all ranks."""
-    return max(1, min(MAX_CHUNKS, max(lengths) * row_bytes // CHUNK_BYTES, max(lengths)))
+    least = QUEUED_CHUNK_BYTES if is_queued(group) else CHUNK_BYTES
+    return max(1, min(MAX_CHUNKS, max(lengths) * row_bytes // least, max(lengths)))
 
 
 @dataclass(slots=True, eq=False)

@@ -83,7 +83,7 @@ def column_products(
         return multiply(apply(into, x), weights, biases, product)
     if overlap:
         lengths = into.sizes or (x.shape[0],) * group.size()
-        chunks = Chunks.of(lengths, num_chunks_of(lengths, row_bytes(x)), group)
+        chunks = Chunks.of(lengths, num_chunks_of(lengths, row_bytes(x), group), group)
     if is_node:
         return _GatheredProducts.apply(x, into, chunks, len(weights), *weights, *bias_tensors)[1:]
     return _gather_and_multiply(x, into, chunks, weights, biases)[1:]

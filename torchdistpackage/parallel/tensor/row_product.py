@@ -75,7 +75,7 @@ def row_product(
         x, (weight,), _ = autocast(x, (weight,), ())
     lengths = sizes or (x.shape[0] // group.size(),) * group.size()
     num_bytes = row_bytes(x) // max(x.shape[-1], 1) * weight.shape[0]  # of a row of the result
-    chunks = Chunks.of(lengths, num_chunks_of(lengths, num_bytes), group)
+    chunks = Chunks.of(lengths, num_chunks_of(lengths, num_bytes, group), group)
     if torch.is_grad_enabled():
         y = _RowProduct.apply(x, plain, chunks, weight)
     else:
