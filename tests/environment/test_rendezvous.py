@@ -13,7 +13,6 @@ import pytest
 
 from torchdistpackage.environment.rendezvous import (
     NUM_PORTS,
-    adjacent_on_a_host,
     candidate_ports,
     detect,
 )
@@ -135,13 +134,6 @@ def test_slurm_tells_the_host_of_each_rank():
     assert detect(environments("srun step")[3]).hosts == ("n1", "n1", "n1", "n2")
     for name in ("torchrun in srun", "cyclic step", "plain python"):
         assert detect(environments(name)[0]).hosts == ()
-
-
-@pytest.mark.parametrize(
-    ("hosts", "number"), [("aaaa", 4), ("aabb", 2), ("aabbbb", 2), ("abab", 1), ("aaab", 1)]
-)
-def test_ranks_beside_each_other_on_a_host_are_counted_by_runs(hosts: str, number: int):
-    assert adjacent_on_a_host([*hosts]) == number
 
 
 def test_a_late_agent_of_torchrun_has_the_token_of_the_others():

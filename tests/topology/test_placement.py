@@ -1,6 +1,15 @@
 """Groups that cross nodes are counted, and the busy ones warned about."""
 
-from torchdistpackage.topology.mesh import DEFAULT_ORDER, Mesh, advice, best_order, crossings
+import pytest
+
+from torchdistpackage.topology.mesh import (
+    DEFAULT_ORDER,
+    Mesh,
+    adjacent_on_a_host,
+    advice,
+    best_order,
+    crossings,
+)
 
 
 def test_crossings_count_groups_with_ranks_on_two_nodes():
@@ -40,3 +49,10 @@ def test_context_stays_inside_a_node_before_pipe():
     (text,) = advice(Mesh((("context", 2), ("pipe", 4), ("tensor", 2))), 8)
     assert "8 of 8 context groups of 2 ranks cross a node of 8 ranks" in text
     assert "parallel.order ['pipe', 'context', 'tensor']" in text
+
+
+@pytest.mark.parametrize(
+    ("hosts", "number"), [("aaaa", 4), ("aabb", 2), ("aabbbb", 2), ("abab", 1), ("aaab", 1)]
+)
+def test_ranks_beside_each_other_on_a_host_are_counted_by_runs(hosts: str, number: int):
+    assert adjacent_on_a_host([*hosts]) == number

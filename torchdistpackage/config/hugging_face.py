@@ -23,8 +23,16 @@ FREE_KEYS = ("norm_eps", "rope")
 GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 """transformers' activation_function -> model.mlp; an export writes the first name of each."""
 _ROPE = (
-    *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
 )
 ORIGINAL = "original_max_position_embeddings"
 _WIDTH = {"n_embed": "hidden_size"}

@@ -18,8 +18,12 @@ SCHEDULE_ARGS: Mapping[str, tuple[str, ...]] = {
     "polynomial": ("lr_end", "power"),
     "inverse_sqrt": ("timescale",),
     "warmup_stable_decay": (
-        *("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type"),
-        *("min_lr_ratio", "num_cycles"),
+        "num_decay_steps",
+        "num_stable_steps",
+        "warmup_type",
+        "decay_type",
+        "min_lr_ratio",
+        "num_cycles",
     ),
 }
 """Arguments that optim.schedule_args may hold, by optim.schedule; their names in transformers."""

@@ -67,7 +67,11 @@ def _documents_are_known(c: RunConfig, world_size: int | None) -> str | None:
 
 
 @rule(
-    *("data.name", "data.target", "data.args", "data.path", "data.sources"),
+    "data.name",
+    "data.target",
+    "data.args",
+    "data.path",
+    "data.sources",
     *(f"data.{key}" for key in OWN_KEYS),
 )
 def _data_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
@@ -132,9 +136,16 @@ def _evaluation_is_of_our_data(c: RunConfig, world_size: int | None) -> str | No
 
 @rule(
     "data.name",
-    *("data.sources", "data.field", "data.document_masks", "data.packing", "parallel.context"),
-    *("model.loss", "model.moe.num_experts", "parallel.expert"),
-    *("train.dpo.beta", "train.dpo.label_smoothing"),
+    "data.sources",
+    "data.field",
+    "data.document_masks",
+    "data.packing",
+    "parallel.context",
+    "model.loss",
+    "model.moe.num_experts",
+    "parallel.expert",
+    "train.dpo.beta",
+    "train.dpo.label_smoothing",
 )
 def _pairs_are_compared(c: RunConfig, world_size: int | None) -> str | None:
     d, plain = c.data, RunConfig()

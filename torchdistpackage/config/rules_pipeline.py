@@ -134,8 +134,13 @@ def _chunks_fit_schedule(c: RunConfig, world_size: int | None) -> str | None:
 
 
 @rule(
-    *("parallel.pipe", "model.layers", "model.name", "pipeline.chunks", "pipeline.schedule"),
-    *("pipeline.file", "pipeline.microbatches"),
+    "parallel.pipe",
+    "model.layers",
+    "model.name",
+    "pipeline.chunks",
+    "pipeline.schedule",
+    "pipeline.file",
+    "pipeline.microbatches",
 )
 def _stages_have_pieces(c: RunConfig, world_size: int | None) -> str | None:
     pipe, layers, name = c.parallel.pipe, c.model.layers, c.pipeline.schedule
@@ -178,8 +183,15 @@ def _costs_are_there(c: RunConfig, world_size: int | None) -> str | None:
 
 
 @rule(
-    *("pipeline.costs", "pipeline.schedule", "pipeline.chunks", "pipeline.partition"),
-    *("parallel.pipe", "model.layers", "model.name", "pipeline.file", "pipeline.microbatches"),
+    "pipeline.costs",
+    "pipeline.schedule",
+    "pipeline.chunks",
+    "pipeline.partition",
+    "parallel.pipe",
+    "model.layers",
+    "model.name",
+    "pipeline.file",
+    "pipeline.microbatches",
 )
 def _costs_are_of_this_run(c: RunConfig, world_size: int | None) -> str | None:
     if _costs_are_there.message(c, world_size) or _file_is_a_schedule.message(c, world_size):

@@ -9,11 +9,9 @@ Pure: the environment is an argument, no process is started, nothing is looked u
 
 import hashlib
 import itertools
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from torchdistpackage.environment.slurm_env import (
     expand_counts,
@@ -23,6 +21,7 @@ from torchdistpackage.environment.slurm_env import (
     is_inherited,
 )
 from torchdistpackage.errors import LaunchError
+from torchdistpackage.topology.mesh import adjacent_on_a_host
 
 Env = Mapping[str, str]
 
@@ -74,14 +73,6 @@ class Rendezvous:
     def keeps_store(self) -> bool:
         """True if the store lives in this process, so that it must not end before the others."""
         return self.rank == 0 and not self.served and self.store is None
-
-
-def adjacent_on_a_host(hosts: Sequence[str]) -> int:
-    """Return the largest number of adjacent ranks, aligned to it, that share a host.
-
-    hosts: the host of each rank.
-    """
-    return math.gcd(*(len(list(same)) for _, same in groupby(hosts)))
 
 
 OWN_DESCRIPTORS = 64

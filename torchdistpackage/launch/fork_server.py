@@ -40,8 +40,12 @@ from torchdistpackage.launch.process import (
 # What a terminal or a batch system sends to every process it can see. The server must outlast the
 # ranks, which get these from their supervisor and have a grace period.
 _IGNORED = (
-    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
-    *(signal.SIGUSR1, signal.SIGUSR2),
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
 )
 
 

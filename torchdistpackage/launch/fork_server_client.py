@@ -26,7 +26,10 @@ from torchdistpackage.launch.process import stopped
 
 # Importing a numerical library must not start its threads: that would end forking for good.
 _THREAD_COUNTS = (
-    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"),
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
 

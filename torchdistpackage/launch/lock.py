@@ -103,9 +103,19 @@ def this_process(doing: str, env: Mapping[str, str]) -> LockHolder:
     pid, job = os.getpid(), env.get("SLURM_JOB_ID", "")
     step = env.get("SLURM_STEP_ID", "") if job and in_step(env) else ""
     return LockHolder(
-        *(doing, socket.gethostname(), boot, namespace, pid, started_ticks(pid) or 0, time.time()),
-        *(job, number("SLURM_RESTART_COUNT"), step, bool(env.get("TDP_BATCH"))),
-        *("" if elastic == "none" else elastic, number("TORCHELASTIC_RESTART_COUNT")),
+        doing,
+        socket.gethostname(),
+        boot,
+        namespace,
+        pid,
+        started_ticks(pid) or 0,
+        time.time(),
+        job,
+        number("SLURM_RESTART_COUNT"),
+        step,
+        bool(env.get("TDP_BATCH")),
+        "" if elastic == "none" else elastic,
+        number("TORCHELASTIC_RESTART_COUNT"),
         flocked=False,
         token=uuid.uuid4().hex,
     )

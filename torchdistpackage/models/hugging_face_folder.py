@@ -32,8 +32,13 @@ SHARD_BYTES = 5_000_000_000
 """Largest file by default."""
 TRANSFORMERS_FILES = FolderFiles()
 COMPANIONS = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
     "generation_config.json",
 )
 """Files that go with a model, copied from the folder that it was made from; so are templates."""

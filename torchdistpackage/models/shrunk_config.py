@@ -14,21 +14,54 @@ the longest sequence."""
 _HEADS, _EXPERTS, _WINDOW, _MOST_LAYERS = 4, 4, 4, 8
 
 _WIDTHS = (
-    *("hidden_size", "d_model", "n_embd", "n_embed", "emb_dim", "embedding_dim", "embedding_size"),
-    *("word_embed_proj_dim", "attention_hidden_size", "lru_width", "input_embedding_size"),
-    *("output_embedding_size", "rotary_emb_dim", "backbone_hidden_size"),
+    "hidden_size",
+    "d_model",
+    "n_embd",
+    "n_embed",
+    "emb_dim",
+    "embedding_dim",
+    "embedding_size",
+    "word_embed_proj_dim",
+    "attention_hidden_size",
+    "lru_width",
+    "input_embedding_size",
+    "output_embedding_size",
+    "rotary_emb_dim",
+    "backbone_hidden_size",
 )
 _INNER = (
-    *("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "dff"),
-    *("dim_ff", "d_inner", "ffn_hidden_size", "moe_intermediate_size", "intermediate_size_mlp"),
-    *("shared_expert_intermediate_size", "shared_experts_intermediate_size", "feed_forward_size"),
-    *("shared_intermediate_size", "expert_ffn_hidden_size", "dense_intermediate_size"),
-    *("moe_shared_expert_intermediate_size", "mlp_dim"),
+    "intermediate_size",
+    "n_inner",
+    "ffn_dim",
+    "decoder_ffn_dim",
+    "encoder_ffn_dim",
+    "dff",
+    "dim_ff",
+    "d_inner",
+    "ffn_hidden_size",
+    "moe_intermediate_size",
+    "intermediate_size_mlp",
+    "shared_expert_intermediate_size",
+    "shared_experts_intermediate_size",
+    "feed_forward_size",
+    "shared_intermediate_size",
+    "expert_ffn_hidden_size",
+    "dense_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "mlp_dim",
 )
 _QUERY_HEADS = (
-    *("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
-    *("encoder_attention_heads", "attention_heads", "num_decoder_attention_heads"),
-    *("num_encoder_attention_heads", "swa_num_attention_heads", "num_query_groups"),
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "decoder_attention_heads",
+    "encoder_attention_heads",
+    "attention_heads",
+    "num_decoder_attention_heads",
+    "num_encoder_attention_heads",
+    "swa_num_attention_heads",
+    "num_query_groups",
 )
 _KEY_HEADS = {
     "num_key_value_heads": "num_attention_heads",
@@ -38,15 +71,31 @@ _KEY_HEADS = {
     "swa_num_key_value_heads": "swa_num_attention_heads",
 }
 _LAYERS = (
-    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"),
-    *("num_decoder_layers", "num_encoder_layers", "num_blocks", "num_layers_per_stack"),
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+    "encoder_layers",
+    "num_decoder_layers",
+    "num_encoder_layers",
+    "num_blocks",
+    "num_layers_per_stack",
 )
 _EXPERT_COUNTS = (
-    *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
     "zero_expert_num",
 )
 _CHOSEN = (
-    *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k"),
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_k",
+    "moe_top_k",
+    "top_k",
     "top_k_experts",
 )
 _FIXED = {
@@ -144,8 +193,13 @@ _FIXED = {
 }
 _WINDOWS = ("window", "attention_chunk_size", "local_attention")
 _KINDS = (
-    *("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "indexer_types"),
-    *("attention_layers", "attn_layers"),
+    "layer_types",
+    "mlp_layer_types",
+    "layers_block_type",
+    "block_types",
+    "indexer_types",
+    "attention_layers",
+    "attn_layers",
 )
 """Lists that name the kind of each layer."""
 _NUMBERS = ("_idxs", "layer_ids")

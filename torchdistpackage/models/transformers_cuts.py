@@ -51,14 +51,25 @@ CHOICES = (
 """In the order in which they are tried."""
 
 _MLPS = (
-    *((("gate_proj", "up_proj"), "down_proj"), (("w1", "w3"), "w2"), (("wi_0", "wi_1"), "wo")),
-    *((("c_fc_0", "c_fc_1"), "c_proj"), (("up_proj",), "down_proj"), (("fc1",), "fc2")),
-    *((("c_fc",), "c_proj"), (("fc_in",), "fc_out"), (("wi",), "wo")),
-    *((("dense_h_to_4h",), "dense_4h_to_h"), (("linear_1",), "linear_2")),
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("w1", "w3"), "w2"),
+    (("wi_0", "wi_1"), "wo"),
+    (("c_fc_0", "c_fc_1"), "c_proj"),
+    (("up_proj",), "down_proj"),
+    (("fc1",), "fc2"),
+    (("c_fc",), "c_proj"),
+    (("fc_in",), "fc_out"),
+    (("wi",), "wo"),
+    (("dense_h_to_4h",), "dense_4h_to_h"),
+    (("linear_1",), "linear_2"),
 )
 _FUSED = (
-    *(("gate_up_proj", "down_proj"), ("input_linear", "output_linear"), ("w1", "w2")),
-    *(("fc1", "fc2"), ("up_proj", "down_proj"), ("Wi", "Wo")),
+    ("gate_up_proj", "down_proj"),
+    ("input_linear", "output_linear"),
+    ("w1", "w2"),
+    ("fc1", "fc2"),
+    ("up_proj", "down_proj"),
+    ("Wi", "Wo"),
 )
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 _ROUTERS = ("gate", "router", "shared_expert_gate", "shared_experts_gate")

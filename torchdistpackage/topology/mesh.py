@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import Any, Literal
 
 from torchdistpackage.errors import TopologyError
@@ -173,6 +174,14 @@ def _expand(first: int, dims: tuple[tuple[int, int], ...]) -> Ranks:
 
 BUSY = ("tensor", "context")
 """Axes whose ranks communicate inside every layer, busiest first."""
+
+
+def adjacent_on_a_host(hosts: Sequence[str]) -> int:
+    """Return the largest number of adjacent ranks, aligned to it, that share a host.
+
+    hosts: the host of each rank.
+    """
+    return math.gcd(*(len(list(same)) for _, same in groupby(hosts)))
 
 
 @dataclass(frozen=True, slots=True)

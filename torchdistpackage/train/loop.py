@@ -103,7 +103,7 @@ class Loop:
         self.votes.register("stop", lambda step: self.stop.should_stop())
         self.saver.register(self.votes)
         for name, ask in ASKED.items():
-            assert name not in self.votes.names, f"two owners ask for {name}"
+            assert name not in self.votes.names, "two owners ask for one value"
             self.votes.register(name, partial(ask, self))
         self.saver.note = log.note
         self.saver.on_saved = self._on_saved

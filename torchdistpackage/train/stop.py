@@ -63,8 +63,12 @@ class StopController:
         if not self.clock or self.end_s is None:
             return ""
         return time_is_up(
-            *(time.time(), self.end_s, self.step_s, self.save_s),
-            *(self.limits.margin_s, self.ahead),
+            time.time(),
+            self.end_s,
+            self.step_s,
+            self.save_s,
+            self.limits.margin_s,
+            self.ahead,
         )
 
 

@@ -22,7 +22,7 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.data.tokens.data_fingerprint import data_fingerprints, edited_data
 from torchdistpackage.data.tokens.template_date import with_template_date
 from torchdistpackage.environment.failure import only_returns
-from torchdistpackage.environment.rendezvous import Rendezvous, adjacent_on_a_host, detect
+from torchdistpackage.environment.rendezvous import Rendezvous, detect
 from torchdistpackage.files import append_text, atomic_write
 from torchdistpackage.harness.hang.dump import remove_traces
 from torchdistpackage.harness.watchdog import HangWatchdog, agree_on_start
@@ -35,6 +35,7 @@ from torchdistpackage.plan.resume_check import changed_keys
 from torchdistpackage.plan.run_plan import Plan, make_plan, too_long
 from torchdistpackage.plan.user_code import add_user_code
 from torchdistpackage.run_files import RunDir
+from torchdistpackage.topology.mesh import adjacent_on_a_host
 from torchdistpackage.train.build import (
     build,
     make_local_copies,

@@ -76,13 +76,17 @@ for _below, _names in {
         f"{_ENGINE}.shard": ("make_shard", "make_distributed_shard"),
         f"{_ENGINE}.rules": ("find_matching_actions",),
         f"{_HERE}.helpers": (
-            *("logger", "process_state_", "process_attrs_", "fix_general_attributes"),
+            "logger",
+            "process_state_",
+            "process_attrs_",
+            "fix_general_attributes",
         ),
     },
     ".sharding": {f"{_HERE}.zero3_sharded": ("Sharded",)} | _LOGGER,
     ".slicing_configs": {
         f"{_HERE}.plans": (
-            *("PREDEFINED_CONFIGS", "ConfigGetter"),
+            "PREDEFINED_CONFIGS",
+            "ConfigGetter",
             *(f"get_{family}_config" for family in _FAMILIES),
         ),
     },

@@ -107,7 +107,9 @@ class TensorParallel(ParallelModule):
             LOG.warning(
                 "the module has %d parameters, its shards %s: each device holds %.1f%% of them "
                 "that others hold too; sharded=True cuts those",
-                *(num_whole, nums, 100 * extra),
+                num_whole,
+                nums,
+                100 * extra,
             )
 
     # -- the call ------------------------------------------------------------------------

@@ -17,8 +17,13 @@ from torchdistpackage.harness.late.call import issued_at
 
 HOST = -1
 _CLOCKS = (
-    *("create_stream", "update_seq_num", "record_state", "stream_wait_for_event"),
-    *("all_streams_wait_for_event", "all_streams_wait_for_stream", "is_ordered_after"),
+    "create_stream",
+    "update_seq_num",
+    "record_state",
+    "stream_wait_for_event",
+    "all_streams_wait_for_event",
+    "all_streams_wait_for_stream",
+    "is_ordered_after",
 )
 
 

@@ -100,8 +100,12 @@ class LateGroup(OwnGroup):
                     copy(room, x.data)
 
         return self._go(
-            *(call.operation, is_async, lambda: self._transport.begin(call.sends, call.rooms)),
-            *(flat(call.sends), call.writes, finish),
+            call.operation,
+            is_async,
+            lambda: self._transport.begin(call.sends, call.rooms),
+            flat(call.sends),
+            call.writes,
+            finish,
         )
 
     def _post(self, message: Posted, tag: int) -> LateWork | None:

@@ -51,9 +51,17 @@ _LAYERS = str(Path(_PACKAGE, "models")), str(Path(_PACKAGE, "parallel"))
 """Their modules are made where a user makes them, and moved as a whole."""
 _KEPT = 4096
 _DTYPES = {
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
-    *(torch.float8_e4m3fn, torch.float8_e5m2),
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
 }
 """What torch hands to NCCL."""
 _HOST = torch.device("cpu")

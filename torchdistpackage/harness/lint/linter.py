@@ -146,7 +146,11 @@ def _replay(
             continue
         parts = entry.messages
         again = new[entry] = PendingOp(
-            *(entry.rank, groups[entry.group], entry.call, len(parts), entry.where),
+            entry.rank,
+            groups[entry.group],
+            entry.call,
+            len(parts),
+            entry.where,
             channel=entry.channel,
             is_batch=entry.is_batch,
         )

@@ -114,7 +114,9 @@ def _parameters(job: BatchJob, exclude: Sequence[str]) -> dict[str, object]:
     if exclude:
         more["exclude"] = ",".join([*filter(None, [options.get("exclude")]), *exclude])
     stated = [
-        *("--mpi=none", "--kill-on-bad-exit=1", f"--cpus-per-task={shape.cpus_per_task}"),
+        "--mpi=none",
+        "--kill-on-bad-exit=1",
+        f"--cpus-per-task={shape.cpus_per_task}",
         f"--ntasks-per-node={shape.tasks_per_node}",
     ]
     if len(shape.nodes) == 1:

@@ -187,8 +187,15 @@ def _broken(start: Start, runner: Runner, now_s: float) -> dict[str, str]:
     outages = (
         _rows(runner, "sinfo", "-N", "-h", "-n", start.nodes, "-o", "%N|%T|%H|%E"),
         _rows(
-            *(runner, "sacctmgr", "-n", "-P", "list", "event", f"nodes={start.nodes}"),
-            *(f"start={slurm_time(start.time_s)}", "format=NodeName,State,TimeStart,Reason"),
+            runner,
+            "sacctmgr",
+            "-n",
+            "-P",
+            "list",
+            "event",
+            f"nodes={start.nodes}",
+            f"start={slurm_time(start.time_s)}",
+            "format=NodeName,State,TimeStart,Reason",
         ),
     )
     # the accounting last: it may be slow, and time short

@@ -111,14 +111,35 @@ class Outcome(StrEnum):
 
 _STATES = {
     Outcome.ALIVE: (
-        *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED"),
-        *("REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"),
-        *("RESIZING", "SIGNALING", "STAGE_OUT", "POWER_UP_NODE", "UPDATE_DB", "EXPEDITING"),
+        "PENDING",
+        "CONFIGURING",
+        "RUNNING",
+        "COMPLETING",
+        "SUSPENDED",
+        "STOPPED",
+        "REQUEUED",
+        "REQUEUE_HOLD",
+        "REQUEUE_FED",
+        "SPECIAL_EXIT",
+        "RESV_DEL_HOLD",
+        "RESIZING",
+        "SIGNALING",
+        "STAGE_OUT",
+        "POWER_UP_NODE",
+        "UPDATE_DB",
+        "EXPEDITING",
     ),
     Outcome.SUCCEEDED: ("COMPLETED",),
     Outcome.FAILED: (
-        *("FAILED", "TIMEOUT", "DEADLINE", "OUT_OF_MEMORY", "LAUNCH_FAILED", "RECONFIG_FAIL"),
-        *("NODE_FAIL", "BOOT_FAIL", "PREEMPTED"),
+        "FAILED",
+        "TIMEOUT",
+        "DEADLINE",
+        "OUT_OF_MEMORY",
+        "LAUNCH_FAILED",
+        "RECONFIG_FAIL",
+        "NODE_FAIL",
+        "BOOT_FAIL",
+        "PREEMPTED",
     ),
     Outcome.CANCELLED: ("CANCELLED", "REVOKED"),
 }
@@ -130,8 +151,13 @@ NOT_ITS_FAULT = frozenset({"NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "LAUNCH_FAILED
 """Ways to end that say nothing about the job itself."""
 
 SQUEUE_FIELDS = (
-    *("JobArrayID:40", "State:20", "RestartCnt:10", "exit_code:10", "TimeUsed:24"),
-    *("NodeList:4000", "Reason:200"),
+    "JobArrayID:40",
+    "State:20",
+    "RestartCnt:10",
+    "exit_code:10",
+    "TimeUsed:24",
+    "NodeList:4000",
+    "Reason:200",
 )
 """With widths, as squeue cuts a field that has none at 20 characters."""
 SEPARATOR = "|"

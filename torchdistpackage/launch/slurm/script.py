@@ -29,9 +29,18 @@ from torchdistpackage.run_files import RunDir
 _BARE = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)
 # Left by an outer job, a site or a newer Slurm; the options of our srun line say it all.
 _SRUN_READS = (
-    *("SLURM_TRES_PER_TASK", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_GPUS_PER_TASK"),
-    *("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES", "SLURM_GPU_BIND", "SLURM_EXPORT_ENV"),
-    *("SLURM_CPU_BIND", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_VERBOSE"),
+    "SLURM_TRES_PER_TASK",
+    "SLURM_CPUS_PER_TASK",
+    "SRUN_CPUS_PER_TASK",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_NTASKS_PER_GPU",
+    "SLURM_NTASKS_PER_TRES",
+    "SLURM_GPU_BIND",
+    "SLURM_EXPORT_ENV",
+    "SLURM_CPU_BIND",
+    "SLURM_CPU_BIND_TYPE",
+    "SLURM_CPU_BIND_LIST",
+    "SLURM_CPU_BIND_VERBOSE",
 )
 
 

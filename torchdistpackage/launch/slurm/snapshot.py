@@ -27,8 +27,25 @@ KEPT_S = 7 * 24 * 3600.0
 _COPY = re.compile(r"[0-9a-f]{12}|\.[0-9a-f]{12}\..+")
 """A copy, or one that is being made."""
 SUFFIXES = (
-    *(".py", ".pyi", ".yaml", ".yml", ".toml", ".json", ".cfg", ".ini", ".sh", ".txt", ".jinja"),
-    *(".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".typed"),
+    ".py",
+    ".pyi",
+    ".yaml",
+    ".yml",
+    ".toml",
+    ".json",
+    ".cfg",
+    ".ini",
+    ".sh",
+    ".txt",
+    ".jinja",
+    ".c",
+    ".cc",
+    ".cpp",
+    ".cu",
+    ".cuh",
+    ".h",
+    ".hpp",
+    ".typed",
 )
 """Taken where there is no git."""
 MAX_FILES = 5_000

@@ -136,7 +136,12 @@ def prepare(
     code = code_paths(snapshot, snapshot.folder(codes), here, import_folders(), env)
     folders = [folder for folder, _ in runs]
     job = batch_job(
-        *(first, folders, here, code, sys.executable, socket.gethostname()),
+        first,
+        folders,
+        here,
+        code,
+        sys.executable,
+        socket.gethostname(),
         sweep=array,
         command=command,
     )

@@ -32,11 +32,25 @@ from torchdistpackage.parallel.tensor.weight_reads import whole
 
 RANDOM = frozenset(
     (
-        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout),
-        *(F.feature_alpha_dropout, F.rrelu, F.gumbel_softmax, F.multi_head_attention_forward),
-        *(F.scaled_dot_product_attention, torch.dropout, torch.alpha_dropout),
-        *(torch.feature_dropout, torch.feature_alpha_dropout, torch.bernoulli),
-        *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
+        F.dropout,
+        F.dropout1d,
+        F.dropout2d,
+        F.dropout3d,
+        F.alpha_dropout,
+        F.feature_alpha_dropout,
+        F.rrelu,
+        F.gumbel_softmax,
+        F.multi_head_attention_forward,
+        F.scaled_dot_product_attention,
+        torch.dropout,
+        torch.alpha_dropout,
+        torch.feature_dropout,
+        torch.feature_alpha_dropout,
+        torch.bernoulli,
+        torch.lstm,
+        torch.gru,
+        torch.rnn_tanh,
+        torch.rnn_relu,
     )
 )
 _LOCK = threading.Lock()

@@ -23,7 +23,6 @@ from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.random import differ
 from torchdistpackage.comm.tpc import resolve_group, tpc
-from torchdistpackage.environment.rendezvous import adjacent_on_a_host
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.exchanges import (
     COMM_TYPES,
@@ -44,6 +43,7 @@ from torchdistpackage.parallel.context.order import (
 )
 from torchdistpackage.parallel.context.parts import ascending, by_position, in_ranks, reordered
 from torchdistpackage.parallel.context.visibility import Documents, Visibility
+from torchdistpackage.topology.mesh import adjacent_on_a_host
 
 _LOG = logging.getLogger(__name__)
 

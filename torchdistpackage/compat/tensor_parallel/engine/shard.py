@@ -34,8 +34,13 @@ from torchdistpackage.parallel.auto.nested import find_tied_weight_aliases
 
 WHOLE = Whole()
 SIZES = (
-    *("in_features", "out_features", "num_embeddings", "embedding_dim"),
-    *("in_channels", "out_channels", "groups"),
+    "in_features",
+    "out_features",
+    "num_embeddings",
+    "embedding_dim",
+    "in_channels",
+    "out_channels",
+    "groups",
 )
 """What torch's layers note of their weights."""
 
