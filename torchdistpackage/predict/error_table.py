@@ -16,6 +16,24 @@ MEAN_BAR, WORST_BAR, UNFITTED_BAR = 0.05, 0.10, 0.15
 """Bars for the errors of rows marked "check": for their mean and the worst on a fitted
 device, and each on another one."""
 
+_MISSED: dict[str, tuple[str, ...]] = {
+    "the fit of H100 is 0.90 of its memory bandwidth; its rows barely tell that from 0.70, which "
+    "is nearer to these": ("45a", "45b", "46a"),
+    "GPT-OSS is predicted too fast on these devices, probably since attention with sinks, whose "
+    "kernels were slower at the time, has no number of its own": (
+        "b200-120bb",
+        "gb200-120b",
+        "gb300-120b",
+    ),
+    "software on this device reaches less than the share that it borrows from H100": (
+        "mi300x-70ba",
+        "mi300x-8ba",
+        "mi300x-8bb",
+    ),
+}
+"""Why check rows miss their bar: for each reason the numbers of rows."""
+MISSED = {number: why for why, numbers in _MISSED.items() for number in numbers}
+
 
 @dataclass(frozen=True, slots=True)
 class PredictedRow:
@@ -72,19 +90,19 @@ def _summary(found: tuple[PredictedRow, ...]) -> str:
     for name, rows, bar in kinds:
         mean, worst = mean_and_worst(rows)
         lines.append(f"| {name} | {len(rows)} | {mean:.1%} | {worst:.1%} | {bar} |")
-    beyond = [each for each in check if abs(each.error) > _bar(each)]
-    names = ", ".join(f"{each.row.number} ({each.error:+.0%})" for each in beyond)
-    rest = mean_and_worst(each for each in fitted if abs(each.error) <= WORST_BAR)
-    lines += [
-        "",
-        f"Missed: {names or 'none'}. The other check rows on fitted devices have a mean of "
-        f"{rest[0]:.1%} and a worst of {rest[1]:.1%}.",
-    ]
+    lines += ["", "Missed by check rows:", ""]
+    for why, numbers in _MISSED.items():
+        errors = ", ".join(
+            f"{each.row.number} ({each.error:+.1%})" for each in check if each.row.number in numbers
+        )
+        lines.append(f"- {errors}: {why}.")
     return "\n".join(lines)
 
 
-def _bar(each: PredictedRow) -> float:
-    return WORST_BAR if each.device.is_fitted else UNFITTED_BAR
+def misses_bar(each: PredictedRow) -> bool:
+    """Return whether a check row errs by more than its device allows."""
+    bar = WORST_BAR if each.device.is_fitted else UNFITTED_BAR
+    return each.row.use == "check" and abs(each.error) > bar
 
 
 def _rows(found: Iterable[PredictedRow]) -> str:

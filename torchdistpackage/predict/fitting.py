@@ -16,14 +16,10 @@ from torchdistpackage.predict.step import step_time
 _MATMUL = [x / 100 for x in range(50, 92, 2)]
 _MEMORY = [x / 100 for x in range(70, 95, 5)]
 """Element-wise kernels are seen to reach 70 to 90 % of the bandwidth that is printed."""
-_TELLS = 0.01
-"""Constants stay as they are unless others make the error, the root of the mean square, smaller by
-this: a published step is no nearer to the next release's than a percent."""
 
 
 def fit(device: Accelerator) -> tuple[Fit, float]:
-    """Return the constants with the least error of the rows to fit, and that error; those of the
-    table where no others are better by `_TELLS`.
+    """Return the constants of the grid with the least error of the rows to fit, and that error.
 
     Raises:
         ConfigError: no row of this device is marked "fit".
@@ -36,9 +32,7 @@ def fit(device: Accelerator) -> tuple[Fit, float]:
         raise ConfigError(f"no published step of {device.name} is marked fit; add one to ROWS")
     link = device.fit.link
     grid = (Fit(*each, link) for each in itertools.product(_MATMUL, _MEMORY))
-    best = min(((each, _error(device, each, rows)) for each in grid), key=lambda found: found[1])
-    kept = device.fit, _error(device, device.fit, rows)
-    return best if best[1] ** 0.5 < kept[1] ** 0.5 - _TELLS else kept
+    return min(((each, _error(device, each, rows)) for each in grid), key=lambda found: found[1])
 
 
 def _error(device: Accelerator, constants: Fit, rows: dict[str, list[PublishedStep]]) -> float:
