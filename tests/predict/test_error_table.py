@@ -37,6 +37,7 @@ def test_every_row_has_a_source_a_device_and_a_number_of_its_own() -> None:
     assert {row.device for row in ROWS} <= {*DEVICES}
     steps = {name: sum(row.device == name for row in ROWS) for name in DEVICES}
     assert all(number >= 2 for name, number in steps.items() if name != "h100-pcie"), steps
+    assert all(bool(row.assumed) == bool(row.unassumed) for row in ROWS)
     assert is_checked("a100") and not is_checked("h100-pcie")
 
 

@@ -5,7 +5,7 @@ of the model changes the page, and a test holds that it is up to date.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from torchdistpackage.predict.devices import DEVICES, Accelerator
@@ -25,6 +25,8 @@ _MISSED: dict[str, tuple[str, ...]] = {
         "gb200-120b",
         "gb300-120b",
     ),
+    "the same, and the source does not say how fast the network cards are; the data sheet of B300 "
+    "has 800 Gbit/s": ("b300-120ba", "b300-120bb"),
     "software on this device reaches less than the share that it borrows from H100": (
         "mi300x-70ba",
         "mi300x-8ba",
@@ -168,9 +170,18 @@ def _sources(found: tuple[PredictedRow, ...]) -> str:
     for key, text in SOURCES.items():
         numbers = [each.row.number for each in found if each.row.source == key]
         lines.append(f"- {text}: {', '.join(numbers)}.")
-    assumed: dict[str, list[str]] = {}
+    assumed: dict[str, list[PredictedRow]] = {}
     for each in found:
         if each.row.assumed:
-            assumed.setdefault(each.row.assumed, []).append(each.row.number)
-    lines += [f"- Assumed in {', '.join(rows)}: {text}." for text, rows in assumed.items()]
+            assumed.setdefault(each.row.assumed, []).append(each)
+    for text, rows in assumed.items():
+        numbers = ", ".join(each.row.number for each in rows)
+        errors = ", ".join(f"{_error_without(each.row):+.1%}" for each in rows)
+        lines.append(f"- Assumed in {numbers}: {text}. Without it the errors are {errors}.")
     return "\n".join(lines)
+
+
+def _error_without(row: PublishedStep) -> float:
+    """Return the error of a row without what it assumes."""
+    layout = replace(row.layout, **row.unassumed)  # type: ignore[arg-type]
+    return PredictedRow(row, step_time(row.sizes, layout, DEVICES[row.device])).error

@@ -5,7 +5,8 @@ Rows marked "fit" may be used to fit the constants of a device (`Fit` in devices
 recipe that it names says, and `assumed` says what neither does.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torchdistpackage.predict.workload import StepLayout, TransformerSizes
@@ -16,6 +17,7 @@ class PublishedStep:
     """One published step. number: of the row, with a letter where a row has several steps.
 
     seconds: printed, or from tokens per second. assumed: what no source says; "" if nothing.
+    unassumed: fields of the layout as they are without the assumption.
     """
 
     number: str
@@ -27,6 +29,7 @@ class PublishedStep:
     seconds: float
     source: str
     assumed: str = ""
+    unassumed: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
 SOURCES = {
@@ -159,7 +162,7 @@ _EAGER = (
     "compiled blocks run as eager ones, since attention breaks the graph inside a checkpoint, "
     "which torch.utils.checkpoint then leaves to eager mode"
 )
-_SLOW_CARD = "400 Gbit/s a card, as B200 takes the same step in 10.18 s with such cards"
+_EXPERT_BIAS = "biases of experts are added expert by expert in float32, as Megatron-LM does"
 
 
 def _mlperf_lora(recomputed: int = 0) -> StepLayout:
@@ -180,19 +183,10 @@ def _mlperf_lora(recomputed: int = 0) -> StepLayout:
     )
 
 
-def _gpt_oss(expert: int, **more: object) -> StepLayout:
+def _gpt_oss(expert: int) -> StepLayout:
     """The layout of GPT-OSS 120B on 64 GPUs without a pipe."""
     return StepLayout(
-        64,
-        4096,
-        4,
-        5,
-        expert=expert,
-        zero=1,
-        attention="flash3",
-        joins=True,
-        expert_bias=True,
-        **more,  # type: ignore[arg-type]
+        64, 4096, 4, 5, expert=expert, zero=1, attention="flash3", joins=True, expert_bias=True
     )
 
 
@@ -331,6 +325,7 @@ ROWS: tuple[PublishedStep, ...] = (
         9.990,
         "I",
         _HALF,
+        {"recompute_share": 1.0},
     ),
     PublishedStep(
         "41b",
@@ -351,6 +346,7 @@ ROWS: tuple[PublishedStep, ...] = (
         4.477,
         "I",
         _HALF,
+        {"recompute_share": 1.0},
     ),
     PublishedStep(
         "42",
@@ -433,6 +429,8 @@ ROWS: tuple[PublishedStep, ...] = (
             ),
             seconds,
             "G",
+            _EXPERT_BIAS,
+            {"expert_bias": False},
         )
         for letter, batch, seconds in (("a", 1280, 13.67), ("b", 512, 5.82))
     ),
@@ -447,6 +445,7 @@ ROWS: tuple[PublishedStep, ...] = (
             seconds,
             "R",
             _EAGER,
+            {"kernels": "fused"},
         )
         for letter, seq_len, seconds in (("a", 8192, 0.6225), ("b", 16384, 1.2819))
     ),
@@ -548,10 +547,11 @@ ROWS: tuple[PublishedStep, ...] = (
             f"GPT-OSS 120B, EP{expert}",
             device,
             GPT_OSS,
-            _gpt_oss(expert, network_bytes_per_s=50e9 if device == "b300" else 0.0),
+            _gpt_oss(expert),
             _tokens_s(1280, 4096, tokens, 64),
             "G",
-            _SLOW_CARD if device == "b300" else "",
+            _EXPERT_BIAS,
+            {"expert_bias": False},
         )
         for device, letter, expert, tokens in (
             ("b200", "a", 64, 8047),
@@ -573,6 +573,7 @@ ROWS: tuple[PublishedStep, ...] = (
             seconds,
             "R",
             _EAGER,
+            {"kernels": "fused"},
         )
         for device, letter, seq_len, seconds in (
             ("h100-sxm", "", 16384, 5.0146),
