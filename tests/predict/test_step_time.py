@@ -122,6 +122,19 @@ def test_any_layout_adds_up_and_gains_from_a_better_device(
         assert step_time(sizes, layout, each).total <= before.total * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_more_stages_of_a_rank_leave_its_exposed_data_as_it_was(overlaps: bool) -> None:
+    """A rank sends the same bytes, however many stages its blocks are in."""
+    layout = StepLayout(
+        64, 4096, 1, 8, pipe=4, zero=1, schedule="interleaved", overlaps_data=overlaps
+    )
+    seconds = [
+        step_time(LLAMA3_8B, replace(layout, chunks=chunks), H100).terms["exposed data"]
+        for chunks in (2, 4, 8)
+    ]
+    assert seconds == pytest.approx([seconds[0]] * 3) and seconds[0] > 0
+
+
 def test_ranks_that_share_an_expert_are_as_far_apart_as_there_are_experts() -> None:
     """Two nodes of eight with eight ranks of experts each: gradients of experts go between them."""
     sizes, layout = QWEN3_30B, StepLayout(16, 4096, 1, 1, expert=8, zero=1)

@@ -88,7 +88,11 @@ def step_time(
     stage_times[-1] = stage_times[-1].plus(last)
     call_s = HOST_GRAPH_S if layout.graphs else device.call_s or HOST_CALL_S
     stage_times = [each.behind_host(call_s, device.is_host) for each in stage_times]
-    data = _Data(sizes, layout, fabric, max(blocks))
+    placement = _placement(layout, schedule) if stages > 1 else (0,)
+    of_rank = [0.0] * layout.pipe
+    for stage, rank in enumerate(placement):
+        of_rank[rank] += blocks[stage]
+    data = _Data(sizes, layout, fabric, max(of_rank))
     times = layout.rounds * layout.num_microbatches
     if stages == 1:
         whole = stage_times[0]
@@ -251,6 +255,14 @@ def _pipeline(
 
 _ROUNDS = 3
 """Rounds of a pipe whose order is timed: later microbatches add what the busiest rank computes."""
+
+
+def _placement(layout: StepLayout, schedule: Schedule | None) -> tuple[int, ...]:
+    """Return the pipe rank of each stage."""
+    if schedule is not None:
+        return schedule.placement
+    timed = min(layout.num_microbatches, _ROUNDS * layout.pipe)
+    return _order(layout.schedule, layout.pipe, timed, layout.chunks)[0]
 
 
 @lru_cache(maxsize=16)
