@@ -135,6 +135,19 @@ def test_more_stages_of_a_rank_leave_its_exposed_data_as_it_was(overlaps: bool) 
     assert seconds == pytest.approx([seconds[0]] * 3) and seconds[0] > 0
 
 
+@pytest.mark.parametrize("pipe", [1, 4])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_more_vocabulary_never_lowers_data_seconds(zero: int, tied: bool, pipe: int) -> None:
+    layout = StepLayout(64, 4096, 1, 8, pipe=pipe, zero=zero, exchanges=2)
+    for each in (layout, replace(layout, overlaps_data=False)):
+        few, some, many = (
+            step_time(replace(LLAMA3_8B, vocab=vocab, tied=tied), each, H100).terms["exposed data"]
+            for vocab in (256, 50304, 201088)
+        )
+        assert few < some < many
+
+
 def test_ranks_that_share_an_expert_are_as_far_apart_as_there_are_experts() -> None:
     """Two nodes of eight with eight ranks of experts each: gradients of experts go between them."""
     sizes, layout = QWEN3_30B, StepLayout(16, 4096, 1, 1, expert=8, zero=1)

@@ -92,7 +92,8 @@ def step_time(
     of_rank = [0.0] * layout.pipe
     for stage, rank in enumerate(placement):
         of_rank[rank] += blocks[stage]
-    data = _Data(sizes, layout, fabric, max(of_rank))
+    held = {(n, i == placement[0], i == placement[-1]) for i, n in enumerate(of_rank)}
+    data = [_Data(sizes, layout, fabric, *each) for each in held]
     times = layout.rounds * layout.num_microbatches
     if stages == 1:
         whole = stage_times[0]
@@ -100,7 +101,9 @@ def step_time(
     else:
         whole, bubble, pipe = _pipeline(stage_times, sizes, layout, fabric, schedule)
     paced = [each.behind_host(call_s, device.is_host) for each in (block, last)]
-    exposed_data = data.exposed(paced[0], paced[1] if stages == 1 else BlockTime())
+    exposed_data = max(
+        each.exposed(paced[0], paced[1] if stages == 1 else BlockTime()) for each in data
+    )
     terms = {
         "compute": times * (whole.forward + whole.backward),
         "recompute": times * whole.recompute,
@@ -121,42 +124,62 @@ def step_time(
 
 @dataclass(frozen=True, slots=True)
 class _Data:
-    """Weights and gradients of one rank's blocks on their way."""
+    """Weights and gradients of one rank on their way: those of its blocks, and of the embedding
+    and the head where it has the first and the last stage."""
 
     sizes: TransformerSizes
     layout: StepLayout
     fabric: Fabric
     num_blocks: float
+    is_first: bool
+    is_last: bool
 
     def exposed(self, block: BlockTime, last: BlockTime) -> float:
         """Return the seconds that a step waits for."""
         x = self.layout
         if x.sharers == 1 and x.data == 1:
             return 0.0
+        head, embedding = self._ends()
         if x.zero == 3 and not x.exchanges:
             one = self._freed(block, last, self._gather(), self._reduce())
-            return (one + self._ends()) * x.rounds * x.num_microbatches
+            # FSDP's root has both ends, and nothing runs beside it
+            ends = self._gather_end(head + embedding) + self._scatter_end(head + embedding)
+            return (one + ends) * x.rounds * x.num_microbatches
         reduce, gather = self._reduce(), self._gather() if x.zero else 0.0
         times = max(x.exchanges, 1)
+        sums = self._sum_end(head), self._sum_end(embedding)
+        weights = (self._gather_end(head), self._gather_end(embedding)) if x.zero else (0.0, 0.0)
         if not x.overlaps_data:
-            return times * self.num_blocks * (reduce + gather)
+            return times * (self.num_blocks * (reduce + gather) + sum(sums) + sum(weights))
         forward, backward = block.pass_s
-        return times * (self._after(backward, reduce) + self._after(forward, gather))
+        return times * (
+            self._after(backward, reduce, *sums) + self._after(forward, gather, *weights)
+        )
 
     def _stride(self) -> int:
         """Along context FSDP shares too, so its ranks are next to the tensor ranks."""
         return self.layout.tensor
 
-    def _ends(self) -> float:
-        """Seconds to gather the embedding and the head before all blocks, and to reduce their
-        gradients behind them: FSDP's root has both, and nothing runs beside it."""
-        x, z = self.layout, self.sizes
-        count = (1 if z.tied else 2) * z.vocab_parameters / x.tensor
-        gather = self.fabric.gather_seconds(x.weight_bytes * count, x.sharers, self._stride())
+    def _ends(self) -> tuple[float, float]:
+        """Parameters of the head and of the embedding on this rank. One that is both is sent with
+        the embedding, behind which its gradient is final."""
+        z = self.sizes
+        count = z.vocab_parameters / self.layout.tensor
+        has_head = self.is_last and not (z.tied and self.is_first)
+        return count * has_head, count * self.is_first
+
+    def _gather_end(self, count: float) -> float:
+        x = self.layout
+        return self.fabric.gather_seconds(x.weight_bytes * count, x.sharers, self._stride())
+
+    def _scatter_end(self, count: float) -> float:
+        x = self.layout
         if x.lora:
-            return gather
-        num_bytes = x.reduce_bytes * count
-        return gather + self.fabric.gather_seconds(num_bytes, x.sharers, self._stride())
+            return 0.0
+        return self.fabric.gather_seconds(x.reduce_bytes * count, x.sharers, self._stride())
+
+    def _sum_end(self, count: float) -> float:
+        return 0.0 if self.layout.lora else self._sum(count, self.layout.sharers, self._stride())
 
     def _gather(self) -> float:
         """Seconds to gather the weights of a block."""
@@ -166,29 +189,33 @@ class _Data:
         )
 
     def _reduce(self) -> float:
-        """Seconds to reduce the gradients of a block, over copies of the shards as well."""
-        x, seconds = self.layout, 0.0
-        if x.lora:
+        """Seconds to reduce the gradients of a block."""
+        if self.layout.lora:
             return 0.0
-        for count, ranks, stride in shares(self.sizes, x):
-            num_bytes = x.reduce_bytes * count
-            copies = max(x.data * x.context // x.sharers, 1)
-            if x.zero == 0:
-                seconds += self.fabric.sum_seconds(num_bytes, ranks, stride)
-                continue
-            seconds += self.fabric.gather_seconds(num_bytes, ranks, stride)
-            seconds += self.fabric.sum_seconds(num_bytes / ranks, copies, stride * ranks)
-        return seconds
+        return sum(self._sum(*each) for each in shares(self.sizes, self.layout))
 
-    def _after(self, compute_s: float, comm_s: float) -> float:
-        """Exposed time where each block's communication may start when the block has ended."""
-        compute, sent = 0.0, 0.0
+    def _sum(self, count: float, ranks: int, stride: int) -> float:
+        """Seconds to reduce the gradients of so many parameters, over copies of shards as well."""
+        x = self.layout
+        num_bytes = x.reduce_bytes * count
+        if x.zero == 0:
+            return self.fabric.sum_seconds(num_bytes, ranks, stride)
+        copies = max(x.data * x.context // x.sharers, 1)
+        seconds = self.fabric.gather_seconds(num_bytes, ranks, stride)
+        return seconds + self.fabric.sum_seconds(num_bytes / ranks, copies, stride * ranks)
+
+    def _after(self, compute_s: float, comm_s: float, head_s: float, embedding_s: float) -> float:
+        """Exposed time where each block's communication may start when the block has ended. The
+        head's goes first, the embedding's last; weights are gathered in the other order, which
+        exposes as much."""
+        compute, sent = 0.0, head_s
         blocks = max(round(self.num_blocks), 1)
         for _ in range(blocks):
             compute += compute_s
             sent = max(sent, compute) + comm_s
-        exposed = sent - compute
-        return exposed + max(blocks * comm_s - exposed, 0.0) * self.fabric.slowdown
+        exposed = sent + embedding_s - compute
+        total = head_s + blocks * comm_s + embedding_s
+        return exposed + max(total - exposed, 0.0) * self.fabric.slowdown
 
     def _freed(self, block: BlockTime, last: BlockTime, gather: float, reduce: float) -> float:
         """Exposed time of a microbatch where a block's weights are gathered ahead by one block,
