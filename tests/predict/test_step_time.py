@@ -157,6 +157,19 @@ def test_ranks_that_share_an_expert_are_as_far_apart_as_there_are_experts() -> N
     assert exposed[0] > 5 * exposed[1]
 
 
+def test_experts_are_summed_over_the_ranks_that_hold_the_same_ones() -> None:
+    """Of 16 ranks with 8 ranks of experts two hold the same expert, in groups of 4 (HSDP) too."""
+    layout = StepLayout(16, 4096, 1, 1, expert=8, zero=2, overlaps_data=False)
+    narrow = replace(QWEN3_30B, heads=1, kv_heads=1, vocab=0)  # nearly all weights are experts'
+    whole, grouped = (
+        step_time(narrow, replace(layout, shard=shard), H100).terms["exposed data"]
+        for shard in (0, 4)
+    )
+    # an all-reduce moves 4 bytes of a weight, a scatter and a gather half of 4 and half of 2; 10 %
+    # for what is dense
+    assert grouped == pytest.approx(4 / 3 * whole, rel=0.1)
+
+
 def test_a_host_that_starts_each_expert_holds_up_a_small_micro_batch() -> None:
     few, many = (
         step_time(QWEN3_30B, StepLayout(8, 4096, m, 16 // m, expert=8, attention="flash3"), H100)

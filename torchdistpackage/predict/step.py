@@ -200,7 +200,7 @@ class _Data:
         num_bytes = x.reduce_bytes * count
         if x.zero == 0:
             return self.fabric.sum_seconds(num_bytes, ranks, stride)
-        copies = max(x.data * x.context // x.sharers, 1)
+        copies = max(x.data * x.context * x.tensor // (stride * ranks), 1)
         seconds = self.fabric.gather_seconds(num_bytes, ranks, stride)
         return seconds + self.fabric.sum_seconds(num_bytes / ranks, copies, stride * ranks)
 
