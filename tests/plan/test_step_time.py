@@ -1,12 +1,15 @@
 """A plan becomes what predict takes, and `tdp plan --time` says what its step takes."""
 
+import json
+import math
 from pathlib import Path
 
 import pytest
 
 from torchdistpackage.cli.main import main
-from torchdistpackage.config.load import load
+from torchdistpackage.config.load import load, loads
 from torchdistpackage.config.slurm import time_seconds
+from torchdistpackage.models.transformers_layout import TransformersShape, weights
 from torchdistpackage.plan.run_plan import make_plan, num_parameters
 from torchdistpackage.plan.step_time import device_of, layout_of, run_time, sizes_of
 from torchdistpackage.predict.devices import DEVICES
@@ -59,6 +62,44 @@ def test_a_step_of_more_rounds_has_as_many_bubbles():
         for n in (1, 2)
     )
     assert two["bubble"] / two["compute"] > 0.9 * one["bubble"] / one["compute"]
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+}
+
+
+def of_transformers(folder, *more, **settings):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA | settings))
+    shapes = {x: w.layout.shape for x, w in weights(TransformersShape("llama", LLAMA, 32)).items()}
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": (start, end)}
+    text = json.dumps(header).encode()
+    file = folder / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+    keys = ("data.target=tests.train.sources:UnevenTokens", "data.args={seq_len: 32, vocab: 96}")
+    more = (*keys, f"model.hf={folder}", "data.seq_len=32", *more)
+    return make_plan(loads("parallel: {data: 2}", overrides=list(more)), 2)
+
+
+@pytest.mark.parametrize(
+    ("target", "adapts_mlp"),
+    [("q_proj, v_proj", False), ("all-linear", True), ("o_proj, up_proj", True)],
+)
+def test_frozen_weights_are_whole_and_adapters_where_the_target_is(tmp_path, target, adapts_mlp):
+    layout = layout_of(
+        of_transformers(tmp_path, "parallel.zero=3", f"model.lora={{r: 4, target: [{target}]}}")
+    )
+    assert (layout.lora, layout.lora_mlp, layout.shards_frozen) == (4, adapts_mlp, False)
 
 
 def test_terms_gpu_hours_and_the_end_of_the_job_are_printed(capsys):

@@ -11,7 +11,7 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.predict.collectives import Fabric
 from torchdistpackage.predict.devices import DEVICES, find_device
 from torchdistpackage.predict.kernels import Matmul, matmul_seconds
-from torchdistpackage.predict.layer import LayerCosts, shares
+from torchdistpackage.predict.layer import LayerCosts, adapter_parameters, shares
 from torchdistpackage.predict.published import LLAMA3_8B, QWEN3_30B
 from torchdistpackage.predict.step import TERMS, step_time
 from torchdistpackage.predict.workload import StepLayout, TransformerSizes
@@ -168,6 +168,31 @@ def test_experts_are_summed_over_the_ranks_that_hold_the_same_ones() -> None:
     # an all-reduce moves 4 bytes of a weight, a scatter and a gather half of 4 and half of 2; 10 %
     # for what is dense
     assert grouped == pytest.approx(4 / 3 * whole, rel=0.1)
+
+
+def test_adapters_alone_are_sent_where_frozen_weights_are_whole() -> None:
+    layout = StepLayout(16, 4096, 1, 1, zero=3, lora=16, overlaps_data=False, exchanges=1)
+    sharded, whole, few, plain = (
+        step_time(LLAMA3_8B, each, H100).terms["exposed data"]
+        for each in (
+            layout,
+            replace(layout, shards_frozen=False),
+            replace(layout, shards_frozen=False, lora_mlp=False),
+            replace(layout, zero=0),
+        )
+    )
+    assert 0 < few < whole < sharded / 5  # latency is most of it
+    assert 0 < plain < sharded / 5
+
+
+def test_adapters_have_the_parameters_of_their_two_matrices() -> None:
+    layout = StepLayout(1, 4096, 1, 1, lora=16)
+    # query and output 4096 x 4096, key and value 1024 x 4096; gate, up and down 14336 x 4096
+    attention, mlp = 2 * (4096 + 4096) + 2 * (1024 + 4096), 3 * (14336 + 4096)
+    assert adapter_parameters(LLAMA3_8B, layout) == 16 * (attention + mlp)
+    assert adapter_parameters(LLAMA3_8B, replace(layout, lora_mlp=False)) == 16 * attention
+    joined = replace(layout, joins=True)
+    assert adapter_parameters(LLAMA3_8B, joined) == 16 * (attention + mlp - 3 * 4096)
 
 
 def test_a_host_that_starts_each_expert_holds_up_a_small_micro_batch() -> None:

@@ -7,11 +7,12 @@ plan's own. What the model of predict does not cover is said, and not guessed.
 import re
 from dataclasses import dataclass
 
+from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import header, time_seconds
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.models.gpt_layout import HALVES, GPTShape
-from torchdistpackage.models.transformers_layout import TransformersShape
+from torchdistpackage.models.transformers_layout import TransformersShape, part_tables
 from torchdistpackage.plan.run_plan import Plan, num_parameters
 from torchdistpackage.predict.collectives import Fabric
 from torchdistpackage.predict.devices import Accelerator, find_device, named_device
@@ -205,10 +206,22 @@ def layout_of(plan: Plan, ranks_per_node: int = 0) -> StepLayout:
         attention="flash2" if is_narrow else "unfused",
         dropout=config.model.dropout > 0,
         lora=config.model.lora.r if config.model.lora.target else 0,
+        lora_mlp=_adapts_mlp(plan),
+        shards_frozen=False,
         rounds=plan.rounds,
         exchanges=plan.rounds if plan.zero >= 2 else 1,
         blocks=_blocks(plan) if stages > 1 else (),
         node_size=ranks_per_node,
+    )
+
+
+def _adapts_mlp(plan: Plan) -> bool:
+    """Return whether a layer outside of attention has an adapter."""
+    if not isinstance(plan.shape, TransformersShape):
+        return False
+    attentions = {f"{name}." for block in part_tables(plan.shape) for name in block.attention}
+    return any(
+        is_adapter(name) and not name.startswith(tuple(attentions)) for name in plan.layouts
     )
 
 

@@ -456,6 +456,19 @@ def shares(sizes: TransformerSizes, layout: StepLayout) -> list[tuple[float, int
     return [(dense, x.sharers, x.tensor), experts]
 
 
+def adapter_parameters(sizes: TransformerSizes, layout: StepLayout) -> float:
+    """Return the parameters of a block's adapters on a rank; layers that share a matmul share one
+    adapter."""
+    x, z = layout, sizes
+    inputs = 1 if x.joins else 3
+    wide = (inputs + 1) * z.dim + 2 * (z.heads + z.kv_heads) * z.head_dim
+    if x.lora_mlp:
+        ups = 2 if z.gated else 1
+        one = (1 if x.joins else ups) * z.dim + ups * z.hidden + z.hidden + z.dim
+        wide += max(z.num_experts, 1) * one / (x.expert if z.num_experts else 1)
+    return x.lora * wide / x.tensor
+
+
 def _in_chunks(fabric: Fabric, comm_s: float, compute_s: float, size: int) -> float:
     """The same as `beside` in `size` chunks, of which the first is sent before any matmul."""
     return comm_s / size + fabric.beside(comm_s * (size - 1) / size, compute_s)

@@ -13,7 +13,7 @@ from functools import lru_cache
 from torchdistpackage.predict.collectives import Fabric
 from torchdistpackage.predict.devices import Accelerator
 from torchdistpackage.predict.kernels import memory_seconds
-from torchdistpackage.predict.layer import BlockTime, LayerCosts, shares
+from torchdistpackage.predict.layer import BlockTime, LayerCosts, adapter_parameters, shares
 from torchdistpackage.predict.workload import StepLayout, TransformerSizes
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
@@ -168,8 +168,14 @@ class _Data:
         has_head = self.is_last and not (z.tied and self.is_first)
         return count * has_head, count * self.is_first
 
+    def _gathers_frozen(self) -> bool:
+        """Return whether ranks gather frozen weights, which ZeRO shards."""
+        return self.layout.zero == 3 and self.layout.shards_frozen
+
     def _gather_end(self, count: float) -> float:
         x = self.layout
+        if x.lora and not self._gathers_frozen():
+            return 0.0
         return self.fabric.gather_seconds(x.weight_bytes * count, x.sharers, self._stride())
 
     def _scatter_end(self, count: float) -> float:
@@ -183,16 +189,22 @@ class _Data:
 
     def _gather(self) -> float:
         """Seconds to gather the weights of a block."""
+        whole = shares(self.sizes, self.layout)
         return sum(
             self.fabric.gather_seconds(self.layout.weight_bytes * count, ranks, stride)
-            for count, ranks, stride in shares(self.sizes, self.layout)
+            for count, ranks, stride in (whole if self._gathers_frozen() else self._trained())
         )
 
     def _reduce(self) -> float:
         """Seconds to reduce the gradients of a block."""
-        if self.layout.lora:
-            return 0.0
-        return sum(self._sum(*each) for each in shares(self.sizes, self.layout))
+        return sum(self._sum(*each) for each in self._trained())
+
+    def _trained(self) -> list[tuple[float, int, int]]:
+        """Return the parameters of a block that train, as `shares` does."""
+        x = self.layout
+        if not x.lora:
+            return shares(self.sizes, x)
+        return [(adapter_parameters(self.sizes, x), x.sharers, self._stride())]
 
     def _sum(self, count: float, ranks: int, stride: int) -> float:
         """Seconds to reduce the gradients of so many parameters, over copies of shards as well."""
@@ -320,10 +332,9 @@ def _optimizer_seconds(sizes: TransformerSizes, layout: StepLayout, device: Acce
     dense = z.parameters - experts
     held = dense / (x.tensor * stages) + experts / (x.tensor * stages * x.expert)
     if x.lora:
-        wide = 2 * (z.heads + z.kv_heads) * z.head_dim + 2 * z.dim + 3 * (z.dim + z.hidden)
-        held = z.layers * x.lora * wide / (x.tensor * stages)
+        held = z.layers * adapter_parameters(z, x) / stages
     sharers = x.sharers if x.zero else 1
-    if z.num_experts and x.zero:
+    if z.num_experts and x.zero and not x.lora:
         held = dense / (x.tensor * stages * sharers)
         held += experts / (x.tensor * stages * max(sharers, x.expert))
         sharers = 1

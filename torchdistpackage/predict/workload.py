@@ -99,7 +99,7 @@ class StepLayout:
     recompute_share: of the blocks that `recompute` is applied to. stops_early: recomputation ends
     at the last tensor that the backward needs, as torch.utils.checkpoint does without reentry.
     lora: rank of adapters on linear layers, the rest is frozen; 0: all is trained. lora_mlp: the
-    MLP has them too.
+    MLP has them too. shards_frozen: ZeRO 3 shards frozen weights, as FSDP does.
     kernels, loss: of the blocks, and of the loss.
     overlaps_data: gradients and weights travel while the ranks compute. tensor_overlap: the same
     for matmuls of tensor ranks, in chunks. dedups: a token goes once to a rank that has several of
@@ -137,6 +137,7 @@ class StepLayout:
     dropout: bool = False
     lora: int = 0
     lora_mlp: bool = True
+    shards_frozen: bool = True
     dedups: bool = False
     joins: bool = False
     graphs: bool = False
