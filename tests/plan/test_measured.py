@@ -62,6 +62,27 @@ def test_a_measured_matmul_lies_between_the_measured_ones() -> None:
         assert matmul_seconds(device, matmul, "float32") == pytest.approx(wanted)
 
 
+def test_a_type_that_was_not_measured_has_the_times_of_another() -> None:
+    both = {"float32": ((1e9, 2e-2),), "bfloat16": ((1e9, 1e-3),)}
+    for matmuls, dtype, wanted in (
+        (both, "float8", 1e-3),
+        (both, "bfloat16", 1e-3),
+        (both, "tfloat32", 2e-2),
+        ({"float32": both["float32"]}, "float8", 2e-2),
+        ({"bfloat16": both["bfloat16"]}, "float32", 1e-3),
+    ):
+        device = measured_device(profile_of(matmuls=matmuls), load(TINY, []), Path("x"))
+        assert matmul_seconds(device, Matmul(5e8, 1, 1), dtype) == pytest.approx(wanted)
+
+
+def test_a_substitute_for_a_type_is_named(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    narrow = ["precision.dtype=bf16", "precision.fp8=linear"]
+    assert main(["plan", TINY, *narrow, "--time", "--profile", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "matmuls  float8 was not measured; priced as float32" in text
+    assert "matmuls  bfloat16 was not measured; priced as float32" in text
+
+
 def test_a_slower_device_and_slower_links_make_a_step_slower() -> None:
     before = seconds(profile_of())
     slow = {"float32": tuple((n, 3 * s) for n, s in SPEED.matmuls["float32"])}
@@ -96,6 +117,7 @@ def test_a_profile_of_links_alone_is_read_and_refused_for_a_time(tmp_path: Path)
     [
         ('"bytes_per_s": 10000000000.0', '"bytes_per_s": 0.0', "device.bytes_per_s: Input should"),
         ('"float32": [', '"float32": [[1.0, -1.0], ', "device.matmuls: Value error, every type"),
+        ('"float32": [', '"float64": [', "device.matmuls: Value error, needs matmuls of float32 or"),
         ('"bus_bytes_per_s": ', '"bus_bytes_per_s": -', "greater than 0"),
     ],
 )

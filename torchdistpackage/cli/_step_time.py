@@ -83,6 +83,7 @@ def time_table(found: Prediction | None) -> str:
         ("speed", f"{time.step_tokens / total:,.0f} tokens a second, MFU {time.utilization:.1%}"),
         ("run", _run(time)),
         *(("job", text) for text in _job(time)),
+        *(("matmuls", text) for text in time.unmeasured),
         ("checked", _checked(device)),
     ]
     lines += [wrap(f"  {label:<9}{text}", indent=" " * 11) for label, text in notes]

@@ -16,6 +16,7 @@ from torchdistpackage.models.transformers_layout import TransformersShape, part_
 from torchdistpackage.plan.run_plan import Plan, num_parameters
 from torchdistpackage.predict.collectives import Fabric
 from torchdistpackage.predict.devices import Accelerator, find_device, named_device
+from torchdistpackage.predict.kernels import priced_as
 from torchdistpackage.predict.step import StepTime, step_time
 from torchdistpackage.predict.workload import StepLayout, TransformerSizes
 
@@ -25,7 +26,11 @@ _COMPUTES = {"highest": "float32", "high": "tfloat32", "medium": "bfloat16"}
 
 @dataclass(frozen=True, slots=True)
 class RunTime:
-    """A predicted step and the run of it. job_seconds: the job's time limit; None: it has none."""
+    """A predicted step and the run of it.
+
+    job_seconds: the job's time limit; None: it has none. unmeasured: sentences on the types of
+    matmuls that the device's measurement lacks.
+    """
 
     device: Accelerator
     step: StepTime
@@ -34,6 +39,7 @@ class RunTime:
     ranks: int
     steps: int
     job_seconds: float | None
+    unmeasured: tuple[str, ...] = ()
 
     @property
     def run_seconds(self) -> float:
@@ -122,7 +128,14 @@ def run_time(
         plan.world_size,
         config.train.steps,
         None if limit is None else time_seconds(limit),
+        _unmeasured(device, layout),
     )
+
+
+def _unmeasured(device: Accelerator, layout: StepLayout) -> tuple[str, ...]:
+    dtypes = ("float8", layout.dtype) if layout.float8 else (layout.dtype,)
+    pairs = ((dtype, priced_as(device, dtype)) for dtype in dtypes)
+    return tuple(f"{x} was not measured; priced as {other}" for x, other in pairs if x != other)
 
 
 def sizes_of(plan: Plan) -> TransformerSizes:

@@ -72,7 +72,7 @@ def matmul_seconds(
     """
     if matmul.flops <= 0:
         return 0.0
-    if times := device.matmul_times.get(dtype) or device.matmul_times.get("float32"):
+    if times := device.matmul_times.get(priced_as(device, dtype)):
         one = matmul.flops / matmul.count
         return matmul.count * _between(times, one) + memory_seconds(device, more_bytes)
     core = device.peak(dtype) * device.clock * device.fit.matmul / device.cores
@@ -83,6 +83,16 @@ def matmul_seconds(
         seconds = min(seconds, math.ceil(tiles / device.cores) * tile_s)
     item = {"float8": 1, "bfloat16": 2, "float64": 8}.get(dtype, 4)
     return max(seconds, memory_seconds(device, matmul.elements * item + more_bytes))
+
+
+def priced_as(device: Accelerator, dtype: str) -> str:
+    """Return the dtype whose measured matmuls stand for those of `dtype`: itself where it was
+    measured, or where nothing was."""
+    times = device.matmul_times
+    if not times or dtype in times:
+        return dtype
+    others = ("bfloat16", "float32") if dtype == "float8" else ("float32", "bfloat16")
+    return next(each for each in others if each in times)
 
 
 def _between(times: Sequence[tuple[float, float]], flops: float) -> float:
@@ -112,7 +122,7 @@ def attention_seconds(
 ) -> float:
     """Return the seconds of flash attention. flops: of the part under the causal mask."""
     if device.matmul_times:  # as plain matmuls of that rate, which is what was measured
-        times = device.matmul_times.get("bfloat16") or device.matmul_times["float32"]
+        times = device.matmul_times[priced_as(device, "bfloat16")]
         return flops * times[-1][1] / times[-1][0]
     shares = device.flash2 if kernel == "flash2" else _FLASH3
     # narrow heads have as many exponentials for fewer operations

@@ -129,6 +129,8 @@ class MeasuredDevice(_Measured):
     ) -> dict[str, tuple[tuple[float, float], ...]]:
         if not matmuls or any(not x or min(map(min, x)) <= 0 for x in matmuls.values()):
             raise ValueError("every type needs operations and seconds above zero")
+        if not matmuls.keys() & {"float32", "bfloat16"}:
+            raise ValueError("needs matmuls of float32 or bfloat16")
         return matmuls
 
 
