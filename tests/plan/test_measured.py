@@ -1,5 +1,6 @@
 """`tdp plan --time --profile`: the step on the device that a cluster's profile has measured."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def path(tmp_path: Path) -> Path:
 
 def seconds(profile: Profile, *overrides: str) -> dict[str, float]:
     plan = make_plan(load(TINY, list(overrides)), 4, TINY)
-    device = measured_device(profile, plan.config, Path("cluster.json"))
+    device = measured_device(profile, plan.config, Path("cluster.json"), 4)
     step = run_time(plan, device, None, measured_fabric(profile, device, None)).step
     assert step.total == pytest.approx(sum(step.terms.values()))
     return dict(step.terms)
@@ -56,7 +57,7 @@ def test_the_table_says_whose_numbers_it_has(
 
 
 def test_a_measured_matmul_lies_between_the_measured_ones() -> None:
-    device = measured_device(profile_of(), load(TINY, []), Path("cluster.json"))
+    device = measured_device(profile_of(), load(TINY, []), Path("cluster.json"), 4)
     for flops, wanted in ((1e4, 1e-5), (1e6, 1e-4), (1e9, 2e-2), (1e10, 0.2)):
         matmul = Matmul(flops / 2, 1, 1)
         assert matmul_seconds(device, matmul, "float32") == pytest.approx(wanted)
@@ -71,7 +72,7 @@ def test_a_type_that_was_not_measured_has_the_times_of_another() -> None:
         ({"float32": both["float32"]}, "float8", 2e-2),
         ({"bfloat16": both["bfloat16"]}, "float32", 1e-3),
     ):
-        device = measured_device(profile_of(matmuls=matmuls), load(TINY, []), Path("x"))
+        device = measured_device(profile_of(matmuls=matmuls), load(TINY, []), Path("x"), 4)
         assert matmul_seconds(device, Matmul(5e8, 1, 1), dtype) == pytest.approx(wanted)
 
 
@@ -109,7 +110,48 @@ def test_a_profile_of_links_alone_is_read_and_refused_for_a_time(tmp_path: Path)
     with pytest.raises(
         ConfigError, match="has links and no device; measure it again with tdp comm"
     ):
-        measured_device(LINKS, load(TINY, []), file)
+        measured_device(LINKS, load(TINY, []), file, 4)
+
+
+def test_a_profile_without_the_links_of_a_plan_is_refused() -> None:
+    others = report(*both_links("data", (0, 1), "broadcast")).profile().lines
+    near = tuple(x for x in LINKS.lines if x.link == "node")
+    config, path = load(TINY, []), Path("cluster.json")
+    with pytest.raises(ConfigError, match="has no times of all_gather, all_reduce.* tdp comm ben"):
+        measured_device(profile_of().model_copy(update={"lines": others}), config, path, 4)
+    one_node = profile_of().model_copy(update={"lines": near})
+    assert measured_device(one_node, config, path, 4).node_size == 4
+    with pytest.raises(ConfigError, match="no times between nodes, but 8 ranks .* nodes of 4; mea"):
+        measured_device(one_node, config, path, 8)
+    assert measured_device(one_node, config, path, 8, 8).network_bytes_per_s > 0
+    alone = profile_of().model_copy(update={"lines": ()})
+    assert measured_device(alone, config, path, 1).node_bytes_per_s == math.inf
+
+
+def test_a_network_without_messages_has_the_speed_of_its_collectives() -> None:
+    lines = report(*both_links("data", (0, 1), "all_reduce")).profile().lines
+    device = measured_device(
+        profile_of().model_copy(update={"lines": lines}), load(TINY, []), Path("x"), 8
+    )
+    assert device.network_bytes_per_s == pytest.approx(device.node_bytes_per_s / 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_taken"),
+    [
+        ("NVIDIA H100 80GB HBM3", True),
+        ("NVIDIA A100-SXM4-80GB", False),
+        ("AMD Instinct MI300X", False),
+        ("NVIDIA GeForce RTX 4090", False),
+    ],
+)
+def test_a_profile_is_taken_for_the_gpu_that_the_job_asks_for(name: str, is_taken: bool) -> None:
+    config = load(SLURM, ["launch.slurm.gpus-per-node=h100:8"])
+    if is_taken:
+        assert measured_device(profile_of(name=name), config, Path("x"), 16).name == name
+        return
+    with pytest.raises(ConfigError, match=f"measured on {name} of n0, but .* asks for h100-sxm"):
+        measured_device(profile_of(name=name), config, Path("x"), 16)
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,9 @@ def test_a_group_between_nodes_uses_the_cards_of_its_devices() -> None:
 def test_devices_are_found_by_the_names_that_clusters_give() -> None:
     assert find_device("H100") is H100 and find_device("nvidia_h100_sxm") is H100
     assert find_device("NVIDIA-A100-80GB").name == "a100"
+    assert find_device("NVIDIA A100-SXM4-80GB").name == "a100"
+    assert find_device("NVIDIA H100 80GB HBM3") is H100
+    assert find_device("AMD Instinct MI300X").name == "mi300x"
     with pytest.raises(ConfigError, match="no device 'v100' is known; name one of a100, h100-sxm"):
         find_device("v100")
 

@@ -32,7 +32,7 @@ def predicted(
     """
     if profile is not None and name is None:
         path, cluster = profile
-        device = measured_device(cluster, plan.config, path)
+        device = measured_device(cluster, plan.config, path, plan.world_size, ranks_per_node)
         if (why := unpredicted(plan)) is not None:
             return device, why
         fabric = measured_fabric(cluster, device, ranks_per_node)

@@ -19,11 +19,18 @@ from torchdistpackage.predict.links import LinkModel
 _OPERATIONS = ("all_gather", "all_reduce", "all_to_all", "p2p")
 
 
-def measured_device(profile: Profile, config: RunConfig, path: Path) -> Accelerator:
+def measured_device(
+    profile: Profile,
+    config: RunConfig,
+    path: Path,
+    world_size: int,
+    ranks_per_node: int | None = None,
+) -> Accelerator:
     """Return the device that the profile at `path` has measured.
 
     Raises:
-        ConfigError: it has measured links alone, or another device than the job asks for.
+        ConfigError: it lacks the device, or links that `world_size` ranks need, or has measured
+            another device than the job asks for.
     """
     speed = profile.device
     if speed is None:
@@ -32,8 +39,8 @@ def measured_device(profile: Profile, config: RunConfig, path: Path) -> Accelera
             f"{path}, or name a device with --device"
         )
     asked = device_of(config)
-    known = named_device(speed.name.replace(" ", "-").removesuffix("-80GB-HBM3"))
-    if asked is not None and (speed.name == "cpu" or (known and known.name != asked.name)):
+    device = named_device(speed.name)
+    if asked is not None and (device is None or device.name != asked.name):
         raise ConfigError(
             f"{path} was measured on {speed.name} of {profile.hosts[0]}, but launch.slurm asks for "
             f"{asked.name}; measure on its nodes with tdp comm bench --slurm, or leave out "
@@ -41,8 +48,21 @@ def measured_device(profile: Profile, config: RunConfig, path: Path) -> Accelera
         )
     best = max(flops / seconds for times in speed.matmuls.values() for flops, seconds in times)
     links = _links(profile)
-    node = links.get(("p2p", NODE)) or next(iter(links.values()))
-    network = links.get(("p2p", NETWORK)) or node
+    node_size = ranks_per_node or speed.num_ranks
+    if not links and world_size > 1:
+        raise ConfigError(
+            f"{path} has no times of {', '.join(_OPERATIONS)}, of which a step of {world_size} "
+            f"ranks is predicted; measure them with tdp comm bench --profile {path}"
+        )
+    network = _any_line(links, NETWORK)
+    if network is None and world_size > node_size:
+        raise ConfigError(
+            f"{path} has no times between nodes, but {world_size} ranks are on several nodes of "
+            f"{node_size}; measure on two nodes or more with tdp comm bench --slurm, or pass "
+            f"--ranks-per-node {world_size} if all are on one"
+        )
+    node = _any_line(links, NODE) or network or LinkModel(0.0, inf)
+    network = network or node
     return Accelerator(
         name=speed.name,
         title=f"{speed.name}, as {profile.by} measured it on {profile.date[:10]}",
@@ -72,6 +92,12 @@ def measured_fabric(profile: Profile, device: Accelerator, ranks_per_node: int |
     network = LinkModel(0.0, device.network_bytes_per_s)
     slowdown = 1.0 if device.is_host else SLOWDOWN
     return Fabric(node, network, size, slowdown, links)
+
+
+def _any_line(links: dict[tuple[str, str], LinkModel], link: str) -> LinkModel | None:
+    """Return the line of messages over a link, else of the first operation that has one."""
+    names = ("p2p", *_OPERATIONS)
+    return next((links[name, link] for name in names if (name, link) in links), None)
 
 
 def _links(profile: Profile) -> dict[tuple[str, str], LinkModel]:

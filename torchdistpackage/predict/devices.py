@@ -349,13 +349,23 @@ DEVICES: dict[str, Accelerator] = {
     )
 }
 
-OTHER_NAMES = {"h100": "h100-sxm", "a100-80gb": "a100", "h200-sxm": "h200", "a100-sxm": "a100"}
-"""Names that clusters give to devices, as in `gres: gpu:h100:8`."""
+OTHER_NAMES = {
+    "h100": "h100-sxm",
+    "h100-80gb-hbm3": "h100-sxm",
+    "a100-80gb": "a100",
+    "a100-sxm": "a100",
+    "a100-sxm4-80gb": "a100",
+    "h200-sxm": "h200",
+}
+"""Names that clusters give to devices, as in `gres: gpu:h100:8`, and drivers, as in `NVIDIA H100
+80GB HBM3`."""
 
 
 def named_device(name: str) -> Accelerator | None:
-    """Return the device of this name, as Slurm's files spell it; None for another one."""
-    plain = name.lower().replace("_", "-").removeprefix("nvidia-").removeprefix("amd-")
+    """Return the device of this name, as Slurm's files or its driver spell it; None for another."""
+    plain = name.lower().replace("_", "-").replace(" ", "-")
+    for maker in ("nvidia-", "amd-", "instinct-"):
+        plain = plain.removeprefix(maker)
     return DEVICES.get(OTHER_NAMES.get(plain, plain))
 
 
