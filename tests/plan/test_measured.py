@@ -101,6 +101,20 @@ def test_a_slower_device_and_slower_links_make_a_step_slower() -> None:
     assert seconds(links)["exposed data"] > 10 * before["exposed data"]
 
 
+def test_a_reduce_scatter_has_its_own_time() -> None:
+    slow = report(*both_links("data", (0, 1), "reduce_scatter")).profile().lines
+    slow = tuple(
+        x.model_copy(update={"fit": x.fit.model_copy(update={"bytes_per_s": 1e6})}) for x in slow
+    )
+    profile = profile_of().model_copy(update={"lines": (*LINKS.lines, *slow)})
+    fabric = measured_fabric(profile, measured_device(profile, load(TINY, []), Path("x"), 4), None)
+    assert fabric.scatter_seconds(1e6, 2) > 0.5 > 100 * fabric.gather_seconds(1e6, 2)
+    assert fabric.scatter_seconds(1e6, 1) == 0
+    profile = profile_of()
+    plain = measured_fabric(profile, measured_device(profile, load(TINY, []), Path("x"), 4), None)
+    assert plain.scatter_seconds(1e6, 2) == plain.gather_seconds(1e6, 2) > 0
+
+
 def test_a_profile_of_links_alone_is_read_and_refused_for_a_time(tmp_path: Path) -> None:
     file = tmp_path / "old.json"
     text = dumps(LINKS).replace(',\n "device": null', "")
@@ -117,7 +131,7 @@ def test_a_profile_without_the_links_of_a_plan_is_refused() -> None:
     others = report(*both_links("data", (0, 1), "broadcast")).profile().lines
     near = tuple(x for x in LINKS.lines if x.link == "node")
     config, path = load(TINY, []), Path("cluster.json")
-    with pytest.raises(ConfigError, match="has no times of all_gather, all_reduce.* tdp comm ben"):
+    with pytest.raises(ConfigError, match="has no times of all_gather, .* tdp comm bench"):
         measured_device(profile_of().model_copy(update={"lines": others}), config, path, 4)
     one_node = profile_of().model_copy(update={"lines": near})
     assert measured_device(one_node, config, path, 4).node_size == 4
@@ -159,7 +173,11 @@ def test_a_profile_is_taken_for_the_gpu_that_the_job_asks_for(name: str, is_take
     [
         ('"bytes_per_s": 10000000000.0', '"bytes_per_s": 0.0', "device.bytes_per_s: Input should"),
         ('"float32": [', '"float32": [[1.0, -1.0], ', "device.matmuls: Value error, every type"),
-        ('"float32": [', '"float64": [', "device.matmuls: Value error, needs matmuls of float32 or"),
+        (
+            '"float32": [',
+            '"float64": [',
+            "device.matmuls: Value error, needs matmuls of float32 or",
+        ),
         ('"bus_bytes_per_s": ', '"bus_bytes_per_s": -', "greater than 0"),
     ],
 )

@@ -16,7 +16,7 @@ from torchdistpackage.predict.collectives import SLOWDOWN, Fabric
 from torchdistpackage.predict.devices import Accelerator, Fit, named_device
 from torchdistpackage.predict.links import LinkModel
 
-_OPERATIONS = ("all_gather", "all_reduce", "all_to_all", "p2p")
+_OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p")
 
 
 def measured_device(
@@ -51,7 +51,7 @@ def measured_device(
     node_size = ranks_per_node or speed.num_ranks
     if not links and world_size > 1:
         raise ConfigError(
-            f"{path} has no times of {', '.join(_OPERATIONS)}, of which a step of {world_size} "
+            f"{path} has no times of {', '.join(_OPERATIONS)}, from which a step of {world_size} "
             f"ranks is predicted; measure them with tdp comm bench --profile {path}"
         )
     network = _any_line(links, NETWORK)

@@ -233,9 +233,7 @@ def _adapts_mlp(plan: Plan) -> bool:
     if not isinstance(plan.shape, TransformersShape):
         return False
     attentions = {f"{name}." for block in part_tables(plan.shape) for name in block.attention}
-    return any(
-        is_adapter(name) and not name.startswith(tuple(attentions)) for name in plan.layouts
-    )
+    return any(is_adapter(name) and not name.startswith(tuple(attentions)) for name in plan.layouts)
 
 
 def _blocks(plan: Plan) -> tuple[float, ...]:

@@ -84,13 +84,21 @@ class Fabric:
         return self.measured.get((operation, link))
 
     def gather_seconds(self, num_bytes: float, size: int, stride: int = 1) -> float:
-        """Return the seconds of an all-gather or a reduce-scatter of a tensor of so many bytes."""
+        """Return the seconds of an all-gather of a tensor of so many bytes."""
         if size < 2 or num_bytes <= 0:
             return 0.0
         if line := self._measured("all_gather", size, stride):
             return line.seconds(num_bytes * (size - 1) / size)
         latency, speed = self.ring(size, stride)
         return START_S + latency + num_bytes * (size - 1) / size / speed
+
+    def scatter_seconds(self, num_bytes: float, size: int, stride: int = 1) -> float:
+        """Return the seconds of a reduce-scatter, those of an all-gather where it was not measured
+        by itself."""
+        line = self._measured("reduce_scatter", size, stride)
+        if line is None or size < 2 or num_bytes <= 0:
+            return self.gather_seconds(num_bytes, size, stride)
+        return line.seconds(num_bytes * (size - 1) / size)
 
     def sum_seconds(self, num_bytes: float, size: int, stride: int = 1) -> float:
         """Return the seconds of an all-reduce: of a ring, or of a tree where that is less."""

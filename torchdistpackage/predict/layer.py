@@ -360,8 +360,8 @@ class LayerCosts:
             # the all-reduce of an input's gradient goes on beside the matmul of the weight's
             time.tensor[1] += 2 * fabric.beside(one, 2 * back) + 2 * rerun * one
             return
-        scatter = fabric.gather_seconds(num_bytes, x.tensor)
-        gather = fabric.gather_seconds(num_bytes / 2, x.tensor) if x.float8 else scatter
+        scatter = fabric.scatter_seconds(num_bytes, x.tensor)
+        gather = fabric.gather_seconds(num_bytes / (2 if x.float8 else 1), x.tensor)
         if x.tensor_overlap:
             there = sum(
                 2 * _in_chunks(fabric, each, narrow, x.tensor) for each in (gather, scatter)
@@ -438,9 +438,10 @@ class LayerCosts:
             [4.0, 8.0],
         )
         if x.tensor > 1:
-            one = self.fabric.gather_seconds(x.tokens * z.dim * x.item_bytes, x.tensor)
-            time.tensor[0] += one + 2 * self.fabric.sum_seconds(4.0 * x.tokens, x.tensor)
-            time.tensor[1] += one
+            num_bytes = x.tokens * z.dim * x.item_bytes
+            gather = self.fabric.gather_seconds(num_bytes, x.tensor)
+            time.tensor[0] += gather + 2 * self.fabric.sum_seconds(4.0 * x.tokens, x.tensor)
+            time.tensor[1] += self.fabric.scatter_seconds(num_bytes, x.tensor)
         return time
 
 

@@ -182,7 +182,7 @@ class _Data:
         x = self.layout
         if x.lora:
             return 0.0
-        return self.fabric.gather_seconds(x.reduce_bytes * count, x.sharers, self._stride())
+        return self.fabric.scatter_seconds(x.reduce_bytes * count, x.sharers, self._stride())
 
     def _sum_end(self, count: float) -> float:
         return 0.0 if self.layout.lora else self._sum(count, self.layout.sharers, self._stride())
@@ -213,7 +213,7 @@ class _Data:
         if x.zero == 0:
             return self.fabric.sum_seconds(num_bytes, ranks, stride)
         copies = max(x.data * x.context * x.tensor // (stride * ranks), 1)
-        seconds = self.fabric.gather_seconds(num_bytes, ranks, stride)
+        seconds = self.fabric.scatter_seconds(num_bytes, ranks, stride)
         return seconds + self.fabric.sum_seconds(num_bytes / ranks, copies, stride * ranks)
 
     def _after(self, compute_s: float, comm_s: float, head_s: float, embedding_s: float) -> float:
