@@ -303,8 +303,14 @@ def _holders(layout: Layout, mesh: Mesh, rank: int, axes: Axes) -> tuple[int, ..
     if len(layout.stages) > 1:
         coords = [coord | {"pipe": stage} for coord in coords for stage in layout.stages]
     if coords == [coord]:  # ascending already, and thousands of ranks where data is long
-        return tuple(mesh.group(rank, axes))
+        return _group(mesh, rank, axes)
     return tuple(sorted({r for coord in coords for r in mesh.group(mesh.rank(coord), axes)}))
+
+
+@lru_cache(maxsize=64)
+def _group(mesh: Mesh, rank: int, axes: Axes) -> tuple[int, ...]:
+    """Return a group as a tuple, the same one for all parameters."""
+    return tuple(mesh.group(rank, axes))
 
 
 def _holders_in(layout: Layout, mesh: Mesh, coord: dict[str, int]) -> range:

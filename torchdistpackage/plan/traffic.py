@@ -4,20 +4,20 @@ Tests hold the count to the record of real ranks, call by call. What a rank cann
 runs is said, and not guessed: how many tokens come to its experts, of which a mean rank is counted.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import groupby
 
 from torchdistpackage.config.optimizers import OPTIMIZERS
 from torchdistpackage.ddp.bucket_plan import Bucket, BucketEntry, plan_buckets
 from torchdistpackage.ddp.zero.shard_bounds import (
     ModuleParam,
-    even_bounds,
+    even_length,
     group_by_module,
     owned_bounds,
 )
 from torchdistpackage.layout.derive import gradient_ranks, num_elements, sharding_ranks
+from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.partition import greedy_partition
 from torchdistpackage.models.gpt_layout import ATTENTION, HALVES
 from torchdistpackage.parallel.context.choice import exchange_calls
@@ -131,22 +131,29 @@ def microbatch(plan: Plan, rank: int) -> Microbatch:
 # -- data, and what else sums gradients ------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """Ranks over which gradients are summed; equal ones are one object, so that thousands of ranks
+    are hashed once.
+
+    deferred: as in `ParamSpec`. replicas: ranks with the same shard, this one included. along,
+    along_replicas: the axes of both.
+    """
+
+    ranks: tuple[int, ...]
+    replicas: tuple[int, ...]
+    deferred: bool
+    along: str
+    along_replicas: str
+
+
 @dataclass(frozen=True, slots=True)
 class _Summed:
-    """A parameter whose gradient is summed over `ranks`, in the order of registration.
-
-    deferred: as in `ParamSpec`. replicas: ranks with the same shard, this one included.
-    """
+    """A parameter whose gradient is summed over a group, in the order of registration."""
 
     name: str
     num_elements: int
-    ranks: tuple[int, ...]
-    deferred: bool
-    replicas: tuple[int, ...]
-
-    @property
-    def key(self) -> Hashable:
-        return self.ranks, self.replicas, self.deferred
+    group: _Group
 
 
 def _gradients(plan: Plan, rank: int) -> Iterator[CallCount]:
@@ -156,12 +163,12 @@ def _gradients(plan: Plan, rank: int) -> Iterator[CallCount]:
     summed, wide = _summed(plan, rank), plan.numbers.gradients
     sent = plan.numbers.reduced
     if not plan.zero:
-        for ranks, bucket in _buckets(summed, wide.num_bytes, plan.bucket_bytes):
-            yield _over(plan, ranks, "all_reduce", bucket.num_elements, sent.dtype, "gradients")
+        for group, bucket in _buckets(summed, wide.num_bytes, plan.bucket_bytes):
+            yield _over(group, "all_reduce", bucket.num_elements, sent.dtype, "gradients")
         return
     units = (x.name.rpartition(".")[0] or x.name for x in summed)
     members = [
-        ModuleParam(unit, x.num_elements * wide.num_bytes, x.key)
+        ModuleParam(unit, x.num_elements * wide.num_bytes, x.group)
         for unit, x in zip(units, summed, strict=True)
     ]
     numbers = group_by_module(members, plan.bucket_bytes)
@@ -169,43 +176,44 @@ def _gradients(plan: Plan, rank: int) -> Iterator[CallCount]:
     sums = rounds if plan.zero >= 2 else 1
     narrowest = min(weight.num_bytes, sent.num_bytes)
     owner_of = _owners(summed) if OPTIMIZERS[plan.config.optim.name].needs_whole else None
-    for ranks, bucket in _buckets(summed, wide.num_bytes, UNLIMITED_BYTES, numbers):
+    for group, bucket in _buckets(summed, wide.num_bytes, UNLIMITED_BYTES, numbers):
+        ranks, replicas = group.ranks, group.replicas
         index, members = ranks.index(rank), bucket.members
         if owner_of is None:
-            bounds = even_bounds(bucket.used_flags, len(ranks), narrowest)
+            part = even_length(bucket.used_flags, len(ranks), narrowest)
+            end = part * len(ranks)
         else:
             sizes, owners = (
                 [summed[i].num_elements for i in members],
                 [owner_of[i] for i in members],
             )
             _, bounds = owned_bounds(sizes, owners, len(ranks), weight.num_bytes, narrowest)
+            part = bounds[index + 1] - bounds[index]
+            end = bounds[-1]
         if len(ranks) > 1:
-            whole = _over(plan, ranks, "reduce_scatter", bounds[-1], sent.dtype, "gradients")
-            yield whole.times(sums)
+            yield _over(group, "reduce_scatter", end, sent.dtype, "gradients").times(sums)
         # a weight of several stages is never freed
-        is_freed = plan.zero == 3 and not summed[members[0]].deferred
-        part = bounds[index + 1] - bounds[index]
-        if len(replicas := summed[members[0]].replicas) > 1:
-            shard = _over(plan, replicas, "all_reduce", part, sent.dtype, "sums of shards")
+        is_freed = plan.zero == 3 and not group.deferred
+        if len(replicas) > 1:
+            shard = _over_replicas(group, part, sent.dtype, "sums of shards")
             yield shard.times(sums)
         if len(ranks) > 1:
-            gathered = _over(plan, ranks, "all_gather", part, weight.dtype, "parameters")
+            gathered = _over(group, "all_gather", part, weight.dtype, "parameters")
             yield gathered.times(rounds if is_freed else 1)
-    ordered = sorted(summed, key=lambda x: (x.ranks, x.replicas, x.deferred))
-    for (ranks, replicas, _), same in groupby(
-        ordered, key=lambda x: (x.ranks, x.replicas, x.deferred)
-    ):
-        what, number = "which parameters were used", len([*same])
-        for over in (each for each in (ranks, replicas) if len(each) > 1):
-            yield _over(plan, over, "all_reduce", number, "int32", what).times(sums)
+    what = "which parameters were used"
+    for group, number in Counter(x.group for x in summed).items():
+        if len(group.ranks) > 1:
+            yield _over(group, "all_reduce", number, "int32", what).times(sums)
+        if len(group.replicas) > 1:
+            yield _over_replicas(group, number, "int32", what).times(sums)
 
 
 def _owners(summed: list[_Summed]) -> list[int]:
     """Return the index of the rank that owns each whole parameter (ddp/zero/bucket.py)."""
     found = [0] * len(summed)
-    for ranks in dict.fromkeys(x.ranks for x in summed):
+    for ranks in dict.fromkeys(x.group.ranks for x in summed):
         # as `whole_owners` deals them out: whatever their replicas
-        members = [i for i, x in enumerate(summed) if x.ranks == ranks]
+        members = [i for i, x in enumerate(summed) if x.group.ranks == ranks]
         shares = greedy_partition([summed[i].num_elements for i in members], len(ranks))
         for owner, some in enumerate(shares):
             for i in some:
@@ -220,14 +228,29 @@ def _summed(plan: Plan, rank: int) -> list[_Summed]:
         for x in plan.layouts.values()
         if (not x.stages or place in x.stages) and _has_gradient(plan, x.name)
     ]
+    groups: dict[Hashable, _Group] = {}
+    group_of: dict[Hashable, _Group | None] = {}
     found: list[_Summed] = []
     for x in held:
-        summed = gradient_ranks(x, view(x.view), rank)
-        ranks, replicas = sharding_ranks(summed, plan.topology.dense, rank, plan.zero_group)
-        if len(summed) > 1:
-            number = num_elements(x, view(x.view), rank)
-            found.append(_Summed(x.name, number, ranks, len(x.stages) > 1, replicas))
+        kind = x.view, x.split, x.unreduced, x.stages, x.heads  # what groups differ in
+        if kind not in group_of:
+            group_of[kind] = _group(plan, x, rank, groups)
+        if (group := group_of[kind]) is not None:
+            found.append(_Summed(x.name, num_elements(x, view(x.view), rank), group))
     return found
+
+
+def _group(plan: Plan, layout: Layout, rank: int, groups: dict[Hashable, _Group]) -> _Group | None:
+    """Return the group of a parameter, from `groups` if an equal one is there; None: its gradient
+    is not summed."""
+    mesh = plan.topology.dense
+    summed = gradient_ranks(layout, plan.topology.view(layout.view), rank)
+    if len(summed) == 1:
+        return None
+    ranks, replicas = sharding_ranks(summed, mesh, rank, plan.zero_group)
+    deferred = len(layout.stages) > 1
+    group = _Group(ranks, replicas, deferred, _axes_of(mesh, ranks), _axes_of(mesh, replicas))
+    return groups.setdefault((ranks, replicas, deferred), group)
 
 
 def _has_gradient(plan: Plan, name: str) -> bool:
@@ -236,28 +259,35 @@ def _has_gradient(plan: Plan, name: str) -> bool:
 
 def _buckets(
     summed: list[_Summed], element_bytes: int, cap_bytes: int, numbers: list[int] | None = None
-) -> Iterator[tuple[tuple[int, ...], Bucket]]:
-    """Yield each bucket with its ranks. numbers: only members with equal numbers share a bucket."""
+) -> Iterator[tuple[_Group, Bucket]]:
+    """Yield each bucket with its group. numbers: only members with equal numbers share a bucket."""
     entries = [
-        BucketEntry(i, x.num_elements, element_bytes, (x.key, 0 if numbers is None else numbers[i]))
+        BucketEntry(
+            i, x.num_elements, element_bytes, (x.group, 0 if numbers is None else numbers[i])
+        )
         for i, x in enumerate(summed)
     ]
     for bucket in plan_buckets(entries, cap_bytes):
-        yield summed[bucket.members[0]].ranks, bucket
+        yield summed[bucket.members[0]].group, bucket
 
 
-def _over(
-    plan: Plan, ranks: tuple[int, ...], operation: str, num: int, dtype: str, what: str
-) -> CallCount:
-    along = _axes_of(plan.topology.dense, ranks)
-    return CallCount(along, operation, num, dtype, what, ranks=ranks)
+def _over(group: _Group, operation: str, num: int, dtype: str, what: str) -> CallCount:
+    return CallCount(group.along, operation, num, dtype, what, ranks=group.ranks)
 
 
-@lru_cache(maxsize=64)
+def _over_replicas(group: _Group, num: int, dtype: str, what: str) -> CallCount:
+    return CallCount(group.along_replicas, "all_reduce", num, dtype, what, ranks=group.replicas)
+
+
 def _axes_of(mesh: Mesh, ranks: tuple[int, ...]) -> str:
-    """Return the axes along which these ranks differ; the same few groups have all calls."""
-    coords = [mesh.coord(rank) for rank in ranks]
-    return "+".join(x for x in mesh.names if len({coord[x] for coord in coords}) > 1)
+    """Return the axes along which these ranks differ."""
+    along: list[str] = []
+    stride = 1
+    for name, size in reversed(mesh.axes):
+        if size > 1 and len({rank // stride % size for rank in ranks}) > 1:
+            along.append(name)
+        stride *= size
+    return "+".join(reversed(along))
 
 
 # -- the other axes ----------------------------------------------------------------------------

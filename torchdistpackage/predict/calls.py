@@ -5,7 +5,7 @@ rest; tests hold both to the record of real ranks. Bytes are those of what a ran
 as the record has them: to a gather its part, to a reduce-scatter or an all-reduce all of it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -80,9 +80,15 @@ class Microbatch:
 
 def merged(calls: Iterable[CallCount]) -> tuple[CallCount, ...]:
     """Equal calls as one entry with their number, in the order of the first of each."""
-    found: dict[CallCount, int] = {}
+    calls = [each for each in calls if each.number]
+    groups: dict[tuple[int, ...], int] = {}
+    # by identity, since hashing thousands of ranks takes longer than all else
+    ranks_of = {id(each.ranks): each.ranks for each in calls}
+    group_of = {key: groups.setdefault(ranks, len(groups)) for key, ranks in ranks_of.items()}
+    found: dict[Hashable, list[CallCount]] = {}
     for each in calls:
-        if each.number:
-            key = replace(each, number=1)
-            found[key] = found.get(key, 0) + each.number
-    return tuple(replace(key, number=number) for key, number in found.items())
+        what = each.axis, each.operation, each.num_elements, each.dtype, each.what
+        found.setdefault((*what, group_of[id(each.ranks)]), []).append(each)
+    return tuple(
+        replace(same[0], number=sum(each.number for each in same)) for same in found.values()
+    )

@@ -87,6 +87,7 @@ def _expected(schedule: Schedule, actions: Iterable[Action], *, messages: bool) 
     """Return the actions that the schedule must have."""
     K, placement = ActionKind, schedule.placement
     split = {(a.stage, a.microbatch) for a in actions if a.kind in (K.I, K.W)}
+    has_backward = schedule.has_backward  # walks all programs
     expected: set[Action] = set()
     for s in range(schedule.num_stages):
         cut = messages and s > 0 and placement[s] != placement[s - 1]
@@ -94,7 +95,7 @@ def _expected(schedule: Schedule, actions: Iterable[Action], *, messages: bool) 
             expected.add(Action(s, K.F, m))
             if cut:
                 expected |= {Action(s - 1, K.SEND_F, m), Action(s, K.RECV_F, m)}
-            if not schedule.has_backward:
+            if not has_backward:
                 continue
             kinds = (K.I, K.W) if (s, m) in split else (K.B,)
             expected |= {Action(s, kind, m) for kind in kinds}

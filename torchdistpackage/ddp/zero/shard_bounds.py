@@ -83,8 +83,13 @@ def even_bounds(num_elements: int, num_ranks: int, itemsize: int) -> tuple[int, 
     They suit optimizers that treat every element alike, for which a parameter may be cut anywhere.
     itemsize: bytes of an element in the narrowest dtype that slices have.
     """
-    length = _aligned(-(-num_elements // num_ranks), itemsize)
+    length = even_length(num_elements, num_ranks, itemsize)
     return tuple(rank * length for rank in range(num_ranks + 1))
+
+
+def even_length(num_elements: int, num_ranks: int, itemsize: int) -> int:
+    """Return the length of each slice of `even_bounds`."""
+    return _aligned(-(-num_elements // num_ranks), itemsize)
 
 
 def bounds_of(lengths: Sequence[int], itemsize: int) -> tuple[int, ...]:
