@@ -27,12 +27,12 @@ print("", time.process_time())
 @pytest.mark.parametrize(
     ("keys", "most_s"),
     [
-        (("data.global_batch=65536",), 4),
-        (DATA, 4),
-        ((*DATA, "parallel.zero=1"), 4),
-        (PIPE, 9),  # most of it searches cuts and checks the order
+        pytest.param(("data.global_batch=65536",), 4, id="mixed"),
+        pytest.param(DATA, 4, id="data", marks=pytest.mark.full),
+        pytest.param((*DATA, "parallel.zero=1"), 4, id="zero"),
+        # most of it searches cuts and checks the order
+        pytest.param(PIPE, 9, id="pipe", marks=pytest.mark.full),
     ],
-    ids=["mixed", "data", "zero", "pipe"],
 )
 def test_a_plan_of_65536_ranks_takes_seconds(keys: tuple[str, ...], most_s: float) -> None:
     """Three to four times what an idle core takes, since a loaded one is slower."""

@@ -131,11 +131,13 @@ def test_a_profile_without_the_links_of_a_plan_is_refused() -> None:
     others = report(*both_links("data", (0, 1), "broadcast")).profile().lines
     near = tuple(x for x in LINKS.lines if x.link == "node")
     config, path = load(TINY, []), Path("cluster.json")
-    with pytest.raises(ConfigError, match="has no times of all_gather, .* tdp comm bench"):
+    with pytest.raises(ConfigError, match=r"has no times of all_gather, .* tdp comm bench"):
         measured_device(profile_of().model_copy(update={"lines": others}), config, path, 4)
     one_node = profile_of().model_copy(update={"lines": near})
     assert measured_device(one_node, config, path, 4).node_size == 4
-    with pytest.raises(ConfigError, match="no times between nodes, but 8 ranks .* nodes of 4; mea"):
+    with pytest.raises(
+        ConfigError, match=r"no times between nodes, but 8 ranks .* nodes of 4; mea"
+    ):
         measured_device(one_node, config, path, 8)
     assert measured_device(one_node, config, path, 8, 8).network_bytes_per_s > 0
     alone = profile_of().model_copy(update={"lines": ()})
