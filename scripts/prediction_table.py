@@ -1,4 +1,4 @@
-"""Write the tables and the picture of docs/predicted_steps.md from torchdistpackage/predict.
+"""Write docs/predicted_steps.md, its picture and a line of README.md from predict/published.py.
 
 scripts/docs             write what follows the marker, with the tables of docs/config.md
 scripts/docs --check     exit code 1 if it is out of date
@@ -10,14 +10,16 @@ import sys
 from pathlib import Path
 
 from torchdistpackage.predict.devices import find_device
-from torchdistpackage.predict.error_table import PredictedRow, compare, table
+from torchdistpackage.predict.error_table import PredictedRow, compare, readme_sentence, table
 from torchdistpackage.predict.fitting import fit
 from torchdistpackage.report.svg import box, colour_of, document, text
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+ROOT = Path(__file__).resolve().parents[1]
+DOCS, README = ROOT / "docs", ROOT / "README.md"
 PAGE = DOCS / "predicted_steps.md"
 PICTURE = DOCS / "pictures" / "predicted_steps.svg"
 MARKER = "<!-- scripts/docs writes everything below this line -->\n"
+LINE_MARKER = "<!-- scripts/docs writes the next line from predict/error_table.py -->\n"
 _WIDTH, _HEIGHT, _LEFT, _TOP = 640, 300, 60, 26
 _LEAST, _MOST = 0.5, 1.3
 """Predicted over published, at the bottom and at the top."""
@@ -29,7 +31,14 @@ def main() -> int:
         sys.stdout.write(f"{constants}, root of the mean squared error {error**0.5:.1%}\n")
         return 0
     page = PAGE.read_text(encoding="utf-8")
-    fresh = {PAGE: f"{page.partition(MARKER)[0]}{MARKER}\n{table()}", PICTURE: picture()}
+    before, marker, after = README.read_text(encoding="utf-8").partition(LINE_MARKER)
+    assert marker, f"{README} has no line {LINE_MARKER}"
+    readme = before + marker + readme_sentence() + after.partition("\n")[2]
+    fresh = {
+        PAGE: f"{page.partition(MARKER)[0]}{MARKER}\n{table()}",
+        PICTURE: picture(),
+        README: readme,
+    }
     stale = [x for x, words in fresh.items() if not x.exists() or x.read_text("utf-8") != words]
     for path in stale:
         if "--check" in sys.argv[1:]:

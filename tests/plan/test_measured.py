@@ -42,9 +42,7 @@ def path(tmp_path: Path) -> Path:
 def seconds(profile: Profile, *overrides: str) -> dict[str, float]:
     plan = make_plan(load(TINY, list(overrides)), 4, TINY)
     device = measured_device(profile, plan.config, Path("cluster.json"), 4)
-    step = run_time(plan, device, None, measured_fabric(profile, device, None)).step
-    assert step.total == pytest.approx(sum(step.terms.values()))
-    return dict(step.terms)
+    return dict(run_time(plan, device, None, measured_fabric(profile, device, None)).step.terms)
 
 
 def test_the_table_says_whose_numbers_it_has(

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,28 @@ import pytest
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import load, loads
 from torchdistpackage.config.slurm import time_seconds
+from torchdistpackage.launch.slurm.job import job_shape
 from torchdistpackage.models.transformers_layout import TransformersShape, weights
-from torchdistpackage.plan.run_plan import make_plan, num_parameters
-from torchdistpackage.plan.step_time import device_of, layout_of, run_time, sizes_of
-from torchdistpackage.predict.devices import DEVICES
+from torchdistpackage.plan.run_plan import local_procs, make_plan, num_parameters
+from torchdistpackage.plan.step_time import device_of, layout_of, run_time, sizes_of, unpredicted
+from torchdistpackage.plan.traffic import microbatch
+from torchdistpackage.predict.collectives import Fabric
+from torchdistpackage.predict.devices import DEVICES, Fit
+from torchdistpackage.predict.layer import LayerCosts
+from torchdistpackage.predict.links import LinkModel
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SLURM = str(CONFIGS / "gpt_slurm.yaml")
 H100 = DEVICES["h100-sxm"]
+ONE_FLOPS = replace(
+    H100,
+    matmul_times={"float32": ((1.0, 1.0),)},
+    memory_bytes_per_s=math.inf,
+    fit=Fit(1.0, 1.0, 1.0),
+    is_host=True,
+)
+"""A device that takes a second for an operation of a matmul, and no time for anything else."""
+FREE = Fabric(LinkModel(), LinkModel(), 8)
 
 
 def planned(name: str, ranks: int, *more: str):
@@ -36,16 +51,27 @@ def test_sizes_have_the_operations_and_parameters_of_the_model(more):
     plan = planned("gpt_slurm.yaml", 16, *more)
     sizes = sizes_of(plan)
     assert plan.model is not None
-    assert sizes.model_flops(1024) == pytest.approx(plan.model.flops_per_token(), rel=0.01)
+    assert sizes.forward_flops(1024) == sum(plan.model.piece_costs())
+    # norms, biases and positions are left out
     assert sizes.parameters == pytest.approx(num_parameters(plan), rel=0.02)
 
 
-def test_experts_are_counted_by_those_that_a_token_meets():
-    plan = planned("moe_tiny.yaml", 4)
-    sizes = sizes_of(plan)
-    assert plan.model is not None and sizes.num_experts > sizes.top_k
-    flops = sizes.model_flops(plan.shape.seq_len)
-    assert flops == pytest.approx(plan.model.flops_per_token(), rel=0.02)
+def stated_and_priced(plan):
+    """The operations of a rank's forward if it had all stages: as layers state them, and as a step
+    is priced."""
+    sizes, layout = sizes_of(plan), replace(layout_of(plan), attention="unfused")
+    costs = LayerCosts(sizes, layout, ONE_FLOPS, FREE)
+    layers = plan.model.layer_numbers(range(len(plan.pieces)), microbatch(plan, 0))
+    priced = sizes.layers * costs.block().forward + costs.head().forward
+    return sum(each.flops for each in layers), priced
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_step_is_priced_by_the_operations_that_layers_state(path):
+    run = load(str(path), [])
+    ranks = job_shape(run).world_sizes[0] if run.launch.slurm else local_procs(run)
+    stated, priced = stated_and_priced(make_plan(run, ranks))
+    assert priced == pytest.approx(stated, rel=1e-9)
 
 
 def test_a_layout_has_the_blocks_and_rounds_of_the_plan():
@@ -77,8 +103,10 @@ LLAMA = {
 
 def of_transformers(folder, *more, **settings):
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(LLAMA | settings))
-    shapes = {x: w.layout.shape for x, w in weights(TransformersShape("llama", LLAMA, 32)).items()}
+    config = LLAMA | settings
+    (folder / "config.json").write_text(json.dumps(config))
+    shape = TransformersShape(config["model_type"], config, 32)
+    shapes = {x: w.layout.shape for x, w in weights(shape).items()}
     header, end = {}, 0
     for name, shape in shapes.items():
         start, end = end, end + 4 * math.prod(shape)
@@ -91,6 +119,43 @@ def of_transformers(folder, *more, **settings):
     return make_plan(loads("parallel: {data: 2}", overrides=list(more)), 2)
 
 
+QWEN3 = {"model_type": "qwen3", "head_dim": 16}
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("settings", [{}, QWEN3, {"model_type": "gemma2", "head_dim": 16}])
+def test_so_is_one_of_transformers(tmp_path, settings, tensor):
+    plan = of_transformers(
+        tmp_path, f"parallel={{data: {2 // tensor}, tensor: {tensor}}}", **settings
+    )
+    stated, priced = stated_and_priced(plan)
+    assert priced == pytest.approx(stated, rel=1e-9)
+
+
+def test_norms_of_a_block_are_those_of_its_parameters(tmp_path):
+    llama, qwen, gemma = (
+        sizes_of(of_transformers(tmp_path, **more))
+        for more in ({}, QWEN3, {"model_type": "gemma2", "head_dim": 16})
+    )
+    assert (llama.norms, llama.qk_norm, llama.norm, llama.gated) == (2, False, "rms", True)
+    assert (qwen.norms, qwen.qk_norm) == (2, True)
+    assert (gemma.norms, gemma.qk_norm, gemma.gated) == (4, False, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"sliding_window": 16}, "the last 16 of 32 tokens (sliding_window)"),
+        ({"sliding_window": 32}, None),
+        ({**QWEN3, "sliding_window": 16}, None),
+        ({**QWEN3, "sliding_window": 16, "use_sliding_window": True}, "the last 16 of 32 tokens"),
+    ],
+)
+def test_a_window_shorter_than_the_sequence_is_not_predicted(tmp_path, settings, why):
+    found = unpredicted(of_transformers(tmp_path, **settings))
+    assert (found is None) if why is None else (why in found)
+
+
 @pytest.mark.parametrize(
     ("target", "adapts_mlp"),
     [("q_proj, v_proj", False), ("all-linear", True), ("o_proj, up_proj", True)],
@@ -100,6 +165,24 @@ def test_frozen_weights_are_whole_and_adapters_where_the_target_is(tmp_path, tar
         of_transformers(tmp_path, "parallel.zero=3", f"model.lora={{r: 4, target: [{target}]}}")
     )
     assert (layout.lora, layout.lora_mlp, layout.shards_frozen) == (4, adapts_mlp, False)
+
+
+def test_the_utilization_counts_operations_as_the_log_does(tmp_path):
+    """Frozen weights have no gradient, so a token of a run with adapters has fewer operations."""
+    keys = "model.lora={r: 4, target: [q_proj]}"
+    whole, adapted = (of_transformers(tmp_path, *more) for more in ((), (keys,)))
+    found = run_time(adapted, H100)
+    assert found.model_flops == adapted.model.flops_per_token()
+    assert found.model_flops < 0.8 * run_time(whole, H100).model_flops
+
+
+def test_a_step_that_waits_for_the_host_says_what_checks_that(capsys):
+    tiny = str(CONFIGS / "gpt_tiny.yaml")
+    assert main(["plan", tiny, "--time", "--device", "h100-sxm"]) == 0
+    assert "mostly host time, which one row checks" in " ".join(capsys.readouterr().out.split())
+    large = ["model.dim=4096", "model.heads=32", "data.seq_len=4096"]
+    assert main(["plan", tiny, *large, "--time", "--device", "h100-sxm"]) == 0
+    assert "mostly host time" not in " ".join(capsys.readouterr().out.split())
 
 
 def test_terms_gpu_hours_and_the_end_of_the_job_are_printed(capsys):

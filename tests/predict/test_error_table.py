@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.predict.devices import DEVICES
-from torchdistpackage.predict.error_table import MISSED, compare, misses_bar, table
+from torchdistpackage.predict.error_table import (
+    MISSED,
+    compare,
+    misses_bar,
+    readme_sentence,
+    table,
+)
 from torchdistpackage.predict.fitting import fit
 from torchdistpackage.predict.published import ROWS, SOURCES, is_checked
 
@@ -15,6 +21,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "predicted_steps.md"
 def test_the_page_is_what_the_rows_and_the_model_say() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text.endswith(f"\n{table()}"), "run scripts/docs"
+    readme = PAGE.parents[1].joinpath("README.md").read_text(encoding="utf-8")
+    assert f"\n{readme_sentence()}\n!" in readme, "run scripts/docs"
 
 
 def test_the_picture_has_a_mark_for_each_row() -> None:

@@ -1,4 +1,5 @@
-"""The predicted step: terms add up, and a better device or fewer bytes never make it slower."""
+"""The predicted step: terms add up to a simulated end, and a better device or fewer bytes never
+make it slower."""
 
 import math
 from dataclasses import replace
@@ -105,12 +106,11 @@ LAYOUTS = st.builds(
 
 
 @given(LAYOUTS, st.sampled_from([LLAMA3_8B, QWEN3_30B]), st.sampled_from(sorted(DEVICES)))
-def test_any_layout_adds_up_and_gains_from_a_better_device(
+def test_any_layout_gains_from_a_better_device(
     layout: StepLayout, sizes: TransformerSizes, name: str
 ) -> None:
     device = DEVICES[name]
     before = step_time(sizes, layout, device)
-    assert before.total == pytest.approx(sum(before.terms.values()))
     assert all(0 <= seconds < math.inf for seconds in before.terms.values())
     better = (
         replace(device, clock=1.3 * device.clock),
@@ -219,8 +219,8 @@ def test_halves_of_a_symmetric_pipe_take_the_same() -> None:
     one = StepLayout(1, 4096, 1, 8)
     half = step_time(replace(bare, layers=16), one, H100).terms
     both = step_time(bare, replace(one, ranks=2, pipe=2), H100).terms
-    # the rank of a pipe that is compared may also hold an end, whose work without a vocabulary is
-    # the norm and the look-up
+    # 1 %: the rank of a pipe that is compared may also hold an end, whose work without a vocabulary
+    # is the norm and the look-up; 2 %: the bubble has both of them
     assert both["compute"] == pytest.approx(half["compute"], rel=0.01)
     assert both["bubble"] == pytest.approx(half["compute"] / 8, rel=0.02)
 
@@ -247,7 +247,7 @@ def test_a_group_between_nodes_uses_the_cards_of_its_devices() -> None:
     num_bytes = 1e9
     inside = fabric.gather_seconds(num_bytes, 8)
     assert inside < fabric.gather_seconds(num_bytes, 64) < fabric.gather_seconds(num_bytes, 8, 8)
-    # one device a node has one card, eight have eight
+    # one device a node has one card, eight have eight, and latency is the same
     ratio = fabric.gather_seconds(num_bytes, 64, 8) / fabric.gather_seconds(num_bytes, 64)
     assert 5 < ratio < 9
     # a small sum goes by a tree

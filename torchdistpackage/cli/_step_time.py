@@ -10,11 +10,14 @@ from torchdistpackage.plan.run_plan import Plan
 from torchdistpackage.plan.step_time import RunTime, device_of, run_time, unpredicted
 from torchdistpackage.predict.devices import DEVICES, Accelerator
 from torchdistpackage.predict.published import is_checked
+from torchdistpackage.predict.step import StepTime
 
 Prediction = tuple[Accelerator, RunTime | str]
 """A device with the times on it, or why they are not known."""
 _WIDTH = 21
 """Columns of the names of terms."""
+_LEAST_S = 1e-9
+"""A term below is the rounding of a difference."""
 
 
 def predicted(
@@ -76,7 +79,7 @@ def time_table(found: Prediction | None) -> str:
     lines = [
         f"  {term:<{_WIDTH}}{_seconds(seconds):>10} {seconds / total:7.1%}"
         for term, seconds in time.step.terms.items()
-        if seconds > 0
+        if seconds > _LEAST_S
     ]
     lines.append(f"  {'step':<{_WIDTH}}{_seconds(total):>10}")
     notes = [
@@ -84,7 +87,7 @@ def time_table(found: Prediction | None) -> str:
         ("run", _run(time)),
         *(("job", text) for text in _job(time)),
         *(("matmuls", text) for text in time.unmeasured),
-        ("checked", _checked(device)),
+        ("checked", _checked(device, time.step)),
     ]
     lines += [wrap(f"  {label:<9}{text}", indent=" " * 11) for label, text in notes]
     return "\n".join([head, *lines])
@@ -114,10 +117,13 @@ def _job(found: RunTime) -> list[str]:
     ]
 
 
-def _checked(device: Accelerator) -> str:
+def _checked(device: Accelerator, step: StepTime) -> str:
     if device.call_s is not None:
         return f"numbers of {device.source}; no published step says how near this is"
     page = "docs/predicted_steps.md has published steps and errors"
+    text = f"{page} of this device"
     if not is_checked(device.name):
-        return f"not checked: no published step of this device is known; {page} of others"
-    return f"{page} of this device"
+        text = f"not checked: no published step of this device is known; {page} of others"
+    if step.terms["host and framework"] > step.total / 2:
+        text += "; mostly host time, which one row checks"
+    return text

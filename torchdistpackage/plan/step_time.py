@@ -5,15 +5,17 @@ plan's own. What the model of predict does not cover is said, and not guessed.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import header, time_seconds
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.models.gpt_layout import HALVES, GPTShape
-from torchdistpackage.models.transformers_layout import TransformersShape, part_tables
-from torchdistpackage.plan.run_plan import Plan, num_parameters
+from torchdistpackage.models.transformers_layout import TransformersShape, part_tables, parts
+from torchdistpackage.models.transformers_numbers import piece_costs
+from torchdistpackage.plan.run_plan import Plan
 from torchdistpackage.predict.collectives import Fabric
 from torchdistpackage.predict.devices import Accelerator, find_device, named_device
 from torchdistpackage.predict.kernels import priced_as
@@ -22,12 +24,17 @@ from torchdistpackage.predict.workload import StepLayout, TransformerSizes
 
 _COMPUTES = {"highest": "float32", "high": "tfloat32", "medium": "bfloat16"}
 """The type in which a device multiplies float32 numbers, by `precision.matmul`."""
+_WINDOWS = {"mistral": 4096, "gemma2": 4096}
+"""Windows of families whose config.json may leave out sliding_window."""
+_OTHER_FLOPS = 0.05
+"""Share by which a model's matmuls may differ from those that are predicted for its sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunTime:
     """A predicted step and the run of it.
 
+    model_flops: operations of forward and backward for a token, as the log counts them.
     job_seconds: the job's time limit; None: it has none. unmeasured: sentences on the types of
     matmuls that the device's measurement lacks.
     """
@@ -97,8 +104,33 @@ def unpredicted(plan: Plan) -> str | None:
         if moe is not None and (moe.shared_hidden or shape.moe_every > 1 or shape.moe_first):
             return "not predicted for shared experts, or experts in some blocks alone"
         return None
-    if not isinstance(shape, TransformersShape) or shape.kind.shared_experts:
+    if not isinstance(shape, TransformersShape):
+        return f"not predicted for a {type(shape).__name__}"
+    return _unpredicted_transformer(shape)
+
+
+def _unpredicted_transformer(shape: TransformersShape) -> str | None:
+    """Return why the step of a model of transformers is not predicted, or None."""
+    weights = parts(shape, "tensor")[1].parameters.values()
+    has_experts = any(len(x.layout.shape) > 2 or x.share < 1 for x in weights)
+    if shape.kind.shared_experts or has_experts:
         return "not predicted for mixtures of experts of transformers"
+    given = shape.given
+    window = given.get("sliding_window", _WINDOWS.get(shape.family)) or 0
+    # a switch that Qwen's settings have, off by default
+    is_on = given.get("use_sliding_window", not shape.family.startswith("qwen"))
+    if is_on and 0 < window < shape.seq_len:
+        return (
+            f"not predicted for attention to the last {window} of {shape.seq_len} tokens "
+            f"(sliding_window)"
+        )
+    whole = replace(shape, lora=None) if shape.lora is not None else shape
+    ratio = sum(piece_costs(whole)) / _sizes_of_transformer(shape).forward_flops(shape.seq_len)
+    if abs(ratio - 1) > _OTHER_FLOPS:
+        return (
+            f"not predicted for {shape.class_name}, whose layers multiply {ratio:.2f} times what "
+            f"a decoder of its sizes does"
+        )
     return None
 
 
@@ -118,13 +150,14 @@ def run_time(
     if (why := unpredicted(plan)) is not None:
         raise ConfigError(f"the time of a step is {why}")
     config, sizes = plan.config, sizes_of(plan)
+    assert plan.model is not None
     layout = layout_of(plan, ranks_per_node or 0)
     limit = (header(config.launch.slurm) if config.launch.slurm else {}).get("time")
     return RunTime(
         device,
         step_time(sizes, layout, device, plan.schedule if layout.pipe > 1 else None, fabric),
         layout.step_tokens,
-        sizes.model_flops(layout.seq_len),
+        plan.model.flops_per_token(),
         plan.world_size,
         config.train.steps,
         None if limit is None else time_seconds(limit),
@@ -159,7 +192,18 @@ def sizes_of(plan: Plan) -> TransformerSizes:
             tied=shape.tied,
         )
     assert isinstance(shape, TransformersShape)
-    z = shape.sizes
+    return _sizes_of_transformer(shape)
+
+
+def _sizes_of_transformer(shape: TransformersShape) -> TransformerSizes:
+    """Return the sizes of a model of transformers; what `Sizes` lacks is read from the parameters
+    of its first block."""
+    z, block = shape.sizes, parts(shape, "tensor")[1]
+    shapes = {name: x.layout.shape for name, x in block.parameters.items() if not is_adapter(name)}
+    norms = [name for name, sizes in shapes.items() if len(sizes) == 1 and name.endswith(".weight")]
+    has_bias = any(f"{name.removesuffix('weight')}bias" in shapes for name in norms)
+    of_attention = tuple(f"{name}." for name in block.split.attention)
+    of_stream = [name for name in norms if not name.startswith(of_attention)]
     plain = TransformerSizes(
         z.layers,
         z.dim,
@@ -169,24 +213,16 @@ def sizes_of(plan: Plan) -> TransformerSizes:
         z.hidden,
         z.vocab,
         gated=False,
-        tied=z.tied,
-    )
-    # of two or three matmuls, whichever is nearer to the number of parameters
-    more = num_parameters(plan) - plain.parameters
-    is_gated = more > z.layers * z.dim * z.hidden / 2
-    return TransformerSizes(
-        z.layers,
-        z.dim,
-        z.heads,
-        z.kv_heads,
-        z.head_dim,
-        z.hidden,
-        z.vocab,
-        gated=is_gated,
-        norm="rms" if is_gated else "layer",
+        norm="layer" if has_bias else "rms",
+        norms=len(of_stream),
+        qk_norm=len(norms) > len(of_stream),
         rotary=z.positions is None,
         tied=z.tied,
     )
+    matrices = sum(prod(sizes) for sizes in shapes.values() if len(sizes) == 2)
+    of_mlp = matrices - plain.attention_parameters
+    # a gated MLP has three matmuls, another one two
+    return replace(plain, gated=of_mlp > 2.5 * z.dim * z.hidden)
 
 
 def layout_of(plan: Plan, ranks_per_node: int = 0) -> StepLayout:

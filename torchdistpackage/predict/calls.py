@@ -16,8 +16,9 @@ ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2}
 class CallCount:
     """`number` calls of `operation`, each of `num_elements` of `dtype` (torch's name).
 
-    axis: along which the ranks of the group lie. operation: "send", or its name in
-    comm/primitives.py. what: is sent. ranks: of the group, where a plan has put the calls in place.
+    axis: the mesh axis along which the ranks of the group lie. operation: "send", or its name in
+    comm/primitives.py. what: the tensors that are sent. ranks: the group, where a plan has put the
+    calls in place.
     """
 
     axis: str
@@ -30,12 +31,12 @@ class CallCount:
 
     @property
     def call_bytes(self) -> float:
-        """Of one call."""
+        """Bytes of one call."""
         return self.num_elements * ITEM_BYTES[self.dtype]
 
     @property
     def num_bytes(self) -> float:
-        """Of all of them."""
+        """Bytes of all calls."""
         return self.number * self.call_bytes
 
     def times(self, number: int) -> Self:

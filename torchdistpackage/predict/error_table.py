@@ -72,6 +72,20 @@ def table() -> str:
     return "\n\n".join((_summary(found), _rows(found), _devices(), _sources(found))) + "\n"
 
 
+def readme_sentence() -> str:
+    """Return the sentence of README.md on the errors."""
+    check = [each for each in compare() if each.row.use == "check"]
+    fitted = [each for each in check if each.device.is_fitted]
+    others = [each for each in check if not each.device.is_fitted]
+    mean, worst = mean_and_worst(fitted)
+    missed = sum(misses_bar(each) for each in others)
+    return (
+        f"{len(fitted)} steps on the two fitted devices err by {mean:.1%} in the mean and "
+        f"{worst:.1%} at worst; {missed} of {len(others)} steps on other devices err by more than "
+        f"{UNFITTED_BAR:.0%}.\n"
+    )
+
+
 def _summary(found: tuple[PredictedRow, ...]) -> str:
     lines = ["## Errors", "", "| rows | number | mean | worst | bar |", "|---|---|---|---|---|"]
     check = [each for each in found if each.row.use == "check"]

@@ -25,8 +25,8 @@ ROUTER_CALLS = 40.0, 80.0
 """About what the host starts, forward and backward, for the router's choice, its counts and the
 order of rows (Megatron-LM, megatron/core/transformer/moe)."""
 EXPERT_BIAS_CALLS = 2.0, 12.0
-"""The same for the bias of one expert: a product and a sum forward; backward two products, two
-sums, casts, and the gradients of two biases with their hooks (`_apply_bias` there)."""
+"""The same for the bias of one expert: a multiplication and an addition forward; backward two of
+each, casts, and the gradients of two biases with their hooks (`_apply_bias` there)."""
 ATTENTION_MATMULS = ("q", "k", "v", "q k v", "attention output")
 
 
@@ -132,7 +132,7 @@ class LayerCosts:
             *self._attention(rows, q),
             self._linear("attention output", rows, z.dim, q, repeats=True),
             self._residual("attention residual", stream),
-            self._norm("mlp norm", stream),
+            *(self._norm("mlp norm", stream) for _ in range(z.norms - 1)),
             *(self._experts(apart) if z.num_experts else self._mlp(rows)),
             self._residual("mlp residual", stream),
         ]

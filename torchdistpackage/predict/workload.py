@@ -31,7 +31,8 @@ AttentionKernel = Literal["unfused", "flash2", "flash3"]
 class TransformerSizes:
     """A decoder's sizes. hidden: width of an MLP, or of each expert. gated: the MLP has three
     matmuls. num_experts: 0 for a dense model; each token goes to top_k of them. window: tokens that
-    `window_share` of the blocks attend to; 0: all. qk_norm: queries and keys are normalized."""
+    `window_share` of the blocks attend to; 0: all. norms: of a block on its residual stream.
+    qk_norm: queries and keys are normalized."""
 
     layers: int
     dim: int
@@ -42,6 +43,7 @@ class TransformerSizes:
     vocab: int
     gated: bool = True
     norm: Literal["rms", "layer"] = "rms"
+    norms: int = 2
     rotary: bool = True
     num_experts: int = 0
     top_k: int = 1
@@ -78,13 +80,13 @@ class TransformerSizes:
             return full
         return (1 - self.window_share) * full + self.window_share * self.window
 
-    def model_flops(self, seq_len: int) -> float:
-        """Floating-point operations of forward and backward for a token, attention in full, as in
-        PaLM (arXiv:2204.02311, appendix B)."""
+    def forward_flops(self, seq_len: int) -> float:
+        """Return the floating-point operations of the matmuls of a forward, per token of a full
+        sequence; scores and values of all tokens, causal or not."""
         block = self.attention_parameters + self.top_k * self.mlp_parameters
         block += self.num_experts * self.dim
-        attention = 12 * self.heads * self.head_dim * seq_len
-        return self.layers * (6.0 * block + attention) + 6 * self.vocab_parameters
+        scores = 2 * self.heads * self.head_dim * seq_len
+        return 2.0 * (self.layers * (block + scores) + self.vocab_parameters)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,10 @@
 
 These functions stand beside layouts.py: shapes of matmuls follow from the layouts there, so a
 layer's cut is stated once. Calls are listed forward and backward, which are pairs of autograd
-(comm/collectives.py): what is gathered forward is reduce-scattered backward, and so on. Plans,
-predictions and MFU read these numbers, and `tests/models/test_layer_numbers.py` runs each layer
-and holds its record to them, so a call that nobody counted fails there by the layer's name.
+(comm/collectives.py): what is gathered forward is reduce-scattered backward, and so on. Plans
+and MFU read these numbers, and `tests/models/test_layer_numbers.py` runs each layer and holds its
+record to them, so a call that nobody counted fails there by the layer's name. Predicted step times
+price matmuls of their own (predict/layer.py); a test holds both to the same FLOPs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,7 @@ class LayerNumbers:
 
     layer: its path in the model. calls: forward and backward, with what recomputation repeats.
     matmuls: of the forward. kept: bytes of each activation that autograd keeps for the backward,
-    with kernels of the CPU; None: not stated.
+    with kernels of the CPU; None: not stated. The plan does not read it yet.
     """
 
     layer: str
@@ -192,10 +193,10 @@ def _narrow_weights(of: Microbatch, matmuls: tuple[Matmul, ...]) -> dict[str, in
 
 @dataclass(frozen=True, slots=True)
 class CallPlace:
-    """Where in a forward: calls of the forward come again with a recomputed block.
+    """The place of a layer in a forward. Calls of the forward come again with a recomputed block.
 
-    forward: how often the forward is computed in a step, 2 of what is computed again. Of a tensor
-    without gradient (`has_grad`) nothing is sent backward.
+    forward: how often the forward is computed in a step; 2 for a recomputed block. Nothing is sent
+    backward for a tensor without gradient (`has_grad`).
     """
 
     of: Microbatch
@@ -208,9 +209,10 @@ class CallPlace:
         return self.of.rows // (self.of.tensor if self.sequence_parallel else 1)
 
     def column(self, width: int, dtype: str, has_grad: bool = True) -> Iterator[CallCount]:
-        """Around the input, `width` wide, of a layer cut by outputs, or of several that share it.
+        """Yield the calls around the input, `width` wide, of a layer cut by outputs, or of several
+        layers that share it.
 
-        dtype: in which it is brought together.
+        dtype: the type in which the input is gathered.
         """
         backward = int(has_grad and self.of.trains)
         if self.sequence_parallel:
@@ -222,8 +224,8 @@ class CallPlace:
     def row(
         self, width: int, dtype: str, again: bool = True, has_grad: bool = True
     ) -> Iterator[CallCount]:
-        """Around the result, `width` wide, of a layer cut by inputs. again: it is needed where its
-        block is computed again."""
+        """Yield the calls around the result, `width` wide, of a layer cut by inputs. again: a
+        recomputed block needs the result again."""
         number = self.forward if again else 1
         if self.sequence_parallel:
             yield self._scatter(width, dtype, number)
@@ -232,14 +234,15 @@ class CallPlace:
             yield self._sum(width, dtype, number)
 
     def joined(self, width: int, dtype: str) -> Iterator[CallCount]:
-        """Of outputs of which this rank has `width`, and all need all."""
+        """Yield the call that gathers outputs, of which this rank has `width` columns."""
         yield self._call("all_gather", self.of.rows * width, dtype, "outputs", self.forward)
 
     def experts(
         self, width: int, top_k: int, dtypes: tuple[str, str, str], again: bool = False
     ) -> Iterator[CallCount]:
-        """Of experts that tensor ranks share inside, which get all tokens of the ranks' parts of
-        the sequence. dtypes: of tokens, of their results, and of the weights of a token's experts.
+        """Yield the calls around experts that tensor ranks split inside. They get the tokens of
+        all slices of the sequence. dtypes: of tokens, of their results, and of the weights of a
+        token's experts.
         """
         (tokens, results, weights), backward = dtypes, int(self.of.trains)
         if self.sequence_parallel:
@@ -253,15 +256,16 @@ class CallPlace:
         yield self._call("all_reduce", self.of.rows * top_k, weights, what, backward)
 
     def joined_sequence(self, width: int, dtype: str) -> CallCount:
-        """Where parts of a sequence become a whole one."""
+        """Return the call that gathers a sequence from its slices."""
         return self._gather(width, dtype)
 
     def shared_sequence(self, width: int, dtype: str, has_grad: bool = True) -> CallCount:
-        """Where a whole sequence becomes parts, whose gradients are joined."""
+        """Return the call that gathers gradients where a sequence was cut into slices."""
         return self._gather(width, dtype, int(has_grad and self.of.trains))
 
     def loss(self) -> Iterator[CallCount]:
-        """Of logits cut by columns: the largest of each token, then two sums of it."""
+        """Yield the calls of a loss of logits cut by columns: each token's largest logit, then two
+        sums over its logits."""
         of, what = self.of, "of the softmax of the loss"
         tokens, number = (of.tokens, of.samples) if of.by_row else (of.rows, 1)
         yield self._call("all_reduce", tokens, of.losses, what, number)
@@ -284,10 +288,11 @@ class CallPlace:
 def dispatch(
     of: Microbatch, num_experts: int, top_k: int, width: int, dtypes: tuple[str, str], forward: int
 ) -> Iterator[CallCount]:
-    """Of a block's experts that ranks share: numbers of tokens, the tokens and their results.
+    """Yield the calls of a block whose experts ranks share: counts of tokens, the tokens and their
+    results.
 
-    Half of the rows are those that came here, which the router decides: on a mean rank as many as
-    go. dtypes: of tokens and of results. forward: as of `CallPlace`.
+    The router decides how many rows come to a rank; a mean rank gets as many as it sends. dtypes:
+    of tokens and of results. forward: see `CallPlace`.
     """
     rows, (tokens, results) = of.rows * top_k * width, dtypes
     both = forward + int(of.trains)
