@@ -30,9 +30,9 @@ def shape_of(model: Any, num_ranks: int, sequence_parallel: bool = False) -> Tra
     Raises:
         LayoutError: so many ranks cannot share it by a table, and why.
     """
-    given = model.config.to_diff_dict()  # what its config.json holds
-    family = str(given.get("model_type"))
-    shape = TransformersShape(family, given, 1, sequence_parallel, None, num_ranks)
+    config_dict = model.config.to_diff_dict()  # what its config.json holds
+    family = str(config_dict.get("model_type"))
+    shape = TransformersShape(family, config_dict, 1, sequence_parallel, None, num_ranks)
     try:
         kind = shape.kind
     except (ConfigError, NotAvailableError) as error:
@@ -63,12 +63,12 @@ def find_split(shape: TransformersShape, model: Any, axis: str = "tensor") -> Mo
     Raises:
         LayoutError: its blocks have other parameters than the table lists.
     """
-    known, base = layouts(shape, axis=axis), _base_path(shape, model)
-    mine, seen = Layouts(), set[str]()
+    table_layouts, base = layouts(shape, axis=axis), _base_path(shape, model)
+    model_layouts, seen = Layouts(), set[str]()
     for name, parameter in model.named_parameters():
         full = global_name(shape, f"{base}.{name}" if base else name)
         seen.add(full)
-        layout = known.get(full) or Layout(name, tuple(parameter.shape))
+        layout = table_layouts.get(full) or Layout(name, tuple(parameter.shape))
         if layout.shape != tuple(parameter.shape):
             raise LayoutError(
                 f"{name} of this {type(model).__name__} has the shape {tuple(parameter.shape)}, "
@@ -79,10 +79,10 @@ def find_split(shape: TransformersShape, model: Any, axis: str = "tensor") -> Mo
                 f"{name} is of type {parameter.dtype}, as quantised weights are, whose packed "
                 f"numbers cannot be cut; split the model first and quantise the shards"
             )
-        mine[name] = layout.named(name) if base else layout
+        model_layouts[name] = layout.named(name) if base else layout
     kind = shape.kind
     # beside the blocks a base model, or one with another head, has other parameters
-    needed = {name for name in known if block_of(kind.blocks, name) or not kind.blocks}
+    needed = {name for name in table_layouts if block_of(kind.blocks, name) or not kind.blocks}
     if missing := sorted(needed - seen):
         raise LayoutError(
             f"this {type(model).__name__} has no {', '.join(missing[:3])}, which its settings ask "
@@ -96,7 +96,9 @@ def find_split(shape: TransformersShape, model: Any, axis: str = "tensor") -> Mo
     blocks = kind.blocks
     path = blocks.removeprefix(f"{base}.") if base else blocks
     table = split_table(shape, axis).inside(base).with_outputs_joined(_heads(model))
-    return ModelSplit(table, mine, axis, path if shape.sequence_parallel else "", is_known=True)
+    return ModelSplit(
+        table, model_layouts, axis, path if shape.sequence_parallel else "", is_known=True
+    )
 
 
 def _base_path(shape: TransformersShape, model: Any) -> str:

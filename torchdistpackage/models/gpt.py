@@ -92,12 +92,12 @@ class GPT(Grouped):
                 f"gpt: {pieces} is no run of the {len(names)} pieces of {shape.layers} layers; "
                 f"use a range within 0 and {len(names)}"
             )
-        held = [names[index] for index in pieces]
+        held_names = [names[index] for index in pieces]
         self.shape, self.stage_of = shape, stage_of
         common = {"group": self.group, "axis": axis, "dtype": dtype, "device": device}
-        self.embed = Embed(shape, dropout, **common) if EMBED in held else None
+        self.embed = Embed(shape, dropout, **common) if EMBED in held_names else None
         halves: dict[str, list[str]] = {}
-        for name in held:
+        for name in held_names:
             if name not in (EMBED, HEAD):
                 _, index, half = name.split(".")
                 halves.setdefault(index, []).append(half)
@@ -107,15 +107,15 @@ class GPT(Grouped):
                     shape,
                     int(index),
                     dropout,
-                    held,
+                    held_names,
                     tp_comm_overlap,
                     sequence=self.sequence,
                     **common,
                 )
-                for index, held in halves.items()
+                for index, held_names in halves.items()
             }
         )
-        self.head = Head(shape, **common) if HEAD in held else None
+        self.head = Head(shape, **common) if HEAD in held_names else None
         if shape.tied and self.embed is not None and self.head is not None:
             self.head.weight = self.embed.weight
         self.mark()
@@ -124,9 +124,9 @@ class GPT(Grouped):
         """Return the layout of each parameter by its local name. A tied head's own copy,
         `head.weight`, has the global name `embed.weight`.
         """
-        whole = gpt_layout.layouts(self.shape, self.stage_of, self.axis)
+        by_name = gpt_layout.layouts(self.shape, self.stage_of, self.axis)
         return {
-            name: whole[TIED if self.shape.tied and name == "head.weight" else name]
+            name: by_name[TIED if self.shape.tied and name == "head.weight" else name]
             for name, _ in self.named_parameters()
         }
 

@@ -28,8 +28,8 @@ class GPTCache(WholeSequence):
 
     def __init__(self, model: Any):
         self._model, self.length = model, 0
-        held = (m for m in model.modules() if isinstance(m, ParallelAttention))
-        self._attentions = [(attention, _CachedHeads()) for attention in held]
+        attentions = (m for m in model.modules() if isinstance(m, ParallelAttention))
+        self._attentions = [(attention, _CachedHeads()) for attention in attentions]
         self._padding: Tensor | None = None
 
     @contextmanager
@@ -37,7 +37,7 @@ class GPTCache(WholeSequence):
         """Let a forward inside compute `num` more tokens of each row; the last stage makes logits
         of the last of them only. padding: (B,) columns before a row's first token; None: none.
         """
-        before, self._padding = self._model.sequence, padding
+        previous, self._padding = self._model.sequence, padding
         self._model.sequence = self
         of_attentions = [(attention, attention.sequence) for attention, _ in self._attentions]
         for attention, cached in self._attentions:
@@ -46,7 +46,7 @@ class GPTCache(WholeSequence):
             yield
             self.length += num
         finally:
-            self._model.sequence = before
+            self._model.sequence = previous
             for attention, sequence in of_attentions:
                 attention.sequence = sequence
 
@@ -58,9 +58,9 @@ class GPTCache(WholeSequence):
             mask = (columns[:, None] >= keys)[None, None]
             if padding is not None:
                 # a column of padding sees itself: a softmax of nothing would not be a number
-                seen = keys >= padding[:, None]
-                own = columns[:, None] == keys
-                mask = mask & (seen[:, None, None] | own)
+                is_visible = keys >= padding[:, None]
+                is_self = columns[:, None] == keys
+                mask = mask & (is_visible[:, None, None] | is_self)
         positions = columns if padding is None else (columns - padding[:, None]).clamp(min=0)
         return Tokens(end, positions, mask, last_only=True)
 

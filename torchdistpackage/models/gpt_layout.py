@@ -209,8 +209,8 @@ def layouts(
     result: dict[str, Layout] = {}
     for index, piece in enumerate(names):
         stages = () if stage_of is None else (stage_of[index],)
-        held = prefixed(module_of(piece), piece_layouts(shape, piece, axis))
-        for name, layout in held.items():
+        of_piece = prefixed(module_of(piece), piece_layouts(shape, piece, axis))
+        for name, layout in of_piece.items():
             result[name] = replace(layout, stages=stages)
     if shape.tied:
         head = result.pop("head.weight")

@@ -23,25 +23,27 @@ from torchdistpackage.parallel.tensor.numbers import (
 from torchdistpackage.predict.calls import ITEM_BYTES, Microbatch
 
 
-def layer_numbers(shape: GPTShape, held: Sequence[int], of: Microbatch) -> Iterator[LayerNumbers]:
+def layer_numbers(
+    shape: GPTShape, held_pieces: Sequence[int], of: Microbatch
+) -> Iterator[LayerNumbers]:
     """Yield the numbers of each piece of a stage, each half of a block with its norm."""
     names = pieces(shape)
     has_tables = shape.position != "rotary"
-    for at, index in enumerate(held):
+    for at, index in enumerate(held_pieces):
         name = names[index]
         if name in (EMBED, HEAD):
             yield replace(_end(shape, name, of), layer=name)
             continue
         # its block ends here, so that nothing is computed again to have its last sum
-        follows = names[held[at + 1]] if at + 1 < len(held) else ""
+        follows = names[held_pieces[at + 1]] if at + 1 < len(held_pieces) else ""
         is_last = name.rpartition(".")[0] != follows.rpartition(".")[0]
         half = _half(shape, name, of, again=of.drops or not is_last)
         if not has_tables and name.endswith(ATTENTION):
             half |= numbers.rotary(of, shape.seq_len, shape.head_dim)
             has_tables = True
-        before = names[held[at - 1]] if at else ""
+        previous = names[held_pieces[at - 1]] if at else ""
         if of.recomputed and half.kept is not None:
-            is_first = name.rpartition(".")[0] != before.rpartition(".")[0]
+            is_first = name.rpartition(".")[0] != previous.rpartition(".")[0]
             half = replace(half, kept=_block_input(shape, of) if is_first else {})
         yield replace(half, layer=name)
 

@@ -58,8 +58,8 @@ class GPTSpec:
     def refusals(self, use: ModelUse) -> list[tuple[str, str]]:
         return []  # config/rules_model.py knows all of them
 
-    def layer_numbers(self, held: Sequence[int], of: Microbatch) -> tuple[LayerNumbers, ...]:
-        return tuple(gpt_numbers.layer_numbers(self.shape, held, of))
+    def layer_numbers(self, held_pieces: Sequence[int], of: Microbatch) -> tuple[LayerNumbers, ...]:
+        return tuple(gpt_numbers.layer_numbers(self.shape, held_pieces, of))
 
     def uncounted(self, of: Microbatch) -> str | None:
         return None

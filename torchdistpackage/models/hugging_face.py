@@ -43,10 +43,10 @@ def from_pretrained(
     keys = model_keys(read_config(folder), folder)
     seq_len = keys["max_seq_len"] if seq_len is None else seq_len
     shape = shape_of_section(keys, seq_len, sequence_parallel)
-    found = open_folder(folder, shape)  # refuses before a model takes memory
-    made = {"pieces": pieces, "stage_of": stage_of, "dropout": dropout, "device": device}
-    net = GPT(shape, group=group, axis=axis, dtype=dtype, **made)
-    _fill(net, found)
+    weights = open_folder(folder, shape)  # refuses before a model takes memory
+    options = {"pieces": pieces, "stage_of": stage_of, "dropout": dropout, "device": device}
+    net = GPT(shape, group=group, axis=axis, dtype=dtype, **options)
+    _fill(net, weights)
     return net
 
 
@@ -63,7 +63,7 @@ def load_weights(net: GPT, folder: str | Path) -> None:
     _fill(net, open_folder(folder, net.shape))
 
 
-def _fill(net: GPT, found: WeightFolder) -> None:
+def _fill(net: GPT, weights: WeightFolder) -> None:
     layouts, shards = net.layouts(), Mesh(((net.axis, net.group.size()),))
     parameters = [(layouts[name], parameter) for name, parameter in net.named_parameters()]
-    read_weights(found, sources(net.shape), parameters, shards, net.group.rank())
+    read_weights(weights, sources(net.shape), parameters, shards, net.group.rank())

@@ -24,8 +24,8 @@ def config_json(shape: GPTShape, dtype: str, like: str | Path | None = None) -> 
     if like is not None:
         kept = read_config(like)
         kept.pop("torch_dtype", None)
-    known = _gpt2(shape) if family == "gpt2" else _llama(shape)
-    return {**kept, **known, "model_type": family, "dtype": dtype}
+    of_shape = _gpt2(shape) if family == "gpt2" else _llama(shape)
+    return {**kept, **of_shape, "model_type": family, "dtype": dtype}
 
 
 def _gpt2(shape: GPTShape) -> dict[str, Any]:

@@ -57,8 +57,10 @@ def save_weights(
         config()
 
     def write() -> None:
-        how = {"shard_bytes": shard_bytes, "like": like}
-        write_folder(folder, config(), made_of, lambda _: ranks.whole(next(names)), dtype, **how)
+        options = {"shard_bytes": shard_bytes, "like": like}
+        write_folder(
+            folder, config(), made_of, lambda _: ranks.whole(next(names)), dtype, **options
+        )
 
     ranks.raise_all(ranks.try_on_first(check))
     error = ranks.try_on_first(write)
@@ -88,8 +90,8 @@ class _RanksOfModel:
             self.mesh = Mesh(((nets[0].axis, self.group.size()),))
         expect_all("save_weights()", self.group)
         self.ranks, self.rank = primitives.ranks_of(self.group), self.group.rank()
-        mine = [(net.shape, net.stage_of, net.axis, _dtype_of(net)) for net in nets]
-        all_mine = primitives.gather_objects(mine, self.group)
+        local_sizes = [(net.shape, net.stage_of, net.axis, _dtype_of(net)) for net in nets]
+        all_mine = primitives.gather_objects(local_sizes, self.group)
         first = next(x for found in all_mine for x in cast(list[Any], found))
         self.shape, stage_of, axis, self.dtype = first
         self.layouts = gpt_layout.layouts(self.shape, stage_of, axis)
@@ -110,12 +112,12 @@ class _RanksOfModel:
 
     def raise_all(self, error: TorchDistError | None) -> None:
         """Raise the first rank's error on every rank."""
-        word = None if error is None else (type(error).__name__, str(error))
-        said = primitives.broadcast_object(word, self.group)
+        message = None if error is None else (type(error).__name__, str(error))
+        first_message = primitives.broadcast_object(message, self.group)
         if error is not None:
             raise error
-        if said is not None:
-            kind, text = cast(tuple[str, str], said)
+        if first_message is not None:
+            kind, text = cast(tuple[str, str], first_message)
             raise getattr(errors, kind, CheckpointError)(text)
 
     def whole(self, name: str) -> Tensor:
@@ -127,15 +129,15 @@ class _RanksOfModel:
         for rank in range(self.mesh.size):
             if not owns(layout, self.mesh, rank):
                 continue
-            mine = self.held.get(name) if rank == self.rank else None
-            if self.is_first and mine is None:
+            local_tensor = self.held.get(name) if rank == self.rank else None
+            if self.is_first and local_tensor is None:
                 room = torch.empty(local_shape(layout, self.mesh, rank), dtype=self.dtype)
-                mine = receive(self._reachable(room), self.group, self.ranks[rank])
-            if self.is_first and mine is not None:
+                local_tensor = receive(self._reachable(room), self.group, self.ranks[rank])
+            if self.is_first and local_tensor is not None:
                 for where, local in blocks(layout, self.mesh, rank):
-                    full[where] = mine[local].to("cpu")
-            elif mine is not None:
-                send(self._reachable(mine).contiguous(), self.group, self.ranks[0])
+                    full[where] = local_tensor[local].to("cpu")
+            elif local_tensor is not None:
+                send(self._reachable(local_tensor).contiguous(), self.group, self.ranks[0])
         return full
 
     def _reachable(self, x: Tensor) -> Tensor:
@@ -145,16 +147,16 @@ class _RanksOfModel:
     def _check(self) -> None:
         problem = None
         for name, parameter in self.held.items():
-            wanted = local_shape(self.layouts[name], self.mesh, self.rank)
-            if tuple(parameter.shape) != wanted:
+            expected = local_shape(self.layouts[name], self.mesh, self.rank)
+            if tuple(parameter.shape) != expected:
                 problem = (
                     f"{name} has shape {tuple(parameter.shape)} on rank {self.rank}, where the "
-                    f"model has {wanted}; under ZeRO 3 save a checkpoint and use tdp export"
+                    f"model has {expected}; under ZeRO 3 save a checkpoint and use tdp export"
                 )
                 break
-        for found in primitives.gather_objects(problem, self.group):
-            if found is not None:
-                raise LayoutError(str(found))
+        for reported in primitives.gather_objects(problem, self.group):
+            if reported is not None:
+                raise LayoutError(str(reported))
 
 
 def _dtype_of(net: GPT) -> torch.dtype:

@@ -46,7 +46,7 @@ COMPANIONS = (
 
 @torch.no_grad()
 def read_weights(
-    found: WeightFolder,
+    folder: WeightFolder,
     made_of: Mapping[str, Sequence[Source]],
     parameters: Iterable[tuple[Layout, Tensor]],
     mesh: Mesh,
@@ -54,19 +54,19 @@ def read_weights(
 ) -> None:
     """Overwrite parameters with those of a folder, converted to their types.
 
-    found: the files. made_of: for each parameter, by the global name in its layout, the tensors
-        that make it up, one below the other. parameters: each the shard of its layout at `index`
-        of `mesh`; of those on "meta" nothing is read.
+    folder: the opened files. made_of: maps a parameter's global name, as in its layout, to the
+        tensors that make it up, one below the other. parameters: each is the shard of its layout
+        at `index` of `mesh`; those on "meta" are left alone.
     """
     by_file = defaultdict[str, list[tuple[str, Source, int, Layout, Tensor]]](list)
     for layout, parameter in parameters:
         if not parameter.is_meta:
             for source, start in with_starts(made_of[layout.name]):
-                file, key = found.places[source.key]
+                file, key = folder.places[source.key]
                 by_file[file].append((key, source, start, layout, parameter))
-    for file, wanted in by_file.items():
-        with safe_open(found.folder / file, framework="pt") as opened:
-            for key, source, start, layout, parameter in wanted:
+    for file, sources_of_file in by_file.items():
+        with safe_open(folder.folder / file, framework="pt") as opened:
+            for key, source, start, layout, parameter in sources_of_file:
                 stored = opened.get_slice(key)
                 for target, piece in _pieces(parameter, layout, mesh, index, source, start):
                     part = stored[piece]
@@ -106,7 +106,7 @@ def write_folder(
     folder: str | Path,
     config: Mapping[str, Any],
     made_of: Mapping[str, tuple[Source, ...]],
-    whole: Callable[[str], Tensor],
+    gather_full: Callable[[str], Tensor],
     dtype: torch.dtype,
     *,
     shard_bytes: int = SHARD_BYTES,
@@ -117,7 +117,8 @@ def write_folder(
 
     config: the config.json. files: what it and the weights are called.
     made_of: for each parameter, by global name, the tensors of the files that it makes up.
-    whole: the parameter of a global name, asked for once each in the order of `made_of`.
+    gather_full: returns the full parameter of a global name; it is called once for each, in the
+        order of `made_of`.
     dtype: type of the weights in the files.
     shard_bytes: the largest file, as transformers' max_shard_size; one tensor may be larger.
     like: a folder of a transformers model, or its config.json, whose tokenizer is kept.
@@ -126,7 +127,7 @@ def write_folder(
         CheckpointError: the folder is not empty, or cannot be written; nothing of it is left.
     """
     with new_folder(folder) as written:
-        _write_weights(written, made_of, whole, dtype, shard_bytes, files)
+        _write_weights(written, made_of, gather_full, dtype, shard_bytes, files)
         text = json.dumps(tagged(config), indent=2, sort_keys=True)
         (written / files.config).write_text(text + "\n")
         copy_companions(like, written)
@@ -173,7 +174,7 @@ def copy_companions(like: str | Path | None, folder: Path) -> None:
 def _write_weights(
     folder: Path,
     made_of: Mapping[str, tuple[Source, ...]],
-    whole: Callable[[str], Tensor],
+    gather_full: Callable[[str], Tensor],
     dtype: torch.dtype,
     shard_bytes: int,
     named: FolderFiles,
@@ -185,7 +186,7 @@ def _write_weights(
     files = [named.weights]
     if len(chunks) > 1:
         files = [f"model-{i:05}-of-{len(chunks):05}.safetensors" for i in range(1, len(chunks) + 1)]
-    tensors = _stored(made_of, whole, dtype, named)
+    tensors = _stored(made_of, gather_full, dtype, named)
     for file, chunk in zip(files, chunks, strict=True):
         save_file(dict(islice(tensors, len(chunk))), folder / file, metadata={"format": "pt"})
     if len(chunks) > 1:
@@ -198,38 +199,38 @@ def _write_weights(
 
 def _chunks(parts: Iterable[Source], itemsize: int, shard_bytes: int) -> Iterator[list[Source]]:
     """Yield the sources of each file in order, as many per file as fit."""
-    held: list[Source] = []
+    chunk: list[Source] = []
     num_bytes = 0
     for source in parts:
         more = math.prod(source.shape) * itemsize
-        if held and num_bytes + more > shard_bytes:
-            yield held
-            held, num_bytes = [], 0
-        held.append(source)
+        if chunk and num_bytes + more > shard_bytes:
+            yield chunk
+            chunk, num_bytes = [], 0
+        chunk.append(source)
         num_bytes += more
-    yield held
+    yield chunk
 
 
 def _stored(
     made_of: Mapping[str, tuple[Source, ...]],
-    whole: Callable[[str], Tensor],
+    gather_full: Callable[[str], Tensor],
     dtype: torch.dtype,
     named: FolderFiles,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the tensor of each source, as it is stored."""
     for name, of in made_of.items():
-        full = whole(name).detach()
+        full = gather_full(name).detach()
         parts = _rows(full, of) if named.stored is None else named.stored(name, full)
         for source in of:
             # a copy, since tensors of one file must not share memory
             part = parts[source.key]
-            kept = part.to("cpu", dtype if part.is_floating_point() else part.dtype)
-            yield source.key, kept.clone(memory_format=torch.contiguous_format)
+            on_cpu = part.to("cpu", dtype if part.is_floating_point() else part.dtype)
+            yield source.key, on_cpu.clone(memory_format=torch.contiguous_format)
 
 
 def _rows(full: Tensor, of: Sequence[Source]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for source, start in with_starts(of):
         rows = full[start : start + source.num_rows]
-        found[source.key] = rows.t() if source.transposed else rows
-    return found
+        tensors[source.key] = rows.t() if source.transposed else rows
+    return tensors

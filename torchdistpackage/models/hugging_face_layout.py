@@ -107,7 +107,7 @@ def sources(shape: GPTShape) -> dict[str, tuple[Source, ...]]:
     """
     of = _gpt2 if family_of(shape) == "gpt2" else _llama
     shapes = {name: layout.shape for name, layout in gpt_layout.layouts(shape).items()}
-    return {name: tuple(of(shape, name, whole)) for name, whole in shapes.items()}
+    return {name: tuple(of(shape, name, full_shape)) for name, full_shape in shapes.items()}
 
 
 _GPT2 = {
@@ -138,27 +138,27 @@ _LLAMA = {
 """Ours, without the block and the last word -> transformers'."""
 
 
-def _gpt2(shape: GPTShape, name: str, whole: tuple[int, ...]) -> Iterator[Source]:
+def _gpt2(shape: GPTShape, name: str, full_shape: tuple[int, ...]) -> Iterator[Source]:
     if name in _GPT2:
-        yield Source(_GPT2[name], whole)
+        yield Source(_GPT2[name], full_shape)
         return
     block, module, last = _words(name)
     path = _GPT2[module] if block is None else f"transformer.h.{block}.{_GPT2[module]}"
-    transposed = len(whole) == 2
-    yield Source(f"{path}.{last}", whole[::-1] if transposed else whole, transposed)
+    transposed = len(full_shape) == 2
+    yield Source(f"{path}.{last}", full_shape[::-1] if transposed else full_shape, transposed)
 
 
-def _llama(shape: GPTShape, name: str, whole: tuple[int, ...]) -> Iterator[Source]:
+def _llama(shape: GPTShape, name: str, full_shape: tuple[int, ...]) -> Iterator[Source]:
     if name in _LLAMA:
-        yield Source(_LLAMA[name][0], whole)
+        yield Source(_LLAMA[name][0], full_shape)
         return
     block, module, last = _words(name)
     keys = _LLAMA[module]
     q, kv = shape.heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    rows = (q, kv, kv) if len(keys) == 3 else (whole[0] // len(keys),) * len(keys)
+    rows = (q, kv, kv) if len(keys) == 3 else (full_shape[0] // len(keys),) * len(keys)
     for key, num_rows in zip(keys, rows, strict=True):
         path = key if block is None else f"model.layers.{block}.{key}"
-        yield Source(f"{path}.{last}", (num_rows, *whole[1:]))
+        yield Source(f"{path}.{last}", (num_rows, *full_shape[1:]))
 
 
 def _words(name: str) -> tuple[str | None, str, str]:
@@ -210,19 +210,21 @@ def find_tensors(
             of another shape or type; or a tied head is not equal.
     """
     folder = Path(folder)
-    found = dict(headers(folder))
-    whole = _in_whole_model(found, expected)
-    names = {other_names.get(name, name): found_as for name, found_as in whole.items()}
+    stored = dict(headers(folder))
+    stored_names = _in_whole_model(stored, expected)
+    names = {other_names.get(name, name): found_as for name, found_as in stored_names.items()}
     head = None if tied is None else names.pop(tied[0], None)
     problems = [f"{key} is missing" for key in expected if key not in names]
     problems += [
         f"{found_as} is not expected" for key, found_as in names.items() if key not in expected
     ]
-    for key, wanted in expected.items():
+    for key, shape_wanted in expected.items():
         if key in names:
-            _, has = found[names[key]]
-            if has.shape != wanted:
-                problems.append(f"{names[key]} has shape {has.shape}, where the model has {wanted}")
+            _, has = stored[names[key]]
+            if has.shape != shape_wanted:
+                problems.append(
+                    f"{names[key]} has shape {has.shape}, where the model has {shape_wanted}"
+                )
             elif has.dtype not in DTYPES:
                 problems.append(
                     f"{names[key]} is of type {has.dtype}, where one of {DTYPES} is read"
@@ -237,38 +239,40 @@ def find_tensors(
             f"config.json describes, or another folder"
         )
     if tied is not None and head is not None:
-        _check_tied(folder, found, head, names[tied[1]])
-    return WeightFolder(folder, {key: (found[names[key]][0], names[key]) for key in expected})
+        _check_tied(folder, stored, head, names[tied[1]])
+    return WeightFolder(folder, {key: (stored[names[key]][0], names[key]) for key in expected})
 
 
 def _check_tied(
-    folder: Path, found: Mapping[str, tuple[str, StoredTensor]], head: str, embedding: str
+    folder: Path, stored: Mapping[str, tuple[str, StoredTensor]], head: str, embedding: str
 ) -> None:
     """Raise CheckpointError if the head differs from the embedding, since one of them would be
     lost.
     """
-    one, other = (((folder / file).resolve(), x) for file, x in (found[head], found[embedding]))
+    head_tensor, other = (
+        ((folder / file).resolve(), x) for file, x in (stored[head], stored[embedding])
+    )
     try:
-        if same_bits(one, other):
+        if same_bits(head_tensor, other):
             return
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
     raise CheckpointError(
         f"{folder}: {CONFIG} ties the output matrix to the embedding, but {head} in "
-        f"{found[head][0]} differs from {embedding}; set tie_word_embeddings to false in {CONFIG} "
+        f"{stored[head][0]} differs from {embedding}; set tie_word_embeddings to false in {CONFIG} "
         f"to train both, or remove {head} from the weights"
     )
 
 
-def _in_whole_model(found: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, str]:
+def _in_whole_model(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, str]:
     """Map the names in a model with a head to the names in the files, which may hold a model
     without one.
     """
     prefix = next(iter(expected)).partition(".")[0] + "."
-    bare = not any(name.startswith(prefix) for name in found)
+    bare = not any(name.startswith(prefix) for name in stored)
     return {
         prefix + name if bare and name != "lm_head.weight" else name: name
-        for name in found
+        for name in stored
         if not UNREAD.search(f".{name}")
     }
 

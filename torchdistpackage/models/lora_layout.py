@@ -51,32 +51,32 @@ class Lora:
         self, parameters: Mapping[str, Weight], is_head: bool = False
     ) -> dict[str, Weight]:
         """Return the adapters of the linear layers among these parameters, by name."""
-        found: dict[str, Weight] = {}
+        by_name: dict[str, Weight] = {}
         for name, weight in parameters.items():
             layer = name.removesuffix(".weight")
             is_meant = any(names(target, layer) for target in self.target)
             if weight.inputs is not None and (is_meant or (self.is_all and not is_head)):
-                found |= self._adapter(layer, weight.layout, weight.inputs)
-        return found
+                by_name |= self._adapter(layer, weight.layout, weight.inputs)
+        return by_name
 
     @property
     def is_all(self) -> bool:
         return ALL_LINEAR in self.target
 
-    def _adapter(self, layer: str, whole: Layout, inputs: int) -> dict[str, Weight]:
+    def _adapter(self, layer: str, adapted: Layout, inputs: int) -> dict[str, Weight]:
         outputs = 1 - inputs
-        axes, num_inputs = whole.split_axes, whole.shape[inputs]
+        axes, num_inputs = adapted.split_axes, adapted.shape[inputs]
         a = Layout(f"{layer}.lora_A.weight", (self.r, num_inputs), unreduced=axes)
         b = Layout(
             f"{layer}.lora_B.weight",
-            (whole.shape[outputs], self.r),
+            (adapted.shape[outputs], self.r),
             unreduced=axes,
-            is_table=whole.is_table,
+            is_table=adapted.is_table,
         )
-        if whole.split[outputs]:
-            b = _cut_like(whole, outputs, b, 0)
+        if adapted.split[outputs]:
+            b = _cut_like(adapted, outputs, b, 0)
         else:
-            a = _cut_like(whole, inputs, a, 1)
+            a = _cut_like(adapted, inputs, a, 1)
         # peft draws A uniformly within 1 / sqrt(inputs)
         std = (3 * num_inputs) ** -0.5
         return {a.name: Weight(a, "uniform", std), b.name: Weight(b, "zeros")}
@@ -189,16 +189,16 @@ def peft_name(parameter: str) -> str:
     return PREFIX + parameter
 
 
-def _cut_like(whole: Layout, dim: int, one: Layout, at: int) -> Layout:
-    """Return `one` with its dim `at` split as `whole` is split along `dim`."""
+def _cut_like(adapted: Layout, dim: int, adapter: Layout, at: int) -> Layout:
+    """Return `adapter` with its dim `at` split as `adapted` is split along `dim`."""
 
     def only(x: tuple[Any, ...]) -> tuple[Any, ...]:
         return (x, ()) if at == 0 else ((), x)
 
-    split: Sequence[Axes] = only(whole.split[dim])
-    parts, uneven = only(whole.parts[dim]), whole.uneven
+    split: Sequence[Axes] = only(adapted.split[dim])
+    parts, uneven = only(adapted.parts[dim]), adapted.uneven
     return replace(
-        one, split=tuple(split), unreduced=(), parts=parts, heads=whole.heads, uneven=uneven
+        adapter, split=tuple(split), unreduced=(), parts=parts, heads=adapted.heads, uneven=uneven
     )
 
 
@@ -227,8 +227,8 @@ def target_problems(
         if target == ALL_LINEAR or any(meant):
             continue
         if meant or (is_tied and names(target, output)):
-            what = "no linear layer" if meant else "its embedding"
-            problems.append(f"{target} of {family} is {what}, and only linear layers are adapted")
+            reason = "no linear layer" if meant else "its embedding"
+            problems.append(f"{target} of {family} is {reason}, and only linear layers are adapted")
         else:
             problems.append(f"{family} has no layer {target}")
     return [*problems[:-1], f"{problems[-1]}; {fits}"] if problems else []

@@ -134,8 +134,8 @@ class ModelSpec(Protocol):
         """
         ...
 
-    def layer_numbers(self, held: Sequence[int], of: Microbatch) -> tuple[LayerNumbers, ...]:
-        """Return what each layer of a stage with the pieces `held` sends over tensor and expert
+    def layer_numbers(self, held_pieces: Sequence[int], of: Microbatch) -> tuple[LayerNumbers, ...]:
+        """Return what each layer of a stage with `held_pieces` sends over tensor and expert
         ranks, computes and keeps for one micro-batch. A stage with the head counts the loss too.
         """
         ...

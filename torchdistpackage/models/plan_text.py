@@ -41,12 +41,12 @@ def split_table(path: Path, num_shards: int, seq_len: int, lists_all: bool) -> s
     model = model_of(path)
     try:
         table, outputs = table_of(model, num_shards)
-        how = f"as tdp train splits {model.config.model_type}"
+        basis = f"as tdp train splits {model.config.model_type}"
     except LayoutError as error:
         if (by_rules := extension("explained_rules")) is None:
             raise
         table, outputs = by_rules(model, num_shards)
-        how = f"by rules, as it has no table: {error}"
+        basis = f"by rules, as it has no table: {error}"
     if hasattr(model, "set_experts_implementation"):  # transformers 5
         # The default one has no meta kernel but for bfloat16; what is sent is the same under all.
         model.set_experts_implementation("batched_mm")
@@ -57,11 +57,11 @@ def split_table(path: Path, num_shards: int, seq_len: int, lists_all: bool) -> s
         }
         with patch.object(torch, "autocast", _autocast):
             table = replace(table, traffic=forward_traffic(model, outputs, (), ids))
-        sent = f"a forward of 1 x {seq_len} tokens"
+        sends = f"a forward of 1 x {seq_len} tokens"
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        sent = f"what a forward sends is not known without weights: {error}"
-    title = f"{type(model).__name__} over {num_shards} shards, {model.dtype}; {sent}"
-    return f"{title}\n{how}\n\n{table if lists_all else folded(table)}"
+        sends = f"what a forward sends is not known without weights: {error}"
+    title = f"{type(model).__name__} over {num_shards} shards, {model.dtype}; {sends}"
+    return f"{title}\n{basis}\n\n{table if lists_all else folded(table)}"
 
 
 _SENT: dict[LayerKind, str] = {
@@ -139,11 +139,11 @@ def model_of(path: Path) -> Any:
             file, local_files_only=True, trust_remote_code=False
         )
         name = (config.architectures or [""])[0]
-        made: Any = getattr(transformers, name, None) if name else None
-        if not (isinstance(made, type) and issubclass(made, transformers.PreTrainedModel)):
-            made = partial(transformers.AutoModel.from_config, trust_remote_code=False)
+        build: Any = getattr(transformers, name, None) if name else None
+        if not (isinstance(build, type) and issubclass(build, transformers.PreTrainedModel)):
+            build = partial(transformers.AutoModel.from_config, trust_remote_code=False)
         with torch.device("meta"):
-            return made(config).to(config.dtype or torch.float32)
+            return build(config).to(config.dtype or torch.float32)
     except Exception as error:  # what a wrong setting raises depends on the family
         raise ConfigError(f"{file} describes no model of transformers: {error}") from error
 

@@ -17,7 +17,7 @@ def refuse_model(model: ModelSpec, config: RunConfig, source: str) -> None:
         ConfigError: lists all of it, in the order of the lines of `source`.
     """
     use = ModelUse.of(config, num_stages(config))
-    problems = [config.problem(*found) for found in model.refusals(use)]
+    problems = [config.problem(*refusal) for refusal in model.refusals(use)]
     folder, key = config.model.initial_folder, "model.hf" if config.model.hf else "model.weights"
     if folder is not None:
         try:

@@ -206,29 +206,31 @@ _NUMBERS = ("_idxs", "layer_ids")
 """Ends of the names of lists of layers' numbers."""
 
 
-def shrunk(given: Mapping[str, Any], of_each_kind: int = 1, heads: int = _HEADS) -> dict[str, Any]:
-    """Return the config.json of a small model of the same classes as `given`, a config.json with
-    all its settings.
+def shrunk(
+    config_dict: Mapping[str, Any], of_each_kind: int = 1, heads: int = _HEADS
+) -> dict[str, Any]:
+    """Return the config.json of a small model of the same classes as that of `config_dict`, which
+    has all settings of a config.json.
 
     of_each_kind: layers that the copy keeps of each kind. heads: that it has at most. Whether
     transformers can make a model of it has to be tried.
     """
-    given = _one_entry_a_layer(given)
-    small = dict(given)
-    layers = _layers_of(given)
-    kept = _kept_layers(given, layers, of_each_kind)
+    config_dict = _one_entry_a_layer(config_dict)
+    small = dict(config_dict)
+    layers = _layers_of(config_dict)
+    kept_layers = _kept_layers(config_dict, layers, of_each_kind)
     if layers:
-        for key, value in given.items():
+        for key, value in config_dict.items():
             if isinstance(value, list) and len(cast(list[Any], value)) == layers:
-                small[key] = [value[i] for i in kept]
+                small[key] = [value[i] for i in kept_layers]
             elif isinstance(value, list) and ("layers" in key or key.endswith(_NUMBERS)):
-                small[key] = _indices(value, kept)
-    width = next((given[k] for k in _WIDTHS if _is_size(given.get(k))), 0)
-    num_experts = next((given[k] for k in _EXPERT_COUNTS if _is_size(given.get(k))), 0)
-    for key, value in given.items():
+                small[key] = _indices(value, kept_layers)
+    width = next((config_dict[k] for k in _WIDTHS if _is_size(config_dict.get(k))), 0)
+    num_experts = next((config_dict[k] for k in _EXPERT_COUNTS if _is_size(config_dict.get(k))), 0)
+    for key, value in config_dict.items():
         if isinstance(value, dict):
             inner = cast(dict[str, Any], value)
-            small[key] = _shrunk_inside(key, inner, kept, of_each_kind, heads)
+            small[key] = _shrunk_inside(key, inner, kept_layers, of_each_kind, heads)
         elif isinstance(value, list) and key in _INNER:
             small[key] = [_inner(x, width) for x in small[key]]
         elif isinstance(value, list) and key in ("axial_pos_shape", "axial_pos_embds_dim"):
@@ -236,7 +238,7 @@ def shrunk(given: Mapping[str, Any], of_each_kind: int = 1, heads: int = _HEADS)
         elif isinstance(value, list) and key.endswith("token_id"):
             small[key] = [x if x < VOCAB else 2 for x in cast(list[int], value)]
         elif type(value) is int and value > 0:
-            small[key] = _size(key, value, given, width, len(kept), num_experts, heads)
+            small[key] = _size(key, value, config_dict, width, len(kept_layers), num_experts, heads)
     return small
 
 
@@ -252,24 +254,24 @@ def without_dropout(small: Mapping[Any, Any]) -> dict[Any, Any]:
     }
 
 
-def _one_entry_a_layer(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return settings with one entry a layer, where `given` lists the attention and the MLP of each
-    layer apart, as Dory's does.
+def _one_entry_a_layer(config_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return settings with one entry a layer, where `config_dict` lists the attention and the MLP of
+    each layer apart, as Dory's does.
     """
-    kinds = given.get("layer_types")
+    kinds = config_dict.get("layer_types")
     if not isinstance(kinds, list) or "mlp" not in kinds:
-        return given
+        return config_dict
     if cast(list[Any], kinds)[1::2] != ["mlp"] * (len(kinds) // 2):
-        return given
+        return config_dict
     counts = ("num_hidden_layers", "n_input_layers", "n_recurrent_layers", "n_output_layers")
-    halved = {key: given[key] // 2 for key in counts if _is_size(given.get(key))}
-    return {**given, **halved, "layer_types": kinds[::2]}
+    halved = {key: config_dict[key] // 2 for key in counts if _is_size(config_dict.get(key))}
+    return {**config_dict, **halved, "layer_types": kinds[::2]}
 
 
 def _size(
     key: str,
     value: int,
-    given: Mapping[str, Any],
+    config_dict: Mapping[str, Any],
     width: int,
     layers: int,
     num_experts: int,
@@ -280,15 +282,15 @@ def _size(
     if key in _INNER:
         return _inner(value, width)
     if key in _LAYERS:
-        return layers if value == _layers_of(given) else min(value, 2)
+        return layers if value == _layers_of(config_dict) else min(value, 2)
     if key in _KEY_HEADS:
-        queries = given.get(_KEY_HEADS[key])
+        queries = config_dict.get(_KEY_HEADS[key])
         return min(value, heads if queries == value else heads // 2)
     if key in _QUERY_HEADS:
-        return (2 * WIDTH // HEAD) if _is_mamba2(given) else min(value, heads)
+        return (2 * WIDTH // HEAD) if _is_mamba2(config_dict) else min(value, heads)
     if key in _EXPERT_COUNTS:
         return min(value, _EXPERTS)
-    if key == "top_k" and "num_beams" in given:
+    if key == "top_k" and "num_beams" in config_dict:
         return value  # of generation, whose defaults transformers 4 writes into every config.json
     if key in _CHOSEN:
         return min(value, 2, _EXPERTS if num_experts else value)
@@ -299,18 +301,18 @@ def _size(
     if key in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"):
         return min(value, 1)
     if key == "num_kv_shared_layers":
-        return layers if value == _layers_of(given) else min(value, layers // 2)
+        return layers if value == _layers_of(config_dict) else min(value, layers // 2)
     if key in ("num_nextn_predict_layers", "moe_layer_end_index"):
         return min(value, layers - 1 if key == "moe_layer_end_index" else 1)
     if key.endswith(("_token_id", "_token_index", "_index")) and "layer" not in key:
         return value if value < VOCAB else 2
-    if key == "head_dim" and value == given.get("qk_rope_head_dim"):
+    if key == "head_dim" and value == config_dict.get("qk_rope_head_dim"):
         return HEAD // 2
-    if key == "head_dim" and value in _whole_heads(given):
+    if key == "head_dim" and value in _whole_heads(config_dict):
         return HEAD + HEAD // 2
     if key in _FIXED:
         return cast(int, _FIXED[key])
-    if any(word in key for word in _WINDOWS) and value > _WINDOW and "pattern" not in key:
+    if any(part in key for part in _WINDOWS) and value > _WINDOW and "pattern" not in key:
         return _WINDOW
     return value
 
@@ -320,16 +322,16 @@ def _inner(value: int, width: int) -> int:
     return max(round(value * WIDTH / (width or value) / HEAD), 2) * HEAD
 
 
-def _is_mamba2(given: Mapping[str, Any]) -> bool:
+def _is_mamba2(config_dict: Mapping[str, Any]) -> bool:
     """Return whether this is Mamba 2, whose heads times their width must equal the inner width."""
-    return given.get("model_type") == "mamba2"
+    return config_dict.get("model_type") == "mamba2"
 
 
-def _whole_heads(given: Mapping[str, Any]) -> set[int]:
+def _whole_heads(config_dict: Mapping[str, Any]) -> set[int]:
     """Return the widths of heads including their rotary part, for latent attention."""
-    by_layer = cast(dict[str, Any], given.get("per_layer_config") or {}).values()
-    parts = {x.get("qk_nope_head_dim") for x in (given, *by_layer) if isinstance(x, Mapping)}
-    rotary = given.get("qk_rope_head_dim")
+    by_layer = cast(dict[str, Any], config_dict.get("per_layer_config") or {}).values()
+    parts = {x.get("qk_nope_head_dim") for x in (config_dict, *by_layer) if isinstance(x, Mapping)}
+    rotary = config_dict.get("qk_rope_head_dim")
     return {x + rotary for x in parts if x and rotary}
 
 
@@ -337,27 +339,31 @@ def _is_size(value: object) -> bool:
     return type(value) is int and value > 0
 
 
-def _layers_of(given: Mapping[str, Any]) -> int:
-    return next((given[key] for key in _LAYERS if _is_size(given.get(key))), 0)
+def _layers_of(config_dict: Mapping[str, Any]) -> int:
+    return next((config_dict[key] for key in _LAYERS if _is_size(config_dict.get(key))), 0)
 
 
-def _kept_layers(given: Mapping[str, Any], layers: int, of_each_kind: int) -> list[int]:
+def _kept_layers(config_dict: Mapping[str, Any], layers: int, of_each_kind: int) -> list[int]:
     """Return the layers that the copy keeps: `of_each_kind` of each kind that a list names, and at
     least two (four without such a list).
     """
-    kinds = [given[k] for k in _KINDS if isinstance(given.get(k), list) and len(given[k]) == layers]
+    kinds = [
+        config_dict[k]
+        for k in _KINDS
+        if isinstance(config_dict.get(k), list) and len(config_dict[k]) == layers
+    ]
     # the last layers read what earlier ones of their kind made
-    shared = layers - min(given.get("num_kv_shared_layers") or 0, layers)
+    shared = layers - min(config_dict.get("num_kv_shared_layers") or 0, layers)
     seen: dict[object, list[int]] = {}
     for index in range(layers):
         kind = tuple(str(names[index]) for names in kinds)
         seen.setdefault((index >= shared, kind), []).append(index)
     if any("hybrid" in kind for _, kind in seen):  # tied over all layers of that kind
         of_each_kind += 1
-    found = sorted(i for held in seen.values() for i in held[:of_each_kind])[:_MOST_LAYERS]
-    wanted = 2 if kinds and not given.get("n_recurrent_layers") else 4
-    more = [i for i in range(layers) if i not in found]
-    return sorted([*found, *more[: max(wanted - len(found), 0)]])
+    chosen = sorted(i for indices in seen.values() for i in indices[:of_each_kind])[:_MOST_LAYERS]
+    wanted = 2 if kinds and not config_dict.get("n_recurrent_layers") else 4
+    more = [i for i in range(layers) if i not in chosen]
+    return sorted([*chosen, *more[: max(wanted - len(chosen), 0)]])
 
 
 def _indices(value: Sequence[Any], kept: Sequence[int]) -> list[Any]:

@@ -87,13 +87,13 @@ def tensor_parallel(
         "example": example,
         **kwargs,
     }
-    asked = [name for name, value in by_rules.items() if not _is_default(value)]
+    options_set = [name for name, value in by_rules.items() if not _is_default(value)]
     is_ranks = is_joined() if distributed is None else distributed
     num_devices = 1 if device_ids is None else len(device_ids)
     if not is_ranks or num_devices != 1:
         why = "it is asked to compute on devices of one process"
-    elif asked:
-        why = f"{asked[0]} is given"
+    elif options_set:
+        why = f"{options_set[0]} is given"
     else:
         device = _device(device_ids)
         try:
@@ -114,8 +114,10 @@ def tensor_parallel(
             f"(torchdistpackage.compat) is not there"
         )
     LOG.info("a %s is split by a plan, not by a table: %s", type(module).__name__, why)
-    made: nn.Module = by_plan(module, device_ids, distributed=distributed, group=group, **by_rules)
-    return made
+    replaced: nn.Module = by_plan(
+        module, device_ids, distributed=distributed, group=group, **by_rules
+    )
+    return replaced
 
 
 class _NoTable(LayoutError):
@@ -168,10 +170,10 @@ def _replace_experts(
     assert experts is not None
     share_experts(twin, layouts, experts, group)
     mesh = Mesh((("expert", 1), (split.axis, group.size())))
-    whole, parts = dict(model.named_parameters()), dict(twin.named_parameters())
+    full, parts = dict(model.named_parameters()), dict(twin.named_parameters())
     for name, layout in layouts.items():
-        if not whole[name].is_meta:
-            copy_part(parts[name], whole[name], layout, mesh, group.rank())
+        if not full[name].is_meta:
+            copy_part(parts[name], full[name], layout, mesh, group.rank())
 
 
 def _is_default(value: Any) -> bool:

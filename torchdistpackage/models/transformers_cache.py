@@ -50,12 +50,14 @@ class TransformersCache:
         part = decoder
         if isinstance(decoder, DecoderStage):
             part = getattr(decoder, decoder._prefix)
-            whole = decoder.__dict__.get("_whole")
+            full_model = decoder.__dict__.get("_whole")
         else:
-            whole, part = decoder, getattr(decoder, decoder.base_model_prefix, decoder)
+            full_model, part = decoder, getattr(decoder, decoder.base_model_prefix, decoder)
         # a base counts its blocks, and not those of other stages
         self._past, self.length = _stage_cache(part.config, first), 0
-        takes = inspect.signature(type(part if whole is None else whole).forward).parameters
+        takes = inspect.signature(
+            type(part if full_model is None else full_model).forward
+        ).parameters
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         # the later name, which some classes have already, warns about the earlier
         self._name = "cache" if "cache" in takes else "past_key_values"
@@ -72,14 +74,14 @@ class TransformersCache:
         `GPTCache.call`.
         """
         end = self.length + num
-        given: dict[str, Any] = {self._name: self._past, "use_cache": True, **self._last}
+        kwargs: dict[str, Any] = {self._name: self._past, "use_cache": True, **self._last}
         if padding is not None:
             columns = torch.arange(end, device=padding.device)
-            given["attention_mask"] = (columns >= padding[:, None]).long()
+            kwargs["attention_mask"] = (columns >= padding[:, None]).long()
             if self._has_positions:
                 places = columns[self.length :] - padding[:, None]
-                given["position_ids"] = places.clamp(min=0)
-        yield given
+                kwargs["position_ids"] = places.clamp(min=0)
+        yield kwargs
         self.length = end
 
 
@@ -95,22 +97,22 @@ def _stage_cache(config: Any, first: int) -> Any:
     return (StageCache if first else DynamicCache)(config=config.get_text_config(decoder=True))
 
 
-def serves(given: Mapping[str, Any], around: StageSides | None) -> tuple[bool, bool]:
+def serves(config_dict: Mapping[str, Any], around: StageSides | None) -> tuple[bool, bool]:
     """Answer for a family whose cache tests cover; `tried_cache` tries the others."""
     return True, True
 
 
-def tried_cache(given: Mapping[str, Any], around: StageSides | None) -> tuple[bool, bool]:
+def tried_cache(config_dict: Mapping[str, Any], around: StageSides | None) -> tuple[bool, bool]:
     """Return whether a class without a table writes the same with a cache as without one, and
     whether it also does with padding.
 
     around: what stands around its blocks, if it is cut into two stages, behind each of its blocks.
     Tried on a small copy; any difference or error is a no.
     """
-    text = json.dumps(dict(given), sort_keys=True, default=str)
+    text = json.dumps(dict(config_dict), sort_keys=True, default=str)
     problem = _problem(text, around, 0)
     if problem is not None:
-        log.info("%s writes without a cache: %s", given.get("model_type"), problem)
+        log.info("%s writes without a cache: %s", config_dict.get("model_type"), problem)
         return False, False
     return True, _problem(text, around, 2) is None
 
@@ -124,12 +126,12 @@ def _problem(text: str, around: StageSides | None, padding: int) -> str | None:
             model.eval()
             try:
                 findings = (_difference(stages, padding) for stages in _cuts(model, around))
-                found = next((x for x in findings if x is not None), None)
+                finding = next((x for x in findings if x is not None), None)
             except Exception as error:
                 # of a class that nobody has seen, whatever its forward raises
                 problem = f"a small copy stops in {module_of(error, model)}"
                 continue
-            return None if found is None else found.brief
+            return None if finding is None else finding.brief
     return problem
 
 
@@ -160,24 +162,24 @@ def _difference(stages: list[tuple[nn.Module, int]], second: int) -> ParityFindi
     modules = stage_modules(decoders) if decoders else parts_of(stages[0][0])
 
     def run(x: Tensor, more: list[dict[str, Any]]) -> list[Tensor]:
-        for (stage, _), given in zip(stages, more, strict=True):
+        for (stage, _), kwargs in zip(stages, more, strict=True):
             is_stage = isinstance(stage, DecoderStage)
-            output: Any = stage(x, **given) if is_stage else stage(input_ids=x, **given)
+            output: Any = stage(x, **kwargs) if is_stage else stage(input_ids=x, **kwargs)
             x = output if is_stage else output.logits
         return [x[:, -1:]]
 
     plain = [{} for _ in stages]
     for begin, end in ((0, _PREFILL), *((at, at + 1) for at in range(_PREFILL, num))):
         calls = [cache.call(end - begin, padding if second else None) for cache in caches]
-        given = [call.__enter__() for call in calls]
-        found = record_results(modules, partial(run, ids[:, begin:end], given))
+        stage_kwargs = [call.__enter__() for call in calls]
+        record = record_results(modules, partial(run, ids[:, begin:end], stage_kwargs))
         for call in calls:
             call.__exit__(None, None, None)
         for row in range(2):
             tokens = ids[row : row + 1, int(padding[row]) : end]
             alone = record_results(modules, partial(run, tokens, plain))
-            whole, own = _last_token(alone, 0), _last_token(found, row)
-            if (finding := first_difference(whole, [own], {}, _WITHIN)) is not None:
+            expected, cached = _last_token(alone, 0), _last_token(record, row)
+            if (finding := first_difference(expected, [cached], {}, _WITHIN)) is not None:
                 return finding
     return None
 

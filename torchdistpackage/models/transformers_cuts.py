@@ -84,13 +84,13 @@ _COUNTS: dict[str, Count] = {
 }
 
 
-def find_cuts(model: Any, found: FoundModel, choices: CutChoices) -> SplitTable:
+def find_cuts(model: Any, model_facts: FoundModel, choices: CutChoices) -> SplitTable:
     """Return the layers that tensor ranks split of a model, which may be on the meta device.
 
-    found: what was read of it, of which nothing is split.
+    model_facts: facts read from the model before any split.
     """
-    rules = _CutRules(model, found, choices)
-    for path in found.by_block:
+    rules = _CutRules(model, model_facts, choices)
+    for path in model_facts.by_block:
         if path:
             rules.add_block(path.removesuffix("."))
     rules.add_tables()
@@ -110,10 +110,10 @@ class _CutRules:
     def _plan(self) -> list[tuple[re.Pattern[str], str]]:
         """transformers' own plan: the style of each pattern of paths inside a block."""
         config = self.model.config.get_text_config()
-        given = getattr(config, "base_model_tp_plan", None) or {}
+        tp_plan = getattr(config, "base_model_tp_plan", None) or {}
         return [
             (re.compile(re.escape(inner).replace(r"\*", r"\d+")), style)
-            for path, style in given.items()
+            for path, style in tp_plan.items()
             if (inner := path.partition("*.")[2])
         ]
 
@@ -226,22 +226,22 @@ class _CutRules:
         if self.choices.others or is_named or "attn" in path or "attention" in path:
             self._others(path, linears, set())
 
-    def _others(self, path: str, linears: Mapping[str, nn.Module], known: set[str]) -> None:
+    def _others(self, path: str, linears: Mapping[str, nn.Module], handled: set[str]) -> None:
         for name in linears:
-            if name not in known and name not in _ROUTERS:
+            if name not in handled and name not in _ROUTERS:
                 self._split(f"{path}.{name}", "joined")
 
     def _stacked(self, path: str) -> dict[str, Layout]:
         """Return the layout of each parameter of a module of stacked experts; {}: it is none."""
         module, dim = self.modules[path], self.found.sizes.dim
-        own = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
-        down = own.get("down_proj")
-        first = "gate_up_proj" if "gate_up_proj" in own else "up_proj"
-        up = own.get(first)
+        shapes = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
+        down = shapes.get("down_proj")
+        first = "gate_up_proj" if "gate_up_proj" in shapes else "up_proj"
+        up = shapes.get(first)
         if down is None or up is None or len(down) != 3 or len(up) != 3:
             return {}
-        known = {first, "down_proj", f"{first}_bias", "down_proj_bias"}
-        if set(own) - known or any(True for x in module.children() if any(x.parameters())):
+        handled = {first, "down_proj", f"{first}_bias", "down_proj_bias"}
+        if set(shapes) - handled or any(True for x in module.children() if any(x.parameters())):
             return {}
         times = 2 if first == "gate_up_proj" else 1
         for at, out in ((1, 2), (2, 1)):  # (E, Dout, Din) or (E, Din, Dout)
@@ -249,14 +249,14 @@ class _CutRules:
             if up[at] != times * hidden or down[at] != up[out] or down[at] != dim:
                 continue
             # with biases gate and up alternate, as in GPT-OSS
-            alternate = times == 2 and f"{first}_bias" in own
+            alternate = times == 2 and f"{first}_bias" in shapes
             parts = (hidden, hidden) if times == 2 and not alternate else ()
             heads = HeadSplit(hidden) if alternate else None
-            layouts = {name: Layout(f"{path}.{name}", shape) for name, shape in own.items()}
+            layouts = {name: Layout(f"{path}.{name}", shape) for name, shape in shapes.items()}
             dims = {first: at, f"{first}_bias": 1}
-            for name in (x for x in dims if x in own):
+            for name in (x for x in dims if x in shapes):
                 full = f"{path}.{name}"
-                layouts[name] = split_layout(full, own[name], dims[name], heads, parts)
+                layouts[name] = split_layout(full, shapes[name], dims[name], heads, parts)
             layouts["down_proj"] = split_layout(f"{path}.down_proj", down, out)
             return layouts
         return {}

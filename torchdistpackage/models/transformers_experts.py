@@ -36,23 +36,23 @@ class StackedExperts(nn.Module):
 
     def __init__(
         self,
-        whole: Any,
+        experts: Any,
         group: Group,
         layouts: Mapping[str, Layout],
         name: str,
         tensor: Group | None = None,
     ):
         super().__init__()
-        self.num_experts, self.act_fn = whole.num_experts, whole.act_fn
+        self.num_experts, self.act_fn = experts.num_experts, experts.act_fn
         self.name, self._group, self._tensor = name, group, tensor
         self._bounds = bounds(self.num_experts, group.size())
         self.counter = LoadCounter(self.num_experts)
-        for own, layout in layouts.items():
+        for key, layout in layouts.items():
             axes = [x for x in layout.split_axes if x != "expert"]
             shape = local_shape(layout, *_mesh_index(group, tensor, axes[0] if axes else "tensor"))
-            weight = getattr(whole, own)
-            made = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-            self.register_parameter(own, nn.Parameter(made, weight.requires_grad))
+            weight = getattr(experts, key)
+            empty = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+            self.register_parameter(key, nn.Parameter(empty, weight.requires_grad))
 
     @property
     def weight(self) -> Tensor:
@@ -71,9 +71,9 @@ class StackedExperts(nn.Module):
             hidden_states = collectives.copy(hidden_states, self._tensor)
             top_k_weights = collectives.copy(top_k_weights, self._tensor)
         bad = top_k_weights.detach().isnan().any()
-        plan, found = plan_dispatch(top_k_index, None, bad, self._bounds, self._group)
-        if found:
-            ranks = ", ".join(str(ranks_of(self._group)[r]) for r in found)
+        plan, bad_ranks = plan_dispatch(top_k_index, None, bad, self._bounds, self._group)
+        if bad_ranks:
+            ranks = ", ".join(str(ranks_of(self._group)[r]) for r in bad_ranks)
             raise DataError(
                 f"{self.name}: the router's scores are NaN on rank {ranks}; look for what "
                 f"overflowed before it, or lower the learning rate"
@@ -107,16 +107,16 @@ def share_experts(
     """Replace every module of experts in `decoder`. layouts: of all parameters of the model, by
     name; those split over `expert` name these modules. tensor: the ranks that share each expert.
     """
-    found: dict[str, dict[str, Layout]] = {}
+    by_module: dict[str, dict[str, Layout]] = {}
     for name, layout in layouts.items():
         if "expert" in layout.split_axes:
-            path, _, own = name.rpartition(".")
-            found.setdefault(path, {})[own] = layout
+            path, _, last = name.rpartition(".")
+            by_module.setdefault(path, {})[last] = layout
     here = dict(decoder.named_modules())
-    for path, mine in found.items():
+    for path, of_module in by_module.items():
         if path in here:  # and not on another stage
-            parent, _, own = path.rpartition(".")
-            setattr(here[parent], own, StackedExperts(here[path], group, mine, path, tensor))
+            parent, _, last = path.rpartition(".")
+            setattr(here[parent], last, StackedExperts(here[path], group, of_module, path, tensor))
 
 
 def router_load(router_logits: Sequence[Tensor], top_k: int) -> Tensor:

@@ -57,35 +57,37 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 _LEARNED = re.compile(r"position|\bwpe\b")
 
 
-def found_family(given: Mapping[str, Any], tensor: int = 1) -> Family:
+def found_family(config_dict: Mapping[str, Any], tensor: int = 1) -> Family:
     """Return the family of one config.json that transformers can build, split for `tensor` ranks.
 
     Raises:
         NotAvailableError: transformers is not there.
         ConfigError: it has no such causal language model, or refuses the settings.
     """
-    return family(found_model(given, tensor))
+    return family(found_model(config_dict, tensor))
 
 
-def found_model(given: Mapping[str, Any], tensor: int = 1) -> FoundModel:
+def found_model(config_dict: Mapping[str, Any], tensor: int = 1) -> FoundModel:
     """Return the model from which `found_family` makes its table."""
-    return _read(json.dumps(dict(given), sort_keys=True, default=str), tensor)
+    return _read(json.dumps(dict(config_dict), sort_keys=True, default=str), tensor)
 
 
 @lru_cache(maxsize=8)
 def _read(text: str, tensor: int) -> FoundModel:
-    given = json.loads(text)
+    config_dict = json.loads(text)
     if tensor > 1:
-        whole = _read(text, 1)
-        is_sampled = given.get("model_type") in SAMPLED  # refused, and no trial of it says more
-        return whole if whole.refused or is_sampled else _cut(given, whole, tensor)
+        uncut = _read(text, 1)
+        is_sampled = (
+            config_dict.get("model_type") in SAMPLED
+        )  # refused, and no trial of it says more
+        return uncut if uncut.refused or is_sampled else _cut(config_dict, uncut, tensor)
     with ALONE:
-        config = known_settings(given)
-        return _found(on_meta(given, torch.float32), config, _tried(given))
+        config = known_settings(config_dict)
+        return _found(on_meta(config_dict, torch.float32), config, _tried(config_dict))
 
 
 def _found(model: Any, config: Any, tried: "_Tried") -> FoundModel:
-    own, aliases = _names(model)
+    parameters, aliases = _names(model)
     blocks, num = _blocks(model, tried.unreached)
     text = config.get_text_config()
     settings = text.to_dict()
@@ -93,7 +95,7 @@ def _found(model: Any, config: Any, tried: "_Tried") -> FoundModel:
     heads = _number(text, "num_attention_heads", 1)
     dim = embedding.weight.shape[-1] if isinstance(embedding, nn.Embedding) else 1
     positions = next((p for x in _POSITIONS if type(p := settings.get(x)) is int), None)
-    learned = [name for name in own if _LEARNED.search(name)]
+    learned = [name for name in parameters if _LEARNED.search(name)]
     tables = [model.get_submodule(name.rpartition(".")[0]) for name in learned]
     for table in (x for x in tables if isinstance(x, nn.Embedding) and x.padding_idx is not None):
         # RoBERTa counts from behind the row of padding on
@@ -111,7 +113,7 @@ def _found(model: Any, config: Any, tried: "_Tried") -> FoundModel:
         std=0.02,
         positions=positions if learned else None,
     )
-    stacked = {p.shape[0] for name, p in own.items() if is_stacked(name, tuple(p.shape))}
+    stacked = {p.shape[0] for name, p in parameters.items() if is_stacked(name, tuple(p.shape))}
     is_shared = config.model_type in SHARED and len(stacked) == 1
     paths = {id(module): path for path, module in model.named_modules()}
     return FoundModel(
@@ -119,7 +121,7 @@ def _found(model: Any, config: Any, tried: "_Tried") -> FoundModel:
         sizes=sizes,
         blocks=blocks,
         output=paths.get(id(model.get_output_embeddings()), ""),
-        parameters=dict(_parameters(model, own, active_share(settings), is_shared)),
+        parameters=dict(_parameters(model, parameters, active_share(settings), is_shared)),
         buffers=tuple(_buffers(model)),
         aliases=aliases,
         unreached=tried.unreached,
@@ -140,8 +142,8 @@ def found_on(model: Any) -> FoundModel:
 
 
 def _number(config: Any, name: str, default: int) -> int:
-    found = getattr(config, name, None)
-    return found if type(found) is int and found > 0 else default
+    value = getattr(config, name, None)
+    return value if type(value) is int and value > 0 else default
 
 
 def _names(model: Any) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
@@ -149,24 +151,26 @@ def _names(model: Any) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
     to these.
     """
     tied = getattr(model, "all_tied_weights_keys", {})
-    known: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     everything = dict(model.named_parameters(remove_duplicate=False))
     for name in sorted(everything, key=lambda name: name in tied):
-        known.setdefault(id(everything[name]), name)
-    own = {name: p for name, p in everything.items() if known[id(p)] == name}
-    aliases = {name: known[id(p)] for name, p in everything.items() if known[id(p)] != name}
-    return own, aliases
+        first_names.setdefault(id(everything[name]), name)
+    distinct = {name: p for name, p in everything.items() if first_names[id(p)] == name}
+    aliases = {
+        name: first_names[id(p)] for name, p in everything.items() if first_names[id(p)] != name
+    }
+    return distinct, aliases
 
 
 def _parameters(
-    model: nn.Module, own: Mapping[str, nn.Parameter], active: float, is_shared: bool
+    model: nn.Module, distinct: Mapping[str, nn.Parameter], active: float, is_shared: bool
 ) -> Iterator[tuple[str, Weight]]:
     """Yield every parameter by its name, whole but for experts that ranks share.
 
     active: the share of the experts that works on a token.
     """
     tables = {id(p) for p in table_parameters(model)}
-    for name, parameter in own.items():
+    for name, parameter in distinct.items():
         path, _, last = name.rpartition(".")
         module, inputs = model.get_submodule(path), None
         if last == "weight" and parameter.dim() == 2:
@@ -209,25 +213,25 @@ def _blocks(model: Any, unreached: tuple[str, ...]) -> tuple[str, int]:
 # -- what tensor ranks share ---------------------------------------------------------------------
 
 
-def _cut(given: Mapping[str, Any], whole: FoundModel, tensor: int) -> FoundModel:
-    """Return `whole` split by the first choices under which a small copy computes the same."""
-    by_heads = share_heads_evenly(whole.sizes.heads, whole.sizes.kv_heads, tensor)
+def _cut(config_dict: Mapping[str, Any], uncut: FoundModel, tensor: int) -> FoundModel:
+    """Return `uncut` split by the first choices under which a small copy computes the same."""
+    by_heads = share_heads_evenly(uncut.sizes.heads, uncut.sizes.kv_heads, tensor)
     num_ranks = min(tensor, MOST_TRIED)
-    problem = f"transformers makes no small copy of {whole.class_name} to try it on"
+    problem = f"transformers makes no small copy of {uncut.class_name} to try it on"
     with ALONE:
-        model = on_meta(given, torch.float32)
-        for small in small_models(given, max(num_ranks, 4)):
+        model = on_meta(config_dict, torch.float32)
+        for small in small_models(config_dict, max(num_ranks, 4)):
             ids = sample_ids(small.config)
-            read = _found(small, small.config, _Tried(unreached=whole.unreached))
+            small_facts = _found(small, small.config, _Tried(unreached=uncut.unreached))
             for choices in CHOICES:
                 chosen = replace(choices, by_heads=choices.by_heads and by_heads)
-                cut = split_as(read, find_cuts(small, read, chosen))
-                found = try_tensor(small, cut, ids, num_ranks)
-                if found is None:
-                    order = order_of(small, ids, read.blocks, cut.table)
-                    return replace(split_as(whole, find_cuts(model, whole, chosen)), order=order)
-                problem = found
-    return replace(whole, uncut=problem)
+                cut = split_as(small_facts, find_cuts(small, small_facts, chosen))
+                failure = try_tensor(small, cut, ids, num_ranks)
+                if failure is None:
+                    order = order_of(small, ids, small_facts.blocks, cut.table)
+                    return replace(split_as(uncut, find_cuts(model, uncut, chosen)), order=order)
+                problem = failure
+    return replace(uncut, uncut=problem)
 
 
 # -- what is tried on a small copy ---------------------------------------------------------------
@@ -244,24 +248,24 @@ class _Tried:
     around: StageSides = field(default_factory=StageSides)
 
 
-def _tried(given: Mapping[str, Any]) -> _Tried:
-    if (reads := BESIDE.get(str(given.get("model_type")))) is not None:
-        return _Tried(f"{given['model_type']} does not run on token ids alone: its {reads}")
-    problem = f"transformers makes no small copy of {given.get('model_type')} to try it on"
-    for model in small_models(given):
+def _tried(config_dict: Mapping[str, Any]) -> _Tried:
+    if (reads := BESIDE.get(str(config_dict.get("model_type")))) is not None:
+        return _Tried(f"{config_dict['model_type']} does not run on token ids alone: its {reads}")
+    problem = f"transformers makes no small copy of {config_dict.get('model_type')} to try it on"
+    for model in small_models(config_dict):
         try:
             with keep_random_states():
-                return _try(model, given)
+                return _try(model, config_dict)
         except Exception as error:  # as above
             at, name = module_of(error, model), type(model).__name__
             problem = f"a small copy of {name} does not run on token ids alone: it stops in {at}"
     return _Tried(problem)
 
 
-def _try(model: Any, given: Mapping[str, Any]) -> _Tried:
+def _try(model: Any, config_dict: Mapping[str, Any]) -> _Tried:
     ids, name = sample_ids(model.config), type(model).__name__
     model.eval()
-    both_ways = _causality_problem(given, model, ids)
+    both_ways = _causality_problem(config_dict, model, ids)
     model.train(model.config.model_type in TRAINED)
     logits = model(input_ids=ids, return_dict=True).logits
     try:
@@ -296,15 +300,15 @@ def _unreached(model: nn.Module) -> Iterator[str]:
     """Yield the paths of the outermost modules none of whose parameters has a gradient, except
     blocks and experts in a list.
     """
-    found: list[str] = []
+    unreached: list[str] = []
     for path, module in model.named_modules():
-        is_numbered = any(word.isdigit() for word in path.split("."))
-        if not path or is_numbered or any(path.startswith(f"{x}.") for x in found):
+        is_numbered = any(part.isdigit() for part in path.split("."))
+        if not path or is_numbered or any(path.startswith(f"{x}.") for x in unreached):
             continue
         parameters = list(module.parameters())
         if parameters and all(p.grad is None for p in parameters):
-            found.append(path)
-    yield from found
+            unreached.append(path)
+    yield from unreached
 
 
 # -- whether a token sees those behind it --------------------------------------------------------
@@ -337,8 +341,8 @@ def _looks_ahead(model: nn.Module, ids: Tensor) -> float:
     return float(off / logits.abs().max().clamp(min=1e-6))
 
 
-def _causality_problem(given: Mapping[str, Any], model: nn.Module, ids: Tensor) -> str | None:
-    """Return why `model`, a small copy of the config.json `given`, is no causal language model,
+def _causality_problem(config_dict: Mapping[str, Any], model: nn.Module, ids: Tensor) -> str | None:
+    """Return why `model`, a small copy of the model of `config_dict`, is no causal language model,
     with the setting that makes it one if there is such; None: it is one.
     """
     if (off := _looks_ahead(model, ids)) <= _TOLERANCE:
@@ -348,29 +352,31 @@ def _causality_problem(given: Mapping[str, Any], model: nn.Module, ids: Tensor) 
         f"change by {off:.0%} of the largest one with tokens behind it, so that it sees what it is "
         f"to predict"
     )
-    for name, changed in _switched(given, model):
+    for name, changed in _switched(config_dict, model):
         if _looks_back(changed, ids):
             return f"{text}; set {name} in config.json to train it from token to token"
     return f"{text}; use a causal language model, or model.target with a loss of your own"
 
 
-def _looks_back(given: Mapping[str, Any], ids: Tensor) -> bool:
+def _looks_back(config_dict: Mapping[str, Any], ids: Tensor) -> bool:
     try:
-        return any(_looks_ahead(copy, ids) <= _TOLERANCE for copy in small_models(given))
+        return any(_looks_ahead(copy, ids) <= _TOLERANCE for copy in small_models(config_dict))
     except ConfigError:  # no value that the class has for this setting
         return False
 
 
-def _switched(given: Mapping[str, Any], model: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each switch that stands the other way: what to set in config.json, as text, and `given`
-    with it set.
+def _switched(
+    config_dict: Mapping[str, Any], model: Any
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each switch that stands the other way: what to set in config.json, as text, and
+    `config_dict` with it set.
     """
-    whole: dict[str, Any] = model.config.to_dict()
+    all_settings: dict[str, Any] = model.config.to_dict()
     for key, value in _SWITCHES:
         to = f"to {json.dumps(value)}"
-        if whole.get(key, value) != value:
-            yield f"{key} {to}", {**given, key: value}
-        for part, inner in whole.items():
+        if all_settings.get(key, value) != value:
+            yield f"{key} {to}", {**config_dict, key: value}
+        for part, inner in all_settings.items():
             if isinstance(inner, dict) and cast(dict[str, Any], inner).get(key, value) != value:
-                own = cast(dict[str, Any], given.get(part) or {})
-                yield f"{part}.{key} {to}", {**given, part: {**own, key: value}}
+                settings = cast(dict[str, Any], config_dict.get(part) or {})
+                yield f"{part}.{key} {to}", {**config_dict, part: {**settings, key: value}}

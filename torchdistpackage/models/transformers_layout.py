@@ -85,8 +85,8 @@ class TransformersShape:
     @property
     def num_positions(self) -> int:
         """The longest sequence that the model is made for; seq_len where config.json has none."""
-        found = self.sizes.positions or self.settings.get("max_position_embeddings")
-        return found if isinstance(found, int) and found > 0 else self.seq_len
+        positions = self.sizes.positions or self.settings.get("max_position_embeddings")
+        return positions if isinstance(positions, int) and positions > 0 else self.seq_len
 
     @property
     def longest_seq_len(self) -> int:
@@ -99,8 +99,10 @@ class TransformersShape:
             return self.seq_len  # ALiBi, whatever the family's default says
         if self.sizes.positions is not None or positions is None or by in ("distances", "not"):
             return self.num_positions
-        read = rope.get("factor"), rope.get(ORIGINAL, self.given.get(ORIGINAL))
-        factor, original = (x if type(x) in (int, float) and 0 < x <= _MOST else None for x in read)
+        values = rope.get("factor"), rope.get(ORIGINAL, self.given.get(ORIGINAL))
+        factor, original = (
+            x if type(x) in (int, float) and 0 < x <= _MOST else None for x in values
+        )
         return scaled_length(positions, factor, original)
 
 
@@ -113,10 +115,10 @@ def shape_of_section(
         ConfigError: transformers has no such model, or its settings are no model; lists all.
     """
     where = section["hf"]
-    found = read_config(where)
+    config_dict = read_config(where)
     lora = Lora.of_section(section.get("lora"))
-    family = str(found.get("model_type"))
-    shape = TransformersShape(family, found, seq_len, sequence_parallel, lora, tensor)
+    family = str(config_dict.get("model_type"))
+    shape = TransformersShape(family, config_dict, seq_len, sequence_parallel, lora, tensor)
     try:
         shape.kind  # noqa: B018  read now, as it may be none
     except ConfigError as error:
@@ -239,12 +241,12 @@ def _head(shape: TransformersShape, axis: str) -> Weights:
 
 def _adapted(w: Weights, lora: Lora, is_head: bool = False) -> Weights:
     """Return `w` with adapters on the layers that it lists."""
-    found = lora.adapters(w.parameters, is_head)
+    of_adapters = lora.adapters(w.parameters, is_head)
     layers = {
         name.removesuffix(".weight"): LayerCut("adapter", weight.layout)
-        for name, weight in found.items()
+        for name, weight in of_adapters.items()
     }
-    return replace(w, parameters=w.parameters | found, split=w.split | SplitTable(layers))
+    return replace(w, parameters=w.parameters | of_adapters, split=w.split | SplitTable(layers))
 
 
 def parts(shape: TransformersShape, axis: str) -> list[Weights]:
@@ -283,21 +285,21 @@ def weights(
     layers = shape.sizes.layers
     block_stages = [() if stage_of is None else (stage_of[index],) for index in range(layers)]
     part_stages = (block_stages[0], *block_stages, block_stages[-1])
-    found = {
+    by_name = {
         name: replace(w, layout=w.layout.on(*stages))
         for part, stages in zip(parts(shape, axis), part_stages, strict=True)
         for name, w in part.parameters.items()
     }
     for alias, name in shape.kind.aliases.items():
-        w = found[name]
+        w = by_name[name]
         on = shape.kind.stages_of(alias, block_stages)
-        found[name] = replace(w, layout=w.layout.on(*sorted({*w.layout.stages, *on})))
+        by_name[name] = replace(w, layout=w.layout.on(*sorted({*w.layout.stages, *on})))
     if shape.sizes.tied:
         name = f"{shape.kind.table}.weight"
-        w = found[name]
+        w = by_name[name]
         both = w.layout.on(*block_stages[0], *block_stages[-1])
-        found[name] = replace(w, layout=both)
-    return found
+        by_name[name] = replace(w, layout=both)
+    return by_name
 
 
 def buffers(shape: TransformersShape, stage_of: Sequence[int] | None = None) -> dict[str, Layout]:

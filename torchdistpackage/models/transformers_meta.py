@@ -62,7 +62,7 @@ def check_packages(*packages: str) -> None:
         raise NotAvailableError(f"model.hf {'; '.join(old)}")
 
 
-def known_settings(given: Mapping[str, Any]) -> Any:
+def known_settings(config_dict: Mapping[str, Any]) -> Any:
     """Return the settings of a config.json as transformers has them, with its defaults for what is
     left out.
 
@@ -74,14 +74,14 @@ def known_settings(given: Mapping[str, Any]) -> Any:
     check_packages()
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, __version__
 
-    family = given.get("model_type")
+    family = config_dict.get("model_type")
     with ALONE:
         if not isinstance(family, str) or family not in CONFIG_MAPPING:
             raise ConfigError(
                 f"model_type is {family!r}, which transformers {__version__} does not know"
-                f"{_own_code(given)}; a newer one may. A model of your own is named by model.target"
+                f"{_own_code(config_dict)}; a newer one may. A model of your own is named by model.target"
             )
-        config = _settings(given)
+        config = _settings(config_dict)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ConfigError(
                 f"model_type is {family!r}, and transformers {__version__} has no causal language "
@@ -103,11 +103,11 @@ def _unbuildable(config: Any) -> str | None:
     names: Mapping[str, Any] = getattr(config, "sub_configs", None) or {}
     inner = {name: x for name in names if (x := getattr(config, name, None)) is not None}
     wanted = getattr(kind, "config_class", None)
-    held = next((name for name, x in inner.items() if type(x) is wanted), None)
-    if held not in (None, "text_config") and type(config) is not wanted:
+    section = next((name for name, x in inner.items() if type(x) is wanted), None)
+    if section not in (None, "text_config") and type(config) is not wanted:
         return (
             f"{kind.__name__} is made of {wanted.__name__}, and config.json of model_type "
-            f"{config.model_type!r} has these settings in {held}, from which transformers does not "
+            f"{config.model_type!r} has these settings in {section}, from which transformers does not "
             f"take them; use model.target"
         )
     for name, x in inner.items():
@@ -120,8 +120,8 @@ def _unbuildable(config: Any) -> str | None:
     return None
 
 
-def _own_code(given: Mapping[str, Any]) -> str:
-    named = given.get("auto_map")
+def _own_code(config_dict: Mapping[str, Any]) -> str:
+    named = config_dict.get("auto_map")
     if not isinstance(named, Mapping):
         return ""
     return (
@@ -129,14 +129,14 @@ def _own_code(given: Mapping[str, Any]) -> str:
     )
 
 
-def _settings(given: Mapping[str, Any]) -> Any:
+def _settings(config_dict: Mapping[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
 
     try:
-        made = dict(given)
+        prepared = dict(config_dict)
         if is_before("transformers", "5"):
-            made = with_earlier_rope(made)
-        config = CONFIG_MAPPING[given["model_type"]].from_dict(made)
+            prepared = with_earlier_rope(prepared)
+        config = CONFIG_MAPPING[config_dict["model_type"]].from_dict(prepared)
     except settings_errors() as error:
         raise refused(error) from error
     config.use_cache = False
@@ -158,7 +158,7 @@ def build_options(dtype: torch.dtype | None) -> dict[str, Any]:
 
 
 def on_meta(
-    given: Mapping[str, Any],
+    config_dict: Mapping[str, Any],
     dtype: torch.dtype | None = None,
     constructed: "Constructed | None" = None,
 ) -> Any:
@@ -175,7 +175,7 @@ def on_meta(
     from transformers import AutoModelForCausalLM
 
     with ALONE:
-        config = _settings(given)
+        config = _settings(config_dict)
         try:
             with parameters_on_meta(constructed):
                 model = AutoModelForCausalLM.from_config(config, **build_options(dtype))
@@ -197,10 +197,10 @@ def parameters_on_meta(constructed: "Constructed | None" = None) -> Iterator[Non
     def moved(module: nn.Module, name: str, parameter: Any) -> Any:
         if parameter is None or parameter.is_meta or threading.get_ident() != thread:
             return parameter
-        made = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        on_meta_device = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         if constructed is not None:
-            constructed.keep(made, parameter)
-        return made
+            constructed.keep(on_meta_device, parameter)
+        return on_meta_device
 
     handle = register_module_parameter_registration_hook(moved)
     try:
@@ -242,10 +242,10 @@ class ModuleDraws:
     given: the config.json; family: of it.
     """
 
-    def __init__(self, given: Mapping[str, Any], family: Family):
+    def __init__(self, config_dict: Mapping[str, Any], family: Family):
         self._family = family
         self._constructed = Constructed()
-        self._model = on_meta(given, torch.float32, self._constructed)
+        self._model = on_meta(config_dict, torch.float32, self._constructed)
         self._paths = dict(self._model.named_modules())
         self._now: tuple[str, int, dict[str, Tensor]] = ("", 0, {})
 
@@ -260,7 +260,7 @@ class ModuleDraws:
         if self._now[:2] != (path, seed):
             with ALONE, keep_random_states(), torch.no_grad():
                 torch.manual_seed(seed_from(seed, path))
-                self._now = path, seed, self._drawn(path, whole=bool(block))
+                self._now = path, seed, self._drawn(path, is_deep=bool(block))
         value = self._now[2][name]
         if value.isnan().any():
             kept = self._constructed.values.get(name)
@@ -272,13 +272,13 @@ class ModuleDraws:
             value = kept
         return value
 
-    def _drawn(self, path: str, whole: bool) -> dict[str, Tensor]:
+    def _drawn(self, path: str, is_deep: bool) -> dict[str, Tensor]:
         """Return the parameters of the module at `path` by global name, with those of the modules
-        inside it if `whole`.
+        inside it if `is_deep`.
         """
-        made = copy.deepcopy(self._paths[path]) if whole else copy.copy(self._paths[path])
-        made._parameters = dict(made._parameters)
-        inside = dict(made.named_modules()) if whole else {"": made}
+        module = copy.deepcopy(self._paths[path]) if is_deep else copy.copy(self._paths[path])
+        module._parameters = dict(module._parameters)
+        inside = dict(module.named_modules()) if is_deep else {"": module}
         for part in inside.values():
             for key, parameter in part._parameters.items():
                 if parameter is not None:
@@ -289,8 +289,10 @@ class ModuleDraws:
         for name in sorted(inside, key=lambda name: -name.count(".") - bool(name)):
             full = f"{path}.{name}" if name else path
             self._owner(full)._init_weights(inside[name])
-        if not whole and any(p is not None and p.isnan().any() for p in made._parameters.values()):
-            self._draw_from_above(path, made)
+        if not is_deep and any(
+            p is not None and p.isnan().any() for p in module._parameters.values()
+        ):
+            self._draw_from_above(path, module)
         prefix = f"{path}." if path else ""
         return {
             f"{prefix}{name}.{key}" if name else prefix + key: p.detach()
@@ -299,16 +301,16 @@ class ModuleDraws:
             if p is not None
         }
 
-    def _draw_from_above(self, path: str, made: nn.Module) -> None:
-        """Let the rules of the modules around `made`, at `path`, draw its parameters, as a pooling
+    def _draw_from_above(self, path: str, module: nn.Module) -> None:
+        """Let the rules of the modules around `module`, at `path`, draw its parameters, as a pooling
         head draws its attention. All other parameters are on meta, where nothing is drawn.
         """
         while path:
             path, _, name = path.rpartition(".")
             around = copy.copy(self._paths[path])
-            around._modules = {**around._modules, name: made}
+            around._modules = {**around._modules, name: module}
             self._owner(path)._init_weights(around)
-            made = around
+            module = around
 
     def _owner(self, path: str) -> Any:
         """Return the innermost transformers model around the module, whose rules hold for it."""

@@ -189,23 +189,23 @@ def _check_shapes(built: "TransformersStage", mesh: Mesh, index: int) -> None:
 
 
 def _materialize(
-    built: nn.Module, device: torch.device, left: Container[nn.Parameter] = ()
+    built: nn.Module, device: torch.device, unfilled: Container[nn.Parameter] = ()
 ) -> None:
     """Put parameters, without values, and buffers on `device`; tied parameters stay tied.
 
-    left: parameters that stay on the meta device.
+    unfilled: parameters that stay on the meta device.
     """
-    made: dict[int, nn.Parameter] = {}
+    materialized: dict[int, nn.Parameter] = {}
     for module in built.modules():
         for name, parameter in module._parameters.items():
-            if parameter is None or not parameter.is_meta or parameter in left:
+            if parameter is None or not parameter.is_meta or parameter in unfilled:
                 continue
-            if id(parameter) not in made:
+            if id(parameter) not in materialized:
                 empty = torch.empty_like(parameter, device=device)
-                made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+                materialized[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
                 if (mark := mark_of(parameter)) is not None:
-                    mark_parameter(made[id(parameter)], mark.layout, mark.group, mark.depth)
-            module._parameters[name] = made[id(parameter)]
+                    mark_parameter(materialized[id(parameter)], mark.layout, mark.group, mark.depth)
+            module._parameters[name] = materialized[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
@@ -287,9 +287,9 @@ class TransformersStage(nn.Module):
 
     def buffer_layouts(self) -> Layouts:
         """Return the layout of each buffer that checkpoints hold, by its name here."""
-        held = buffers(self.shape, self._stage_of)
+        by_name = buffers(self.shape, self._stage_of)
         names = ((name, name.removeprefix("decoder.")) for name, _ in self.named_buffers())
-        return {name: held[key] for name, key in names if key in held}
+        return {name: by_name[key] for name, key in names if key in by_name}
 
     def initials(self) -> dict[str, Initial]:
         """Return what each parameter starts as in transformers, by its name here."""

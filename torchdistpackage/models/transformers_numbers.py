@@ -31,19 +31,19 @@ from torchdistpackage.predict.kernels import Matmul
 
 
 def layer_numbers(
-    shape: TransformersShape, held: Sequence[int], of: Microbatch
+    shape: TransformersShape, held_pieces: Sequence[int], of: Microbatch
 ) -> Iterator[LayerNumbers]:
     """Yield the numbers of the blocks of one stage, and of the embedding and the head where they
     go. What a layer keeps is not stated: the modules are transformers' own."""
     embed, *blocks, head = part_tables(shape)
     block_parts, behind = parts(shape, "tensor")[1:-1], parts(shape, "tensor")[-1]
-    has_first, has_last = 0 in held, len(blocks) - 1 in held
+    has_first, has_last = 0 in held_pieces, len(blocks) - 1 in held_pieces
     # with adapters gradients begin at the first of them
     has_grad = shape.lora is None
     if has_first:
         yield LayerNumbers("embedding", tuple(_embedding_calls(shape, embed, of, has_grad)))
     for index, (block, part) in enumerate(zip(blocks, block_parts, strict=True)):
-        if index in held:
+        if index in held_pieces:
             calls = tuple(_block(shape, block, part.parameters, of, has_grad))
             matmuls = (*_matmuls(part.parameters, of), *_scores(shape, block, of))
             yield LayerNumbers(f"{shape.kind.blocks}.{index}", calls, matmuls, None)
@@ -174,9 +174,9 @@ def _layers(
     """
     of, adapted = place.of, _adapted(table)
     shared, entered = table.shared_inputs(table.layers, adapted), set[str]()
-    read, made = _gradients(table, adapted, has_grad, is_parallel)
+    input_grads, output_grads = _gradients(table, adapted, has_grad, is_parallel)
     # what is computed again ends with what the last gradient needs
-    behind = [path for path, has in made.items() if has]
+    behind = [path for path, has in output_grads.items() if has]
     rows = [path for path in behind if table.layers[path].kind == "row"]
     last, is_behind = behind[-1] if behind else "", False
     for path, cut in table.layers.items():
@@ -184,13 +184,15 @@ def _layers(
         is_behind |= path == last
         if cut.kind in ("column", "joined"):
             if cut.entrance not in shared:
-                yield from here.column(_width(cut, inputs=True), of.products, read[path])
+                yield from here.column(_width(cut, inputs=True), of.products, input_grads[path])
             elif cut.entrance not in entered:
                 entered.add(cut.entrance)
-                yield from here.column(_width(cut, inputs=True), of.stream, read[path])
+                yield from here.column(_width(cut, inputs=True), of.stream, input_grads[path])
         if cut.kind == "row":
             is_needed = again or path not in rows[-1:]
-            yield from here.row(_width(cut, inputs=False), of.products, is_needed, made[path])
+            yield from here.row(
+                _width(cut, inputs=False), of.products, is_needed, output_grads[path]
+            )
         elif cut.kind == "joined":
             yield from here.joined(_part(cut.weight, int(cut.transposed), of), of.products)
 
@@ -199,18 +201,18 @@ def _gradients(
     table: SplitTable, adapted: frozenset[str], has_grad: bool, is_parallel: bool
 ) -> tuple[dict[str, bool], dict[str, bool]]:
     """Return, by layer, whether its input has a gradient, and whether its output has one."""
-    read: dict[str, bool] = {}
-    made: dict[str, bool] = {}
+    input_grads: dict[str, bool] = {}
+    output_grads: dict[str, bool] = {}
     inside, stream = False, has_grad  # since the last row layer; where that added its result
     for path, cut in table.layers.items():
         if cut.kind in ("column", "joined"):
-            read[path] = has_grad if is_parallel else stream
-            made[path] = read[path] or path in adapted
-            inside |= made[path]
+            input_grads[path] = has_grad if is_parallel else stream
+            output_grads[path] = input_grads[path] or path in adapted
+            inside |= output_grads[path]
         elif cut.kind == "row":
-            made[path] = inside or path in adapted
-            stream, inside = stream or made[path], False
-    return read, made
+            output_grads[path] = inside or path in adapted
+            stream, inside = stream or output_grads[path], False
+    return input_grads, output_grads
 
 
 def _adapted(table: SplitTable) -> frozenset[str]:

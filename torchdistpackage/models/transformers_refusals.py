@@ -18,37 +18,37 @@ from torchdistpackage.models.transformers_layout import (
 
 def refusals(shape: TransformersShape, use: ModelUse) -> list[tuple[str, str]]:
     """Return (key, text) of each thing that a run asks for and this model cannot do."""
-    name, tensor, found = shape.class_name, use.tensor, list[tuple[str, str]]()
+    name, tensor, problems = shape.class_name, use.tensor, list[tuple[str, str]]()
     if use.expert > 1:
-        found += _unshared(shape, use.expert)
+        problems += _unshared(shape, use.expert)
     if use.context > 1 and (why := context_problem(shape)):
-        found.append(
+        problems.append(
             (
                 "parallel.context",
                 f"{shape.family} cannot attend over parts of a sequence, as {why}; set it to 1",
             )
         )
     if use.document_masks and (text := _mixes_documents(shape)) is not None:
-        found.append(("data.document_masks", text))
+        problems.append(("data.document_masks", text))
     if shape.sequence_parallel and not shape.kind.splits_sequence:
-        found.append(("parallel.sequence_parallel", _needs_table(shape)))
+        problems.append(("parallel.sequence_parallel", _needs_table(shape)))
     if use.compares_pairs and shape.kind.auxiliary:
         text = (
             f"{name} adds the loss of its routers to that of tokens, which pairs of answers do not "
             f"have; set output_router_logits to false in config.json"
         )
-        found.append(("data.name", text))
+        problems.append(("data.name", text))
     if (why := SAMPLED.get(shape.family)) is not None:
         cut = {"tensor": tensor, "pipe": use.num_stages}
         text = f"{name}: {why}; set {{}} to 1, and use data and zero"
-        found += [(f"parallel.{x}", text.format(x)) for x, n in cut.items() if n > 1]
-        return found + _too_long(shape) + _lora_problems(shape, 1)
+        problems += [(f"parallel.{x}", text.format(x)) for x, n in cut.items() if n > 1]
+        return problems + _too_long(shape) + _lora_problems(shape, 1)
     shares = can_share(shape, tensor)
     if not shares:
-        found.append(("parallel.tensor", _uncut(shape, tensor)))
+        problems.append(("parallel.tensor", _uncut(shape, tensor)))
     if use.num_stages > 1 and (problem := _unstaged(shape, use.num_stages)) is not None:
-        found.append(("parallel.pipe", problem))
-    return found + _too_long(shape) + _lora_problems(shape, tensor if shares else 1)
+        problems.append(("parallel.pipe", problem))
+    return problems + _too_long(shape) + _lora_problems(shape, tensor if shares else 1)
 
 
 def _mixes_documents(shape: TransformersShape) -> str | None:
@@ -119,20 +119,20 @@ def _unshared(shape: TransformersShape, expert: int) -> list[tuple[str, str]]:
                 f"experts of {name}; use transformers 5, or set expert to 1"
             )
         return [("parallel.expert", text)]
-    found: list[tuple[str, str]] = []
+    problems: list[tuple[str, str]] = []
     if expert > most:
         text = (
             f"parallel.expert={expert} ranks for the {most} experts of {name}, of which each needs "
             f"one; set expert to {most} or less"
         )
-        found.append(("parallel.expert", text))
+        problems.append(("parallel.expert", text))
     if shape.lora is not None:
         text = (
             f"adapters are trained beside whole models alone, and parallel.expert={expert} shares "
             f"the experts of {name}; set expert to 1"
         )
-        found.append(("model.lora.target", text))
-    return found
+        problems.append(("model.lora.target", text))
+    return problems
 
 
 def _too_long(shape: TransformersShape) -> list[tuple[str, str]]:
@@ -155,12 +155,12 @@ def _too_long(shape: TransformersShape) -> list[tuple[str, str]]:
 def _lora_problems(shape: TransformersShape, tensor: int) -> list[tuple[str, str]]:
     if shape.lora is None:
         return []
-    known = shape.kind.output, shape.sizes.tied
-    problems = target_problems(shape.lora, shape.family, weights(shape), *known)
-    found = [("model.lora.target", text) for text in problems]
+    output_and_tied = shape.kind.output, shape.sizes.tied
+    problems = target_problems(shape.lora, shape.family, weights(shape), *output_and_tied)
+    of_adapters = [("model.lora.target", text) for text in problems]
     if text := cut_problem(weights(shape), shape.packed, tensor):
-        found.append(("parallel.tensor", text))
-    return found
+        of_adapters.append(("parallel.tensor", text))
+    return of_adapters
 
 
 def goes_with(shape: TransformersShape) -> tuple[tuple[str, str], ...]:

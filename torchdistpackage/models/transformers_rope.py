@@ -62,15 +62,15 @@ class _RotaryByDocument:
             group = lengths > self._trained_length(layer_type)
         else:
             group = lengths.clamp(min=self.original_max_seq_len)
-        found: Any = None
+        merged: Any = None
         for each in group.unique().tolist():
             if "dynamic" in kind:
                 self._forget(layer_type)
-            own = group == each
+            in_group = group == each
             # the longest position that transformers sees is one of these
-            part = tables(x, torch.where(own, position_ids, 0), *args, **kwargs)
-            found = part if found is None else _chosen(own[..., None], part, found)
-        return found
+            part = tables(x, torch.where(in_group, position_ids, 0), *args, **kwargs)
+            merged = part if merged is None else _chosen(in_group[..., None], part, merged)
+        return merged
 
     def _forget(self, layer_type: str | None) -> None:
         """Reset the frequencies to those at construction: `dynamic` keeps those of the longest
@@ -90,13 +90,13 @@ class _RotaryByDocument:
         return rope.get(name) or getattr(config, name, None) or config.max_position_embeddings
 
 
-def _chosen(own: Tensor, part: Any, other: Any) -> Any:
+def _chosen(is_chosen: Tensor, part: Any, other: Any) -> Any:
     """Return `part` where a token is its own, else `other`; each is a table, or cosines and
     sines.
     """
     if isinstance(part, Tensor):
-        return torch.where(own, part, other)
-    return tuple(torch.where(own, a, b) for a, b in zip(part, other, strict=True))
+        return torch.where(is_chosen, part, other)
+    return tuple(torch.where(is_chosen, a, b) for a, b in zip(part, other, strict=True))
 
 
 @cache

@@ -17,7 +17,7 @@ _LARGEST = 20_000_000
 """Most parameters of a copy."""
 
 
-def small_models(given: Mapping[str, Any], heads: int = 4) -> Iterator[nn.Module]:
+def small_models(config_dict: Mapping[str, Any], heads: int = 4) -> Iterator[nn.Module]:
     """Yield small copies of the model of a config.json, the smallest first; none if none is made.
 
     heads: attention heads of a copy, at most.
@@ -25,7 +25,7 @@ def small_models(given: Mapping[str, Any], heads: int = 4) -> Iterator[nn.Module
     """
     from transformers import AutoModelForCausalLM
 
-    settings = known_settings(given).to_dict()
+    settings = known_settings(config_dict).to_dict()
     for of_each_kind in (1, 2):
         try:
             small = shrunk(settings, of_each_kind=of_each_kind, heads=heads)

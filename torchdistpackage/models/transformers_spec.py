@@ -62,8 +62,8 @@ class TransformersSpec:
     def refusals(self, use: ModelUse) -> list[tuple[str, str]]:
         return transformers_refusals.refusals(self.shape, use)
 
-    def layer_numbers(self, held: Sequence[int], of: Microbatch) -> tuple[LayerNumbers, ...]:
-        return tuple(transformers_numbers.layer_numbers(self.shape, held, of))
+    def layer_numbers(self, held_pieces: Sequence[int], of: Microbatch) -> tuple[LayerNumbers, ...]:
+        return tuple(transformers_numbers.layer_numbers(self.shape, held_pieces, of))
 
     def uncounted(self, of: Microbatch) -> str | None:
         return transformers_numbers.problem(self.shape, of)

@@ -39,11 +39,11 @@ def neighbours(model: Any, around: StageSides) -> BlockNeighbours:
     """Return the modules around the blocks of `model`, as a small copy has shown them."""
     prefix = base_name(model)
     blocks = around.blocks.removeprefix(f"{prefix}.")
-    found = BlockNeighbours(model.get_submodule(prefix), blocks)
-    found.before = {path.removeprefix(f"{prefix}.") for path in around.before}
-    found.behind = {path.removeprefix(f"{prefix}.") for path in around.behind}
-    found.writes_input = around.writes_input
-    return found
+    result = BlockNeighbours(model.get_submodule(prefix), blocks)
+    result.before = {path.removeprefix(f"{prefix}.") for path in around.before}
+    result.behind = {path.removeprefix(f"{prefix}.") for path in around.behind}
+    result.writes_input = around.writes_input
+    return result
 
 
 def try_stages(
@@ -95,7 +95,7 @@ def _differs(
 
         behind = f"cut behind block {cut} of {num}"
         try:
-            found = _recorded(model, stage_modules(stages), run, ids)
+            record = _recorded(model, stage_modules(stages), run, ids)
             if around.writes_input and not stages[1].copies_input:
                 return _differs(model, ids, around, expected)
         except Exception as error:  # of a class that nobody has seen, whatever its forward raises
@@ -104,7 +104,7 @@ def _differs(
                 f"{name} does not go on from activations in place of token ids: a small copy "
                 f"that is {behind} stops in {at}"
             )
-        if (finding := first_difference(expected, [found], {}, _WITHIN)) is not None:
+        if (finding := first_difference(expected, [record], {}, _WITHIN)) is not None:
             return (
                 f"the stages of {name} {behind} do not compute what a small copy of it does "
                 f"({finding.brief}), so its blocks share more than the activations that they hand "
@@ -201,9 +201,9 @@ class BlockCalls:
 
     def _note(self, index: int, block: Any, args: Any, kwargs: Any, output: Any) -> None:
         names = list(signature(block.forward).parameters)
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        tensors = {name: _tensors(value) for name, value in given.items()}
-        kept = {name: found for name, found in tensors.items() if found}
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        tensors = {name: _tensors(value) for name, value in arguments.items()}
+        kept = {name: contained for name, contained in tensors.items() if contained}
         first, *more = output if isinstance(output, tuple | list) else (output,)
         first = first if isinstance(first, Tensor) else None
         self.calls.append(_BlockCall(index, kept, first, _tensors(more)))
@@ -241,17 +241,17 @@ def unstaged_because(model: nn.Module, path: str, calls: BlockCalls, ids: Tensor
                 f"{name} is not given what the block before it returns, as {owner} computes "
                 f"something in between"
             )
-        for key, found in more:
-            for x in found:
+        for key, tensors in more:
+            for x in tensors:
                 if not x.is_floating_point() and x.shape == ids.shape and torch.equal(x, ids):
                     return f"{name} is given the token ids ({key}), which the first stage alone has"
-                made = returned.get(id(x))
-                if made is None and x.requires_grad and not _is_same(x, before.output):
-                    made = _made_of(x, model, path)
-                if made is None and (other := calls.made.get(x.untyped_storage().data_ptr())):
-                    made = f"{other} ({type(model.get_submodule(other)).__name__})"
-                if made is not None:
-                    return f"{name} is given {key} beside the activations, made by {made}"
+                source = returned.get(id(x))
+                if source is None and x.requires_grad and not _is_same(x, before.output):
+                    source = _made_of(x, model, path)
+                if source is None and (other := calls.made.get(x.untyped_storage().data_ptr())):
+                    source = f"{other} ({type(model.get_submodule(other)).__name__})"
+                if source is not None:
+                    return f"{name} is given {key} beside the activations, made by {source}"
     return None
 
 
@@ -268,19 +268,19 @@ def _made_of(x: Tensor, model: nn.Module, path: str) -> str:
     does.
     """
     names = {id(p): name for name, p in model.named_parameters()}
-    found, seen, left = set[str](), set[Any](), [x.grad_fn]
+    reached, seen, pending = set[str](), set[Any](), [x.grad_fn]
     if x.grad_fn is None and id(x) in names:
-        found.add(names[id(x)])
-    while left:
-        node = left.pop()
+        reached.add(names[id(x)])
+    while pending:
+        node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if (variable := getattr(node, "variable", None)) is not None and id(variable) in names:
-            found.add(names[id(variable)])
-        left.extend(following for following, _ in node.next_functions)
-    inside = [name for name in found if name.startswith(f"{path}.")]
-    if inside or not found:
+            reached.add(names[id(variable)])
+        pending.extend(following for following, _ in node.next_functions)
+    inside = [name for name in reached if name.startswith(f"{path}.")]
+    if inside or not reached:
         return "earlier blocks"
-    modules = sorted({name.rpartition(".")[0] for name in found})[:2]
+    modules = sorted({name.rpartition(".")[0] for name in reached})[:2]
     return " and ".join(f"{x} ({type(model.get_submodule(x)).__name__})" for x in modules)

@@ -46,16 +46,16 @@ _LIMIT_S = 120.0
 Gradients = dict[str, Tensor]
 
 
-def try_tensor(model: Any, found: FoundModel, ids: Tensor, num_ranks: int) -> str | None:
+def try_tensor(model: Any, model_facts: FoundModel, ids: Tensor, num_ranks: int) -> str | None:
     """Return why so many ranks do not compute what `model` does; None: they do.
 
-    model: a small copy in float32. found: what was read of it, with its cuts. ids (B, S).
+    model: a small copy in float32. model_facts: facts read from it, with its cuts. ids: (B, S).
     """
     copied = deepcopy(model).train(model.config.model_type in TRAINED)
     _move_away(copied)
     twins = [deepcopy(copied) for _ in range(num_ranks)]  # some keep what a forward has made
-    expected = _alone(copied, ids, found.aliases)
-    table, layouts = found.table, found.layouts
+    expected = _alone(copied, ids, model_facts.aliases)
+    table, layouts = model_facts.table, model_facts.layouts
 
     stops: dict[int, str] = {}
 
@@ -65,20 +65,20 @@ def try_tensor(model: Any, found: FoundModel, ids: Tensor, num_ranks: int) -> st
         record = ParityRecord({"tensor": rank})
         try:
             parallelize(twin, table, group)
-            if found.shared_experts:
+            if model_facts.shared_experts:
                 share_experts(twin, layouts, tpc.get_group("expert"), group)
-            _fill(twin, copied, found, layouts, group)
+            _fill(twin, copied, model_facts, layouts, group)
             with recording(parts_of(twin), record, first_call=True):
                 logits = twin(input_ids=ids, use_cache=False, return_dict=True).logits
-            if found.splits_head:
-                sizes = even_sizes(found.sizes.vocab, group.size())
+            if model_facts.splits_head:
+                sizes = even_sizes(model_facts.sizes.vocab, group.size())
                 logits = collectives.gather(logits, -1, group, sizes)
             _loss(logits, ids).backward()
         except Exception as error:  # whatever the forward of a class that nobody has seen raises
             stops[rank] = module_of(error, twin)
             raise
         record.results = [logits.detach()]
-        record.grads = _gradients(twin, found, layouts, group)
+        record.grads = _gradients(twin, model_facts, layouts, group)
         return record
 
     layout = topology([("tensor", num_ranks)], num_ranks)
@@ -92,24 +92,24 @@ def try_tensor(model: Any, found: FoundModel, ids: Tensor, num_ranks: int) -> st
 
 
 def _first_difference(
-    whole: ParityRecord, records: Sequence[ParityRecord], layouts: Mapping[str, Layout]
+    full_record: ParityRecord, records: Sequence[ParityRecord], layouts: Mapping[str, Layout]
 ) -> ParityFinding | None:
     """Return the first difference of the ranks from the copy, gradients by each rank's own part."""
     axes = {"tensor": len(records)}
-    outputs = replace(whole, grads={})
+    outputs = replace(full_record, grads={})
     by = elementwise_within(_TOLERANCE)
     if (finding := first_difference(outputs, records, axes, by)) is not None:
         return finding
     mesh = Mesh((("tensor", len(records)),))
-    largest = max(x.abs().max().item() for x in whole.grads.values())
+    largest = max(x.abs().max().item() for x in full_record.grads.values())
     by = elementwise_within(_TOLERANCE, least_noise=_TOLERANCE * _SMALLEST * largest)
     for rank, record in enumerate(records):
         parts: Gradients = {}
-        for name, x in whole.grads.items():
+        for name, x in full_record.grads.items():
             parts[name] = torch.empty(local_shape(layouts[name], mesh, rank))
             copy_part(parts[name], x, layouts[name], mesh, rank)
-        own = replace(record, initial=parts, modules={}, results=[])
-        finding = first_difference(ParityRecord({}, grads=parts), [own], axes, by)
+        shard_record = replace(record, initial=parts, modules={}, results=[])
+        finding = first_difference(ParityRecord({}, grads=parts), [shard_record], axes, by)
         if finding is not None:
             return finding
     return None
@@ -145,33 +145,36 @@ def _alone(model: Any, ids: Tensor, aliases: Mapping[str, str]) -> ParityRecord:
 @torch.no_grad()
 def _fill(
     twin: nn.Module,
-    whole: nn.Module,
-    found: FoundModel,
+    full_model: nn.Module,
+    model_facts: FoundModel,
     layouts: Mapping[str, Layout],
     group: Group,
 ) -> None:
     """Fill the parameters of `twin` that were made without values, such as those of shared
     experts.
     """
-    if not found.shared_experts:
+    if not model_facts.shared_experts:
         return
-    mesh, true = Mesh((("expert", 1), ("tensor", group.size()))), dict(whole.named_parameters())
+    mesh, true = (
+        Mesh((("expert", 1), ("tensor", group.size()))),
+        dict(full_model.named_parameters()),
+    )
     for name, parameter in twin.named_parameters():
         if layouts[name].view == "expert":
             copy_part(parameter, true[name], layouts[name], mesh, group.rank())
 
 
 def _gradients(
-    twin: nn.Module, found: FoundModel, layouts: Mapping[str, Layout], group: Group
+    twin: nn.Module, model_facts: FoundModel, layouts: Mapping[str, Layout], group: Group
 ) -> Gradients:
     """Return the gradients of this rank's shards, by the names of the model."""
     gradients: Gradients = {}
     for name, parameter in twin.named_parameters():
-        own = found.aliases.get(name, name)
+        owner = model_facts.aliases.get(name, name)
         if parameter.grad is not None:
-            partial = bool(layouts[own].unreduced)
+            partial = bool(layouts[owner].unreduced)
             g = parameter.grad
-            gradients[own] = primitives.all_reduce(g.clone(), group) if partial else g
+            gradients[owner] = primitives.all_reduce(g.clone(), group) if partial else g
     return gradients
 
 

@@ -52,17 +52,17 @@ class StoredGroup:
     keys: tuple[tuple[str, str], ...]
     converter: Any = None
 
-    def convert(self, model: Any, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """Return the parameters that the tensors make up, by name. read: returns the tensor of a
-        key.
+    def convert(self, model: Any, read_tensor: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """Return the parameters that the tensors make up, by name. `read_tensor` returns the tensor
+        of a key.
         """
         if self.converter is None:
-            return {self.name: read(self.keys[0][1])}
-        made = deepcopy(self.converter)
+            return {self.name: read_tensor(self.keys[0][1])}
+        converter = deepcopy(self.converter)
         for pattern, key in self.keys:
-            made.add_tensor(self.name, key, pattern, partial(read, key))
-        found = made.convert(self.name, model=model, config=model.config)
-        return {name: _only(value) for name, value in found.items()}
+            converter.add_tensor(self.name, key, pattern, partial(read_tensor, key))
+        converted = converter.convert(self.name, model=model, config=model.config)
+        return {name: _only(value) for name, value in converted.items()}
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,12 @@ def open_found(folder: str | Path, shape: TransformersShape) -> FoundFolder:
     folder = Path(folder)
     stored = {k: x for k, x in headers(folder) if not UNREAD.search(f".{k}")}
     model = on_meta(shape.given, torch.float32)
-    known = _shapes(shape)
-    groups, unexpected = _groups(model, stored, known, shape.kind.aliases)
-    found, problems = dict[str, StoredGroup](), list[str]()
+    shapes = _shapes(shape)
+    groups, unexpected = _groups(model, stored, shapes, shape.kind.aliases)
+    by_name, problems = dict[str, StoredGroup](), list[str]()
     for group in groups:
         try:
-            made = group.convert(
+            tensors = group.convert(
                 model, lambda key: torch.empty(stored[key][1].shape, device="meta")
             )
         except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
@@ -115,22 +115,22 @@ def open_found(folder: str | Path, shape: TransformersShape) -> FoundFolder:
                 f"{group.name} cannot be made of its {len(group.keys)} tensors: {error}"
             )
             continue
-        for name, value in made.items():
-            own = shape.kind.aliases.get(name, name)
-            if own not in known:
+        for name, value in tensors.items():
+            owner = shape.kind.aliases.get(name, name)
+            if owner not in shapes:
                 unexpected.append(name)
-            elif tuple(value.shape) != known[own]:
+            elif tuple(value.shape) != shapes[owner]:
                 problems.append(
-                    f"{name} has shape {tuple(value.shape)}, where the model has {known[own]}"
+                    f"{name} has shape {tuple(value.shape)}, where the model has {shapes[owner]}"
                 )
-            elif own in found:
-                _check_same(folder, stored, found[own], group, own)
+            elif owner in by_name:
+                _check_same(folder, stored, by_name[owner], group, owner)
             else:
-                found[own] = group if name == own else _renamed(group, own)
+                by_name[owner] = group if name == owner else _renamed(group, owner)
     optional = {b.name for b in shape.kind.buffers} | {
         name for name, p in model.named_parameters() if not p.requires_grad
     }
-    missing = [f"{x} is missing" for x in known if x not in found and x not in optional]
+    missing = [f"{x} is missing" for x in shapes if x not in by_name and x not in optional]
     types = [
         f"{key} is of type {x.dtype}, where one of {DTYPES} is read"
         for key, (_, x) in stored.items()
@@ -142,12 +142,12 @@ def open_found(folder: str | Path, shape: TransformersShape) -> FoundFolder:
             raise CheckpointError(text)
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(
-            f"{folder} has not the weights of this model: {len(problems)} of {len(known)} "
+            f"{folder} has not the weights of this model: {len(problems)} of {len(shapes)} "
             f"tensors differ: {'; '.join(problems[:_SHOWN])}{more}; use the config.json that "
             f"belongs to them, or another folder"
         )
     places = {key: (file, key) for key, (file, _) in stored.items()}
-    return FoundFolder(WeightFolder(folder, places), found, model)
+    return FoundFolder(WeightFolder(folder, places), by_name, model)
 
 
 @singledispatch
@@ -208,7 +208,7 @@ def _renamed(group: StoredGroup, name: str) -> StoredGroup:
 def _groups(
     model: Any,
     stored: Mapping[str, tuple[str, StoredTensor]],
-    known: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
     aliases: Mapping[str, str],
 ) -> tuple[list[StoredGroup], list[str]]:
     """Return the groups of tensors that make up parameters, and the tensors that make up none."""
@@ -218,8 +218,8 @@ def _groups(
     ignored = [
         re.compile(x) for x in getattr(model, "_keys_to_ignore_on_load_unexpected", ()) or ()
     ]
-    everything = dict.fromkeys([*known, *aliases])
-    made: dict[str, tuple[list[tuple[str, str]], Any]] = {}
+    everything = dict.fromkeys([*shapes, *aliases])
+    grouped: dict[str, tuple[list[tuple[str, str]], Any]] = {}
     unexpected: list[str] = []
     for key in sorted(stored, key=_natural):
         if early:
@@ -233,8 +233,8 @@ def _groups(
             if not any(x.search(key) for x in ignored):
                 unexpected.append(key)
             continue
-        made.setdefault(name, ([], converter))[0].append((pattern or key, key))
-    return [StoredGroup(name, tuple(keys), x) for name, (keys, x) in made.items()], unexpected
+        grouped.setdefault(name, ([], converter))[0].append((pattern or key, key))
+    return [StoredGroup(name, tuple(keys), x) for name, (keys, x) in grouped.items()], unexpected
 
 
 def _named(
@@ -242,8 +242,8 @@ def _named(
 ) -> tuple[str, str | None]:
     from transformers.core_model_loading import rename_source_key
 
-    known = dict.fromkeys(everything, True)
-    return rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+    expected = dict.fromkeys(everything, True)
+    return rename_source_key(key, renamings, converters, model.base_model_prefix, expected)
 
 
 def _named_early(model: Any, key: str, everything: Mapping[str, Any]) -> str:
@@ -251,8 +251,8 @@ def _named_early(model: Any, key: str, everything: Mapping[str, Any]) -> str:
     name = key
     for old, new in (getattr(model, "_checkpoint_conversion_mapping", None) or {}).items():
         name = re.sub(old, new, name)
-    whole = f"{model.base_model_prefix}.{name}"
-    return whole if name not in everything and whole in everything else name
+    full_name = f"{model.base_model_prefix}.{name}"
+    return full_name if name not in everything and full_name in everything else name
 
 
 def _conversions(model: Any) -> tuple[list[Any], list[Any]]:
@@ -269,7 +269,7 @@ def _conversions(model: Any) -> tuple[list[Any], list[Any]]:
 
 def _natural(key: str) -> list[tuple[int, int | str]]:
     """Return a sort key that orders experts by their numbers."""
-    return [(0, int(word)) if word.isdigit() else (1, word) for word in key.split(".")]
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in key.split(".")]
 
 
 def _only(value: Any) -> Tensor:
@@ -301,8 +301,8 @@ def _shapes(shape: TransformersShape) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter except adapters, and of the buffers that a folder
     holds.
     """
-    held = layouts(replace(shape, lora=None)) | buffers(shape)
-    return {name: layout.shape for name, layout in held.items()}
+    by_name = layouts(replace(shape, lora=None)) | buffers(shape)
+    return {name: layout.shape for name, layout in by_name.items()}
 
 
 # -- and back --------------------------------------------------------------------------------------
@@ -340,37 +340,37 @@ class Stored:
     def __init__(self, shape: TransformersShape):
         self._model = on_meta(shape.given, torch.float32)
         self._renamings, self._converters = self._reversed()
-        whole = _shapes(shape)
-        self._alone = self._which_alone(whole)
+        shapes = _shapes(shape)
+        self._alone = self._which_alone(shapes)
         self.sources = {
             name: tuple(
                 Source(key, tuple(x.shape))
                 for key, x in self.parts(name, torch.empty(shape, device="meta")).items()
             )
-            for name, shape in whole.items()
+            for name, shape in shapes.items()
         }
 
     def parts(self, name: str, value: Tensor) -> dict[str, Tensor]:
         """Return the tensors that a parameter or buffer becomes in the files, by key."""
         return self._converted(name, value) if name in self._alone else {name: value}
 
-    def _which_alone(self, whole: Mapping[str, tuple[int, ...]]) -> set[str]:
+    def _which_alone(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
         """Return the names that convert back without another parameter, into keys that no other
         name gives.
         """
-        found: dict[str, set[str]] = {}
-        for name, shape in whole.items():
+        sources: dict[str, set[str]] = {}
+        for name, shape in shapes.items():
             try:
                 parts = self._converted(name, torch.empty(shape, device="meta"))
             except (RuntimeError, ValueError, KeyError, IndexError, TypeError):
                 continue
             if sum(x.numel() for x in parts.values()) == torch.Size(shape).numel():
-                found[name] = set(parts)
+                sources[name] = set(parts)
         owners: dict[str, int] = {}
-        for keys in found.values():
+        for keys in sources.values():
             for key in keys:
                 owners[key] = owners.get(key, 0) + 1
-        return {name for name, keys in found.items() if all(owners[key] == 1 for key in keys)}
+        return {name for name, keys in sources.items() if all(owners[key] == 1 for key in keys)}
 
     def _reversed(self) -> tuple[list[Any], list[Any]]:
         if is_before("transformers", "5"):
@@ -389,10 +389,10 @@ class Stored:
         for converter in self._converters:
             renamed, pattern = converter.rename_source_key(name)
             if pattern is not None:
-                made = deepcopy(converter)
-                made.add_tensor(renamed, name, pattern, value)
-                found = made.convert(renamed, model=self._model, config=self._model.config)
-                return {self._renamed(key): _only(x) for key, x in found.items()}
+                copied = deepcopy(converter)
+                copied.add_tensor(renamed, name, pattern, value)
+                converted = copied.convert(renamed, model=self._model, config=self._model.config)
+                return {self._renamed(key): _only(x) for key, x in converted.items()}
         return {self._renamed(name): value}
 
     def _renamed(self, key: str) -> str:

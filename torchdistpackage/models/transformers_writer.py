@@ -121,10 +121,10 @@ def _switches(family: str) -> list[str]:
     """Return the settings of a family alone that are true or false."""
     from transformers import CONFIG_MAPPING
 
-    known = vars(CONFIG_MAPPING[family])
+    attributes = vars(CONFIG_MAPPING[family])
     others = {"tie_word_embeddings", "use_cache"}
-    own = known.get("__annotations__", {})
-    return [x for x in own if type(known.get(x)) is bool and x not in others]
+    annotations = attributes.get("__annotations__", {})
+    return [x for x in annotations if type(attributes.get(x)) is bool and x not in others]
 
 
 class _Probe:
@@ -152,9 +152,9 @@ class _Probe:
 
     def defaults(self, switches: tuple[str, ...]) -> dict[str, Any]:
         """Return the settings that the table reads, with the values that config.json may omit."""
-        read = [x for x in (*_SETTINGS, *_EXPERTS) if x in self.given]
-        at = read.index("tie_word_embeddings")
-        ordered = (*read[:at], *switches, *read[at:])
+        keys = [x for x in (*_SETTINGS, *_EXPERTS) if x in self.given]
+        at = keys.index("tie_word_embeddings")
+        ordered = (*keys[:at], *switches, *keys[at:])
         return {name: getattr(self.kind, name, None) for name in ordered}
 
     def takes_null(self, setting: str, default: object) -> bool:
@@ -233,9 +233,9 @@ class _Probe:
 
     def _heads(self, heads: HeadSplit | None) -> str | None:
         n = self.found.sizes
-        known = {None: None, HeadSplit(n.heads): "heads"}
-        known[HeadSplit(n.kv_heads, shared=True)] = "kv_heads"
-        return known[heads]
+        names = {None: None, HeadSplit(n.heads): "heads"}
+        names[HeadSplit(n.kv_heads, shared=True)] = "kv_heads"
+        return names[heads]
 
     def _symbol(self, length: int) -> str:
         return self._symbols[length]
@@ -246,9 +246,9 @@ class _Probe:
         single = {x: getattr(n, x) for x in ("vocab", "dim", "hidden", "head_dim")}
         several = {"heads*head_dim": n.heads * n.head_dim, "2*hidden": 2 * n.hidden}
         several["kv_heads*head_dim"] = n.kv_heads * n.head_dim
-        known = single | several | {x: self.given[x] for x in _EXPERTS if x in self.given}
-        assert len(set(known.values())) == len(known)
-        return {value: name for name, value in known.items()}
+        size_names = single | several | {x: self.given[x] for x in _EXPERTS if x in self.given}
+        assert len(set(size_names.values())) == len(size_names)
+        return {value: name for name, value in size_names.items()}
 
     def _start(self, name: str) -> str:
         """Return how transformers draws a parameter."""
